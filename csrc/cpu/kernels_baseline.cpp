@@ -1,0 +1,7 @@
+// The kernels for any processor of the architecture that is compiled for.
+#include "half.h"
+#include "kernels.h"
+
+#define OF_ISA baseline
+#define OF_KERNELS kBaselineKernels
+#include "kernels.inc"

@@ -1,0 +1,120 @@
+// The operator overflow_fast::scan: its schema, its checks and its kernels per device.
+#include <ATen/ATen.h>
+#include <torch/csrc/stable/c/shim.h>
+#include <torch/library.h>
+
+#include "cpu/scan_cpu.h"
+#include "scan.h"
+#include "tensor_view.h"
+
+namespace overflow_fast {
+
+namespace {
+
+struct Task {
+  void (*function)(int64_t index, void* context);
+  void* context;
+};
+
+// torch's exported parallel_for: the header-only one would need this extension to be built with
+// the same threading runtime as torch itself.
+void run_parallel(int64_t num_tasks, void (*function)(int64_t, void*), void* context) {
+  Task task{function, context};
+  const auto run_range = [](int64_t begin, int64_t end, void* opaque) {
+    const auto& t = *static_cast<Task*>(opaque);
+    for (int64_t i = begin; i < end; ++i) t.function(i, t.context);
+  };
+  if (torch_parallel_for(0, num_tasks, 1, run_range, &task) != 0) {
+    run_range(0, num_tasks, &task);  // extremes do not mind a second pass, counts come from it
+  }
+}
+
+int num_threads() {
+  uint32_t count = 1;
+  torch_get_num_threads(&count);
+  return static_cast<int>(count);
+}
+
+void check_arguments(const at::Tensor& slots, int64_t first, at::TensorList tensors) {
+  TORCH_CHECK_TYPE(slots.scalar_type() == at::kLong, "slots must be int64, got ",
+                   slots.scalar_type());
+  TORCH_CHECK_VALUE(slots.dim() == 2 && slots.size(1) == 4 && slots.is_contiguous(),
+                    "slots must be contiguous and of shape [n, 4], got shape ", slots.sizes(),
+                    " with strides ", slots.strides());
+  const auto count = static_cast<int64_t>(tensors.size());
+  TORCH_CHECK_INDEX(first >= 0 && first + count <= slots.size(0), "first must leave room for ",
+                    count, " slots: first=", first, ", slots has ", slots.size(0));
+  for (const at::Tensor& tensor : tensors) {
+    TORCH_CHECK_VALUE(tensor.device() == slots.device(), "tensors must be on the device of slots (",
+                      slots.device(), "), got ", tensor.device());
+  }
+}
+
+View readable_view(const at::Tensor& tensor) {
+  View view{};
+  TORCH_CHECK_TYPE(view_of(tensor, view) == Readability::kReadable,
+                   "tensors must be strided and of a dtype that can be scanned, got ",
+                   tensor.toString());
+  return view;
+}
+
+void scan_op_cpu(const at::Tensor& slots, int64_t first, at::TensorList tensors) {
+  check_arguments(slots, first, tensors);
+  auto* slot = static_cast<Slot*>(slots.mutable_data_ptr()) + first;
+  for (const at::Tensor& tensor : tensors) scan_cpu(readable_view(tensor), *slot++);
+}
+
+// `slots` as unsigned minimum, unsigned maximum, sum, and sum with sign bits or-ed.
+void combine_composite(at::Tensor slot, const at::Tensor& stat) {
+  constexpr int64_t kFlip = std::numeric_limits<int64_t>::min();  // orders unsigned as signed
+  const auto flipped = [](const at::Tensor& word) { return word.bitwise_xor(kFlip); };
+  slot[0].copy_(flipped(at::minimum(flipped(slot[0]), flipped(stat[0]))));
+  slot[1].copy_(flipped(at::maximum(flipped(slot[1]), flipped(stat[1]))));
+  slot[2].add_(stat[2]);
+  const at::Tensor signs = slot[3].bitwise_or(stat[3]).bitwise_and(3);
+  slot[3].copy_((slot[3].bitwise_and(~3) + stat[3].bitwise_and(~3)).bitwise_or(signs));
+}
+
+void scan_op_composite(const at::Tensor& slots, int64_t first, at::TensorList tensors) {
+  check_arguments(slots, first, tensors);
+  for (const at::Tensor& tensor : tensors) {
+    readable_view(tensor);
+    combine_composite(slots[first++], stat_composite(tensor.detach()));
+  }
+}
+
+}  // namespace
+
+void scan_cpu(const View& view, Slot& slot) {
+  cpu::scan(view, {num_threads(), run_parallel}, slot);
+}
+
+TORCH_LIBRARY(overflow_fast, m) {
+  // Combines the stat of tensors[i] into slots[first + i]; the caller resets the slots.
+  m.def("scan(Tensor(a!) slots, int first, Tensor[] tensors) -> ()");
+  // The same by torch operations alone, on any device.
+  m.def("scan_composite(Tensor(a!) slots, int first, Tensor[] tensors) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(overflow_fast, CPU, m) {
+  m.impl("scan", scan_op_cpu);
+}
+
+// Devices without a kernel of ours.
+TORCH_LIBRARY_IMPL(overflow_fast, CompositeExplicitAutograd, m) {
+  m.impl("scan", scan_op_composite);
+  m.impl("scan_composite", scan_op_composite);
+}
+
+TORCH_LIBRARY_IMPL(overflow_fast, Meta, m) {
+  m.impl("scan", [](const at::Tensor&, int64_t, at::TensorList) {});
+  m.impl("scan_composite", [](const at::Tensor&, int64_t, at::TensorList) {});
+}
+
+// A stat has no gradient: the scan looks at the values and leaves autograd's graph alone.
+TORCH_LIBRARY_IMPL(overflow_fast, Autograd, m) {
+  m.impl("scan", torch::CppFunction::makeFallthrough());
+  m.impl("scan_composite", torch::CppFunction::makeFallthrough());
+}
+
+}  // namespace overflow_fast

@@ -1,0 +1,1 @@
+"""overflow_fast inside other libraries."""

@@ -1,0 +1,106 @@
+"""The scan as a function: tensors in, stats out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from . import _C
+from .tensors import NotScanned, reason, resolve
+
+
+class Stat(NamedTuple):
+    """What one scan of one tensor found.
+
+    Attributes:
+        abs_min: The smallest magnitude; an int for integer and bool dtypes. nan if any
+            element is nan, None if nothing was looked at.
+        abs_max: The largest magnitude, likewise.
+        has_nan: Whether any element is nan, as `torch.isnan` says.
+        has_inf: Whether any element is inf or -inf, as `torch.isinf` says.
+        numel: The number of elements of the tensor, repeats of expanded ones included.
+        dtype: The tensor's dtype.
+        not_scanned: Why the tensor was not looked at; None if it was.
+    """
+
+    abs_min: float | None
+    abs_max: float | None
+    has_nan: bool
+    has_inf: bool
+    numel: int
+    dtype: torch.dtype
+    not_scanned: str | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the tensor has no element."""
+        return self.numel == 0 and self.not_scanned is None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every element was looked at and none is nan or inf."""
+        return not (self.has_nan or self.has_inf or self.not_scanned)
+
+
+def scan(tensors: Iterable[torch.Tensor], *, backend: str = "auto") -> list[Stat]:
+    """Scans each tensor once and returns its stat.
+
+    Works for any mix of dtypes, layouts and devices, and makes no copy of a tensor. On
+    a device that has no kernel the stats come from torch operations. Magnitudes of
+    complex numbers are moduli. The elements of sparse tensors are their values, those
+    of a DTensor its local part. What cannot be scanned (meta, fake and quantized
+    tensors, unknown subclasses) gets a stat whose `not_scanned` says why.
+
+    Incurs one CPU-GPU sync for each tensor that is not on the CPU.
+
+    Args:
+        tensors: Tensors of any shape.
+        backend: "auto", or "composite" to use torch operations on every device.
+
+    Returns:
+        One stat for each tensor, in order.
+
+    Raises:
+        TypeError: If `tensors` is a single tensor or holds something else than tensors.
+        ValueError: If `backend` is unknown.
+
+    Example:
+        >>> scan([torch.tensor([-2.0, 0.5])])[0].abs_max
+        2.0
+    """
+    if isinstance(tensors, torch.Tensor):
+        raise TypeError(
+            "tensors must be a list of torch.Tensor, got one Tensor: use scan([tensor])"
+        )
+    if backend not in ("auto", "composite"):
+        raise ValueError(f"backend must be 'auto' or 'composite', got {backend!r}")
+    return [_scan_one(tensor, backend == "composite") for tensor in tensors]
+
+
+def _scan_one(tensor: torch.Tensor, composite: bool) -> Stat:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"tensors must hold torch.Tensor only, got {type(tensor).__name__}"
+        )
+    values: torch.Tensor | NotScanned = tensor
+    found = _C.scan_one(tensor, composite)
+    if found == _C.Readability.INDIRECT:
+        values = resolve(tensor)
+        if not isinstance(values, NotScanned):
+            found = _C.scan_one(values, composite)
+    if not isinstance(found, tuple):
+        why = values if isinstance(values, NotScanned) else reason(values, found)
+        return Stat(None, None, False, False, _numel(tensor), tensor.dtype, str(why))
+    abs_min, abs_max, num_nan, num_inf = found
+    return Stat(
+        abs_min, abs_max, num_nan > 0, num_inf > 0, _numel(tensor), tensor.dtype
+    )
+
+
+def _numel(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.numel()
+    except Exception:
+        return 0

@@ -1,0 +1,52 @@
+"""The operators registered with torch's dispatcher."""
+
+import pytest
+import torch
+
+import overflow_fast  # noqa: F401
+
+OPS = [torch.ops.overflow_fast.scan, torch.ops.overflow_fast.scan_composite]
+
+
+def empty_slots(count):
+    slots = torch.zeros(count, 4, dtype=torch.int64)
+    slots[:, 0] = -1
+    return slots
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_opcheck(op):
+    tensors = [torch.randn(5), torch.ones(3, 4, dtype=torch.float16)]
+    torch.library.opcheck(op.default, (empty_slots(4), 1, tensors))
+    tensors[0].requires_grad_()
+    torch.library.opcheck(op.default, (empty_slots(4), 1, tensors))
+
+
+def test_both_operators_write_the_same_slots():
+    tensors = [
+        torch.tensor([1.0, -float("inf"), float("nan"), float("inf")]),
+        torch.tensor([-(2**63), 5]),
+        torch.zeros(0),
+        torch.tensor([3 + 4j, complex(float("-inf"), float("inf"))]),
+    ]
+    for _ in range(2):
+        slots = [empty_slots(5), empty_slots(5)]
+        for op, into in zip(OPS, slots, strict=True):
+            op(into, 1, tensors)
+            op(into, 1, tensors)
+        assert torch.equal(*slots)
+    assert slots[0][1].tolist() == [0x3F800000, 0x7FC00000, 2, (4 << 2) | 3]
+    assert slots[0][0].tolist() == [-1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_wrong_arguments(op):
+    tensors = [torch.ones(2)]
+    with pytest.raises(TypeError, match="slots must be int64, got Float"):
+        op(torch.zeros(4, 4), 0, tensors)
+    with pytest.raises(ValueError, match=r"slots must be contiguous and of shape"):
+        op(torch.zeros(4, 3, dtype=torch.int64), 0, tensors)
+    with pytest.raises(IndexError, match="first must leave room for 1 slots"):
+        op(empty_slots(4), 4, tensors)
+    with pytest.raises(TypeError, match="tensors must be strided"):
+        op(empty_slots(4), 0, [torch.ones(2).to_sparse()])

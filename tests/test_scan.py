@@ -1,0 +1,296 @@
+"""The scan against an oracle written from the definition in float64 torch."""
+
+import math
+
+import pytest
+import torch
+
+import overflow_fast
+from overflow_fast import scan
+
+FLOATS = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+]
+COMPLEX = [torch.complex128, torch.complex64, torch.complex32]
+INTEGERS = [
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint64,
+    torch.uint32,
+    torch.uint16,
+    torch.uint8,
+    torch.bool,
+]
+BACKENDS = ["auto", "composite"]
+
+
+def same(a, b):
+    return a == b or (math.isnan(a) and math.isnan(b))
+
+
+def oracle(tensor):
+    """abs_min, abs_max, has_nan, has_inf of a non-empty tensor, from the definition."""
+    if tensor.dtype in INTEGERS:
+        values = [abs(int(x)) for x in tensor.flatten().tolist()]
+        return min(values), max(values), False, False
+    if tensor.dtype.is_complex:
+        wide = torch.view_as_real(tensor.resolve_conj()).to(torch.float64)
+        magnitude = torch.hypot(wide[..., 0], wide[..., 1])
+        part = torch.view_as_real(tensor).dtype
+        magnitude = magnitude.to(part).to(torch.float64)
+        has_nan, has_inf = wide.isnan().any(), wide.isinf().any()
+    else:
+        magnitude = tensor.to(torch.float64).abs()
+        has_nan, has_inf = magnitude.isnan().any(), magnitude.isinf().any()
+    low, high = magnitude.min().item(), magnitude.max().item()
+    return low, high, bool(has_nan), bool(has_inf)
+
+
+def check(tensor, backend="auto"):
+    stat = scan([tensor], backend=backend)[0]
+    low, high, has_nan, has_inf = oracle(tensor)
+    assert stat.not_scanned is None
+    assert (stat.has_nan, stat.has_inf) == (has_nan, has_inf)
+    assert same(stat.abs_min, low), (stat, low)
+    assert same(stat.abs_max, high), (stat, high)
+    assert (stat.numel, stat.dtype) == (tensor.numel(), tensor.dtype)
+
+
+def random_bits(dtype, numel, seed=0):
+    """Finite elements with arbitrary bits."""
+    generator = torch.Generator().manual_seed(seed)
+    count = numel * dtype.itemsize
+    bits = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+    if dtype is torch.bool:
+        return bits.remainder(2).bool()
+    if dtype in INTEGERS:
+        return bits.view(dtype)
+    if dtype.is_complex:
+        real = {
+            torch.complex128: torch.float64,
+            torch.complex64: torch.float32,
+            torch.complex32: torch.float16,
+        }[dtype]
+        parts = random_bits(real, 2 * numel, seed).view(numel, 2)
+        return torch.view_as_complex(parts)
+    values = bits.view(dtype)
+    finite = values.to(torch.float64).isfinite()
+    one = torch.tensor([1.0]).to(dtype).view(torch.uint8)
+    patched = bits.view(numel, -1).clone()
+    patched[~finite] = one
+    return patched.flatten().view(dtype)
+
+
+def planted(dtype):
+    info = torch.finfo(dtype)
+    values = {"none": None, "max": info.max, "minus max": info.min}
+    values |= {"tiny": info.tiny, "subnormal": info.smallest_normal / 2, "-0": -0.0}
+    values |= {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+    return values
+
+
+def test_every_bit_pattern_of_8_and_16_bits():
+    for dtype in [*FLOATS, *INTEGERS]:
+        if dtype.itemsize > 2 or dtype is torch.bool:
+            continue
+        bits = torch.arange(2 ** (8 * dtype.itemsize))
+        bits = bits.to(torch.uint8 if dtype.itemsize == 1 else torch.uint16)
+        for backend in BACKENDS:
+            check(bits.view(dtype), backend)
+        for pattern in bits.view(dtype)[:: 1 if dtype.itemsize == 1 else 97]:
+            check(pattern)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX, *INTEGERS], ids=str)
+@pytest.mark.parametrize("numel", [1, 3, 15, 16, 17, 63, 64, 65, 127, 257, 40000])
+def test_random_bits(dtype, numel, backend):
+    check(random_bits(dtype, numel), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", FLOATS[:4], ids=str)
+@pytest.mark.parametrize("numel", [1, 31, 300, 70001])
+def test_planted_values(dtype, numel, backend):
+    for value in planted(dtype).values():
+        for position in {0, numel // 2, max(0, numel - 2), numel - 1}:
+            tensor = random_bits(dtype, numel)
+            if value is not None:
+                tensor[position] = value
+            check(tensor, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", COMPLEX, ids=str)
+def test_planted_complex(dtype, backend):
+    inf, nan = math.inf, math.nan
+    for value in [(inf, 1), (1, -inf), (nan, 1), (inf, nan), (nan, -inf), (6e4, 6e4)]:
+        parts = torch.ones(37, 2).to(
+            torch.view_as_real(torch.zeros(1, dtype=dtype)).dtype
+        )
+        parts[5] = torch.tensor(value)
+        check(torch.view_as_complex(parts), backend)
+
+
+def layouts(dtype):
+    base = random_bits(dtype, 24 * 10 * 18).view(24, 10, 18)
+    yield "contiguous", base
+    yield "transposed", base.permute(2, 0, 1)
+    yield "sliced", base[3:17, 2:9, 1:16]
+    yield "every other", base[:, :, ::2]
+    yield "every third row", base[::3]
+    yield "column", base[:, 1, 3]
+    yield "one element", base[1, 1, 1]
+    yield "expanded", base[:1].expand(6, 10, 18)
+    yield "expanded inside", base[:, :, 2:3].expand(24, 10, 7)
+    yield "diagonal", base[0].as_strided((10,), (19,))
+    yield "overlapping", base.flatten().as_strided((30, 8), (3, 1))
+    yield "odd offset", base.flatten()[1:]
+    yield "odd offset short", base.flatten()[3:8]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX, *INTEGERS], ids=str)
+def test_layouts(dtype, backend):
+    for name, tensor in layouts(dtype):
+        try:
+            check(tensor, backend)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:4], ids=str)
+def test_layouts_see_only_their_own_elements(dtype):
+    base = torch.full((8, 40), math.nan).to(dtype)
+    base[1:7, 2:35] = 1.0
+    assert scan([base[1:7, 2:35]])[0].is_finite
+    assert scan([base[1:7, 2:35].t()])[0].is_finite
+    assert scan([base[1:7, 2:35:2]])[0].is_finite
+    assert scan([base])[0].has_nan
+
+
+def test_memory_that_is_not_aligned_to_its_elements():
+    raw = bytearray(4 * 1000 + 1)
+    tensor = torch.frombuffer(raw, dtype=torch.float32, offset=1, count=1000)
+    tensor.fill_(3.0)
+    tensor[999] = -5.0
+    check(tensor)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_empty(backend):
+    for shape in [(0,), (3, 0, 2)]:
+        stat = scan([torch.zeros(shape)], backend=backend)[0]
+        assert stat.is_empty and stat.is_finite
+        assert (stat.abs_min, stat.abs_max, stat.numel) == (None, None, 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_magnitude_of_int_min(backend):
+    for dtype in INTEGERS[:4]:
+        low = torch.iinfo(dtype).min
+        stat = scan([torch.tensor([low, 1], dtype=dtype)], backend=backend)[0]
+        assert (stat.abs_min, stat.abs_max) == (1, -low)
+    stat = scan([torch.tensor([2**64 - 1], dtype=torch.uint64)], backend=backend)[0]
+    assert stat.abs_max == 2**64 - 1
+
+
+def test_large_tensors_use_every_thread_and_lose_nothing():
+    tensor = torch.ones(3_000_001, dtype=torch.bfloat16)
+    for position in [0, 1_500_000, 1_500_001, 3_000_000]:
+        tensor[position] = math.nan
+        assert scan([tensor])[0].has_nan, position
+        tensor[position] = 1.0
+    assert scan([tensor])[0].is_finite
+    check(tensor[:3_000_000].view(1_000_000, 3).t()[:2])
+
+
+def test_more_than_2_to_the_31_elements():
+    tensor = torch.ones(2**31 + 7, dtype=torch.float8_e5m2)
+    tensor.view(torch.uint8)[-1] = 0x7C
+    stat = scan([tensor])[0]
+    assert stat.has_inf and not stat.has_nan and stat.numel == 2**31 + 7
+
+
+def test_wrappers_are_scanned_where_their_values_lie():
+    sparse = torch.tensor([[0.0, math.inf], [2.0, 0.0]]).to_sparse()
+    assert scan([sparse])[0].has_inf
+    assert scan([torch.tensor([[0.0, 3.0]]).to_sparse_csr()])[0].abs_max == 3.0
+    jagged = torch.nested.nested_tensor(
+        [torch.ones(2), torch.full((3,), 4.0)], layout=torch.jagged
+    )
+    assert scan([jagged])[0].abs_max == 4.0
+    assert scan([torch.nn.Parameter(torch.tensor([7.0]))])[0].abs_max == 7.0
+    assert scan([torch.tensor([1 + 1j]).conj()])[0].abs_max == pytest.approx(2**0.5)
+
+    class Plain(torch.Tensor):
+        pass
+
+    assert scan([torch.tensor([7.0]).as_subclass(Plain)])[0].abs_max == 7.0
+
+
+def test_what_cannot_be_scanned_says_why():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.ones(3)
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    freed = torch.ones(5)
+    freed.untyped_storage().resize_(0)
+    packed = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    cases = {
+        "meta tensor": torch.ones(3, device="meta"),
+        "fake tensor": fake,
+        "quantized": quantized,
+        "its storage is freed": freed,
+        "dtype torch.float4_e2m1fn_x2": packed,
+        "layout torch._mkldnn": torch.ones(3).to_mkldnn(),
+    }
+    for why, tensor in cases.items():
+        stat = scan([tensor])[0]
+        assert stat.not_scanned == why
+        assert not stat.is_finite and not stat.is_empty
+
+
+def test_inside_vmap():
+    seen = []
+
+    def function(x):
+        seen.append(scan([x])[0].not_scanned)
+        return x
+
+    torch.vmap(function)(torch.ones(3))
+    assert seen == ["inside a torch.func transform"]
+
+
+def test_wrong_arguments():
+    with pytest.raises(TypeError, match=r"tensors must be a list .* got one Tensor"):
+        scan(torch.ones(1))
+    with pytest.raises(
+        TypeError, match=r"tensors must hold torch\.Tensor only, got int"
+    ):
+        scan([1])
+    with pytest.raises(ValueError, match="backend must be 'auto' or 'composite'"):
+        scan([], backend="cuda")
+
+
+def test_scan_has_no_gradient_and_keeps_no_graph():
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    assert scan([y])[0].abs_max == 2.0
+    y.sum().backward()
+    assert x.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_isa_is_known():
+    assert overflow_fast._C.isa() in ("baseline", "avx2", "avx512")
