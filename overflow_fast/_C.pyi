@@ -6,7 +6,67 @@ class Readability:
     FREED: Readability
     INDIRECT: Readability
 
+class EntryKind:
+    TENSOR: EntryKind
+    NONE: EntryKind
+    NOT_TENSOR: EntryKind
+    NOT_SCANNED: EntryKind
+
+StatTuple = tuple[float | None, float | None, int, int]
+# label path, kind, stat or reason, numel, is_quiet, is_bad
+EntryTuple = tuple[
+    tuple[tuple[int, object], ...], EntryKind, StatTuple | str | None, int, bool, bool
+]
+
+class Frame:
+    module: int
+    type: type
+    batch: int
+    opens_batch: bool
+    is_recomputed: bool
+    is_bad: bool
+
+class Recorder:
+    max_frames: int | None
+    in_step: bool
+    watches_every_frame: bool
+    total_calls: int
+    bytes_scanned: int
+    tensors_scanned: int
+    tensors_listed: int
+    has_waiting_frames: bool
+    def __init__(
+        self,
+        max_frames: int | None,
+        *,
+        strict_compat: bool = False,
+        list_kwargs: bool = False,
+        memo: bool = True,
+        composite: bool = False,
+    ) -> None: ...
+    def entries(self, frame: Frame) -> list[EntryTuple]: ...
+    def history(self) -> list[Frame]: ...
+    def clear_history(self) -> None: ...
+    def resolve(self) -> list[Frame]: ...
+    def judge(self, frame: Frame) -> bool: ...
+    def keep(self, frame: Frame) -> None: ...
+    def end_step(self) -> None: ...
+    def begin_batch(self, number: int) -> None: ...
+
+class FrameHook:
+    owner: object
+    module: int
+    def __init__(self, owner: object, module: int) -> None: ...
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        args: object,
+        kwargs: object,
+        output: object,
+        /,
+    ) -> None: ...
+
 def scan_one(
     tensor: torch.Tensor, composite: bool = False
-) -> tuple[float | None, float | None, int, int] | Readability: ...
+) -> StatTuple | Readability: ...
 def isa() -> str: ...

@@ -2,7 +2,14 @@
 
 import torch  # noqa: F401  (the extension needs torch's libraries loaded first)
 
+from .debug import DebugUnderflowOverflow, detect_overflow, get_abs_min_max
 from .ops import Stat, scan
 
-__all__ = ["Stat", "scan"]
+__all__ = [
+    "DebugUnderflowOverflow",
+    "Stat",
+    "detect_overflow",
+    "get_abs_min_max",
+    "scan",
+]
 __version__ = "0.1.0"

@@ -1,0 +1,57 @@
+#include "labels.h"
+
+namespace overflow_fast {
+
+LabelTable::LabelTable() {
+  add(kNoParent, LabelStyle::kName, py::str("input"));
+  add(kNoParent, LabelStyle::kName, py::str("output"));
+}
+
+LabelId LabelTable::add(LabelId parent, LabelStyle style, py::object value) {
+  nodes_.push_back({parent, style, std::move(value)});
+  by_index_.emplace_back();
+  return static_cast<LabelId>(nodes_.size() - 1);
+}
+
+LabelId LabelTable::index(LabelId parent, int64_t index) {
+  const auto at = static_cast<size_t>(index);
+  if (at < by_index_[parent].size() && by_index_[parent][at] != 0) {
+    return by_index_[parent][at] - 1;
+  }
+  if (nodes_.size() >= kMaxLabels) return parent;
+  const LabelId id = add(parent, LabelStyle::kIndex, py::int_(index));
+  auto& known = by_index_[parent];
+  if (known.size() <= at) known.resize(at + 1);
+  known[at] = id + 1;
+  return id;
+}
+
+LabelId LabelTable::key(LabelId parent, LabelStyle style, PyObject* key) {
+  const auto found = by_pointer_.find({parent, key});
+  if (found != by_pointer_.end()) return found->second;
+  // Other keys may be mutable or hold tensors alive: their type has to do.
+  const bool is_plain = PyUnicode_CheckExact(key) || PyLong_CheckExact(key);
+  py::object value = is_plain
+                         ? py::reinterpret_borrow<py::object>(key)
+                         : py::str("<") + py::str(py::type::handle_of(key).attr("__name__")) +
+                               py::str(">");
+  const py::tuple by_value = py::make_tuple(parent, static_cast<int>(style), value);
+  if (by_value_.contains(by_value)) return by_value_[by_value].cast<LabelId>();
+  if (nodes_.size() >= kMaxLabels) return parent == kNoParent ? kInputLabel : parent;
+  const LabelId id = add(parent, style, std::move(value));
+  by_value_[by_value] = id;
+  // The node holds the key, so its address stays its own.
+  if (is_plain) by_pointer_.emplace(PointerKey{parent, key}, id);
+  return id;
+}
+
+py::tuple LabelTable::path(LabelId id) const {
+  py::list reversed;
+  for (; id != kNoParent; id = nodes_[id].parent) {
+    reversed.append(py::make_tuple(static_cast<int>(nodes_[id].style), nodes_[id].value));
+  }
+  reversed.attr("reverse")();
+  return py::tuple(reversed);
+}
+
+}  // namespace overflow_fast

@@ -1,0 +1,70 @@
+// Labels of entries as numbers: a path such as output[0]['logits'] is interned once, hooks carry
+// its number, and its text is made when a report is.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+namespace overflow_fast {
+
+namespace py = pybind11;
+
+enum class LabelStyle : uint8_t {
+  kName,       // a root: input, output or a parameter's name
+  kIndex,      // [0]
+  kKey,        // ['logits']
+  kAttribute,  // .loss
+};
+
+using LabelId = uint32_t;
+constexpr LabelId kInputLabel = 0;
+constexpr LabelId kOutputLabel = 1;
+
+class LabelTable {
+ public:
+  LabelTable();
+
+  LabelId index(LabelId parent, int64_t index);
+  // `key` is hashed by value, so that keys made anew in every forward find their number again.
+  LabelId key(LabelId parent, LabelStyle style, PyObject* key);
+  // The name of a parameter.
+  LabelId name(PyObject* name) { return key(kNoParent, LabelStyle::kName, name); }
+
+  // The path as a tuple of (style, value) from the root.
+  py::tuple path(LabelId id) const;
+
+ private:
+  static constexpr LabelId kNoParent = ~LabelId{0};
+  // Keys that never repeat must not fill the memory of a long run.
+  static constexpr size_t kMaxLabels = 1 << 16;
+
+  struct Node {
+    LabelId parent;
+    LabelStyle style;
+    py::object value;
+  };
+  struct PointerKey {
+    LabelId parent;
+    PyObject* key;
+    bool operator==(const PointerKey& other) const {
+      return parent == other.parent && key == other.key;
+    }
+  };
+  struct PointerHash {
+    size_t operator()(const PointerKey& k) const {
+      return (reinterpret_cast<uintptr_t>(k.key) >> 4) * 0x9e3779b97f4a7c15 + k.parent;
+    }
+  };
+
+  LabelId add(LabelId parent, LabelStyle style, py::object value);
+
+  std::vector<Node> nodes_;
+  std::vector<std::vector<LabelId>> by_index_;  // [parent][index] -> id + 1, 0 if none
+  std::unordered_map<PointerKey, LabelId, PointerHash> by_pointer_;
+  py::dict by_value_;  // (parent, style, key) -> id
+};
+
+}  // namespace overflow_fast

@@ -1,0 +1,218 @@
+#include "recorder.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "scan.h"
+#include "tensor_view.h"
+
+namespace overflow_fast {
+
+namespace {
+
+// Below this many bytes a scan is shorter than letting go of the GIL and taking it again.
+constexpr int64_t kReleaseGilBytes = 1 << 20;
+
+void reset(at::Tensor& slots) {
+  slots.zero_();
+  slots.select(1, 0).fill_(-1);
+}
+
+const py::object& resolver() {
+  static const auto* function =  // never freed: the interpreter may be gone by then
+      new py::object(py::module_::import("overflow_fast.tensors").attr("resolve"));
+  return *function;
+}
+
+py::object reason_for(const at::Tensor& tensor, Readability readability) {
+  return py::module_::import("overflow_fast.tensors")
+      .attr("reason")(py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)), readability);
+}
+
+}  // namespace
+
+bool Frame::is_bad() const {
+  for (const Entry& entry : entries) {
+    if (entry.is_bad()) return true;
+  }
+  return false;
+}
+
+int64_t DeviceSlots::scan(const at::Tensor& tensor) {
+  const c10::AutoGradMode no_grad(false);
+  const int64_t slot = used_++;
+  if (slot / kChunk >= static_cast<int64_t>(chunks_.size())) {
+    chunks_.push_back(at::empty({kChunk, 4}, at::TensorOptions().dtype(at::kLong).device(device_)));
+    reset(chunks_.back());
+  }
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("overflow_fast::scan_composite", "")
+          .typed<void(const at::Tensor&, int64_t, at::TensorList)>();
+  op.call(chunks_[slot / kChunk], slot % kChunk, {tensor.detach()});
+  return slot;
+}
+
+std::vector<Slot> DeviceSlots::take() {
+  const c10::AutoGradMode no_grad(false);
+  std::vector<Slot> slots(used_);
+  for (int64_t begin = 0; begin < used_; begin += kChunk) {
+    const int64_t count = std::min(kChunk, used_ - begin);
+    at::Tensor& chunk = chunks_[begin / kChunk];
+    const at::Tensor host = chunk.narrow(0, 0, count).cpu();
+    const auto* words = static_cast<const Slot*>(host.const_data_ptr());
+    std::copy(words, words + count, slots.begin() + begin);
+    reset(chunk);
+  }
+  used_ = 0;
+  return slots;
+}
+
+Recorder::Recorder(std::optional<int64_t> max_frames, Options options)
+    : max_frames(max_frames), options_(options) {}
+
+Frame Recorder::begin_frame(uint32_t module, py::object type, bool is_recomputed) {
+  ++total_calls;
+  ++frame_mark_;
+  Frame frame{module, std::move(type), batch_, opens_batch_, is_recomputed,
+              std::move(spare_)};
+  frame.entries.clear();
+  opens_batch_ = false;
+  return frame;
+}
+
+void Recorder::add_none(Frame& frame, LabelId label) {
+  frame.entries.push_back({{}, 0, {}, 0, label, EntryKind::kNone, Dtype::kBool, false, false});
+}
+
+void Recorder::add_not_tensor(Frame& frame, LabelId label) {
+  frame.entries.push_back({{}, 0, {}, 0, label, EntryKind::kNotTensor, Dtype::kBool, false, false});
+}
+
+void Recorder::add_not_scanned(Frame& frame, LabelId label, py::object why, bool is_quiet) {
+  frame.entries.push_back({{}, 0, std::move(why), 0, label, EntryKind::kNotScanned, Dtype::kBool,
+                           is_quiet, false});
+}
+
+void Recorder::add_tensor(Frame& frame, LabelId label, PyObject* object, bool is_quiet,
+                          bool allows_negative_inf) {
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  ++tensors_listed;
+  Entry entry{{},    0, {}, 0, label, EntryKind::kTensor, Dtype::kBool, is_quiet,
+              allows_negative_inf};
+  View view{};
+  try {
+    const Readability readability = view_of(tensor, view);
+    if (readability == Readability::kReadable) {
+      return add_readable(frame, std::move(entry), tensor, view);
+    }
+    if (readability != Readability::kIndirect) {
+      return add_not_scanned(frame, label, reason_for(tensor, readability), is_quiet);
+    }
+    const py::object values = resolver()(py::reinterpret_borrow<py::object>(object));
+    if (!THPVariable_Check(values.ptr())) {
+      return add_not_scanned(frame, label, values, is_quiet);
+    }
+    const at::Tensor& inner = THPVariable_Unpack(values.ptr());
+    const Readability inner_readability = view_of(inner, view);
+    if (inner_readability != Readability::kReadable) {
+      return add_not_scanned(frame, label, reason_for(inner, inner_readability), is_quiet);
+    }
+    add_readable(frame, std::move(entry), inner, view);
+  } catch (const py::error_already_set& error) {
+    add_not_scanned(frame, label, py::str(error.what()), is_quiet);
+  } catch (const std::exception& error) {
+    add_not_scanned(frame, label, py::str(error.what()), is_quiet);
+  }
+}
+
+void Recorder::add_readable(Frame& frame, Entry&& entry, const at::Tensor& tensor,
+                            const View& view) {
+  entry.dtype = view.dtype;
+  entry.numel = tensor.numel();
+  if (!options_.use_memo) {
+    entry.slot = scan_to_slot(tensor, view);
+  } else {
+    const Memo::Key key = Memo::Key::of(tensor);
+    entry.slot = memo_.find(key, frame_mark_);
+    if (entry.slot < 0) {
+      const size_t mark = frame_mark_;
+      entry.slot = scan_to_slot(tensor, view);
+      memo_.insert(tensor, key, entry.slot, mark);
+    }
+  }
+  if (entry.slot < kDeviceSlots) entry.stat = host_slots_[entry.slot];
+  frame.entries.push_back(std::move(entry));
+}
+
+int64_t Recorder::scan_to_slot(const at::Tensor& tensor, const View& view) {
+  const auto bytes = static_cast<int64_t>(tensor.nbytes());
+  ++tensors_scanned;
+  bytes_scanned += bytes;
+  if (!tensor.device().is_cpu() || options_.force_composite) return scan_on_device(tensor);
+  Slot slot;
+  if (bytes >= kReleaseGilBytes) {
+    const py::gil_scoped_release release;
+    scan_cpu(view, slot);
+  } else {
+    scan_cpu(view, slot);
+  }
+  host_slots_.push_back(slot);
+  return static_cast<int64_t>(host_slots_.size()) - 1;
+}
+
+int64_t Recorder::scan_on_device(const at::Tensor& tensor) {
+  size_t at = 0;
+  while (at < devices_.size() && devices_[at].first != tensor.device()) ++at;
+  if (at == devices_.size()) devices_.emplace_back(tensor.device(), DeviceSlots(tensor.device()));
+  return kDeviceSlots * static_cast<int64_t>(at + 1) + devices_[at].second.scan(tensor);
+}
+
+bool Recorder::finish(Frame& frame) {
+  bool waits = !waiting_.empty();
+  for (const Entry& entry : frame.entries) {
+    waits |= entry.kind == EntryKind::kTensor && entry.slot >= kDeviceSlots;
+  }
+  if (!waits) return judge(frame);
+  waiting_.push_back(std::move(frame));
+  return false;
+}
+
+bool Recorder::judge(Frame& frame) {
+  if (watches_every_frame || frame.is_bad()) return true;
+  keep(std::move(frame));
+  return false;
+}
+
+void Recorder::keep(Frame&& frame) {
+  history_.push_back(std::move(frame));
+  if (max_frames && static_cast<int64_t>(history_.size()) > *max_frames) {
+    spare_ = std::move(history_.front().entries);
+    history_.pop_front();
+  }
+}
+
+std::vector<Frame> Recorder::resolve() {
+  std::vector<std::vector<Slot>> slots;
+  for (auto& [device, device_slots] : devices_) slots.push_back(device_slots.take());
+  // What the memo knows points at slots that are gone.
+  memo_.clear();
+  std::vector<Frame> frames;
+  frames.swap(waiting_);
+  for (Frame& frame : frames) {
+    for (Entry& entry : frame.entries) {
+      if (entry.kind != EntryKind::kTensor || entry.slot < kDeviceSlots) continue;
+      entry.stat = slots[entry.slot / kDeviceSlots - 1][entry.slot % kDeviceSlots];
+    }
+  }
+  return frames;
+}
+
+void Recorder::end_step() {
+  memo_.clear();
+  host_slots_.clear();
+}
+
+}  // namespace overflow_fast

@@ -1,0 +1,141 @@
+// Collects the frames of a step: what each module was given and returned, as entries with slots.
+//
+// On the CPU a slot is filled when its entry is recorded, and a frame can be judged at once. On
+// a device the slots stay there, and frames wait until the step's one sync (resolve). Either
+// way a frame is judged in execution order by the same code, and ends in the history.
+//
+// Everything here runs under the GIL, except for the scan of a large tensor.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "labels.h"
+#include "layout.h"
+#include "memo.h"
+#include "stat.h"
+
+namespace overflow_fast {
+
+enum class EntryKind : uint8_t { kTensor, kNone, kNotTensor, kNotScanned };
+
+struct Entry {
+  Slot stat;        // filled when the frame is judged
+  int64_t slot;     // index into the host slots or, from kDeviceSlots on, a device's
+  py::object why;   // kNotScanned: the reason
+  int64_t numel;
+  LabelId label;
+  EntryKind kind;
+  Dtype dtype;
+  bool is_quiet;    // listed only when it is bad
+  bool allows_negative_inf;  // an additive mask by position of its kind: -inf is no alarm
+
+  bool is_bad() const {
+    return kind == EntryKind::kTensor && !stat.is_finite() &&
+           !(allows_negative_inf && stat.has_only_negative_inf());
+  }
+};
+
+struct Frame {
+  uint32_t module;
+  py::object type;  // the module's class when the hook ran
+  int64_t batch;
+  bool opens_batch;
+  bool is_recomputed;
+  std::vector<Entry> entries;
+
+  bool is_bad() const;
+};
+
+struct Options {
+  bool strict_compat = false;   // look where transformers looks, nowhere else
+  bool list_kwargs = false;     // list keyword inputs like positional ones
+  bool use_memo = true;
+  bool force_composite = false; // treat the CPU as a device without a kernel
+};
+
+// Slots in fixed-address chunks on one device.
+class DeviceSlots {
+ public:
+  static constexpr int64_t kChunk = 4096;
+
+  explicit DeviceSlots(at::Device device) : device_(device) {}
+  int64_t scan(const at::Tensor& tensor);
+  // One copy to the host per chunk in use; resets the slots. Incurs a sync.
+  std::vector<Slot> take();
+
+ private:
+  at::Device device_;
+  std::vector<at::Tensor> chunks_;
+  int64_t used_ = 0;
+};
+
+class Recorder {
+ public:
+  Recorder(std::optional<int64_t> max_frames, Options options);
+
+  const Options& options() const { return options_; }
+  LabelTable& labels() { return labels_; }
+
+  // A frame is built by add_*() calls on it and given back by finish(). finish() returns true if
+  // the frame was judged and somebody should look at it; it is the caller's to keep() then.
+  Frame begin_frame(uint32_t module, py::object type, bool is_recomputed);
+  void add_tensor(Frame& frame, LabelId label, PyObject* tensor, bool is_quiet,
+                  bool allows_negative_inf);
+  void add_none(Frame& frame, LabelId label);
+  void add_not_tensor(Frame& frame, LabelId label);
+  void add_not_scanned(Frame& frame, LabelId label, py::object why, bool is_quiet);
+  bool finish(Frame& frame);
+
+  // Brings the slots of waiting frames to the host and hands those frames out in order; the
+  // caller gives each to judge(). Incurs one sync per device that was used.
+  std::vector<Frame> resolve();
+  // True if the frame is bad or every frame is asked for; otherwise it goes into the history.
+  bool judge(Frame& frame);
+  void keep(Frame&& frame);
+
+  // The memo and the slots of a step end with it. Waiting frames must have been resolved.
+  void end_step();
+  void begin_batch(int64_t number) {
+    batch_ = number;
+    opens_batch_ = true;
+  }
+
+  std::deque<Frame>& history() { return history_; }
+  const std::deque<Frame>& history() const { return history_; }
+  std::optional<int64_t> max_frames;
+  bool in_step = false;            // the root's forward is running
+  bool watches_every_frame = false;
+  int64_t total_calls = 0;
+  int64_t bytes_scanned = 0;
+  int64_t tensors_scanned = 0;
+  int64_t tensors_listed = 0;
+  bool has_waiting_frames() const { return !waiting_.empty(); }
+
+ private:
+  static constexpr int64_t kDeviceSlots = int64_t{1} << 48;
+
+  int64_t scan_to_slot(const at::Tensor& tensor, const View& view);
+  int64_t scan_on_device(const at::Tensor& tensor);
+  void add_readable(Frame& frame, Entry&& entry, const at::Tensor& tensor, const View& view);
+
+  Options options_;
+  LabelTable labels_;
+  Memo memo_;
+  size_t frame_mark_ = 0;
+  std::vector<Slot> host_slots_;
+  std::vector<std::pair<at::Device, DeviceSlots>> devices_;
+  std::vector<Frame> waiting_;
+  std::vector<Entry> spare_;  // the last dropped frame's memory
+  std::deque<Frame> history_;
+  int64_t batch_ = 0;
+  bool opens_batch_ = true;
+};
+
+}  // namespace overflow_fast

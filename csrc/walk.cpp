@@ -1,0 +1,210 @@
+#include "walk.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace overflow_fast {
+
+namespace {
+
+// Deeper containers are not opened; it also ends the walk of one that holds itself.
+constexpr int kMaxDepth = 16;
+
+enum class Shape : uint8_t { kTensor, kNone, kSequence, kDict, kAttributes, kLeaf };
+
+PyObject* interned(const char* text) {
+  return PyUnicode_InternFromString(text);
+}
+
+// Dataclasses have their fields as attributes; one that is also a dict (ModelOutput) leaves out
+// the fields that are None, so its items are what counts.
+bool is_dataclass(PyObject* object) {
+  static PyObject* const kFields = interned("__dataclass_fields__");
+  return _PyType_Lookup(Py_TYPE(object), kFields) != nullptr;
+}
+
+Shape shape_of(PyObject* object) {
+  if (THPVariable_Check(object)) return Shape::kTensor;
+  if (object == Py_None) return Shape::kNone;
+  if (PyTuple_Check(object) || PyList_Check(object)) return Shape::kSequence;
+  if (PyLong_CheckExact(object) || PyFloat_CheckExact(object) || PyBool_Check(object) ||
+      PyUnicode_CheckExact(object)) {
+    return Shape::kLeaf;
+  }
+  if (PyDict_Check(object)) return Shape::kDict;
+  if (!PyType_Check(object) && is_dataclass(object)) return Shape::kAttributes;
+  return Shape::kLeaf;
+}
+
+// Calls visit(style, key, index, child) for each child of a container.
+template <class Visit>
+void for_each_child(PyObject* object, Shape shape, Visit visit) {
+  if (shape == Shape::kSequence) {
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
+      visit(LabelStyle::kIndex, nullptr, i, PySequence_Fast_GET_ITEM(object, i));
+    }
+  } else if (shape == Shape::kDict) {
+    const bool is_model_output = !PyDict_CheckExact(object) && is_dataclass(object);
+    PyObject *key, *value;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(object, &position, &key, &value)) {
+      visit(is_model_output ? LabelStyle::kAttribute : LabelStyle::kKey, key, 0, value);
+    }
+  } else if (shape == Shape::kAttributes) {
+    const auto fields = py::reinterpret_borrow<py::object>(object).attr("__dataclass_fields__");
+    for (const auto& name : py::reinterpret_borrow<py::dict>(fields)) {
+      const auto value = py::reinterpret_steal<py::object>(
+          PyObject_GetAttr(object, name.first.ptr()));
+      if (!value) {
+        PyErr_Clear();
+        continue;
+      }
+      visit(LabelStyle::kAttribute, name.first.ptr(), 0, value.ptr());
+    }
+  }
+}
+
+bool holds_tensor(PyObject* object, Shape shape, int depth) {
+  if (shape == Shape::kTensor) return true;
+  if (depth > kMaxDepth) return false;
+  bool found = false;
+  for_each_child(object, shape, [&](LabelStyle, PyObject*, Py_ssize_t, PyObject* child) {
+    found = found || holds_tensor(child, shape_of(child), depth + 1);
+  });
+  return found;
+}
+
+struct Walker {
+  Recorder& recorder;
+  Frame& frame;
+  // For inputs that transformers never looks at: listed only when bad, and an additive mask's
+  // -inf is no alarm there.
+  bool is_quiet;
+  bool allows_negative_inf;
+
+  void tensor(PyObject* object, LabelId label) {
+    recorder.add_tensor(frame, label, object, is_quiet, allows_negative_inf);
+  }
+
+  void value(PyObject* object, LabelId label, int depth) {
+    const Shape shape = shape_of(object);
+    if (shape == Shape::kTensor) return tensor(object, label);
+    if (shape != Shape::kNone && shape != Shape::kLeaf && holds_tensor(object, shape, depth)) {
+      return children(object, shape, label, depth);
+    }
+    if (is_quiet) return;
+    if (shape == Shape::kNone) return recorder.add_none(frame, label);
+    recorder.add_not_tensor(frame, label);
+  }
+
+  void children(PyObject* object, Shape shape, LabelId label, int depth) {
+    for_each_child(object, shape, [&](LabelStyle style, PyObject* key, Py_ssize_t index,
+                                      PyObject* child) {
+      LabelTable& labels = recorder.labels();
+      value(child,
+            style == LabelStyle::kIndex ? labels.index(label, index)
+                                        : labels.key(label, style, key),
+            depth + 1);
+    });
+  }
+
+  // As transformers does it: a tensor, None, or not a tensor.
+  void flat(PyObject* object, LabelId label) {
+    if (THPVariable_Check(object)) return tensor(object, label);
+    if (object == Py_None) return recorder.add_none(frame, label);
+    recorder.add_not_tensor(frame, label);
+  }
+};
+
+// A module may name its parameters itself (named_parameters overridden).
+bool has_own_named_parameters(PyObject* module) {
+  static PyObject* const kName = interned("named_parameters");
+  static PyObject* const kModuleType =
+      py::object(py::module_::import("torch.nn").attr("Module")).release().ptr();
+  return _PyType_Lookup(Py_TYPE(module), kName) !=
+         _PyType_Lookup(reinterpret_cast<PyTypeObject*>(kModuleType), kName);
+}
+
+void record_parameter(Recorder& recorder, Frame& frame, PyObject* name, PyObject* parameter) {
+  if (!THPVariable_Check(parameter)) return;
+  recorder.add_tensor(frame, recorder.labels().name(name), parameter, false, false);
+}
+
+}  // namespace
+
+void record_parameters(Recorder& recorder, Frame& frame, PyObject* module) {
+  if (has_own_named_parameters(module)) {
+    const auto named = py::reinterpret_borrow<py::object>(module).attr("named_parameters")(
+        py::arg("recurse") = false);
+    for (const auto& item : named) {
+      const auto pair = py::reinterpret_borrow<py::tuple>(item);
+      record_parameter(recorder, frame, pair[0].ptr(), pair[1].ptr());
+    }
+    return;
+  }
+  static PyObject* const kParameters = interned("_parameters");
+  const auto parameters =
+      py::reinterpret_steal<py::object>(PyObject_GetAttr(module, kParameters));
+  if (!parameters) throw py::error_already_set();
+  if (!PyDict_Check(parameters.ptr()) || PyDict_GET_SIZE(parameters.ptr()) == 0) return;
+  // named_parameters() lists a parameter that has two names once.
+  std::vector<PyObject*> seen;
+  PyObject *name, *parameter;
+  Py_ssize_t position = 0;
+  while (PyDict_Next(parameters.ptr(), &position, &name, &parameter)) {
+    if (std::find(seen.begin(), seen.end(), parameter) != seen.end()) continue;
+    seen.push_back(parameter);
+    record_parameter(recorder, frame, name, parameter);
+  }
+}
+
+void record_inputs(Recorder& recorder, Frame& frame, PyObject* args, PyObject* kwargs) {
+  const Options& options = recorder.options();
+  LabelTable& labels = recorder.labels();
+  Walker listed{recorder, frame, false, false};
+  Walker quiet{recorder, frame, !options.list_kwargs, true};
+  if (!PyTuple_Check(args)) {
+    listed.flat(args, kInputLabel);
+  } else {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
+      PyObject* input = PyTuple_GET_ITEM(args, i);
+      const LabelId label = labels.index(kInputLabel, i);
+      listed.flat(input, label);
+      if (options.strict_compat || THPVariable_Check(input)) continue;
+      const Shape shape = shape_of(input);
+      if (holds_tensor(input, shape, 1)) quiet.children(input, shape, label, 1);
+    }
+  }
+  if (options.strict_compat || kwargs == nullptr || !PyDict_Check(kwargs)) return;
+  PyObject *name, *value;
+  Py_ssize_t position = 0;
+  while (PyDict_Next(kwargs, &position, &name, &value)) {
+    const Shape shape = shape_of(value);
+    if (shape == Shape::kNone || shape == Shape::kLeaf || !holds_tensor(value, shape, 1)) continue;
+    quiet.value(value, labels.key(kInputLabel, LabelStyle::kAttribute, name), 1);
+  }
+}
+
+void record_outputs(Recorder& recorder, Frame& frame, PyObject* output) {
+  Walker walker{recorder, frame, false, false};
+  LabelTable& labels = recorder.labels();
+  const bool is_strict = recorder.options().strict_compat;
+  if (!PyTuple_Check(output)) {
+    is_strict ? walker.flat(output, kOutputLabel) : walker.value(output, kOutputLabel, 1);
+    return;
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(output); ++i) {
+    PyObject* part = PyTuple_GET_ITEM(output, i);
+    const LabelId label = labels.index(kOutputLabel, i);
+    if (!PyTuple_Check(part)) {
+      is_strict ? walker.flat(part, label) : walker.value(part, label, 2);
+      continue;
+    }
+    for (Py_ssize_t j = 0; j < PyTuple_GET_SIZE(part); ++j) {
+      PyObject* inner = PyTuple_GET_ITEM(part, j);
+      const LabelId inner_label = labels.index(label, j);
+      is_strict ? walker.flat(inner, inner_label) : walker.value(inner, inner_label, 3);
+    }
+  }
+}
+
+}  // namespace overflow_fast

@@ -1,0 +1,96 @@
+"""Attaches a recorder's hooks to a model and finds out which call is the outermost."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from . import _C
+
+_MODULE_CALL = nn.Module._wrapped_call_impl.__code__
+
+
+def modules_once(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    """Yields each module once with its index in `named_modules()`."""
+    yield from enumerate(model.modules())
+
+
+def modules_per_parent(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    """Yields a module as often as `model.apply` visits it: once for each parent."""
+    index = {id(module): i for i, module in enumerate(model.modules())}
+    visited: list[nn.Module] = []
+    model.apply(visited.append)
+    for module in visited:
+        yield index[id(module)], module
+
+
+class Attachment:
+    """The hooks of one owner on one model. Holds modules weakly.
+
+    The owner gets `before_root(module, args)` and `after_root_ends(module)`, the latter
+    also when the forward raises, around each call of the root, and provides
+    `root_hook(frame_hook)` to wrap the root's own frame hook.
+    """
+
+    def __init__(self) -> None:
+        self.handles: list[RemovableHandle] = []
+
+    def attach(
+        self,
+        owner: Any,
+        model: nn.Module,
+        walk: Callable[[nn.Module], Iterator[tuple[int, nn.Module]]] = modules_once,
+    ) -> None:
+        """Registers a frame hook on every module of `model`."""
+        for index, module in walk(model):
+            hook: Callable[..., Any] = _C.FrameHook(owner, index)
+            if module is model:
+                hook = owner.after_root
+            self.handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        self.handles.append(
+            model.register_forward_pre_hook(owner.before_root, prepend=True)
+        )
+        self.handles.append(
+            model.register_forward_hook(owner.root_ended, always_call=True)
+        )
+
+    def remove(self) -> None:
+        """Removes every hook; calling it again does nothing."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+
+def outermost_call(
+    is_watched: Callable[[nn.Module], bool], skip: int = 0
+) -> tuple[int, nn.Module]:
+    """Finds the outermost running call of a watched module, from the Python stack.
+
+    Args:
+        is_watched: Says which modules count.
+        skip: How many of the innermost such calls to leave out.
+
+    Returns:
+        An identity of that call, equal as long as it runs, and its module.
+
+    Raises:
+        LookupError: If no such call is running.
+    """
+    found: tuple[FrameType, nn.Module] | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _MODULE_CALL:
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and is_watched(module):
+                if skip == 0:
+                    found = frame, module
+                skip = max(0, skip - 1)
+        frame = frame.f_back
+    if found is None:
+        raise LookupError("no watched module is running")
+    return id(found[0]), found[1]

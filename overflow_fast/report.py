@@ -1,0 +1,69 @@
+"""Frames as text: the report that transformers prints, line for line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from . import _C
+
+PREFIX = " " * 17
+COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
+
+_STYLES = {1: "[{}]", 2: "[{!r}]", 3: ".{}"}
+
+
+def label_text(path: Sequence[tuple[int, object]]) -> str:
+    """Writes a label's path as text, such as `output[0]['logits']`."""
+    root, *rest = path
+    return str(root[1]) + "".join(_STYLES[style].format(value) for style, value in rest)
+
+
+def batch_header(number: int) -> list[str]:
+    """The lines in front of a batch's first frame."""
+    return [f"\n\n{PREFIX} *** Starting batch number={number} ***", COLUMNS]
+
+
+def stat_line(abs_min: float | None, abs_max: float | None, label: str) -> str:
+    """One line of a frame for a tensor's stat."""
+    if abs_min is None or abs_max is None:
+        return f"{'empty':>17} {label}"
+    return f"{abs_min:8.2e} {abs_max:8.2e} {label}"
+
+
+def _entry_line(entry: _C.EntryTuple) -> str | None:
+    path, kind, value, _, is_quiet, is_bad = entry
+    if is_quiet and not is_bad:
+        return None
+    label = label_text(path)
+    if kind == _C.EntryKind.TENSOR:
+        assert isinstance(value, tuple)
+        return stat_line(value[0], value[1], label)
+    if kind == _C.EntryKind.NONE:
+        return f"{'None':>17} {label}"
+    if kind == _C.EntryKind.NOT_SCANNED:
+        return f"{'not scanned':>17} {label}: {value}"
+    return f"{'not a tensor':>17} {label}"
+
+
+def frame_text(recorder: _C.Recorder, frame: _C.Frame, fqn: str) -> str:
+    """Writes a frame: its batch's header if it opens one, its name, its entries."""
+    lines = batch_header(frame.batch) if frame.opens_batch else []
+    mark = " (recomputed)" if frame.is_recomputed else ""
+    lines.append(f"{PREFIX} {fqn} {frame.type.__name__}{mark}")
+    entries = (_entry_line(entry) for entry in recorder.entries(frame))
+    return "\n".join([*lines, *(line for line in entries if line is not None)])
+
+
+def nonfinite_lines(recorder: _C.Recorder, frame: _C.Frame) -> list[str]:
+    """What is said as soon as a bad entry is looked at, such as `output has infs`."""
+    lines = []
+    for path, _, value, _, _, is_bad in recorder.entries(frame):
+        if not is_bad:
+            continue
+        assert isinstance(value, tuple)
+        label = label_text(path)
+        if value[2]:
+            lines.append(f"{label} has nans")
+        if value[3]:
+            lines.append(f"{label} has infs")
+    return lines
