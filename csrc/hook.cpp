@@ -24,9 +24,19 @@ struct FrameHook {
   uint32_t module;
 };
 
+// Asked for at the first call: a copied or unpickled hook is made before its owner is complete.
+Recorder& recorder_of(FrameHook* self) {
+  if (self->recorder == nullptr) {
+    py::object object = py::handle(self->owner).attr("_recorder");
+    self->recorder = object.cast<Recorder*>();
+    self->recorder_object = object.release().ptr();
+  }
+  return *self->recorder;
+}
+
 void record(FrameHook* self, PyObject* module, PyObject* args, PyObject* kwargs,
             PyObject* output) {
-  Recorder& recorder = *self->recorder;
+  Recorder& recorder = recorder_of(self);
   long flags = 0;
   if (!recorder.in_step) {
     flags = py::handle(self->owner)
@@ -71,26 +81,13 @@ PyObject* create(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
                                    &module)) {
     return nullptr;
   }
-  PyObject* recorder = PyObject_GetAttrString(owner, "_recorder");
-  if (recorder == nullptr) return nullptr;
-  Recorder* core;
-  try {
-    core = py::handle(recorder).cast<Recorder*>();
-  } catch (const std::exception& error) {
-    Py_DECREF(recorder);
-    PyErr_SetString(PyExc_TypeError, error.what());
-    return nullptr;
-  }
   auto* self = reinterpret_cast<FrameHook*>(type->tp_alloc(type, 0));
-  if (self == nullptr) {
-    Py_DECREF(recorder);
-    return nullptr;
-  }
+  if (self == nullptr) return nullptr;
   self->vectorcall = call;
   Py_INCREF(owner);
   self->owner = owner;
-  self->recorder_object = recorder;
-  self->recorder = core;
+  self->recorder_object = nullptr;
+  self->recorder = nullptr;
   self->module = module;
   return reinterpret_cast<PyObject*>(self);
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import weakref
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 import torch
 from torch import nn
@@ -27,6 +27,17 @@ _DETECTED = (
     "to this event."
 )
 _RECOMPUTED, _ENDS_STEP = 1, 2
+_COPIED = (
+    "max_frames_to_save",
+    "trace_batch_nums",
+    "abort_after_batch_num",
+    "strict_compat",
+    "batch_number",
+    "detected_overflow",
+    "prefix",
+    "_names",
+    "_options",
+)
 
 
 class DebugUnderflowOverflow:
@@ -90,7 +101,7 @@ class DebugUnderflowOverflow:
         }
         self._earlier: list[str] = []
         self._set_up()
-        self._model = weakref.ref(model)
+        self._model: Callable[[], nn.Module | None] = weakref.ref(model)
         walk = modules_per_parent if strict_compat else modules_once
         self._attachment.attach(self, model, walk)
 
@@ -105,6 +116,24 @@ class DebugUnderflowOverflow:
         self._is_aborted = False
         self._unrooted_call: object = None
         self._unrooted_modules: set[int] = set()
+
+    # A watched model is copied and pickled together with its detector.
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {key: self.__dict__[key] for key in _COPIED}
+        state["_earlier"] = list(self.frames)
+        state["_total_calls"] = self.total_calls
+        state["_handles"] = self._attachment.handles
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        total_calls, handles = state.pop("_total_calls"), state.pop("_handles")
+        self.__dict__.update(state)
+        self._model = lambda: None  # known again when the copy's root is called
+        self._set_up()
+        self._attachment.handles = handles
+        self._recorder.total_calls = total_calls
+        self._recorder.begin_batch(self.batch_number)
 
     # What users read.
 
@@ -151,6 +180,7 @@ class DebugUnderflowOverflow:
         self._depth += 1
         if self._depth > 1:
             return
+        self._model = weakref.ref(module)
         self._recorder.end_step()
         self._recorder.in_step = True
         self._unrooted_modules.clear()
