@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import weakref
 from collections.abc import Callable, Container
+from typing import Any
 
 import torch
 from torch import nn
