@@ -76,15 +76,17 @@ void add_recorder(py::module_& m) {
       .def_readonly("tensors_listed", &Recorder::tensors_listed)
       .def_property_readonly("has_waiting_frames", &Recorder::has_waiting_frames)
       .def("entries", &entry_list)
-      .def("history", [](const Recorder& self) {
-        return std::vector<Frame>(self.history().begin(), self.history().end());
-      })
+      .def("history",
+           [](const Recorder& self) {
+             return std::vector<Frame>(self.history().begin(), self.history().end());
+           })
       .def("clear_history", [](Recorder& self) { self.history().clear(); })
       .def("resolve", &Recorder::resolve)
-      .def("judge", [](Recorder& self, const Frame& frame) {
-        Frame copy = frame;
-        return self.judge(copy);
-      })
+      .def("judge",
+           [](Recorder& self, const Frame& frame) {
+             Frame copy = frame;
+             return self.judge(copy);
+           })
       .def("keep", [](Recorder& self, const Frame& frame) { self.keep(Frame(frame)); })
       .def("end_step", &Recorder::end_step)
       .def("begin_batch", &Recorder::begin_batch);

@@ -50,8 +50,7 @@ at::Tensor complex_keys(const at::Tensor& tensor, const DtypeInfo& info, Flags& 
   const at::Tensor wide = parts.to(at::kDouble);
   flags = {wide.isnan().any(-1), wide.isinf().any(-1), wide.isposinf(), wide.isneginf()};
   const at::Tensor re = wide.select(-1, 0), im = wide.select(-1, 1);
-  const at::Tensor magnitude =
-      info.key_bytes == 8 ? at::hypot(re, im) : (re * re + im * im).sqrt();
+  const at::Tensor magnitude = info.key_bytes == 8 ? at::hypot(re, im) : (re * re + im * im).sqrt();
   const at::Tensor keys = widened_bits(magnitude.to(parts.scalar_type()), info.key_bytes);
   const at::Tensor with_nan = keys.masked_fill(flags.nan, static_cast<int64_t>(info.first_nan));
   return with_nan.masked_fill(flags.inf, static_cast<int64_t>(info.inf_key));
@@ -63,8 +62,7 @@ Flags real_flags(const at::Tensor& tensor, const at::Tensor& keys, const DtypeIn
   if (info.inf_key != kNoKey) {
     flags.inf = keys.eq(static_cast<int64_t>(info.inf_key));
     const int64_t sign = int64_t{1} << (8 * info.key_bytes - 1);
-    const at::Tensor negative =
-        widened_bits(tensor, info.itemsize).bitwise_and(sign).ne(0);
+    const at::Tensor negative = widened_bits(tensor, info.itemsize).bitwise_and(sign).ne(0);
     flags.positive_inf = flags.inf.logical_and(negative.logical_not());
     flags.negative_inf = flags.inf.logical_and(negative);
   }

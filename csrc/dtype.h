@@ -12,6 +12,7 @@
 
 namespace overflow_fast {
 
+// clang-format off
 enum class Dtype : uint8_t {
   kFloat64, kFloat32, kFloat16, kBFloat16,
   kFloat8E4M3FN, kFloat8E5M2, kFloat8E4M3FNUZ, kFloat8E5M2FNUZ, kFloat8E8M0FNU,
@@ -19,15 +20,16 @@ enum class Dtype : uint8_t {
   kInt64, kInt32, kInt16, kInt8, kUInt64, kUInt32, kUInt16, kUInt8, kBool,
   kCount,
 };
+// clang-format on
 
 // How the bits of an element map to its key. Keys order as magnitudes do.
 enum class KeyKind : uint8_t {
-  kSignMagnitude,    // IEEE-like: strip the sign bit
-  kNegativeZeroNan,  // fnuz: the pattern of -0 is the only nan, and stays the largest key
-  kUnsigned,         // the bits themselves (uintN, e8m0)
-  kTwosComplement,   // |x| as an unsigned number: |INT_MIN| does not wrap
-  kBoolean,          // any non-zero byte is 1
-  kComplexMagnitude, // the bits of |z| in the component's format
+  kSignMagnitude,     // IEEE-like: strip the sign bit
+  kNegativeZeroNan,   // fnuz: the pattern of -0 is the only nan, and stays the largest key
+  kUnsigned,          // the bits themselves (uintN, e8m0)
+  kTwosComplement,    // |x| as an unsigned number: |INT_MIN| does not wrap
+  kBoolean,           // any non-zero byte is 1
+  kComplexMagnitude,  // the bits of |z| in the component's format
 };
 
 constexpr uint64_t kNoKey = ~uint64_t{0};
@@ -45,9 +47,7 @@ struct DtypeInfo {
   bool has_subnormals;
 
   OF_HOST_DEVICE constexpr bool is_integer() const { return mantissa < 0; }
-  OF_HOST_DEVICE constexpr bool is_complex() const {
-    return kind == KeyKind::kComplexMagnitude;
-  }
+  OF_HOST_DEVICE constexpr bool is_complex() const { return kind == KeyKind::kComplexMagnitude; }
   // Keys from here on are not finite.
   OF_HOST_DEVICE constexpr uint64_t first_nonfinite() const {
     return inf_key < first_nan ? inf_key : first_nan;
@@ -57,8 +57,8 @@ struct DtypeInfo {
 // The 8-bit formats follow the OCP 8-bit floating point and microscaling specifications
 // (e4m3fn, e5m2, e8m0fnu) and Graphcore's and AMD's proposal (arXiv:2206.02915; fnuz).
 constexpr DtypeInfo kDtypes[] = {
-    {Dtype::kFloat64, KeyKind::kSignMagnitude, 8, 8,
-     0x7ff0000000000000, 0x7ff0000000000001, 52, 1023, true},
+    {Dtype::kFloat64, KeyKind::kSignMagnitude, 8, 8, 0x7ff0000000000000, 0x7ff0000000000001, 52,
+     1023, true},
     {Dtype::kFloat32, KeyKind::kSignMagnitude, 4, 4, 0x7f800000, 0x7f800001, 23, 127, true},
     {Dtype::kFloat16, KeyKind::kSignMagnitude, 2, 2, 0x7c00, 0x7c01, 10, 15, true},
     {Dtype::kBFloat16, KeyKind::kSignMagnitude, 2, 2, 0x7f80, 0x7f81, 7, 127, true},
@@ -67,8 +67,8 @@ constexpr DtypeInfo kDtypes[] = {
     {Dtype::kFloat8E4M3FNUZ, KeyKind::kNegativeZeroNan, 1, 1, kNoKey, 0x80, 3, 8, true},
     {Dtype::kFloat8E5M2FNUZ, KeyKind::kNegativeZeroNan, 1, 1, kNoKey, 0x80, 2, 16, true},
     {Dtype::kFloat8E8M0FNU, KeyKind::kUnsigned, 1, 1, kNoKey, 0xff, 0, 127, false},
-    {Dtype::kComplex128, KeyKind::kComplexMagnitude, 16, 8,
-     0x7ff0000000000000, 0x7ff0000000000001, 52, 1023, true},
+    {Dtype::kComplex128, KeyKind::kComplexMagnitude, 16, 8, 0x7ff0000000000000, 0x7ff0000000000001,
+     52, 1023, true},
     {Dtype::kComplex64, KeyKind::kComplexMagnitude, 8, 4, 0x7f800000, 0x7f800001, 23, 127, true},
     {Dtype::kComplex32, KeyKind::kComplexMagnitude, 4, 2, 0x7c00, 0x7c01, 10, 15, true},
     {Dtype::kInt64, KeyKind::kTwosComplement, 8, 8, kNoKey, kNoKey, -1, 0, false},
@@ -90,8 +90,6 @@ constexpr bool dtypes_stand_in_order() {
 }
 static_assert(dtypes_stand_in_order(), "kDtypes is indexed by Dtype");
 
-constexpr const DtypeInfo& dtype_info(Dtype dtype) {
-  return kDtypes[static_cast<int>(dtype)];
-}
+constexpr const DtypeInfo& dtype_info(Dtype dtype) { return kDtypes[static_cast<int>(dtype)]; }
 
 }  // namespace overflow_fast

@@ -34,8 +34,7 @@ Recorder& recorder_of(FrameHook* self) {
   return *self->recorder;
 }
 
-void record(FrameHook* self, PyObject* module, PyObject* args, PyObject* kwargs,
-            PyObject* output) {
+void record(FrameHook* self, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output) {
   Recorder& recorder = recorder_of(self);
   long flags = 0;
   if (!recorder.in_step) {
@@ -145,8 +144,7 @@ PyType_Slot kSlots[] = {
 };
 
 PyType_Spec kSpec = {"overflow_fast._C.FrameHook", sizeof(FrameHook), 0,
-                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
-                     kSlots};
+                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, kSlots};
 
 }  // namespace
 

@@ -31,10 +31,9 @@ LabelId LabelTable::key(LabelId parent, LabelStyle style, PyObject* key) {
   if (found != by_pointer_.end()) return found->second;
   // Other keys may be mutable or hold tensors alive: their type has to do.
   const bool is_plain = PyUnicode_CheckExact(key) || PyLong_CheckExact(key);
-  py::object value = is_plain
-                         ? py::reinterpret_borrow<py::object>(key)
-                         : py::str("<") + py::str(py::type::handle_of(key).attr("__name__")) +
-                               py::str(">");
+  py::object value =
+      is_plain ? py::reinterpret_borrow<py::object>(key)
+               : py::str("<") + py::str(py::type::handle_of(key).attr("__name__")) + py::str(">");
   const py::tuple by_value = py::make_tuple(parent, static_cast<int>(style), value);
   if (by_value_.contains(by_value)) return by_value_[by_value].cast<LabelId>();
   if (nodes_.size() >= kMaxLabels) return parent == kNoParent ? kInputLabel : parent;

@@ -48,9 +48,7 @@ class Layout {
   const std::vector<Dim>& dims() const { return dims_; }
   // Elements to look at: expanded dimensions count once.
   int64_t numel() const { return numel_; }
-  bool is_one_run() const {
-    return dims_.empty() || (dims_.size() == 1 && dims_[0].stride == 1);
-  }
+  bool is_one_run() const { return dims_.empty() || (dims_.size() == 1 && dims_[0].stride == 1); }
 
  private:
   void merge_adjacent() {

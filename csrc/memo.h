@@ -26,7 +26,10 @@ class Memo {
     static Key of(const at::Tensor& tensor) {
       auto* impl = tensor.unsafeGetTensorImpl();
       const bool is_inference = impl->is_inference();
-      return {impl, impl->storage().data(), impl->numel(), layout_of(tensor),
+      return {impl,
+              impl->storage().data(),
+              impl->numel(),
+              layout_of(tensor),
               is_inference ? 0 : static_cast<uint32_t>(impl->version_counter().current_version()),
               is_inference};
     }

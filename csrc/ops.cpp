@@ -96,9 +96,7 @@ TORCH_LIBRARY(overflow_fast, m) {
   m.def("scan_composite(Tensor(a!) slots, int first, Tensor[] tensors) -> ()");
 }
 
-TORCH_LIBRARY_IMPL(overflow_fast, CPU, m) {
-  m.impl("scan", scan_op_cpu);
-}
+TORCH_LIBRARY_IMPL(overflow_fast, CPU, m) { m.impl("scan", scan_op_cpu); }
 
 // Devices without a kernel of ours.
 TORCH_LIBRARY_IMPL(overflow_fast, CompositeExplicitAutograd, m) {

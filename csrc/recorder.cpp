@@ -47,10 +47,9 @@ int64_t DeviceSlots::scan(const at::Tensor& tensor) {
     chunks_.push_back(at::empty({kChunk, 4}, at::TensorOptions().dtype(at::kLong).device(device_)));
     reset(chunks_.back());
   }
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("overflow_fast::scan_composite", "")
-          .typed<void(const at::Tensor&, int64_t, at::TensorList)>();
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("overflow_fast::scan_composite", "")
+                             .typed<void(const at::Tensor&, int64_t, at::TensorList)>();
   op.call(chunks_[slot / kChunk], slot % kChunk, {tensor.detach()});
   return slot;
 }
@@ -76,8 +75,7 @@ Recorder::Recorder(std::optional<int64_t> max_frames, Options options)
 Frame Recorder::begin_frame(uint32_t module, py::object type, bool is_recomputed) {
   ++total_calls;
   ++frame_mark_;
-  Frame frame{module, std::move(type), batch_, opens_batch_, is_recomputed,
-              std::move(spare_)};
+  Frame frame{module, std::move(type), batch_, opens_batch_, is_recomputed, std::move(spare_)};
   frame.entries.clear();
   opens_batch_ = false;
   return frame;
@@ -92,16 +90,15 @@ void Recorder::add_not_tensor(Frame& frame, LabelId label) {
 }
 
 void Recorder::add_not_scanned(Frame& frame, LabelId label, py::object why, bool is_quiet) {
-  frame.entries.push_back({{}, 0, std::move(why), 0, label, EntryKind::kNotScanned, Dtype::kBool,
-                           is_quiet, false});
+  frame.entries.push_back(
+      {{}, 0, std::move(why), 0, label, EntryKind::kNotScanned, Dtype::kBool, is_quiet, false});
 }
 
 void Recorder::add_tensor(Frame& frame, LabelId label, PyObject* object, bool is_quiet,
                           bool allows_negative_inf) {
   const at::Tensor& tensor = THPVariable_Unpack(object);
   ++tensors_listed;
-  Entry entry{{},    0, {}, 0, label, EntryKind::kTensor, Dtype::kBool, is_quiet,
-              allows_negative_inf};
+  Entry entry{{}, 0, {}, 0, label, EntryKind::kTensor, Dtype::kBool, is_quiet, allows_negative_inf};
   View view{};
   try {
     const Readability readability = view_of(tensor, view);

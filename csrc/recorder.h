@@ -26,14 +26,14 @@ namespace overflow_fast {
 enum class EntryKind : uint8_t { kTensor, kNone, kNotTensor, kNotScanned };
 
 struct Entry {
-  Slot stat;        // filled when the frame is judged
-  int64_t slot;     // index into the host slots or, from kDeviceSlots on, a device's
-  py::object why;   // kNotScanned: the reason
+  Slot stat;       // filled when the frame is judged
+  int64_t slot;    // index into the host slots or, from kDeviceSlots on, a device's
+  py::object why;  // kNotScanned: the reason
   int64_t numel;
   LabelId label;
   EntryKind kind;
   Dtype dtype;
-  bool is_quiet;    // listed only when it is bad
+  bool is_quiet;             // listed only when it is bad
   bool allows_negative_inf;  // an additive mask by position of its kind: -inf is no alarm
 
   bool is_bad() const {
@@ -54,10 +54,10 @@ struct Frame {
 };
 
 struct Options {
-  bool strict_compat = false;   // look where transformers looks, nowhere else
-  bool list_kwargs = false;     // list keyword inputs like positional ones
+  bool strict_compat = false;  // look where transformers looks, nowhere else
+  bool list_kwargs = false;    // list keyword inputs like positional ones
   bool use_memo = true;
-  bool force_composite = false; // treat the CPU as a device without a kernel
+  bool force_composite = false;  // treat the CPU as a device without a kernel
 };
 
 // Slots in fixed-address chunks on one device.
@@ -110,7 +110,7 @@ class Recorder {
   std::deque<Frame>& history() { return history_; }
   const std::deque<Frame>& history() const { return history_; }
   std::optional<int64_t> max_frames;
-  bool in_step = false;            // the root's forward is running
+  bool in_step = false;  // the root's forward is running
   bool watches_every_frame = false;
   int64_t total_calls = 0;
   int64_t bytes_scanned = 0;

@@ -11,9 +11,7 @@ constexpr int kMaxDepth = 16;
 
 enum class Shape : uint8_t { kTensor, kNone, kSequence, kDict, kAttributes, kLeaf };
 
-PyObject* interned(const char* text) {
-  return PyUnicode_InternFromString(text);
-}
+PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
 
 // Dataclasses have their fields as attributes; one that is also a dict (ModelOutput) leaves out
 // the fields that are None, so its items are what counts.
@@ -52,8 +50,8 @@ void for_each_child(PyObject* object, Shape shape, Visit visit) {
   } else if (shape == Shape::kAttributes) {
     const auto fields = py::reinterpret_borrow<py::object>(object).attr("__dataclass_fields__");
     for (const auto& name : py::reinterpret_borrow<py::dict>(fields)) {
-      const auto value = py::reinterpret_steal<py::object>(
-          PyObject_GetAttr(object, name.first.ptr()));
+      const auto value =
+          py::reinterpret_steal<py::object>(PyObject_GetAttr(object, name.first.ptr()));
       if (!value) {
         PyErr_Clear();
         continue;
@@ -97,14 +95,14 @@ struct Walker {
   }
 
   void children(PyObject* object, Shape shape, LabelId label, int depth) {
-    for_each_child(object, shape, [&](LabelStyle style, PyObject* key, Py_ssize_t index,
-                                      PyObject* child) {
-      LabelTable& labels = recorder.labels();
-      value(child,
-            style == LabelStyle::kIndex ? labels.index(label, index)
-                                        : labels.key(label, style, key),
-            depth + 1);
-    });
+    for_each_child(object, shape,
+                   [&](LabelStyle style, PyObject* key, Py_ssize_t index, PyObject* child) {
+                     LabelTable& labels = recorder.labels();
+                     value(child,
+                           style == LabelStyle::kIndex ? labels.index(label, index)
+                                                       : labels.key(label, style, key),
+                           depth + 1);
+                   });
   }
 
   // As transformers does it: a tensor, None, or not a tensor.
@@ -142,8 +140,7 @@ void record_parameters(Recorder& recorder, Frame& frame, PyObject* module) {
     return;
   }
   static PyObject* const kParameters = interned("_parameters");
-  const auto parameters =
-      py::reinterpret_steal<py::object>(PyObject_GetAttr(module, kParameters));
+  const auto parameters = py::reinterpret_steal<py::object>(PyObject_GetAttr(module, kParameters));
   if (!parameters) throw py::error_already_set();
   if (!PyDict_Check(parameters.ptr()) || PyDict_GET_SIZE(parameters.ptr()) == 0) return;
   // named_parameters() lists a parameter that has two names once.

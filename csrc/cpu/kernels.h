@@ -29,9 +29,14 @@ extern const Kernels kAvx512Kernels;
 #endif
 
 // 0, 1, ... kCount - 1 as a pack (std::integer_sequence without its header).
-template <int... I> struct Indices {};
-template <int N, int... I> struct MakeIndices : MakeIndices<N - 1, N - 1, I...> {};
-template <int... I> struct MakeIndices<0, I...> { using type = Indices<I...>; };
+template <int... I>
+struct Indices {};
+template <int N, int... I>
+struct MakeIndices : MakeIndices<N - 1, N - 1, I...> {};
+template <int... I>
+struct MakeIndices<0, I...> {
+  using type = Indices<I...>;
+};
 using DtypeIndices = MakeIndices<static_cast<int>(Dtype::kCount)>::type;
 
 // The best set this processor runs, chosen once. OVERFLOW_FAST_ISA=baseline|avx2|avx512 in the

@@ -118,8 +118,8 @@ void scan(const View& view, const ParallelFor& parallel, Slot& slot) {
   if (numel == 0) return;
   const Walk walk(layout, view);
   const int64_t bytes = numel * dtype_info(view.dtype).itemsize;
-  const int64_t num_tasks = std::min<int64_t>(
-      {bytes / kMinTaskBytes, parallel.num_threads, kMaxTasks});
+  const int64_t num_tasks =
+      std::min<int64_t>({bytes / kMinTaskBytes, parallel.num_threads, kMaxTasks});
   if (num_tasks < 2) return walk.scan(0, numel, slot);
 
   Tasks tasks{walk, numel, (numel + num_tasks - 1) / num_tasks, {}};
