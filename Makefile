@@ -2,33 +2,55 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-RUN := $(VENV)/bin/python
 CXX ?= g++
+RUN := $(VENV)/bin/python
+CORE := $(wildcard csrc/*.h csrc/cpu/*)
 
-.PHONY: build test lint clean
+.PHONY: build demo test bench lint sanitize clean
 
-$(VENV)/ready: pyproject.toml Makefile
+$(VENV)/ready: pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "overflow_fast: $(PYTHON) was not found; install Python 3.10 or newer, or set PYTHON."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "overflow_fast: Python 3.10 or newer is needed; set PYTHON to one."; exit 1; }
 	@command -v $(firstword $(CXX)) >/dev/null || { echo "overflow_fast: no C++ compiler: $(CXX) was not found; install g++ 10 or newer (Debian: apt install g++) or set CXX."; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install -q "$(TORCH)" setuptools wheel ninja pybind11
-	$(RUN) -m pip install -q $$($(RUN) -c 'import pathlib, re; text = pathlib.Path("pyproject.toml").read_text(); block = re.search(r"dev = \[(.*?)\n\]", text, re.S).group(1); print(" ".join(re.findall(r"\"(.+?)\"", block)))')
+	@echo "overflow_fast: setting up $(VENV) (a few minutes, once)"
+	@$(PYTHON) -m venv $(VENV) || { echo "overflow_fast: no virtual environment could be made (Debian: apt install python3-venv)."; exit 1; }
+	$(RUN) -m pip install -q --upgrade 'pip>=25.1'
+	$(RUN) -m pip install -q "$(TORCH)" setuptools wheel
+	$(RUN) -m pip install -q --group dev
 	@touch $@
 
-$(VENV)/built: $(VENV)/ready setup.py $(wildcard csrc/*.* csrc/*/*.*)
+$(VENV)/built: $(VENV)/ready setup.py $(CORE) $(wildcard csrc/*.cpp csrc/cuda/*)
+	@echo "overflow_fast: compiling the extension (about a minute)"
 	$(RUN) -m pip install -q --no-build-isolation --no-deps -e .
 	@touch $@
 
 build: $(VENV)/built
 
+demo: build
+	$(RUN) -m overflow_fast demo
+
 test: build
 	$(RUN) -m pytest -q
+
+bench: build
+	$(RUN) benchmarks/run.py
 
 lint: $(VENV)/ready
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*' 'tests/cpp/*')
+
+# The torch-free core under AddressSanitizer with UndefinedBehaviorSanitizer, and ThreadSanitizer.
+build/scan_core_%: tests/cpp/scan_core_test.cpp $(CORE)
+	@mkdir -p build
+	$(CXX) -std=c++20 -O1 -g -Wno-psabi -fno-sanitize-recover=all -fsanitize=$(subst +,$(comma),$*) \
+	  -pthread -o $@ tests/cpp/scan_core_test.cpp $(wildcard csrc/cpu/*.cpp)
+comma := ,
+
+sanitize: build/scan_core_address+undefined build/scan_core_thread
+	for program in $^; do for isa in baseline avx2 avx512; do \
+	  OVERFLOW_FAST_ISA=$$isa $$program || exit 1; done; done
 
 clean:
 	rm -rf $(VENV) build *.egg-info overflow_fast/_C*.so

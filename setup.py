@@ -9,50 +9,98 @@ from setuptools import setup
 
 MIN_TORCH = (2, 10)
 ROOT = Path(__file__).parent
+# No fast-math, ever: it turns isnan into false.
+CXX_FLAGS = ["-std=c++20", "-O3", "-Wall", "-Wno-psabi", "-fvisibility=hidden"]
 
 
 def stop(message: str) -> None:
     sys.exit(f"overflow_fast: {message}")
 
 
-try:
-    import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
-except ImportError:
-    stop(
-        "torch is not importable while building. Install torch >= 2.10 first, then run "
-        "`pip install --no-build-isolation .`"
-    )
-
-version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-if version < MIN_TORCH:
-    stop(
-        f"torch >= 2.10 is needed, found {torch.__version__}. "
-        "Run `pip install 'torch>=2.10'`."
-    )
-
-compiler = os.environ.get("CXX", "g++")
-if shutil.which(compiler.split()[0]) is None:
-    stop(
-        f"no C++ compiler: `{compiler}` was not found. Install g++ 10 or newer "
-        "(Debian: `apt install g++`) or set CXX."
-    )
-
-setup(
-    ext_modules=[
-        CppExtension(
-            "overflow_fast._C",
-            sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.cpp")),
-            # No fast-math, ever: it turns isnan into false.
-            extra_compile_args=[
-                "-std=c++20",
-                "-O3",
-                "-Wall",
-                "-Wno-psabi",
-                "-fvisibility=hidden",
-            ],
-            extra_link_args=["-Wl,--as-needed"],
+def check_torch() -> None:
+    try:
+        import torch
+        import torch.utils.cpp_extension
+    except ImportError as error:
+        stop(
+            f"torch is not importable while building ({error}). Install torch >= 2.10 "
+            "first, then run `pip install --no-build-isolation .`"
         )
-    ],
-    cmdclass={"build_ext": BuildExtension},
-)
+    release = torch.__version__.split("+")[0].split(".")[:2]
+    if tuple(int(part) for part in release) < MIN_TORCH:
+        stop(
+            f"torch >= 2.10 is needed, found {torch.__version__}. "
+            "Run `pip install 'torch>=2.10'`."
+        )
+
+
+def check_compiler() -> None:
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler.split()[0]) is None:
+        stop(
+            f"no C++ compiler: `{compiler}` was not found. Install g++ 10 or newer "
+            "(Debian: `apt install g++`) or set CXX."
+        )
+
+
+def choose_cuda() -> bool:
+    """Whether to build the CUDA part; a GPU need not be visible while building."""
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    wish = os.environ.get("OVERFLOW_FAST_CUDA", "auto")
+    if wish not in ("auto", "0", "1"):
+        stop(f"OVERFLOW_FAST_CUDA must be auto, 0 or 1, got {wish!r}.")
+    if wish == "0":
+        return False
+    lacking = None
+    if torch.version.cuda is None:
+        lacking = f"torch {torch.__version__} was built without CUDA"
+    elif CUDA_HOME is None:
+        lacking = f"no CUDA toolkit {torch.version.cuda} was found (set CUDA_HOME)"
+    elif not sources("cuda"):
+        lacking = "this version has no CUDA kernels"
+    if lacking and wish == "1":
+        stop(f"OVERFLOW_FAST_CUDA=1 asks for the CUDA part, but {lacking}.")
+    return lacking is None
+
+
+def sources(*folders: str) -> list[str]:
+    """The source files that lie directly in these folders of csrc."""
+    found = []
+    for folder in folders:
+        for pattern in ("*.cpp", "*.cu"):
+            found += (ROOT / "csrc" / folder).glob(pattern)
+    return sorted(str(path.relative_to(ROOT)) for path in found)
+
+
+def extension(with_cuda: bool) -> object:
+    from torch.utils.cpp_extension import CppExtension, CUDAExtension
+
+    compile_args: dict[str, list[str]] = {"cxx": CXX_FLAGS}
+    if with_cuda:
+        compile_args = {
+            "cxx": [*CXX_FLAGS, "-DOVERFLOW_FAST_CUDA"],
+            "nvcc": ["-std=c++20", "-O3", "--expt-relaxed-constexpr"],
+        }
+    kind = CUDAExtension if with_cuda else CppExtension
+    return kind(
+        "overflow_fast._C",
+        sources("", "cpu", "cuda") if with_cuda else sources("", "cpu"),
+        extra_compile_args=compile_args,
+        extra_link_args=["-Wl,--as-needed"],
+    )
+
+
+def main() -> None:
+    check_torch()
+    check_compiler()
+    from torch.utils.cpp_extension import BuildExtension
+
+    setup(
+        ext_modules=[extension(choose_cuda())],
+        cmdclass={"build_ext": BuildExtension},
+    )
+
+
+main()
