@@ -36,8 +36,8 @@ py::tuple entry_tuple(const Recorder& recorder, const Entry& entry) {
   py::object value = py::none();
   if (entry.kind == EntryKind::kTensor) value = stat_tuple(entry.stat, entry.dtype);
   if (entry.kind == EntryKind::kNotScanned) value = entry.why;
-  return py::make_tuple(const_cast<Recorder&>(recorder).labels().path(entry.label), entry.kind,
-                        value, entry.numel, entry.is_quiet, entry.is_bad());
+  return py::make_tuple(const_cast<Recorder&>(recorder).labels().path(entry.listing.label),
+                        entry.kind, value, entry.numel, entry.listing.is_quiet, entry.is_bad());
 }
 
 py::list entry_list(const Recorder& recorder, const Frame& frame) {
@@ -58,7 +58,7 @@ void add_recorder(py::module_& m) {
       .def_readonly("batch", &Frame::batch)
       .def_readonly("opens_batch", &Frame::opens_batch)
       .def_readonly("is_recomputed", &Frame::is_recomputed)
-      .def_property_readonly("is_bad", &Frame::is_bad);
+      .def_readonly("is_bad", &Frame::is_bad);
   py::class_<Recorder>(m, "Recorder")
       .def(py::init([](std::optional<int64_t> max_frames, bool strict_compat, bool list_kwargs,
                        bool memo, bool composite) {

@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "dtype.h"
+
 namespace overflow_fast {
 
 class Memo {
@@ -39,32 +41,37 @@ class Memo {
     }
   };
 
-  // The slot of a tensor scanned before, or -1. An inference tensor has no version counter, so
+  struct Known {
+    int64_t slot;
+    Dtype dtype;
+  };
+
+  // What a tensor's scan before left, or null. An inference tensor has no version counter, so
   // it is known again only from `frame_start` on, within the frame that scanned it.
-  int64_t find(const Key& key, size_t frame_start) const {
-    if (table_.empty()) return -1;
-    for (size_t at = place(key.impl);; at = (at + 1) & (table_.size() - 1)) {
-      if (table_[at] == 0) return -1;
-      const size_t index = table_[at] - 1;
-      const Entry& entry = entries_[index];
-      if (entry.key.impl != key.impl) continue;
-      const bool is_fresh = !key.is_inference || entry.frame_mark >= frame_start;
-      return is_fresh && entry.key == key ? entry.slot : -1;
+  const Known* find(const at::Tensor& tensor, size_t frame_start) const {
+    if (table_.empty()) return nullptr;
+    const auto* impl = tensor.unsafeGetTensorImpl();
+    for (size_t at = place(impl);; at = (at + 1) & (table_.size() - 1)) {
+      if (table_[at] == 0) return nullptr;
+      const Entry& entry = entries_[table_[at] - 1];
+      if (entry.key.impl != impl) continue;
+      const bool is_fresh = !entry.key.is_inference || entry.frame_mark >= frame_start;
+      return is_fresh && entry.key == Key::of(tensor) ? &entry.known : nullptr;
     }
   }
 
-  void insert(const at::Tensor& tensor, const Key& key, int64_t slot, size_t frame_mark) {
+  void insert(const at::Tensor& tensor, const Key& key, Known known, size_t frame_mark) {
     if ((entries_.size() + 1) * 2 > table_.size()) grow();
     size_t at = place(key.impl);
     for (; table_[at] != 0; at = (at + 1) & (table_.size() - 1)) {
       Entry& entry = entries_[table_[at] - 1];
       if (entry.key.impl != key.impl) continue;
       entry.key = key;
-      entry.slot = slot;
+      entry.known = known;
       entry.frame_mark = frame_mark;
       return;
     }
-    entries_.push_back({key, slot, frame_mark,
+    entries_.push_back({key, known, frame_mark,
                         c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
                             tensor.getIntrusivePtr())});
     table_[at] = static_cast<uint32_t>(entries_.size());
@@ -79,7 +86,7 @@ class Memo {
  private:
   struct Entry {
     Key key;
-    int64_t slot;
+    Known known;
     size_t frame_mark;
     c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> alive;
   };

@@ -33,13 +33,6 @@ py::object reason_for(const at::Tensor& tensor, Readability readability) {
 
 }  // namespace
 
-bool Frame::is_bad() const {
-  for (const Entry& entry : entries) {
-    if (entry.is_bad()) return true;
-  }
-  return false;
-}
-
 int64_t DeviceSlots::scan(const at::Tensor& tensor) {
   const c10::AutoGradMode no_grad(false);
   const int64_t slot = used_++;
@@ -75,73 +68,80 @@ Recorder::Recorder(std::optional<int64_t> max_frames, Options options)
 Frame Recorder::begin_frame(uint32_t module, py::object type, bool is_recomputed) {
   ++total_calls;
   ++frame_mark_;
-  Frame frame{module, std::move(type), batch_, opens_batch_, is_recomputed, std::move(spare_)};
+  Frame frame{module, std::move(type), batch_, opens_batch_, is_recomputed};
+  frame.entries = std::move(spare_);
   frame.entries.clear();
   opens_batch_ = false;
   return frame;
 }
 
-void Recorder::add_none(Frame& frame, LabelId label) {
-  frame.entries.push_back({{}, 0, {}, 0, label, EntryKind::kNone, Dtype::kBool, false, false});
+void Recorder::add_none(Frame& frame, Listing listing) {
+  frame.entries.push_back({{}, 0, {}, 0, listing, EntryKind::kNone, {}});
 }
 
-void Recorder::add_not_tensor(Frame& frame, LabelId label) {
-  frame.entries.push_back({{}, 0, {}, 0, label, EntryKind::kNotTensor, Dtype::kBool, false, false});
+void Recorder::add_not_tensor(Frame& frame, Listing listing) {
+  frame.entries.push_back({{}, 0, {}, 0, listing, EntryKind::kNotTensor, {}});
 }
 
-void Recorder::add_not_scanned(Frame& frame, LabelId label, py::object why, bool is_quiet) {
-  frame.entries.push_back(
-      {{}, 0, std::move(why), 0, label, EntryKind::kNotScanned, Dtype::kBool, is_quiet, false});
+void Recorder::add_not_scanned(Frame& frame, Listing listing, py::object why) {
+  frame.entries.push_back({{}, 0, std::move(why), 0, listing, EntryKind::kNotScanned, {}});
 }
 
-void Recorder::add_tensor(Frame& frame, LabelId label, PyObject* object, bool is_quiet,
-                          bool allows_negative_inf) {
-  const at::Tensor& tensor = THPVariable_Unpack(object);
+void Recorder::add_tensor(Frame& frame, Listing listing, PyObject* object) {
   ++tensors_listed;
-  Entry entry{{}, 0, {}, 0, label, EntryKind::kTensor, Dtype::kBool, is_quiet, allows_negative_inf};
-  View view{};
   try {
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    if (options_.use_memo) {
+      const Memo::Known* known = memo_.find(tensor, frame_mark_);
+      if (known != nullptr) return add_stat(frame, listing, tensor, *known);
+    }
+    View view{};
     const Readability readability = view_of(tensor, view);
-    if (readability == Readability::kReadable) {
-      return add_readable(frame, std::move(entry), tensor, view);
-    }
+    if (readability == Readability::kReadable) return add_scanned(frame, listing, tensor, view);
     if (readability != Readability::kIndirect) {
-      return add_not_scanned(frame, label, reason_for(tensor, readability), is_quiet);
+      return add_not_scanned(frame, listing, reason_for(tensor, readability));
     }
-    const py::object values = resolver()(py::reinterpret_borrow<py::object>(object));
-    if (!THPVariable_Check(values.ptr())) {
-      return add_not_scanned(frame, label, values, is_quiet);
-    }
-    const at::Tensor& inner = THPVariable_Unpack(values.ptr());
-    const Readability inner_readability = view_of(inner, view);
-    if (inner_readability != Readability::kReadable) {
-      return add_not_scanned(frame, label, reason_for(inner, inner_readability), is_quiet);
-    }
-    add_readable(frame, std::move(entry), inner, view);
+    add_indirect(frame, listing, object);
   } catch (const py::error_already_set& error) {
-    add_not_scanned(frame, label, py::str(error.what()), is_quiet);
+    add_not_scanned(frame, listing, py::str(error.what()));
   } catch (const std::exception& error) {
-    add_not_scanned(frame, label, py::str(error.what()), is_quiet);
+    add_not_scanned(frame, listing, py::str(error.what()));
   }
 }
 
-void Recorder::add_readable(Frame& frame, Entry&& entry, const at::Tensor& tensor,
-                            const View& view) {
-  entry.dtype = view.dtype;
-  entry.numel = tensor.numel();
-  if (!options_.use_memo) {
-    entry.slot = scan_to_slot(tensor, view);
-  } else {
-    const Memo::Key key = Memo::Key::of(tensor);
-    entry.slot = memo_.find(key, frame_mark_);
-    if (entry.slot < 0) {
-      const size_t mark = frame_mark_;
-      entry.slot = scan_to_slot(tensor, view);
-      memo_.insert(tensor, key, entry.slot, mark);
-    }
-  }
-  if (entry.slot < kDeviceSlots) entry.stat = host_slots_[entry.slot];
-  frame.entries.push_back(std::move(entry));
+void Recorder::add_indirect(Frame& frame, Listing listing, PyObject* object) {
+  const py::object values = resolver()(py::reinterpret_borrow<py::object>(object));
+  if (!THPVariable_Check(values.ptr())) return add_not_scanned(frame, listing, values);
+  const at::Tensor& inner = THPVariable_Unpack(values.ptr());
+  View view{};
+  const Readability readability = view_of(inner, view);
+  if (readability == Readability::kReadable) return add_scanned(frame, listing, inner, view);
+  add_not_scanned(frame, listing, reason_for(inner, readability));
+}
+
+void Recorder::add_scanned(Frame& frame, Listing listing, const at::Tensor& tensor,
+                           const View& view) {
+  const size_t mark = frame_mark_;
+  std::optional<Memo::Key> key;
+  // Taken before the scan: a write that another thread makes meanwhile must not be missed later.
+  if (options_.use_memo) key = Memo::Key::of(tensor);
+  const Memo::Known known{scan_to_slot(tensor, view), view.dtype};
+  if (key) memo_.insert(tensor, *key, known, mark);
+  add_stat(frame, listing, tensor, known);
+}
+
+void Recorder::add_stat(Frame& frame, Listing listing, const at::Tensor& tensor,
+                        Memo::Known known) {
+  const bool is_here = known.slot < kDeviceSlots;
+  frame.entries.push_back({is_here ? host_slots_[known.slot] : Slot{},
+                           known.slot,
+                           {},
+                           tensor.numel(),
+                           listing,
+                           EntryKind::kTensor,
+                           known.dtype});
+  frame.is_bad |= frame.entries.back().is_bad();
+  frame.waits |= !is_here;
 }
 
 int64_t Recorder::scan_to_slot(const at::Tensor& tensor, const View& view) {
@@ -151,6 +151,7 @@ int64_t Recorder::scan_to_slot(const at::Tensor& tensor, const View& view) {
   if (!tensor.device().is_cpu() || options_.force_composite) return scan_on_device(tensor);
   Slot slot;
   if (bytes >= kReleaseGilBytes) {
+    const at::Tensor kept = tensor;  // another thread may drop it from its container meanwhile
     const py::gil_scoped_release release;
     scan_cpu(view, slot);
   } else {
@@ -168,17 +169,13 @@ int64_t Recorder::scan_on_device(const at::Tensor& tensor) {
 }
 
 bool Recorder::finish(Frame& frame) {
-  bool waits = !waiting_.empty();
-  for (const Entry& entry : frame.entries) {
-    waits |= entry.kind == EntryKind::kTensor && entry.slot >= kDeviceSlots;
-  }
-  if (!waits) return judge(frame);
+  if (!frame.waits && waiting_.empty()) return judge(frame);
   waiting_.push_back(std::move(frame));
   return false;
 }
 
 bool Recorder::judge(Frame& frame) {
-  if (watches_every_frame || frame.is_bad()) return true;
+  if (watches_every_frame || frame.is_bad) return true;
   keep(std::move(frame));
   return false;
 }
@@ -202,6 +199,7 @@ std::vector<Frame> Recorder::resolve() {
     for (Entry& entry : frame.entries) {
       if (entry.kind != EntryKind::kTensor || entry.slot < kDeviceSlots) continue;
       entry.stat = slots[entry.slot / kDeviceSlots - 1][entry.slot % kDeviceSlots];
+      frame.is_bad |= entry.is_bad();
     }
   }
   return frames;

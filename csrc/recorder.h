@@ -25,20 +25,25 @@ namespace overflow_fast {
 
 enum class EntryKind : uint8_t { kTensor, kNone, kNotTensor, kNotScanned };
 
+// How an entry is listed.
+struct Listing {
+  LabelId label;
+  bool is_quiet = false;             // only when it is bad
+  bool allows_negative_inf = false;  // an additive mask by its place: -inf is no alarm
+};
+
 struct Entry {
   Slot stat;       // filled when the frame is judged
   int64_t slot;    // index into the host slots or, from kDeviceSlots on, a device's
   py::object why;  // kNotScanned: the reason
   int64_t numel;
-  LabelId label;
+  Listing listing;
   EntryKind kind;
   Dtype dtype;
-  bool is_quiet;             // listed only when it is bad
-  bool allows_negative_inf;  // an additive mask by position of its kind: -inf is no alarm
 
   bool is_bad() const {
     return kind == EntryKind::kTensor && !stat.is_finite() &&
-           !(allows_negative_inf && stat.has_only_negative_inf());
+           !(listing.allows_negative_inf && stat.has_only_negative_inf());
   }
 };
 
@@ -48,9 +53,9 @@ struct Frame {
   int64_t batch;
   bool opens_batch;
   bool is_recomputed;
+  bool is_bad = false;  // of the entries whose stat is known so far
+  bool waits = false;   // some stat is still on its device
   std::vector<Entry> entries;
-
-  bool is_bad() const;
 };
 
 struct Options {
@@ -86,11 +91,9 @@ class Recorder {
   // A frame is built by add_*() calls on it and given back by finish(). finish() returns true if
   // the frame was judged and somebody should look at it; it is the caller's to keep() then.
   Frame begin_frame(uint32_t module, py::object type, bool is_recomputed);
-  void add_tensor(Frame& frame, LabelId label, PyObject* tensor, bool is_quiet,
-                  bool allows_negative_inf);
-  void add_none(Frame& frame, LabelId label);
-  void add_not_tensor(Frame& frame, LabelId label);
-  void add_not_scanned(Frame& frame, LabelId label, py::object why, bool is_quiet);
+  void add_tensor(Frame& frame, Listing listing, PyObject* tensor);
+  void add_none(Frame& frame, Listing listing);
+  void add_not_tensor(Frame& frame, Listing listing);
   bool finish(Frame& frame);
 
   // Brings the slots of waiting frames to the host and hands those frames out in order; the
@@ -123,7 +126,10 @@ class Recorder {
 
   int64_t scan_to_slot(const at::Tensor& tensor, const View& view);
   int64_t scan_on_device(const at::Tensor& tensor);
-  void add_readable(Frame& frame, Entry&& entry, const at::Tensor& tensor, const View& view);
+  void add_scanned(Frame& frame, Listing listing, const at::Tensor& tensor, const View& view);
+  void add_stat(Frame& frame, Listing listing, const at::Tensor& tensor, Memo::Known known);
+  void add_indirect(Frame& frame, Listing listing, PyObject* tensor);
+  void add_not_scanned(Frame& frame, Listing listing, py::object why);
 
   Options options_;
   LabelTable labels_;

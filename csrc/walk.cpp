@@ -21,13 +21,15 @@ bool is_dataclass(PyObject* object) {
 }
 
 Shape shape_of(PyObject* object) {
-  if (THPVariable_Check(object)) return Shape::kTensor;
+  // The plain cases first: asking whether any other object is a tensor is an isinstance().
+  if (THPVariable_CheckExact(object)) return Shape::kTensor;
   if (object == Py_None) return Shape::kNone;
   if (PyTuple_Check(object) || PyList_Check(object)) return Shape::kSequence;
   if (PyLong_CheckExact(object) || PyFloat_CheckExact(object) || PyBool_Check(object) ||
       PyUnicode_CheckExact(object)) {
     return Shape::kLeaf;
   }
+  if (THPVariable_Check(object)) return Shape::kTensor;
   if (PyDict_Check(object)) return Shape::kDict;
   if (!PyType_Check(object) && is_dataclass(object)) return Shape::kAttributes;
   return Shape::kLeaf;
@@ -80,7 +82,7 @@ struct Walker {
   bool allows_negative_inf;
 
   void tensor(PyObject* object, LabelId label) {
-    recorder.add_tensor(frame, label, object, is_quiet, allows_negative_inf);
+    recorder.add_tensor(frame, {label, is_quiet, allows_negative_inf}, object);
   }
 
   void value(PyObject* object, LabelId label, int depth) {
@@ -90,8 +92,8 @@ struct Walker {
       return children(object, shape, label, depth);
     }
     if (is_quiet) return;
-    if (shape == Shape::kNone) return recorder.add_none(frame, label);
-    recorder.add_not_tensor(frame, label);
+    if (shape == Shape::kNone) return recorder.add_none(frame, {label});
+    recorder.add_not_tensor(frame, {label});
   }
 
   void children(PyObject* object, Shape shape, LabelId label, int depth) {
@@ -107,9 +109,10 @@ struct Walker {
 
   // As transformers does it: a tensor, None, or not a tensor.
   void flat(PyObject* object, LabelId label) {
-    if (THPVariable_Check(object)) return tensor(object, label);
-    if (object == Py_None) return recorder.add_none(frame, label);
-    recorder.add_not_tensor(frame, label);
+    const Shape shape = shape_of(object);
+    if (shape == Shape::kTensor) return tensor(object, label);
+    if (shape == Shape::kNone) return recorder.add_none(frame, {label});
+    recorder.add_not_tensor(frame, {label});
   }
 };
 
@@ -122,9 +125,21 @@ bool has_own_named_parameters(PyObject* module) {
          _PyType_Lookup(reinterpret_cast<PyTypeObject*>(kModuleType), kName);
 }
 
+py::object parameters_of(PyObject* module) {
+  static PyObject* const kParameters = interned("_parameters");
+  // Around nn.Module's __getattr__, which is asked only for what is not there.
+  PyObject* found = PyObject_GenericGetAttr(module, kParameters);
+  if (found == nullptr) {
+    PyErr_Clear();
+    found = PyObject_GetAttr(module, kParameters);
+  }
+  if (found == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(found);
+}
+
 void record_parameter(Recorder& recorder, Frame& frame, PyObject* name, PyObject* parameter) {
   if (!THPVariable_Check(parameter)) return;
-  recorder.add_tensor(frame, recorder.labels().name(name), parameter, false, false);
+  recorder.add_tensor(frame, {recorder.labels().name(name)}, parameter);
 }
 
 }  // namespace
@@ -139,9 +154,7 @@ void record_parameters(Recorder& recorder, Frame& frame, PyObject* module) {
     }
     return;
   }
-  static PyObject* const kParameters = interned("_parameters");
-  const auto parameters = py::reinterpret_steal<py::object>(PyObject_GetAttr(module, kParameters));
-  if (!parameters) throw py::error_already_set();
+  const py::object parameters = parameters_of(module);
   if (!PyDict_Check(parameters.ptr()) || PyDict_GET_SIZE(parameters.ptr()) == 0) return;
   // named_parameters() lists a parameter that has two names once.
   std::vector<PyObject*> seen;
@@ -166,8 +179,9 @@ void record_inputs(Recorder& recorder, Frame& frame, PyObject* args, PyObject* k
       PyObject* input = PyTuple_GET_ITEM(args, i);
       const LabelId label = labels.index(kInputLabel, i);
       listed.flat(input, label);
-      if (options.strict_compat || THPVariable_Check(input)) continue;
+      if (options.strict_compat) continue;
       const Shape shape = shape_of(input);
+      if (shape == Shape::kTensor) continue;
       if (holds_tensor(input, shape, 1)) quiet.children(input, shape, label, 1);
     }
   }
