@@ -1,0 +1,93 @@
+"""What setup.py says before it builds anything."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+
+
+def setup_py(tmp_path, *, cxx=None, cuda=None, torch_version=None):
+    """Exit status and last line of `setup.py --version`, which checks everything."""
+    environment = {k: v for k, v in os.environ.items() if k != "OVERFLOW_FAST_CUDA"}
+    if cxx is not None:
+        environment["CXX"] = cxx
+    if cuda is not None:
+        environment["OVERFLOW_FAST_CUDA"] = cuda
+    if torch_version is not None:
+        package = tmp_path / "torch" / "utils"
+        package.mkdir(parents=True)
+        (tmp_path / "torch" / "__init__.py").write_text(torch_version)
+        (package / "__init__.py").write_text("")
+        (package / "cpp_extension.py").write_text("")
+        environment["PYTHONPATH"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--version"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, (done.stdout + done.stderr).strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("cuda", [None, "auto", "0"])
+def test_builds_without_cuda_where_torch_has_none(tmp_path, cuda):
+    if torch.version.cuda is not None:
+        pytest.skip("torch has CUDA")
+    assert setup_py(tmp_path, cuda=cuda)[0] == 0
+
+
+def test_cuda_asked_for_in_vain(tmp_path):
+    if torch.version.cuda is not None:
+        pytest.skip("torch has CUDA")
+    status, message = setup_py(tmp_path, cuda="1")
+    assert status == 1
+    assert message == (
+        "overflow_fast: OVERFLOW_FAST_CUDA=1 asks for the CUDA part, but torch "
+        f"{torch.__version__} was built without CUDA."
+    )
+
+
+def test_unknown_wish(tmp_path):
+    status, message = setup_py(tmp_path, cuda="yes")
+    assert status == 1
+    assert message == (
+        "overflow_fast: OVERFLOW_FAST_CUDA must be auto, 0 or 1, got 'yes'."
+    )
+
+
+def test_no_compiler(tmp_path):
+    status, message = setup_py(tmp_path, cxx="no-such-compiler -m64")
+    assert status == 1
+    assert "no C++ compiler: `no-such-compiler -m64` was not found" in message
+    assert "apt install g++" in message
+
+
+def test_torch_is_too_old(tmp_path):
+    status, message = setup_py(tmp_path, torch_version="__version__ = '2.9.1+cu128'")
+    assert status == 1
+    assert message == (
+        "overflow_fast: torch >= 2.10 is needed, found 2.9.1+cu128. "
+        "Run `pip install 'torch>=2.10'`."
+    )
+
+
+def test_torch_is_missing(tmp_path):
+    broken = "raise ImportError('no libtorch.so')"
+    status, message = setup_py(tmp_path, torch_version=broken)
+    assert status == 1
+    assert "torch is not importable while building (no libtorch.so)" in message
+    assert "pip install --no-build-isolation ." in message
+
+
+def test_no_build_flag_changes_what_a_nan_is():
+    flags = ("fast-math", "Ofast", "finite-math", "use_fast_math")
+    files = [ROOT / "setup.py", ROOT / "Makefile", *(ROOT / "csrc").rglob("*.*")]
+    for path in files:
+        text = path.read_text().replace("No fast-math, ever", "")
+        assert not any(f"-{flag}" in text for flag in flags), path
