@@ -34,6 +34,16 @@ Recorder& recorder_of(FrameHook* self) {
   return *self->recorder;
 }
 
+// What cannot be walked becomes a line that says so: the watched program goes on.
+template <class Walk>
+void guarded(Recorder& recorder, Frame& frame, LabelId label, Walk walk) {
+  try {
+    walk();
+  } catch (...) {
+    recorder.add_not_scanned(frame, {label}, current_exception_text());
+  }
+}
+
 void record(FrameHook* self, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output) {
   Recorder& recorder = recorder_of(self);
   long flags = 0;
@@ -45,9 +55,9 @@ void record(FrameHook* self, PyObject* module, PyObject* args, PyObject* kwargs,
   auto* type = reinterpret_cast<PyObject*>(Py_TYPE(module));
   Frame frame = recorder.begin_frame(self->module, py::reinterpret_borrow<py::object>(type),
                                      (flags & kRecomputed) != 0);
-  record_parameters(recorder, frame, module);
-  record_inputs(recorder, frame, args, kwargs);
-  record_outputs(recorder, frame, output);
+  guarded(recorder, frame, kParametersLabel, [&] { record_parameters(recorder, frame, module); });
+  guarded(recorder, frame, kInputLabel, [&] { record_inputs(recorder, frame, args, kwargs); });
+  guarded(recorder, frame, kOutputLabel, [&] { record_outputs(recorder, frame, output); });
   const bool wants_attention = recorder.finish(frame);
   if (wants_attention) py::handle(self->owner).attr("on_frame")(std::move(frame));
   if (flags & kEndsStep) py::handle(self->owner).attr("on_unrooted_end")();

@@ -5,6 +5,7 @@ namespace overflow_fast {
 LabelTable::LabelTable() {
   add(kNoParent, LabelStyle::kName, py::str("input"));
   add(kNoParent, LabelStyle::kName, py::str("output"));
+  add(kNoParent, LabelStyle::kName, py::str("parameters"));
 }
 
 LabelId LabelTable::add(LabelId parent, LabelStyle style, py::object value) {

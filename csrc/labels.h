@@ -22,6 +22,7 @@ enum class LabelStyle : uint8_t {
 using LabelId = uint32_t;
 constexpr LabelId kInputLabel = 0;
 constexpr LabelId kOutputLabel = 1;
+constexpr LabelId kParametersLabel = 2;
 
 class LabelTable {
  public:

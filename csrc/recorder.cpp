@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "scan.h"
@@ -32,10 +34,36 @@ py::object reason_for(const at::Tensor& tensor, Readability readability) {
       .attr("reason")(py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)), readability);
 }
 
+// Our own operations are no part of the watched program: no gradient, and nothing to be seen by
+// a mode that the user has switched on.
+struct Unseen {
+  c10::AutoGradMode no_grad{false};
+  c10::impl::ExcludeDispatchKeyGuard no_modes{
+      c10::DispatchKeySet(c10::DispatchKey::Python) |
+      c10::DispatchKeySet(c10::DispatchKey::PythonTLSSnapshot)};
+};
+
 }  // namespace
 
+py::str current_exception_text() {
+  try {
+    try {
+      throw;
+    } catch (const python_error&) {  // torch's: the error is still where Python keeps it
+      throw py::error_already_set();
+    }
+  } catch (const py::error_already_set& error) {
+    if (!error.matches(PyExc_Exception)) throw;  // KeyboardInterrupt is the user's
+    return py::str("{}: {}").format(error.type().attr("__name__"), error.value());
+  } catch (const c10::Error& error) {
+    return py::str(error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    return py::str(error.what());
+  }
+}
+
 int64_t DeviceSlots::scan(const at::Tensor& tensor) {
-  const c10::AutoGradMode no_grad(false);
+  const Unseen unseen;
   const int64_t slot = used_++;
   if (slot / kChunk >= static_cast<int64_t>(chunks_.size())) {
     chunks_.push_back(at::empty({kChunk, 4}, at::TensorOptions().dtype(at::kLong).device(device_)));
@@ -49,7 +77,7 @@ int64_t DeviceSlots::scan(const at::Tensor& tensor) {
 }
 
 std::vector<Slot> DeviceSlots::take() {
-  const c10::AutoGradMode no_grad(false);
+  const Unseen unseen;
   std::vector<Slot> slots(used_);
   for (int64_t begin = 0; begin < used_; begin += kChunk) {
     const int64_t count = std::min(kChunk, used_ - begin);
@@ -103,10 +131,8 @@ void Recorder::add_tensor(Frame& frame, Listing listing, PyObject* object) {
       return add_not_scanned(frame, listing, reason_for(tensor, readability));
     }
     add_indirect(frame, listing, object);
-  } catch (const py::error_already_set& error) {
-    add_not_scanned(frame, listing, py::str(error.what()));
-  } catch (const std::exception& error) {
-    add_not_scanned(frame, listing, py::str(error.what()));
+  } catch (...) {
+    add_not_scanned(frame, listing, current_exception_text());
   }
 }
 

@@ -81,6 +81,9 @@ class DeviceSlots {
   int64_t used_ = 0;
 };
 
+// What the exception being handled says, in one text. Rethrows what must not be held up.
+py::str current_exception_text();
+
 class Recorder {
  public:
   Recorder(std::optional<int64_t> max_frames, Options options);
@@ -92,6 +95,7 @@ class Recorder {
   // the frame was judged and somebody should look at it; it is the caller's to keep() then.
   Frame begin_frame(uint32_t module, py::object type, bool is_recomputed);
   void add_tensor(Frame& frame, Listing listing, PyObject* tensor);
+  void add_not_scanned(Frame& frame, Listing listing, py::object why);
   void add_none(Frame& frame, Listing listing);
   void add_not_tensor(Frame& frame, Listing listing);
   bool finish(Frame& frame);
@@ -129,7 +133,6 @@ class Recorder {
   void add_scanned(Frame& frame, Listing listing, const at::Tensor& tensor, const View& view);
   void add_stat(Frame& frame, Listing listing, const at::Tensor& tensor, Memo::Known known);
   void add_indirect(Frame& frame, Listing listing, PyObject* tensor);
-  void add_not_scanned(Frame& frame, Listing listing, py::object why);
 
   Options options_;
   LabelTable labels_;

@@ -181,7 +181,8 @@ class DebugUnderflowOverflow:
         self._depth += 1
         if self._depth > 1:
             return
-        self._model = weakref.ref(module)
+        if self._model() is None:
+            self._model = weakref.ref(module)
         self._recorder.end_step()
         self._recorder.in_step = True
         self._unrooted_modules.clear()

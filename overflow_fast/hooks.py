@@ -32,9 +32,9 @@ def modules_per_parent(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
 class Attachment:
     """The hooks of one owner on one model. Holds modules weakly.
 
-    The owner gets `before_root(module, args)` and `after_root_ends(module)`, the latter
-    also when the forward raises, around each call of the root, and provides
-    `root_hook(frame_hook)` to wrap the root's own frame hook.
+    Around each call of the root the owner gets `before_root(module, args)`,
+    `after_root(module, args, kwargs, output)` when it has returned, and
+    `root_ended(module, args, output)`, the last also when the forward raised.
     """
 
     def __init__(self) -> None:

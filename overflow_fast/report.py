@@ -41,7 +41,8 @@ def _entry_line(entry: _C.EntryTuple) -> str | None:
     if kind == _C.EntryKind.NONE:
         return f"{'None':>17} {label}"
     if kind == _C.EntryKind.NOT_SCANNED:
-        return f"{'not scanned':>17} {label}: {value}"
+        why = str(value).partition("\n")[0]
+        return f"{'not scanned':>17} {label}: {why}"
     return f"{'not a tensor':>17} {label}"
 
 

@@ -1,0 +1,85 @@
+"""A hook that meets trouble says so in its frame and lets the program go on."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from overflow_fast import DebugUnderflowOverflow
+
+
+class OwnParameters(nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def named_parameters(self, *args, **kwargs):
+        raise self.error
+
+    def forward(self, x):
+        return x
+
+
+def test_a_module_that_cannot_be_walked_is_listed_as_not_scanned():
+    model = OwnParameters(RuntimeError("no way\nat all"))
+    detector = DebugUnderflowOverflow(model)
+    model(torch.ones(2))
+    lines = detector.frames[-1].splitlines()[-3:]
+    assert lines == [
+        "      not scanned parameters: RuntimeError: no way",
+        "1.00e+00 1.00e+00 input[0]",
+        "1.00e+00 1.00e+00 output",
+    ]
+
+
+def test_an_interrupt_inside_a_hook_is_the_users():
+    model = OwnParameters(KeyboardInterrupt())
+    DebugUnderflowOverflow(model)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(2))
+    model.error = RuntimeError()
+    assert torch.equal(model(torch.ones(2)), torch.ones(2))
+
+
+class Broken(torch.Tensor):
+    """A wrapper whose values cannot be had."""
+
+    @staticmethod
+    def __new__(cls):
+        return torch.Tensor._make_wrapper_subclass(cls, (2,))
+
+    @property
+    def _local_tensor(self):
+        raise RuntimeError("nothing here")
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise RuntimeError("not this one")
+
+
+def test_a_tensor_that_cannot_be_read_is_listed_as_not_scanned():
+    model = nn.Identity()
+    detector = DebugUnderflowOverflow(model)
+    model(Broken())
+    assert detector.frames[-1].count("not scanned input[0]: Broken: ") == 1
+
+
+class Log(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("composite", [False, True])
+def test_no_mode_of_the_user_sees_the_scan(composite):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with Log() as bare:
+        model(torch.ones(1, 2))
+    DebugUnderflowOverflow(model, _composite=composite)
+    with Log() as watched:
+        model(torch.ones(1, 2))
+    assert watched.calls == bare.calls
