@@ -1,0 +1,92 @@
+"""The command line: `python -m overflow_fast demo` and `... run script.py`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m overflow_fast",
+        description="The numerics flight recorder that PyTorch users leave on.",
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    demo = commands.add_parser(
+        "demo", help="watch a T5 overflow, with transformers' detector and with this"
+    )
+    demo.add_argument(
+        "--dtype", choices=("float16", "bfloat16", "float32"), default="float16"
+    )
+    demo.add_argument("--batch-size", type=int, default=4, help="texts in a batch")
+    demo.add_argument("--length", type=int, default=128, help="bytes of each text")
+    demo.add_argument("--rounds", type=int, default=7, help="how often to time")
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--tiny", action="store_true", help="a small model, for a try")
+
+    run = commands.add_parser(
+        "run", help="run a program whose Trainer(debug=...) shall use this detector"
+    )
+    run.add_argument(
+        "-m", dest="is_module", action="store_true", help="PROGRAM is a module's name"
+    )
+    run.add_argument("program", help="a script's path, or a module's name after -m")
+    run.add_argument("arguments", nargs=argparse.REMAINDER)
+    return parser
+
+
+def _version() -> str:
+    import torch
+
+    from . import _C, __version__
+
+    return f"overflow_fast {__version__}, torch {torch.__version__}, CPU {_C.isa()}"
+
+
+def _run(program: str, arguments: Sequence[str], is_module: bool) -> None:
+    from .integrations.transformers import install
+
+    install()
+    sys.argv = [program, *arguments]
+    if is_module:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        return
+    if not os.path.exists(program):
+        sys.exit(f"program must be a script or a folder with __main__.py: {program}")
+    sys.path[0] = os.path.dirname(os.path.abspath(program))
+    runpy.run_path(program, run_name="__main__")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line and returns its exit status."""
+    parsed = _parser().parse_args(arguments)
+    if parsed.command == "run":
+        _run(parsed.program, parsed.arguments, parsed.is_module)
+        return 0
+    try:
+        from .demo import Settings, show
+    except ImportError as error:
+        print(
+            f"The demo needs transformers: `pip install transformers` ({error}).",
+            file=sys.stderr,
+        )
+        return 2
+    return show(
+        Settings(
+            parsed.dtype,
+            parsed.batch_size,
+            parsed.length,
+            parsed.rounds,
+            parsed.seed,
+            parsed.tiny,
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""The demo: a T5 overflows, and two detectors tell the same story."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import nn
+from tqdm import tqdm
+from transformers.debug_utils import DebugUnderflowOverflow as Original
+
+from ..debug import DebugUnderflowOverflow
+from .model import Settings, build, forward, push_to_the_limit, read_batch
+
+__all__ = ["Settings", "show"]
+
+Batch = dict[str, torch.Tensor]
+
+
+class Story(NamedTuple):
+    """What a detector said about a forward."""
+
+    report: str
+    error: str | None
+
+
+def _watch(detector: type[Any], run: Callable[[], object], model: nn.Module) -> Story:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        detector(model)
+        try:
+            run()
+        except ValueError as error:
+            return Story(out.getvalue(), str(error))
+    return Story(out.getvalue(), None)
+
+
+def _time_each(settings: Settings, batch: Batch) -> dict[str, list[float]]:
+    """Times of a clean forward, taken in turn, in seconds."""
+    models = {name: build(settings) for name in ("bare", "transformers", "ours")}
+    Original(models["transformers"])  # type: ignore[no-untyped-call]
+    DebugUnderflowOverflow(models["ours"])
+    times: dict[str, list[float]] = {name: [] for name in models}
+    rounds = tqdm(
+        range(-1, settings.rounds), desc="clean forwards", leave=False, disable=None
+    )
+    for index in rounds:
+        for name, model in models.items():
+            begin = time.perf_counter()
+            forward(model, batch, settings.seed)
+            if index >= 0:  # the first of each warms up
+                times[name].append(time.perf_counter() - begin)
+    return times
+
+
+def _table(times: dict[str, list[float]]) -> str:
+    rows = ["forward, no overflow         median    over bare"]
+    labels = {
+        "bare": "without detection",
+        "transformers": "transformers' detector",
+        "ours": "overflow_fast",
+    }
+    for name, label in labels.items():
+        ratios = [a / b for a, b in zip(times[name], times["bare"], strict=True)]
+        rows.append(
+            f"{label:26} {statistics.median(times[name]) * 1e3:6.0f} ms"
+            f"    {statistics.median(ratios):7.2f}x"
+        )
+    added = {k: statistics.median(v) for k, v in times.items()}
+    original = added["transformers"] - added["bare"]
+    ours = added["ours"] - added["bare"]
+    if ours > 0:
+        rows.append(f"time added by detection: {original / ours:.1f} times less")
+    return "\n".join(rows)
+
+
+def _compare(original: Story, ours: Story) -> str | None:
+    """The difference of two stories as a diff; None if there is none."""
+    if original == ours:
+        return None
+    theirs = f"{original.report}\n{original.error}".splitlines()
+    mine = f"{ours.report}\n{ours.error}".splitlines()
+    lines = difflib.unified_diff(theirs, mine, "transformers", "ours", lineterm="")
+    return "\n".join(lines)
+
+
+def _overflow(detector: type[Any], settings: Settings, batch: Batch) -> Story:
+    model = build(settings)
+    push_to_the_limit(model, batch, settings)
+    return _watch(detector, lambda: forward(model, batch, settings.seed), model)
+
+
+def show(settings: Settings) -> int:
+    """Runs the demo, prints what it finds and returns the exit status.
+
+    Returns:
+        0 if both detectors found the overflow and said the same, else 1.
+    """
+    batch = read_batch(settings)
+    model = build(settings)
+    print(_about(model, settings))
+    times = _time_each(settings, batch)
+    layer = push_to_the_limit(model, batch, settings)
+    loss = forward(model, batch, settings.seed)
+    print(
+        f"\n{layer}.weight is scaled until its output nearly reaches "
+        f"{settings.limit:.4g}.\nWithout detection the forward ends with loss "
+        f"{loss:.4g} and no word. With detection:"
+    )
+    original = _overflow(Original, settings, batch)
+    ours = _overflow(DebugUnderflowOverflow, settings, batch)
+    print(f"{ours.report}\nValueError: {ours.error}\n")
+    status = _judge(original, ours)
+    print(f"\n{_table(times)}")
+    return status
+
+
+def _about(model: nn.Module, settings: Settings) -> str:
+    num_modules = sum(1 for _ in model.modules())
+    num_bytes = sum(p.nbytes for p in model.parameters())
+    return (
+        f"A T5 {'(tiny)' if settings.tiny else 'of the shape of mt5-small'}: "
+        f"{num_modules} modules, {num_bytes / 2**20:.0f} MiB of {settings.dtype}, "
+        f"{settings.batch_size} x {settings.length} bytes of text, training mode; "
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}"
+    )
+
+
+def _judge(original: Story, ours: Story) -> int:
+    difference = _compare(original, ours)
+    if difference is not None:
+        print(f"The reports differ:\n{difference}")
+        return 1
+    if ours.error is None:
+        print("Neither detector found an overflow.")
+        return 1
+    print("transformers' detector printed and raised the same, byte for byte.")
+    return 0

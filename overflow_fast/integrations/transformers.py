@@ -1,0 +1,108 @@
+"""Puts this package's detector where transformers' Trainer looks for its own."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from ..debug import DebugUnderflowOverflow
+
+_NAME = "DebugUnderflowOverflow"
+
+
+class TrainerDetector(DebugUnderflowOverflow):
+    """The detector that `Trainer(debug="underflow_overflow")` attaches.
+
+    Each `Trainer.train()` makes one; it takes the place of the one before, so that a
+    model has one detector however often it is trained. Takes what
+    `DebugUnderflowOverflow` takes.
+    """
+
+    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if isinstance(model, nn.Module):
+            for earlier in list(_detectors_of(model)):
+                earlier.remove()
+        super().__init__(model, *args, **kwargs)
+
+
+def _detectors_of(model: nn.Module) -> Iterator[TrainerDetector]:
+    for hook in model._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, TrainerDetector):
+            yield owner
+
+
+def _original() -> type:
+    """transformers' own class, also while ours stands in its place."""
+    try:
+        debug_utils = importlib.import_module("transformers.debug_utils")
+    except ImportError as error:
+        raise ImportError(
+            "transformers cannot be imported, so there is no Trainer to integrate "
+            f"with: run `pip install transformers` ({error})"
+        ) from error
+    original = getattr(debug_utils, "_overflow_fast_original", None)
+    original = original or getattr(debug_utils, _NAME, None)
+    if original is None:
+        version = importlib.import_module("transformers").__version__
+        raise ImportError(
+            f"transformers.debug_utils has no {_NAME} in version {version}: "
+            "attach overflow_fast.DebugUnderflowOverflow(model) yourself"
+        )
+    assert isinstance(original, type)
+    return original
+
+
+def _replace(old: object, new: object) -> None:
+    """Puts `new` for `old` in every module of transformers that is loaded.
+
+    A module that is loaded later takes what transformers.debug_utils has by then.
+    """
+    for name, module in list(sys.modules.items()):
+        if not isinstance(module, ModuleType) or name.partition(".")[0] != (
+            "transformers"
+        ):
+            continue
+        if vars(module).get(_NAME) is old:
+            setattr(module, _NAME, new)
+
+
+def install() -> contextlib.ExitStack:
+    """Makes `Trainer(debug="underflow_overflow")` use this package's detector.
+
+    Does the same for scripts that take `--debug underflow_overflow`. Calling it again
+    changes nothing. Detectors that exist already are left alone.
+
+    Returns:
+        A context manager that calls `uninstall` when left; it need not be used.
+
+    Raises:
+        ImportError: If transformers is missing or has no such detector.
+
+    Example:
+        >>> with install():
+        ...     pass  # Trainer(...).train()
+    """
+    original = _original()
+    debug_utils = sys.modules["transformers.debug_utils"]
+    debug_utils._overflow_fast_original = original  # type: ignore[attr-defined]
+    _replace(original, TrainerDetector)
+    stack = contextlib.ExitStack()
+    stack.callback(uninstall)
+    return stack
+
+
+def uninstall() -> None:
+    """Gives transformers its own detector back. Calling it again changes nothing."""
+    debug_utils = sys.modules.get("transformers.debug_utils")
+    original = getattr(debug_utils, "_overflow_fast_original", None)
+    if original is None:
+        return
+    _replace(TrainerDetector, original)
+    del debug_utils._overflow_fast_original  # type: ignore[union-attr]

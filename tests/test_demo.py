@@ -1,0 +1,56 @@
+"""The demo: both reports, compared, and an exit status that can be trusted."""
+
+import pytest
+
+import overflow_fast.demo as demo
+from overflow_fast.demo import Settings, Story, show
+from overflow_fast.demo.model import build, forward, push_to_the_limit, read_batch
+
+TINY = Settings(batch_size=2, length=32, rounds=1, tiny=True)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_finds_the_overflow_and_agrees(capsys, dtype):
+    assert show(TINY._replace(dtype=dtype)) == 0
+    out = capsys.readouterr().out
+    report, _, table = out.partition("printed and raised the same, byte for byte")
+    assert "output has infs" in report
+    assert "Detected inf/nan during batch_number=0" in report
+    assert "encoder.block.1.layer.1.dropout Dropout" in report
+    assert table.count("ms") == 3
+
+
+@pytest.mark.parametrize("lie", ["report", "error"])
+def test_reports_that_differ_are_a_failure(monkeypatch, capsys, lie):
+    true_story = demo._overflow
+
+    def story(detector, settings, batch):
+        found = true_story(detector, settings, batch)
+        if detector is not demo.DebugUnderflowOverflow:
+            return found
+        return found._replace(**{lie: getattr(found, lie).replace("inf", "1nf")})
+
+    monkeypatch.setattr(demo, "_overflow", story)
+    assert show(TINY) == 1
+    assert "The reports differ:\n--- transformers" in capsys.readouterr().out
+
+
+def test_no_overflow_is_a_failure(monkeypatch, capsys):
+    monkeypatch.setattr(demo, "_overflow", lambda *args: Story("", None))
+    assert show(TINY) == 1
+    assert "Neither detector found an overflow." in capsys.readouterr().out
+
+
+def test_the_same_seed_gives_the_same_overflow():
+    batch = read_batch(TINY)
+    models = [build(TINY), build(TINY)]
+    layers = [push_to_the_limit(model, batch, TINY) for model in models]
+    assert layers[0] == layers[1]
+    losses = [forward(model, batch, TINY.seed) for model in models]
+    assert losses[0] == losses[1]
+
+
+def test_the_text_is_read_in_many_scripts():
+    batch = read_batch(TINY._replace(batch_size=16, length=64))
+    assert batch["input_ids"].shape == (16, 64)
+    assert batch["input_ids"].unique(dim=0).shape[0] == 16
