@@ -249,7 +249,9 @@ class DebugUnderflowOverflow:
         self._recorder.keep(frame)
         self.detected_overflow = self.detected_overflow or is_bad
         if is_bad or (self.strict_compat and self.detected_overflow):
-            self._dump(self.batch_number if self.strict_compat else frame.batch)
+            # The original has counted on when it looks at the root's frame.
+            counts_on = self.strict_compat and frame.module == 0
+            self._dump(frame.batch + counts_on)
             raise ValueError(_DETECTED)
         self._abort_if_due()
 

@@ -1,0 +1,53 @@
+"""Runs one scenario under transformers' detector and under this package's."""
+
+import contextlib
+import io
+
+import torch
+from torch import nn
+from transformers.debug_utils import DebugUnderflowOverflow as Original
+
+from overflow_fast import DebugUnderflowOverflow
+
+
+def small_model():
+    return nn.Sequential(
+        nn.Linear(4, 8),
+        nn.ReLU(inplace=True),
+        nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)),
+        nn.Linear(8, 2),
+    )
+
+
+def spoil(module):
+    """Makes the first element of the module's first parameter inf."""
+    with torch.no_grad():
+        next(module.parameters()).view(-1)[0] = torch.inf
+
+
+def run(detector, make_model, drive, **arguments):
+    """Stdout and error of a scenario under a detector class."""
+    torch.manual_seed(0)
+    model = make_model()
+    out, error = io.StringIO(), None
+    with contextlib.redirect_stdout(out):
+        try:
+            drive(model, detector(model, **arguments))
+        except ValueError as raised:
+            error = str(raised)
+    return out.getvalue(), error
+
+
+def check_parity(
+    make_model, drive, *, only_strict=False, only_at_once=False, **arguments
+):
+    """Compares at once and deferred, with and without strict_compat."""
+    expected = run(Original, make_model, drive, **arguments)
+    for strict in (True,) if only_strict else (True, False):
+        for composite in (False,) if only_at_once else (False, True):
+            options = {"strict_compat": strict, "_composite": composite}
+            found = run(
+                DebugUnderflowOverflow, make_model, drive, **arguments, **options
+            )
+            assert found == expected, options
+    return expected
