@@ -74,6 +74,7 @@ void add_recorder(py::module_& m) {
       .def_readonly("bytes_scanned", &Recorder::bytes_scanned)
       .def_readonly("tensors_scanned", &Recorder::tensors_scanned)
       .def_readonly("tensors_listed", &Recorder::tensors_listed)
+      .def_property_readonly("last_batch", &Recorder::last_batch)
       .def_property_readonly("has_waiting_frames", &Recorder::has_waiting_frames)
       .def("entries", &entry_list)
       .def("history",

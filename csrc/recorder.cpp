@@ -97,10 +97,12 @@ Recorder::Recorder(std::optional<int64_t> max_frames, Options options)
 Frame Recorder::begin_frame(uint32_t module, py::object type, bool is_recomputed) {
   ++total_calls;
   ++frame_mark_;
-  Frame frame{module, std::move(type), batch_, opens_batch_, is_recomputed};
+  // What backward computes again belongs to the batch that is over.
+  Frame frame{module, std::move(type), is_recomputed ? last_batch() : batch_,
+              opens_batch_ && !is_recomputed, is_recomputed};
   frame.entries = std::move(spare_);
   frame.entries.clear();
-  opens_batch_ = false;
+  opens_batch_ &= is_recomputed;
   return frame;
 }
 

@@ -114,6 +114,9 @@ class Recorder {
     opens_batch_ = true;
   }
 
+  // The batch that has frames: the one that runs or, between two, the one before.
+  int64_t last_batch() const { return opens_batch_ && batch_ > 0 ? batch_ - 1 : batch_; }
+
   std::deque<Frame>& history() { return history_; }
   const std::deque<Frame>& history() const { return history_; }
   std::optional<int64_t> max_frames;

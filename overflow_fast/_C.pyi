@@ -35,6 +35,7 @@ class Recorder:
     tensors_scanned: int
     tensors_listed: int
     has_waiting_frames: bool
+    last_batch: int
     def __init__(
         self,
         max_frames: int | None,

@@ -188,7 +188,7 @@ class DebugUnderflowOverflow:
         self._unrooted_modules.clear()
         if not self.strict_compat:
             self.detected_overflow = False
-        self._choose_watch()
+        self._choose_watch(self.batch_number)
 
     def after_root(
         self, module: nn.Module, args: object, kwargs: object, output: object
@@ -218,11 +218,12 @@ class DebugUnderflowOverflow:
 
     def on_unrooted(self, module_index: int, graph_task_id: int) -> int:
         """Says what a frame belongs to while the root is not running."""
-        self._choose_watch()
+        self._choose_watch(self.batch_number)
         if self.strict_compat:
             self._recorder.end_step()
             return _ENDS_STEP
         if graph_task_id >= 0:
+            self._choose_watch(self._recorder.last_batch)
             return self._on_recomputed(graph_task_id)
         try:
             call, module = outermost_call(self._is_watched)
@@ -260,9 +261,9 @@ class DebugUnderflowOverflow:
     def _text(self, frame: _C.Frame) -> str:
         return frame_text(self._recorder, frame, self._names[frame.module])
 
-    def _choose_watch(self) -> None:
+    def _choose_watch(self, batch: int) -> None:
         self._recorder.watches_every_frame = (
-            self.batch_number in self.trace_batch_nums
+            batch in self.trace_batch_nums
             or self._is_aborted
             or (self.strict_compat and self.detected_overflow)
         )
@@ -328,7 +329,7 @@ class DebugUnderflowOverflow:
             self.batch_number += 1
             self._begin_batch()
             self._unrooted_modules.clear()
-            self._choose_watch()
+            self._choose_watch(self.batch_number)
         self._unrooted_modules.add(index)
 
     def _hook_of(self, module: nn.Module) -> _C.FrameHook | None:

@@ -1,0 +1,71 @@
+"""Files use only what stands before them on the way from the hook to the report."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "overflow_fast"
+
+# A module may import those in its own line, and nothing else of the package.
+ALLOWED = {
+    "tensors": {"_C"},
+    "ops": {"_C", "tensors"},
+    "report": {"_C"},
+    "hooks": {"_C"},
+    "debug": {"_C", "hooks", "ops", "report"},
+    "__init__": {"debug", "ops"},
+    "__main__": {"_C", "__version__", "demo", "integrations.transformers"},
+    "integrations.__init__": set(),
+    "integrations.transformers": {"debug"},
+    "demo.__init__": {"debug", "demo.model"},
+    "demo.model": set(),
+}
+
+
+def modules():
+    for path in PACKAGE.rglob("*.py"):
+        yield ".".join(path.relative_to(PACKAGE).with_suffix("").parts), path
+
+
+def imports_of(name, path):
+    """What of the package a module imports, as dotted names below the package."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        base = name.split(".")[: -node.level]
+        if node.module:
+            found.add(".".join([*base, node.module]))
+        else:
+            found |= {".".join([*base, alias.name]) for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("name, path", list(modules()), ids=str)
+def test_imports_run_one_way(name, path):
+    assert imports_of(name, path) <= ALLOWED[name]
+
+
+def test_every_module_has_its_place():
+    assert {name for name, _ in modules()} == set(ALLOWED)
+
+
+TORCH_FREE = [
+    *(ROOT / "csrc" / name for name in ("dtype.h", "stat.h", "layout.h")),
+    *(ROOT / "csrc" / "cpu").glob("*"),
+]
+
+
+@pytest.mark.parametrize("path", TORCH_FREE, ids=lambda path: path.name)
+def test_the_scan_core_knows_no_torch(path):
+    includes = re.findall(r"#include [<\"](.+)[>\"]", path.read_text())
+    foreign = [i for i in includes if re.match(r"(torch|ATen|c10|pybind11|Python)", i)]
+    assert foreign == []
+
+
+def test_the_core_knows_no_text_and_no_policy():
+    for path in (ROOT / "csrc").rglob("*.*"):
+        assert not re.search(r"abs min|Detected|batch number", path.read_text()), path
