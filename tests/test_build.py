@@ -1,6 +1,7 @@
 """What setup.py says before it builds anything."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,23 @@ def test_torch_is_missing(tmp_path):
     assert status == 1
     assert "torch is not importable while building (no libtorch.so)" in message
     assert "pip install --no-build-isolation ." in message
+
+
+@pytest.mark.parametrize(
+    "variable, message",
+    [
+        ("PYTHON=no-python", "no-python was not found; install Python 3.10 or newer"),
+        ("CXX=no-compiler", "no C++ compiler: no-compiler was not found; install g++"),
+    ],
+)
+def test_make_says_what_is_missing(tmp_path, variable, message):
+    if shutil.which("make") is None:
+        pytest.skip("no make")
+    command = ["make", "build", f"VENV={tmp_path / 'venv'}", variable]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout.startswith(f"overflow_fast: {message}")
+    assert not (tmp_path / "venv").exists()
 
 
 def test_no_build_flag_changes_what_a_nan_is():

@@ -1,0 +1,231 @@
+"""When a step begins and ends: which call of a watched module is the outermost one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from . import _C
+from .hooks import Attachment, modules_once, modules_per_parent, outermost_call
+
+_RECOMPUTED, _ENDS_STEP = 1, 2
+_Self = TypeVar("_Self", bound="StepHooks")
+
+
+class StepHooks:
+    """The hooks on a model that record its frames and tell its steps apart.
+
+    A step is one outermost call of the root; where the root is not running, one
+    outermost call of any watched module; or what one backward computes again. A batch
+    is a step of the root, or a run of steps that call each submodule once.
+
+    Subclasses say which frames they want to see (`_choose_watch`), look at those
+    (`on_frame`) and may end the run after a batch (`_after_batch`).
+
+    Args:
+        model: The model to watch. It is held weakly; its hooks hold this object.
+        max_frames: How many frames the recorder keeps; None for all.
+        options: The recorder's, by name.
+    """
+
+    def __init__(
+        self, model: nn.Module, max_frames: int | None, options: dict[str, bool]
+    ) -> None:
+        self.batch_number = 0
+        self._max_frames = max_frames
+        self._options = options
+        self._start()
+        self._model: Callable[[], nn.Module | None] = weakref.ref(model)
+        walk = modules_per_parent if options["strict_compat"] else modules_once
+        self._attachment.attach(self, model, walk)
+
+    def _start(self) -> None:
+        self._recorder = _C.Recorder(self._max_frames, **self._options)
+        self._root_hook = _C.FrameHook(self, 0)
+        self._attachment = Attachment()
+        self._is_strict = self._options["strict_compat"]
+        self._depth = 0
+        self._opens_next = False
+        self._root_done = False
+        self._unrooted_call: object = None
+        self._unrooted_modules: set[int] = set()
+
+    # A watched model is copied and pickled together with its hooks.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "batch_number": self.batch_number,
+            "_max_frames": self._max_frames,
+            "_options": self._options,
+            "_total_calls": self.total_calls,
+            "_handles": self._attachment.handles,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        total_calls, handles = state.pop("_total_calls"), state.pop("_handles")
+        self.__dict__.update(state)
+        self._model = lambda: None  # known again when the copy's root is called
+        self._start()
+        self._attachment.handles = handles
+        self._recorder.total_calls = total_calls
+        self._recorder.begin_batch(self.batch_number)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The watched model, or None if it is gone."""
+        return self._model()
+
+    @property
+    def total_calls(self) -> int:
+        """How many frames were recorded."""
+        return self._recorder.total_calls
+
+    def remove(self) -> None:
+        """Stops watching: removes every hook from the model."""
+        self._attachment.remove()
+        self._recorder.end_step()
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    # What the hooks call, in the order of a step.
+
+    def before_root(self, module: nn.Module, args: object) -> None:
+        """Starts a step when the outermost call of the root begins."""
+        if self._depth and not self._is_root_running(module):
+            self._depth = 0  # a forward was left by an exception that skips hooks
+        self._depth += 1
+        if self._depth > 1:
+            return
+        if self._model() is None:
+            self._model = weakref.ref(module)
+        self._recorder.end_step()
+        self._recorder.in_step = True
+        self._unrooted_modules.clear()
+        self._before_step()
+        self._choose_watch(self.batch_number)
+
+    def after_root(
+        self, module: nn.Module, args: object, kwargs: object, output: object
+    ) -> None:
+        """Records the root's frame and closes its batch."""
+        if self._is_strict:
+            self.batch_number += 1  # the original counts before it looks
+        try:
+            self._root_hook(module, args, kwargs, output)
+        finally:
+            self._root_done = True
+            if not self._is_strict:
+                self.batch_number += 1
+            self._begin_batch()
+        self._after_batch()
+
+    def root_ended(self, module: nn.Module, args: object, output: object) -> None:
+        """Ends the root's call, also one that raised."""
+        has_raised = not self._root_done
+        self._root_done = False
+        if has_raised and not self._is_strict:
+            self.batch_number += 1
+            self._begin_batch()
+        self._depth -= 1
+        if self._depth == 0:
+            self._end_step()
+
+    def on_unrooted(self, module_index: int, graph_task_id: int) -> int:
+        """Says what a frame belongs to while the root is not running."""
+        self._choose_watch(self.batch_number)
+        if self._is_strict:
+            self._recorder.end_step()
+            return _ENDS_STEP
+        if graph_task_id >= 0:
+            self._choose_watch(self._recorder.last_batch)
+            return self._on_recomputed(graph_task_id)
+        try:
+            call, module = outermost_call(self._is_watched)
+        except LookupError:
+            call, module = None, None
+        if call is None or call != self._unrooted_call:
+            self._begin_unrooted(call, module)
+        is_outermost = module is None or self._index_of(module) == module_index
+        return _ENDS_STEP if is_outermost else 0
+
+    def on_unrooted_end(self) -> None:
+        """Ends the outermost call of a submodule."""
+        self._unrooted_call = None
+        self._end_step()
+
+    # What a subclass decides.
+
+    def on_frame(self, frame: _C.Frame) -> None:
+        """Looks at a frame that is bad, or one that was asked for."""
+        raise NotImplementedError
+
+    def _choose_watch(self, batch: int) -> None:
+        """Sets whether all frames of a batch are wanted, or only the bad ones."""
+        raise NotImplementedError
+
+    def _before_step(self) -> None:
+        """Prepares for a step of the root."""
+
+    def _after_batch(self) -> None:
+        """Looks at a batch whose root has returned."""
+
+    # How it is done.
+
+    def _begin_batch(self) -> None:
+        self._opens_next = True
+        self._recorder.begin_batch(self.batch_number)
+
+    def _end_step(self) -> None:
+        self._recorder.in_step = False
+        waiting = self._recorder.resolve() if self._recorder.has_waiting_frames else []
+        self._recorder.end_step()
+        for frame in waiting:
+            self._choose_watch(frame.batch)
+            if self._recorder.judge(frame):
+                self.on_frame(frame)
+
+    def _on_recomputed(self, graph_task_id: int) -> int:
+        if self._unrooted_call != ("backward", graph_task_id):
+            self._unrooted_call = ("backward", graph_task_id)
+            self._recorder.end_step()
+            callback = torch.autograd.Variable._execution_engine.queue_callback
+            callback(self.on_unrooted_end)
+        return _RECOMPUTED
+
+    def _begin_unrooted(self, call: object, module: nn.Module | None) -> None:
+        self._unrooted_call = call
+        self._recorder.end_step()
+        index = -1 if module is None else self._index_of(module)
+        if index in self._unrooted_modules:
+            self.batch_number += 1
+            self._begin_batch()
+            self._unrooted_modules.clear()
+            self._choose_watch(self.batch_number)
+        self._unrooted_modules.add(index)
+
+    def _hook_of(self, module: nn.Module) -> _C.FrameHook | None:
+        for hook in module._forward_hooks.values():
+            if isinstance(hook, _C.FrameHook) and hook.owner is self:
+                return hook
+        return None
+
+    def _is_watched(self, module: nn.Module) -> bool:
+        return self._hook_of(module) is not None
+
+    def _index_of(self, module: nn.Module) -> int:
+        hook = self._hook_of(module)
+        return -1 if hook is None else hook.module
+
+    def _is_root_running(self, module: nn.Module) -> bool:
+        try:
+            return outermost_call(lambda m: m is module, skip=1) is not None
+        except LookupError:
+            return False
