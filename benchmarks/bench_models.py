@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -91,30 +91,29 @@ def step_of(model: nn.Module, batch: Batch) -> Callable[[], object]:
     return step
 
 
-def within(
-    run: Callable[[], object], context: Callable[[], AbstractContextManager[object]]
-) -> Callable[[], object]:
-    def run_within() -> None:
-        with context():
-            run()
+@contextlib.contextmanager
+def original(model: nn.Module) -> Iterator[None]:
+    """The original, whose hooks it cannot take off itself."""
+    Original(model)
+    try:
+        with silence():
+            yield
+    finally:
+        for module in model.modules():
+            module._forward_hooks.clear()
 
-    return run_within
 
-
-def competitors(
-    model: nn.Module, batch: Batch, make: Callable[..., Callable[[], object]]
-) -> dict[str, Callable[[], object]]:
-    """Each watches a copy of its own, so that none attaches within the time."""
-    ours, originals = copy.deepcopy(model), copy.deepcopy(model)
-    DebugUnderflowOverflow(ours)
-    Original(originals)
-    bare = make(model, batch)
-    return {
-        "bare": bare,
-        "ours": make(ours, batch),
-        "original": within(make(originals, batch), silence),
-        "detect_anomaly": within(bare, torch.autograd.detect_anomaly),
+def race_detectors(
+    model: nn.Module, run: Callable[[], object], rounds: int
+) -> dict[str, list[float]]:
+    """One model and one optimizer for all, so that all work on the same memory."""
+    around: dict[str, Callable[[], AbstractContextManager[object]]] = {
+        "bare": contextlib.nullcontext,
+        "ours": lambda: DebugUnderflowOverflow(model),
+        "original": lambda: original(model),
+        "detect_anomaly": torch.autograd.detect_anomaly,
     }
+    return race(dict.fromkeys(around, run), rounds, around=around)
 
 
 def bytes_of(model: nn.Module, batch: Batch, memo: bool) -> int:
@@ -143,7 +142,7 @@ def measure(name: str, dtype: torch.dtype) -> list[dict[str, Any]]:
         ("forward", forward_of, 9),
         ("training step", step_of, 7),
     ):
-        times = race(competitors(model, batch, make), rounds)
+        times = race_detectors(model, make(model, batch), rounds)
         row: dict[str, Any] = {"model": name, "dtype": str(dtype)[6:], "run": kind}
         row["seconds"] = {n: summary(seconds) for n, seconds in times.items()}
         row["bare ms"] = f"{row['seconds']['bare']['median'] * 1e3:.0f}"

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -105,26 +106,31 @@ def race(
     competitors: dict[str, Callable[[], object]],
     rounds: int = 9,
     min_seconds: float = 2e-3,
+    around: dict[str, Callable[[], AbstractContextManager[object]]] | None = None,
 ) -> dict[str, list[float]]:
     """Times functions in turn, in a new order each round.
 
     A function that is shorter than `min_seconds` is called as often as fills that
-    time, so a small buffer is warm in cache.
+    time, so a small buffer is warm in cache. Entering and leaving what `around` has
+    for a name is not timed.
 
     Returns:
         For each name its seconds per call, one figure a round.
     """
     rounds = 3 if QUICK else rounds
+    around = around or {}
     calls = {}
     for name, function in competitors.items():
-        function()
-        calls[name] = max(1, int(min_seconds / max(_once(function, 1), 1e-7)))
+        with around.get(name, contextlib.nullcontext)():
+            function()
+            calls[name] = max(1, int(min_seconds / max(_once(function, 1), 1e-7)))
     times: dict[str, list[float]] = {name: [] for name in competitors}
     order = list(competitors)
     for _ in range(rounds):
         random.shuffle(order)
         for name in order:
-            times[name].append(_once(competitors[name], calls[name]))
+            with around.get(name, contextlib.nullcontext)():
+                times[name].append(_once(competitors[name], calls[name]))
     return times
 
 

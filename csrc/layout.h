@@ -2,9 +2,8 @@
 // permutation becomes one run and a slice becomes rows. No tensor is ever copied to be walked.
 #pragma once
 
-#include <algorithm>
+#include <cstddef>
 #include <cstdint>
-#include <vector>
 
 #include "dtype.h"
 
@@ -24,6 +23,44 @@ struct Dim {
   int64_t stride;  // elements
 };
 
+// Dimensions in place: a scan of a small tensor takes no longer than asking for memory.
+class Dims {
+ public:
+  static constexpr int kMax = 64;  // torch's own limit
+
+  const Dim* begin() const { return dims_; }
+  const Dim* end() const { return dims_ + size_; }
+  const Dim& operator[](size_t i) const { return dims_[i]; }
+  size_t size() const { return size_; }
+  bool empty() const { return size_ == 0; }
+  void clear() { size_ = 0; }
+
+  // Keeps the dimensions sorted by stride.
+  void insert(Dim dim) {
+    size_t at = size_++;
+    for (; at > 0 && dims_[at - 1].stride > dim.stride; --at) dims_[at] = dims_[at - 1];
+    dims_[at] = dim;
+  }
+
+  // Makes one dimension of two that follow each other in memory.
+  void merge_adjacent() {
+    size_t kept = 0;
+    for (size_t i = 1; i < size_; ++i) {
+      Dim& inner = dims_[kept];
+      if (dims_[i].stride == inner.stride * inner.size) {
+        inner.size *= dims_[i].size;
+      } else {
+        dims_[++kept] = dims_[i];
+      }
+    }
+    if (size_ != 0) size_ = kept + 1;
+  }
+
+ private:
+  Dim dims_[kMax];
+  size_t size_ = 0;
+};
+
 class Layout {
  public:
   explicit Layout(const View& view) {
@@ -35,36 +72,21 @@ class Layout {
       }
       // An expanded dimension repeats elements that are looked at anyway.
       if (view.sizes[i] != 1 && view.strides[i] != 0) {
-        dims_.push_back({view.sizes[i], view.strides[i]});
+        dims_.insert({view.sizes[i], view.strides[i]});
       }
     }
-    std::sort(dims_.begin(), dims_.end(),
-              [](const Dim& a, const Dim& b) { return a.stride < b.stride; });
-    merge_adjacent();
+    dims_.merge_adjacent();
     for (const Dim& dim : dims_) numel_ *= dim.size;
   }
 
   // Dimensions, innermost (smallest stride) first.
-  const std::vector<Dim>& dims() const { return dims_; }
+  const Dims& dims() const { return dims_; }
   // Elements to look at: expanded dimensions count once.
   int64_t numel() const { return numel_; }
   bool is_one_run() const { return dims_.empty() || (dims_.size() == 1 && dims_[0].stride == 1); }
 
  private:
-  void merge_adjacent() {
-    size_t kept = 0;
-    for (size_t i = 1; i < dims_.size(); ++i) {
-      Dim& inner = dims_[kept];
-      if (dims_[i].stride == inner.stride * inner.size) {
-        inner.size *= dims_[i].size;
-      } else {
-        dims_[++kept] = dims_[i];
-      }
-    }
-    if (!dims_.empty()) dims_.resize(kept + 1);
-  }
-
-  std::vector<Dim> dims_;
+  Dims dims_;
   int64_t numel_ = 1;
 };
 

@@ -151,9 +151,11 @@ void Recorder::add_indirect(Frame& frame, Listing listing, PyObject* object) {
 void Recorder::add_scanned(Frame& frame, Listing listing, const at::Tensor& tensor,
                            const View& view) {
   const size_t mark = frame_mark_;
+  const bool is_brief = listing.is_parameter && is_here(tensor) &&
+                        static_cast<int64_t>(tensor.nbytes()) < kMinMemoBytes;
   std::optional<Memo::Key> key;
   // Taken before the scan: a write that another thread makes meanwhile must not be missed later.
-  if (options_.use_memo) key = Memo::Key::of(tensor);
+  if (options_.use_memo && !is_brief) key = Memo::Key::of(tensor);
   const Memo::Known known{scan_to_slot(tensor, view), view.dtype};
   if (key) memo_.insert(tensor, *key, known, mark);
   add_stat(frame, listing, tensor, known);
@@ -177,7 +179,7 @@ int64_t Recorder::scan_to_slot(const at::Tensor& tensor, const View& view) {
   const auto bytes = static_cast<int64_t>(tensor.nbytes());
   ++tensors_scanned;
   bytes_scanned += bytes;
-  if (!tensor.device().is_cpu() || options_.force_composite) return scan_on_device(tensor);
+  if (!is_here(tensor)) return scan_on_device(tensor);
   Slot slot;
   if (bytes >= kReleaseGilBytes) {
     const at::Tensor kept = tensor;  // another thread may drop it from its container meanwhile

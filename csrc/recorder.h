@@ -30,6 +30,7 @@ struct Listing {
   LabelId label;
   bool is_quiet = false;             // only when it is bad
   bool allows_negative_inf = false;  // an additive mask by its place: -inf is no alarm
+  bool is_parameter = false;
 };
 
 struct Entry {
@@ -130,7 +131,14 @@ class Recorder {
 
  private:
   static constexpr int64_t kDeviceSlots = int64_t{1} << 48;
+  // A parameter is seldom seen twice in a step; a smaller one on the host is scanned again sooner
+  // than it is remembered.
+  static constexpr int64_t kMinMemoBytes = 4096;
 
+  // Whether a tensor's stat is known as soon as it is scanned.
+  bool is_here(const at::Tensor& tensor) const {
+    return tensor.is_cpu() && !options_.force_composite;
+  }
   int64_t scan_to_slot(const at::Tensor& tensor, const View& view);
   int64_t scan_on_device(const at::Tensor& tensor);
   void add_scanned(Frame& frame, Listing listing, const at::Tensor& tensor, const View& view);

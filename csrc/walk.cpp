@@ -139,7 +139,9 @@ py::object parameters_of(PyObject* module) {
 
 void record_parameter(Recorder& recorder, Frame& frame, PyObject* name, PyObject* parameter) {
   if (!THPVariable_Check(parameter)) return;
-  recorder.add_tensor(frame, {recorder.labels().name(name)}, parameter);
+  Listing listing{recorder.labels().name(name)};
+  listing.is_parameter = true;
+  recorder.add_tensor(frame, listing, parameter);
 }
 
 }  // namespace

@@ -94,7 +94,7 @@ class Looks(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first, self.second = nn.Linear(4, 4096), nn.Linear(4096, 4)
         self.alive = None
 
     def forward(self, x):
@@ -144,7 +144,7 @@ def test_a_new_tensor_at_an_old_address_is_scanned():
 
         def forward(self, x):
             for value in (*range(50), torch.inf):
-                self.child(torch.full((64,), float(value)))
+                self.child(torch.full((4096,), float(value)))
             return x
 
     model = Reuses()

@@ -47,19 +47,30 @@ def counts(detector):
 
 
 def test_a_tensor_is_scanned_once_in_a_step():
-    model = nn.Sequential(nn.Identity(), nn.Identity(), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Identity(), nn.Identity(), nn.Linear(64, 64))
     detector = DebugUnderflowOverflow(model)
-    model(torch.randn(2, 4))
-    # weight, bias, the input (five times an entry) and the output (twice).
+    model(torch.randn(32, 64))
+    # weight, bias, the input (six times an entry) and the output (twice).
     assert counts(detector) == (10, 4)
-    model(torch.randn(2, 4))
+    model(torch.randn(32, 64))
     assert counts(detector) == (20, 8)
 
 
+@pytest.mark.parametrize("width, scanned", [(4, 7), (64, 5)])
+def test_a_small_parameter_is_scanned_sooner_than_it_is_remembered(width, scanned):
+    layer = nn.Linear(width, width)
+    model = nn.Sequential(layer, layer)
+    detector = DebugUnderflowOverflow(model)
+    model(torch.randn(32, width))
+    # Twice weight, bias, input and output, and the root's input and output. Three are
+    # activations; the bias is small in both cases.
+    assert counts(detector) == (10, scanned + (width == 64))
+
+
 def test_without_memo_every_entry_is_scanned():
-    model = nn.Sequential(nn.Identity(), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Identity(), nn.Linear(64, 64))
     detector = DebugUnderflowOverflow(model, memo=False)
-    model(torch.randn(2, 4))
+    model(torch.randn(32, 64))
     assert counts(detector) == (8, 8)
 
 
@@ -76,7 +87,7 @@ class Writes(nn.Module):
 
 
 def write_with_out(x):
-    torch.full((2, 4), torch.inf, out=x)
+    torch.full((32, 64), torch.inf, out=x)
 
 
 WRITES = {
@@ -84,9 +95,9 @@ WRITES = {
     "a view": lambda x: x[1:].fill_(torch.inf),
     "a reshaped view": lambda x: x.view(-1)[-1:].fill_(torch.nan),
     "out=": write_with_out,
-    "copy_": lambda x: x.copy_(torch.full((2, 4), torch.nan)),
-    "set data": lambda x: setattr(x, "data", torch.full((2, 4), torch.inf)),
-    "swapped storage": lambda x: x.set_(torch.full((2, 4), torch.inf)),
+    "copy_": lambda x: x.copy_(torch.full((32, 64), torch.nan)),
+    "set data": lambda x: setattr(x, "data", torch.full((32, 64), torch.inf)),
+    "swapped storage": lambda x: x.set_(torch.full((32, 64), torch.inf)),
 }
 
 
@@ -96,7 +107,7 @@ def test_a_write_within_a_step_is_seen(name, composite):
     model = Writes(WRITES[name])
     DebugUnderflowOverflow(model, _composite=composite)
     with pytest.raises(ValueError, match=DETECTED), torch.no_grad():
-        model(torch.ones(2, 4))
+        model(torch.ones(32, 64))
 
 
 @pytest.mark.parametrize("memo", [True, False])
@@ -104,24 +115,24 @@ def test_a_write_behind_autograds_back_within_a_step_needs_memo_off(memo):
     model = Writes(lambda x: x.numpy().fill(float("inf")))
     DebugUnderflowOverflow(model, memo=memo)
     if memo:
-        model(torch.ones(2, 4))
+        model(torch.ones(32, 64))
         return
     with pytest.raises(ValueError, match=DETECTED):
-        model(torch.ones(2, 4))
+        model(torch.ones(32, 64))
 
 
 def test_inference_tensors_are_seen_in_every_frame():
     model = Writes(lambda x: x.fill_(torch.inf))
     DebugUnderflowOverflow(model)
     with pytest.raises(ValueError, match=DETECTED), torch.inference_mode():
-        model(torch.ones(2, 4))
+        model(torch.ones(32, 64))
 
 
 def test_a_later_write_does_not_alter_an_earlier_frame():
     model = Writes(lambda x: x.mul_(3))
     detector = DebugUnderflowOverflow(model)
     with torch.no_grad():
-        model(torch.ones(2, 4))
+        model(torch.ones(32, 64))
     assert "1.00e+00 1.00e+00 output" in detector.frames[0]
     assert "3.00e+00 3.00e+00 output" in detector.frames[1]
 

@@ -1,5 +1,6 @@
 #include "scan_cpu.h"
 
+#include <algorithm>
 #include <array>
 #include <cstdlib>
 #include <cstring>
@@ -70,7 +71,7 @@ class Walk {
     }
   }
 
-  const std::vector<Dim>& dims_;
+  const Dims& dims_;
   const char* data_;
   int64_t itemsize_;
   ScanRows rows_;
