@@ -53,6 +53,9 @@ def main() -> None:
         progress(kind)
         models = watched(make)
         with torch.no_grad(), silence():
+            for model in models.values():
+                model.load_state_dict(models["nothing"].state_dict())
+                assert torch.equal(model(x), models["nothing"](x))
             times = race({n: lambda m=m: m(x) for n, m in models.items()}, 25)
         bare = summary(times["nothing"])["median"]
         hook = summary(times["an empty Python hook"])["median"] - bare

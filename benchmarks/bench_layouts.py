@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from common import QUICK, plain_read, progress, race, ratio, size_text, summary, write
 
+from overflow_fast import scan
+
 COLUMNS = ["case", "bytes looked at", "GB/s", "scan / plain read of as many bytes"]
 NOTES = (
     "float32, all threads. The last column compares with a plain contiguous read of as "
@@ -43,6 +45,12 @@ def main() -> None:
         num_bytes = kept.numel() * kept.element_size()
         flat = torch.rand(kept.numel())
         slots = torch.tensor([[-1, 0, 0, 0]])
+        low, high = tensor.abs().aminmax()
+        stat = scan([tensor])[0]
+        assert torch.equal(
+            torch.tensor([stat.abs_min, stat.abs_max]).nan_to_num(),
+            torch.stack([low, high]).nan_to_num(),
+        )
         times = race(
             {
                 "scan": lambda t=tensor, s=slots: op(s, 0, [t]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import io
 import json
 import os
@@ -50,16 +51,26 @@ def plain_read() -> Callable[[torch.Tensor], int]:
     return module.plain_read
 
 
+def cache_size(level: int) -> str:
+    """The size of the first core's cache of a level, as the kernel tells it."""
+    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        if (index / "level").read_text().strip() == str(level):
+            return (index / "size").read_text().strip()
+    return "unknown"
+
+
 def machine() -> dict[str, Any]:
     """The processor, the software and the commit that a result belongs to."""
     git = functools.partial(subprocess.run, cwd=HERE, capture_output=True, text=True)
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    status = git(["git", "status", "--porcelain", "../csrc", "../overflow_fast"])
+    status = git(["git", "status", "--porcelain", "../csrc", "../overflow_fast", "."])
     return {
         "cpu": cpu.group(1) if cpu else platform.processor(),
         "cores": os.cpu_count(),
         "memory_gib": round(pages / 2**30),
+        "l2": cache_size(2),
+        "l3": cache_size(3),
         "isa": _C.isa(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -96,10 +107,15 @@ def silence() -> Iterator[io.StringIO]:
 
 
 def _once(function: Callable[[], object], calls: int) -> float:
-    begin = time.perf_counter()
-    for _ in range(calls):
-        function()
-    return (time.perf_counter() - begin) / calls
+    gc.collect()
+    gc.disable()
+    try:
+        begin = time.perf_counter()
+        for _ in range(calls):
+            function()
+        return (time.perf_counter() - begin) / calls
+    finally:
+        gc.enable()
 
 
 def race(

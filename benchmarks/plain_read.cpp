@@ -1,5 +1,6 @@
 // The floor of every scan: reads each byte of a tensor once and does as little as can be done
-// with it. Four streams in different pages, as the scan's, and the same split into tasks.
+// with it. Four streams in different pages are the fastest plain read that was found (a single
+// one reads 14 GB/s of 512 MiB where four read 16); the split into tasks is the scan's.
 #include <torch/csrc/stable/c/shim.h>
 #include <torch/extension.h>
 
@@ -30,6 +31,12 @@ uint64_t read(const char* data, int64_t bytes) {
       c |= load(data + at + 2 * kStream);
       d |= load(data + at + 3 * kStream);
     }
+  }
+  for (; begin + 256 <= bytes; begin += 256) {
+    a |= load(data + begin);
+    b |= load(data + begin + 64);
+    c |= load(data + begin + 128);
+    d |= load(data + begin + 192);
   }
   for (; begin + 64 <= bytes; begin += 64) a |= load(data + begin);
   a |= b | c | d;

@@ -10,6 +10,7 @@
 #pragma GCC target("avx2,bmi2,fma")
 #endif
 
+#define OF_DOUBLES 4
 #define OF_ISA avx2
 #define OF_KERNELS kAvx2Kernels
 #include "kernels.inc"

@@ -12,6 +12,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2,fma,prefer-vector-width=512")
 #endif
 
+#define OF_DOUBLES 8
 #define OF_ISA avx512
 #define OF_KERNELS kAvx512Kernels
 #include "kernels.inc"
