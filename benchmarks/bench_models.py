@@ -87,7 +87,8 @@ def step_of(model: nn.Module, batch: Batch) -> Callable[[], object]:
     def step() -> None:
         model(**batch).loss.backward()
         optimizer.step()
-        optimizer.zero_grad()
+        # Kept gradients: fresh ones are fresh pages, whose cost varies more than ours.
+        optimizer.zero_grad(set_to_none=False)
 
     return step
 

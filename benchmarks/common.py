@@ -64,7 +64,8 @@ def machine() -> dict[str, Any]:
     git = functools.partial(subprocess.run, cwd=HERE, capture_output=True, text=True)
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    status = git(["git", "status", "--porcelain", "../csrc", "../overflow_fast", "."])
+    sources = ["../csrc", "../overflow_fast", ".", ":!results"]
+    status = git(["git", "status", "--porcelain", "-uno", "--", *sources])
     return {
         "cpu": cpu.group(1) if cpu else platform.processor(),
         "cores": os.cpu_count(),

@@ -151,8 +151,7 @@ void Recorder::add_indirect(Frame& frame, Listing listing, PyObject* object) {
 void Recorder::add_scanned(Frame& frame, Listing listing, const at::Tensor& tensor,
                            const View& view) {
   const size_t mark = frame_mark_;
-  const bool is_brief = listing.is_parameter && is_here(tensor) &&
-                        static_cast<int64_t>(tensor.nbytes()) < kMinMemoBytes;
+  const bool is_brief = is_here(tensor) && static_cast<int64_t>(tensor.nbytes()) < kMinMemoBytes;
   std::optional<Memo::Key> key;
   // Taken before the scan: a write that another thread makes meanwhile must not be missed later.
   if (options_.use_memo && !is_brief) key = Memo::Key::of(tensor);

@@ -30,7 +30,6 @@ struct Listing {
   LabelId label;
   bool is_quiet = false;             // only when it is bad
   bool allows_negative_inf = false;  // an additive mask by its place: -inf is no alarm
-  bool is_parameter = false;
 };
 
 struct Entry {
@@ -131,8 +130,8 @@ class Recorder {
 
  private:
   static constexpr int64_t kDeviceSlots = int64_t{1} << 48;
-  // A parameter is seldom seen twice in a step; a smaller one on the host is scanned again sooner
-  // than it is remembered.
+  // A smaller tensor on the host is scanned again sooner than it is remembered: what remembering
+  // costs is the tensor's own memory, which is given back only when the step ends.
   static constexpr int64_t kMinMemoBytes = 4096;
 
   // Whether a tensor's stat is known as soon as it is scanned.

@@ -139,9 +139,7 @@ py::object parameters_of(PyObject* module) {
 
 void record_parameter(Recorder& recorder, Frame& frame, PyObject* name, PyObject* parameter) {
   if (!THPVariable_Check(parameter)) return;
-  Listing listing{recorder.labels().name(name)};
-  listing.is_parameter = true;
-  recorder.add_tensor(frame, listing, parameter);
+  recorder.add_tensor(frame, {recorder.labels().name(name)}, parameter);
 }
 
 }  // namespace
