@@ -154,8 +154,8 @@ def measure(name: str, dtype: torch.dtype) -> list[dict[str, Any]]:
     scanned, listed = bytes_of(model, batch, True), bytes_of(model, batch, False)
     rows = []
     for kind, make, rounds in (
-        ("forward", forward_of, 11),
-        ("training step", step_of, 9),
+        ("forward", forward_of, 9),
+        ("training step", step_of, 7),
     ):
         times = race_detectors(model, make(model, batch), rounds, scanned)
         row = {"model": name, "dtype": str(dtype)[6:], "run": kind, **row_of(times)}

@@ -119,6 +119,15 @@ def _once(function: Callable[[], object], calls: int) -> float:
         gc.enable()
 
 
+def _calls_in(function: Callable[[], object], seconds: float) -> int:
+    """How often a warm function is called in this time, at least once."""
+    function()
+    calls = 1
+    while (each := _once(function, calls)) * calls < seconds / 4:
+        calls *= 4
+    return max(1, int(seconds / each))
+
+
 def race(
     competitors: dict[str, Callable[[], object]],
     rounds: int = 9,
@@ -139,8 +148,7 @@ def race(
     calls = {}
     for name, function in competitors.items():
         with around.get(name, contextlib.nullcontext)():
-            function()
-            calls[name] = max(1, int(min_seconds / max(_once(function, 1), 1e-7)))
+            calls[name] = _calls_in(function, min_seconds)
     times: dict[str, list[float]] = {name: [] for name in competitors}
     order = list(competitors)
     for _ in range(rounds):
