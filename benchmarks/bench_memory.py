@@ -105,7 +105,7 @@ def main() -> None:
             }
         )
         if watch is DebugUnderflowOverflow:
-            rows[-1]["slots"] = detector._recorder.tensors_scanned
+            rows[-1]["slots"] = detector.coverage.tensors_scanned
             detector.remove()
     write("memory", "Memory", NOTES, rows, COLUMNS)
 

@@ -116,7 +116,7 @@ def bytes_of(model: nn.Module, batch: Batch, memo: bool) -> int:
     loss = loss_of(model, batch)
     with DebugUnderflowOverflow(model, memo=memo) as detector:
         assert loss_of(model, batch) == loss
-    return detector._recorder.bytes_scanned
+    return detector.coverage.bytes_scanned
 
 
 def race_detectors(

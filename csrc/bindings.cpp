@@ -1,10 +1,9 @@
 // The extension module overflow_fast._C.
-#include <ATen/ATen.h>
-#include <c10/core/GradMode.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "cpu/kernels.h"
+#include "device_registry.h"
 #include "hook.h"
 #include "recorder.h"
 #include "scan.h"
@@ -15,21 +14,24 @@ namespace overflow_fast {
 
 namespace {
 
-// A readable tensor's stat as (abs_min, abs_max, num_nan, num_inf), or its Readability.
-py::object scan_one(const at::Tensor& tensor, bool composite) {
-  View view{};
-  const Readability readability = view_of(tensor, view);
-  if (readability != Readability::kReadable) return py::cast(readability);
-  Slot slot;
-  if (tensor.device().is_cpu() && !composite) {
+// For each tensor its stat as (abs_min, abs_max, num_nan, num_inf), or its Readability if that is
+// not kReadable.
+py::list scan_tensors(const std::vector<at::Tensor>& tensors, ScanBackend backend) {
+  std::vector<View> views(tensors.size());
+  std::vector<Readability> readable(tensors.size());
+  std::vector<Slot> slots(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) readable[i] = view_of(tensors[i], views[i]);
+  {
     const py::gil_scoped_release release;
-    scan_cpu(view, slot);
-  } else {
-    const c10::AutoGradMode no_grad(false);
-    const at::Tensor stat = stat_composite(tensor.detach()).cpu();
-    slot = *static_cast<const Slot*>(stat.const_data_ptr());
+    scan_all(tensors, views, readable, backend, slots);
   }
-  return stat_tuple(slot, view.dtype);
+  py::list stats;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const bool is_scanned = readable[i] == Readability::kReadable;
+    stats.append(is_scanned ? py::object(stat_tuple(slots[i], views[i].dtype))
+                            : py::cast(readable[i]));
+  }
+  return stats;
 }
 
 py::tuple entry_tuple(const Recorder& recorder, const Entry& entry) {
@@ -59,30 +61,36 @@ void add_recorder(py::module_& m) {
       .def_readonly("opens_batch", &Frame::opens_batch)
       .def_readonly("is_recomputed", &Frame::is_recomputed)
       .def_readonly("is_bad", &Frame::is_bad);
+  py::class_<Coverage>(m, "Coverage")
+      .def_readonly("tensors_listed", &Coverage::tensors_listed)
+      .def_readonly("tensors_scanned", &Coverage::tensors_scanned)
+      .def_readonly("bytes_scanned", &Coverage::bytes_scanned)
+      .def_readonly("not_scanned", &Coverage::not_scanned)
+      .def("reasons", &Coverage::reasons);
   py::class_<Recorder>(m, "Recorder")
       .def(py::init([](std::optional<int64_t> max_frames, bool strict_compat, bool list_kwargs,
-                       bool memo, bool composite) {
+                       bool memo, bool defer, bool fetch_frames) {
              return std::make_unique<Recorder>(
-                 max_frames, Options{strict_compat, list_kwargs, memo, composite});
+                 max_frames, Options{strict_compat, list_kwargs, memo, defer, fetch_frames});
            }),
            py::arg("max_frames"), py::kw_only(), py::arg("strict_compat") = false,
-           py::arg("list_kwargs") = false, py::arg("memo") = true, py::arg("composite") = false)
+           py::arg("list_kwargs") = false, py::arg("memo") = true, py::arg("defer") = false,
+           py::arg("fetch_frames") = false)
       .def_readwrite("max_frames", &Recorder::max_frames)
       .def_readwrite("in_step", &Recorder::in_step)
       .def_readwrite("watches_every_frame", &Recorder::watches_every_frame)
       .def_readwrite("total_calls", &Recorder::total_calls)
-      .def_readonly("bytes_scanned", &Recorder::bytes_scanned)
-      .def_readonly("tensors_scanned", &Recorder::tensors_scanned)
-      .def_readonly("tensors_listed", &Recorder::tensors_listed)
+      .def_property_readonly("coverage", &Recorder::coverage)
       .def_property_readonly("last_batch", &Recorder::last_batch)
-      .def_property_readonly("has_waiting_frames", &Recorder::has_waiting_frames)
       .def("entries", &entry_list)
       .def("history",
            [](const Recorder& self) {
              return std::vector<Frame>(self.history().begin(), self.history().end());
            })
       .def("clear_history", [](Recorder& self) { self.history().clear(); })
-      .def("resolve", &Recorder::resolve)
+      .def("send", &Recorder::send)
+      .def("send_captured", &Recorder::send_captured)
+      .def("receive", &Recorder::receive, py::arg("max_in_flight"))
       .def("judge",
            [](Recorder& self, const Frame& frame) {
              Frame copy = frame;
@@ -104,7 +112,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .value("INDIRECT", Readability::kIndirect);
   add_recorder(m);
   add_frame_hook(m);
-  m.def("scan_one", &scan_one, py::arg("tensor"), py::arg("composite") = false);
+  py::enum_<ScanBackend>(m, "ScanBackend")
+      .value("AUTO", ScanBackend::kAuto)
+      .value("COMPOSITE", ScanBackend::kComposite)
+      .value("DEVICE", ScanBackend::kDevice);
+  m.def("scan_tensors", &scan_tensors, py::arg("tensors"),
+        py::arg("backend") = ScanBackend::kAuto);
+  // For a device whose kernels are in another library: the address of an OpenDevice.
+  m.def("register_device_type", [](const std::string& type, uintptr_t open) {
+    register_device_type(c10::Device(type).type(), reinterpret_cast<OpenDevice>(open));
+  });
   m.def("isa", [] { return cpu::kernels().isa; });
 }
 

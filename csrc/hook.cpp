@@ -5,6 +5,7 @@
 
 #include <cstddef>
 
+#include "errors.h"
 #include "recorder.h"
 #include "walk.h"
 
@@ -60,6 +61,7 @@ void record(FrameHook* self, PyObject* module, PyObject* args, PyObject* kwargs,
   guarded(recorder, frame, kOutputLabel, [&] { record_outputs(recorder, frame, output); });
   const bool wants_attention = recorder.finish(frame);
   if (wants_attention) py::handle(self->owner).attr("on_frame")(std::move(frame));
+  if (recorder.should_fetch()) py::handle(self->owner).attr("on_waiting")();
   if (flags & kEndsStep) py::handle(self->owner).attr("on_unrooted_end")();
 }
 

@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "cpu/scan_cpu.h"
+#include "device_registry.h"
 #include "scan.h"
 #include "tensor_view.h"
 
@@ -83,6 +84,17 @@ void scan_op_composite(const at::Tensor& slots, int64_t first, at::TensorList te
   }
 }
 
+// With the kernels of the device, where there are some; does not synchronise.
+void scan_op_device(const at::Tensor& slots, int64_t first, at::TensorList tensors) {
+  Device* device = find_device(slots.device());
+  if (device == nullptr) return scan_op_composite(slots, first, tensors);
+  check_arguments(slots, first, tensors);
+  std::vector<View> views;
+  for (const at::Tensor& tensor : tensors) views.push_back(readable_view(tensor));
+  device->scan(views.data(), static_cast<int64_t>(views.size()),
+               static_cast<Slot*>(slots.mutable_data_ptr()) + first);
+}
+
 }  // namespace
 
 void scan_cpu(const View& view, Slot& slot) {
@@ -98,9 +110,8 @@ TORCH_LIBRARY(overflow_fast, m) {
 
 TORCH_LIBRARY_IMPL(overflow_fast, CPU, m) { m.impl("scan", scan_op_cpu); }
 
-// Devices without a kernel of ours.
 TORCH_LIBRARY_IMPL(overflow_fast, CompositeExplicitAutograd, m) {
-  m.impl("scan", scan_op_composite);
+  m.impl("scan", scan_op_device);
   m.impl("scan_composite", scan_op_composite);
 }
 

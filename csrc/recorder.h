@@ -1,8 +1,8 @@
 // Collects the frames of a step: what each module was given and returned, as entries with slots.
 //
 // On the CPU a slot is filled when its entry is recorded, and a frame can be judged at once. On
-// a device the slots stay there, and frames wait until the step's one sync (resolve). Either
-// way a frame is judged in execution order by the same code, and ends in the history.
+// a device the slots stay there, and frames wait until those have come (deferred.h). Either way
+// a frame is judged in execution order by the same code, and ends in the history.
 //
 // Everything here runs under the GIL, except for the scan of a large tensor.
 #pragma once
@@ -10,12 +10,11 @@
 #include <ATen/core/Tensor.h>
 
 #include <deque>
-#include <memory>
 #include <optional>
-#include <string>
-#include <unordered_map>
 #include <vector>
 
+#include "deferred.h"
+#include "frame.h"
 #include "labels.h"
 #include "layout.h"
 #include "memo.h"
@@ -23,66 +22,13 @@
 
 namespace overflow_fast {
 
-enum class EntryKind : uint8_t { kTensor, kNone, kNotTensor, kNotScanned };
-
-// How an entry is listed.
-struct Listing {
-  LabelId label;
-  bool is_quiet = false;             // only when it is bad
-  bool allows_negative_inf = false;  // an additive mask by its place: -inf is no alarm
-};
-
-struct Entry {
-  Slot stat;       // filled when the frame is judged
-  int64_t slot;    // index into the host slots or, from kDeviceSlots on, a device's
-  py::object why;  // kNotScanned: the reason
-  int64_t numel;
-  Listing listing;
-  EntryKind kind;
-  Dtype dtype;
-
-  bool is_bad() const {
-    return kind == EntryKind::kTensor && !stat.is_finite() &&
-           !(listing.allows_negative_inf && stat.has_only_negative_inf());
-  }
-};
-
-struct Frame {
-  uint32_t module;
-  py::object type;  // the module's class when the hook ran
-  int64_t batch;
-  bool opens_batch;
-  bool is_recomputed;
-  bool is_bad = false;  // of the entries whose stat is known so far
-  bool waits = false;   // some stat is still on its device
-  std::vector<Entry> entries;
-};
-
 struct Options {
   bool strict_compat = false;  // look where transformers looks, nowhere else
   bool list_kwargs = false;    // list keyword inputs like positional ones
   bool use_memo = true;
-  bool force_composite = false;  // treat the CPU as a device without a kernel
+  bool defer = false;            // treat the CPU as a device
+  bool fetch_frames = false;     // judge each frame as it ends, by a sync if it needs one
 };
-
-// Slots in fixed-address chunks on one device.
-class DeviceSlots {
- public:
-  static constexpr int64_t kChunk = 4096;
-
-  explicit DeviceSlots(at::Device device) : device_(device) {}
-  int64_t scan(const at::Tensor& tensor);
-  // One copy to the host per chunk in use; resets the slots. Incurs a sync.
-  std::vector<Slot> take();
-
- private:
-  at::Device device_;
-  std::vector<at::Tensor> chunks_;
-  int64_t used_ = 0;
-};
-
-// What the exception being handled says, in one text. Rethrows what must not be held up.
-py::str current_exception_text();
 
 class Recorder {
  public:
@@ -100,14 +46,17 @@ class Recorder {
   void add_not_tensor(Frame& frame, Listing listing);
   bool finish(Frame& frame);
 
-  // Brings the slots of waiting frames to the host and hands those frames out in order; the
-  // caller gives each to judge(). Incurs one sync per device that was used.
-  std::vector<Frame> resolve();
+  // Whether frames wait that should be fetched before the next one begins.
+  bool should_fetch() const { return options_.fetch_frames && !deferred_.is_empty(); }
+  // See Deferred. The caller gives each frame that receive() hands out to judge().
+  void send();
+  void send_captured() { deferred_.send_captured(); }
+  std::vector<Frame> receive(size_t max_in_flight) { return deferred_.receive(max_in_flight); }
   // True if the frame is bad or every frame is asked for; otherwise it goes into the history.
   bool judge(Frame& frame);
   void keep(Frame&& frame);
 
-  // The memo and the slots of a step end with it. Waiting frames must have been resolved.
+  // The memo and the host's slots of a step end with it.
   void end_step();
   void begin_batch(int64_t number) {
     batch_ = number;
@@ -123,23 +72,19 @@ class Recorder {
   bool in_step = false;  // the root's forward is running
   bool watches_every_frame = false;
   int64_t total_calls = 0;
-  int64_t bytes_scanned = 0;
-  int64_t tensors_scanned = 0;
-  int64_t tensors_listed = 0;
-  bool has_waiting_frames() const { return !waiting_.empty(); }
+  const Coverage& coverage() const { return coverage_; }
 
  private:
-  static constexpr int64_t kDeviceSlots = int64_t{1} << 48;
   // A smaller tensor on the host is scanned again sooner than it is remembered: what remembering
   // costs is the tensor's own memory, which is given back only when the step ends.
   static constexpr int64_t kMinMemoBytes = 4096;
 
   // Whether a tensor's stat is known as soon as it is scanned.
   bool is_here(const at::Tensor& tensor) const {
-    return tensor.is_cpu() && !options_.force_composite;
+    return tensor.is_cpu() && !options_.defer;
   }
   int64_t scan_to_slot(const at::Tensor& tensor, const View& view);
-  int64_t scan_on_device(const at::Tensor& tensor);
+  void add_unscanned(Frame& frame, Listing listing, const at::Tensor& tensor, const View& view);
   void add_scanned(Frame& frame, Listing listing, const at::Tensor& tensor, const View& view);
   void add_stat(Frame& frame, Listing listing, const at::Tensor& tensor, Memo::Known known);
   void add_indirect(Frame& frame, Listing listing, PyObject* tensor);
@@ -149,8 +94,8 @@ class Recorder {
   Memo memo_;
   size_t frame_mark_ = 0;
   std::vector<Slot> host_slots_;
-  std::vector<std::pair<at::Device, DeviceSlots>> devices_;
-  std::vector<Frame> waiting_;
+  Coverage coverage_;
+  Deferred deferred_{coverage_};
   std::vector<Entry> spare_;  // the last dropped frame's memory
   std::deque<Frame> history_;
   int64_t batch_ = 0;

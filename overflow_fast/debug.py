@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Container
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -45,7 +45,7 @@ class DebugUnderflowOverflow(StepHooks):
     .DebugUnderflowOverflow`, at the cost of about one read of the bytes it looks at.
     On the CPU the exception rises from the hook of the module whose frame is bad; it
     incurs no sync there. Tensors elsewhere are judged when the outermost forward ends,
-    with one CPU-GPU sync per device.
+    with one CPU-GPU sync per device, or as `sync` says.
 
     Args:
         model: The model to watch. It is held weakly; its hooks hold this detector.
@@ -59,6 +59,12 @@ class DebugUnderflowOverflow(StepHooks):
             inputs, also when they are finite.
         memo: Scan a tensor that nobody wrote to since only once in a forward. False
             for models that write behind autograd's back (`.data`, numpy) in it.
+        sync: When tensors on a device are judged, and the exception rises. "step": when
+            the outermost forward ends; the host waits once for each device. "lagged":
+            when the stats have come by themselves; the host waits only where it is a
+            whole step ahead of the device. The same report, at the latest one step
+            later; call `check()` after the last step. "frame": from the hook of the bad
+            module, as the original does, by one sync for each frame.
 
     Raises:
         TypeError, ValueError: If an argument cannot be used.
@@ -78,7 +84,8 @@ class DebugUnderflowOverflow(StepHooks):
         strict_compat: bool = False,
         list_kwargs: bool = False,
         memo: bool = True,
-        _composite: bool = False,
+        sync: Literal["step", "lagged", "frame"] = "step",
+        _defer: bool = False,
     ) -> None:
         _check_arguments(model, max_frames_to_save, trace_batch_nums)
         self.max_frames_to_save = max_frames_to_save
@@ -96,9 +103,9 @@ class DebugUnderflowOverflow(StepHooks):
             "strict_compat": strict_compat,
             "list_kwargs": list_kwargs,
             "memo": memo,
-            "composite": _composite,
+            "defer": _defer,
         }
-        super().__init__(model, max_frames_to_save, options)
+        super().__init__(model, max_frames_to_save, options, sync)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {key: self.__dict__[key] for key in _COPIED}

@@ -53,7 +53,7 @@ def scan(tensors: Iterable[torch.Tensor], *, backend: str = "auto") -> list[Stat
     of a DTensor its local part. What cannot be scanned (meta, fake and quantized
     tensors, unknown subclasses) gets a stat whose `not_scanned` says why.
 
-    Incurs one CPU-GPU sync for each tensor that is not on the CPU.
+    Incurs one CPU-GPU sync for each device that holds some of them; none for the CPU.
 
     Args:
         tensors: Tensors of any shape.
@@ -74,29 +74,48 @@ def scan(tensors: Iterable[torch.Tensor], *, backend: str = "auto") -> list[Stat
         raise TypeError(
             "tensors must be a list of torch.Tensor, got one Tensor: use scan([tensor])"
         )
-    if backend not in ("auto", "composite"):
+    if backend not in _BACKENDS:
         raise ValueError(f"backend must be 'auto' or 'composite', got {backend!r}")
-    return [_scan_one(tensor, backend == "composite") for tensor in tensors]
+    tensors = list(tensors)
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"tensors must hold torch.Tensor only, got {type(tensor).__name__}"
+            )
+    return _scan(tensors, _BACKENDS[backend])
 
 
-def _scan_one(tensor: torch.Tensor, composite: bool) -> Stat:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(
-            f"tensors must hold torch.Tensor only, got {type(tensor).__name__}"
-        )
-    values: torch.Tensor | NotScanned = tensor
-    found = _C.scan_one(tensor, composite)
-    if found == _C.Readability.INDIRECT:
-        values = resolve(tensor)
-        if not isinstance(values, NotScanned):
-            found = _C.scan_one(values, composite)
+_BACKENDS = {"auto": _C.ScanBackend.AUTO, "composite": _C.ScanBackend.COMPOSITE}
+
+
+def _scan(tensors: list[torch.Tensor], backend: _C.ScanBackend) -> list[Stat]:
+    found = _C.scan_tensors(tensors, backend)
+    values: dict[int, torch.Tensor | NotScanned] = {
+        i: resolve(tensors[i])
+        for i, result in enumerate(found)
+        if result == _C.Readability.INDIRECT
+    }
+    inner = {i: v for i, v in values.items() if not isinstance(v, NotScanned)}
+    results = _C.scan_tensors(list(inner.values()), backend)
+    for i, result in zip(inner, results, strict=True):
+        found[i] = result
+    return [
+        _stat(tensor, values.get(i, tensor), found[i])
+        for i, tensor in enumerate(tensors)
+    ]
+
+
+def _stat(
+    tensor: torch.Tensor,
+    values: torch.Tensor | NotScanned,
+    found: _C.StatTuple | _C.Readability,
+) -> Stat:
+    numel, dtype = _numel(tensor), tensor.dtype
     if not isinstance(found, tuple):
         why = values if isinstance(values, NotScanned) else reason(values, found)
-        return Stat(None, None, False, False, _numel(tensor), tensor.dtype, str(why))
+        return Stat(None, None, False, False, numel, dtype, str(why))
     abs_min, abs_max, num_nan, num_inf = found
-    return Stat(
-        abs_min, abs_max, num_nan > 0, num_inf > 0, _numel(tensor), tensor.dtype
-    )
+    return Stat(abs_min, abs_max, num_nan > 0, num_inf > 0, numel, dtype)
 
 
 def _numel(tensor: torch.Tensor) -> int:

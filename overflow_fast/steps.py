@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +15,25 @@ from .hooks import Attachment, modules_once, modules_per_parent, outermost_call
 
 _RECOMPUTED, _ENDS_STEP = 1, 2
 _Self = TypeVar("_Self", bound="StepHooks")
+_MAX_IN_FLIGHT = {"step": 0, "frame": 0, "lagged": 1}
+_log = logging.getLogger("overflow_fast")
+
+
+class Coverage(NamedTuple):
+    """What a clean verdict covers.
+
+    Attributes:
+        tensors_listed: How many tensors the frames list.
+        tensors_scanned: How many scans that took; a tensor that nobody wrote to since
+            its last scan in a forward is not scanned again.
+        bytes_scanned: How many bytes the scanned tensors have.
+        not_scanned: How many listed tensors were not looked at, by the reason.
+    """
+
+    tensors_listed: int
+    tensors_scanned: int
+    bytes_scanned: int
+    not_scanned: dict[str, int]
 
 
 class StepHooks:
@@ -30,12 +50,21 @@ class StepHooks:
         model: The model to watch. It is held weakly; its hooks hold this object.
         max_frames: How many frames the recorder keeps; None for all.
         options: The recorder's, by name.
+        sync: When tensors on a device are judged: when their "step" ends, after each
+            "frame", or "lagged", when their stats have come, one step later at most.
     """
 
     def __init__(
-        self, model: nn.Module, max_frames: int | None, options: dict[str, bool]
+        self,
+        model: nn.Module,
+        max_frames: int | None,
+        options: dict[str, bool],
+        sync: str = "step",
     ) -> None:
+        if sync not in _MAX_IN_FLIGHT:
+            raise ValueError(f"sync must be 'step', 'lagged' or 'frame', got {sync!r}")
         self.batch_number = 0
+        self._sync = sync
         self._max_frames = max_frames
         self._options = options
         self._start()
@@ -44,7 +73,10 @@ class StepHooks:
         self._attachment.attach(self, model, walk)
 
     def _start(self) -> None:
-        self._recorder = _C.Recorder(self._max_frames, **self._options)
+        self._recorder = _C.Recorder(
+            self._max_frames, **self._options, fetch_frames=self._sync == "frame"
+        )
+        self._has_warned = False
         self._root_hook = _C.FrameHook(self, 0)
         self._attachment = Attachment()
         self._is_strict = self._options["strict_compat"]
@@ -61,6 +93,7 @@ class StepHooks:
             "batch_number": self.batch_number,
             "_max_frames": self._max_frames,
             "_options": self._options,
+            "_sync": self._sync,
             "_total_calls": self.total_calls,
             "_handles": self._attachment.handles,
         }
@@ -84,16 +117,47 @@ class StepHooks:
         """How many frames were recorded."""
         return self._recorder.total_calls
 
+    @property
+    def coverage(self) -> Coverage:
+        """What was looked at so far, and what was not."""
+        found = self._recorder.coverage
+        return Coverage(
+            found.tensors_listed,
+            found.tensors_scanned,
+            found.bytes_scanned,
+            found.reasons(),
+        )
+
+    def check(self) -> None:
+        """Judges everything that has run up to now, replays of CUDA graphs included.
+
+        Needed after the last step with `sync="lagged"`, and after replays. Does nothing
+        while a graph is being captured. Incurs one CPU-GPU sync per device that holds
+        stats, and none otherwise.
+        """
+        self._recorder.send()
+        self._recorder.send_captured()
+        self._judge_arrived(0)
+
     def remove(self) -> None:
-        """Stops watching: removes every hook from the model."""
+        """Stops watching: removes every hook from the model, and judges what has run.
+
+        Incurs one CPU-GPU sync if a verdict is still on its way (`sync="lagged"`).
+        """
         self._attachment.remove()
         self._recorder.end_step()
+        self._judge_arrived(0)
 
     def __enter__(self: _Self) -> _Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.remove()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        try:
+            self.remove()
+        except Exception:
+            if kind is None:
+                raise
+            _log.debug("a verdict came after the exception that ended the block")
 
     # What the hooks call, in the order of a step.
 
@@ -107,6 +171,7 @@ class StepHooks:
         if self._model() is None:
             self._model = weakref.ref(module)
         self._recorder.end_step()
+        self._judge_arrived(_MAX_IN_FLIGHT[self._sync])
         self._recorder.in_step = True
         self._unrooted_modules.clear()
         self._before_step()
@@ -156,6 +221,11 @@ class StepHooks:
         is_outermost = module is None or self._index_of(module) == module_index
         return _ENDS_STEP if is_outermost else 0
 
+    def on_waiting(self) -> None:
+        """Judges the frames that wait, where each is judged as it ends."""
+        self._recorder.send()
+        self._judge_arrived(0)
+
     def on_unrooted_end(self) -> None:
         """Ends the outermost call of a submodule."""
         self._unrooted_call = None
@@ -185,12 +255,29 @@ class StepHooks:
 
     def _end_step(self) -> None:
         self._recorder.in_step = False
-        waiting = self._recorder.resolve() if self._recorder.has_waiting_frames else []
+        self._recorder.send()
         self._recorder.end_step()
-        for frame in waiting:
+        self._judge_arrived(_MAX_IN_FLIGHT[self._sync])
+        self._warn_once()
+
+    def _judge_arrived(self, max_in_flight: int) -> None:
+        for frame in self._recorder.receive(max_in_flight):
             self._choose_watch(frame.batch)
             if self._recorder.judge(frame):
                 self.on_frame(frame)
+
+    def _warn_once(self) -> None:
+        if self._has_warned or not self._recorder.coverage.not_scanned:
+            return
+        self._has_warned = True
+        reasons = ", ".join(
+            f"{count} x {reason}" for reason, count in self.coverage.not_scanned.items()
+        )
+        _log.warning(
+            "Some tensors are not scanned, and a clean verdict does not cover them: %s. "
+            "Said once; see `coverage`.",
+            reasons,
+        )
 
     def _on_recomputed(self, graph_task_id: int) -> int:
         if self._unrooted_call != ("backward", graph_task_id):

@@ -45,7 +45,7 @@ def check_parity(
     expected = run(Original, make_model, drive, **arguments)
     for strict in (True,) if only_strict else (True, False):
         for composite in (False,) if only_at_once else (False, True):
-            options = {"strict_compat": strict, "_composite": composite}
+            options = {"strict_compat": strict, "_defer": composite}
             found = run(
                 DebugUnderflowOverflow, make_model, drive, **arguments, **options
             )

@@ -79,7 +79,7 @@ def test_no_mode_of_the_user_sees_the_scan(composite):
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     with Log() as bare:
         model(torch.ones(1, 2))
-    DebugUnderflowOverflow(model, _composite=composite)
+    DebugUnderflowOverflow(model, _defer=composite)
     with Log() as watched:
         model(torch.ones(1, 2))
     assert watched.calls == bare.calls

@@ -109,7 +109,7 @@ class Looks(nn.Module):
 @pytest.mark.parametrize("composite", [False, True])
 def test_activations_are_not_kept(composite):
     model = Looks()
-    DebugUnderflowOverflow(model, _composite=composite)
+    DebugUnderflowOverflow(model, _defer=composite)
     with torch.no_grad():
         model(torch.ones(1, 4))
     assert model.alive is False

@@ -33,7 +33,7 @@ def train(watch):
 
 @pytest.mark.parametrize(
     "watch",
-    [{}, {"memo": False}, {"_composite": True}, {"list_kwargs": True}],
+    [{}, {"memo": False}, {"_defer": True}, {"list_kwargs": True}],
     ids=str,
 )
 def test_training_is_bit_identical(watch):
@@ -42,7 +42,7 @@ def test_training_is_bit_identical(watch):
 
 
 def counts(detector):
-    recorder = detector._recorder
+    recorder = detector.coverage
     return recorder.tensors_listed, recorder.tensors_scanned
 
 
@@ -103,7 +103,7 @@ WRITES = {
 @pytest.mark.parametrize("composite", [False, True])
 def test_a_write_within_a_step_is_seen(name, composite):
     model = Writes(WRITES[name])
-    DebugUnderflowOverflow(model, _composite=composite)
+    DebugUnderflowOverflow(model, _defer=composite)
     with pytest.raises(ValueError, match=DETECTED), torch.no_grad():
         model(torch.ones(32, 64))
 
@@ -213,7 +213,7 @@ def test_the_step_after_an_interrupted_one_is_whole(error):
 
 def test_a_deferred_verdict_of_a_forward_that_raises_is_printed(capsys):
     model = Interrupted()
-    DebugUnderflowOverflow(model, _composite=True)
+    DebugUnderflowOverflow(model, _defer=True)
     spoil(model)
     model.error = RuntimeError("the user's")
     with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="the user's"):

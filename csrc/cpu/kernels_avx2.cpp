@@ -1,5 +1,5 @@
 // The kernels for x86-64 with AVX2.
-#include "half.h"
+#include "../half.h"
 #include "kernels.h"
 
 #if defined(__x86_64__)

@@ -1,5 +1,5 @@
 // The kernels for any processor of the architecture that is compiled for.
-#include "half.h"
+#include "../half.h"
 #include "kernels.h"
 
 #define OF_DOUBLES 2

@@ -3,9 +3,11 @@
 
 #include <cstdint>
 
-namespace overflow_fast::cpu {
+#include "dtype.h"
 
-inline uint32_t half_to_float_bits(uint16_t half) {
+namespace overflow_fast {
+
+OF_HOST_DEVICE inline uint32_t half_to_float_bits(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16;
   uint32_t exponent = (half >> 10) & 0x1f;
   uint32_t fraction = half & 0x3ff;
@@ -23,7 +25,7 @@ inline uint32_t half_to_float_bits(uint16_t half) {
 }
 
 // Rounds to nearest, ties to even. `bits` is a non-negative float.
-inline uint16_t float_to_half_bits(uint32_t bits) {
+OF_HOST_DEVICE inline uint16_t float_to_half_bits(uint32_t bits) {
   if (bits > 0x7f800000) return 0x7e00;
   if (bits >= 0x477ff000) return 0x7c00;  // 65520 and above round to inf
   if (bits < 0x33000001) return 0;        // 2^-25 and below round to zero
@@ -38,4 +40,4 @@ inline uint16_t float_to_half_bits(uint32_t bits) {
   return static_cast<uint16_t>(base + kept + (rest > half || (rest == half && (kept & 1))));
 }
 
-}  // namespace overflow_fast::cpu
+}  // namespace overflow_fast

@@ -1,0 +1,108 @@
+// CUDA as the recorder sees it: torch's current stream, its device guard and its errors.
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdlib>
+#include <optional>
+
+#include "../device_registry.h"
+#include "scan_kernel.h"
+
+namespace overflow_fast {
+
+namespace {
+
+class CudaEvent final : public DeviceEvent {
+ public:
+  explicit CudaEvent(c10::DeviceIndex index) : index_(index) {
+    const c10::cuda::CUDAGuard guard(index);
+    C10_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming));
+  }
+  ~CudaEvent() override { C10_CUDA_IGNORE_ERROR(cudaEventDestroy(event_)); }
+
+  void record(int64_t stream) override {
+    const c10::cuda::CUDAGuard guard(index_);
+    C10_CUDA_CHECK(cudaEventRecord(event_, handle(stream)));
+  }
+  bool has_passed() override {
+    const cudaError_t error = cudaEventQuery(event_);
+    if (error == cudaErrorNotReady) {
+      (void)cudaGetLastError();
+      return false;
+    }
+    C10_CUDA_CHECK(error);
+    return true;
+  }
+  void wait() override { C10_CUDA_CHECK(cudaEventSynchronize(event_)); }
+  void hold_up(int64_t stream) override {
+    const c10::cuda::CUDAGuard guard(index_);
+    C10_CUDA_CHECK(cudaStreamWaitEvent(handle(stream), event_, 0));
+  }
+
+ private:
+  cudaStream_t handle(int64_t stream) const {
+    const c10::Device device(c10::DeviceType::CUDA, index_);
+    return c10::cuda::CUDAStream(c10::Stream(c10::Stream::UNSAFE, device, stream)).stream();
+  }
+
+  c10::DeviceIndex index_;
+  cudaEvent_t event_{};
+};
+
+class CudaDevice final : public Device {
+ public:
+  explicit CudaDevice(int64_t index) : index_(static_cast<c10::DeviceIndex>(index)) {}
+
+  void scan(const View* views, int64_t count, Slot* slots) override {
+    const c10::cuda::CUDAGuard guard(index_);
+    C10_CUDA_CHECK(cuda::launch_scan(views, count, slots, target()));
+  }
+  int64_t current_stream() override { return c10::cuda::getCurrentCUDAStream(index_).id(); }
+  bool is_capturing() override {
+    const c10::cuda::CUDAGuard guard(index_);
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(index_), &status));
+    return status != cudaStreamCaptureStatusNone;
+  }
+  std::unique_ptr<DeviceEvent> make_event() override { return std::make_unique<CudaEvent>(index_); }
+  void synchronize() override {
+    const c10::cuda::CUDAGuard guard(index_);
+    C10_CUDA_CHECK(cudaDeviceSynchronize());
+  }
+
+ private:
+  cuda::Target target() {
+    if (!properties_) properties_ = ask();
+    cuda::Target target = *properties_;
+    target.stream = c10::cuda::getCurrentCUDAStream(index_);
+    return target;
+  }
+
+  cuda::Target ask() const {
+    cuda::Target target{};
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&target.num_multiprocessors,
+                                          cudaDevAttrMultiProcessorCount, index_));
+    int driver = 0;
+    C10_CUDA_CHECK(cudaDriverGetVersion(&driver));
+    target.takes_large_lists = driver >= 12010;
+    const char* asked = std::getenv("OVERFLOW_FAST_CUDA_BLOCKS");
+    const int blocks = asked == nullptr ? 0 : std::atoi(asked);
+    target.blocks_per_multiprocessor = blocks > 0 ? blocks : cuda::kBlocksPerMultiprocessor;
+    return target;
+  }
+
+  c10::DeviceIndex index_;
+  std::optional<cuda::Target> properties_;
+};
+
+const bool kIsRegistered = [] {
+  register_device_type(c10::DeviceType::CUDA,
+                       [](int64_t index) -> Device* { return new CudaDevice(index); });
+  return true;
+}();
+
+}  // namespace
+
+}  // namespace overflow_fast

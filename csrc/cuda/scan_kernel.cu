@@ -1,0 +1,32 @@
+#include "scan_kernel.h"
+
+#include "launch.cuh"
+
+namespace overflow_fast::cuda {
+
+cudaError_t launch_scan(const View* views, int64_t count, Slot* slots, const Target& target) {
+  if (count <= SmallList::kMaxItems) {
+    SmallList list;
+    if (plan(views, count, slots, list) == count) return launch(list, target);
+  }
+  while (count > 0) {
+    int64_t taken = 0;
+    cudaError_t error = cudaSuccess;
+    if (count > MediumList::kMaxItems && target.takes_large_lists) {
+      LargeList list;
+      taken = plan(views, count, slots, list);
+      error = launch_large(list, target);
+    } else {
+      MediumList list;
+      taken = plan(views, count, slots, list);
+      error = launch(list, target);
+    }
+    if (error != cudaSuccess) return error;
+    views += taken;
+    slots += taken;
+    count -= taken;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace overflow_fast::cuda

@@ -1,0 +1,28 @@
+// The launcher of the scan kernel: views in, work lists out, as few launches as they fit in.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "work_list.h"
+
+namespace overflow_fast::cuda {
+
+// As many as fit with the registers that a block needs: 64 KiB of loads in flight on each
+// multiprocessor. Not measured yet on a GPU, nor against other numbers.
+constexpr int kBlocksPerMultiprocessor = 4;
+
+struct Target {
+  cudaStream_t stream;
+  int num_multiprocessors;
+  int blocks_per_multiprocessor;
+  bool takes_large_lists;  // kernel parameters of 32 KiB: a driver for CUDA 12.1 or newer
+};
+
+// Combines the stat of views[i] into slots[i], device memory, when `stream` gets there; does not
+// synchronise. Stops at the first launch that fails and returns its error, cleared.
+cudaError_t launch_scan(const View* views, int64_t count, Slot* slots, const Target& target);
+
+// In a file of its own, so that a driver that refuses its parameters still loads the others.
+cudaError_t launch_large(const LargeList& list, const Target& target);
+
+}  // namespace overflow_fast::cuda

@@ -1,0 +1,142 @@
+// What one launch of the scan kernel is given: tensors cut into units, as a kernel parameter.
+//
+// A unit is a 16-byte vector where a tensor's memory allows it, else an element. Units are dealt
+// out to blocks in chunks, counted through the whole list, so that one launch serves a list of
+// any shapes. Slot i of the list belongs to item i.
+#pragma once
+
+#include <cstdint>
+
+#include "../layout.h"
+#include "../stat.h"
+
+namespace overflow_fast::cuda {
+
+constexpr int kVectorBytes = 16;
+// One unrolled iteration of a block: 16 KiB of a dense tensor.
+constexpr int kThreads = 256;
+constexpr int kUnroll = 4;
+constexpr int kUnitsPerChunk = kThreads * kUnroll;
+
+enum class Unit : uint8_t {
+  kVector,   // 16 aligned bytes
+  kElement,  // an element at a multiple of its size
+  kBytes,    // an element at any address
+};
+
+struct WorkItem {
+  const char* data;      // the first unit
+  int64_t num_units;     // a multi-dimensional item's units in its layout's order
+  uint32_t first_chunk;  // of the list's chunks
+  uint16_t first_dim;    // of the list's dims
+  uint8_t num_dims;      // 0: the units follow each other
+  Dtype dtype;
+  Unit unit;
+  uint8_t head;  // elements right before data, of a run that does not start at a vector
+  uint8_t tail;  // elements right behind its last vector
+};
+static_assert(sizeof(WorkItem) == 32, "a thousand items fit the largest kernel parameter");
+
+// Whether an item is anything else than a run of vectors.
+OF_HOST_DEVICE constexpr bool is_odd(const WorkItem& item) {
+  return item.unit != Unit::kVector || item.num_dims != 0;
+}
+
+// A dimension of an item: its size in units and its stride in bytes, innermost first.
+using UnitDim = Dim;
+
+// Kernel parameters end at 4 KiB, and from CUDA 12.1 on at 32,764 bytes; a launch hands over all
+// of its list, so a frame of a few tensors should not pay for a thousand.
+template <int kItems, int kDims>
+struct WorkList {
+  static constexpr int kMaxItems = kItems;
+  static constexpr int kMaxDims = kDims;
+
+  Slot* slots;
+  uint32_t num_items;
+  uint32_t num_chunks;
+  WorkItem items[kItems];
+  UnitDim dims[kDims];
+};
+using SmallList = WorkList<4, 8>;
+using MediumList = WorkList<88, 76>;  // the dims of any one tensor fit
+using LargeList = WorkList<984, 76>;
+static_assert(sizeof(MediumList) <= 4096 && MediumList::kMaxDims > Dims::kMax);
+static_assert(sizeof(LargeList) <= 32764 && LargeList::kMaxDims > Dims::kMax);
+
+// Fills an item from a view. `dims` has room for `room` dimensions, of which *num_dims are used.
+// Returns false if they do not fit.
+inline bool plan_item(const View& view, WorkItem& item, UnitDim* dims, int room, int* num_dims) {
+  const DtypeInfo& info = dtype_info(view.dtype);
+  const Layout layout(view);
+  const int64_t itemsize = info.itemsize;
+  const auto address = reinterpret_cast<uintptr_t>(view.data);
+  const bool is_vectorizable = !info.is_complex() && address % itemsize == 0;
+  item = WorkItem{static_cast<const char*>(view.data), layout.numel(), 0, 0, 0, view.dtype,
+                  address % itemsize == 0 ? Unit::kElement : Unit::kBytes, 0, 0};
+  *num_dims = 0;
+  if (layout.is_one_run()) {
+    if (!is_vectorizable) return true;
+    const int64_t to_vector = (kVectorBytes - address % kVectorBytes) % kVectorBytes / itemsize;
+    const int64_t head = to_vector < layout.numel() ? to_vector : layout.numel();
+    const int64_t per_vector = kVectorBytes / itemsize;
+    item.data += head * itemsize;
+    item.num_units = (layout.numel() - head) / per_vector;
+    item.unit = Unit::kVector;
+    item.head = static_cast<uint8_t>(head);
+    item.tail = static_cast<uint8_t>((layout.numel() - head) % per_vector);
+    return true;
+  }
+  const auto count = static_cast<int>(layout.dims().size());
+  if (count > room) return false;
+  bool has_vector_rows = is_vectorizable && address % kVectorBytes == 0 &&
+                         layout.dims()[0].stride == 1 &&
+                         layout.dims()[0].size * itemsize % kVectorBytes == 0;
+  for (int i = 0; i < count; ++i) {
+    dims[i] = {layout.dims()[i].size, layout.dims()[i].stride * itemsize};
+    has_vector_rows &= i == 0 || dims[i].stride % kVectorBytes == 0;
+  }
+  if (has_vector_rows) {
+    dims[0] = {dims[0].size * itemsize / kVectorBytes, kVectorBytes};
+    item.num_units = layout.numel() * itemsize / kVectorBytes;
+    item.unit = Unit::kVector;
+  }
+  item.num_dims = static_cast<uint8_t>(count);
+  *num_dims = count;
+  return true;
+}
+
+template <class List>
+bool has_odd_items(const List& list) {
+  for (uint32_t i = 0; i < list.num_items; ++i) {
+    if (is_odd(list.items[i])) return true;
+  }
+  return false;
+}
+
+// Fills `list` with the first of `count` views, as many as fit, and returns how many those are.
+template <class List>
+int64_t plan(const View* views, int64_t count, Slot* slots, List& list) {
+  list.slots = slots;
+  list.num_items = 0;
+  list.num_chunks = 0;
+  int used = 0;
+  while (list.num_items < count && list.num_items < List::kMaxItems) {
+    WorkItem& item = list.items[list.num_items];
+    int num_dims = 0;
+    if (!plan_item(views[list.num_items], item, list.dims + used, List::kMaxDims - used,
+                   &num_dims)) {
+      break;
+    }
+    item.first_chunk = list.num_chunks;
+    item.first_dim = static_cast<uint16_t>(used);
+    used += num_dims;
+    const int64_t chunks = (item.num_units + kUnitsPerChunk - 1) / kUnitsPerChunk;
+    const bool has_ends_only = chunks == 0 && item.head + item.tail != 0;
+    list.num_chunks += static_cast<uint32_t>(has_ends_only ? 1 : chunks);
+    ++list.num_items;
+  }
+  return list.num_items;
+}
+
+}  // namespace overflow_fast::cuda

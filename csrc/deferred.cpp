@@ -1,0 +1,170 @@
+#include "deferred.h"
+
+#include <algorithm>
+#include <set>
+
+#include "errors.h"
+
+namespace overflow_fast {
+
+namespace {
+
+constexpr int64_t kNoSlot = 0;  // no device's
+
+size_t device_of(int64_t slot) { return slot / Deferred::kFirstSlot - 1; }
+int64_t index_of(int64_t slot) {
+  return slot % Deferred::kFirstSlot & (DeviceSlots::kCaptured - 1);
+}
+bool is_captured(int64_t slot) {
+  return (slot % Deferred::kFirstSlot & DeviceSlots::kCaptured) != 0;
+}
+bool is_deferred(const Entry& entry) {
+  return entry.kind == EntryKind::kTensor && entry.slot >= Deferred::kFirstSlot;
+}
+
+}  // namespace
+
+size_t Deferred::number_of(at::Device device) {
+  size_t at = 0;
+  while (at < devices_.size() && devices_[at].device() != device) ++at;
+  if (at == devices_.size()) devices_.emplace_back(device);
+  return at;
+}
+
+bool Deferred::is_outdated(int64_t slot, size_t mark) {
+  if (slot < kFirstSlot) return false;
+  DeviceSlots& device = devices_[device_of(slot)];
+  device.notice_capture(mark);
+  return device.is_capturing() != is_captured(slot);
+}
+
+void Deferred::scan(Frame& frame, Memo* memo, size_t mark) {
+  const size_t count = frame.unscanned.size();
+  std::vector<int64_t> slots(count, kNoSlot);
+  std::vector<py::object> errors(count);
+  for (size_t i = 0; i < count; ++i) {
+    if (slots[i] != kNoSlot || errors[i]) continue;
+    scan_on(number_of(frame.unscanned[i].tensor.device()), frame, memo, mark, slots, errors);
+  }
+  for (Entry& entry : frame.entries) {
+    if (entry.kind == EntryKind::kTensor && entry.slot < 0) {
+      const auto i = static_cast<size_t>(-1 - entry.slot);
+      entry.slot = slots[i];
+      if (errors[i]) coverage_.give_up(entry, errors[i]);
+    }
+    if (is_deferred(entry) && is_captured(entry.slot)) frame.capture = step_;
+  }
+  frame.unscanned.clear();
+}
+
+void Deferred::scan_on(size_t number, Frame& frame, Memo* memo, size_t mark,
+                       std::vector<int64_t>& slots, std::vector<py::object>& errors) {
+  DeviceSlots& device = devices_[number];
+  std::vector<Unscanned> group;
+  std::vector<size_t> members;
+  for (size_t i = 0; i < frame.unscanned.size(); ++i) {
+    if (frame.unscanned[i].tensor.device() != device.device()) continue;
+    group.push_back(std::move(frame.unscanned[i]));
+    members.push_back(i);
+  }
+  try {
+    device.notice_capture(mark);
+    const int64_t first = kFirstSlot * static_cast<int64_t>(number + 1) + device.scan(group);
+    for (size_t i = 0; i < group.size(); ++i) {
+      const at::Tensor& tensor = group[i].tensor;
+      const int64_t slot = first + static_cast<int64_t>(i);
+      slots[members[i]] = slot;
+      coverage_.scanned(tensor);
+      if (memo) memo->insert(tensor, Memo::Key::of(tensor), {slot, group[i].view.dtype}, mark);
+    }
+  } catch (...) {
+    const py::object why = current_exception_text();
+    for (const size_t member : members) errors[member] = why;
+  }
+}
+
+void Deferred::add(Frame&& frame) {
+  (frame.capture != 0 ? captured_ : waiting_).push_back(std::move(frame));
+}
+
+bool Deferred::is_capturing() {
+  return std::any_of(devices_.begin(), devices_.end(),
+                     [](DeviceSlots& device) { return device.is_capturing_now(); });
+}
+
+void Deferred::send() {
+  if (waiting_.empty() || is_capturing()) return;
+  Flight flight;
+  flight.frames.swap(waiting_);
+  for (DeviceSlots& device : devices_) flight.transfers.push_back(device.send());
+  in_flight_.push_back(std::move(flight));
+}
+
+void Deferred::send_captured() {
+  if (captured_.empty() || is_capturing()) return;
+  Flight flight;
+  flight.frames = captured_;
+  for (DeviceSlots& device : devices_) flight.transfers.push_back(device.send_captured());
+  in_flight_.push_back(std::move(flight));
+}
+
+bool Deferred::Flight::has_arrived() {
+  return std::all_of(transfers.begin(), transfers.end(),
+                     [](Transfer& transfer) { return transfer.has_arrived(); });
+}
+
+std::vector<Frame> Deferred::receive(size_t max_in_flight) {
+  std::vector<Frame> frames;
+  if (in_flight_.empty() || is_capturing()) return frames;
+  while (in_flight_.size() > max_in_flight ||
+         (!in_flight_.empty() && in_flight_.front().has_arrived())) {
+    Flight flight = std::move(in_flight_.front());
+    in_flight_.pop_front();
+    {
+      const py::gil_scoped_release release;
+      for (Transfer& transfer : flight.transfers) transfer.wait();
+    }
+    if (flight.frames.front().capture != 0) drop_idle_graphs(flight);
+    for (Frame& frame : flight.frames) {
+      decode(frame, flight.transfers);
+      frames.push_back(std::move(frame));
+    }
+    for (size_t i = 0; i < flight.transfers.size(); ++i) {
+      devices_[i].recycle(std::move(flight.transfers[i]));
+    }
+  }
+  return frames;
+}
+
+void Deferred::decode(Frame& frame, const std::vector<Transfer>& transfers) {
+  for (Entry& entry : frame.entries) {
+    if (!is_deferred(entry)) continue;
+    const Transfer& transfer = transfers[device_of(entry.slot)];
+    if (transfer.error) {
+      coverage_.give_up(entry, transfer.error);
+      continue;
+    }
+    entry.stat = transfer.slot(index_of(entry.slot));
+    if (entry.stat.is_empty() && entry.numel != 0) {
+      coverage_.give_up(entry, py::str("its scan did not run"));
+    }
+    frame.is_bad |= entry.is_bad();
+  }
+}
+
+// Of a graph that was not replayed no slot was written.
+void Deferred::drop_idle_graphs(Flight& flight) const {
+  std::set<int64_t> replayed;
+  for (const Frame& frame : flight.frames) {
+    for (const Entry& entry : frame.entries) {
+      if (!is_deferred(entry)) continue;
+      const Transfer& transfer = flight.transfers[device_of(entry.slot)];
+      if (transfer.error || !transfer.slot(index_of(entry.slot)).is_empty()) {
+        replayed.insert(frame.capture);
+      }
+    }
+  }
+  std::erase_if(flight.frames, [&](const Frame& f) { return !replayed.contains(f.capture); });
+}
+
+}  // namespace overflow_fast

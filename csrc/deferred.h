@@ -1,0 +1,65 @@
+// Frames with tensors on devices: each frame's tensors are scanned together, the stats stay where
+// they are until the step's copy brings them, and then the frames are handed out in order.
+//
+// Everything here runs under the GIL, which is let go while the host waits.
+#pragma once
+
+#include <deque>
+#include <vector>
+
+#include "device_slots.h"
+#include "frame.h"
+#include "memo.h"
+
+namespace overflow_fast {
+
+class Deferred {
+ public:
+  // Slot numbers from here on are a device's: its number in the bits above, its slot below.
+  static constexpr int64_t kFirstSlot = int64_t{1} << 48;
+
+  explicit Deferred(Coverage& coverage) : coverage_(coverage) {}
+
+  // Whether a graph's capture has begun or ended since the scan that filled `slot`, so that the
+  // stat there is not this frame's.
+  bool is_outdated(int64_t slot, size_t mark);
+  // Launches the scans of frame.unscanned, one launch per device as a rule, and tells the entries
+  // their slots. What cannot be scanned says so.
+  void scan(Frame& frame, Memo* memo, size_t mark);
+  // What a graph captures from now on is a step of its own.
+  void begin_step() { ++step_; }
+  bool is_empty() const { return waiting_.empty() && in_flight_.empty(); }
+  void add(Frame&& frame);
+
+  // Starts the copies of the slots that the frames wait for; does not wait.
+  void send();
+  // The same for the frames that captures recorded: those that were replayed since they were
+  // last sent will be among the next to come. Incurs a sync.
+  void send_captured();
+  // Hands out the frames whose slots have come, in order, and waits for slots until at most
+  // `max_in_flight` sends have not come. Hands out nothing while a graph is being captured.
+  std::vector<Frame> receive(size_t max_in_flight);
+
+ private:
+  struct Flight {
+    std::vector<Frame> frames;
+    std::vector<Transfer> transfers;  // one for each device
+    bool has_arrived();
+  };
+
+  size_t number_of(at::Device device);
+  void scan_on(size_t device, Frame& frame, Memo* memo, size_t mark, std::vector<int64_t>& slots,
+               std::vector<py::object>& errors);
+  bool is_capturing();
+  void decode(Frame& frame, const std::vector<Transfer>& transfers);
+  void drop_idle_graphs(Flight& flight) const;
+
+  Coverage& coverage_;
+  std::deque<DeviceSlots> devices_;
+  std::vector<Frame> waiting_;
+  std::deque<Flight> in_flight_;
+  std::vector<Frame> captured_;
+  int64_t step_ = 1;
+};
+
+}  // namespace overflow_fast

@@ -1,0 +1,234 @@
+#include "device_slots.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "device_registry.h"
+#include "errors.h"
+#include "unseen.h"
+
+namespace overflow_fast {
+
+void reset_slots(at::Tensor& slots) {
+  slots.zero_();
+  slots.select(1, 0).fill_(-1);
+}
+
+namespace {
+
+// A captured scan writes its slots whenever the graph is replayed, by whoever still has it: their
+// memory can never be given to anyone else.
+void keep_for_ever(const std::vector<at::Tensor>& chunks) {
+  static auto* kept = new std::vector<at::Tensor>;
+  kept->insert(kept->end(), chunks.begin(), chunks.end());
+}
+
+}  // namespace
+
+bool Transfer::has_arrived() {
+  try {
+    return !event_ || event_->has_passed();
+  } catch (...) {
+    return true;  // wait() will say what is wrong
+  }
+}
+
+void Transfer::wait() {
+  if (!event_) return;
+  try {
+    event_->wait();
+  } catch (...) {
+    const py::gil_scoped_acquire gil;
+    error = current_exception_text();
+  }
+}
+
+const Slot& Transfer::slot(int64_t index) const {
+  const at::Tensor& host = host_[index / DeviceSlots::kChunk];
+  return static_cast<const Slot*>(host.const_data_ptr())[index % DeviceSlots::kChunk];
+}
+
+DeviceSlots::DeviceSlots(at::Device device) : device_(device), api_(find_device(device)) {}
+
+DeviceSlots::~DeviceSlots() {
+  if (captured_.used > 0) keep_for_ever(captured_.chunks);
+  // The allocator hands freed memory to the stream that asked for it, at once.
+  if (streams_seen_ > 1 && !step_.chunks.empty()) {
+    try {
+      api_->is_capturing() ? keep_for_ever(step_.chunks) : api_->synchronize();
+    } catch (...) {  // the device is lost, and its memory with it
+    }
+  }
+}
+
+int64_t DeviceSlots::current_stream() {
+  const int64_t stream = api_->current_stream();
+  if (streams_seen_ == 0 || stream != a_stream_) ++streams_seen_;
+  a_stream_ = stream;
+  return stream;
+}
+
+bool DeviceSlots::notice_capture(size_t mark) {
+  if (mark == mark_ || api_ == nullptr) return false;
+  mark_ = mark;
+  const bool was_capturing = is_capturing_;
+  is_capturing_ = api_->is_capturing();
+  return is_capturing_ != was_capturing;
+}
+
+bool DeviceSlots::is_capturing_now() {
+  try {
+    return api_ != nullptr && api_->is_capturing();
+  } catch (...) {
+    return false;  // the device is lost: what is asked of it next will say so
+  }
+}
+
+int64_t DeviceSlots::scan(const std::vector<Unscanned>& tensors) {
+  Pool& pool = is_capturing_ ? captured_ : step_;
+  const int64_t first = pool.used;
+  const auto count = static_cast<int64_t>(tensors.size());
+  while (first + count > kChunk * static_cast<int64_t>(pool.chunks.size())) grow(pool);
+  if (!is_capturing_) join_current_stream();
+  pool.used += count;  // also if a launch fails: some of the slots may have been written
+  for (int64_t done = 0; done < count;) {
+    const int64_t slot = first + done;
+    const int64_t some = std::min(count - done, kChunk - slot % kChunk);
+    scan_into(pool.chunks[slot / kChunk], slot % kChunk, tensors.data() + done, some);
+    done += some;
+  }
+  return first + (is_capturing_ ? kCaptured : 0);
+}
+
+void DeviceSlots::scan_into(at::Tensor& chunk, int64_t first, const Unscanned* tensors,
+                            int64_t count) {
+  if (api_ != nullptr) {
+    std::vector<View> views(count);
+    std::transform(tensors, tensors + count, views.begin(), [](const auto& t) { return t.view; });
+    return api_->scan(views.data(), count, static_cast<Slot*>(chunk.mutable_data_ptr()) + first);
+  }
+  const Unseen unseen;
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("overflow_fast::scan_composite", "")
+                             .typed<void(const at::Tensor&, int64_t, at::TensorList)>();
+  for (int64_t i = 0; i < count; ++i) op.call(chunk, first + i, {tensors[i].tensor.detach()});
+}
+
+void DeviceSlots::grow(Pool& pool) {
+  if (is_capturing_) {
+    throw std::runtime_error(
+        "no slots left while a graph is captured: run one forward before the capture");
+  }
+  if (growth_error_) throw std::runtime_error(growth_error_.cast<std::string>());
+  try {
+    const Unseen unseen;
+    at::Tensor chunk = at::empty({kChunk, 4}, at::TensorOptions().dtype(at::kLong).device(device_));
+    reset_slots(chunk);
+    pool.chunks.push_back(std::move(chunk));
+    mark_reset();
+  } catch (...) {
+    growth_error_ = current_exception_text();
+    throw;
+  }
+}
+
+void DeviceSlots::mark_reset() {
+  if (api_ == nullptr) return;
+  std::shared_ptr<DeviceEvent> event = api_->make_event();
+  reset_stream_ = current_stream();
+  event->record(reset_stream_);
+  last_reset_ = std::move(event);
+}
+
+void DeviceSlots::join_current_stream() {
+  if (api_ == nullptr) return;
+  const int64_t stream = current_stream();
+  auto lane = std::find_if(lanes_.begin(), lanes_.end(),
+                           [&](const Lane& known) { return known.stream == stream; });
+  if (lane == lanes_.end()) lane = lanes_.insert(lane, {stream, nullptr});
+  if (lane->waited_for == last_reset_) return;
+  if (last_reset_ && stream != reset_stream_) last_reset_->hold_up(stream);
+  lane->waited_for = last_reset_;
+}
+
+Transfer DeviceSlots::send() {
+  Transfer transfer = send(step_);
+  growth_error_ = py::object();
+  lanes_.clear();
+  // A capture may come next, and can then not ask for memory.
+  if (api_ == nullptr) return transfer;
+  try {
+    const int64_t wanted = captured_.used + transfer.count_;
+    while (wanted > kChunk * static_cast<int64_t>(captured_.chunks.size())) grow(captured_);
+  } catch (...) {
+    current_exception_text();  // said if a capture comes
+  }
+  return transfer;
+}
+
+Transfer DeviceSlots::send_captured() {
+  const int64_t used = captured_.used;
+  if (used > 0) api_->synchronize();  // whichever stream a graph was replayed on
+  Transfer transfer = send(captured_);
+  captured_.used = used;
+  return transfer;
+}
+
+Transfer DeviceSlots::send(Pool& pool) {
+  Transfer transfer;
+  transfer.count_ = pool.used;
+  if (pool.used == 0) return transfer;
+  try {
+    const Unseen unseen;
+    start_copy(pool, transfer);
+    mark_reset();
+    transfer.event_ = last_reset_;
+  } catch (...) {
+    transfer.error = current_exception_text();
+    // Slots that may not have been reset would tell of this step in the next one. Those of
+    // captured scans have to stay where they are.
+    if (&pool == &step_) pool.chunks.clear();
+  }
+  pool.used = 0;
+  return transfer;
+}
+
+void DeviceSlots::start_copy(const Pool& pool, Transfer& transfer) {
+  if (api_ != nullptr) {
+    const int64_t stream = current_stream();
+    for (const Lane& lane : lanes_) {
+      if (lane.stream == stream) continue;
+      const auto written = api_->make_event();
+      written->record(lane.stream);
+      written->hold_up(stream);
+    }
+  }
+  for (int64_t begin = 0; begin < pool.used; begin += kChunk) {
+    const int64_t count = std::min(kChunk, pool.used - begin);
+    at::Tensor slots = pool.chunks[begin / kChunk].narrow(0, 0, count);
+    transfer.host_.push_back(host_buffer());
+    transfer.host_.back().narrow(0, 0, count).copy_(slots, /*non_blocking=*/api_ != nullptr);
+    reset_slots(slots);
+  }
+}
+
+at::Tensor DeviceSlots::host_buffer() {
+  if (!spare_.empty()) {
+    at::Tensor buffer = std::move(spare_.back());
+    spare_.pop_back();
+    return buffer;
+  }
+  const bool is_pinned = api_ != nullptr && !device_.is_cpu();
+  return at::empty({kChunk, 4}, at::TensorOptions().dtype(at::kLong).pinned_memory(is_pinned));
+}
+
+void DeviceSlots::recycle(Transfer&& transfer) {
+  if (transfer.error) return;  // a copy may still be on its way into the memory
+  for (at::Tensor& buffer : transfer.host_) spare_.push_back(std::move(buffer));
+  transfer.host_.clear();
+}
+
+}  // namespace overflow_fast

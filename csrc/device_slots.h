@@ -1,0 +1,113 @@
+// The slots of one device: where scans leave their stats, and how those come to the host.
+//
+// Slots lie in chunks at fixed addresses. Those of a step are written, sent to the host and reset,
+// in the order of the streams involved, so that the next step may write them while the copy is on
+// its way. Scans that a graph captured have slots of their own, which stay theirs: every replay
+// writes them, and they are sent when somebody asks.
+//
+// Under the GIL, except for Transfer::wait.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <vector>
+
+#include "device.h"
+
+namespace overflow_fast {
+
+namespace py = pybind11;
+
+// Makes slots of shape [n, 4] empty.
+void reset_slots(at::Tensor& slots);
+
+// A tensor that waits for its scan. The view borrows from the tensor.
+struct Unscanned {
+  at::Tensor tensor;
+  View view;
+};
+
+// Slots on their way to the host.
+class Transfer {
+ public:
+  bool has_arrived();
+  // Incurs the sync, unless the slots have arrived. Call without the GIL.
+  void wait();
+  const Slot& slot(int64_t index) const;
+  int64_t count() const { return count_; }
+  // Why nothing arrived, or null.
+  py::object error;
+
+ private:
+  friend class DeviceSlots;
+  int64_t count_ = 0;
+  std::vector<at::Tensor> host_;  // one for each chunk
+  std::shared_ptr<DeviceEvent> event_;
+};
+
+class DeviceSlots {
+ public:
+  static constexpr int64_t kChunk = 4096;
+  // Slot numbers from here on are a captured scan's.
+  static constexpr int64_t kCaptured = int64_t{1} << 47;
+
+  explicit DeviceSlots(at::Device device);
+  DeviceSlots(const DeviceSlots&) = delete;
+  ~DeviceSlots();
+
+  // Looks, once for each `mark`, whether a graph is being captured. True if that has changed.
+  bool notice_capture(size_t mark);
+  bool is_capturing() const { return is_capturing_; }
+  bool is_capturing_now();
+
+  // Queues the scans of `tensors`, in as few launches as they fit in, and returns the number of
+  // the first one's slot; the others' follow. Throws if they cannot all be scanned.
+  int64_t scan(const std::vector<Unscanned>& tensors);
+
+  // Starts the copy of the step's slots, resets them, and does not wait.
+  Transfer send();
+  // The same for the captured scans' slots. Incurs a sync.
+  Transfer send_captured();
+  // Gives a transfer's memory back for later ones.
+  void recycle(Transfer&& transfer);
+
+  at::Device device() const { return device_; }
+
+ private:
+  struct Pool {
+    std::vector<at::Tensor> chunks;
+    int64_t used = 0;
+  };
+  // A stream that has written slots since they were reset.
+  struct Lane {
+    int64_t stream;
+    std::shared_ptr<DeviceEvent> waited_for;
+  };
+
+  int64_t current_stream();
+  void grow(Pool& pool);
+  void join_current_stream();
+  void mark_reset();
+  void scan_into(at::Tensor& chunk, int64_t first, const Unscanned* tensors, int64_t count);
+  Transfer send(Pool& pool);
+  void start_copy(const Pool& pool, Transfer& transfer);
+  at::Tensor host_buffer();
+
+  at::Device device_;
+  Device* api_;  // null: torch operations scan, and every copy waits
+  Pool step_;
+  Pool captured_;
+  py::object growth_error_;  // this step's: the allocator has been asked in vain
+  size_t mark_ = 0;
+  bool is_capturing_ = false;
+  std::vector<Lane> lanes_;
+  std::shared_ptr<DeviceEvent> last_reset_;
+  int64_t reset_stream_ = 0;
+  int64_t a_stream_ = 0;  // the last one that touched the slots
+  int64_t streams_seen_ = 0;
+  std::vector<at::Tensor> spare_;
+};
+
+}  // namespace overflow_fast

@@ -1,0 +1,83 @@
+// Frames and their entries: what a module was given and returned, with the stats of it.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <vector>
+
+#include "device_slots.h"
+#include "labels.h"
+#include "stat.h"
+
+namespace overflow_fast {
+
+enum class EntryKind : uint8_t { kTensor, kNone, kNotTensor, kNotScanned };
+
+// How an entry is listed.
+struct Listing {
+  LabelId label;
+  bool is_quiet = false;             // only when it is bad
+  bool allows_negative_inf = false;  // an additive mask by its place: -inf is no alarm
+};
+
+struct Entry {
+  Slot stat;       // filled when the frame is judged
+  int64_t slot;    // Recorder's on the host; Deferred's on a device, or -1 - i: unscanned[i]
+  py::object why;  // kNotScanned: the reason
+  int64_t numel;
+  Listing listing;
+  EntryKind kind;
+  Dtype dtype;
+
+  bool is_bad() const {
+    return kind == EntryKind::kTensor && !stat.is_finite() &&
+           !(listing.allows_negative_inf && stat.has_only_negative_inf());
+  }
+};
+
+struct Frame {
+  uint32_t module;
+  py::object type;  // the module's class when the hook ran
+  int64_t batch;
+  bool opens_batch;
+  bool is_recomputed;
+  bool is_bad = false;  // of the entries whose stat is known so far
+  bool waits = false;   // some stat is still on its device
+  int64_t capture = 0;  // which graph's capture ran the module; 0: it ran itself
+  std::vector<Entry> entries;
+  std::vector<Unscanned> unscanned;  // on devices; empty once the frame is finished
+};
+
+// What was looked at and what was not, since the recorder was made.
+class Coverage {
+ public:
+  int64_t tensors_listed = 0;
+  int64_t tensors_scanned = 0;
+  int64_t bytes_scanned = 0;
+  int64_t not_scanned = 0;
+
+  void scanned(const at::Tensor& tensor) {
+    ++tensors_scanned;
+    bytes_scanned += static_cast<int64_t>(tensor.nbytes());
+  }
+  // Turns an entry into one that was not scanned.
+  void give_up(Entry& entry, py::object why) {
+    count(why);
+    entry.kind = EntryKind::kNotScanned;
+    entry.why = std::move(why);
+  }
+  void count(const py::object& why) {
+    ++not_scanned;
+    const bool has_room = reasons_.size() < kMaxReasons || reasons_.contains(why);
+    const py::object reason = has_room ? why : py::str("other reasons");
+    reasons_[reason] = reasons_.attr("get")(reason, 0).cast<int64_t>() + 1;
+  }
+  // How often each reason was given.
+  py::dict reasons() const { return reasons_.attr("copy")(); }
+
+ private:
+  static constexpr size_t kMaxReasons = 32;
+  py::dict reasons_;
+};
+
+}  // namespace overflow_fast

@@ -1,0 +1,78 @@
+// The CUDA kernel's source, run by the emulation, against the scalar reference: lists of tensors
+// of any dtype and layout, each in a heap block that ends with its last byte.
+#include <cstdio>
+#include <memory>
+
+#include "../../csrc/cpu/scan_cpu.h"
+#include "../../csrc/cuda/scan_kernel.h"
+#include "reference.h"
+
+namespace {
+
+using namespace overflow_fast;
+
+struct Tensor {
+  Tensor(Dtype dtype, Shape drawn, int64_t offset, bool keep_small)
+      : shape(std::move(drawn)), block(offset + shape.span * dtype_info(dtype).itemsize) {
+    fill(block, keep_small);
+    view = {block.memory + offset, dtype, shape.sizes.data(), shape.strides.data(),
+            static_cast<int64_t>(shape.sizes.size())};
+  }
+  Shape shape;
+  Block block;
+  View view;
+};
+
+std::unique_ptr<Tensor> draw_tensor(int64_t max_numel) {
+  const auto dtype = static_cast<Dtype>(draw(0, static_cast<int64_t>(Dtype::kCount) - 1));
+  // Mostly aligned to the element, as torch's tensors are.
+  const int64_t offset = draw(0, 17) * (draw(0, 7) == 0 ? 1 : dtype_info(dtype).itemsize);
+  return std::make_unique<Tensor>(dtype, draw_shape(max_numel), offset, draw(0, 2) != 0);
+}
+
+// Of a complex tensor the CPU's scan is the reference: magnitudes must agree to the bit.
+Slot expected_slot(const View& view) {
+  Slot slot;
+  if (dtype_info(view.dtype).is_complex()) {
+    cpu::scan(view, {1, nullptr}, slot);
+  } else {
+    reference(view, 0, static_cast<const char*>(view.data), slot);
+  }
+  return slot;
+}
+
+void check_list(int64_t count, int64_t max_numel) {
+  std::vector<std::unique_ptr<Tensor>> tensors;
+  std::vector<View> views;
+  const int64_t none = 0, one = 1;
+  for (int64_t i = 0; i < count; ++i) {
+    tensors.push_back(draw_tensor(max_numel));
+    views.push_back(tensors.back()->view);
+    if (draw(0, 9) == 0) views.back() = {nullptr, Dtype::kFloat32, &none, &one, 1};
+  }
+  std::vector<Slot> slots(count);
+  const cuda::Target target{nullptr, static_cast<int>(draw(1, 5)), 1, draw(0, 1) == 1};
+  if (cuda::launch_scan(views.data(), count, slots.data(), target) != cudaSuccess) std::exit(1);
+  for (int64_t i = 0; i < count; ++i) {
+    const Slot expected = expected_slot(views[i]);
+    if (same(slots[i], expected)) continue;
+    std::printf("tensor %ld of %ld, dtype %d, %ld dims: found %lx %lx %lx %lx, expected %lx %lx\n",
+                i, count, static_cast<int>(views[i].dtype), views[i].ndim, slots[i].min_key,
+                slots[i].max_key, slots[i].num_nan, slots[i].infs, expected.min_key,
+                expected.max_key);
+    std::exit(1);
+  }
+}
+
+}  // namespace
+
+int main() {
+  int64_t num_tensors = 0;
+  for (int round = 0; round < 400; ++round) {
+    const int64_t count = round % 100 == 99 ? draw(985, 1100) : draw(1, round % 10 == 9 ? 200 : 6);
+    check_list(count, count > 100 ? 100 : round % 20 == 0 ? 60000 : 3000);
+    num_tensors += count;
+  }
+  std::printf("CUDA kernel, emulated: %ld tensors passed\n", num_tensors);
+  return 0;
+}
