@@ -5,8 +5,9 @@ TORCH ?= torch==2.13.0
 CXX ?= g++
 RUN := $(VENV)/bin/python
 CORE := $(wildcard csrc/*.h csrc/cpu/*)
+CUDA := $(wildcard csrc/cuda/*)
 
-.PHONY: build demo test bench lint sanitize clean
+.PHONY: build demo test bench lint sanitize cuda-check gpu-check clean
 
 $(VENV)/ready: pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "overflow_fast: $(PYTHON) was not found; install Python 3.10 or newer, or set PYTHON."; exit 1; }
@@ -19,7 +20,7 @@ $(VENV)/ready: pyproject.toml
 	$(RUN) -m pip install -q --group dev
 	@touch $@
 
-$(VENV)/built: $(VENV)/ready setup.py $(CORE) $(wildcard csrc/*.cpp csrc/cuda/*)
+$(VENV)/built: $(VENV)/ready setup.py $(CORE) $(wildcard csrc/*.cpp) $(CUDA)
 	@echo "overflow_fast: compiling the extension (about a minute)"
 	$(RUN) -m pip install -q --no-build-isolation --no-deps -e .
 	@touch $@
@@ -41,16 +42,32 @@ lint: $(VENV)/ready
 	$(RUN) -m mypy
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*' 'tests/cpp/*')
 
-# The torch-free core under AddressSanitizer with UndefinedBehaviorSanitizer, and ThreadSanitizer.
-build/scan_core_%: tests/cpp/scan_core_test.cpp $(CORE)
-	@mkdir -p build
-	$(CXX) -std=c++20 -O1 -g -Wno-psabi -fno-sanitize-recover=all -fsanitize=$(subst +,$(comma),$*) \
-	  -pthread -o $@ tests/cpp/scan_core_test.cpp $(wildcard csrc/cpu/*.cpp)
+# The torch-free core under AddressSanitizer with UndefinedBehaviorSanitizer, and ThreadSanitizer;
+# the CUDA kernels, emulated on the CPU, under the former.
+SANITIZED = $(CXX) -std=c++20 -O1 -g -Wno-psabi -fno-sanitize-recover=all -pthread
 comma := ,
+build/scan_core_%: tests/cpp/scan_core_test.cpp tests/cpp/reference.h $(CORE)
+	@mkdir -p build
+	$(SANITIZED) -fsanitize=$(subst +,$(comma),$*) -o $@ tests/cpp/scan_core_test.cpp \
+	  $(wildcard csrc/cpu/*.cpp)
+build/cuda_kernel_%: $(wildcard tests/cpp/*) $(wildcard tests/cpp/cuda_emulation/*) $(CORE) $(CUDA)
+	@mkdir -p build
+	$(SANITIZED) -fsanitize=$(subst +,$(comma),$*) -fno-strict-aliasing -Wno-unknown-pragmas \
+	  -Itests/cpp/cuda_emulation -o $@ tests/cpp/cuda_kernel_test.cpp $(wildcard csrc/cpu/*.cpp) \
+	  -x c++ $(wildcard csrc/cuda/*.cu)
 
-sanitize: build/scan_core_address+undefined build/scan_core_thread
-	for program in $^; do for isa in baseline avx2 avx512; do \
+sanitize: build/scan_core_address+undefined build/scan_core_thread build/cuda_kernel_address+undefined
+	for program in $(filter build/scan_core%,$^); do for isa in baseline avx2 avx512; do \
 	  OVERFLOW_FAST_ISA=$$isa $$program || exit 1; done; done
+	build/cuda_kernel_address+undefined
+
+# Compiles the CUDA sources for every architecture, where nvcc is found; needs no GPU.
+cuda-check: $(VENV)/ready
+	$(RUN) tests/cuda_check.py
+
+# Builds, tests and measures on a machine with a GPU, with the Python that has torch there.
+gpu-check:
+	bash benchmarks/gpu_check.sh
 
 clean:
 	rm -rf $(VENV) build *.egg-info overflow_fast/_C*.so

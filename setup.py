@@ -58,11 +58,17 @@ def choose_cuda() -> bool:
         lacking = f"torch {torch.__version__} was built without CUDA"
     elif CUDA_HOME is None:
         lacking = f"no CUDA toolkit {torch.version.cuda} was found (set CUDA_HOME)"
-    elif not sources("cuda"):
-        lacking = "this version has no CUDA kernels"
     if lacking and wish == "1":
         stop(f"OVERFLOW_FAST_CUDA=1 asks for the CUDA part, but {lacking}.")
     return lacking is None
+
+
+def default_architectures() -> str:
+    """Ampere, Hopper and, where the compiler knows it, Blackwell; newer ones by PTX."""
+    import torch
+
+    major, minor = (int(part) for part in torch.version.cuda.split(".")[:2])
+    return "8.0;9.0;10.0+PTX" if (major, minor) >= (12, 8) else "8.0;9.0+PTX"
 
 
 def sources(*folders: str) -> list[str]:
@@ -77,12 +83,10 @@ def sources(*folders: str) -> list[str]:
 def extension(with_cuda: bool) -> object:
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
-    compile_args: dict[str, list[str]] = {"cxx": CXX_FLAGS}
+    compile_args = {"cxx": CXX_FLAGS}
     if with_cuda:
-        compile_args = {
-            "cxx": [*CXX_FLAGS, "-DOVERFLOW_FAST_CUDA"],
-            "nvcc": ["-std=c++20", "-O3", "--expt-relaxed-constexpr"],
-        }
+        compile_args["nvcc"] = ["-std=c++20", "-O3"]
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", default_architectures())
     kind = CUDAExtension if with_cuda else CppExtension
     return kind(
         "overflow_fast._C",

@@ -24,12 +24,14 @@ Registry& registry() {
 void register_device_type(c10::DeviceType type, OpenDevice open) {
   const std::lock_guard lock(registry().mutex);
   registry().types[type] = open;
+  // Those opened before stay alive: somebody may still use them.
+  std::erase_if(registry().devices, [&](const auto& entry) { return entry.first.first == type; });
 }
 
 Device* find_device(c10::Device device) {
   const std::lock_guard lock(registry().mutex);
   const auto type = registry().types.find(device.type());
-  if (type == registry().types.end()) return nullptr;
+  if (type == registry().types.end() || type->second == nullptr) return nullptr;
   const int64_t index = device.has_index() ? device.index() : 0;
   Device*& opened = registry().devices[{device.type(), index}];
   if (opened == nullptr) opened = type->second(index);

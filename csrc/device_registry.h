@@ -10,6 +10,7 @@ namespace overflow_fast {
 // Makes the device of an index; called once for each. Does not touch the device yet.
 using OpenDevice = Device* (*)(int64_t index);
 
+// A null `open` takes the kernels back.
 void register_device_type(c10::DeviceType type, OpenDevice open);
 
 // The device, which lives as long as the process, or null if its type has no kernels.

@@ -74,7 +74,7 @@ def scan(tensors: Iterable[torch.Tensor], *, backend: str = "auto") -> list[Stat
         raise TypeError(
             "tensors must be a list of torch.Tensor, got one Tensor: use scan([tensor])"
         )
-    if backend not in _BACKENDS:
+    if not isinstance(backend, str) or backend not in _BACKENDS:
         raise ValueError(f"backend must be 'auto' or 'composite', got {backend!r}")
     tensors = list(tensors)
     for tensor in tensors:

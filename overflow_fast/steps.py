@@ -274,8 +274,8 @@ class StepHooks:
             f"{count} x {reason}" for reason, count in self.coverage.not_scanned.items()
         )
         _log.warning(
-            "Some tensors are not scanned, and a clean verdict does not cover them: %s. "
-            "Said once; see `coverage`.",
+            "Some tensors are not scanned, and a clean verdict does not cover them: "
+            "%s. Said once; see `coverage`.",
             reasons,
         )
 

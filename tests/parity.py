@@ -4,6 +4,7 @@ import contextlib
 import io
 
 import torch
+from emulation import emulation
 from torch import nn
 from transformers.debug_utils import DebugUnderflowOverflow as Original
 
@@ -38,16 +39,24 @@ def run(detector, make_model, drive, **arguments):
     return out.getvalue(), error
 
 
+# Judged at once on the CPU, or as on a device: scanned by torch, or by CUDA's kernels.
+WATCHES = {
+    "at once": {},
+    "deferred": {"_defer": True},
+    "emulated": {"_defer": True},
+    "emulated, by frame": {"_defer": True, "sync": "frame"},
+}
+
+
 def check_parity(
     make_model, drive, *, only_strict=False, only_at_once=False, **arguments
 ):
     """Compares at once and deferred, with and without strict_compat."""
     expected = run(Original, make_model, drive, **arguments)
     for strict in (True,) if only_strict else (True, False):
-        for composite in (False,) if only_at_once else (False, True):
-            options = {"strict_compat": strict, "_defer": composite}
-            found = run(
-                DebugUnderflowOverflow, make_model, drive, **arguments, **options
-            )
-            assert found == expected, options
+        for name in ("at once",) if only_at_once else WATCHES:
+            options = {"strict_compat": strict, **WATCHES[name], **arguments}
+            with emulation("emulated" in name):
+                found = run(DebugUnderflowOverflow, make_model, drive, **options)
+            assert found == expected, (name, options)
     return expected

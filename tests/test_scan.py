@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
+from devices import BACKENDS, scan_on
 
 import overflow_fast
 from overflow_fast import scan
 
+pytestmark = pytest.mark.usefixtures("emulated_kernels")
 FLOATS = [
     torch.float64,
     torch.float32,
@@ -31,11 +33,10 @@ INTEGERS = [
     torch.uint8,
     torch.bool,
 ]
-BACKENDS = ["auto", "composite"]
 
 
 def same(a, b):
-    return a == b or (math.isnan(a) and math.isnan(b))
+    return a == b or (a != a and b != b)
 
 
 def oracle(tensor):
@@ -57,10 +58,14 @@ def oracle(tensor):
 
 
 def check(tensor, backend="auto"):
-    stat = scan([tensor], backend=backend)[0]
+    stat = scan_on([tensor], backend)[0]
     low, high, has_nan, has_inf = oracle(tensor)
     assert stat.not_scanned is None
     assert (stat.has_nan, stat.has_inf) == (has_nan, has_inf)
+    if (
+        backend == "cuda" and tensor.dtype is torch.complex128
+    ):  # its hypot is not the CPU's
+        low, high = (pytest.approx(x, rel=1e-15, nan_ok=True) for x in (low, high))
     assert same(stat.abs_min, low), (stat, low)
     assert same(stat.abs_max, high), (stat, high)
     assert (stat.numel, stat.dtype) == (tensor.numel(), tensor.dtype)
@@ -99,16 +104,21 @@ def planted(dtype):
     return values
 
 
-def test_every_bit_pattern_of_8_and_16_bits():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_bit_pattern_of_8_and_16_bits(backend):
     for dtype in [*FLOATS, *INTEGERS]:
         if dtype.itemsize > 2 or dtype is torch.bool:
             continue
         bits = torch.arange(2 ** (8 * dtype.itemsize))
         bits = bits.to(torch.uint8 if dtype.itemsize == 1 else torch.uint16)
-        for backend in BACKENDS:
-            check(bits.view(dtype), backend)
-        for pattern in bits.view(dtype)[:: 1 if dtype.itemsize == 1 else 97]:
-            check(pattern)
+        check(bits.view(dtype), backend)
+        patterns = bits.view(dtype)[:: 1 if dtype.itemsize == 1 else 97]
+        for pattern, stat in zip(
+            patterns, scan_on(list(patterns), backend), strict=True
+        ):
+            low, high, has_nan, has_inf = oracle(pattern)
+            assert same(stat.abs_min, low) and same(stat.abs_max, high), pattern
+            assert (stat.has_nan, stat.has_inf) == (has_nan, has_inf), pattern
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -169,28 +179,30 @@ def test_layouts(dtype, backend):
             raise AssertionError(f"{name}: {error}") from error
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", FLOATS[:4], ids=str)
-def test_layouts_see_only_their_own_elements(dtype):
+def test_layouts_see_only_their_own_elements(dtype, backend):
     base = torch.full((8, 40), math.nan).to(dtype)
     base[1:7, 2:35] = 1.0
-    assert scan([base[1:7, 2:35]])[0].is_finite
-    assert scan([base[1:7, 2:35].t()])[0].is_finite
-    assert scan([base[1:7, 2:35:2]])[0].is_finite
-    assert scan([base])[0].has_nan
+    assert scan_on([base[1:7, 2:35]], backend)[0].is_finite
+    assert scan_on([base[1:7, 2:35].t()], backend)[0].is_finite
+    assert scan_on([base[1:7, 2:35:2]], backend)[0].is_finite
+    assert scan_on([base], backend)[0].has_nan
 
 
-def test_memory_that_is_not_aligned_to_its_elements():
+@pytest.mark.parametrize("backend", ["auto", "emulated"])
+def test_memory_that_is_not_aligned_to_its_elements(backend):
     raw = bytearray(4 * 1000 + 1)
     tensor = torch.frombuffer(raw, dtype=torch.float32, offset=1, count=1000)
     tensor.fill_(3.0)
     tensor[999] = -5.0
-    check(tensor)
+    check(tensor, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_empty(backend):
     for shape in [(0,), (3, 0, 2)]:
-        stat = scan([torch.zeros(shape)], backend=backend)[0]
+        stat = scan_on([torch.zeros(shape)], backend)[0]
         assert stat.is_empty and stat.is_finite
         assert (stat.abs_min, stat.abs_max, stat.numel) == (None, None, 0)
 
@@ -199,10 +211,46 @@ def test_empty(backend):
 def test_magnitude_of_int_min(backend):
     for dtype in INTEGERS[:4]:
         low = torch.iinfo(dtype).min
-        stat = scan([torch.tensor([low, 1], dtype=dtype)], backend=backend)[0]
+        stat = scan_on([torch.tensor([low, 1], dtype=dtype)], backend)[0]
         assert (stat.abs_min, stat.abs_max) == (1, -low)
-    stat = scan([torch.tensor([2**64 - 1], dtype=torch.uint64)], backend=backend)[0]
+    stat = scan_on([torch.tensor([2**64 - 1], dtype=torch.uint64)], backend)[0]
     assert stat.abs_max == 2**64 - 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_list_of_any_tensors(backend):
+    tensors = [t for dtype in FLOATS for _, t in layouts(dtype)]
+    tensors += [torch.zeros(0), *(random_bits(d, 100) for d in [*INTEGERS, *COMPLEX])]
+    tensors = [tensors[i % len(tensors)] for i in range(1100)]
+    singly = {id(t): scan([t])[0] for t in tensors}
+    for tensor, stat in zip(tensors, scan_on(tensors, backend), strict=True):
+        if not (backend == "cuda" and tensor.dtype is torch.complex128):
+            assert repr(stat) == repr(singly[id(tensor)])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", FLOATS[:5], ids=str)
+def test_planted_in_a_large_tensor_on_the_gpu(dtype):
+    tensor = torch.ones(3_000_001, device="cuda").to(dtype)
+    for position in [0, 1, 7, 1_500_000, 2_999_999, 3_000_000]:
+        kept = tensor.view(torch.uint8)[position * dtype.itemsize :][: dtype.itemsize]
+        before = kept.clone()
+        kept.fill_(0xFF)  # a nan in all of them
+        assert scan([tensor])[0].has_nan, position
+        kept.copy_(before)
+    assert scan([tensor])[0].is_finite
+
+
+@pytest.mark.cuda
+def test_more_than_2_to_the_33_elements_on_the_gpu():
+    if torch.cuda.mem_get_info()[0] < 10 * 2**30:
+        pytest.skip("needs 10 GiB of GPU memory")
+    tensor = torch.ones(2**33 + 7, dtype=torch.float8_e5m2, device="cuda")
+    tensor.view(torch.uint8)[-1] = 0x7C
+    stat = scan([tensor])[0]
+    assert stat.has_inf and not stat.has_nan and stat.numel == 2**33 + 7
+    assert scan([tensor[1:-1]])[0].is_finite
+    assert scan([tensor[: 2**33].view(2, -1)[:, ::2]])[0].is_finite
 
 
 def test_large_tensors_use_every_thread_and_lose_nothing():

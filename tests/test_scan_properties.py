@@ -4,11 +4,13 @@ import math
 
 import pytest
 import torch
+from devices import BACKENDS, scan_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overflow_fast import scan
 
+pytestmark = pytest.mark.usefixtures("emulated_kernels")
 FLOATS = [
     torch.float64,
     torch.float32,
@@ -73,7 +75,7 @@ def elements(tensor):
 
 def check(tensor, backend):
     before = elements(tensor)
-    stat = scan([tensor], backend=backend)[0]
+    stat = scan_on([tensor], backend)[0]
     values = magnitudes(tensor)
     has_nan = any(math.isnan(v) for v in values)
     assert (stat.has_nan, stat.has_inf) == (has_nan, math.inf in values)
@@ -84,7 +86,7 @@ def check(tensor, backend):
     assert torch.equal(before, elements(tensor))
 
 
-@pytest.mark.parametrize("backend", ["auto", "composite"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_planted_values(backend, data):
@@ -100,11 +102,11 @@ def test_planted_values(backend, data):
     check(tensor, backend)
 
 
-@pytest.mark.parametrize("backend", ["auto", "composite"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=50, deadline=None)
 @given(tensor=strided(INTEGERS))
 def test_integers(backend, tensor):
-    stat = scan([tensor], backend=backend)[0]
+    stat = scan_on([tensor], backend)[0]
     values = [abs(v) for v in tensor.flatten().tolist()]
     assert (stat.abs_min, stat.abs_max) == (min(values), max(values))
     assert stat.is_finite

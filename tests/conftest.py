@@ -1,0 +1,39 @@
+"""Which tests need a GPU, and the emulated one for those that do not."""
+
+import pytest
+import torch
+from emulation import emulated_device, emulation
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--require-cuda",
+        action="store_true",
+        help="fail the tests that need a GPU, instead of skipping them, without one",
+    )
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "cuda: needs a GPU")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("cuda") is None or torch.cuda.is_available():
+        return
+    if item.config.getoption("--require-cuda"):
+        pytest.fail("--require-cuda was given, and torch sees no GPU", pytrace=False)
+    pytest.skip("needs a GPU")
+
+
+@pytest.fixture(scope="module")
+def emulated_kernels():
+    """CUDA's kernels for tensors on the CPU, where the device's are asked for."""
+    with emulation():
+        yield
+
+
+@pytest.fixture
+def emulated():
+    """The CPU as a CUDA device, for detectors made with `_defer=True`."""
+    with emulation():
+        yield emulated_device()

@@ -1,0 +1,96 @@
+// A device whose kernels are CUDA's, run by the emulation on the CPU's memory, with streams,
+// events and graphs that a test controls.
+#include <cstdint>
+#include <cstdlib>
+#include <functional>
+#include <stdexcept>
+#include <vector>
+
+#include "../../csrc/cuda/scan_kernel.h"
+#include "../../csrc/device.h"
+
+namespace {
+
+using namespace overflow_fast;
+
+struct State {
+  int64_t stream;
+  int64_t is_capturing;
+  int64_t holds_events;  // events do not pass by themselves
+  int64_t fails_scans;
+  int64_t fails_events;
+  int64_t num_scans;
+  int64_t num_waits;  // the host's, for events that had not passed
+  int64_t num_hold_ups;
+  int64_t num_synchronizations;
+};
+State state;
+std::vector<std::function<void()>> graph;
+
+class EmulatedEvent final : public DeviceEvent {
+ public:
+  void record(int64_t) override {
+    if (state.fails_events) throw std::runtime_error("device lost\nwith details");
+    has_passed_ = false;
+  }
+  bool has_passed() override { return has_passed_ |= !state.holds_events; }
+  void wait() override {
+    if (state.fails_events) throw std::runtime_error("device lost\nwith details");
+    if (state.is_capturing) throw std::runtime_error("a wait during a capture");
+    state.num_waits += !has_passed();
+    has_passed_ = true;
+  }
+  void hold_up(int64_t) override { ++state.num_hold_ups; }
+
+ private:
+  bool has_passed_ = false;
+};
+
+// A view with sizes and strides of its own, as a captured launch has them.
+struct OwnView {
+  explicit OwnView(const View& view)
+      : sizes(view.sizes, view.sizes + view.ndim),
+        strides(view.strides, view.strides + view.ndim),
+        view(view) {}
+  View get() const { return {view.data, view.dtype, sizes.data(), strides.data(), view.ndim}; }
+  std::vector<int64_t> sizes, strides;
+  View view;
+};
+
+void launch(const View* views, int64_t count, Slot* slots) {
+  if (cuda::launch_scan(views, count, slots, {nullptr, 2, 2, true}) != cudaSuccess) std::abort();
+}
+
+class EmulatedDevice final : public Device {
+ public:
+  void scan(const View* views, int64_t count, Slot* slots) override {
+    if (state.fails_scans) throw std::runtime_error("launch failed\nwith details");
+    ++state.num_scans;
+    if (!state.is_capturing) return launch(views, count, slots);
+    graph.push_back([own = std::vector<OwnView>(views, views + count), count, slots] {
+      std::vector<View> captured;
+      for (const OwnView& view : own) captured.push_back(view.get());
+      launch(captured.data(), count, slots);
+    });
+  }
+  int64_t current_stream() override { return state.stream; }
+  bool is_capturing() override { return state.is_capturing; }
+  std::unique_ptr<DeviceEvent> make_event() override { return std::make_unique<EmulatedEvent>(); }
+  void synchronize() override { ++state.num_synchronizations; }
+};
+
+}  // namespace
+
+extern "C" Device* emulated_open(int64_t) {
+  static EmulatedDevice device;
+  return &device;
+}
+extern "C" State* emulated_state() { return &state; }
+extern "C" void emulated_replay() {
+  for (const auto& node : graph) node();
+}
+extern "C" void emulated_drop_node() { graph.pop_back(); }
+extern "C" void emulated_reset() {
+  state = State{};
+  graph.clear();
+}

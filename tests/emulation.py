@@ -1,0 +1,93 @@
+"""CUDA's kernels on the CPU: builds the emulation, hands out a device of it."""
+
+import contextlib
+import ctypes
+import functools
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+from overflow_fast import _C
+
+ROOT = Path(__file__).parent.parent
+LIBRARY = ROOT / "build" / "emulated_device.so"
+KERNELS = [ROOT / "csrc/cuda/scan_kernel.cu", ROOT / "csrc/cuda/scan_kernel_large.cu"]
+SOURCE = ROOT / "tests/cpp/emulated_device.cpp"
+
+
+class State(ctypes.Structure):
+    """As in emulated_device.cpp."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            "stream",
+            "is_capturing",
+            "holds_events",
+            "fails_scans",
+            "fails_events",
+            "num_scans",
+            "num_waits",
+            "num_hold_ups",
+            "num_synchronizations",
+        )
+    ]
+
+
+def build():
+    """Compiles the emulation unless it is newer than its sources; returns its path."""
+    sources = [*ROOT.glob("csrc/*.h"), *ROOT.glob("csrc/cuda/*")]
+    sources += [SOURCE, *ROOT.glob("tests/cpp/cuda_emulation/*")]
+    newest = max(path.stat().st_mtime for path in sources)
+    if not LIBRARY.exists() or LIBRARY.stat().st_mtime < newest:
+        LIBRARY.parent.mkdir(exist_ok=True)
+        compiler = shlex.split(os.environ.get("CXX", "g++"))
+        flags = "-std=c++20 -O2 -fno-strict-aliasing -fPIC -shared -Wno-unknown-pragmas"
+        include = f"-I{ROOT / 'tests/cpp/cuda_emulation'}"
+        command = [*compiler, *flags.split(), include, SOURCE, "-x", "c++", *KERNELS]
+        subprocess.run([*command, "-o", LIBRARY], check=True)
+    return LIBRARY
+
+
+class EmulatedDevice:
+    """The emulation's streams, events and graphs; fields as in `State`."""
+
+    def __init__(self):
+        self.library = ctypes.CDLL(str(build()))
+        self.library.emulated_state.restype = ctypes.POINTER(State)
+        self.state = self.library.emulated_state().contents
+
+    def register(self):
+        self.library.emulated_reset()
+        address = ctypes.cast(self.library.emulated_open, ctypes.c_void_p).value
+        _C.register_device_type("cpu", address)
+
+    def unregister(self):
+        _C.register_device_type("cpu", 0)
+
+    @contextlib.contextmanager
+    def capture(self):
+        self.state.is_capturing = 1
+        yield
+        self.state.is_capturing = 0
+
+    def replay(self):
+        self.library.emulated_replay()
+
+
+@functools.cache
+def emulated_device():
+    return EmulatedDevice()
+
+
+@contextlib.contextmanager
+def emulation(wanted=True):
+    """Registers the emulation for the CPU, if that is wanted."""
+    if wanted:
+        emulated_device().register()
+    try:
+        yield
+    finally:
+        if wanted:
+            emulated_device().unregister()

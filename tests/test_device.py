@@ -1,0 +1,347 @@
+"""Stats that lie on a device: when they are waited for, and what may go wrong."""
+
+import contextlib
+import gc
+import io
+import logging
+import weakref
+
+import pytest
+import torch
+from parity import small_model, spoil
+from torch import nn
+
+from overflow_fast import DebugUnderflowOverflow
+
+DETECTED = "inf/nan detected"
+SYNCS = ["step", "lagged", "frame"]
+CLEAN, BAD = torch.ones(3, 4), torch.tensor([[1.0, 2.0, 3.0, torch.inf]])
+
+pytestmark = pytest.mark.usefixtures("emulated")
+
+
+def watch(model, **options):
+    return DebugUnderflowOverflow(model, _defer=True, **options)
+
+
+def printed(function):
+    """What a function prints, and whether it detected something."""
+    out, detected = io.StringIO(), False
+    with contextlib.redirect_stdout(out):
+        try:
+            function()
+        except ValueError as error:
+            assert DETECTED in str(error)
+            detected = True
+    return out.getvalue(), detected
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_every_sync_gives_the_same_report(sync):
+    def report(**options):
+        torch.manual_seed(0)
+        model = small_model()
+        detector = DebugUnderflowOverflow(model, **options)
+
+        def drive():
+            for batch in (CLEAN, CLEAN, BAD):
+                model(batch)
+            detector.check()
+
+        return printed(drive)
+
+    expected = report()
+    assert expected[1]
+    assert report(_defer=True, sync=sync) == expected
+
+
+@torch.no_grad()
+def test_a_frame_is_one_launch(emulated):
+    model = small_model()
+    watch(model)
+    model(CLEAN)
+    # The inner Sequential and the root list nothing that was not scanned before.
+    assert emulated.state.num_scans == len(list(model.modules())) - 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sync, waits", [("step", 1), ("lagged", 0), ("frame", 5)])
+def test_how_often_the_host_waits(emulated, sync, waits):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    detector = watch(model, sync=sync)
+    emulated.state.holds_events = True
+    model(CLEAN)
+    assert emulated.state.num_waits == waits
+    detector.check()
+    assert emulated.state.num_waits == max(1, waits)
+
+
+def test_lagged_tells_when_the_stats_have_come(emulated):
+    model = nn.Linear(4, 4)
+    watch(model, sync="lagged")
+    emulated.state.holds_events = True
+    model(BAD)
+    emulated.state.holds_events = False
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    with pytest.raises(ValueError, match=DETECTED):
+        model(CLEAN)
+    assert calls == []  # before the next forward began
+    assert emulated.state.num_waits == 0
+
+
+def test_lagged_tells_one_step_later_at_the_latest(emulated):
+    model = nn.Linear(4, 4)
+    watch(model, sync="lagged")
+    emulated.state.holds_events = True
+    model(BAD)
+    with pytest.raises(ValueError, match=DETECTED):
+        model(CLEAN)
+    assert emulated.state.num_waits == 1
+
+
+def test_frame_raises_from_the_hook_of_the_bad_module():
+    model = small_model()
+    spoil(model[2][0])
+    watch(model, sync="frame")
+    calls = []
+    model[3].register_forward_pre_hook(lambda *_: calls.append(1))
+    with pytest.raises(ValueError, match=DETECTED):
+        model(CLEAN)
+    assert calls == []
+
+
+@pytest.mark.parametrize("sync", ["step", "lagged"])
+def test_what_is_on_its_way_is_judged_when_watching_ends(emulated, sync):
+    emulated.state.holds_events = True
+    model = nn.Linear(4, 4)
+    detector = watch(model, sync=sync)
+    text, detected = printed(lambda: (model(BAD), detector.remove()))
+    assert detected and "Detected inf/nan during batch_number=0" in text
+
+    def block():
+        with watch(model, sync=sync):
+            model(BAD)
+
+    assert printed(block)[1]
+
+
+def test_the_users_exception_is_not_replaced_by_a_late_verdict(emulated, capsys):
+    emulated.state.holds_events = True
+    model = nn.Linear(4, 4)
+    with pytest.raises(KeyError, match="mine"), watch(model, sync="lagged"):
+        model(BAD)
+        raise KeyError("mine")
+    assert "Detected inf/nan" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_slots_are_clean_in_the_next_step(sync):
+    model = nn.Linear(4, 4)
+    detector = watch(model, sync=sync)
+    assert printed(lambda: (model(BAD), detector.check()))[1]
+    for _ in range(5):
+        model(CLEAN)
+    detector.check()
+    assert "batch number=5" in detector.frames[-1]
+
+
+class Many(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.count = count
+
+    def forward(self, x):
+        return tuple(x + i for i in range(self.count))
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 89, 1000, 4096, 9000])
+def test_a_frame_of_any_number_of_tensors(count):
+    model = Many(count)
+    detector = watch(model, max_frames_to_save=None)
+    for _ in range(2):
+        model(torch.ones(2))
+    lines = detector.frames[-1].splitlines()
+    values = [float(line.split()[1]) for line in lines if "output" in line]
+    assert values == [float(f"{1 + i:.2e}") for i in range(count)]
+
+
+# Graphs: the hooks run while it is captured, the scans whenever it is replayed.
+
+
+@torch.no_grad()
+def captured(emulated, model, static, **options):
+    detector = watch(model, **options)
+    model(static)
+    with emulated.capture():
+        model(static)
+    return detector
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_a_replay_is_judged_by_check(emulated, sync):
+    static = CLEAN.clone()
+    model = nn.Linear(4, 4)
+    detector = captured(emulated, model, static, sync=sync)
+    detector.check()
+    emulated.replay()
+    detector.check()
+    static[1, 2] = torch.nan
+    emulated.replay()
+    text, detected = printed(detector.check)
+    assert detected and "*** Starting batch number=1 ***" in text
+    assert "nan      nan input[0]" in text
+    static.fill_(1.0)
+    emulated.replay()
+    detector.check()
+
+
+def test_a_bad_replay_is_not_forgotten_when_clean_ones_follow(emulated):
+    static = CLEAN.clone()
+    detector = captured(emulated, nn.Linear(4, 4), static)
+    static[0, 0] = torch.inf
+    emulated.replay()
+    static.fill_(1.0)
+    emulated.replay()
+    assert printed(detector.check)[1]
+
+
+def test_nothing_waits_while_a_graph_is_captured(emulated):
+    static = CLEAN.clone()
+    model = nn.Linear(4, 4)
+    detector = watch(model, sync="lagged")
+    emulated.state.holds_events = True
+    model(static)
+    with emulated.capture(), torch.no_grad():
+        for _ in range(3):
+            model(static)  # a wait here raises in the emulation
+            detector.check()
+    assert emulated.state.num_waits == 0
+
+
+def test_a_captured_scan_is_not_taken_from_what_was_scanned_before(emulated):
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Identity(), nn.Identity()
+
+        def forward(self, x):
+            self.first(x)
+            with emulated.capture():
+                return self.second(x)
+
+    model, static = Mixed(), CLEAN.clone()
+    detector = watch(model)
+    model(static)
+    model(static)
+    static[0, 0] = torch.nan
+    emulated.replay()
+    assert printed(detector.check)[1]
+
+
+def test_graphs_that_are_not_replayed_say_nothing(emulated):
+    static = CLEAN.clone()
+    detector = captured(emulated, nn.Linear(4, 4), static, trace_batch_nums=[1])
+    assert printed(detector.check) == ("", False)
+    emulated.replay()
+    assert "*** Starting batch number=1 ***" in printed(detector.check)[0]
+
+
+def test_a_capture_without_a_forward_before_says_why(emulated, caplog):
+    model = nn.Linear(4, 4)
+    detector = watch(model)
+    with emulated.capture():
+        model(CLEAN)
+    why = "no slots left while a graph is captured: run one forward before the capture"
+    assert detector.coverage.not_scanned == {why: 4}
+
+
+def test_memory_that_a_graph_writes_to_outlives_the_detector(emulated):
+    static = CLEAN.clone()
+    model = nn.Linear(4, 4)
+    detector = captured(emulated, model, static)
+    detector.remove()
+    recorder = weakref.ref(detector)
+    del detector
+    gc.collect()
+    assert recorder() is None
+    emulated.replay()  # writes to freed memory otherwise, which the sanitizers tell
+
+
+# What may go wrong.
+
+
+def test_a_launch_that_fails_is_told_and_the_program_goes_on(emulated, caplog):
+    model = nn.Linear(4, 4)
+    detector = watch(model)
+    emulated.state.fails_scans = True
+    with caplog.at_level(logging.WARNING, "overflow_fast"):
+        for _ in range(3):
+            model(BAD)
+    emulated.state.fails_scans = False
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "launch failed" in caplog.text and "with details" not in caplog.text
+    assert "not scanned output: launch failed" in detector.frames[-1]
+    coverage = detector.coverage
+    assert coverage.not_scanned == {"launch failed": 12}
+    assert (coverage.tensors_listed, coverage.tensors_scanned) == (12, 0)
+    with pytest.raises(ValueError, match=DETECTED):
+        model(BAD)
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_a_device_that_is_lost_is_told_and_leaves_no_stale_slots(emulated, sync):
+    model = nn.Linear(4, 4)
+    detector = watch(model, sync=sync)
+    model(CLEAN)
+    emulated.state.fails_events = True
+    model(BAD)
+    detector.check()
+    emulated.state.fails_events = False
+    assert "not scanned" in detector.frames[-1] and "device lost" in detector.frames[-1]
+    assert list(detector.coverage.not_scanned) == ["device lost"]
+    for _ in range(3):
+        model(CLEAN)
+    detector.check()
+    assert "device lost" not in detector.frames[-1]
+
+
+def test_a_slot_that_nobody_wrote_is_not_clean(emulated):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    detector = watch(model)
+    model(CLEAN)
+    static = CLEAN.clone()
+    with emulated.capture():
+        model(static)
+    emulated.library.emulated_drop_node()
+    emulated.replay()
+    detector.check()
+    assert set(detector.coverage.not_scanned) == {"its scan did not run"}
+
+
+@torch.no_grad()
+def test_streams_wait_for_each_other(emulated):
+    class TwoStreams(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.first(x)
+            emulated.state.stream = 7
+            x = self.second(x)
+            emulated.state.stream = 0
+            return x
+
+    model = TwoStreams()
+    watch(model)
+    model(CLEAN)
+    # The side stream waits for the slots' first reset, the copy for the side stream.
+    assert emulated.state.num_hold_ups == 2
+    model(CLEAN)
+    assert emulated.state.num_hold_ups == 4
+
+
+def test_wrong_sync():
+    with pytest.raises(ValueError, match="sync must be 'step', 'lagged' or 'frame'"):
+        DebugUnderflowOverflow(nn.Linear(1, 1), sync="never")
