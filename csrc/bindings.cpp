@@ -81,6 +81,7 @@ void add_recorder(py::module_& m) {
       .def_readwrite("watches_every_frame", &Recorder::watches_every_frame)
       .def_readwrite("total_calls", &Recorder::total_calls)
       .def_property_readonly("coverage", &Recorder::coverage)
+      .def_property_readonly("num_syncs", &Recorder::num_syncs)
       .def_property_readonly("last_batch", &Recorder::last_batch)
       .def("entries", &entry_list)
       .def("history",

@@ -120,6 +120,7 @@ std::vector<Frame> Deferred::receive(size_t max_in_flight) {
          (!in_flight_.empty() && in_flight_.front().has_arrived())) {
     Flight flight = std::move(in_flight_.front());
     in_flight_.pop_front();
+    for (Transfer& transfer : flight.transfers) num_syncs_ += !transfer.has_arrived();
     {
       const py::gil_scoped_release release;
       for (Transfer& transfer : flight.transfers) transfer.wait();

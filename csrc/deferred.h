@@ -39,6 +39,8 @@ class Deferred {
   // Hands out the frames whose slots have come, in order, and waits for slots until at most
   // `max_in_flight` sends have not come. Hands out nothing while a graph is being captured.
   std::vector<Frame> receive(size_t max_in_flight);
+  // How often the host has waited for a device.
+  int64_t num_syncs() const { return num_syncs_; }
 
  private:
   struct Flight {
@@ -60,6 +62,7 @@ class Deferred {
   std::deque<Flight> in_flight_;
   std::vector<Frame> captured_;
   int64_t step_ = 1;
+  int64_t num_syncs_ = 0;
 };
 
 }  // namespace overflow_fast

@@ -127,8 +127,8 @@ void DeviceSlots::grow(Pool& pool) {
     const Unseen unseen;
     at::Tensor chunk = at::empty({kChunk, 4}, at::TensorOptions().dtype(at::kLong).device(device_));
     reset_slots(chunk);
-    pool.chunks.push_back(std::move(chunk));
     mark_reset();
+    pool.chunks.push_back(std::move(chunk));
   } catch (...) {
     growth_error_ = current_exception_text();
     throw;
@@ -156,16 +156,17 @@ void DeviceSlots::join_current_stream() {
 
 Transfer DeviceSlots::send() {
   Transfer transfer = send(step_);
-  growth_error_ = py::object();
   lanes_.clear();
   // A capture may come next, and can then not ask for memory.
-  if (api_ == nullptr) return transfer;
   try {
     const int64_t wanted = captured_.used + transfer.count_;
-    while (wanted > kChunk * static_cast<int64_t>(captured_.chunks.size())) grow(captured_);
+    while (api_ != nullptr && wanted > kChunk * static_cast<int64_t>(captured_.chunks.size())) {
+      grow(captured_);
+    }
   } catch (...) {
     current_exception_text();  // said if a capture comes
   }
+  growth_error_ = py::object();
   return transfer;
 }
 

@@ -72,6 +72,7 @@ class Recorder {
   bool in_step = false;  // the root's forward is running
   bool watches_every_frame = false;
   int64_t total_calls = 0;
+  int64_t num_syncs() const { return deferred_.num_syncs(); }
   const Coverage& coverage() const { return coverage_; }
 
  private:

@@ -39,6 +39,7 @@ class Recorder:
     watches_every_frame: bool
     total_calls: int
     coverage: Coverage
+    num_syncs: int
     last_batch: int
     def __init__(
         self,

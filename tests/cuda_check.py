@@ -1,4 +1,4 @@
-"""Compiles the CUDA sources with nvcc alone: no GPU and no CUDA build of torch is needed.
+"""Compiles the CUDA sources with nvcc alone: needs no GPU and no CUDA build of torch.
 
 Prints each kernel's registers per architecture, and fails on a spill.
 """
@@ -49,7 +49,16 @@ def compile_with_torch(nvcc, folder):
     stand_in.touch()
     paths = [folder, *include_paths(), sysconfig.get_paths()["include"]]
     output = Path(folder) / "with_torch.o"
-    command = [nvcc, "-std=c++20", "-Xcompiler", "-Wall", "-c", WITH_TORCH, "-o", output]
+    command = [
+        nvcc,
+        "-std=c++20",
+        "-Xcompiler",
+        "-Wall",
+        "-c",
+        WITH_TORCH,
+        "-o",
+        output,
+    ]
     subprocess.run([*command, *(f"-I{path}" for path in paths)], check=True)
 
 
@@ -58,7 +67,9 @@ def report(source, arch, log):
     num_spills = 0
     functions = re.split(r"Function properties for ", log)[1:]
     for text in functions:
-        name = subprocess.run(["c++filt", text.split()[0]], capture_output=True, text=True)
+        name = subprocess.run(
+            ["c++filt", text.split()[0]], capture_output=True, text=True
+        )
         label = name.stdout.strip().split("(overflow_fast")[0].removeprefix("void ")
         registers = re.search(r"Used (\d+) registers", text)
         spill = sum(map(int, SPILL.search(text).groups()))

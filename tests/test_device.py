@@ -71,7 +71,7 @@ def test_how_often_the_host_waits(emulated, sync, waits):
     detector = watch(model, sync=sync)
     emulated.state.holds_events = True
     model(CLEAN)
-    assert emulated.state.num_waits == waits
+    assert emulated.state.num_waits == detector._recorder.num_syncs == waits
     detector.check()
     assert emulated.state.num_waits == max(1, waits)
 
@@ -190,6 +190,7 @@ def test_a_replay_is_judged_by_check(emulated, sync):
     emulated.replay()
     text, detected = printed(detector.check)
     assert detected and "*** Starting batch number=1 ***" in text
+    assert "Detected inf/nan during batch_number=1" in text
     assert "nan      nan input[0]" in text
     static.fill_(1.0)
     emulated.replay()
@@ -304,6 +305,17 @@ def test_a_device_that_is_lost_is_told_and_leaves_no_stale_slots(emulated, sync)
         model(CLEAN)
     detector.check()
     assert "device lost" not in detector.frames[-1]
+
+
+def test_memory_that_cannot_be_had_is_told_and_asked_for_in_the_next_step(emulated):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    detector = watch(model)
+    emulated.state.fails_events = True  # a new chunk is reset and its reset is marked
+    model(BAD)
+    assert detector.coverage.not_scanned == {"device lost": detector.coverage[0]}
+    emulated.state.fails_events = False
+    with pytest.raises(ValueError, match=DETECTED):
+        model(BAD)
 
 
 def test_a_slot_that_nobody_wrote_is_not_clean(emulated):
