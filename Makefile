@@ -67,7 +67,7 @@ cuda-check: $(VENV)/ready
 
 # Builds, tests and measures on a machine with a GPU, with the Python that has torch there.
 gpu-check:
-	bash benchmarks/gpu_check.sh
+	bash benchmarks/gpu/check.sh
 
 clean:
 	rm -rf $(VENV) build *.egg-info overflow_fast/_C*.so

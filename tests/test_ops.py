@@ -7,6 +7,8 @@ import overflow_fast  # noqa: F401
 
 OPS = [torch.ops.overflow_fast.scan, torch.ops.overflow_fast.scan_composite]
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
 
 def empty_slots(count):
     slots = torch.zeros(count, 4, dtype=torch.int64)
@@ -22,15 +24,17 @@ def test_opcheck(op):
     torch.library.opcheck(op.default, (empty_slots(4), 1, tensors))
 
 
-def test_both_operators_write_the_same_slots():
+@pytest.mark.parametrize("device", DEVICES)
+def test_both_operators_write_the_same_slots(device):
     tensors = [
         torch.tensor([1.0, -float("inf"), float("nan"), float("inf")]),
         torch.tensor([-(2**63), 5]),
         torch.zeros(0),
         torch.tensor([3 + 4j, complex(float("-inf"), float("inf"))]),
     ]
+    tensors = [tensor.to(device) for tensor in tensors]
     for _ in range(2):
-        slots = [empty_slots(5), empty_slots(5)]
+        slots = [empty_slots(5).to(device), empty_slots(5).to(device)]
         for op, into in zip(OPS, slots, strict=True):
             op(into, 1, tensors)
             op(into, 1, tensors)
