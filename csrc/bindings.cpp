@@ -117,8 +117,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .value("AUTO", ScanBackend::kAuto)
       .value("COMPOSITE", ScanBackend::kComposite)
       .value("DEVICE", ScanBackend::kDevice);
-  m.def("scan_tensors", &scan_tensors, py::arg("tensors"),
-        py::arg("backend") = ScanBackend::kAuto);
+  m.def("scan_tensors", &scan_tensors, py::arg("tensors"), py::arg("backend") = ScanBackend::kAuto);
   // For a device whose kernels are in another library: the address of an OpenDevice.
   m.def("register_device_type", [](const std::string& type, uintptr_t open) {
     register_device_type(c10::Device(type).type(), reinterpret_cast<OpenDevice>(open));

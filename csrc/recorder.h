@@ -26,8 +26,8 @@ struct Options {
   bool strict_compat = false;  // look where transformers looks, nowhere else
   bool list_kwargs = false;    // list keyword inputs like positional ones
   bool use_memo = true;
-  bool defer = false;            // treat the CPU as a device
-  bool fetch_frames = false;     // judge each frame as it ends, by a sync if it needs one
+  bool defer = false;         // treat the CPU as a device
+  bool fetch_frames = false;  // judge each frame as it ends, by a sync if it needs one
 };
 
 class Recorder {
@@ -81,9 +81,7 @@ class Recorder {
   static constexpr int64_t kMinMemoBytes = 4096;
 
   // Whether a tensor's stat is known as soon as it is scanned.
-  bool is_here(const at::Tensor& tensor) const {
-    return tensor.is_cpu() && !options_.defer;
-  }
+  bool is_here(const at::Tensor& tensor) const { return tensor.is_cpu() && !options_.defer; }
   int64_t scan_to_slot(const at::Tensor& tensor, const View& view);
   void add_unscanned(Frame& frame, Listing listing, const at::Tensor& tensor, const View& view);
   void add_scanned(Frame& frame, Listing listing, const at::Tensor& tensor, const View& view);

@@ -7,8 +7,8 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kUnroll = 4;
 
-__global__ void __launch_bounds__(kThreads) plain_read_kernel(const uint4* data, int64_t count,
-                                                              unsigned* out) {
+__global__ void __launch_bounds__(kThreads)
+    plain_read_kernel(const uint4* data, int64_t count, unsigned* out) {
   const int64_t begin = count * blockIdx.x / gridDim.x;
   const int64_t end = count * (blockIdx.x + 1) / gridDim.x;
   unsigned all = 0;

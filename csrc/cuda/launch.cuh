@@ -15,10 +15,10 @@ cudaError_t launch(const List& list, const Target& target) {
       static_cast<uint32_t>(target.num_multiprocessors * target.blocks_per_multiprocessor);
   const auto kernel = has_odd_items(list) ? scan_kernel<List, true> : scan_kernel<List, false>;
   void* arguments[] = {const_cast<List*>(&list)};
-  const cudaError_t error =
-      cudaLaunchKernel(kernel, dim3(std::min(list.num_chunks, at_once)), dim3(kThreads), arguments,
-                       0, target.stream);
-  if (error != cudaSuccess) (void)cudaGetLastError();  // the watched program's next check is its own
+  const cudaError_t error = cudaLaunchKernel(kernel, dim3(std::min(list.num_chunks, at_once)),
+                                             dim3(kThreads), arguments, 0, target.stream);
+  if (error != cudaSuccess)
+    (void)cudaGetLastError();  // the watched program's next check is its own
   return error;
 }
 

@@ -1,6 +1,5 @@
-#include "scan_kernel.h"
-
 #include "launch.cuh"
+#include "scan_kernel.h"
 
 namespace overflow_fast::cuda {
 

@@ -290,7 +290,8 @@ __device__ uint32_t item_of(const List& list, uint32_t chunk) {
 
 // A grid of at most num_chunks blocks, each of kThreads threads.
 template <class List, bool kTakesOdd>
-__global__ void __launch_bounds__(kThreads, kTakesOdd ? 2 : kBlocksPerMultiprocessor) scan_kernel(const __grid_constant__ List list) {
+__global__ void __launch_bounds__(kThreads, kTakesOdd ? 2 : kBlocksPerMultiprocessor)
+    scan_kernel(const __grid_constant__ List list) {
   __shared__ unsigned long long shared[2 * kWarps];
   auto* of_warps = reinterpret_cast<Extremes*>(shared);
   const auto first_chunk = [&](uint64_t block) {

@@ -72,8 +72,15 @@ inline bool plan_item(const View& view, WorkItem& item, UnitDim* dims, int room,
   const int64_t itemsize = info.itemsize;
   const auto address = reinterpret_cast<uintptr_t>(view.data);
   const bool is_vectorizable = !info.is_complex() && address % itemsize == 0;
-  item = WorkItem{static_cast<const char*>(view.data), layout.numel(), 0, 0, 0, view.dtype,
-                  address % itemsize == 0 ? Unit::kElement : Unit::kBytes, 0, 0};
+  item = WorkItem{static_cast<const char*>(view.data),
+                  layout.numel(),
+                  0,
+                  0,
+                  0,
+                  view.dtype,
+                  address % itemsize == 0 ? Unit::kElement : Unit::kBytes,
+                  0,
+                  0};
   *num_dims = 0;
   if (layout.is_one_run()) {
     if (!is_vectorizable) return true;

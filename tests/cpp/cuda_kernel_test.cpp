@@ -64,9 +64,31 @@ void check_list(int64_t count, int64_t max_numel) {
   }
 }
 
+// A run that many blocks share, with a nan before its first vector and one behind its last: each
+// is counted once.
+void check_ends(Dtype dtype) {
+  const DtypeInfo& info = dtype_info(dtype);
+  const int64_t numel = 100001;
+  Tensor tensor(dtype, {{numel}, {1}, numel}, info.itemsize, true);
+  char* first = tensor.block.memory + info.itemsize;
+  std::memcpy(first, &info.first_nan, info.itemsize);
+  std::memcpy(first + (numel - 1) * info.itemsize, &info.first_nan, info.itemsize);
+  Slot slot;
+  if (cuda::launch_scan(&tensor.view, 1, &slot, {nullptr, 5, 1, true}) != cudaSuccess ||
+      slot.num_nan != 2) {
+    std::printf("dtype %d: %ld nans found, expected 2\n", static_cast<int>(dtype), slot.num_nan);
+    std::exit(1);
+  }
+}
+
 }  // namespace
 
 int main() {
+  for (int i = 0; i < static_cast<int>(Dtype::kCount); ++i) {
+    const DtypeInfo& info = kDtypes[i];
+    if (info.first_nan != kNoKey && !info.is_complex()) check_ends(info.dtype);
+  }
+
   int64_t num_tensors = 0;
   for (int round = 0; round < 400; ++round) {
     const int64_t count = round % 100 == 99 ? draw(985, 1100) : draw(1, round % 10 == 9 ? 200 : 6);

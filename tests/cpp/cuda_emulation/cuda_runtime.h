@@ -23,7 +23,7 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 
-struct uint4 {
+struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
 struct dim3 {
