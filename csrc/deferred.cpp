@@ -47,7 +47,9 @@ void Deferred::scan(Frame& frame, Memo* memo, size_t mark) {
     scan_on(number_of(frame.unscanned[i].tensor.device()), frame, memo, mark, slots, errors);
   }
   for (Entry& entry : frame.entries) {
-    if (entry.kind == EntryKind::kTensor && entry.slot < 0) {
+    if (is_deferred(entry) && frame.sends != num_sends_) {
+      coverage_.give_up(entry, py::str("another thread ended the step meanwhile"));
+    } else if (entry.kind == EntryKind::kTensor && entry.slot < 0) {
       const auto i = static_cast<size_t>(-1 - entry.slot);
       entry.slot = slots[i];
       if (errors[i]) coverage_.give_up(entry, errors[i]);
@@ -94,6 +96,7 @@ bool Deferred::is_capturing() {
 
 void Deferred::send() {
   if (waiting_.empty() || is_capturing()) return;
+  ++num_sends_;
   Flight flight;
   flight.frames.swap(waiting_);
   for (DeviceSlots& device : devices_) flight.transfers.push_back(device.send());

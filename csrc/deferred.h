@@ -23,6 +23,7 @@ class Deferred {
   // Whether a graph's capture has begun or ended since the scan that filled `slot`, so that the
   // stat there is not this frame's.
   bool is_outdated(int64_t slot, size_t mark);
+  void begin(Frame& frame) { frame.sends = num_sends_; }
   // Launches the scans of frame.unscanned, one launch per device as a rule, and tells the entries
   // their slots. What cannot be scanned says so.
   void scan(Frame& frame, Memo* memo, size_t mark);
@@ -62,6 +63,7 @@ class Deferred {
   std::deque<Flight> in_flight_;
   std::vector<Frame> captured_;
   int64_t step_ = 1;
+  int64_t num_sends_ = 0;
   int64_t num_syncs_ = 0;
 };
 

@@ -44,6 +44,7 @@ struct Frame {
   bool is_bad = false;  // of the entries whose stat is known so far
   bool waits = false;   // some stat is still on its device
   int64_t capture = 0;  // which graph's capture ran the module; 0: it ran itself
+  int64_t sends = 0;    // how often slots had been sent when it began
   std::vector<Entry> entries;
   std::vector<Unscanned> unscanned;  // on devices; empty once the frame is finished
 };

@@ -38,6 +38,7 @@ Frame Recorder::begin_frame(uint32_t module, py::object type, bool is_recomputed
   // What backward computes again belongs to the batch that is over.
   Frame frame{module, std::move(type), is_recomputed ? last_batch() : batch_,
               opens_batch_ && !is_recomputed, is_recomputed};
+  deferred_.begin(frame);
   frame.entries = std::move(spare_);
   frame.entries.clear();
   opens_batch_ &= is_recomputed;

@@ -27,6 +27,7 @@ class State(ctypes.Structure):
             "holds_events",
             "fails_scans",
             "fails_events",
+            "fails_streams",
             "num_scans",
             "num_waits",
             "num_hold_ups",

@@ -1,6 +1,7 @@
 """Stats that lie on a device: when they are waited for, and what may go wrong."""
 
 import contextlib
+import dataclasses
 import gc
 import io
 import logging
@@ -217,7 +218,7 @@ def test_nothing_waits_while_a_graph_is_captured(emulated):
         for _ in range(3):
             model(static)  # a wait here raises in the emulation
             detector.check()
-    assert emulated.state.num_waits == 0
+    assert emulated.state.num_waits == 0 and not detector.coverage.not_scanned
 
 
 def test_a_captured_scan_is_not_taken_from_what_was_scanned_before(emulated):
@@ -266,7 +267,9 @@ def test_memory_that_a_graph_writes_to_outlives_the_detector(emulated):
     del detector
     gc.collect()
     assert recorder() is None
-    emulated.replay()  # writes to freed memory otherwise, which the sanitizers tell
+    others = [torch.zeros(4096, 4, dtype=torch.int64) for _ in range(64)]
+    emulated.replay()
+    assert not any(tensor.any() for tensor in others)
 
 
 # What may go wrong.
@@ -307,6 +310,20 @@ def test_a_device_that_is_lost_is_told_and_leaves_no_stale_slots(emulated, sync)
     assert "device lost" not in detector.frames[-1]
 
 
+def test_slots_that_could_not_be_sent_are_not_used_again(emulated):
+    model = nn.Sequential(nn.Linear(4, 4))
+    lost = model.register_forward_hook(
+        lambda *_: setattr(emulated.state, "fails_streams", 1)
+    )
+    detector = watch(model)
+    model(BAD)
+    lost.remove()
+    emulated.state.fails_streams = 0
+    assert set(detector.coverage.not_scanned) == {"device lost"}
+    model(CLEAN)
+    assert "inf" not in detector.frames[-1]
+
+
 def test_memory_that_cannot_be_had_is_told_and_asked_for_in_the_next_step(emulated):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     detector = watch(model)
@@ -316,6 +333,27 @@ def test_memory_that_cannot_be_had_is_told_and_asked_for_in_the_next_step(emulat
     emulated.state.fails_events = False
     with pytest.raises(ValueError, match=DETECTED):
         model(BAD)
+
+
+def test_a_step_that_is_ended_while_a_frame_is_recorded():
+    @dataclasses.dataclass
+    class Ends:
+        value: object
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.child = nn.Identity()
+
+        def forward(self, x):
+            return self.child(x), object.__new__(Ends)
+
+    model = Model()
+    detector = watch(model)
+    Ends.value = property(lambda self: detector.check())  # as another thread could
+    model(CLEAN)
+    why = "another thread ended the step meanwhile"
+    assert f"not scanned output[0]: {why}" in detector.frames[-1]
 
 
 def test_a_slot_that_nobody_wrote_is_not_clean(emulated):
@@ -351,6 +389,9 @@ def test_streams_wait_for_each_other(emulated):
     # The side stream waits for the slots' first reset, the copy for the side stream.
     assert emulated.state.num_hold_ups == 2
     model(CLEAN)
+    assert emulated.state.num_hold_ups == 4
+    model.first, model.second = nn.Identity(), nn.Identity()
+    model(CLEAN)  # only the root is watched now, on one stream
     assert emulated.state.num_hold_ups == 4
 
 

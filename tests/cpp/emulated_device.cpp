@@ -19,6 +19,7 @@ struct State {
   int64_t holds_events;  // events do not pass by themselves
   int64_t fails_scans;
   int64_t fails_events;
+  int64_t fails_streams;
   int64_t num_scans;
   int64_t num_waits;  // the host's, for events that had not passed
   int64_t num_hold_ups;
@@ -73,7 +74,10 @@ class EmulatedDevice final : public Device {
       launch(captured.data(), count, slots);
     });
   }
-  int64_t current_stream() override { return state.stream; }
+  int64_t current_stream() override {
+    if (state.fails_streams) throw std::runtime_error("device lost");
+    return state.stream;
+  }
   bool is_capturing() override { return state.is_capturing; }
   std::unique_ptr<DeviceEvent> make_event() override { return std::make_unique<EmulatedEvent>(); }
   void synchronize() override { ++state.num_synchronizations; }
