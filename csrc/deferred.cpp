@@ -9,8 +9,6 @@ namespace overflow_fast {
 
 namespace {
 
-constexpr int64_t kNoSlot = 0;  // no device's
-
 size_t device_of(int64_t slot) { return slot / Deferred::kFirstSlot - 1; }
 int64_t index_of(int64_t slot) {
   return slot % Deferred::kFirstSlot & (DeviceSlots::kCaptured - 1);
@@ -39,49 +37,43 @@ bool Deferred::is_outdated(int64_t slot, size_t mark) {
 }
 
 void Deferred::scan(Frame& frame, Memo* memo, size_t mark) {
-  const size_t count = frame.unscanned.size();
-  std::vector<int64_t> slots(count, kNoSlot);
-  std::vector<py::object> errors(count);
-  for (size_t i = 0; i < count; ++i) {
-    if (slots[i] != kNoSlot || errors[i]) continue;
-    scan_on(number_of(frame.unscanned[i].tensor.device()), frame, memo, mark, slots, errors);
+  for (Unscanned& tensor : frame.unscanned) {
+    if (tensor.slot >= 0 || tensor.error) continue;
+    DeviceSlots& device = devices_[number_of(tensor.tensor.device())];
+    try {
+      device.notice_capture(mark);
+      device.scan(frame.unscanned);
+    } catch (...) {
+      tensor.error = current_exception_text();
+    }
   }
   for (Entry& entry : frame.entries) {
     if (is_deferred(entry) && frame.sends != num_sends_) {
       coverage_.give_up(entry, py::str("another thread ended the step meanwhile"));
     } else if (entry.kind == EntryKind::kTensor && entry.slot < 0) {
-      const auto i = static_cast<size_t>(-1 - entry.slot);
-      entry.slot = slots[i];
-      if (errors[i]) coverage_.give_up(entry, errors[i]);
+      settle(entry, frame.unscanned[-1 - entry.slot]);
     }
     if (is_deferred(entry) && is_captured(entry.slot)) frame.capture = step_;
+  }
+  for (Unscanned& tensor : frame.unscanned) {
+    if (tensor.error) continue;
+    coverage_.scanned(tensor.tensor);
+    const Memo::Known known{slot_of(tensor), tensor.view.dtype};
+    if (memo) memo->insert(tensor.tensor, Memo::Key::of(tensor.tensor), known, mark);
   }
   frame.unscanned.clear();
 }
 
-void Deferred::scan_on(size_t number, Frame& frame, Memo* memo, size_t mark,
-                       std::vector<int64_t>& slots, std::vector<py::object>& errors) {
-  DeviceSlots& device = devices_[number];
-  std::vector<Unscanned> group;
-  std::vector<size_t> members;
-  for (size_t i = 0; i < frame.unscanned.size(); ++i) {
-    if (frame.unscanned[i].tensor.device() != device.device()) continue;
-    group.push_back(std::move(frame.unscanned[i]));
-    members.push_back(i);
-  }
-  try {
-    device.notice_capture(mark);
-    const int64_t first = kFirstSlot * static_cast<int64_t>(number + 1) + device.scan(group);
-    for (size_t i = 0; i < group.size(); ++i) {
-      const at::Tensor& tensor = group[i].tensor;
-      const int64_t slot = first + static_cast<int64_t>(i);
-      slots[members[i]] = slot;
-      coverage_.scanned(tensor);
-      if (memo) memo->insert(tensor, Memo::Key::of(tensor), {slot, group[i].view.dtype}, mark);
-    }
-  } catch (...) {
-    const py::object why = current_exception_text();
-    for (const size_t member : members) errors[member] = why;
+int64_t Deferred::slot_of(const Unscanned& tensor) {
+  return kFirstSlot * static_cast<int64_t>(number_of(tensor.tensor.device()) + 1) + tensor.slot;
+}
+
+// Tells an entry what became of its tensor's scan.
+void Deferred::settle(Entry& entry, const Unscanned& tensor) {
+  if (tensor.error) {
+    coverage_.give_up(entry, tensor.error);
+  } else {
+    entry.slot = slot_of(tensor);
   }
 }
 

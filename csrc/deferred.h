@@ -51,8 +51,8 @@ class Deferred {
   };
 
   size_t number_of(at::Device device);
-  void scan_on(size_t device, Frame& frame, Memo* memo, size_t mark, std::vector<int64_t>& slots,
-               std::vector<py::object>& errors);
+  int64_t slot_of(const Unscanned& tensor);
+  void settle(Entry& entry, const Unscanned& tensor);
   bool is_capturing();
   void decode(Frame& frame, const std::vector<Transfer>& transfers);
   void drop_idle_graphs(Flight& flight) const;

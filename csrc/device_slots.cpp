@@ -87,34 +87,49 @@ bool DeviceSlots::is_capturing_now() {
   }
 }
 
-int64_t DeviceSlots::scan(const std::vector<Unscanned>& tensors) {
+void DeviceSlots::scan(std::vector<Unscanned>& tensors) {
+  try {
+    queue(tensors);
+  } catch (...) {
+    const py::object why = current_exception_text();
+    for (Unscanned& tensor : tensors) {
+      if (tensor.tensor.device() == device_) tensor.error = why;
+    }
+  }
+}
+
+void DeviceSlots::queue(std::vector<Unscanned>& tensors) {
   Pool& pool = is_capturing_ ? captured_ : step_;
   const int64_t first = pool.used;
-  const auto count = static_cast<int64_t>(tensors.size());
+  views_.clear();
+  for (Unscanned& tensor : tensors) {
+    if (tensor.tensor.device() != device_) continue;
+    tensor.slot = first + static_cast<int64_t>(views_.size()) + (is_capturing_ ? kCaptured : 0);
+    views_.push_back(tensor.view);
+  }
+  const auto count = static_cast<int64_t>(views_.size());
   while (first + count > kChunk * static_cast<int64_t>(pool.chunks.size())) grow(pool);
   if (!is_capturing_) join_current_stream();
   pool.used += count;  // also if a launch fails: some of the slots may have been written
+  if (api_ == nullptr) return scan_by_torch(tensors);
   for (int64_t done = 0; done < count;) {
-    const int64_t slot = first + done;
-    const int64_t some = std::min(count - done, kChunk - slot % kChunk);
-    scan_into(pool.chunks[slot / kChunk], slot % kChunk, tensors.data() + done, some);
+    const int64_t row = (first + done) % kChunk;
+    const int64_t some = std::min(count - done, kChunk - row);
+    at::Tensor& chunk = pool.chunks[(first + done) / kChunk];
+    api_->scan(views_.data() + done, some, static_cast<Slot*>(chunk.mutable_data_ptr()) + row);
     done += some;
   }
-  return first + (is_capturing_ ? kCaptured : 0);
 }
 
-void DeviceSlots::scan_into(at::Tensor& chunk, int64_t first, const Unscanned* tensors,
-                            int64_t count) {
-  if (api_ != nullptr) {
-    std::vector<View> views(count);
-    std::transform(tensors, tensors + count, views.begin(), [](const auto& t) { return t.view; });
-    return api_->scan(views.data(), count, static_cast<Slot*>(chunk.mutable_data_ptr()) + first);
-  }
+void DeviceSlots::scan_by_torch(const std::vector<Unscanned>& tensors) {
   const Unseen unseen;
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("overflow_fast::scan_composite", "")
                              .typed<void(const at::Tensor&, int64_t, at::TensorList)>();
-  for (int64_t i = 0; i < count; ++i) op.call(chunk, first + i, {tensors[i].tensor.detach()});
+  for (const Unscanned& tensor : tensors) {
+    if (tensor.tensor.device() != device_) continue;
+    op.call(step_.chunks[tensor.slot / kChunk], tensor.slot % kChunk, {tensor.tensor.detach()});
+  }
 }
 
 void DeviceSlots::grow(Pool& pool) {

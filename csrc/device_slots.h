@@ -27,6 +27,8 @@ void reset_slots(at::Tensor& slots);
 struct Unscanned {
   at::Tensor tensor;
   View view;
+  int64_t slot = -1;  // its number, once its scan is queued
+  py::object error;   // why it could not be
 };
 
 // Slots on their way to the host.
@@ -62,9 +64,9 @@ class DeviceSlots {
   bool is_capturing() const { return is_capturing_; }
   bool is_capturing_now();
 
-  // Queues the scans of `tensors`, in as few launches as they fit in, and returns the number of
-  // the first one's slot; the others' follow. Throws if they cannot all be scanned.
-  int64_t scan(const std::vector<Unscanned>& tensors);
+  // Queues the scans of those of `tensors` that are on this device, in as few launches as they
+  // fit in, and tells each its slot, or why not.
+  void scan(std::vector<Unscanned>& tensors);
 
   // Starts the copy of the step's slots, resets them, and does not wait.
   Transfer send();
@@ -87,10 +89,11 @@ class DeviceSlots {
   };
 
   int64_t current_stream();
+  void queue(std::vector<Unscanned>& tensors);
+  void scan_by_torch(const std::vector<Unscanned>& tensors);
   void grow(Pool& pool);
   void join_current_stream();
   void mark_reset();
-  void scan_into(at::Tensor& chunk, int64_t first, const Unscanned* tensors, int64_t count);
   Transfer send(Pool& pool);
   void start_copy(const Pool& pool, Transfer& transfer);
   at::Tensor host_buffer();
@@ -108,6 +111,7 @@ class DeviceSlots {
   int64_t a_stream_ = 0;  // the last one that touched the slots
   int64_t streams_seen_ = 0;
   std::vector<at::Tensor> spare_;
+  std::vector<View> views_;  // memory for one launch's
 };
 
 }  // namespace overflow_fast

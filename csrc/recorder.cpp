@@ -41,6 +41,7 @@ Frame Recorder::begin_frame(uint32_t module, py::object type, bool is_recomputed
   deferred_.begin(frame);
   frame.entries = std::move(spare_);
   frame.entries.clear();
+  frame.unscanned = std::move(spare_unscanned_);
   opens_batch_ &= is_recomputed;
   return frame;
 }
@@ -149,6 +150,7 @@ int64_t Recorder::scan_to_slot(const at::Tensor& tensor, const View& view) {
 
 bool Recorder::finish(Frame& frame) {
   if (frame.waits) deferred_.scan(frame, options_.use_memo ? &memo_ : nullptr, frame_mark_);
+  spare_unscanned_ = std::move(frame.unscanned);
   if (!frame.waits && deferred_.is_empty()) return judge(frame);
   deferred_.add(std::move(frame));
   return false;

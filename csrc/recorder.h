@@ -96,6 +96,7 @@ class Recorder {
   Coverage coverage_;
   Deferred deferred_{coverage_};
   std::vector<Entry> spare_;  // the last dropped frame's memory
+  std::vector<Unscanned> spare_unscanned_;
   std::deque<Frame> history_;
   int64_t batch_ = 0;
   bool opens_batch_ = true;

@@ -81,9 +81,25 @@ void check_ends(Dtype dtype) {
   }
 }
 
+void check_num_launches(int64_t count, bool takes_large_lists, int expected) {
+  const float ones[4] = {1, 1, 1, 1};
+  const int64_t size = 4, stride = 1;
+  const std::vector<View> views(count, {ones, Dtype::kFloat32, &size, &stride, 1});
+  std::vector<Slot> slots(count);
+  emulation::num_launches = 0;
+  cuda::launch_scan(views.data(), count, slots.data(), {nullptr, 1, 1, takes_large_lists});
+  if (emulation::num_launches == expected) return;
+  std::printf("%ld tensors took %d launches, not %d\n", count, emulation::num_launches, expected);
+  std::exit(1);
+}
+
 }  // namespace
 
 int main() {
+  check_num_launches(0, true, 0);
+  for (const int64_t count : {1, 4, 5, 88}) check_num_launches(count, true, 1);
+  check_num_launches(1000, true, 2);
+  check_num_launches(1000, false, 12);
   for (int i = 0; i < static_cast<int>(Dtype::kCount); ++i) {
     const DtypeInfo& info = kDtypes[i];
     if (info.first_nan != kNoKey && !info.is_complex()) check_ends(info.dtype);

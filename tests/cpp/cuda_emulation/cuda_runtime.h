@@ -152,6 +152,8 @@ inline uint32_t max(uint32_t a, uint32_t b) { return a < b ? b : a; }
 
 namespace emulation {
 
+inline int num_launches;
+
 // A function of 16-bit halves, applied to both.
 template <class F>
 uint32_t by_halves(uint32_t a, uint32_t b, F f) {
@@ -199,6 +201,7 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Parameter), dim3 grid, dim3 block, v
                              size_t, cudaStream_t) {
   const auto& parameter = *static_cast<const Parameter*>(arguments[0]);
   if (grid.x == 0 || block.x == 0) return cudaErrorInvalidValue;
+  ++emulation::num_launches;
   gridDim = grid;
   blockDim = block;
   emulation::body = [&] { kernel(parameter); };
