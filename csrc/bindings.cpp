@@ -91,12 +91,8 @@ void add_recorder(py::module_& m) {
       .def("clear_history", [](Recorder& self) { self.history().clear(); })
       .def("send", &Recorder::send)
       .def("send_captured", &Recorder::send_captured)
-      .def("receive", &Recorder::receive, py::arg("max_in_flight"))
-      .def("judge",
-           [](Recorder& self, const Frame& frame) {
-             Frame copy = frame;
-             return self.judge(copy);
-           })
+      .def("judge_arrived", &Recorder::judge_arrived, py::arg("max_in_flight"), py::arg("on_batch"),
+           py::arg("on_frame"))
       .def("keep", [](Recorder& self, const Frame& frame) { self.keep(Frame(frame)); })
       .def("end_step", &Recorder::end_step)
       .def("begin_batch", &Recorder::begin_batch);

@@ -121,14 +121,18 @@ void DeviceSlots::queue(std::vector<Unscanned>& tensors) {
   }
 }
 
-void DeviceSlots::scan_by_torch(const std::vector<Unscanned>& tensors) {
+void DeviceSlots::scan_by_torch(std::vector<Unscanned>& tensors) {
   const Unseen unseen;
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("overflow_fast::scan_composite", "")
                              .typed<void(const at::Tensor&, int64_t, at::TensorList)>();
-  for (const Unscanned& tensor : tensors) {
+  for (Unscanned& tensor : tensors) {
     if (tensor.tensor.device() != device_) continue;
-    op.call(step_.chunks[tensor.slot / kChunk], tensor.slot % kChunk, {tensor.tensor.detach()});
+    try {
+      op.call(step_.chunks[tensor.slot / kChunk], tensor.slot % kChunk, {tensor.tensor.detach()});
+    } catch (...) {  // a dtype that this device's operations do not know, say
+      tensor.error = current_exception_text();
+    }
   }
 }
 

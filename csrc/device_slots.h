@@ -90,7 +90,7 @@ class DeviceSlots {
 
   int64_t current_stream();
   void queue(std::vector<Unscanned>& tensors);
-  void scan_by_torch(const std::vector<Unscanned>& tensors);
+  void scan_by_torch(std::vector<Unscanned>& tensors);
   void grow(Pool& pool);
   void join_current_stream();
   void mark_reset();

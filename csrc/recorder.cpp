@@ -2,8 +2,6 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <algorithm>
-
 #include "errors.h"
 #include "scan.h"
 #include "tensor_view.h"
@@ -165,6 +163,16 @@ bool Recorder::judge(Frame& frame) {
   if (watches_every_frame || frame.is_bad) return true;
   keep(std::move(frame));
   return false;
+}
+
+void Recorder::judge_arrived(size_t max_in_flight, const py::object& on_batch,
+                             const py::object& on_frame) {
+  std::optional<int64_t> batch;
+  for (Frame& frame : deferred_.receive(max_in_flight)) {
+    if (batch != frame.batch) on_batch(frame.batch);
+    batch = frame.batch;
+    if (judge(frame)) on_frame(std::move(frame));
+  }
 }
 
 void Recorder::keep(Frame&& frame) {

@@ -48,12 +48,12 @@ class Recorder {
 
   // Whether frames wait that should be fetched before the next one begins.
   bool should_fetch() const { return options_.fetch_frames && !deferred_.is_empty(); }
-  // See Deferred. The caller gives each frame that receive() hands out to judge().
+  // See Deferred.
   void send();
   void send_captured() { deferred_.send_captured(); }
-  std::vector<Frame> receive(size_t max_in_flight) { return deferred_.receive(max_in_flight); }
-  // True if the frame is bad or every frame is asked for; otherwise it goes into the history.
-  bool judge(Frame& frame);
+  // Judges the frames that Deferred::receive hands out. on_batch(number) is called where another
+  // batch's frames begin, on_frame(frame) for a frame that somebody should look at.
+  void judge_arrived(size_t max_in_flight, const py::object& on_batch, const py::object& on_frame);
   void keep(Frame&& frame);
 
   // The memo and the host's slots of a step end with it.
@@ -76,6 +76,8 @@ class Recorder {
   const Coverage& coverage() const { return coverage_; }
 
  private:
+  // True if the frame is bad or every frame is asked for; otherwise it goes into the history.
+  bool judge(Frame& frame);
   // A smaller tensor on the host is scanned again sooner than it is remembered: what remembering
   // costs is the tensor's own memory, which is given back only when the step ends.
   static constexpr int64_t kMinMemoBytes = 4096;

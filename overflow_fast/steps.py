@@ -261,10 +261,7 @@ class StepHooks:
         self._warn_once()
 
     def _judge_arrived(self, max_in_flight: int) -> None:
-        for frame in self._recorder.receive(max_in_flight):
-            self._choose_watch(frame.batch)
-            if self._recorder.judge(frame):
-                self.on_frame(frame)
+        self._recorder.judge_arrived(max_in_flight, self._choose_watch, self.on_frame)
 
     def _warn_once(self) -> None:
         if self._has_warned or not self._recorder.coverage.not_scanned:

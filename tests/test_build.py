@@ -86,6 +86,55 @@ def test_torch_is_missing(tmp_path):
     assert "pip install --no-build-isolation ." in message
 
 
+CUDA_TORCH = """
+import types
+__version__ = "2.11.0+cu{0}"
+version = types.SimpleNamespace(cuda="{0[0]}{0[1]}.{0[2]}")
+"""
+CUDA_EXTENSION = """
+import os
+import setuptools
+from setuptools.command.build_ext import build_ext as BuildExtension
+CUDA_HOME = "/usr/local/cuda"
+CppExtension = None
+def CUDAExtension(name, sources, **options):
+    print(os.environ["TORCH_CUDA_ARCH_LIST"], *sources)
+    return setuptools.Extension(name, [])
+"""
+
+
+@pytest.mark.parametrize(
+    "toolkit, asked, expected",
+    [
+        ("130", None, "8.0;9.0;10.0+PTX"),
+        ("128", None, "8.0;9.0;10.0+PTX"),
+        ("126", None, "8.0;9.0+PTX"),
+        ("130", "8.6", "8.6"),
+    ],
+)
+def test_the_architectures_cuda_is_built_for(tmp_path, toolkit, asked, expected):
+    package = tmp_path / "torch" / "utils"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text(CUDA_TORCH.format(toolkit))
+    (package / "__init__.py").write_text("")
+    (package / "cpp_extension.py").write_text(CUDA_EXTENSION)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "OVERFLOW_FAST_CUDA": "1"}
+    environment.pop("TORCH_CUDA_ARCH_LIST", None)
+    if asked is not None:
+        environment["TORCH_CUDA_ARCH_LIST"] = asked
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--version"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    found, *sources = done.stdout.splitlines()[0].split()
+    assert found == expected
+    assert "csrc/cuda/scan_kernel.cu" in sources
+    assert "csrc/cuda/cuda_device.cpp" in sources
+
+
 @pytest.mark.parametrize(
     "variable, message",
     [
