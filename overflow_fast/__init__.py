@@ -2,10 +2,12 @@
 
 import torch  # noqa: F401  (the extension needs torch's libraries loaded first)
 
+from .coverage import Coverage
 from .debug import DebugUnderflowOverflow, detect_overflow, get_abs_min_max
 from .ops import Stat, scan
 
 __all__ = [
+    "Coverage",
     "DebugUnderflowOverflow",
     "Stat",
     "detect_overflow",

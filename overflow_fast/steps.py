@@ -5,35 +5,19 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from . import _C
+from .coverage import Coverage, NotScannedWarning
 from .hooks import Attachment, modules_once, modules_per_parent, outermost_call
 
 _RECOMPUTED, _ENDS_STEP = 1, 2
 _Self = TypeVar("_Self", bound="StepHooks")
 _MAX_IN_FLIGHT = {"step": 0, "frame": 0, "lagged": 1}
 _log = logging.getLogger("overflow_fast")
-
-
-class Coverage(NamedTuple):
-    """What a clean verdict covers.
-
-    Attributes:
-        tensors_listed: How many tensors the frames list.
-        tensors_scanned: How many scans that took; a tensor that nobody wrote to since
-            its last scan in a forward is not scanned again.
-        bytes_scanned: How many bytes the scanned tensors have.
-        not_scanned: How many listed tensors were not looked at, by the reason.
-    """
-
-    tensors_listed: int
-    tensors_scanned: int
-    bytes_scanned: int
-    not_scanned: dict[str, int]
 
 
 class StepHooks:
@@ -76,7 +60,7 @@ class StepHooks:
         self._recorder = _C.Recorder(
             self._max_frames, **self._options, fetch_frames=self._sync == "frame"
         )
-        self._has_warned = False
+        self._warning = NotScannedWarning()
         self._root_hook = _C.FrameHook(self, 0)
         self._attachment = Attachment()
         self._is_strict = self._options["strict_compat"]
@@ -120,13 +104,7 @@ class StepHooks:
     @property
     def coverage(self) -> Coverage:
         """What was looked at so far, and what was not."""
-        found = self._recorder.coverage
-        return Coverage(
-            found.tensors_listed,
-            found.tensors_scanned,
-            found.bytes_scanned,
-            found.reasons(),
-        )
+        return Coverage.of(self._recorder)
 
     def check(self) -> None:
         """Judges everything that has run up to now, replays of CUDA graphs included.
@@ -258,23 +236,10 @@ class StepHooks:
         self._recorder.send()
         self._recorder.end_step()
         self._judge_arrived(_MAX_IN_FLIGHT[self._sync])
-        self._warn_once()
+        self._warning.give_once(self._recorder)
 
     def _judge_arrived(self, max_in_flight: int) -> None:
         self._recorder.judge_arrived(max_in_flight, self._choose_watch, self.on_frame)
-
-    def _warn_once(self) -> None:
-        if self._has_warned or not self._recorder.coverage.not_scanned:
-            return
-        self._has_warned = True
-        reasons = ", ".join(
-            f"{count} x {reason}" for reason, count in self.coverage.not_scanned.items()
-        )
-        _log.warning(
-            "Some tensors are not scanned, and a clean verdict does not cover them: "
-            "%s. Said once; see `coverage`.",
-            reasons,
-        )
 
     def _on_recomputed(self, graph_task_id: int) -> int:
         if self._unrooted_call != ("backward", graph_task_id):

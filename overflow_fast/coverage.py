@@ -1,0 +1,57 @@
+"""What was looked at and what was not: no verdict without it."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+from . import _C
+
+_log = logging.getLogger("overflow_fast")
+
+
+class Coverage(NamedTuple):
+    """What a clean verdict covers.
+
+    Attributes:
+        tensors_listed: How many tensors the frames list.
+        tensors_scanned: How many scans that took; a tensor that nobody wrote to since
+            its last scan in a forward is not scanned again.
+        bytes_scanned: How many bytes the scanned tensors have.
+        not_scanned: How many listed tensors were not looked at, by the reason.
+    """
+
+    tensors_listed: int
+    tensors_scanned: int
+    bytes_scanned: int
+    not_scanned: dict[str, int]
+
+    @classmethod
+    def of(cls, recorder: _C.Recorder) -> Coverage:
+        """What a recorder has looked at so far."""
+        found = recorder.coverage
+        return cls(
+            found.tensors_listed,
+            found.tensors_scanned,
+            found.bytes_scanned,
+            found.reasons(),
+        )
+
+
+class NotScannedWarning:
+    """Logs once that some tensors are not scanned."""
+
+    def __init__(self) -> None:
+        self._is_given = False
+
+    def give_once(self, recorder: _C.Recorder) -> None:
+        """Logs a warning if there is reason to, and it was not given before."""
+        if self._is_given or not recorder.coverage.not_scanned:
+            return
+        self._is_given = True
+        reasons = Coverage.of(recorder).not_scanned
+        _log.warning(
+            "Some tensors are not scanned, and a clean verdict does not cover them: "
+            "%s. Said once; see `coverage`.",
+            ", ".join(f"{count} x {reason}" for reason, count in reasons.items()),
+        )
