@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 KERNELS = [ROOT / "csrc/cuda/scan_kernel.cu", ROOT / "csrc/cuda/scan_kernel_large.cu"]
 WITH_TORCH = ROOT / "csrc/cuda/cuda_device.cpp"
+OF_BENCHMARKS = sorted((ROOT / "benchmarks/gpu").glob("*.cu"))
 SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
@@ -87,9 +88,16 @@ def main():
         print("cuda-check: no nvcc was found, the CUDA sources are not compiled")
         return
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
-        jobs = [(s, arch) for arch in architectures(nvcc) for s in KERNELS]
+        targets = architectures(nvcc)
+        others = [
+            pool.submit(compile_kernels, nvcc, source, targets[0], folder)
+            for source in OF_BENCHMARKS
+        ]
+        jobs = [(s, arch) for arch in targets for s in KERNELS]
         logs = [pool.submit(compile_kernels, nvcc, *job, folder) for job in jobs]
         compile_with_torch(nvcc, folder)
+        for other in others:
+            other.result()
         spills = [
             report(*job, log.result()) for job, log in zip(jobs, logs, strict=True)
         ]

@@ -36,6 +36,7 @@ else
 fi
 stage scan 120 "$python" benchmarks/gpu/scan.py "${arguments[@]}"
 stage hooks 60 "$python" benchmarks/gpu/hooks.py "${arguments[@]}"
+stage variants 60 "$python" benchmarks/gpu/variants.py "${arguments[@]}"
 stage models 150 "$python" benchmarks/gpu/models.py "${arguments[@]}"
 if [ ${#arguments[@]} -eq 0 ] && command -v compute-sanitizer > /dev/null; then
   only=(--kernel-regex kns=scan_kernel)

@@ -1,7 +1,7 @@
 """Joins the parts of a GPU check into one JSON and one table, which it prints.
 
-python report.py FOLDER: the folder holds scan.json, hooks.json and models.json, and
-what check.sh says of the tests (`summary.txt`).
+python report.py FOLDER: the folder holds a JSON file of each benchmark, and what
+check.sh says of the stages (`summary.txt`).
 """
 
 from __future__ import annotations
@@ -94,6 +94,34 @@ def hook_tables(part: dict[str, Any] | None) -> list[str]:
     return lines + table(["sync", "waits in 10 steps", "slots", "bytes added"], cells)
 
 
+def variant_tables(part: dict[str, Any] | None) -> list[str]:
+    cells = [
+        [
+            row["variant"],
+            row["dtype"],
+            size_text(row["bytes"]),
+            f"{row['gb_per_s']:.0f}",
+        ]
+        for row in rows_of(part, "constants")
+    ]
+    lines = table(["threads, loads, blocks", "dtype", "size", "GB/s"], cells)
+    cells = [
+        [
+            str(row["tensors"]),
+            str(row["large"]),
+            f"{row['host_us']:.2f}",
+            f"{row['gpu_us']:.2f}",
+        ]
+        for row in rows_of(part, "parameters")
+    ]
+    lines += table(["tensors in a list", "32 KiB", "host us", "GPU us"], cells)
+    cells = [
+        [row["way"], str(row["slots"]), row["unit"], f"{row['us']:.2f}"]
+        for row in rows_of(part, "to the host")
+    ]
+    return lines + table(["way to the host", "slots", "time of", "us"], cells)
+
+
 def model_table(part: dict[str, Any] | None) -> list[str]:
     cells = [
         [
@@ -110,12 +138,13 @@ def main() -> None:
     folder = Path(sys.argv[1])
     parts = {
         name: json.loads(path.read_text()) if path.exists() else None
-        for name in ("scan", "hooks", "models")
+        for name in ("scan", "hooks", "models", "variants")
         for path in [folder / f"{name}.json"]
     }
     facts = next((part["device"] for part in parts.values() if part), {})
     summary = (folder / "summary.txt").read_text().splitlines()
     lines = ["# On a GPU", "", *summary, "", *scan_tables(parts["scan"])]
+    lines += variant_tables(parts["variants"])
     lines += hook_tables(parts["hooks"]) + model_table(parts["models"])
     lines += [", ".join(f"{key} {value}" for key, value in facts.items()), ""]
     slug = re.sub(r"[^a-z0-9]+", "-", facts.get("gpu", "no gpu").lower()).strip("-")

@@ -37,7 +37,7 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _gpu_time(function: Callable[[], object], calls: int) -> float:
+def gpu_time(function: Callable[[], object], calls: int) -> float:
     """GPU seconds per call. The GPU sleeps until the host has queued all of them."""
     if DRY:
         return host_time(function, calls)
@@ -76,7 +76,7 @@ def wall_time(function: Callable[[], object], calls: int) -> float:
 def race(
     competitors: dict[str, Callable[[], object]],
     calls: int,
-    timer: Callable[[Callable[[], object], int], float] = _gpu_time,
+    timer: Callable[[Callable[[], object], int], float] = gpu_time,
     rounds: int = ROUNDS,
 ) -> Times:
     """Times functions in turn, in a new order each round; seconds per call."""

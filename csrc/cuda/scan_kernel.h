@@ -7,10 +7,6 @@
 
 namespace overflow_fast::cuda {
 
-// As many as fit with the registers that a block needs: 64 KiB of loads in flight on each
-// multiprocessor. Not measured yet on a GPU, nor against other numbers.
-constexpr int kBlocksPerMultiprocessor = 4;
-
 struct Target {
   cudaStream_t stream;
   int num_multiprocessors;

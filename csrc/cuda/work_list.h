@@ -12,11 +12,21 @@
 
 namespace overflow_fast::cuda {
 
+// Defined elsewhere only to measure other values (benchmarks/gpu/variants.py).
+#if !defined(OF_CUDA_THREADS)
+#define OF_CUDA_THREADS 256
+#define OF_CUDA_UNROLL 4
+#define OF_CUDA_BLOCKS 4
+#endif
+
 constexpr int kVectorBytes = 16;
-// One unrolled iteration of a block: 16 KiB of a dense tensor.
-constexpr int kThreads = 256;
-constexpr int kUnroll = 4;
+// A chunk is one unrolled iteration of a block: 16 KiB of a dense tensor.
+constexpr int kThreads = OF_CUDA_THREADS;
+constexpr int kUnroll = OF_CUDA_UNROLL;
 constexpr int kUnitsPerChunk = kThreads * kUnroll;
+// As many as fit with the registers that a block needs: 64 KiB of loads in flight on each
+// multiprocessor. None of these three has been measured on a GPU yet.
+constexpr int kBlocksPerMultiprocessor = OF_CUDA_BLOCKS;
 
 enum class Unit : uint8_t {
   kVector,   // 16 aligned bytes
