@@ -1,7 +1,9 @@
 """Builds the extension overflow_fast._C against the torch that is installed."""
 
 import os
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -58,9 +60,27 @@ def choose_cuda() -> bool:
         lacking = f"torch {torch.__version__} was built without CUDA"
     elif CUDA_HOME is None:
         lacking = f"no CUDA toolkit {torch.version.cuda} was found (set CUDA_HOME)"
+    elif toolkit_version(CUDA_HOME).split(".")[0] != torch.version.cuda.split(".")[0]:
+        lacking = (
+            f"the toolkit in {CUDA_HOME} is {toolkit_version(CUDA_HOME)} and torch was "
+            f"built with CUDA {torch.version.cuda} (set CUDA_HOME to such a toolkit)"
+        )
     if lacking and wish == "1":
         stop(f"OVERFLOW_FAST_CUDA=1 asks for the CUDA part, but {lacking}.")
+    if lacking and torch.version.cuda is not None:
+        print(f"overflow_fast: building without CUDA kernels: {lacking}.")
     return lacking is None
+
+
+def toolkit_version(cuda_home: str) -> str:
+    """The release of a toolkit's compiler, such as 13.0."""
+    nvcc = Path(cuda_home) / "bin" / "nvcc"
+    try:
+        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+    except OSError:
+        return "without nvcc"
+    release = re.search(r"release (\d+\.\d+)", said.stdout)
+    return release[1] if release else "of an unknown version"
 
 
 def default_architectures() -> str:

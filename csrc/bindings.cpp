@@ -114,6 +114,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .value("COMPOSITE", ScanBackend::kComposite)
       .value("DEVICE", ScanBackend::kDevice);
   m.def("scan_tensors", &scan_tensors, py::arg("tensors"), py::arg("backend") = ScanBackend::kAuto);
+  m.def("has_kernels",
+        [](const std::string& type) { return has_kernels(c10::Device(type).type()); });
   // For a device whose kernels are in another library: the address of an OpenDevice.
   m.def("register_device_type", [](const std::string& type, uintptr_t open) {
     register_device_type(c10::Device(type).type(), reinterpret_cast<OpenDevice>(open));

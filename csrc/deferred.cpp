@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 
+#include "device_registry.h"
 #include "errors.h"
 
 namespace overflow_fast {
@@ -25,7 +26,12 @@ bool is_deferred(const Entry& entry) {
 size_t Deferred::number_of(at::Device device) {
   size_t at = 0;
   while (at < devices_.size() && devices_[at].device() != device) ++at;
-  if (at == devices_.size()) devices_.emplace_back(device);
+  if (at == devices_.size()) {
+    devices_.emplace_back(device);
+    if (device.is_cuda() && !has_kernels(device.type())) {
+      py::module_::import("overflow_fast.coverage").attr("warn_of_no_kernels")();
+    }
+  }
   return at;
 }
 

@@ -28,6 +28,12 @@ void register_device_type(c10::DeviceType type, OpenDevice open) {
   std::erase_if(registry().devices, [&](const auto& entry) { return entry.first.first == type; });
 }
 
+bool has_kernels(c10::DeviceType type) {
+  const std::lock_guard lock(registry().mutex);
+  const auto found = registry().types.find(type);
+  return found != registry().types.end() && found->second != nullptr;
+}
+
 Device* find_device(c10::Device device) {
   const std::lock_guard lock(registry().mutex);
   const auto type = registry().types.find(device.type());

@@ -13,6 +13,8 @@ using OpenDevice = Device* (*)(int64_t index);
 // A null `open` takes the kernels back.
 void register_device_type(c10::DeviceType type, OpenDevice open);
 
+bool has_kernels(c10::DeviceType type);
+
 // The device, which lives as long as the process, or null if its type has no kernels.
 Device* find_device(c10::Device device);
 

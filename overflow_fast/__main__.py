@@ -45,7 +45,9 @@ def _version() -> str:
 
     from . import _C, __version__
 
-    return f"overflow_fast {__version__}, torch {torch.__version__}, CPU {_C.isa()}"
+    cuda = "CUDA kernels" if _C.has_kernels("cuda") else "no CUDA kernels"
+    torch_version = f"torch {torch.__version__}"
+    return f"overflow_fast {__version__}, {torch_version}, CPU {_C.isa()}, {cuda}"
 
 
 def _run(program: str, arguments: Sequence[str], is_module: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import NamedTuple
 
@@ -55,3 +56,13 @@ class NotScannedWarning:
             "%s. Said once; see `coverage`.",
             ", ".join(f"{count} x {reason}" for reason, count in reasons.items()),
         )
+
+
+@functools.cache
+def warn_of_no_kernels() -> None:
+    """Logs, once in a process, that a GPU's tensors are scanned the slow way."""
+    _log.warning(
+        "overflow_fast was built without CUDA kernels: tensors on the GPU are scanned "
+        "by torch operations, which takes several times as long. Build it again with "
+        "OVERFLOW_FAST_CUDA=1, which says what is missing."
+    )

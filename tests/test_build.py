@@ -95,44 +95,69 @@ CUDA_EXTENSION = """
 import os
 import setuptools
 from setuptools.command.build_ext import build_ext as BuildExtension
-CUDA_HOME = "/usr/local/cuda"
-CppExtension = None
+CUDA_HOME = os.path.dirname(__file__)
+def CppExtension(name, sources, **options):
+    return setuptools.Extension(name, [])
 def CUDAExtension(name, sources, **options):
     print(os.environ["TORCH_CUDA_ARCH_LIST"], *sources)
     return setuptools.Extension(name, [])
 """
 
 
-@pytest.mark.parametrize(
-    "toolkit, asked, expected",
-    [
-        ("130", None, "8.0;9.0;10.0+PTX"),
-        ("128", None, "8.0;9.0;10.0+PTX"),
-        ("126", None, "8.0;9.0+PTX"),
-        ("130", "8.6", "8.6"),
-    ],
-)
-def test_the_architectures_cuda_is_built_for(tmp_path, toolkit, asked, expected):
+def setup_with_cuda(tmp_path, torch_cuda, toolkit, **variables):
+    """Exit status and lines of setup.py with a torch and a toolkit for CUDA."""
     package = tmp_path / "torch" / "utils"
-    package.mkdir(parents=True)
-    (package.parent / "__init__.py").write_text(CUDA_TORCH.format(toolkit))
+    (package / "bin").mkdir(parents=True)
+    (package.parent / "__init__.py").write_text(CUDA_TORCH.format(torch_cuda))
     (package / "__init__.py").write_text("")
     (package / "cpp_extension.py").write_text(CUDA_EXTENSION)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "OVERFLOW_FAST_CUDA": "1"}
-    environment.pop("TORCH_CUDA_ARCH_LIST", None)
-    if asked is not None:
-        environment["TORCH_CUDA_ARCH_LIST"] = asked
+    nvcc = package / "bin" / "nvcc"
+    nvcc.write_text(
+        f"#!/bin/sh\necho 'Cuda compilation tools, release {toolkit}, V1'\n"
+    )
+    nvcc.chmod(0o755)
+    names = ("TORCH_CUDA_ARCH_LIST", "OVERFLOW_FAST_CUDA")
+    environment = {k: v for k, v in os.environ.items() if k not in names}
     done = subprocess.run(
         [sys.executable, "setup.py", "--version"],
         cwd=ROOT,
-        env=environment,
+        env=environment | {"PYTHONPATH": str(tmp_path)} | variables,
         capture_output=True,
         text=True,
     )
-    found, *sources = done.stdout.splitlines()[0].split()
-    assert found == expected
+    return done.returncode, (done.stdout + done.stderr).splitlines()
+
+
+@pytest.mark.parametrize(
+    "torch_cuda, variables, expected",
+    [
+        ("130", {}, "8.0;9.0;10.0+PTX"),
+        ("128", {}, "8.0;9.0;10.0+PTX"),
+        ("126", {}, "8.0;9.0+PTX"),
+        ("130", {"TORCH_CUDA_ARCH_LIST": "8.6"}, "8.6"),
+    ],
+)
+def test_the_architectures_cuda_is_built_for(tmp_path, torch_cuda, variables, expected):
+    toolkit = f"{torch_cuda[:2]}.{torch_cuda[2]}"
+    status, lines = setup_with_cuda(tmp_path, torch_cuda, toolkit, **variables)
+    found, *sources = lines[0].split()
+    assert (status, found) == (0, expected)
     assert "csrc/cuda/scan_kernel.cu" in sources
     assert "csrc/cuda/cuda_device.cpp" in sources
+
+
+def test_a_toolkit_of_another_release(tmp_path):
+    status, lines = setup_with_cuda(tmp_path, "130", "12.4")
+    assert status == 0
+    assert lines[0].startswith("overflow_fast: building without CUDA kernels: the")
+    assert "is 12.4 and torch was built with CUDA 13.0" in lines[0]
+
+
+def test_a_toolkit_of_another_release_where_cuda_is_asked_for(tmp_path):
+    wish = {"OVERFLOW_FAST_CUDA": "1"}
+    status, lines = setup_with_cuda(tmp_path, "130", "12.4", **wish)
+    assert status == 1
+    assert "OVERFLOW_FAST_CUDA=1 asks for the CUDA part, but the toolkit" in lines[-1]
 
 
 @pytest.mark.parametrize(

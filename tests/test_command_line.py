@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from overflow_fast.__main__ import main
 
@@ -67,7 +68,19 @@ def test_version(capsys):
     with pytest.raises(SystemExit) as status:
         main(["--version"])
     assert status.value.code == 0
-    assert capsys.readouterr().out.startswith("overflow_fast 0.1.0, torch ")
+    out = capsys.readouterr().out
+    assert out.startswith("overflow_fast 0.1.0, torch ")
+    has_cuda = torch.version.cuda is not None
+    assert out.strip().endswith("CUDA kernels" if has_cuda else "no CUDA kernels")
+
+
+def test_a_build_without_cuda_kernels_says_so_once(caplog):
+    from overflow_fast.coverage import warn_of_no_kernels
+
+    warn_of_no_kernels.cache_clear()
+    warn_of_no_kernels()
+    warn_of_no_kernels()
+    assert len(caplog.records) == 1 and "OVERFLOW_FAST_CUDA=1" in caplog.text
 
 
 def test_no_command_says_what_there_is(capsys):
