@@ -12,7 +12,7 @@ from setuptools import setup
 MIN_TORCH = (2, 10)
 ROOT = Path(__file__).parent
 # No fast-math, ever: it turns isnan into false.
-CXX_FLAGS = ["-std=c++20", "-O3", "-Wall", "-Wno-psabi", "-fvisibility=hidden"]
+CXX_FLAGS = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wno-psabi", "-fvisibility=hidden"]
 
 
 def stop(message: str) -> None:
