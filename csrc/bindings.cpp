@@ -14,22 +14,49 @@ namespace overflow_fast {
 
 namespace {
 
+enum class ScanBackend : uint8_t {
+  kAuto,       // the kernels of the tensor's device, else torch operations
+  kComposite,  // torch operations
+  kDevice,     // the kernels registered for the tensor's device, also for the CPU
+};
+
+Slot scan_here(const at::Tensor& tensor, const View& view) {
+  Slot slot;
+  if (static_cast<int64_t>(tensor.nbytes()) < kReleaseGilBytes) {
+    scan_cpu(view, slot);
+  } else {
+    const py::gil_scoped_release release;
+    scan_cpu(view, slot);
+  }
+  return slot;
+}
+
 // For each tensor its stat as (abs_min, abs_max, num_nan, num_inf), or its Readability if that is
 // not kReadable.
-py::list scan_tensors(const std::vector<at::Tensor>& tensors, ScanBackend backend) {
-  std::vector<View> views(tensors.size());
-  std::vector<Readability> readable(tensors.size());
-  std::vector<Slot> slots(tensors.size());
-  for (size_t i = 0; i < tensors.size(); ++i) readable[i] = view_of(tensors[i], views[i]);
+py::list scan_tensors(const py::list& tensors, ScanBackend backend) {
+  py::list stats(tensors.size());
+  std::vector<ToScan> others;
+  std::vector<size_t> places;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor tensor = tensors[i].cast<at::Tensor>();
+    View view{};
+    const Readability readability = view_of(tensor, view);
+    if (readability != Readability::kReadable) {
+      stats[i] = readability;
+    } else if (tensor.is_cpu() && backend == ScanBackend::kAuto) {
+      stats[i] = stat_tuple(scan_here(tensor, view), view.dtype);
+    } else {
+      others.push_back({tensor, view, {}});
+      places.push_back(i);
+    }
+  }
+  if (others.empty()) return stats;
   {
     const py::gil_scoped_release release;
-    scan_all(tensors, views, readable, backend, slots);
+    scan_on_devices(others, backend == ScanBackend::kComposite);
   }
-  py::list stats;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const bool is_scanned = readable[i] == Readability::kReadable;
-    stats.append(is_scanned ? py::object(stat_tuple(slots[i], views[i].dtype))
-                            : py::cast(readable[i]));
+  for (size_t i = 0; i < others.size(); ++i) {
+    stats[places[i]] = stat_tuple(others[i].slot, others[i].view.dtype);
   }
   return stats;
 }

@@ -10,10 +10,6 @@ namespace overflow_fast {
 
 namespace {
 
-// Another thread that waits for the GIL keeps it for up to its switch interval (5 ms), so it is
-// let go only for scans of more than about 10 us.
-constexpr int64_t kReleaseGilBytes = 1 << 20;
-
 const py::object& resolver() {
   static const auto* function =  // never freed: the interpreter may be gone by then
       new py::object(py::module_::import("overflow_fast.tensors").attr("resolve"));

@@ -7,27 +7,28 @@
 
 #include "layout.h"
 #include "stat.h"
-#include "tensor_view.h"
 
 namespace overflow_fast {
 
 // Combines the stat of a readable CPU view into `slot`, over torch's own thread pool.
 void scan_cpu(const View& view, Slot& slot);
 
+// Another thread that waits for the GIL keeps it for up to its switch interval (5 ms), so it is
+// let go only for scans of more than about 10 us.
+constexpr int64_t kReleaseGilBytes = 1 << 20;
+
 // The stat of any readable tensor by torch operations on its own device, as a [4] int64 tensor
 // there. Allocates temporaries of the tensor's size; does not incur a CPU-GPU sync.
 at::Tensor stat_composite(const at::Tensor& tensor);
 
-enum class ScanBackend : uint8_t {
-  kAuto,       // the kernels of the tensor's device, else torch operations
-  kComposite,  // torch operations
-  kDevice,     // the kernels registered for the tensor's device, also for the CPU
+struct ToScan {
+  at::Tensor tensor;
+  View view;
+  Slot slot;
 };
 
-// Scans each readable tensor into its slot. Tensors on a device are scanned together and incur
-// one sync per device.
-void scan_all(const std::vector<at::Tensor>& tensors, const std::vector<View>& views,
-              const std::vector<Readability>& readable, ScanBackend backend,
-              std::vector<Slot>& slots);
+// Scans readable tensors, all those on a device together, by its kernels if it has some and
+// `by_torch` does not ask for torch operations. Incurs one sync per device.
+void scan_on_devices(std::vector<ToScan>& tensors, bool by_torch);
 
 }  // namespace overflow_fast

@@ -1,6 +1,6 @@
 #include <ATen/ATen.h>
 
-#include <algorithm>
+#include <vector>
 
 #include "device_registry.h"
 #include "device_slots.h"
@@ -28,32 +28,26 @@ at::Tensor stats_on(at::Device device, Device* api, const std::vector<at::Tensor
 
 }  // namespace
 
-void scan_all(const std::vector<at::Tensor>& tensors, const std::vector<View>& views,
-              const std::vector<Readability>& readable, ScanBackend backend,
-              std::vector<Slot>& slots) {
+void scan_on_devices(std::vector<ToScan>& all, bool by_torch) {
   const Unseen unseen;
-  std::vector<bool> is_done(tensors.size());
-  for (size_t first = 0; first < tensors.size(); ++first) {
-    if (is_done[first] || readable[first] != Readability::kReadable) continue;
-    const at::Device device = tensors[first].device();
-    if (device.is_cpu() && backend == ScanBackend::kAuto) {
-      scan_cpu(views[first], slots[first]);
-      continue;
-    }
-    std::vector<at::Tensor> group;
-    std::vector<View> group_views;
-    std::vector<size_t> members;
-    for (size_t i = first; i < tensors.size(); ++i) {
-      if (readable[i] != Readability::kReadable || tensors[i].device() != device) continue;
+  std::vector<bool> is_done(all.size());
+  for (size_t first = 0; first < all.size(); ++first) {
+    if (is_done[first]) continue;
+    const at::Device device = all[first].tensor.device();
+    std::vector<at::Tensor> tensors;
+    std::vector<View> views;
+    std::vector<Slot*> slots;
+    for (size_t i = first; i < all.size(); ++i) {
+      if (all[i].tensor.device() != device) continue;
       is_done[i] = true;
-      group.push_back(tensors[i]);
-      group_views.push_back(views[i]);
-      members.push_back(i);
+      tensors.push_back(all[i].tensor);
+      views.push_back(all[i].view);
+      slots.push_back(&all[i].slot);
     }
-    Device* api = backend == ScanBackend::kComposite ? nullptr : find_device(device);
-    const at::Tensor host = stats_on(device, api, group, group_views).cpu();
-    const auto* words = static_cast<const Slot*>(host.const_data_ptr());
-    for (size_t i = 0; i < members.size(); ++i) slots[members[i]] = words[i];
+    Device* api = by_torch ? nullptr : find_device(device);
+    const at::Tensor host = stats_on(device, api, tensors, views).cpu();
+    const auto* found = static_cast<const Slot*>(host.const_data_ptr());
+    for (size_t i = 0; i < slots.size(); ++i) *slots[i] = found[i];
   }
 }
 

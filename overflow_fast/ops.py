@@ -90,29 +90,44 @@ _BACKENDS = {"auto": _C.ScanBackend.AUTO, "composite": _C.ScanBackend.COMPOSITE}
 
 def _scan(tensors: list[torch.Tensor], backend: _C.ScanBackend) -> list[Stat]:
     found = _C.scan_tensors(tensors, backend)
-    values: dict[int, torch.Tensor | NotScanned] = {
-        i: resolve(tensors[i])
-        for i, result in enumerate(found)
-        if result == _C.Readability.INDIRECT
-    }
-    inner = {i: v for i, v in values.items() if not isinstance(v, NotScanned)}
-    results = _C.scan_tensors(list(inner.values()), backend)
-    for i, result in zip(inner, results, strict=True):
+    not_read = {i: r for i, r in enumerate(found) if not isinstance(r, tuple)}
+    reasons = _scan_values(tensors, found, not_read, backend) if not_read else {}
+    return [_stat(tensor, found[i], reasons.get(i)) for i, tensor in enumerate(tensors)]
+
+
+def _scan_values(
+    tensors: list[torch.Tensor],
+    found: list[_C.StatTuple | _C.Readability],
+    not_read: dict[int, _C.Readability],
+    backend: _C.ScanBackend,
+) -> dict[int, NotScanned]:
+    """Scans the values of wrappers into `found`; says why of all that cannot be."""
+    reasons: dict[int, NotScanned] = {}
+    values: dict[int, torch.Tensor] = {}
+    for i, readability in not_read.items():
+        if readability != _C.Readability.INDIRECT:
+            reasons[i] = reason(tensors[i], readability)
+            continue
+        inner = resolve(tensors[i])
+        if isinstance(inner, NotScanned):
+            reasons[i] = inner
+        else:
+            values[i] = inner
+    results = _C.scan_tensors(list(values.values()), backend)
+    for (i, inner), result in zip(values.items(), results, strict=True):
         found[i] = result
-    return [
-        _stat(tensor, values.get(i, tensor), found[i])
-        for i, tensor in enumerate(tensors)
-    ]
+        if not isinstance(result, tuple):
+            reasons[i] = reason(inner, result)
+    return reasons
 
 
 def _stat(
     tensor: torch.Tensor,
-    values: torch.Tensor | NotScanned,
     found: _C.StatTuple | _C.Readability,
+    why: NotScanned | None,
 ) -> Stat:
     numel, dtype = _numel(tensor), tensor.dtype
     if not isinstance(found, tuple):
-        why = values if isinstance(values, NotScanned) else reason(values, found)
         return Stat(None, None, False, False, numel, dtype, str(why))
     abs_min, abs_max, num_nan, num_inf = found
     return Stat(abs_min, abs_max, num_nan > 0, num_inf > 0, numel, dtype)
