@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -47,8 +48,7 @@ void Transfer::wait() {
 }
 
 const Slot& Transfer::slot(int64_t index) const {
-  const at::Tensor& host = host_[index / DeviceSlots::kChunk];
-  return static_cast<const Slot*>(host.const_data_ptr())[index % DeviceSlots::kChunk];
+  return slots_[index / DeviceSlots::kChunk][index % DeviceSlots::kChunk];
 }
 
 DeviceSlots::DeviceSlots(at::Device device) : device_(device), api_(find_device(device)) {}
@@ -144,6 +144,7 @@ void DeviceSlots::grow(Pool& pool) {
   if (growth_error_) throw std::runtime_error(growth_error_.cast<std::string>());
   try {
     const Unseen unseen;
+    const c10::InferenceMode normal(false);  // tensors made in it could not be written outside
     at::Tensor chunk = at::empty({kChunk, 4}, at::TensorOptions().dtype(at::kLong).device(device_));
     reset_slots(chunk);
     mark_reset();
@@ -230,6 +231,7 @@ void DeviceSlots::start_copy(const Pool& pool, Transfer& transfer) {
     const int64_t count = std::min(kChunk, pool.used - begin);
     at::Tensor slots = pool.chunks[begin / kChunk].narrow(0, 0, count);
     transfer.host_.push_back(host_buffer());
+    transfer.slots_.push_back(static_cast<const Slot*>(transfer.host_.back().const_data_ptr()));
     transfer.host_.back().narrow(0, 0, count).copy_(slots, /*non_blocking=*/api_ != nullptr);
     reset_slots(slots);
   }
@@ -241,6 +243,7 @@ at::Tensor DeviceSlots::host_buffer() {
     spare_.pop_back();
     return buffer;
   }
+  const c10::InferenceMode normal(false);
   const bool is_pinned = api_ != nullptr && !device_.is_cpu();
   return at::empty({kChunk, 4}, at::TensorOptions().dtype(at::kLong).pinned_memory(is_pinned));
 }

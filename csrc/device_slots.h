@@ -46,6 +46,7 @@ class Transfer {
   friend class DeviceSlots;
   int64_t count_ = 0;
   std::vector<at::Tensor> host_;  // one for each chunk
+  std::vector<const Slot*> slots_;
   std::shared_ptr<DeviceEvent> event_;
 };
 

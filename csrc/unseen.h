@@ -1,5 +1,5 @@
 // Our own operations are no part of the watched program: no gradient, and nothing to be seen by
-// a mode that the user has switched on.
+// a mode or a torch.func transform that the user has switched on.
 #pragma once
 
 #include <c10/core/GradMode.h>
@@ -10,8 +10,10 @@ namespace overflow_fast {
 struct Unseen {
   c10::AutoGradMode no_grad{false};
   c10::impl::ExcludeDispatchKeyGuard no_modes{
-      c10::DispatchKeySet(c10::DispatchKey::Python) |
-      c10::DispatchKeySet(c10::DispatchKey::PythonTLSSnapshot)};
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
+  c10::impl::ExcludeDispatchKeyGuard no_transforms{c10::DispatchKeySet(
+      {c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+       c10::DispatchKey::FuncTorchDynamicLayerBackMode, c10::DispatchKey::FuncTorchVmapMode})};
 };
 
 }  // namespace overflow_fast

@@ -147,6 +147,47 @@ def test_slots_are_clean_in_the_next_step(sync):
     assert "batch number=5" in detector.frames[-1]
 
 
+MODES = {"inference": torch.inference_mode, "grad": torch.enable_grad}
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("order", [["inference", "grad"], ["grad", "inference"]])
+@pytest.mark.parametrize("is_emulated", [True, False])
+def test_steps_in_and_out_of_inference_mode(emulated, sync, order, is_emulated):
+    if not is_emulated:
+        emulated.unregister()  # torch operations scan then
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    detector = watch(model, sync=sync)
+    for mode in [*order, *order]:
+        with MODES[mode]():
+            model(CLEAN)
+    detector.check()
+    assert not detector.coverage.not_scanned
+    for mode in order:
+        with MODES[mode]():
+            assert printed(lambda: (model(BAD), detector.check()))[1]
+
+
+TRANSFORMS = {
+    "grad": lambda f: torch.func.grad(f)(torch.ones(4)),
+    "vmap": lambda f: torch.vmap(f)(torch.ones(3, 4)),
+    "jvp": lambda f: torch.func.jvp(f, (torch.ones(4),), (torch.ones(4),)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("is_emulated", [True, False])
+def test_steps_inside_a_transform(emulated, name, is_emulated):
+    if not is_emulated:
+        emulated.unregister()
+    model = nn.Linear(4, 4)
+    detector = watch(model)
+    TRANSFORMS[name](lambda x: model(x).sum())
+    assert detector.coverage.not_scanned == {"inside a torch.func transform": 2}
+    assert "weight" in detector.frames[-1].splitlines()[-4]
+    assert printed(lambda: model(BAD))[1]
+
+
 class Many(nn.Module):
     def __init__(self, count):
         super().__init__()
