@@ -45,8 +45,8 @@ bool Deferred::is_outdated(int64_t slot, size_t mark) {
 void Deferred::scan(Frame& frame, Memo* memo, size_t mark) {
   for (Unscanned& tensor : frame.unscanned) {
     if (tensor.slot >= 0 || tensor.error) continue;
-    DeviceSlots& device = devices_[number_of(tensor.tensor.device())];
     try {
+      DeviceSlots& device = devices_[number_of(tensor.tensor.device())];
       device.notice_capture(mark);
       device.scan(frame.unscanned);
     } catch (...) {

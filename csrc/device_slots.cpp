@@ -71,12 +71,10 @@ int64_t DeviceSlots::current_stream() {
   return stream;
 }
 
-bool DeviceSlots::notice_capture(size_t mark) {
-  if (mark == mark_ || api_ == nullptr) return false;
+void DeviceSlots::notice_capture(size_t mark) {
+  if (mark == mark_ || api_ == nullptr) return;
   mark_ = mark;
-  const bool was_capturing = is_capturing_;
   is_capturing_ = api_->is_capturing();
-  return is_capturing_ != was_capturing;
 }
 
 bool DeviceSlots::is_capturing_now() {
@@ -108,7 +106,7 @@ void DeviceSlots::queue(std::vector<Unscanned>& tensors) {
     views_.push_back(tensor.view);
   }
   const auto count = static_cast<int64_t>(views_.size());
-  while (first + count > kChunk * static_cast<int64_t>(pool.chunks.size())) grow(pool);
+  while (first + count > pool.capacity()) grow(pool);
   if (!is_capturing_) join_current_stream();
   pool.used += count;  // also if a launch fails: some of the slots may have been written
   if (api_ == nullptr) return scan_by_torch(tensors);
@@ -180,9 +178,7 @@ Transfer DeviceSlots::send() {
   // A capture may come next, and can then not ask for memory.
   try {
     const int64_t wanted = captured_.used + transfer.count_;
-    while (api_ != nullptr && wanted > kChunk * static_cast<int64_t>(captured_.chunks.size())) {
-      grow(captured_);
-    }
+    while (api_ != nullptr && wanted > captured_.capacity()) grow(captured_);
   } catch (...) {
     current_exception_text();  // said if a capture comes
   }
@@ -192,7 +188,6 @@ Transfer DeviceSlots::send() {
 
 Transfer DeviceSlots::send_captured() {
   const int64_t used = captured_.used;
-  if (used > 0) api_->synchronize();  // whichever stream a graph was replayed on
   Transfer transfer = send(captured_);
   captured_.used = used;
   return transfer;
@@ -204,6 +199,8 @@ Transfer DeviceSlots::send(Pool& pool) {
   if (pool.used == 0) return transfer;
   try {
     const Unseen unseen;
+    // A graph may have been replayed on any stream.
+    if (&pool == &captured_) api_->synchronize();
     start_copy(pool, transfer);
     mark_reset();
     transfer.event_ = last_reset_;

@@ -38,7 +38,6 @@ class Transfer {
   // Incurs the sync, unless the slots have arrived. Call without the GIL.
   void wait();
   const Slot& slot(int64_t index) const;
-  int64_t count() const { return count_; }
   // Why nothing arrived, or null.
   py::object error;
 
@@ -60,8 +59,8 @@ class DeviceSlots {
   DeviceSlots(const DeviceSlots&) = delete;
   ~DeviceSlots();
 
-  // Looks, once for each `mark`, whether a graph is being captured. True if that has changed.
-  bool notice_capture(size_t mark);
+  // Looks, once for each `mark`, whether a graph is being captured.
+  void notice_capture(size_t mark);
   bool is_capturing() const { return is_capturing_; }
   bool is_capturing_now();
 
@@ -82,6 +81,7 @@ class DeviceSlots {
   struct Pool {
     std::vector<at::Tensor> chunks;
     int64_t used = 0;
+    int64_t capacity() const { return kChunk * static_cast<int64_t>(chunks.size()); }
   };
   // A stream that has written slots since they were reset.
   struct Lane {

@@ -26,17 +26,22 @@ def spoil(module):
         next(module.parameters()).view(-1)[0] = torch.inf
 
 
+def printed(function):
+    """What a function prints, and the text of the ValueError it raises, or None."""
+    out, error = io.StringIO(), None
+    with contextlib.redirect_stdout(out):
+        try:
+            function()
+        except ValueError as raised:
+            error = str(raised)
+    return out.getvalue(), error
+
+
 def run(detector, make_model, drive, **arguments):
     """Stdout and error of a scenario under a detector class."""
     torch.manual_seed(0)
     model = make_model()
-    out, error = io.StringIO(), None
-    with contextlib.redirect_stdout(out):
-        try:
-            drive(model, detector(model, **arguments))
-        except ValueError as raised:
-            error = str(raised)
-    return out.getvalue(), error
+    return printed(lambda: drive(model, detector(model, **arguments)))
 
 
 # Judged at once on the CPU, or as on a device: scanned by torch, or by CUDA's kernels.

@@ -2,11 +2,10 @@
 
 import contextlib
 import gc
-import io
 
 import pytest
 import torch
-from parity import Original, small_model, spoil
+from parity import Original, printed, small_model, spoil
 from torch import nn
 
 from overflow_fast import DebugUnderflowOverflow, scan
@@ -15,16 +14,6 @@ DETECTED = "inf/nan detected"
 SYNCS = ["step", "lagged", "frame"]
 
 pytestmark = pytest.mark.cuda
-
-
-def printed(function):
-    out, error = io.StringIO(), None
-    with contextlib.redirect_stdout(out):
-        try:
-            function()
-        except ValueError as raised:
-            error = str(raised)
-    return out.getvalue(), error
 
 
 def model_of(dtype=torch.float32):

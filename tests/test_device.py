@@ -1,12 +1,11 @@
 """Stats that lie on a device: when they are waited for, and what may go wrong."""
 
-import contextlib
 import dataclasses
 import gc
-import io
 import logging
 import weakref
 
+import parity
 import pytest
 import torch
 from parity import small_model, spoil
@@ -27,14 +26,9 @@ def watch(model, **options):
 
 def printed(function):
     """What a function prints, and whether it detected something."""
-    out, detected = io.StringIO(), False
-    with contextlib.redirect_stdout(out):
-        try:
-            function()
-        except ValueError as error:
-            assert DETECTED in str(error)
-            detected = True
-    return out.getvalue(), detected
+    text, error = parity.printed(function)
+    assert error is None or DETECTED in error
+    return text, error is not None
 
 
 @pytest.mark.parametrize("sync", SYNCS)
@@ -349,6 +343,14 @@ def test_a_device_that_is_lost_is_told_and_leaves_no_stale_slots(emulated, sync)
         model(CLEAN)
     detector.check()
     assert "device lost" not in detector.frames[-1]
+
+
+def test_a_device_that_is_lost_before_the_check_of_a_graph_is_told(emulated):
+    detector = captured(emulated, nn.Linear(4, 4), CLEAN.clone())
+    emulated.replay()
+    emulated.state.fails_streams = 1
+    detector.check()
+    assert detector.coverage.not_scanned == {"device lost": 4}
 
 
 def test_slots_that_could_not_be_sent_are_not_used_again(emulated):

@@ -80,7 +80,10 @@ class EmulatedDevice final : public Device {
   }
   bool is_capturing() override { return state.is_capturing; }
   std::unique_ptr<DeviceEvent> make_event() override { return std::make_unique<EmulatedEvent>(); }
-  void synchronize() override { ++state.num_synchronizations; }
+  void synchronize() override {
+    if (state.fails_streams) throw std::runtime_error("device lost");
+    ++state.num_synchronizations;
+  }
 };
 
 }  // namespace
