@@ -56,14 +56,15 @@ def choose_cuda() -> bool:
     if wish == "0":
         return False
     lacking = None
+    found = None if CUDA_HOME is None else toolkit_version(CUDA_HOME)
     if torch.version.cuda is None:
         lacking = f"torch {torch.__version__} was built without CUDA"
-    elif CUDA_HOME is None:
+    elif found is None:
         lacking = f"no CUDA toolkit {torch.version.cuda} was found (set CUDA_HOME)"
-    elif toolkit_version(CUDA_HOME).split(".")[0] != torch.version.cuda.split(".")[0]:
+    elif found.split(".")[0] != torch.version.cuda.split(".")[0]:
         lacking = (
-            f"the toolkit in {CUDA_HOME} is {toolkit_version(CUDA_HOME)} and torch was "
-            f"built with CUDA {torch.version.cuda} (set CUDA_HOME to such a toolkit)"
+            f"the toolkit in {CUDA_HOME} is {found} and torch was built with "
+            f"CUDA {torch.version.cuda} (set CUDA_HOME to such a toolkit)"
         )
     if lacking and wish == "1":
         stop(f"OVERFLOW_FAST_CUDA=1 asks for the CUDA part, but {lacking}.")

@@ -20,17 +20,6 @@ enum class ScanBackend : uint8_t {
   kDevice,     // the kernels registered for the tensor's device, also for the CPU
 };
 
-Slot scan_here(const at::Tensor& tensor, const View& view) {
-  Slot slot;
-  if (static_cast<int64_t>(tensor.nbytes()) < kReleaseGilBytes) {
-    scan_cpu(view, slot);
-  } else {
-    const py::gil_scoped_release release;
-    scan_cpu(view, slot);
-  }
-  return slot;
-}
-
 // For each tensor its stat as (abs_min, abs_max, num_nan, num_inf), or its Readability if that is
 // not kReadable.
 py::list scan_tensors(const py::list& tensors, ScanBackend backend) {

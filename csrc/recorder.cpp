@@ -130,15 +130,7 @@ void Recorder::add_stat(Frame& frame, Listing listing, const at::Tensor& tensor,
 
 int64_t Recorder::scan_to_slot(const at::Tensor& tensor, const View& view) {
   coverage_.scanned(tensor);
-  Slot slot;
-  if (static_cast<int64_t>(tensor.nbytes()) >= kReleaseGilBytes) {
-    const at::Tensor kept = tensor;  // another thread may drop it from its container meanwhile
-    const py::gil_scoped_release release;
-    scan_cpu(view, slot);
-  } else {
-    scan_cpu(view, slot);
-  }
-  host_slots_.push_back(slot);
+  host_slots_.push_back(scan_here(tensor, view));
   return static_cast<int64_t>(host_slots_.size()) - 1;
 }
 

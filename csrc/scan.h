@@ -13,9 +13,8 @@ namespace overflow_fast {
 // Combines the stat of a readable CPU view into `slot`, over torch's own thread pool.
 void scan_cpu(const View& view, Slot& slot);
 
-// Another thread that waits for the GIL keeps it for up to its switch interval (5 ms), so it is
-// let go only for scans of more than about 10 us.
-constexpr int64_t kReleaseGilBytes = 1 << 20;
+// The stat of a readable CPU tensor. Called with the GIL, which a large scan lets go.
+Slot scan_here(const at::Tensor& tensor, const View& view);
 
 // The stat of any readable tensor by torch operations on its own device, as a [4] int64 tensor
 // there. Allocates temporaries of the tensor's size; does not incur a CPU-GPU sync.

@@ -26,7 +26,23 @@ at::Tensor stats_on(at::Device device, Device* api, const std::vector<at::Tensor
   return slots;
 }
 
+// Another thread that waits for the GIL keeps it for up to its switch interval (5 ms), so it is
+// let go only for scans of more than about 10 us.
+constexpr int64_t kReleaseGilBytes = 1 << 20;
+
 }  // namespace
+
+Slot scan_here(const at::Tensor& tensor, const View& view) {
+  Slot slot;
+  if (static_cast<int64_t>(tensor.nbytes()) < kReleaseGilBytes) {
+    scan_cpu(view, slot);
+  } else {
+    const at::Tensor kept = tensor;  // another thread may drop it from its container meanwhile
+    const py::gil_scoped_release release;
+    scan_cpu(view, slot);
+  }
+  return slot;
+}
 
 void scan_on_devices(std::vector<ToScan>& all, bool by_torch) {
   const Unseen unseen;

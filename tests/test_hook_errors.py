@@ -74,12 +74,12 @@ class Log(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("composite", [False, True])
-def test_no_mode_of_the_user_sees_the_scan(composite):
+@pytest.mark.parametrize("defer", [False, True])
+def test_no_mode_of_the_user_sees_the_scan(defer):
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     with Log() as bare:
         model(torch.ones(1, 2))
-    DebugUnderflowOverflow(model, _defer=composite)
+    DebugUnderflowOverflow(model, _defer=defer)
     with Log() as watched:
         model(torch.ones(1, 2))
     assert watched.calls == bare.calls

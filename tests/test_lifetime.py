@@ -106,10 +106,10 @@ class Looks(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("composite", [False, True])
-def test_activations_are_not_kept(composite):
+@pytest.mark.parametrize("defer", [False, True])
+def test_activations_are_not_kept(defer):
     model = Looks()
-    DebugUnderflowOverflow(model, _defer=composite)
+    DebugUnderflowOverflow(model, _defer=defer)
     with torch.no_grad():
         model(torch.ones(1, 4))
     assert model.alive is False

@@ -42,8 +42,8 @@ def test_training_is_bit_identical(watch):
 
 
 def counts(detector):
-    recorder = detector.coverage
-    return recorder.tensors_listed, recorder.tensors_scanned
+    coverage = detector.coverage
+    return coverage.tensors_listed, coverage.tensors_scanned
 
 
 def test_a_tensor_is_scanned_once_in_a_step():
@@ -100,10 +100,10 @@ WRITES = {
 
 
 @pytest.mark.parametrize("name", WRITES)
-@pytest.mark.parametrize("composite", [False, True])
-def test_a_write_within_a_step_is_seen(name, composite):
+@pytest.mark.parametrize("defer", [False, True])
+def test_a_write_within_a_step_is_seen(name, defer):
     model = Writes(WRITES[name])
-    DebugUnderflowOverflow(model, _defer=composite)
+    DebugUnderflowOverflow(model, _defer=defer)
     with pytest.raises(ValueError, match=DETECTED), torch.no_grad():
         model(torch.ones(32, 64))
 

@@ -33,9 +33,8 @@ struct VectorKeys<8, kKind> {
     if constexpr (kKind == KeyKind::kTwosComplement) return bits >> 63 ? 0 - bits : bits;
     return bits;
   }
-  __device__ void take(const uint4& v) {
-    keys.take(key(v.x, v.y));
-    keys.take(key(v.z, v.w));
+  __device__ void take(uint32_t low_word, uint32_t high_word) {
+    keys.take(key(low_word, high_word));
   }
   __device__ Extremes extremes() const { return keys; }
 };
@@ -50,12 +49,6 @@ struct VectorKeys<4, kKind> {
     if constexpr (kKind == KeyKind::kTwosComplement) word = word >> 31 ? 0 - word : word;
     low = min(low, word);
     high = max(high, word);
-  }
-  __device__ void take(const uint4& v) {
-    take(v.x);
-    take(v.y);
-    take(v.z);
-    take(v.w);
   }
   __device__ Extremes extremes() const { return {low, high}; }
 };
@@ -75,12 +68,6 @@ struct VectorKeys<2, kKind> {
     if constexpr (kKind == KeyKind::kSignMagnitude) word &= 0x7fff7fff;
     if constexpr (kKind == KeyKind::kTwosComplement) word = __vabs2(word);  // |-32768|: its bits
     take_keys(word);
-  }
-  __device__ void take(const uint4& v) {
-    take(v.x);
-    take(v.y);
-    take(v.z);
-    take(v.w);
   }
   __device__ Extremes extremes() const {
     return {min(low & 0xffff, low >> 16), max(high & 0xffff, high >> 16)};
@@ -105,17 +92,24 @@ struct VectorKeys<1, kKind> {
     pairs.take_keys(keys(word));
     pairs.take_keys(keys(word << 8));
   }
-  __device__ void take(const uint4& v) {
-    take(v.x);
-    take(v.y);
-    take(v.z);
-    take(v.w);
-  }
   __device__ Extremes extremes() const {
     const Extremes pair = pairs.extremes();
     return {pair.low >> 8, pair.high >> 8};
   }
 };
+
+template <int kBytes, KeyKind kKind>
+__device__ void take_vector(VectorKeys<kBytes, kKind>& keys, const uint4& v) {
+  if constexpr (kBytes == 8) {
+    keys.take(v.x, v.y);
+    keys.take(v.z, v.w);
+  } else {
+    keys.take(v.x);
+    keys.take(v.y);
+    keys.take(v.z);
+    keys.take(v.w);
+  }
+}
 
 // What the kernel asks of a dtype while it runs.
 struct Format {

@@ -66,7 +66,7 @@ __device__ Extremes scan_run(const char* data, int64_t begin, int64_t end) {
       v[u] = load_vector(data + (i + u * kThreads) * kVectorBytes);
     }
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) keys.take(v[u]);
+    for (int u = 0; u < kUnroll; ++u) take_vector(keys, v[u]);
   }
   if (i < end) {
     uint4 v[kUnroll];
@@ -76,7 +76,7 @@ __device__ Extremes scan_run(const char* data, int64_t begin, int64_t end) {
       v[u] = load_vector(data + (unit < end ? unit : end - 1) * kVectorBytes);
     }
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) keys.take(v[u]);
+    for (int u = 0; u < kUnroll; ++u) take_vector(keys, v[u]);
   }
   return keys.extremes();
 }
@@ -87,7 +87,7 @@ template <class Keys>
 __device__ Extremes extremes_of(const uint4 (&v)[kUnroll]) {
   Keys keys;
 #pragma unroll
-  for (int u = 0; u < kUnroll; ++u) keys.take(v[u]);
+  for (int u = 0; u < kUnroll; ++u) take_vector(keys, v[u]);
   return keys.extremes();
 }
 
