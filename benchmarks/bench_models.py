@@ -6,15 +6,14 @@ import contextlib
 import statistics
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import transformers as hf
-from common import QUICK, plain_read, progress, race, ratio, silence, summary, write
+from common import QUICK, original, plain_read, progress, race, ratio, summary, write
 from torch import nn
-from transformers.debug_utils import DebugUnderflowOverflow as Original
 
 from overflow_fast import DebugUnderflowOverflow
 
@@ -91,18 +90,6 @@ def step_of(model: nn.Module, batch: Batch) -> Callable[[], object]:
         optimizer.zero_grad(set_to_none=False)
 
     return step
-
-
-@contextlib.contextmanager
-def original(model: nn.Module) -> Iterator[None]:
-    """The original, whose hooks it cannot take off itself."""
-    Original(model)
-    try:
-        with silence():
-            yield
-    finally:
-        for module in model.modules():
-            module._forward_hooks.clear()
 
 
 def loss_of(model: nn.Module, batch: Batch) -> float:

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 import torch.utils.cpp_extension
+from torch import nn
+from transformers.debug_utils import DebugUnderflowOverflow as Original
 
 import overflow_fast
 from overflow_fast import _C
@@ -105,6 +107,18 @@ def silence() -> Iterator[io.StringIO]:
     """Catches what is printed meanwhile."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         yield out
+
+
+@contextlib.contextmanager
+def original(model: nn.Module) -> Iterator[None]:
+    """Watches with the original, whose hooks it cannot take off itself."""
+    Original(model)
+    try:
+        with silence():
+            yield
+    finally:
+        for module in model.modules():
+            module._forward_hooks.clear()
 
 
 def _once(function: Callable[[], object], calls: int) -> float:

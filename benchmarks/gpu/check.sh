@@ -6,7 +6,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
-export GPU_RESULTS=${GPU_RESULTS:-$PWD/build/gpu} PYTHONUNBUFFERED=1 PYTHONPATH=$PWD
+export GPU_RESULTS=${GPU_RESULTS:-$PWD/build/gpu} PYTHONUNBUFFERED=1 PYTHONPATH=$PWD:$PWD/benchmarks
 export COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
 rm -rf "$GPU_RESULTS" && mkdir -p "$GPU_RESULTS"
 summary=$GPU_RESULTS/summary.txt

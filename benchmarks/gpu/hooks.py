@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from timing import DEVICE, DRY, host_time, progress, quartiles, race, save, synchronize
+from common import progress, silence
+from timing import DEVICE, DRY, host_time, quartiles, race, save, synchronize
 from torch import nn
 from transformers.debug_utils import DebugUnderflowOverflow as Original
 
@@ -40,7 +39,7 @@ def watched(make: Callable[[], nn.Module]) -> dict[str, nn.Module]:
 def host_cost(kind: str, make: Callable[[], nn.Module]) -> list[dict[str, Any]]:
     models, x = watched(make), torch.ones(16, 64, device=DEVICE)
     runs = {name: lambda m=model: m(x) for name, model in models.items()}
-    with contextlib.redirect_stdout(io.StringIO()):
+    with silence():
         times = race(runs, 1, host_time, 15)
     bare = quartiles(times["bare"])[1]
     rows = []

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import transformers as hf
-from timing import DEVICE, DRY, median_ratio, progress, quartiles, save, wall_time
+from common import original, progress, ratio
+from timing import DEVICE, DRY, quartiles, save, wall_time
 from torch import nn
-from transformers.debug_utils import DebugUnderflowOverflow as Original
 
 from overflow_fast import DebugUnderflowOverflow
 
@@ -68,18 +67,6 @@ def step_of(model: nn.Module, shape: tuple[int, int]) -> Callable[[], object]:
     return step
 
 
-@contextlib.contextmanager
-def original(model: nn.Module) -> Iterator[None]:
-    """The original, whose hooks it cannot take off itself."""
-    Original(model)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        for module in model.modules():
-            module._forward_hooks.clear()
-
-
 def measure(name: str) -> dict[str, Any]:
     make, calls = MODELS[name]
     torch.manual_seed(0)
@@ -111,7 +98,7 @@ def measure(name: str) -> dict[str, Any]:
         few = {k: v[: len(seconds)] for k, v in times.items()}
         row[kind] = {
             "seconds": quartiles(seconds),
-            "over_bare": median_ratio(few, kind, "bare"),
+            "over_bare": ratio(few, kind, "bare"),
             "peak_bytes": peaks.get(kind),
         }
     assert all(math.isfinite(s) for seconds in times.values() for s in seconds)

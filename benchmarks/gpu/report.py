@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from common import size_text
+
 RESULTS = Path(__file__).parent.parent / "results"
 
 
@@ -22,14 +24,6 @@ def rows_of(part: dict[str, Any] | None, kind: str) -> list[dict[str, Any]]:
 def table(header: list[str], rows: list[list[str]]) -> list[str]:
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
-
-
-def size_text(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} GiB"
 
 
 def scan_tables(part: dict[str, Any] | None) -> list[str]:

@@ -9,14 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from common import progress, ratio
 from timing import (
     DEVICE,
     DRY,
     Times,
     in_turn,
     load_plain_read,
-    median_ratio,
-    progress,
     quartiles,
     race,
     save,
@@ -64,7 +63,7 @@ def row_of(kind: str, num_bytes: int, times: Times, **more: Any) -> dict[str, An
         row[name] = {
             "seconds": quartiles(seconds),
             "gb_per_s": num_bytes / quartiles(seconds)[1] / 1e9,
-            "over_scan": median_ratio(times, name, "scan") if "scan" in times else None,
+            "over_scan": ratio(times, name, "scan") if "scan" in times else None,
         }
     return row
 

@@ -92,12 +92,6 @@ def race(
     return times
 
 
-def median_ratio(times: Times, name: str, to: str) -> float:
-    """The median over the rounds of one competitor's time over another's."""
-    pairs = zip(times[name], times[to], strict=True)
-    return statistics.median(a / b for a, b in pairs)
-
-
 def quartiles(seconds: list[float]) -> list[float]:
     return statistics.quantiles(seconds, n=4)
 
@@ -172,7 +166,3 @@ def save(name: str, rows: list[dict[str, Any]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     part = {"device": device_facts(), "rows": rows}
     (folder / f"{name}.json").write_text(json.dumps(part, indent=1) + "\n")
-
-
-def progress(text: str) -> None:
-    print(f"  {text}", file=sys.stderr, flush=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import progress
 from timing import (
     BUILD,
     DEVICE,
@@ -20,7 +21,6 @@ from timing import (
     gpu_time,
     host_time,
     in_turn,
-    progress,
     quartiles,
     race,
     save,
