@@ -50,12 +50,33 @@ py::list scan_tensors(const py::list& tensors, ScanBackend backend) {
   return stats;
 }
 
+// torch's names, in the order of Dtype.
+constexpr const char* kDtypeNames[] = {
+    "float64",     "float32",         "float16",         "bfloat16",       "float8_e4m3fn",
+    "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "complex128",
+    "complex64",   "complex32",       "int64",           "int32",          "int16",
+    "int8",        "uint64",          "uint32",          "uint16",         "uint8",
+    "bool",
+};
+static_assert(std::size(kDtypeNames) == static_cast<size_t>(Dtype::kCount));
+
 py::tuple entry_tuple(const Recorder& recorder, const Entry& entry) {
   py::object value = py::none();
   if (entry.kind == EntryKind::kTensor) value = stat_tuple(entry.stat, entry.dtype);
   if (entry.kind == EntryKind::kNotScanned) value = entry.why;
   return py::make_tuple(const_cast<Recorder&>(recorder).labels().path(entry.listing.label),
-                        entry.kind, value, entry.numel, entry.listing.is_quiet, entry.is_bad());
+                        entry.kind, value, entry.numel, entry.listing.is_quiet, entry.is_bad(),
+                        kDtypeNames[static_cast<size_t>(entry.dtype)]);
+}
+
+// (phase, module, label path, abs_max, the largest number of its format, the format), or None.
+py::object peak_tuple(Recorder& recorder, const Headroom::Peak* peak) {
+  if (peak == nullptr) return py::none();
+  const DtypeInfo& info = dtype_info(peak->dtype);
+  return py::make_tuple(peak->phase, peak->module, recorder.labels().path(peak->label),
+                        decode_key(info, peak->max_key),
+                        decode_key(info, info.first_nonfinite() - 1),
+                        kDtypeNames[static_cast<size_t>(peak->dtype)]);
 }
 
 py::list entry_list(const Recorder& recorder, const Frame& frame) {
@@ -70,12 +91,23 @@ void add_recorder(py::module_& m) {
       .value("NONE", EntryKind::kNone)
       .value("NOT_TENSOR", EntryKind::kNotTensor)
       .value("NOT_SCANNED", EntryKind::kNotScanned);
+  py::enum_<Phase>(m, "Phase")
+      .value("FORWARD", Phase::kForward)
+      .value("RECOMPUTED", Phase::kRecomputed)
+      .value("BACKWARD", Phase::kBackward)
+      .value("RECORDED", Phase::kRecorded)
+      .value("WEIGHTS", Phase::kWeights)
+      .value("BUFFERS", Phase::kBuffers)
+      .value("GRADIENTS", Phase::kGradients)
+      .value("OPTIMIZER_STATE", Phase::kOptimizerState);
   py::class_<Frame>(m, "Frame")
       .def_readonly("module", &Frame::module)
       .def_readonly("type", &Frame::type)
       .def_readonly("batch", &Frame::batch)
       .def_readonly("opens_batch", &Frame::opens_batch)
-      .def_readonly("is_recomputed", &Frame::is_recomputed)
+      .def_readonly("phase", &Frame::phase)
+      .def_readonly("order", &Frame::order)
+      .def_property_readonly("is_recomputed", &Frame::is_recomputed)
       .def_readonly("is_bad", &Frame::is_bad);
   py::class_<Coverage>(m, "Coverage")
       .def_readonly("tensors_listed", &Coverage::tensors_listed)
@@ -83,21 +115,35 @@ void add_recorder(py::module_& m) {
       .def_readonly("bytes_scanned", &Coverage::bytes_scanned)
       .def_readonly("not_scanned", &Coverage::not_scanned)
       .def("reasons", &Coverage::reasons);
+  py::class_<Gathered>(m, "Gathered")
+      .def_readonly("before", &Gathered::before)
+      .def_readonly("bad", &Gathered::bad)
+      .def_readonly("num_bad", &Gathered::num_bad)
+      .def_property_readonly(
+          "held", [](const Gathered& self) { return self.held ? self.held : py::none(); });
   py::class_<Recorder>(m, "Recorder")
-      .def(py::init([](std::optional<int64_t> max_frames, bool strict_compat, bool list_kwargs,
-                       bool memo, bool defer, bool fetch_frames) {
-             return std::make_unique<Recorder>(
-                 max_frames, Options{strict_compat, list_kwargs, memo, defer, fetch_frames});
-           }),
-           py::arg("max_frames"), py::kw_only(), py::arg("strict_compat") = false,
-           py::arg("list_kwargs") = false, py::arg("memo") = true, py::arg("defer") = false,
-           py::arg("fetch_frames") = false)
+      .def(
+          py::init([](std::optional<int64_t> max_frames, bool strict_compat, bool list_kwargs,
+                      bool memo, bool defer, bool fetch_frames, bool gathers, bool lists_parameters,
+                      bool parameters_once, bool watches_gradients, bool holds_tensors) {
+            return std::make_unique<Recorder>(
+                max_frames,
+                Options{strict_compat, list_kwargs, memo, defer, fetch_frames, gathers,
+                        lists_parameters, parameters_once, watches_gradients, holds_tensors});
+          }),
+          py::arg("max_frames"), py::kw_only(), py::arg("strict_compat") = false,
+          py::arg("list_kwargs") = false, py::arg("memo") = true, py::arg("defer") = false,
+          py::arg("fetch_frames") = false, py::arg("gathers") = false,
+          py::arg("lists_parameters") = true, py::arg("parameters_once") = false,
+          py::arg("watches_gradients") = false, py::arg("holds_tensors") = false)
       .def_readwrite("max_frames", &Recorder::max_frames)
       .def_readwrite("in_step", &Recorder::in_step)
       .def_readwrite("watches_every_frame", &Recorder::watches_every_frame)
       .def_readwrite("total_calls", &Recorder::total_calls)
       .def_property_readonly("coverage", &Recorder::coverage)
       .def_property_readonly("num_syncs", &Recorder::num_syncs)
+      .def_property_readonly("num_sends", &Recorder::num_sends)
+      .def_static("num_frames", &Recorder::num_frames)
       .def_property_readonly("last_batch", &Recorder::last_batch)
       .def("entries", &entry_list)
       .def("history",
@@ -107,9 +153,27 @@ void add_recorder(py::module_& m) {
       .def("clear_history", [](Recorder& self) { self.history().clear(); })
       .def("send", &Recorder::send)
       .def("send_captured", &Recorder::send_captured)
+      .def("want_flags", &Recorder::want_flags)
+      .def("take_flags", &Recorder::take_flags)
       .def("judge_arrived", &Recorder::judge_arrived, py::arg("max_in_flight"), py::arg("on_batch"),
            py::arg("on_frame"))
       .def("keep", [](Recorder& self, const Frame& frame) { self.keep(Frame(frame)); })
+      .def("record", &Recorder::record, py::arg("phase"), py::arg("names"), py::arg("tensors"))
+      .def("set_gradients_wanted", &Recorder::set_gradients_wanted)
+      .def("take_gathered", &Recorder::take_gathered)
+      .def("forget_parameters", &Recorder::forget_parameters)
+      .def("begin_headroom", [](Recorder& self) { self.headroom().begin_step(); })
+      .def("least_headroom",
+           [](Recorder& self) {
+             const auto& peak = self.headroom().least();
+             return peak_tuple(self, peak ? &*peak : nullptr);
+           })
+      .def("last_peak",
+           [](Recorder& self, const Frame& frame, size_t entry) {
+             const LabelId label = frame.entries.at(entry).listing.label;
+             return peak_tuple(self, self.headroom().last(frame.phase, frame.module, label));
+           })
+      .def_readwrite("seconds", &Recorder::seconds)
       .def("end_step", &Recorder::end_step)
       .def("begin_batch", &Recorder::begin_batch);
 }

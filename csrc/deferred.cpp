@@ -96,9 +96,41 @@ void Deferred::send() {
   if (waiting_.empty() || is_capturing()) return;
   ++num_sends_;
   Flight flight;
+  for (size_t i = 0; i < devices_.size(); ++i) {
+    std::vector<int64_t> masks;
+    if (wants_flags_) masks = masks_of(i);
+    flight.transfers.push_back(devices_[i].send(masks));
+  }
   flight.frames.swap(waiting_);
-  for (DeviceSlots& device : devices_) flight.transfers.push_back(device.send());
   in_flight_.push_back(std::move(flight));
+}
+
+// What of each slot of the step makes a flag: see DeviceSlots::send.
+std::vector<int64_t> Deferred::masks_of(size_t device) const {
+  const auto used = static_cast<size_t>(devices_[device].used());
+  std::vector<int64_t> masks(used * DeviceSlots::kNumFlags);
+  for (const Frame& frame : waiting_) {
+    const bool is_gradient = frame.phase == Phase::kBackward || frame.phase == Phase::kGradients;
+    for (const Entry& entry : frame.entries) {
+      if (!is_deferred(entry) || is_captured(entry.slot) || device_of(entry.slot) != device) {
+        continue;
+      }
+      const uint64_t signs = entry.listing.allows_negative_inf
+                                 ? Slot::kPositiveInf
+                                 : Slot::kPositiveInf | Slot::kNegativeInf;
+      masks[is_gradient * used + index_of(entry.slot)] |= static_cast<int64_t>(signs);
+    }
+  }
+  return masks;
+}
+
+std::vector<at::Tensor> Deferred::take_flags() {
+  std::vector<at::Tensor> flags;
+  for (DeviceSlots& device : devices_) {
+    at::Tensor folded = device.take_flags();
+    if (folded.defined()) flags.push_back(std::move(folded));
+  }
+  return flags;
 }
 
 void Deferred::send_captured() {

@@ -40,8 +40,13 @@ class Deferred {
   // Hands out the frames whose slots have come, in order, and waits for slots until at most
   // `max_in_flight` sends have not come. Hands out nothing while a graph is being captured.
   std::vector<Frame> receive(size_t max_in_flight);
+  // From now on flags are made of what is sent: for each device with slots, on it, float32 [2]:
+  // whether a stat was bad since the last call, of gradients (1) and of everything else (0).
+  void want_flags() { wants_flags_ = true; }
+  std::vector<at::Tensor> take_flags();
   // How often the host has waited for a device.
   int64_t num_syncs() const { return num_syncs_; }
+  int64_t num_sends() const { return num_sends_; }
 
  private:
   struct Flight {
@@ -56,6 +61,7 @@ class Deferred {
   bool is_capturing();
   void decode(Frame& frame, const std::vector<Transfer>& transfers);
   void drop_idle_graphs(Flight& flight) const;
+  std::vector<int64_t> masks_of(size_t device) const;
 
   Coverage& coverage_;
   std::deque<DeviceSlots> devices_;
@@ -65,6 +71,7 @@ class Deferred {
   int64_t step_ = 1;
   int64_t num_sends_ = 0;
   int64_t num_syncs_ = 0;
+  bool wants_flags_ = false;
 };
 
 }  // namespace overflow_fast

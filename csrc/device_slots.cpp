@@ -172,8 +172,8 @@ void DeviceSlots::join_current_stream() {
   lane->waited_for = last_reset_;
 }
 
-Transfer DeviceSlots::send() {
-  Transfer transfer = send(step_);
+Transfer DeviceSlots::send(const std::vector<int64_t>& masks) {
+  Transfer transfer = send(step_, masks);
   lanes_.clear();
   // A capture may come next, and can then not ask for memory.
   try {
@@ -188,12 +188,12 @@ Transfer DeviceSlots::send() {
 
 Transfer DeviceSlots::send_captured() {
   const int64_t used = captured_.used;
-  Transfer transfer = send(captured_);
+  Transfer transfer = send(captured_, {});
   captured_.used = used;
   return transfer;
 }
 
-Transfer DeviceSlots::send(Pool& pool) {
+Transfer DeviceSlots::send(Pool& pool, const std::vector<int64_t>& masks) {
   Transfer transfer;
   transfer.count_ = pool.used;
   if (pool.used == 0) return transfer;
@@ -201,7 +201,7 @@ Transfer DeviceSlots::send(Pool& pool) {
     const Unseen unseen;
     // A graph may have been replayed on any stream.
     if (&pool == &captured_) api_->synchronize();
-    start_copy(pool, transfer);
+    start_copy(pool, transfer, masks);
     mark_reset();
     transfer.event_ = last_reset_;
   } catch (...) {
@@ -214,7 +214,8 @@ Transfer DeviceSlots::send(Pool& pool) {
   return transfer;
 }
 
-void DeviceSlots::start_copy(const Pool& pool, Transfer& transfer) {
+void DeviceSlots::start_copy(const Pool& pool, Transfer& transfer,
+                             const std::vector<int64_t>& masks) {
   if (api_ != nullptr) {
     const int64_t stream = current_stream();
     for (const Lane& lane : lanes_) {
@@ -224,14 +225,34 @@ void DeviceSlots::start_copy(const Pool& pool, Transfer& transfer) {
       written->hold_up(stream);
     }
   }
+  const at::Tensor device_masks = masks.empty() ? at::Tensor() : masks_here(masks);
   for (int64_t begin = 0; begin < pool.used; begin += kChunk) {
     const int64_t count = std::min(kChunk, pool.used - begin);
     at::Tensor slots = pool.chunks[begin / kChunk].narrow(0, 0, count);
+    if (device_masks.defined()) fold_flags(slots, device_masks.narrow(1, begin, count));
     transfer.host_.push_back(host_buffer());
     transfer.slots_.push_back(static_cast<const Slot*>(transfer.host_.back().const_data_ptr()));
     transfer.host_.back().narrow(0, 0, count).copy_(slots, /*non_blocking=*/api_ != nullptr);
     reset_slots(slots);
   }
+}
+
+// The same from step to step, as a rule, so that nothing has to be sent to the device.
+at::Tensor DeviceSlots::masks_here(const std::vector<int64_t>& masks) {
+  if (masks != masks_) {
+    const auto columns = static_cast<int64_t>(masks.size()) / kNumFlags;
+    device_masks_ = at::tensor(masks, at::kLong).view({kNumFlags, columns}).to(device_);
+    masks_ = masks;
+  }
+  return device_masks_;
+}
+
+void DeviceSlots::fold_flags(const at::Tensor& slots, const at::Tensor& masks) {
+  const c10::InferenceMode normal(false);
+  const at::Tensor is_nan = slots.select(1, 2).ne(0).logical_and(masks.ne(0));
+  const at::Tensor is_inf = slots.select(1, 3).bitwise_and(masks).ne(0);
+  const at::Tensor flags = is_nan.logical_or(is_inf).any(1).to(at::kFloat);
+  flags_ = flags_.defined() ? at::maximum(flags_, flags) : flags;
 }
 
 at::Tensor DeviceSlots::host_buffer() {

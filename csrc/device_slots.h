@@ -12,6 +12,7 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "device.h"
@@ -52,6 +53,7 @@ class Transfer {
 class DeviceSlots {
  public:
   static constexpr int64_t kChunk = 4096;
+  static constexpr int64_t kNumFlags = 2;
   // Slot numbers from here on are a captured scan's.
   static constexpr int64_t kCaptured = int64_t{1} << 47;
 
@@ -68,8 +70,14 @@ class DeviceSlots {
   // fit in, and tells each its slot, or why not.
   void scan(std::vector<Unscanned>& tensors);
 
-  // Starts the copy of the step's slots, resets them, and does not wait.
-  Transfer send();
+  // Starts the copy of the step's slots, resets them, and does not wait. With `masks`, also folds
+  // them into the flags (see below): masks[row * n + i] says what of slot i of the n used counts
+  // for flag `row`: which signs of inf (Slot's bits), and nan if not 0.
+  Transfer send(const std::vector<int64_t>& masks = {});
+  // On the device, float32 [kNumFlags]: 1 where something that counts was bad since the last call.
+  // Undefined if nothing was folded.
+  at::Tensor take_flags() { return std::exchange(flags_, {}); }
+  int64_t used() const { return step_.used; }
   // The same for the captured scans' slots. Incurs a sync.
   Transfer send_captured();
   // Gives a transfer's memory back for later ones.
@@ -95,8 +103,10 @@ class DeviceSlots {
   void grow(Pool& pool);
   void join_current_stream();
   void mark_reset();
-  Transfer send(Pool& pool);
-  void start_copy(const Pool& pool, Transfer& transfer);
+  Transfer send(Pool& pool, const std::vector<int64_t>& masks);
+  void start_copy(const Pool& pool, Transfer& transfer, const std::vector<int64_t>& masks);
+  void fold_flags(const at::Tensor& slots, const at::Tensor& masks);
+  at::Tensor masks_here(const std::vector<int64_t>& masks);
   at::Tensor host_buffer();
 
   at::Device device_;
@@ -113,6 +123,9 @@ class DeviceSlots {
   int64_t streams_seen_ = 0;
   std::vector<at::Tensor> spare_;
   std::vector<View> views_;  // memory for one launch's
+  at::Tensor flags_;
+  std::vector<int64_t> masks_;  // the ones that are on the device
+  at::Tensor device_masks_;
 };
 
 }  // namespace overflow_fast

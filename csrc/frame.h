@@ -11,6 +11,19 @@
 
 namespace overflow_fast {
 
+// What a frame is of. From kRecorded on it is of no module's call: its entries are tensors that
+// somebody named.
+enum class Phase : uint8_t {
+  kForward,
+  kRecomputed,  // a forward that backward runs again
+  kBackward,    // the gradient of an output
+  kRecorded,    // what the user gave: the loss, say
+  kWeights,
+  kBuffers,
+  kGradients,  // of parameters
+  kOptimizerState,
+};
+
 enum class EntryKind : uint8_t { kTensor, kNone, kNotTensor, kNotScanned };
 
 // How an entry is listed.
@@ -18,6 +31,7 @@ struct Listing {
   LabelId label;
   bool is_quiet = false;             // only when it is bad
   bool allows_negative_inf = false;  // an additive mask by its place: -inf is no alarm
+  bool is_input = false;             // a module was given it and did not make it
 };
 
 struct Entry {
@@ -40,13 +54,17 @@ struct Frame {
   py::object type;  // the module's class when the hook ran
   int64_t batch;
   bool opens_batch;
-  bool is_recomputed;
+  Phase phase;
+  int64_t order;        // counts the frames of all recorders
   bool is_bad = false;  // of the entries whose stat is known so far
   bool waits = false;   // some stat is still on its device
   int64_t capture = 0;  // which graph's capture ran the module; 0: it ran itself
   int64_t sends = 0;    // how often slots had been sent when it began
   std::vector<Entry> entries;
   std::vector<Unscanned> unscanned;  // on devices; empty once the frame is finished
+
+  bool is_recomputed() const { return phase == Phase::kRecomputed; }
+  bool is_of_call() const { return phase < Phase::kRecorded; }
 };
 
 // What was looked at and what was not, since the recorder was made.

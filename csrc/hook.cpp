@@ -47,6 +47,8 @@ void guarded(Recorder& recorder, Frame& frame, LabelId label, Walk walk) {
 
 void record(FrameHook* self, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output) {
   Recorder& recorder = recorder_of(self);
+  std::optional<Stopwatch> watch;
+  if (recorder.options().gathers) watch.emplace(recorder.seconds);
   long flags = 0;
   if (!recorder.in_step) {
     flags = py::handle(self->owner)
@@ -54,12 +56,20 @@ void record(FrameHook* self, PyObject* module, PyObject* args, PyObject* kwargs,
                 .cast<long>();
   }
   auto* type = reinterpret_cast<PyObject*>(Py_TYPE(module));
+  const bool wants_tensors = recorder.wants_tensors();
   Frame frame = recorder.begin_frame(self->module, py::reinterpret_borrow<py::object>(type),
-                                     (flags & kRecomputed) != 0);
-  guarded(recorder, frame, kParametersLabel, [&] { record_parameters(recorder, frame, module); });
+                                     flags & kRecomputed ? Phase::kRecomputed : Phase::kForward);
+  if (recorder.options().lists_parameters) {
+    guarded(recorder, frame, kParametersLabel, [&] { record_parameters(recorder, frame, module); });
+  }
   guarded(recorder, frame, kInputLabel, [&] { record_inputs(recorder, frame, args, kwargs); });
   guarded(recorder, frame, kOutputLabel, [&] { record_outputs(recorder, frame, output); });
   const bool wants_attention = recorder.finish(frame);
+  if (wants_tensors) {
+    recorder.hold(py::make_tuple(py::reinterpret_borrow<py::object>(args),
+                                 py::reinterpret_borrow<py::object>(kwargs),
+                                 py::reinterpret_borrow<py::object>(output)));
+  }
   if (wants_attention) py::handle(self->owner).attr("on_frame")(std::move(frame));
   if (recorder.should_fetch()) py::handle(self->owner).attr("on_waiting")();
   if (flags & kEndsStep) py::handle(self->owner).attr("on_unrooted_end")();

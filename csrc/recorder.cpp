@@ -26,17 +26,21 @@ py::object reason_for(const at::Tensor& tensor, Readability readability) {
 Recorder::Recorder(std::optional<int64_t> max_frames, Options options)
     : max_frames(max_frames), options_(options) {}
 
-Frame Recorder::begin_frame(uint32_t module, py::object type, bool is_recomputed) {
+Recorder::~Recorder() { sink_->recorder = nullptr; }
+
+Frame Recorder::begin_frame(uint32_t module, py::object type, Phase phase) {
   ++total_calls;
   ++frame_mark_;
-  // What backward computes again belongs to the batch that is over.
-  Frame frame{module, std::move(type), is_recomputed ? last_batch() : batch_,
-              opens_batch_ && !is_recomputed, is_recomputed};
+  // What backward computes belongs to the batch that is over.
+  const bool is_forward = phase == Phase::kForward;
+  Frame frame{
+      module, std::move(type), is_forward ? batch_ : last_batch(), opens_batch_ && is_forward,
+      phase,  ++num_frames_};
   deferred_.begin(frame);
   frame.entries = std::move(spare_);
   frame.entries.clear();
   frame.unscanned = std::move(spare_unscanned_);
-  opens_batch_ &= is_recomputed;
+  opens_batch_ &= !is_forward;
   return frame;
 }
 
@@ -53,10 +57,9 @@ void Recorder::add_not_scanned(Frame& frame, Listing listing, py::object why) {
   coverage_.give_up(frame.entries.back(), std::move(why));
 }
 
-void Recorder::add_tensor(Frame& frame, Listing listing, PyObject* object) {
+void Recorder::add_tensor(Frame& frame, Listing listing, const at::Tensor& tensor) {
   ++coverage_.tensors_listed;
   try {
-    const at::Tensor& tensor = THPVariable_Unpack(object);
     if (options_.use_memo) {
       const Memo::Known* known = memo_.find(tensor, frame_mark_);
       if (known != nullptr && !deferred_.is_outdated(known->slot, frame_mark_)) {
@@ -69,14 +72,14 @@ void Recorder::add_tensor(Frame& frame, Listing listing, PyObject* object) {
     if (readability != Readability::kIndirect) {
       return add_not_scanned(frame, listing, reason_for(tensor, readability));
     }
-    add_indirect(frame, listing, object);
+    add_indirect(frame, listing, tensor);
   } catch (...) {
     add_not_scanned(frame, listing, current_exception_text());
   }
 }
 
-void Recorder::add_indirect(Frame& frame, Listing listing, PyObject* object) {
-  const py::object values = resolver()(py::reinterpret_borrow<py::object>(object));
+void Recorder::add_indirect(Frame& frame, Listing listing, const at::Tensor& tensor) {
+  const py::object values = resolver()(py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)));
   if (!THPVariable_Check(values.ptr())) return add_not_scanned(frame, listing, values);
   const at::Tensor& inner = THPVariable_Unpack(values.ptr());
   View view{};
@@ -147,7 +150,55 @@ void Recorder::send() {
   deferred_.send();
 }
 
+void Recorder::watch_output(const Frame& frame, LabelId label, const at::Tensor& output) {
+  if (!options_.watches_gradients || !output.requires_grad()) return;
+  if (types_.size() <= frame.module) types_.resize(frame.module + 1);
+  types_[frame.module] = frame.type;
+  watch_gradient(sink_, output, frame.module, label);
+}
+
+void Recorder::record_gradient(uint32_t module, LabelId label, const at::Tensor& gradient) {
+  const Stopwatch watch(seconds);
+  try {
+    const bool wants_it = wants_tensors();
+    Frame frame = begin_frame(module, types_[module], Phase::kBackward);
+    add_tensor(frame, {label}, gradient);
+    finish(frame);
+    if (wants_it) hold(py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient)));
+  } catch (...) {
+    coverage_.count(current_exception_text());
+  }
+}
+
+void Recorder::record(Phase phase, const std::vector<py::str>& names,
+                      const std::vector<at::Tensor>& tensors) {
+  memo_.clear();
+  Frame frame = begin_frame(0, py::none(), phase);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (phase == Phase::kWeights && !wants_parameter(tensors[i])) continue;
+    add_tensor(frame, {labels_.name(names[i].ptr())}, tensors[i]);
+  }
+  finish(frame);
+  memo_.clear();
+}
+
+void Recorder::gather(Frame&& frame) {
+  headroom_.add(frame);
+  if (frame.is_bad) {
+    if (gathered_.num_bad == 0) gathered_.before.assign(history_.begin(), history_.end());
+    ++gathered_.num_bad;
+    if (gathered_.bad.size() < kMaxGathered) gathered_.bad.push_back(frame);
+  }
+  if (frame.is_of_call()) keep(std::move(frame));
+}
+
+Gathered Recorder::take_gathered() { return std::exchange(gathered_, {}); }
+
 bool Recorder::judge(Frame& frame) {
+  if (options_.gathers) {
+    gather(std::move(frame));
+    return false;
+  }
   if (watches_every_frame || frame.is_bad) return true;
   keep(std::move(frame));
   return false;

@@ -9,12 +9,16 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <deque>
 #include <optional>
+#include <unordered_set>
 #include <vector>
 
 #include "deferred.h"
 #include "frame.h"
+#include "gradients.h"
+#include "headroom.h"
 #include "labels.h"
 #include "layout.h"
 #include "memo.h"
@@ -22,35 +26,90 @@
 
 namespace overflow_fast {
 
+// Adds the time that it lives to a sum.
+class Stopwatch {
+ public:
+  explicit Stopwatch(double& seconds) : seconds_(seconds), begin_(Clock::now()) {}
+  Stopwatch(const Stopwatch&) = delete;
+  ~Stopwatch() { seconds_ += std::chrono::duration<double>(Clock::now() - begin_).count(); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  double& seconds_;
+  Clock::time_point begin_;
+};
+
 struct Options {
   bool strict_compat = false;  // look where transformers looks, nowhere else
   bool list_kwargs = false;    // list keyword inputs like positional ones
   bool use_memo = true;
   bool defer = false;         // treat the CPU as a device
   bool fetch_frames = false;  // judge each frame as it ends, by a sync if it needs one
+  // For who judges a whole step at once: bad frames are gathered, with those before the first,
+  // and nobody is called; headroom and the time spent here are measured.
+  bool gathers = false;
+  bool lists_parameters = true;    // in the frames of their modules
+  bool parameters_once = false;    // each only until forget_parameters(), where it is used first
+  bool watches_gradients = false;  // of outputs
+  bool holds_tensors = false;      // what the first bad frame's call was given and returned
+};
+
+// What was gathered since it was last taken.
+struct Gathered {
+  std::vector<Frame> before;  // the history when the first bad frame came
+  std::vector<Frame> bad;     // the first of them, in execution order
+  int64_t num_bad = 0;
+  py::object held;  // (args, kwargs, output) or a gradient, of bad[0]; null if it is not known
 };
 
 class Recorder {
  public:
   Recorder(std::optional<int64_t> max_frames, Options options);
+  ~Recorder();
 
   const Options& options() const { return options_; }
   LabelTable& labels() { return labels_; }
 
   // A frame is built by add_*() calls on it and given back by finish(). finish() returns true if
   // the frame was judged and somebody should look at it; it is the caller's to keep() then.
-  Frame begin_frame(uint32_t module, py::object type, bool is_recomputed);
-  void add_tensor(Frame& frame, Listing listing, PyObject* tensor);
+  Frame begin_frame(uint32_t module, py::object type, Phase phase);
+  void add_tensor(Frame& frame, Listing listing, const at::Tensor& tensor);
+  // Whether a module's parameter is to be listed in the frame of its call.
+  bool wants_parameter(const at::Tensor& parameter) {
+    return !options_.parameters_once || seen_.insert(parameter.unsafeGetTensorImpl()).second;
+  }
+  void forget_parameters() { seen_.clear(); }
+  // Has the gradient of an output looked at when backward computes it, if that is wanted.
+  void watch_output(const Frame& frame, LabelId label, const at::Tensor& output);
   void add_not_scanned(Frame& frame, Listing listing, py::object why);
   void add_none(Frame& frame, Listing listing);
   void add_not_tensor(Frame& frame, Listing listing);
   bool finish(Frame& frame);
+
+  // Scans tensors that stand in no call as one frame, each under its name; not from memory. Of
+  // weights only those that were not listed in a call.
+  void record(Phase phase, const std::vector<py::str>& names,
+              const std::vector<at::Tensor>& tensors);
+  // Records the gradient of an output. Never throws what is not an interrupt.
+  void record_gradient(uint32_t module, LabelId label, const at::Tensor& gradient);
+  // Switches the hooks on gradients that are in autograd's graphs on and off.
+  void set_gradients_wanted(bool is_wanted) { sink_->recorder = is_wanted ? this : nullptr; }
+  Gathered take_gathered();
+  // Keeps what a call was given and returned if its frame is the first bad one.
+  bool wants_tensors() const { return options_.holds_tensors && gathered_.num_bad == 0; }
+  void hold(py::object tensors) {
+    if (gathered_.num_bad > 0) gathered_.held = std::move(tensors);
+  }
+  Headroom& headroom() { return headroom_; }
+  double seconds = 0;  // spent in hooks, where frames are gathered
 
   // Whether frames wait that should be fetched before the next one begins.
   bool should_fetch() const { return options_.fetch_frames && !deferred_.is_empty(); }
   // See Deferred.
   void send();
   void send_captured() { deferred_.send_captured(); }
+  void want_flags() { deferred_.want_flags(); }
+  std::vector<at::Tensor> take_flags() { return deferred_.take_flags(); }
   // Judges the frames that Deferred::receive hands out. on_batch(number) is called where another
   // batch's frames begin, on_frame(frame) for a frame that somebody should look at.
   void judge_arrived(size_t max_in_flight, const py::object& on_batch, const py::object& on_frame);
@@ -73,14 +132,19 @@ class Recorder {
   bool watches_every_frame = false;
   int64_t total_calls = 0;
   int64_t num_syncs() const { return deferred_.num_syncs(); }
+  int64_t num_sends() const { return deferred_.num_sends(); }
+  // How many frames all recorders have begun.
+  static int64_t num_frames() { return num_frames_; }
   const Coverage& coverage() const { return coverage_; }
 
  private:
   // True if the frame is bad or every frame is asked for; otherwise it goes into the history.
   bool judge(Frame& frame);
+  void gather(Frame&& frame);
   // A smaller tensor on the host is scanned again sooner than it is remembered: what remembering
   // costs is the tensor's own memory, which is given back only when the step ends.
   static constexpr int64_t kMinMemoBytes = 4096;
+  static constexpr size_t kMaxGathered = 4096;
 
   // Whether a tensor's stat is known as soon as it is scanned.
   bool is_here(const at::Tensor& tensor) const { return tensor.is_cpu() && !options_.defer; }
@@ -88,7 +152,9 @@ class Recorder {
   void add_unscanned(Frame& frame, Listing listing, const at::Tensor& tensor, const View& view);
   void add_scanned(Frame& frame, Listing listing, const at::Tensor& tensor, const View& view);
   void add_stat(Frame& frame, Listing listing, const at::Tensor& tensor, Memo::Known known);
-  void add_indirect(Frame& frame, Listing listing, PyObject* tensor);
+  void add_indirect(Frame& frame, Listing listing, const at::Tensor& tensor);
+
+  inline static int64_t num_frames_ = 0;
 
   Options options_;
   LabelTable labels_;
@@ -100,6 +166,11 @@ class Recorder {
   std::vector<Entry> spare_;  // the last dropped frame's memory
   std::vector<Unscanned> spare_unscanned_;
   std::deque<Frame> history_;
+  std::vector<py::object> types_;                    // of the modules, by their index
+  std::unordered_set<const c10::TensorImpl*> seen_;  // parameters
+  std::shared_ptr<GradientSink> sink_ = std::make_shared<GradientSink>(this);
+  Gathered gathered_;
+  Headroom headroom_;
   int64_t batch_ = 0;
   bool opens_batch_ = true;
 };

@@ -80,9 +80,12 @@ struct Walker {
   // -inf is no alarm there.
   bool is_quiet;
   bool allows_negative_inf;
+  bool is_input;
 
   void tensor(PyObject* object, LabelId label) {
-    recorder.add_tensor(frame, {label, is_quiet, allows_negative_inf}, object);
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    recorder.add_tensor(frame, {label, is_quiet, allows_negative_inf, is_input}, tensor);
+    if (!is_input) recorder.watch_output(frame, label, tensor);
   }
 
   void value(PyObject* object, LabelId label, int depth) {
@@ -139,7 +142,10 @@ py::object parameters_of(PyObject* module) {
 
 void record_parameter(Recorder& recorder, Frame& frame, PyObject* name, PyObject* parameter) {
   if (!THPVariable_Check(parameter)) return;
-  recorder.add_tensor(frame, {recorder.labels().name(name)}, parameter);
+  const at::Tensor& tensor = THPVariable_Unpack(parameter);
+  if (recorder.wants_parameter(tensor)) {
+    recorder.add_tensor(frame, {recorder.labels().name(name)}, tensor);
+  }
 }
 
 }  // namespace
@@ -170,8 +176,8 @@ void record_parameters(Recorder& recorder, Frame& frame, PyObject* module) {
 void record_inputs(Recorder& recorder, Frame& frame, PyObject* args, PyObject* kwargs) {
   const Options& options = recorder.options();
   LabelTable& labels = recorder.labels();
-  Walker listed{recorder, frame, false, false};
-  Walker quiet{recorder, frame, !options.list_kwargs, true};
+  Walker listed{recorder, frame, false, false, true};
+  Walker quiet{recorder, frame, !options.list_kwargs, true, true};
   if (!PyTuple_Check(args)) {
     listed.flat(args, kInputLabel);
   } else {
@@ -196,7 +202,7 @@ void record_inputs(Recorder& recorder, Frame& frame, PyObject* args, PyObject* k
 }
 
 void record_outputs(Recorder& recorder, Frame& frame, PyObject* output) {
-  Walker walker{recorder, frame, false, false};
+  Walker walker{recorder, frame, false, false, false};
   LabelTable& labels = recorder.labels();
   const bool is_strict = recorder.options().strict_compat;
   if (!PyTuple_Check(output)) {

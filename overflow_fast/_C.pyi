@@ -15,18 +15,39 @@ class EntryKind:
     NOT_SCANNED: EntryKind
 
 StatTuple = tuple[float | None, float | None, int, int]
-# label path, kind, stat or reason, numel, is_quiet, is_bad
-EntryTuple = tuple[
-    tuple[tuple[int, object], ...], EntryKind, StatTuple | str | None, int, bool, bool
-]
+LabelPath = tuple[tuple[int, object], ...]
+# label path, kind, stat or reason, numel, is_quiet, is_bad, dtype
+EntryTuple = tuple[LabelPath, EntryKind, StatTuple | str | None, int, bool, bool, str]
+
+class Phase:
+    FORWARD: Phase
+    RECOMPUTED: Phase
+    BACKWARD: Phase
+    RECORDED: Phase
+    WEIGHTS: Phase
+    BUFFERS: Phase
+    GRADIENTS: Phase
+    OPTIMIZER_STATE: Phase
+    name: str
+
+# phase, module, label path, abs_max, the largest number of its format, the format
+PeakTuple = tuple[Phase, int, LabelPath, float, float, str]
 
 class Frame:
     module: int
     type: type
     batch: int
     opens_batch: bool
+    phase: Phase
+    order: int
     is_recomputed: bool
     is_bad: bool
+
+class Gathered:
+    before: list[Frame]
+    bad: list[Frame]
+    num_bad: int
+    held: object
 
 class Coverage:
     tensors_listed: int
@@ -42,6 +63,9 @@ class Recorder:
     total_calls: int
     coverage: Coverage
     num_syncs: int
+    num_sends: int
+    @staticmethod
+    def num_frames() -> int: ...
     last_batch: int
     def __init__(
         self,
@@ -52,12 +76,19 @@ class Recorder:
         memo: bool = True,
         defer: bool = False,
         fetch_frames: bool = False,
+        gathers: bool = False,
+        lists_parameters: bool = True,
+        parameters_once: bool = False,
+        watches_gradients: bool = False,
+        holds_tensors: bool = False,
     ) -> None: ...
     def entries(self, frame: Frame) -> list[EntryTuple]: ...
     def history(self) -> list[Frame]: ...
     def clear_history(self) -> None: ...
     def send(self) -> None: ...
     def send_captured(self) -> None: ...
+    def want_flags(self) -> None: ...
+    def take_flags(self) -> list[torch.Tensor]: ...
     def judge_arrived(
         self,
         max_in_flight: int,
@@ -65,6 +96,16 @@ class Recorder:
         on_frame: Callable[[Frame], None],
     ) -> None: ...
     def keep(self, frame: Frame) -> None: ...
+    def record(
+        self, phase: Phase, names: list[str], tensors: list[torch.Tensor]
+    ) -> None: ...
+    def set_gradients_wanted(self, is_wanted: bool, /) -> None: ...
+    def take_gathered(self) -> Gathered: ...
+    def forget_parameters(self) -> None: ...
+    def begin_headroom(self) -> None: ...
+    def least_headroom(self) -> PeakTuple | None: ...
+    def last_peak(self, frame: Frame, entry: int, /) -> PeakTuple | None: ...
+    seconds: float
     def end_step(self) -> None: ...
     def begin_batch(self, number: int) -> None: ...
 

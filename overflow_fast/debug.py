@@ -12,10 +12,10 @@ from torch import nn
 from . import _C
 from .ops import scan
 from .report import (
-    COLUMNS,
     PREFIX,
     batch_header,
     frame_text,
+    frames_text,
     nonfinite_lines,
     stat_line,
 )
@@ -177,12 +177,8 @@ class DebugUnderflowOverflow(StepHooks):
             self._recorder.watches_every_frame = True
 
     def _dump(self, batch_number: int) -> None:
-        frames = self.frames
-        print(f"\nDetected inf/nan during batch_number={batch_number}")
-        print(f"Last {len(frames)} forward frames:")
-        print(COLUMNS)
-        print("\n".join(frames))
-        print("\n\n")
+        text = "\n".join(frames_text(batch_number, self.frames))
+        print(f"\n{text}\n\n\n")
         self._forget_frames()
 
     def _forget_frames(self) -> None:

@@ -46,12 +46,15 @@ class Attachment:
         model: nn.Module,
         walk: Callable[[nn.Module], Iterator[tuple[int, nn.Module]]] = modules_once,
     ) -> None:
-        """Registers a frame hook on every module of `model`."""
+        """Registers a frame hook on the modules that `walk` yields, and the root's."""
         for index, module in walk(model):
-            hook: Callable[..., Any] = _C.FrameHook(owner, index)
             if module is model:
-                hook = owner.after_root
+                continue
+            hook = _C.FrameHook(owner, index)
             self.handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        self.handles.append(
+            model.register_forward_hook(owner.after_root, with_kwargs=True)
+        )
         self.handles.append(
             model.register_forward_pre_hook(owner.before_root, prepend=True)
         )
@@ -64,6 +67,32 @@ class Attachment:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+
+
+class CopiedHooks:
+    """Who owns the hooks in a copy of a model whose original alone is watched.
+
+    They take themselves off when the copy is first called.
+    """
+
+    def __init__(self) -> None:
+        self.handles: list[RemovableHandle] = []
+        self._recorder = _C.Recorder(0)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CopiedHooks, (), {"handles": self.handles}
+
+    def before_root(self, *_: object) -> None:
+        """Takes the hooks off."""
+        for handle in self.handles:
+            handle.remove()
+
+    after_root = root_ended = on_frame = before_root
+
+    def on_unrooted(self, *_: object) -> int:
+        """Takes the hooks off; says what a `FrameHook` wants to know."""
+        self.before_root()
+        return 0
 
 
 def outermost_call(

@@ -9,6 +9,7 @@ from . import _C
 PREFIX = " " * 17
 COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
 
+_BACKWARD = " (backward)"
 _STYLES = {1: "[{}]", 2: "[{!r}]", 3: ".{}"}
 
 
@@ -30,11 +31,11 @@ def stat_line(abs_min: float | None, abs_max: float | None, label: str) -> str:
     return f"{abs_min:8.2e} {abs_max:8.2e} {label}"
 
 
-def _entry_line(entry: _C.EntryTuple) -> str | None:
-    path, kind, value, _, is_quiet, is_bad = entry
+def _entry_line(entry: _C.EntryTuple, root: str) -> str | None:
+    path, kind, value, _, is_quiet, is_bad, _ = entry
     if is_quiet and not is_bad:
         return None
-    label = label_text(path)
+    label = root + label_text(path)
     if kind == _C.EntryKind.TENSOR:
         assert isinstance(value, tuple)
         return stat_line(value[0], value[1], label)
@@ -46,19 +47,46 @@ def _entry_line(entry: _C.EntryTuple) -> str | None:
     return f"{'not a tensor':>17} {label}"
 
 
-def frame_text(recorder: _C.Recorder, frame: _C.Frame, fqn: str) -> str:
-    """Writes a frame: its batch's header if it opens one, its name, its entries."""
+def frame_text(
+    recorder: _C.Recorder, frame: _C.Frame, fqn: str, weights: Sequence[str] = ()
+) -> str:
+    """Writes a frame: its batch's header if it opens one, its name, its entries.
+
+    Args:
+        recorder: Who recorded it.
+        frame: The frame of a module's call, or of the gradient of its output.
+        fqn: The module's qualified name.
+        weights: Lines to put in front of the entries.
+
+    Returns:
+        The text, without a newline at its end.
+    """
     lines = batch_header(frame.batch) if frame.opens_batch else []
-    mark = " (recomputed)" if frame.is_recomputed else ""
+    is_gradient = frame.phase == _C.Phase.BACKWARD
+    mark = _BACKWARD if is_gradient else ""
+    mark = " (recomputed)" if frame.is_recomputed else mark
     lines.append(f"{PREFIX} {fqn} {frame.type.__name__}{mark}")
-    entries = (_entry_line(entry) for entry in recorder.entries(frame))
-    return "\n".join([*lines, *(line for line in entries if line is not None)])
+    root = "grad_" if is_gradient else ""
+    entries = (_entry_line(entry, root) for entry in recorder.entries(frame))
+    lines += [*weights, *(line for line in entries if line is not None)]
+    return "\n".join(lines)
+
+
+def frames_text(batch: int, frames: Sequence[str]) -> list[str]:
+    """The lines of a report: its header and the frames."""
+    has_backward = any(_BACKWARD in frame for frame in frames)
+    return [
+        f"Detected inf/nan during batch_number={batch}",
+        f"Last {len(frames)} {'' if has_backward else 'forward '}frames:",
+        COLUMNS,
+        "\n".join(frames),
+    ]
 
 
 def nonfinite_lines(recorder: _C.Recorder, frame: _C.Frame) -> list[str]:
     """What is said as soon as a bad entry is looked at, such as `output has infs`."""
     lines = []
-    for path, _, value, _, _, is_bad in recorder.entries(frame):
+    for path, _, value, _, _, is_bad, _ in recorder.entries(frame):
         if not is_bad:
             continue
         assert isinstance(value, tuple)

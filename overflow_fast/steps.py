@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -53,8 +53,7 @@ class StepHooks:
         self._options = options
         self._start()
         self._model: Callable[[], nn.Module | None] = weakref.ref(model)
-        walk = modules_per_parent if options["strict_compat"] else modules_once
-        self._attachment.attach(self, model, walk)
+        self._attachment.attach(self, model, self._walk)
 
     def _start(self) -> None:
         self._recorder = _C.Recorder(
@@ -63,7 +62,8 @@ class StepHooks:
         self._warning = NotScannedWarning()
         self._root_hook = _C.FrameHook(self, 0)
         self._attachment = Attachment()
-        self._is_strict = self._options["strict_compat"]
+        self._is_strict = self._options.get("strict_compat", False)
+        self._max_in_flight = _MAX_IN_FLIGHT[self._sync]
         self._depth = 0
         self._opens_next = False
         self._root_done = False
@@ -149,7 +149,7 @@ class StepHooks:
         if self._model() is None:
             self._model = weakref.ref(module)
         self._recorder.end_step()
-        self._judge_arrived(_MAX_IN_FLIGHT[self._sync])
+        self._judge_arrived(self._max_in_flight)
         self._recorder.in_step = True
         self._unrooted_modules.clear()
         self._before_step()
@@ -162,7 +162,7 @@ class StepHooks:
         if self._is_strict:
             self.batch_number += 1  # the original counts before it looks
         try:
-            self._root_hook(module, args, kwargs, output)
+            self._record_root(module, args, kwargs, output)
         finally:
             self._root_done = True
             if not self._is_strict:
@@ -211,6 +211,16 @@ class StepHooks:
 
     # What a subclass decides.
 
+    def _walk(self, model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+        """Yields the modules to hook, each with its index in `named_modules()`."""
+        return (modules_per_parent if self._is_strict else modules_once)(model)
+
+    def _record_root(
+        self, module: nn.Module, args: object, kwargs: object, output: object
+    ) -> None:
+        """Records the root's frame."""
+        self._root_hook(module, args, kwargs, output)
+
     def on_frame(self, frame: _C.Frame) -> None:
         """Looks at a frame that is bad, or one that was asked for."""
         raise NotImplementedError
@@ -235,7 +245,7 @@ class StepHooks:
         self._recorder.in_step = False
         self._recorder.send()
         self._recorder.end_step()
-        self._judge_arrived(_MAX_IN_FLIGHT[self._sync])
+        self._judge_arrived(self._max_in_flight)
         self._warning.give_once(self._recorder)
 
     def _judge_arrived(self, max_in_flight: int) -> None:
