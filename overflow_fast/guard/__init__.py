@@ -1,0 +1,1 @@
+"""The guard: watches a training run and decides before the optimizer steps."""

@@ -1,0 +1,107 @@
+"""Which steps are watched: by number, by range, or so that a budget is kept."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+
+
+class Level(enum.IntEnum):
+    """How much of a step is looked at."""
+
+    OFF = 0
+    GRADIENTS = 1  # what protects the weights: no module has a hook
+    ALL = 2
+
+
+# A cost is averaged over about so many steps of its level.
+_MEMORY = 8
+_MAX_EVERY = 1000
+
+
+class Cadence:
+    """Says how much of each step is looked at.
+
+    Args:
+        every: All of every so many steps, from `warmup` on.
+        warmup: How many steps are left alone at first.
+        ranges: Only steps in one of these half-open ranges; None for all.
+        budget: The share of a step's time that the guard may take on average, or None.
+            Gradients are looked at in every step if that alone fits, everything as
+            often as does.
+    """
+
+    def __init__(
+        self,
+        every: int = 1,
+        warmup: int = 0,
+        ranges: Sequence[tuple[int, int]] | None = None,
+        budget: float | None = None,
+    ) -> None:
+        self._every = every
+        self._warmup = warmup
+        self._ranges = ranges
+        self._budget = budget
+        self._cost: dict[Level, float] = {}
+        self._bare: float | None = None
+        self._next_all = 0
+        self._next_gradients = 0
+        self._is_alarmed = False
+
+    def level(self, step: int) -> Level:
+        """How much of a step is looked at."""
+        if step < self._warmup or (step - self._warmup) % self._every:
+            return Level.OFF
+        if self._ranges is not None and not any(a <= step < b for a, b in self._ranges):
+            return Level.OFF
+        if self._budget is None or self._is_alarmed or step >= self._next_all:
+            return Level.ALL
+        return Level.GRADIENTS if step >= self._next_gradients else Level.OFF
+
+    def alarm(self) -> None:
+        """Has the next step looked at in full, whatever it costs."""
+        self._is_alarmed = True
+
+    def note(
+        self, step: int, level: Level, guard_seconds: float, step_seconds: float
+    ) -> None:
+        """Takes in what a step cost, and plans the next ones by it."""
+        if level is Level.ALL:
+            self._is_alarmed = False
+        if self._budget is None:
+            return
+        self._bare = _averaged(self._bare, max(step_seconds - guard_seconds, 0.0))
+        if level is not Level.OFF:
+            self._cost[level] = _averaged(self._cost.get(level), guard_seconds)
+        if level is Level.ALL:
+            self._next_all = step + self._every_for(Level.ALL)
+        if level is not Level.OFF:
+            self._next_gradients = step + self._every_for(Level.GRADIENTS)
+
+    def _every_for(self, level: Level) -> int:
+        assert self._budget is not None
+        allowed = self._budget * (self._bare or 0.0)
+        cost = self._cost.get(level)
+        if cost is None:
+            return 1  # not known yet: look once
+        if level is Level.ALL:
+            # Gradients have half of the budget where they fit into it.
+            gradients = self._cost.get(Level.GRADIENTS)
+            if gradients is None:
+                return 2
+            fits = gradients <= allowed / 2
+            allowed, cost = (
+                (allowed - gradients, cost - gradients) if fits else (allowed / 2, cost)
+            )
+        elif cost > allowed / 2:
+            allowed /= 2
+        if cost <= 0:
+            return 1
+        if allowed <= 0:
+            return _MAX_EVERY
+        return min(_MAX_EVERY, max(1, math.ceil(cost / allowed)))
+
+
+def _averaged(known: float | None, new: float) -> float:
+    return new if known is None else known + (new - known) / _MEMORY

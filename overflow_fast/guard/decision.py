@@ -1,0 +1,233 @@
+"""From a step's bad frames to what is done about them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .attribution import judge
+from .evidence import EvidenceFolder, JsonLog
+from .options import ACTIONS, GuardOptions
+from .report import Cost, NonFiniteError, Report, frame_texts, least_headroom
+from .verdict import BadFrame, Verdict
+from .watch import ModelWatch
+
+_log = logging.getLogger("overflow_fast")
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found in a step, to be decided on.
+
+    Attributes:
+        step: The step's number.
+        frames: Its bad frames.
+        can_skip: Whether the optimizer can still be kept from stepping.
+        skipped_by: Who has skipped the step already: "scaler", "device", or "".
+        tensors: What was scanned, by its phase's name and its own, for evidence.
+        notes: What the report should say besides.
+    """
+
+    step: int
+    frames: list[BadFrame]
+    can_skip: bool = False
+    skipped_by: str = ""
+    tensors: Mapping[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+class Decision:
+    """Decides by the guard's policy, reports, keeps count and evidence.
+
+    Args:
+        options: The guard's.
+        watches: The watched models.
+        cost: Says what the guard costs.
+        not_covered: Says what was not looked at.
+    """
+
+    def __init__(
+        self,
+        options: GuardOptions,
+        watches: Sequence[ModelWatch],
+        cost: Callable[[], Cost],
+        not_covered: Callable[[], list[str]],
+    ) -> None:
+        self._options = options
+        self._watches = watches
+        self._cost = cost
+        self._not_covered = not_covered
+        self._consecutive_bad = 0
+        self._evidence: EvidenceFolder | None = None
+        self._json: JsonLog | None = None
+        if options.evidence is not None:
+            most = int(options.evidence_mib * _MIB)
+            self._evidence = EvidenceFolder(
+                options.evidence, most, options.evidence_keep
+            )
+        if options.log is not None:
+            most = int(options.log_mib * _MIB)
+            self._json = JsonLog(options.log, most, options.log_keep)
+        self.num_skipped = 0
+        self.consecutive_skips = 0
+        self.last_step_skipped = False
+        self.last_report: Report | None = None
+
+    def decide(self, found: Finding) -> Report | None:
+        """Decides on a step, and says so.
+
+        Returns:
+            The report if the step is bad, None if it is clean.
+
+        Raises:
+            NonFiniteError: If the policy is to raise, or too many steps in a row have
+                been skipped.
+        """
+        verdict = judge(found.frames)
+        if verdict.is_clean:
+            self._consecutive_bad = self.consecutive_skips = 0
+            self.last_step_skipped = bool(found.skipped_by)
+            self._write_line(found, verdict, found.skipped_by or None)
+            return None
+        self._consecutive_bad += 1
+        report = self._report(found, verdict)
+        self._count(report.action, found)
+        report = self._with_limit(report)
+        self.last_report = report
+        if self._evidence is not None:
+            self._evidence.write(report, *self._offending(found))
+        self._write_line(found, verdict, report.action)
+        if report.action == "raise":
+            raise NonFiniteError(report)
+        self._warn(report)
+        return report
+
+    def close(self) -> None:
+        """Closes the log."""
+        if self._json is not None:
+            self._json.close()
+
+    # The report.
+
+    def _report(self, found: Finding, verdict: Verdict) -> Report:
+        policy = self._options.on_overflow
+        report = Report(
+            step=found.step,
+            action=policy if isinstance(policy, str) else "warn",
+            verdict=verdict,
+            frames=self._frames(found.frames),
+            not_covered=self._not_covered(),
+            cost=self._cost(),
+            num_skipped=self.num_skipped,
+            notes=list(found.notes),
+        )
+        if self._evidence is not None:
+            report.evidence = str(self._evidence.folder_of(found.step))
+        if callable(policy):
+            report.action = _checked(policy(report))
+        if report.action == "skip" and not found.can_skip:
+            report.action = "warn"
+            if found.skipped_by:
+                report.action = "skip"
+            else:
+                report.notes.append("There was no optimizer's step to skip.")
+        if found.skipped_by:
+            report.notes.append(f"The {found.skipped_by} has skipped the step.")
+        return report
+
+    def _frames(self, frames: Sequence[BadFrame]) -> list[str]:
+        """The frames up to the first call that was bad."""
+        ordered = sorted(frames, key=lambda bad: bad.rank)
+        calls = [bad for bad in ordered if bad.is_of_call]
+        watch = (calls or ordered)[0].watch
+        shown = [*watch.before, *(bad.frame for bad in calls[:1])]
+        most = self._options.max_frames
+        return frame_texts(watch, shown[len(shown) - most :] if most else [])
+
+    def _count(self, action: str, found: Finding) -> None:
+        is_skipped = action == "skip"
+        self.last_step_skipped = is_skipped or bool(found.skipped_by)
+        self.consecutive_skips = self.consecutive_skips + 1 if is_skipped else 0
+        self.num_skipped += is_skipped
+
+    def _with_limit(self, report: Report) -> Report:
+        report.num_skipped = self.num_skipped
+        most = self._options.max_consecutive_skips
+        if self.consecutive_skips > most:
+            report.action = "raise"
+            report.notes.append(
+                f"{self.consecutive_skips} steps in a row are bad, and "
+                f"max_consecutive_skips={most}."
+            )
+            self.num_skipped -= 1
+            self.consecutive_skips = 0
+        return report
+
+    def _warn(self, report: Report) -> None:
+        count = self._consecutive_bad
+        if count == 1:
+            _log.warning("%s", report)
+        elif report.action == "skip":
+            _log.warning("%s", " ".join(report.sentences()[:2]))
+        elif count & (count - 1) == 0:
+            first = report.sentences()[0]
+            _log.warning("%s It is the %dth bad step in a row.", first, count)
+
+    # What is kept.
+
+    def _offending(self, found: Finding) -> tuple[object, object]:
+        """The tensors and the batch to keep as evidence."""
+        ordered = sorted(found.frames, key=lambda bad: bad.rank)
+        tensors: dict[str, object] = {}
+        for bad in ordered:
+            if bad.is_of_call:
+                continue
+            for _, entry in bad.bad_entries():
+                label = str(entry[0][0][1])
+                tensor = found.tensors.get((bad.frame.phase.name, label))
+                if tensor is not None:
+                    tensors[f"{bad.kind} of {label}"] = tensor
+        calls = [bad for bad in ordered if bad.is_of_call]
+        watch = (calls or ordered)[0].watch
+        if watch.held is not None:
+            tensors["call"] = watch.held
+        batch = watch.batches.get((calls or ordered)[0].frame.batch)
+        return tensors, batch
+
+    def _write_line(self, found: Finding, verdict: Verdict, action: str | None) -> None:
+        if self._json is None:
+            return
+        line: dict[str, Any] = {
+            "time": round(time.time(), 3),
+            "step": found.step,
+            "is_clean": verdict.is_clean,
+            "action": action,
+            "num_skipped": self.num_skipped,
+            "guard_share": round(self._cost().share, 5),
+        }
+        headroom = least_headroom(self._watches)
+        if headroom is not None:
+            line["headroom_bits"] = round(headroom.bits, 2)
+            line["headroom_at"] = headroom.where
+        if verdict.first is not None:
+            line["first"] = f"{verdict.first.fqn}: {verdict.first.label}"
+            line["origin"] = verdict.origin
+            line["maker"] = verdict.maker
+        self._json.write(line)
+
+
+def _checked(action: object) -> str:
+    if action is None:
+        return "warn"
+    if action not in ACTIONS:
+        raise ValueError(
+            "on_overflow must return 'raise', 'warn' or 'skip' (None is 'warn'), got "
+            f"{action!r}"
+        )
+    return str(action)

@@ -1,0 +1,379 @@
+"""OverflowGuard: watches a whole training run, and judges each step once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from .. import _C
+from . import scalers
+from .cadence import Cadence, Level
+from .coverage import GuardCoverage
+from .decision import Decision
+from .judgement import Judge
+from .meter import Meter
+from .optimizers import OptimizerGate
+from .options import (
+    EVERYTHING,
+    GuardOptions,
+    Models,
+    Path,
+    Policy,
+    make_watches,
+    named_models,
+    optimizers_of,
+)
+from .report import Cost, NonFiniteError, Report
+from .watch import ModelWatch
+
+
+class OverflowGuard:
+    """Watches training for nans and infs and decides before the optimizer steps.
+
+    Nothing else is to be written: the guard judges a step when `optimizer.step()` is
+    called, before it touches a weight. It looks at the inputs and outputs of every
+    module, the gradients of the outputs, the parameters, their gradients, the buffers
+    and the loss, and names the first bad one in execution order and who made it.
+
+    A forward without autograd is judged when it ends. Without an optimizer, a step is
+    judged by `check()`. With several optimizers a step is a round of them.
+
+    A judgement incurs one CPU-GPU sync for each device that holds stats; none with
+    `sync="lagged"`; none on the CPU.
+
+    Args:
+        model: The model, or a list or dict of models. They are held weakly; their hooks
+            hold the guard. Give a criterion that is a module along with them.
+        optimizer: The optimizer, or a list of them, or None. Wrappers that have one as
+            their `optimizer` (Accelerate's) are fine.
+        on_overflow: What to do about a bad step. "raise": `NonFiniteError`. "warn": log
+            a warning (logger `overflow_fast`). "skip": the optimizer's step does not
+            happen; weights and state stay as they are, bit by bit; a warning says so.
+            Or a callable that takes the `Report` and returns one of these.
+        watch: What to look at: any of "activations", "grad_outputs" (gradients of
+            outputs; needs "activations"), "gradients" (of parameters), "weights",
+            "buffers", "loss" and "optimizer_state".
+        include: Patterns of names of the modules to look at, such as `["h.*.mlp*"]`;
+            None for all.
+        exclude: Patterns of names of modules to leave out.
+        every: Watch every so many steps. In between, no module has a hook.
+        warmup: How many steps to leave alone at first.
+        ranges: Watch only steps in one of these half-open ranges.
+        budget: The share of a step's time that the guard may take on average, such as
+            0.01. It measures itself and looks at everything as often as fits, at
+            gradients in every step if that alone fits, and at everything after a bad
+            step.
+        sync: "step", or "lagged": the verdict on tensors on a device arrives one step
+            later; the host waits only where it is a whole step ahead. Optimizers whose
+            kernels read `found_inf` (fused Adam, AdamW, SGD, Adagrad) skip a bad step
+            on the device all the same, with "skip" and "raise"; with others, "skip"
+            costs the sync, and so does a callable.
+        max_consecutive_skips: Raise after so many skipped steps in a row.
+        max_frames: How many frames before the bad one a report shows.
+        memo: Scan a tensor that nobody wrote to only once in a forward; see
+            `DebugUnderflowOverflow`.
+        evidence: A folder for what bad steps leave: report, offending tensors, batch.
+            On a device, activations are gone when the step is judged; gradients,
+            weights and the batch are there. Holds each batch until it is judged.
+        evidence_mib: How many MiB of tensors a step may leave.
+        evidence_keep: How many steps' evidence is kept.
+        log: A file for one line of JSON for each judged step.
+        log_mib: How many MiB the file may have before a new one is begun.
+        log_keep: How many older files are kept.
+
+    Raises:
+        TypeError, ValueError: If an argument cannot be used.
+        ImportError: If `evidence` is given and safetensors is not installed.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters())
+        >>> with OverflowGuard(model, optimizer, on_overflow="skip") as guard:
+        ...     model(torch.full((1, 2), float("inf"))).sum().backward()
+        ...     optimizer.step()
+        >>> guard.num_skipped
+        1
+    """
+
+    def __init__(
+        self,
+        model: Models,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        on_overflow: Policy = "raise",
+        *,
+        watch: Iterable[str] = EVERYTHING,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] = (),
+        every: int = 1,
+        warmup: int = 0,
+        ranges: Sequence[tuple[int, int]] | None = None,
+        budget: float | None = None,
+        sync: Literal["step", "lagged"] = "step",
+        max_consecutive_skips: int = 20,
+        max_frames: int = 21,
+        memo: bool = True,
+        evidence: Path | None = None,
+        evidence_mib: float = 256,
+        evidence_keep: int = 4,
+        log: Path | None = None,
+        log_mib: float = 16,
+        log_keep: int = 3,
+        _defer: bool = False,
+    ) -> None:
+        options = GuardOptions(
+            on_overflow=on_overflow,
+            watch=watch,
+            include=include,
+            exclude=exclude,
+            every=every,
+            warmup=warmup,
+            ranges=ranges,
+            budget=budget,
+            sync=sync,
+            max_consecutive_skips=max_consecutive_skips,
+            max_frames=max_frames,
+            memo=memo,
+            evidence=evidence,
+            evidence_mib=evidence_mib,
+            evidence_keep=evidence_keep,
+            log=log,
+            log_mib=log_mib,
+            log_keep=log_keep,
+        )
+        self._watches = make_watches(
+            named_models(model), options, self._on_evaluated, _defer
+        )
+        self._gates = [
+            OptimizerGate(each, self._before_step, self._after_step, options.may_skip)
+            for each in optimizers_of(optimizer)
+        ]
+        self._meter = Meter(lambda: sum(w.recorder.seconds for w in self._watches))
+        self._decision = Decision(
+            options,
+            self._watches,
+            lambda: self._meter.cost,
+            lambda: self.coverage().gaps(),
+        )
+        self._judge = Judge(options, self._watches, self._decision)
+        self._judge.want_flags(self._gates)
+        self._cadence = Cadence(every, warmup, ranges, budget)
+        self._level = Level.OFF
+        self._is_enabled = False
+        self._called: set[OptimizerGate] = set()
+        self._stepped: set[OptimizerGate] = set()
+        self._step = 0
+        self.enable()
+
+    # Switching on and off.
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the guard is on."""
+        return self._is_enabled
+
+    def enable(self) -> None:
+        """Switches the guard on; from the next forward on it sees everything."""
+        if self._is_enabled:
+            return
+        self._is_enabled = True
+        self._judge.begin()
+        for gate in self._gates:
+            gate.attach()
+        scalers.listen(self)
+        self._meter.restart()
+        self._set_level(self._cadence.level(self._step))
+
+    def disable(self) -> None:
+        """Switches the guard off: no hook is left, and nothing is judged any more.
+
+        What was found and not judged is forgotten.
+        """
+        if not self._is_enabled:
+            return
+        self._is_enabled = False
+        scalers.stop_listening(self)
+        for gate in self._gates:
+            gate.detach()
+        self._set_level(Level.OFF)
+        self._judge.forget()
+
+    def remove(self) -> None:
+        """Judges what is on its way (`sync="lagged"`), then switches the guard off.
+
+        Incurs a CPU-GPU sync if something is.
+        """
+        try:
+            if self._is_enabled:
+                self._judge.judge_late()
+        finally:
+            self.disable()
+            self._decision.close()
+
+    def __enter__(self) -> OverflowGuard:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        try:
+            self.remove()
+        except NonFiniteError:
+            if kind is None:
+                raise
+
+    def discard(self) -> None:
+        """Forgets what was found since the last step.
+
+        For loops that give up a batch after its forward, and go on without a step.
+        """
+        self._judge.forget()
+
+    # What users ask.
+
+    @property
+    def step(self) -> int:
+        """How many steps there were: calls of the optimizer, rounds of several."""
+        return self._step
+
+    @property
+    def num_skipped(self) -> int:
+        """How many steps the guard skipped."""
+        return self._decision.num_skipped
+
+    @property
+    def consecutive_skips(self) -> int:
+        """How many steps up to now it skipped in a row."""
+        return self._decision.consecutive_skips
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last step was skipped, by the guard or by a GradScaler.
+
+        Ask it before `scheduler.step()`. Lagged, it speaks of the last judged step.
+        """
+        return self._decision.last_step_skipped
+
+    @property
+    def last_report(self) -> Report | None:
+        """The report of the last bad step, or None."""
+        return self._decision.last_report
+
+    @property
+    def cost(self) -> Cost:
+        """What the guard took in the last step, and on average."""
+        return self._meter.cost
+
+    @property
+    def num_syncs(self) -> int:
+        """How often the host has waited for a device because of the guard."""
+        return sum(watch.recorder.num_syncs for watch in self._watches)
+
+    def coverage(self) -> GuardCoverage:
+        """What was looked at so far, and what was not, with the reasons."""
+        return GuardCoverage.of(
+            self._watches,
+            self._step,
+            self._meter.num_watched,
+            self._judge.tensors.without_gradient,
+        )
+
+    def record(self, **tensors: torch.Tensor) -> None:
+        """Adds tensors that no module returns to the step: `guard.record(loss=loss)`.
+
+        Does not incur a CPU-GPU sync.
+
+        Args:
+            tensors: Tensors of any shape, by the names that reports call them.
+
+        Raises:
+            TypeError: If a value is no tensor.
+        """
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(
+                    f"{name} must be a torch.Tensor, got {type(tensor).__name__}"
+                )
+        if self._level is Level.ALL:
+            watch = self._watches[0]
+            watch.has_seen_loss |= "loss" in tensors
+            watch.record(_C.Phase.RECORDED, (list(tensors), list(tensors.values())))
+
+    def check(self) -> Report | None:
+        """Judges what has run since the last step, without an optimizer.
+
+        For loops that have none, for the last step with `sync="lagged"`, and after
+        replays of CUDA graphs. Looks at weights, buffers and gradients too. Incurs one
+        CPU-GPU sync for each device that holds stats.
+
+        Returns:
+            The report of what is bad, None if nothing is.
+
+        Raises:
+            NonFiniteError: If something is bad and the policy is to raise.
+        """
+        if not self._is_enabled:
+            return None
+        with self._meter:
+            return self._judge.judge_now(self._step, self._level)
+
+    # What the hooks of optimizers, scalers and models call.
+
+    def _before_step(self, gate: OptimizerGate) -> bool:
+        if gate in self._stepped:
+            self._end_round()
+        self._called.add(gate)
+        if self._level is Level.OFF:
+            self._judge.leave_unjudged()
+            return False
+        scaler = None if gate.optimizer is None else scalers.scaler_of(gate.optimizer)
+        try:
+            with self._meter:
+                number, level = self._step, self._level
+                is_skipped = self._judge.judge_step(gate, scaler, number, level)
+        except NonFiniteError:
+            self._after_step(gate)  # which the optimizer will not call
+            raise
+        gate.tell_wrapper(is_skipped)
+        return is_skipped
+
+    def _after_step(self, gate: OptimizerGate) -> None:
+        """Counts the step; the round is over when every optimizer has stepped."""
+        self._stepped.add(gate)
+        if len(self._stepped) == len(self._gates):
+            self._end_round()
+
+    def _end_round(self) -> None:
+        self._stepped.clear()
+        level, step = self._level, self._step
+        self._step += 1
+        self._judge.tensors.begin_round()
+        report = self._decision.last_report
+        if report is not None and report.step == step:
+            self._cadence.alarm()
+        cost = self._meter.end_step(level is not Level.OFF)
+        self._cadence.note(step, level, cost.guard_seconds, cost.step_seconds)
+        self._set_level(self._cadence.level(self._step))
+
+    def on_scaler_stepped(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+        """Judges a step that a GradScaler did not let its optimizer make."""
+        for gate in self._gates:
+            if gate.optimizer is not optimizer:
+                continue
+            if gate not in self._called and self._level is not Level.OFF:
+                with self._meter:
+                    number, level = self._step, self._level
+                    self._judge.judge_scaler_skip(gate, scaler, number, level)
+            if gate not in self._called:
+                self._after_step(gate)
+            self._called.discard(gate)
+
+    def _on_evaluated(self, watch: ModelWatch) -> None:
+        with self._meter:
+            self._judge.judge_evaluated(watch, self._step)
+
+    def _set_level(self, level: Level) -> None:
+        self._level = level
+        for watch in self._watches:
+            watch.attach() if level is Level.ALL else watch.detach()

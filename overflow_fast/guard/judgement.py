@@ -1,0 +1,290 @@
+"""When a step is judged, and by which frames: at once, lagged, under a scaler."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from .. import _C
+from .buffers import BufferKeeper
+from .cadence import Level
+from .decision import Decision, Finding
+from .optimizers import OptimizerGate
+from .options import GuardOptions
+from .report import Report
+from .scalers import has_found_inf
+from .step_tensors import StepTensors
+from .verdict import BadFrame
+from .watch import ModelWatch
+
+_SCALER = "GradScaler"
+_GRADIENTS = (_C.Phase.BACKWARD, _C.Phase.GRADIENTS)
+
+
+@dataclass
+class _Step:
+    """A step whose stats may still be on their way."""
+
+    number: int
+    last_frame: int
+    scaler: GradScaler | None = None
+    is_decided: bool = False  # by what was known when its optimizer was called
+    skipped_by: str = ""
+
+
+class Judge:
+    """Collects a step's bad frames and has them decided on.
+
+    Args:
+        options: The guard's.
+        watches: The watched models.
+        decision: Who decides.
+    """
+
+    def __init__(
+        self,
+        options: GuardOptions,
+        watches: Sequence[ModelWatch],
+        decision: Decision,
+    ) -> None:
+        self._options = options
+        self._watches = watches
+        self._decision = decision
+        self._steps: collections.deque[_Step] = collections.deque()
+        self._has_flags = False
+        self.tensors = StepTensors(watches)
+        self.buffers = BufferKeeper(watches)
+
+    def begin(self) -> None:
+        """Prepares for the first step after the guard was switched on."""
+        if self._options.may_skip:
+            self.buffers.begin()
+
+    def leave_unjudged(self) -> None:
+        """Takes note of a step that is not looked at."""
+        self._settle_buffers(is_skipped=False)
+
+    def judge_step(
+        self, gate: OptimizerGate, scaler: GradScaler | None, number: int, level: Level
+    ) -> bool:
+        """Judges a step that an optimizer is about to make.
+
+        Args:
+            gate: The optimizer's.
+            scaler: The GradScaler that calls it, or None.
+            number: The step's.
+            level: How much of it was looked at.
+
+        Returns:
+            Whether to skip it.
+
+        Raises:
+            NonFiniteError: If the policy says so.
+        """
+        self.tensors.scan(gate.optimizer, level)
+        self._send()
+        is_lagged = self._is_lagged(gate)
+        step = _Step(number, _C.Recorder.num_frames(), scaler)
+        if is_lagged and self._has_flags and self._skip_on_device(gate, scaler):
+            step.skipped_by = "optimizer's kernel"
+        try:
+            self._receive(is_lagged)
+            frames, skipped_by = self._take(step), ""
+            if scaler is not None and any(map(_is_gradient, frames)):
+                is_scalers = has_found_inf(gate.optimizer) and scaler.get_scale() > 1
+                frames, skipped_by = _without_scalers(frames, is_scalers)
+            if is_lagged:
+                self._steps.append(step)
+                if not frames:
+                    return False
+            step.is_decided = True
+            report = self._decision.decide(
+                Finding(number, frames, not skipped_by, skipped_by, self.tensors.found)
+            )
+            is_skipped = report is not None and report.action == "skip"
+            self._settle_buffers(is_skipped)
+            return is_skipped
+        finally:
+            self._end(is_lagged)
+
+    def judge_scaler_skip(
+        self, gate: OptimizerGate, scaler: GradScaler, number: int, level: Level
+    ) -> None:
+        """Judges a step that a GradScaler has skipped.
+
+        Gradients that are bad because of the scale are its business: no alarm, until
+        the scale is down to 1. Incurs a CPU-GPU sync, as the scaler just did.
+
+        Args:
+            gate: The optimizer's.
+            scaler: The scaler.
+            number: The step's.
+            level: How much of it was looked at.
+
+        Raises:
+            NonFiniteError: If the policy says so.
+        """
+        self.tensors.scan(gate.optimizer, level)
+        self._send()
+        try:
+            self._receive(is_lagged=False)
+            frames = self._take(_Step(number, _C.Recorder.num_frames()))
+            if scaler.get_scale() > 1:
+                frames, _ = _without_scalers(frames, has_found_inf=True)
+            report = self._decision.decide(
+                Finding(number, frames, False, _SCALER, self.tensors.found)
+            )
+            self._settle_buffers(report is not None and report.action == "skip")
+        finally:
+            self._end(is_lagged=False)
+
+    def judge_now(self, number: int, level: Level) -> Report | None:
+        """Judges all that has run. Incurs the sync.
+
+        Args:
+            number: The step's that is under way.
+            level: How much of it was looked at.
+
+        Returns:
+            The report of what is bad, or None.
+
+        Raises:
+            NonFiniteError: If the policy says so.
+        """
+        self.tensors.begin_round()
+        self.tensors.scan(None, level)
+        self._send()
+        for watch in self._watches:
+            watch.recorder.send_captured()
+        try:
+            self._receive(is_lagged=False)
+            frames = self._take(_Step(number, _C.Recorder.num_frames()))
+            frames += [
+                BadFrame(watch, frame)
+                for watch in self._watches
+                for frame in watch.take_evaluated()
+            ]
+            return self._decision.decide(
+                Finding(number, frames, tensors=self.tensors.found)
+            )
+        finally:
+            self._end(is_lagged=False)
+
+    def judge_late(self) -> None:
+        """Judges the steps that are still on their way. Incurs the sync.
+
+        Raises:
+            NonFiniteError: If the policy says so.
+        """
+        self._receive(is_lagged=False)
+
+    def judge_evaluated(self, watch: ModelWatch, number: int) -> None:
+        """Judges a forward without autograd: at once on the CPU, else lagged.
+
+        Args:
+            watch: The model's.
+            number: The step's that is under way.
+
+        Raises:
+            NonFiniteError: If the policy says so.
+        """
+        frames = [BadFrame(watch, frame) for frame in watch.take_evaluated()]
+        if frames:
+            note = "It was found in a forward without autograd."
+            self._decision.decide(Finding(number, frames, notes=[note]))
+
+    def forget(self) -> None:
+        """Forgets what has run and was not judged."""
+        self._steps.clear()
+        for watch in self._watches:
+            watch.receive(is_lagged=False)
+            watch.take_bad(_C.Recorder.num_frames())
+            watch.take_evaluated()
+        self._end(is_lagged=False)
+
+    def want_flags(self, gates: Sequence[OptimizerGate]) -> None:
+        """Has devices make flags for those optimizers that can skip by them."""
+        is_of_use = self._options.sync == "lagged" and self._options.on_overflow in (
+            "skip",
+            "raise",
+        )
+        if is_of_use and any(gate.skips_on_device for gate in gates):
+            self._has_flags = True
+            for watch in self._watches:
+                watch.recorder.want_flags()
+
+    # How it is done.
+
+    def _is_lagged(self, gate: OptimizerGate) -> bool:
+        """Whether the verdict may come when the step is over."""
+        if self._options.sync != "lagged" or callable(self._options.on_overflow):
+            return False
+        return self._options.on_overflow != "skip" or gate.skips_on_device
+
+    def _send(self) -> None:
+        for watch in self._watches:
+            watch.recorder.send()
+
+    def _skip_on_device(self, gate: OptimizerGate, scaler: GradScaler | None) -> bool:
+        """Has the optimizer's kernels skip the step if a flag says so; no sync."""
+        flags = [f for watch in self._watches for f in watch.recorder.take_flags()]
+        if not flags or not gate.skips_on_device:
+            return False
+        # Of gradients the scaler's own flag tells.
+        parts = [flag[0] if scaler is not None else flag.amax() for flag in flags]
+        first, *others = parts
+        for other in others:
+            first = torch.maximum(first, other.to(first.device, non_blocking=True))
+        gate.set_found_inf(first)
+        if self._options.may_skip:
+            self.buffers.restore_where(first)
+        return True
+
+    def _receive(self, is_lagged: bool) -> None:
+        for watch in self._watches:
+            watch.receive(is_lagged)
+        while self._steps:
+            step = self._steps.popleft()
+            frames, skipped_by = self._take(step), ""
+            if step.scaler is not None and any(map(_is_gradient, frames)):
+                # It has backed off since.
+                last_scale = step.scaler.get_scale() / step.scaler.get_backoff_factor()
+                frames, skipped_by = _without_scalers(frames, last_scale > 1)
+            if frames:
+                skipped_by = skipped_by or step.skipped_by
+            if frames or not step.is_decided:
+                found = Finding(step.number, frames, skipped_by=skipped_by)
+                self._decision.decide(found)
+
+    def _take(self, step: _Step) -> list[BadFrame]:
+        return [
+            BadFrame(watch, frame)
+            for watch in self._watches
+            for frame in watch.take_bad(step.last_frame)
+        ]
+
+    def _settle_buffers(self, is_skipped: bool) -> None:
+        if self._options.may_skip:
+            self.buffers.restore() if is_skipped else self.buffers.keep()
+
+    def _end(self, is_lagged: bool) -> None:
+        self.tensors.forget()
+        for watch in self._watches:
+            watch.end_judgement(is_lagged)
+
+
+def _without_scalers(
+    frames: Sequence[BadFrame], has_found_inf: bool
+) -> tuple[list[BadFrame], str]:
+    """Leaves out what is a GradScaler's business; says whether it skips the step."""
+    if has_found_inf:
+        return [bad for bad in frames if not _is_gradient(bad)], _SCALER
+    return [bad for bad in frames if not bad.is_backward], ""
+
+
+def _is_gradient(bad: BadFrame) -> bool:
+    return bad.frame.phase in _GRADIENTS

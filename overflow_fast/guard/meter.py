@@ -1,0 +1,58 @@
+"""What the guard itself costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from .report import Cost
+
+
+class Meter:
+    """Measures a guard's share of the steps, by the host's clock.
+
+    `with meter:` around what the guard does; the time in hooks is told by a function.
+
+    Args:
+        seconds_in_hooks: Says how long the hooks have taken since they were made.
+    """
+
+    def __init__(self, seconds_in_hooks: Callable[[], float]) -> None:
+        self._seconds_in_hooks = seconds_in_hooks
+        self._depth = 0
+        self._begin = 0.0
+        self._seconds = 0.0
+        self._watched_seconds = 0.0
+        self._guard_seconds = 0.0
+        self.num_watched = 0
+        self.cost = Cost()
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins a step now."""
+        self._step_began = time.perf_counter()
+        self._hooks_before = self._seconds_in_hooks()
+        self._seconds = 0.0
+
+    def __enter__(self) -> None:
+        if self._depth == 0:
+            self._begin = time.perf_counter()
+        self._depth += 1
+
+    def __exit__(self, *exception: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._seconds += time.perf_counter() - self._begin
+
+    def end_step(self, is_watched: bool) -> Cost:
+        """Ends the step; returns what it cost."""
+        step = time.perf_counter() - self._step_began
+        guard = self._seconds + self._seconds_in_hooks() - self._hooks_before
+        if is_watched:
+            self.num_watched += 1
+            self._watched_seconds += step
+            self._guard_seconds += guard
+        share = self._guard_seconds / self._watched_seconds if self.num_watched else 0.0
+        self.cost = Cost(step, guard, share)
+        self.restart()
+        return self.cost

@@ -1,0 +1,229 @@
+"""The arguments of a guard: checked once, with sentences."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..selection import Selection, check_patterns
+from .optimizers import innermost
+from .report import Report
+from .watch import ModelWatch, Wanted
+
+Policy = str | Callable[[Report], str | None]
+Path = str | os.PathLike[str]
+Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+ACTIONS = ("raise", "warn", "skip")
+EVERYTHING = tuple(name for name in Wanted._fields if name != "optimizer_state")
+
+
+@dataclass(frozen=True)
+class GuardOptions:
+    """How a guard was asked to be; see `OverflowGuard` for each."""
+
+    on_overflow: Policy
+    watch: Iterable[str]
+    include: Sequence[str] | None
+    exclude: Sequence[str]
+    every: int
+    warmup: int
+    ranges: Sequence[tuple[int, int]] | None
+    budget: float | None
+    sync: str
+    max_consecutive_skips: int
+    max_frames: int
+    memo: bool
+    evidence: Path | None
+    evidence_mib: float
+    evidence_keep: int
+    log: Path | None
+    log_mib: float
+    log_keep: int
+
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError for what cannot be used."""
+        self._check_policy()
+        _check_watch(self.watch)
+        for name, least in (
+            ("every", 1),
+            ("warmup", 0),
+            ("max_consecutive_skips", 0),
+            ("max_frames", 0),
+            ("evidence_keep", 1),
+            ("log_keep", 0),
+        ):
+            _check_int(name, getattr(self, name), least)
+        for name in ("evidence_mib", "log_mib"):
+            _check_positive(name, getattr(self, name))
+        if self.budget is not None:
+            _check_budget(self.budget)
+        _check_ranges(self.ranges)
+        for name in ("include", "exclude"):
+            _check_names(name, getattr(self, name))
+        if self.sync not in ("step", "lagged"):
+            raise ValueError(f"sync must be 'step' or 'lagged', got {self.sync!r}")
+        if self.evidence is not None:
+            _check_safetensors()
+
+    @property
+    def wanted(self) -> Wanted:
+        """What to look at, as flags."""
+        return Wanted(**dict.fromkeys(self.watch, True))
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step may be skipped."""
+        return self.on_overflow == "skip" or callable(self.on_overflow)
+
+    def _check_policy(self) -> None:
+        if not callable(self.on_overflow) and self.on_overflow not in ACTIONS:
+            raise ValueError(
+                "on_overflow must be 'raise', 'warn', 'skip' or a callable that takes "
+                f"a Report and returns one of these, got {self.on_overflow!r}"
+            )
+
+
+def named_models(model: Models) -> dict[str, nn.Module]:
+    """The models by what their modules' names begin with."""
+    if isinstance(model, nn.Module):
+        return {"": model}
+    if isinstance(model, Mapping):
+        models = {f"{name}.": each for name, each in model.items()}
+    elif isinstance(model, (list, tuple)):
+        models = {f"{i}.": each for i, each in enumerate(model)}
+    else:
+        raise _wrong_model(model)
+    for each in models.values():
+        if not isinstance(each, nn.Module):
+            raise _wrong_model(each)
+    if not models:
+        raise ValueError("model must hold at least one torch.nn.Module, got none")
+    return models
+
+
+def _wrong_model(model: object) -> TypeError:
+    return TypeError(
+        "model must be a torch.nn.Module, or a list or a dict of them, got "
+        f"{type(model).__name__}"
+    )
+
+
+def make_watches(
+    models: Mapping[str, nn.Module],
+    options: GuardOptions,
+    on_evaluated: Callable[[ModelWatch], None],
+    defer: bool,
+) -> list[ModelWatch]:
+    """One watch for each model, by the prefix of its modules' names."""
+    names = [name for model in models.values() for name, _ in model.named_modules()]
+    check_patterns("include", options.include or (), names)
+    check_patterns("exclude", options.exclude, names)
+    wanted = options.wanted
+    recorder = {
+        "memo": options.memo,
+        "defer": defer,
+        "gathers": True,
+        "lists_parameters": wanted.weights,
+        "parameters_once": True,
+        "watches_gradients": wanted.grad_outputs,
+        "holds_tensors": options.evidence is not None,
+    }
+    return [
+        ModelWatch(
+            model,
+            prefix,
+            wanted,
+            Selection(options.include, options.exclude),
+            options.max_frames,
+            recorder,
+            on_evaluated,
+        )
+        for prefix, model in models.items()
+    ]
+
+
+def optimizers_of(optimizer: Any) -> list[Optimizer]:
+    """The optimizers of an argument that may be None, one, or several."""
+    several = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    several = [] if optimizer is None else list(several)
+    for each in several:
+        try:
+            innermost(each)
+        except AttributeError:
+            raise TypeError(
+                "optimizer must be a torch.optim.Optimizer, a wrapper with one as its "
+                f"`optimizer`, a list of them, or None, got {type(each).__name__}"
+            ) from None
+    return several
+
+
+def _check_watch(watch: Any) -> None:
+    if isinstance(watch, str) or not isinstance(watch, Iterable):
+        raise TypeError(f"watch must be a list of names, got {watch!r}")
+    for name in watch:
+        if name not in Wanted._fields:
+            known = ", ".join(repr(field) for field in Wanted._fields)
+            raise ValueError(f"watch must hold names out of {known}, got {name!r}")
+    if "grad_outputs" in watch and "activations" not in watch:
+        raise ValueError("watch must hold 'activations' where it holds 'grad_outputs'")
+
+
+def _check_int(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not value > 0:
+        raise ValueError(f"{name} must be more than 0, got {value}")
+
+
+def _check_budget(budget: Any) -> None:
+    _check_positive("budget", budget)
+    if budget >= 1:
+        raise ValueError(
+            f"budget must be a share of a step's time, such as 0.01, got {budget}"
+        )
+
+
+def _check_ranges(ranges: Any) -> None:
+    if ranges is None:
+        return
+    try:
+        is_right = all(0 <= begin < end for begin, end in ranges)
+    except (TypeError, ValueError):
+        is_right = False
+    if not is_right:
+        raise ValueError(
+            "ranges must hold pairs (first step, step after the last), such as "
+            f"[(0, 100)], got {ranges!r}"
+        )
+
+
+def _check_names(name: str, patterns: Any) -> None:
+    if patterns is None and name == "include":
+        return
+    is_list = isinstance(patterns, (list, tuple, set, frozenset))
+    if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(
+            f"{name} must be a list of patterns of module names, got {patterns!r}"
+        )
+
+
+def _check_safetensors() -> None:
+    try:
+        import safetensors.torch  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "evidence needs safetensors to write tensors: run "
+            f"`pip install safetensors` ({error})"
+        ) from error

@@ -1,0 +1,211 @@
+"""What a guard says about a bad step: in plain words first, then the frames."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import _C
+from ..debug import get_abs_min_max
+from ..report import frame_text, frames_text
+from .verdict import BadEntry, Headroom, Verdict, headroom_of
+from .watch import ModelWatch
+
+_HALF = ("float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")
+_NEAREST = 8
+
+
+class NonFiniteError(FloatingPointError):
+    """A step had a nan or an inf, and the guard was told to raise.
+
+    Attributes:
+        report: The `Report`.
+    """
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(str(report))
+        self.report = report
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NonFiniteError, (self.report,)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the guard itself took, as the host's clock measures it.
+
+    Attributes:
+        step_seconds: From the judgement before to this one.
+        guard_seconds: How much of it was spent in the guard: its hooks, scans on the
+            CPU, launches, waits and judgement. Not the time of kernels on a device.
+        share: The guard's share of all watched steps so far.
+    """
+
+    step_seconds: float = 0.0
+    guard_seconds: float = 0.0
+    share: float = 0.0
+
+
+@dataclass
+class Report:
+    """What a guard found in a step, and what it did.
+
+    Attributes:
+        step: The optimizer's step, counted from 0.
+        action: "raise", "warn" or "skip"; "scaler" where a GradScaler skipped the step.
+        verdict: What was bad, and who made it.
+        frames: The last frames up to the first bad one, as text.
+        not_covered: What was not looked at, in sentences.
+        cost: What the guard took.
+        num_skipped: How many steps were skipped so far, this one included.
+        evidence: The folder with the tensors and the batch, or None.
+        notes: What else there is to say, in sentences.
+    """
+
+    step: int
+    action: str
+    verdict: Verdict
+    frames: list[str] = field(default_factory=list)
+    not_covered: list[str] = field(default_factory=list)
+    cost: Cost = field(default_factory=Cost)
+    num_skipped: int = 0
+    evidence: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """The report as text: a paragraph in plain words, then the frames."""
+        lines = [" ".join(self.sentences())]
+        if self.frames:
+            lines += ["", *frames_text(self.verdict.batch, self.frames)]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as a dict of strings, numbers, lists and dicts."""
+        return {**dataclasses.asdict(self), "summary": " ".join(self.sentences())}
+
+    def to_json(self) -> str:
+        """The report as one line of JSON."""
+        return json.dumps(self.to_dict())
+
+    def sentences(self) -> list[str]:
+        """The first paragraph, sentence by sentence."""
+        first = self.verdict.first
+        if first is None:
+            return [f"Step {self.step} is clean.", *self.notes]
+        return [
+            f"Step {self.step} is not finite: {_what(first)}.",
+            _who(first, self.verdict),
+            *_headroom_sentences(self.verdict.headroom),
+            *_gradient_sentences(self.verdict),
+            f"What to try: {_advice(first, self.verdict)}.",
+            *self.notes,
+            *([f"The tensors are in {self.evidence}."] if self.evidence else []),
+            *self.not_covered,
+            f"The guard takes {self.cost.share:.1%} of the time of a watched step.",
+        ]
+
+
+def _what(entry: BadEntry) -> str:
+    kinds = [
+        f"{count} {name}"
+        for count, name in ((entry.num_nan, "nan"), (entry.num_inf, "inf"))
+        if count
+    ]
+    holds = f"holds {' and '.join(kinds)} among {entry.numel} values of {entry.dtype}"
+    if entry.class_name:
+        where = f"{entry.fqn} ({entry.class_name})" if entry.fqn else entry.class_name
+        return f"`{entry.label}` of {where} {holds}"
+    return f"the {entry.kind.replace('_', ' ')} `{entry.label}` {holds}"
+
+
+def _who(first: BadEntry, verdict: Verdict) -> str:
+    if verdict.origin == "made" and first.kind in ("output", "input"):
+        return f"What {verdict.maker} was given was finite: it made the value itself."
+    if verdict.origin == "made":
+        return f"It was made by {verdict.maker}."
+    if verdict.origin == "unclear":
+        return f"It cannot be told who made it: {verdict.maker}."
+    if verdict.origin == "given":
+        return f"It was bad before the step: it came from {verdict.maker}."
+    return f"It only passed on what was bad before, made by {verdict.maker}."
+
+
+def _headroom_sentences(headroom: Headroom | None) -> list[str]:
+    if headroom is None or headroom.abs_max == 0:
+        return []
+    return [
+        f"When it was last finite, its largest magnitude was {headroom.abs_max:.3g}, "
+        f"{headroom.bits:.1f} bits below the end of {headroom.dtype} "
+        f"({headroom.limit:.5g})."
+    ]
+
+
+def _gradient_sentences(verdict: Verdict) -> list[str]:
+    dirty, clean = verdict.dirty_gradients, verdict.clean_gradients
+    if not dirty:
+        return []
+    sentences = [f"Bad gradients: {_some(dirty)}."]
+    if clean:
+        sentences.append(f"The nearest clean ones: {_some(clean)}.")
+    return sentences
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_NEAREST])
+    more = len(names) - _NEAREST
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _advice(first: BadEntry, verdict: Verdict) -> str:
+    if first.kind in ("weight", "optimizer_state"):
+        return "go back to the last checkpoint whose weights are finite"
+    if verdict.origin == "given":
+        return (
+            "look at the data that made this batch"
+            if "batch" in verdict.maker
+            else "set the buffer right, or go back to a checkpoint where it is finite"
+        )
+    lower = "lower the learning rate, or clip the gradients"
+    if first.kind in ("gradient", "grad_output"):
+        if first.dtype == "float16":
+            return f"scale the loss by less (torch.amp.GradScaler finds out), {lower}"
+        return f"{lower}; look for a division or a logarithm near 0 in what is named"
+    if first.dtype in _HALF and first.fqn:
+        return (
+            "run this module in float32 "
+            f"(`overflow_fast.keep_in_fp32(model, [{first.fqn!r}])`) or in bfloat16, "
+            "lower the learning rate, or scale down what goes into it"
+        )
+    return f"{lower}; look for a division or a logarithm near 0 in what is named"
+
+
+def least_headroom(watches: Sequence[ModelWatch]) -> Headroom | None:
+    """The least headroom of what a step made, or None if nothing was looked at."""
+    peaks = [(watch, watch.recorder.least_headroom()) for watch in watches]
+    named = [headroom_of(watch, peak) for watch, peak in peaks if peak is not None]
+    return min(named, key=lambda headroom: headroom.bits, default=None)
+
+
+def frame_texts(watch: ModelWatch, frames: list[_C.Frame]) -> list[str]:
+    """Writes frames as transformers does, their modules' weights as they are now.
+
+    Incurs one CPU-GPU sync for each weight on a device.
+    """
+    return [
+        frame_text(watch.recorder, frame, watch.name_at(frame.module), weights)
+        for frame in frames
+        for weights in [_weight_lines(watch, frame)]
+    ]
+
+
+def _weight_lines(watch: ModelWatch, frame: _C.Frame) -> list[str]:
+    module = watch.module_at(frame.module)
+    entries = watch.recorder.entries(frame)
+    has_weights = any(entry[0][0][1] not in ("input", "output") for entry in entries)
+    if module is None or has_weights or frame.phase == _C.Phase.BACKWARD:
+        return []
+    named = module.named_parameters(recurse=False)
+    return [get_abs_min_max(parameter, name) for name, parameter in named]

@@ -1,0 +1,73 @@
+"""Knows when a GradScaler steps an optimizer, and when it skips the step itself."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+
+class ScalerListener(Protocol):
+    """Who wants to know of GradScalers."""
+
+    def on_scaler_stepped(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+        """A scaler's `step(optimizer)` has returned."""
+
+
+_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+_running: dict[int, GradScaler] = {}
+
+
+def scaler_of(optimizer: Optimizer) -> GradScaler | None:
+    """The enabled scaler whose `step(optimizer)` is running, or None."""
+    return _running.get(id(optimizer))
+
+
+def listen(listener: ScalerListener) -> None:
+    """Tells a listener of every GradScaler's steps from now on. Holds it weakly.
+
+    `GradScaler` has no hooks: while anyone listens, its class has another `step`, which
+    calls the one that was there.
+    """
+    _listeners.add(listener)
+    if not hasattr(GradScaler.step, "overflow_fast"):
+        GradScaler.step = _heard(GradScaler.step)  # type: ignore[method-assign]
+
+
+def stop_listening(listener: ScalerListener) -> None:
+    """Tells a listener no more; the last one gives the class its own method back."""
+    _listeners.discard(listener)
+    original = getattr(GradScaler.step, "overflow_fast", None)
+    if original is not None and not _listeners:
+        GradScaler.step = original  # type: ignore[method-assign]
+
+
+def _heard(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def heard_step(
+        self: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not self.is_enabled():
+            return step(self, optimizer, *args, **kwargs)
+        _running[id(optimizer)] = self
+        try:
+            result = step(self, optimizer, *args, **kwargs)
+        finally:
+            del _running[id(optimizer)]
+        for listener in list(_listeners):
+            listener.on_scaler_stepped(optimizer, self)
+        return result
+
+    heard_step.overflow_fast = step  # type: ignore[attr-defined]
+    return heard_step
+
+
+def has_found_inf(optimizer: Optimizer | None) -> bool:
+    """Whether a scaler told a fused optimizer to skip. Incurs a CPU-GPU sync."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return isinstance(found_inf, torch.Tensor) and bool(found_inf.item())

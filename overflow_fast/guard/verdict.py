@@ -1,0 +1,166 @@
+"""What can be bad in a step, and what is said of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from .. import _C
+from ..report import label_text
+from .watch import ModelWatch
+
+_KINDS = {
+    _C.Phase.BACKWARD: "grad_output",
+    _C.Phase.RECORDED: "recorded",
+    _C.Phase.WEIGHTS: "weight",
+    _C.Phase.BUFFERS: "buffer",
+    _C.Phase.GRADIENTS: "gradient",
+    _C.Phase.OPTIMIZER_STATE: "optimizer_state",
+}
+
+
+@dataclass(frozen=True)
+class BadEntry:
+    """A tensor that holds a nan or an inf.
+
+    Attributes:
+        kind: "input", "output", "grad_output", "weight", "buffer", "gradient",
+            "optimizer_state", or "recorded" for a loss or what `record()` was given.
+        fqn: The qualified name of the module; of the tensor itself where it belongs to
+            no call.
+        class_name: The module's class, or "".
+        label: Which of the call's tensors, such as `output[0]`, or the tensor's name.
+        dtype: The tensor's dtype, such as "float16".
+        num_nan: How many of its elements are nan.
+        num_inf: How many are inf or -inf.
+        numel: How many it has.
+    """
+
+    kind: str
+    fqn: str
+    class_name: str
+    label: str
+    dtype: str
+    num_nan: int
+    num_inf: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Headroom:
+    """How near a magnitude is to the largest number of its dtype.
+
+    Attributes:
+        where: Whose magnitude it is.
+        abs_max: The largest magnitude.
+        limit: The largest finite number of the dtype.
+        dtype: The dtype, such as "float16".
+    """
+
+    where: str
+    abs_max: float
+    limit: float
+    dtype: str
+
+    @property
+    def bits(self) -> float:
+        """How often the magnitude could double: log2(limit / abs_max)."""
+        return math.log2(self.limit / self.abs_max) if self.abs_max else math.inf
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found in a step.
+
+    Attributes:
+        batch: The forward that the first bad frame belongs to, counted from 0.
+        first: The first bad entry in execution order; None if the step is clean.
+        origin: "made" by the module of `first`; "passed_on" by it, made before;
+            "given", where the model's own inputs or weights were bad; "unclear".
+        maker: Who made it, in words.
+        headroom: What the same entry's largest magnitude was when it was last finite.
+        num_bad_frames: How many calls, gradients and lists of tensors are bad.
+        dirty_gradients: The parameters whose gradients are bad, in the model's order.
+        clean_gradients: The nearest parameters around those whose gradients are clean.
+    """
+
+    batch: int = 0
+    first: BadEntry | None = None
+    origin: str = ""
+    maker: str = ""
+    headroom: Headroom | None = None
+    num_bad_frames: int = 0
+    dirty_gradients: list[str] = field(default_factory=list)
+    clean_gradients: list[str] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing bad was found."""
+        return self.first is None
+
+
+@dataclass(frozen=True)
+class BadFrame:
+    """A bad frame and the watch that recorded it."""
+
+    watch: ModelWatch
+    frame: _C.Frame
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Orders frames as they ran; the weights were what they are before the step."""
+        return self.frame.phase != _C.Phase.WEIGHTS, self.frame.order
+
+    @property
+    def is_of_call(self) -> bool:
+        """Whether it is of a module's call, or of the gradient of its output."""
+        return self.frame.phase not in _KINDS or self.is_backward
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is of the gradient of an output."""
+        return self.frame.phase == _C.Phase.BACKWARD
+
+    @property
+    def kind(self) -> str:
+        """What its entries are, where it is of no call: see `BadEntry.kind`."""
+        return _KINDS[self.frame.phase]
+
+    def entries(self) -> list[_C.EntryTuple]:
+        """The frame's entries."""
+        return self.watch.recorder.entries(self.frame)
+
+    def bad_entries(self) -> list[tuple[int, _C.EntryTuple]]:
+        """The bad ones, with their places."""
+        return [(i, entry) for i, entry in enumerate(self.entries()) if entry[5]]
+
+    @property
+    def has_bad_input(self) -> bool:
+        """Whether the call was given something bad."""
+        return any(entry[0][0][1] == "input" for _, entry in self.bad_entries())
+
+
+def kind_of(frame: _C.Frame, path: _C.LabelPath) -> str:
+    """What an entry is: see `BadEntry.kind`."""
+    root = str(path[0][1])
+    return _KINDS.get(frame.phase, root if root in ("input", "output") else "weight")
+
+
+def entry_label(frame: _C.Frame, path: _C.LabelPath) -> str:
+    """An entry's label; a gradient's is that of the output it belongs to."""
+    text = label_text(path)
+    is_gradient = frame.phase == _C.Phase.BACKWARD
+    return f"grad_{text}" if is_gradient else text
+
+
+def headroom_of(watch: ModelWatch, peak: _C.PeakTuple) -> Headroom:
+    """Names a recorder's peak."""
+    phase, module, path, abs_max, limit, dtype = peak
+    text = label_text(path)
+    if phase == _C.Phase.BACKWARD:
+        text = f"grad_{text}"
+    if phase in (_C.Phase.FORWARD, _C.Phase.RECOMPUTED, _C.Phase.BACKWARD):
+        text = f"{text} of {watch.name_at(module) or 'the model'}"
+    elif phase == _C.Phase.GRADIENTS:
+        text = f"gradient of {text}"
+    return Headroom(text, abs_max, limit, dtype)

@@ -1,0 +1,222 @@
+"""One watched model of a guard: its frames, gathered until a step is judged."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .. import _C
+from ..hooks import CopiedHooks
+from ..selection import Named, NamedTensors, Selection
+from ..steps import StepHooks
+
+# So many forwards may be on their way from a device before the host waits for one.
+_MAX_FORWARDS_IN_FLIGHT = 64
+# Of so many forwards before a judgement the inputs are held.
+_MAX_BATCHES = 8
+
+
+class Wanted(NamedTuple):
+    """What a guard looks at; see `OverflowGuard`."""
+
+    activations: bool = False
+    grad_outputs: bool = False
+    gradients: bool = False
+    weights: bool = False
+    buffers: bool = False
+    loss: bool = False
+    optimizer_state: bool = False
+
+
+class ModelWatch(StepHooks):
+    """The hooks of a guard on one model, off until `attach()`.
+
+    Args:
+        model: The model. It is held weakly; its hooks hold this object.
+        prefix: What the names of its modules begin with in reports.
+        wanted: What to look at.
+        selection: Which modules.
+        max_frames: How many frames before a bad one a report shows.
+        options: The recorder's, by name.
+        on_evaluated: Called after an outermost forward that ran without autograd.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        prefix: str,
+        wanted: Wanted,
+        selection: Selection,
+        max_frames: int,
+        options: dict[str, bool],
+        on_evaluated: Callable[[ModelWatch], None],
+    ) -> None:
+        self.prefix = prefix
+        self.wanted = wanted
+        self.selection = selection
+        self.names = [name for name, _ in model.named_modules()]
+        self.tensors = NamedTensors(prefix, selection)
+        self.batches: dict[int, tuple[object, object]] = {}
+        self.before: list[_C.Frame] = []
+        self.held: object = None
+        self.has_seen_loss = False
+        self._bad: list[_C.Frame] = []
+        self._evaluations: set[int] = set()
+        self._sends_judged = 0
+        self._on_evaluated = on_evaluated
+        super().__init__(model, max_frames, options)
+        self.detach()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CopiedHooks, (), {"handles": self._attachment.handles}
+
+    def _start(self) -> None:
+        super()._start()
+        self._max_in_flight = _MAX_FORWARDS_IN_FLIGHT
+
+    # Hooks on and off.
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the model has this object's hooks."""
+        return bool(self._attachment.handles)
+
+    def attach(self) -> None:
+        """Puts the hooks on the selected modules and the root, if any are needed."""
+        model = self.model
+        needs_hooks = self.wanted.activations or self.wanted.loss
+        if model is None or self.is_attached or not needs_hooks:
+            return
+        self._recorder.set_gradients_wanted(True)
+        self._attachment.attach(self, model, self._walk)
+
+    def detach(self) -> None:
+        """Takes the hooks off; those in autograd's graphs fall silent."""
+        self._attachment.remove()
+        self._recorder.set_gradients_wanted(False)
+        self._recorder.in_step = False
+        self._depth = 0
+
+    def _walk(self, model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+        if not self.wanted.activations:
+            return
+        for index, module in super()._walk(model):
+            if index < len(self.names) and self.selection.takes(self.names[index]):
+                yield index, module
+
+    # What is recorded.
+
+    @property
+    def recorder(self) -> _C.Recorder:
+        """The recorder that has the frames' entries."""
+        return self._recorder
+
+    def record(self, phase: _C.Phase, named: Named) -> None:
+        """Scans named tensors as one frame. Does not incur a CPU-GPU sync."""
+        names, tensors = named
+        if tensors:
+            self._recorder.record(phase, names, tensors)
+
+    def _record_root(
+        self, module: nn.Module, args: object, kwargs: object, output: object
+    ) -> None:
+        if self._options["holds_tensors"]:
+            self.batches[self.batch_number] = (args, kwargs)
+            if len(self.batches) > _MAX_BATCHES:
+                del self.batches[next(iter(self.batches))]
+        loss = loss_in(output)
+        self.has_seen_loss |= loss is not None
+        if self.wanted.activations and self.selection.takes(""):
+            super()._record_root(module, args, kwargs, output)
+        elif loss is not None and self.wanted.loss:
+            self.record(_C.Phase.RECORDED, (["loss"], [loss]))
+
+    def _end_step(self) -> None:
+        super()._end_step()
+        if not torch.is_grad_enabled():
+            self._evaluations.add(self._recorder.last_batch)
+            self._on_evaluated(self)
+
+    # What is asked when a step is judged.
+
+    def receive(self, is_lagged: bool) -> None:
+        """Takes in the stats of what ran; incurs the sync, unless it is lagged.
+
+        Lagged, the host waits only for what was sent before the call before.
+        """
+        sends = self._recorder.num_sends
+        self._judge_arrived(sends - self._sends_judged if is_lagged else 0)
+        self._sends_judged = sends
+
+    def take_bad(self, last: int) -> list[_C.Frame]:
+        """Takes the bad frames of training, up to the one whose order is `last`."""
+        return self._take(lambda f: f.order <= last and not self._is_evaluated(f))
+
+    def take_evaluated(self) -> list[_C.Frame]:
+        """Takes the bad frames of forwards that ran without autograd, lagged."""
+        self._judge_arrived(1)
+        return self._take(self._is_evaluated)
+
+    def _is_evaluated(self, frame: _C.Frame) -> bool:
+        is_forward = frame.phase in (_C.Phase.FORWARD, _C.Phase.RECORDED)
+        return is_forward and frame.batch in self._evaluations
+
+    def _take(self, is_wanted: Callable[[_C.Frame], bool]) -> list[_C.Frame]:
+        gathered = self._recorder.take_gathered()
+        if gathered.bad and not self._bad:
+            self.before, self.held = gathered.before, gathered.held
+        self._bad += gathered.bad
+        taken = [frame for frame in self._bad if is_wanted(frame)]
+        if taken:
+            self._bad = [frame for frame in self._bad if not is_wanted(frame)]
+        return taken
+
+    def end_judgement(self, is_lagged: bool) -> None:
+        """Forgets what belongs to the step that was judged, or will be, lagged."""
+        self._recorder.end_step()
+        self._recorder.begin_headroom()
+        self._recorder.clear_history()
+        if not self._bad and not is_lagged:
+            self.before, self.held = [], None
+            self.batches.clear()
+        oldest = self.batch_number - 2 * _MAX_FORWARDS_IN_FLIGHT
+        self._evaluations = {batch for batch in self._evaluations if batch >= oldest}
+
+    # What reports ask.
+
+    def name_at(self, index: int) -> str:
+        """The qualified name of a module by its index."""
+        name = self.names[index] if index < len(self.names) else f"module {index}"
+        return f"{self.prefix}{name}" if name else self.prefix.rstrip(".")
+
+    def module_at(self, index: int) -> nn.Module | None:
+        """The module of an index, if it is still there."""
+        model = self.model
+        if model is not None and index < len(self.names):
+            with contextlib.suppress(AttributeError):
+                return model.get_submodule(self.names[index])
+        return None
+
+    # Bad frames are gathered; no hook looks at one.
+
+    def on_frame(self, frame: _C.Frame) -> None:
+        """Is never called."""
+
+    def _choose_watch(self, batch: int) -> None:
+        pass
+
+
+def loss_in(output: object) -> torch.Tensor | None:
+    """Finds the loss in what a model returned: a floating-point scalar, or None."""
+    if isinstance(output, torch.Tensor):
+        return output if output.numel() == 1 and output.is_floating_point() else None
+    if isinstance(output, (tuple, list)):
+        found = (loss_in(part) for part in output)
+        return next((loss for loss in found if loss is not None), None)
+    if isinstance(output, dict):
+        return loss_in(output.get("loss"))
+    return None if output is None else loss_in(getattr(output, "loss", None))

@@ -1,0 +1,334 @@
+"""What the guard sees, and whom it blames."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from guarding import INF, NAN, Net, batches, make, plant, train, train_step, warned
+from torch import nn
+
+import overflow_fast
+from overflow_fast import NonFiniteError, OverflowGuard
+
+
+def verdict_of(model, optimizer, batch, **arguments):
+    report = warned(model, optimizer, batch, **arguments)
+    assert report is not None
+    return report.verdict
+
+
+def test_a_clean_run_has_no_report():
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer) as guard:
+        train(model, optimizer, batches(3))
+    assert guard.last_report is None
+    assert guard.step == 3
+    assert not guard.last_step_skipped
+
+
+@pytest.mark.parametrize("value", [INF, -INF, NAN])
+@pytest.mark.parametrize("at", [0, -1])
+@pytest.mark.parametrize(
+    "name", ["blocks.0.fc1", "blocks.1.act", "blocks.2", "norm", "head"]
+)
+def test_a_module_that_made_it_is_named(name, value, at):
+    model, optimizer = make()
+    module = model.get_submodule(name)
+    with plant(module, value, at):
+        verdict = verdict_of(model, optimizer, batches(1)[0])
+    assert (verdict.origin, verdict.maker) == ("made", name)
+    first = verdict.first
+    assert (first.kind, first.fqn, first.label) == ("output", name, "output")
+    assert first.class_name == type(module).__name__
+    is_nan = value != value
+    assert (first.num_nan, first.num_inf) == (is_nan, not is_nan)
+    assert first.dtype == "float32"
+
+
+def test_a_module_that_passed_it_on_is_told_from_its_caller():
+    model, optimizer = make()
+    model.blocks[1].factor = INF
+    verdict = verdict_of(model, optimizer, batches(1)[0])
+    assert verdict.first.fqn == "blocks.1.fc2"
+    assert verdict.first.kind == "input"
+    assert verdict.origin == "passed_on"
+    assert verdict.maker == "blocks.1, between the calls of its submodules"
+
+
+def test_the_root_that_made_it_between_its_submodules_is_named():
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.b(self.a(x) / 0.0)
+
+    model = Root()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    verdict = guard.last_report.verdict
+    assert verdict.maker == "the model, between the calls of its submodules"
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_a_bad_batch_is_the_batch(by_keyword):
+    model, optimizer = make()
+    (x, y) = batches(1)[0]
+    (y if by_keyword else x)[1] = NAN
+    verdict = verdict_of(model, optimizer, (x, y))
+    if by_keyword:
+        assert verdict.first.label in ("input.y", "output['loss']")
+    else:
+        assert verdict.origin == "given"
+        assert "batch" in verdict.maker
+        assert verdict.first.label == "input[0]"
+
+
+def test_a_bad_weight_comes_first():
+    model, optimizer = make()
+    model.blocks[1].fc1.weight.data[0, 0] = INF
+    verdict = verdict_of(model, optimizer, batches(1)[0])
+    assert verdict.first.kind == "weight"
+    assert verdict.first.fqn == "blocks.1.fc1.weight"
+    assert verdict.origin == "given"
+
+
+def test_a_bad_weight_that_no_call_uses_is_found():
+    model, optimizer = make()
+    model.unused = nn.Linear(2, 2)
+    model.unused.bias.data[1] = NAN
+    verdict = verdict_of(model, optimizer, batches(1)[0])
+    assert verdict.first.fqn == "unused.bias"
+
+
+def test_a_bad_buffer_is_blamed_for_its_module():
+    model, optimizer = make()
+    model.eval()
+    model.norm.running_var[2] = NAN
+    verdict = verdict_of(model, optimizer, batches(1)[0])
+    assert verdict.origin == "given"
+    assert verdict.maker == "its buffer norm.running_var"
+
+
+def test_a_bad_buffer_alone_is_found():
+    model, optimizer = make()
+    model.register_buffer("table", torch.tensor([1.0, INF]))
+    verdict = verdict_of(model, optimizer, batches(1)[0])
+    assert (verdict.first.kind, verdict.first.fqn) == ("buffer", "table")
+
+
+def test_a_bad_gradient_of_an_output_is_bracketed():
+    model, optimizer = make()
+    with plant(model.blocks[1].fc1, NAN, backward=True):
+        verdict = verdict_of(model, optimizer, batches(1)[0])
+    first = verdict.first
+    assert (first.kind, first.label) == ("grad_output", "grad_output")
+    # The hook spoils what fc1's own hook is then given.
+    assert first.fqn == "blocks.1.fc1"
+    assert verdict.maker == (
+        "the backward of blocks.1.act, whose own gradient was clean"
+    )
+    assert "blocks.1.fc1.weight" in verdict.dirty_gradients
+    assert "blocks.1.fc2.weight" in verdict.clean_gradients
+    assert "blocks.1.fc2.bias" not in verdict.clean_gradients  # not the nearest
+
+
+def test_the_backward_of_the_loss_is_named():
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        out = model(*batches(1)[0])["out"]
+        (out.sum() * INF).backward()
+        optimizer.step()
+    verdict = guard.last_report.verdict
+    assert verdict.maker == "the backward of the loss"
+
+
+def test_a_gradient_that_is_bad_by_itself():
+    model, optimizer = make()
+    x, y = batches(1)[0]
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        model(x, y=y)["loss"].backward()
+        model.head.weight.grad[0, 3] = INF
+        optimizer.step()
+    verdict = guard.last_report.verdict
+    assert (verdict.first.kind, verdict.first.fqn) == ("gradient", "head.weight")
+    assert verdict.dirty_gradients == ["head.weight"]
+    assert verdict.clean_gradients == ["norm.bias", "head.bias"]
+    assert verdict.origin == "made"
+
+
+def test_a_recorded_loss_is_seen():
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        loss = model(*batches(1)[0])["out"].mean()
+        guard.record(loss=loss * INF)
+        loss.backward()
+        optimizer.step()
+    first = guard.last_report.verdict.first
+    assert (first.kind, first.label, first.num_inf) == ("recorded", "loss", 1)
+
+
+def test_the_optimizers_state_is_seen_on_request():
+    model, optimizer = make()
+    data = batches(3)
+    with OverflowGuard(
+        model, optimizer, "warn", watch=("gradients", "optimizer_state")
+    ) as guard:
+        train_step(model, optimizer, data[0])
+        optimizer.state[model.head.bias]["exp_avg_sq"][0] = INF
+        train_step(model, optimizer, data[1])
+    first = guard.last_report.verdict.first
+    assert (first.kind, first.fqn) == ("optimizer_state", "head.bias.exp_avg_sq")
+
+
+@dataclasses.dataclass
+class Wrapped:
+    values: list
+
+
+class Nested(nn.Module):
+    def __init__(self, wrap):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.wrap = wrap
+
+    def forward(self, x):
+        out = self.inner(x)
+        return self.wrap(out, out * INF if self.training else out)
+
+
+@pytest.mark.parametrize(
+    "wrap, label",
+    [
+        (lambda a, b: (a, (a, (b,))), "output[1][1][0]"),
+        (lambda a, b: [a, b], "output[1]"),
+        (lambda a, b: {"a": a, "b": [b]}, "output['b'][0]"),
+        (lambda a, b: Wrapped([a, {"b": b}]), "output.values[1]['b']"),
+        (lambda a, b: torch.return_types.max((a, b)), "output[1]"),
+    ],
+)
+def test_outputs_in_any_nesting_are_seen(wrap, label):
+    model = Nested(wrap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        model(torch.ones(2, 4))
+        optimizer.step()
+    assert guard.last_report.verdict.first.label == label
+
+
+def test_gradients_of_nested_outputs_are_seen():
+    class Two(nn.Module):
+        def forward(self, x):
+            return {"a": x * 2, "b": [x * 3]}
+
+    model = nn.Sequential(nn.Linear(3, 3), Two())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        out = model(torch.ones(1, 3))
+        (out["a"].sum() + out["b"][0].sum() * NAN).backward()
+        optimizer.step()
+    assert guard.last_report.verdict.first.label == "grad_output['b'][0]"
+
+
+def test_what_it_was_before_is_told():
+    model, optimizer = make()
+    data = batches(2)
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        outputs = []
+        handle = model.head.register_forward_hook(lambda m, a, o: outputs.append(o))
+        train_step(model, optimizer, data[0])
+        handle.remove()
+        with plant(model.head, INF):
+            train_step(model, optimizer, data[1])
+    headroom = guard.last_report.verdict.headroom
+    assert headroom.where == "output of head"
+    assert headroom.abs_max == outputs[0].abs().max().item()
+    assert headroom.limit == torch.finfo(torch.float32).max
+    assert headroom.dtype == "float32"
+
+
+def test_a_report_reads_as_text_and_as_json():
+    model, optimizer = make()
+    with plant(model.blocks[1].fc2, INF), pytest.raises(NonFiniteError) as raised:
+        with OverflowGuard(model, optimizer):
+            train_step(model, optimizer, batches(1)[0])
+    report = raised.value.report
+    text = str(report)
+    assert text == str(raised.value)
+    paragraph, _, frames = text.partition("\n\n")
+    assert paragraph.startswith(
+        "Step 0 is not finite: `output` of blocks.1.fc2 (Linear) holds 1 inf among 32 "
+        "values of float32. What blocks.1.fc2 was given was finite: it made the value "
+        "itself."
+    )
+    assert "What to try: " in paragraph
+    assert frames.startswith("Detected inf/nan during batch_number=0\nLast 7 forward")
+    data = json.loads(report.to_json())
+    assert data == json.loads(json.dumps(report.to_dict()))
+    assert data["verdict"]["first"]["fqn"] == "blocks.1.fc2"
+    assert data["summary"] == paragraph
+
+
+def test_the_frames_are_those_of_the_original(capsys):
+    """A bad forward prints what DebugUnderflowOverflow prints."""
+    batch = batches(1)[0]
+    model, optimizer = make()
+    with plant(model.blocks[1].fc2, INF):
+        report = warned(model, optimizer, batch)
+    model, optimizer = make()
+    with (
+        plant(model.blocks[1].fc2, INF),
+        overflow_fast.DebugUnderflowOverflow(model),
+        pytest.raises(ValueError),
+    ):
+        train_step(model, optimizer, batch)
+    printed = capsys.readouterr().out
+    assert str(report).partition("\n\n")[2] in printed
+
+
+def test_an_in_place_module_is_not_blamed_for_sure():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "warn", exclude=["0"]) as guard:
+        with plant(model[0], INF):
+            model(torch.ones(2, 4))
+        optimizer.step()
+    assert guard.last_report.verdict.origin == "unclear"
+
+
+def test_a_forward_without_autograd_is_judged_when_it_ends():
+    model, optimizer = make()
+    x, y = batches(1)[0]
+    with OverflowGuard(model, optimizer, "raise") as guard:
+        with torch.no_grad(), plant(model.head, NAN):
+            with pytest.raises(NonFiniteError, match="without autograd"):
+                model(x, y=y)
+        train_step(model, optimizer, (x, y))  # which is clean
+    assert guard.step == 1
+
+
+def test_check_judges_without_an_optimizer():
+    model = Net()
+    x, y = batches(1)[0]
+    with OverflowGuard(model, on_overflow="warn") as guard:
+        model(x, y=y)["loss"].backward()
+        assert guard.check() is None
+        with plant(model.head, NAN):
+            model(x, y=y)
+        assert guard.check().verdict.first.fqn == "head"
+        assert guard.check() is None
+
+
+def test_what_was_discarded_is_not_judged():
+    model, optimizer = make()
+    data = batches(2)
+    with OverflowGuard(model, optimizer) as guard:
+        with plant(model.head, NAN):
+            model(data[0][0], y=data[0][1])
+        guard.discard()
+        train_step(model, optimizer, data[1])
+    assert guard.last_report is None

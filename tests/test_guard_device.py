@@ -1,0 +1,244 @@
+"""The guard where stats stay on a device: one wait a step, or none."""
+
+import contextlib
+
+import pytest
+import torch
+from guarding import (
+    INF,
+    NAN,
+    assert_same,
+    batches,
+    make,
+    plant,
+    state_of,
+    train,
+    train_step,
+)
+
+from overflow_fast import NonFiniteError, OverflowGuard
+
+FUSED = {
+    "AdamW": torch.optim.AdamW,
+    "Adam": torch.optim.Adam,
+    "SGD": torch.optim.SGD,
+    "Adagrad": torch.optim.Adagrad,
+}
+
+
+@pytest.fixture(params=["torch operations", "kernels", "kernels, late"])
+def device(request):
+    """How stats come: by operations that are done at once, or from a device."""
+    if request.param != "torch operations":
+        emulated = request.getfixturevalue("emulated")
+        emulated.state.holds_events = request.param == "kernels, late"
+    return request.param
+
+
+def fused(kind, model):
+    arguments = {"momentum": 0.9} if kind == "SGD" else {}
+    return FUSED[kind](model.parameters(), lr=1e-2, fused=True, **arguments)
+
+
+def test_the_verdict_is_that_of_the_cpu(device):
+    data = batches(3)
+    texts = []
+    for defer in (False, True):
+        model, optimizer = make()
+        with OverflowGuard(model, optimizer, "skip", _defer=defer) as guard:
+            train_step(model, optimizer, data[0])
+            with plant(model.blocks[1].act, INF):
+                train_step(model, optimizer, data[1])
+            train_step(model, optimizer, data[2])
+        assert guard.num_skipped == 1
+        report = guard.last_report.to_dict()
+        report.pop("cost")
+        report.pop("summary")
+        texts.append(report)
+    assert texts[0] == texts[1]
+
+
+def test_a_step_waits_once(emulated):
+    emulated.state.holds_events = 1
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, _defer=True) as guard:
+        for batch in batches(4):
+            before = emulated.state.num_waits
+            train_step(model, optimizer, batch)
+            # For the copy that was started with the forward, and for the last one.
+            assert emulated.state.num_waits - before <= 2
+        assert guard.num_syncs == emulated.state.num_waits
+
+
+def test_lagged_steps_do_not_wait(emulated):
+    model, _ = make()
+    optimizer = fused("AdamW", model)
+    with OverflowGuard(model, optimizer, "skip", sync="lagged", _defer=True) as guard:
+        train(model, optimizer, batches(5))
+        assert guard.num_syncs == 0  # everything has come by itself
+        emulated.state.holds_events = 1
+        train_step(model, optimizer, batches(1)[0])
+        assert guard.num_syncs == 0
+
+
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_lagged_the_optimizers_kernel_skips(device, kind, policy):
+    data = batches(3)
+    model, _ = make()
+    optimizer = fused(kind, model)
+    guard = OverflowGuard(model, optimizer, policy, sync="lagged", _defer=True)
+    train_step(model, optimizer, data[0])
+    before = state_of(model, optimizer)
+    model.eval()
+    is_late = device == "kernels, late"
+    bad = (
+        pytest.raises(NonFiniteError) if policy == "raise" else contextlib.nullcontext()
+    )
+    with plant(model.blocks[1].fc1, NAN, backward=True):
+        with contextlib.nullcontext() if is_late else bad:
+            train_step(model, optimizer, data[1])
+    optimizer.zero_grad()
+    assert_same(state_of(model, optimizer), before)
+    assert not hasattr(optimizer, "found_inf")
+    assert not hasattr(optimizer, "grad_scale")
+    assert (guard.last_report is None) == is_late
+    with bad if is_late else contextlib.nullcontext():
+        train_step(model, optimizer, data[2])
+    assert guard.num_skipped == (policy == "skip")
+    if is_late:
+        assert "optimizer's kernel has skipped the step" in str(guard.last_report)
+    assert guard.last_report.step == 1
+    assert guard.last_report.verdict.first.fqn == "blocks.1.fc1"
+    guard.remove()
+
+
+def test_lagged_the_run_goes_on_as_if_the_step_never_was(device):
+    results = []
+    for guarded in (True, False):
+        model, _ = make()
+        optimizer = fused("AdamW", model)
+        model.eval()
+        data = batches(4)
+        guard = None
+        if guarded:
+            guard = OverflowGuard(model, optimizer, "skip", sync="lagged", _defer=True)
+        for i, batch in enumerate(data):
+            if i == 2:
+                if guarded:
+                    with plant(model.head, INF):
+                        train_step(model, optimizer, batch)
+                continue
+            train_step(model, optimizer, batch)
+        results.append(state_of(model, optimizer))
+        if guard is not None:
+            guard.remove()
+            assert guard.num_skipped == 1
+    assert_same(*results)
+
+
+def test_an_expected_mask_is_no_reason_to_skip(device):
+    class Masked(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 4)
+            self.sum = Sum()
+
+        def forward(self, x):
+            mask = torch.zeros(4).index_fill(0, torch.tensor([1]), -INF)
+            return self.sum(self.inner(x), mask=mask)
+
+    class Sum(torch.nn.Module):
+        def forward(self, x, mask):
+            return (x + mask).softmax(-1)
+
+    model = Masked()
+    optimizer = fused("SGD", model)
+    before = model.inner.weight.detach().clone()
+    with OverflowGuard(model, optimizer, "skip", sync="lagged", _defer=True) as guard:
+        model(torch.randn(2, 4))[:, 0].sum().backward()
+        optimizer.step()
+    assert guard.num_skipped == 0
+    assert not before.equal(model.inner.weight)
+
+
+def test_lagged_without_a_fused_optimizer_waits_and_skips(emulated):
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, "skip", sync="lagged", _defer=True) as guard:
+        emulated.state.holds_events = 1
+        train_step(model, optimizer, batches(1)[0])
+        assert guard.num_syncs > 0
+        before = model.head.bias.detach().clone()
+        with plant(model.head, INF):
+            train_step(model, optimizer, batches(2)[1])
+        assert before.equal(model.head.bias)
+
+
+def test_lagged_warnings_come_a_step_later(device, caplog):
+    model, optimizer = make()
+    data = batches(2)
+    with OverflowGuard(model, optimizer, "warn", sync="lagged", _defer=True) as guard:
+        with plant(model.head, INF):
+            train_step(model, optimizer, data[0])
+        model.load_state_dict(make()[0].state_dict())
+        optimizer.zero_grad()
+        optimizer.state.clear()
+        train_step(model, optimizer, data[1])
+        assert guard.last_report.step == 0
+    assert guard.last_report.step == 0
+
+
+def test_check_brings_the_last_verdict(device):
+    model, _ = make()
+    optimizer = fused("AdamW", model)
+    with OverflowGuard(model, optimizer, "skip", sync="lagged", _defer=True) as guard:
+        with plant(model.head, INF):
+            train_step(model, optimizer, batches(1)[0])
+        assert (guard.last_report is None) == (device == "kernels, late")
+        guard.check()
+        assert guard.num_skipped == 1
+
+
+def test_a_scalers_own_flag_is_kept_and_ours_added(device):
+    model, _ = make()
+    optimizer = fused("AdamW", model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    data = batches(2)
+    model.eval()
+    with OverflowGuard(model, optimizer, "skip", sync="lagged", _defer=True) as guard:
+        for spoil_forward, batch in zip((False, True), data, strict=True):
+            optimizer.zero_grad()
+            before = state_of(model)
+            with (
+                plant(model.blocks[0].fc2, INF)
+                if spoil_forward
+                else torch.enable_grad()
+            ):
+                out = model(*batch)["out"]
+            if spoil_forward:  # which the gradients do not tell
+                out = model.head.weight.sum()
+            scaler.scale(out.sum()).backward()
+            if not spoil_forward:
+                model.head.weight.grad[0, 0] = INF
+            scaler.step(optimizer)
+            scaler.update()
+            assert_same(state_of(model), before)
+        guard.check()
+    assert guard.last_report.verdict.maker == "blocks.0.fc2"
+    assert guard.num_skipped == 1
+
+
+def test_forwards_without_autograd_pile_up_nowhere(emulated):
+    model, optimizer = make()
+    x, y = batches(1)[0]
+    with OverflowGuard(model, optimizer, "warn", _defer=True) as guard:
+        with torch.no_grad():
+            for _ in range(100):
+                model(x, y=y)
+        assert guard.num_syncs <= 100
+        with torch.no_grad(), plant(model.head, INF):
+            model(x, y=y)
+        train_step(model, optimizer, (x, y))
+        guard.check()
+    assert guard.last_report.verdict.maker == "head"
+    assert guard.last_report.action == "warn"

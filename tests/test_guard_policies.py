@@ -1,0 +1,415 @@
+"""What the guard does about a bad step, and that it changes nothing else."""
+
+import logging
+
+import pytest
+import torch
+from guarding import (
+    INF,
+    NAN,
+    assert_same,
+    batches,
+    make,
+    plant,
+    state_of,
+    train,
+    train_step,
+)
+from torch import nn
+
+from overflow_fast import NonFiniteError, OverflowGuard
+
+OPTIMIZERS = {
+    "Adadelta": {},
+    "Adafactor": {},
+    "Adagrad": {},
+    "Adam": {},
+    "Adam, foreach": {"foreach": True},
+    "Adam, fused": {"fused": True},
+    "Adam, amsgrad": {"amsgrad": True},
+    "AdamW": {},
+    "AdamW, capturable": {},
+    "Adamax": {},
+    "ASGD": {},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"momentum": 0.9},
+    "Rprop": {},
+    "SGD": {"momentum": 0.9},
+    "SGD, fused": {"momentum": 0.9, "fused": True},
+    "Adagrad, fused": {"fused": True},
+}
+
+
+def optimizer_of(name, model):
+    kind = getattr(torch.optim, name.partition(",")[0])
+    return kind(model.parameters(), lr=1e-3, **OPTIMIZERS[name])
+
+
+def spoil_gradient(model):
+    model.head.weight.grad[0, 2] = NAN
+
+
+def step_with_bad_gradient(model, optimizer, batch, closure=False):
+    def compute():
+        optimizer.zero_grad()
+        loss = model(batch[0], y=batch[1])["loss"]
+        loss.backward()
+        spoil_gradient(model)
+        return loss
+
+    if closure:
+        return optimizer.step(compute)
+    compute()
+    return optimizer.step()
+
+
+@pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_skipped_step_never_happened(name, closure):
+    data = batches(4)
+    model, _ = make()
+    optimizer = optimizer_of(name, model)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        train(model, optimizer, data[:2])
+        before = state_of(model, optimizer)
+        step_with_bad_gradient(model, optimizer, data[2], closure)
+        assert_same(state_of(model, optimizer), before)
+        assert guard.last_step_skipped
+        assert guard.num_skipped == 1
+        optimizer.zero_grad()
+        losses = train(model, optimizer, data[3:])
+        assert not guard.last_step_skipped
+    after = state_of(model, optimizer)
+
+    other, _ = make()
+    same = optimizer_of(name, other)
+    train(other, same, data[:2])
+    assert_same(train(other, same, data[3:]), losses)
+    assert_same(state_of(other, same), after)
+
+
+@pytest.mark.parametrize("policy", ["raise", "warn", "skip"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adam, fused"])
+def test_a_clean_run_is_the_same_in_every_bit(name, policy):
+    results = []
+    for guarded in (False, True):
+        model, _ = make()
+        optimizer = optimizer_of(name, model)
+        guard = OverflowGuard(model, optimizer, policy) if guarded else None
+        losses = train(model, optimizer, batches(6))
+        results.append([losses, state_of(model, optimizer), torch.rand(3)])
+        if guard is not None:
+            guard.remove()
+    assert_same(*results)
+
+
+def test_raise_comes_before_a_weight_is_touched():
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer), pytest.raises(NonFiniteError) as raised:
+        before = state_of(model, optimizer)
+        step_with_bad_gradient(model, optimizer, batches(1)[0])
+    after = state_of(model, optimizer)
+    assert_same(after["model"]["head.weight"], before["model"]["head.weight"])
+    assert raised.value.report.action == "raise"
+    assert isinstance(raised.value, FloatingPointError)
+
+
+def test_an_error_can_be_pickled():
+    import pickle
+
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer), pytest.raises(NonFiniteError) as raised:
+        step_with_bad_gradient(model, optimizer, batches(1)[0])
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+
+
+def test_after_a_caught_error_the_run_goes_on():
+    model, optimizer = make()
+    data = batches(3)
+    with OverflowGuard(model, optimizer) as guard:
+        with pytest.raises(NonFiniteError):
+            step_with_bad_gradient(model, optimizer, data[0])
+        optimizer.zero_grad()
+        train(model, optimizer, data[1:])
+        assert guard.step == 3
+
+
+def test_warn_lets_the_step_happen(caplog):
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        with caplog.at_level(logging.WARNING, "overflow_fast"):
+            step_with_bad_gradient(model, optimizer, batches(1)[0])
+    assert guard.last_report.action == "warn"
+    assert not guard.last_step_skipped
+    assert model.head.weight.isnan().any()
+    assert "Step 0 is not finite: the gradient `head.weight`" in caplog.text
+
+
+def test_a_run_that_stays_bad_is_not_noisy(caplog):
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, "warn"):
+        with caplog.at_level(logging.WARNING, "overflow_fast"):
+            for batch in batches(20):
+                step_with_bad_gradient(model, optimizer, batch)
+    assert len(caplog.records) == 5  # the 1st, 2nd, 4th, 8th and 16th
+    assert "16th bad step in a row" in caplog.records[-1].message
+    assert "forward frames" not in caplog.records[-1].message
+
+
+def test_every_skip_is_logged_by_name(caplog):
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, "skip"):
+        with caplog.at_level(logging.WARNING, "overflow_fast"):
+            for batch in batches(3):
+                step_with_bad_gradient(model, optimizer, batch)
+    assert len(caplog.records) == 3
+    assert all("head.weight" in record.message for record in caplog.records)
+
+
+def test_too_many_skips_in_a_row_raise():
+    model, optimizer = make()
+    data = batches(7)
+    with OverflowGuard(model, optimizer, "skip", max_consecutive_skips=2) as guard:
+        for batch in data[:2]:
+            step_with_bad_gradient(model, optimizer, batch)
+        optimizer.zero_grad()
+        train_step(model, optimizer, data[2])  # a clean one begins anew
+        assert guard.consecutive_skips == 0
+        for batch in data[3:5]:
+            step_with_bad_gradient(model, optimizer, batch)
+        with pytest.raises(NonFiniteError, match="3 steps in a row are bad"):
+            step_with_bad_gradient(model, optimizer, data[5])
+        assert guard.num_skipped == 4
+
+
+@pytest.mark.parametrize("answer", ["raise", "warn", "skip", None])
+def test_a_callable_gets_the_report_and_decides(answer):
+    model, optimizer = make()
+    reports = []
+
+    def decide(report):
+        reports.append(report)
+        return answer
+
+    before = model.head.bias.detach().clone()
+    with OverflowGuard(model, optimizer, decide) as guard:
+        if answer == "raise":
+            with pytest.raises(NonFiniteError):
+                step_with_bad_gradient(model, optimizer, batches(1)[0])
+        else:
+            step_with_bad_gradient(model, optimizer, batches(1)[0])
+    assert guard.last_report is reports[0]
+    assert reports[0].action == (answer or "warn")
+    assert before.equal(model.head.bias) == (answer in ("raise", "skip"))
+
+
+def test_a_callable_that_answers_nonsense_is_told_so():
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, lambda report: "stop"):
+        with pytest.raises(ValueError, match="on_overflow must return .* got 'stop'"):
+            step_with_bad_gradient(model, optimizer, batches(1)[0])
+
+
+def test_gradients_add_up_before_they_are_judged():
+    model, optimizer = make()
+    data = batches(4)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        for i, (x, y) in enumerate(data):
+            with plant(model.blocks[0], INF) if i == 1 else torch.enable_grad():
+                model(x, y=y)["loss"].backward()
+        before = model.blocks[0].fc1.weight.detach().clone()
+        optimizer.step()
+    assert guard.num_skipped == 1
+    assert guard.last_report.verdict.batch == 1
+    assert guard.last_report.verdict.maker == "blocks.0"
+    assert before.equal(model.blocks[0].fc1.weight)
+
+
+def test_several_optimizers_make_a_round():
+    model, _ = make()
+    parts = [list(model.blocks.parameters()), list(model.head.parameters())]
+    optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
+    data = batches(3)
+    with OverflowGuard(model, optimizers, "skip") as guard:
+        for i, (x, y) in enumerate(data):
+            model(x, y=y)["loss"].backward()
+            if i == 1:
+                model.head.weight.grad[0, 0] = NAN
+            before = [part[0].detach().clone() for part in parts]
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            changed = [
+                not old.equal(part[0]) for old, part in zip(before, parts, strict=True)
+            ]
+            assert changed == [True, i != 1]
+        assert guard.step == 3
+    assert guard.num_skipped == 1
+
+
+def test_several_models_have_their_names():
+    models = {"generator": nn.Linear(2, 2), "critic": nn.Linear(2, 1)}
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models.values()]
+    with OverflowGuard(models, optimizers, "warn") as guard:
+        with plant(models["critic"], INF):
+            models["critic"](models["generator"](torch.ones(1, 2))).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert guard.last_report.verdict.maker == "critic"
+    listed = [nn.Linear(2, 2), nn.Linear(2, 1)]
+    with OverflowGuard(listed, on_overflow="warn") as guard:
+        with plant(listed[1], INF):
+            listed[1](listed[0](torch.ones(1, 2)))
+        assert guard.check().verdict.maker == "1"
+
+
+def test_frozen_unused_and_unset_gradients_are_fine():
+    model, _ = make()
+    model.unused = nn.Linear(3, 3)
+    model.blocks[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer) as guard:
+        for set_to_none in (True, False):
+            for x, y in batches(2):
+                model(x, y=y)["loss"].backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=set_to_none)
+    assert guard.coverage().without_gradient == 2
+    assert "2 parameters had no gradient." in str(guard.coverage())
+
+
+def test_parameters_of_no_watched_model_are_judged():
+    model, _ = make()
+    stranger = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([*model.parameters(), stranger], lr=0.1)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        stranger.grad = torch.tensor([1.0, INF])
+        optimizer.step()
+    assert guard.last_report.verdict.first.fqn == "param_groups[0]['params'][16]"
+    assert stranger.tolist() == [1, 1]
+
+
+def test_sparse_gradients_are_judged():
+    model = nn.Embedding(5, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        before = model.weight.detach().clone()
+        (model(torch.tensor([1, 3])) * INF).sum().backward()
+        optimizer.step()
+    assert guard.num_skipped == 1
+    assert before.equal(model.weight)
+
+
+class Custom(torch.optim.Optimizer):
+    """Writes to itself and its groups, and moves weights before its closure."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"k": 0})
+        self.calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        with torch.no_grad():
+            for group in self.param_groups:
+                group["k"] += 1
+                for p in group["params"]:
+                    p.add_(0.01)
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.sub_(p.grad)
+                        self.state[p]["step"] = group["k"]
+        return loss
+
+
+@pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
+@pytest.mark.parametrize("kind", [Custom, torch.optim.LBFGS])
+def test_optimizers_that_nobody_knows_are_skipped_too(kind, closure):
+    if kind is torch.optim.LBFGS and not closure:
+        pytest.skip("LBFGS needs a closure")
+    model, _ = make()
+    model.eval()
+    optimizer = kind(model.parameters())
+    x, y = batches(1)[0]
+
+    def compute():
+        optimizer.zero_grad()
+        loss = model(x, y=y)["loss"]
+        loss.backward()
+        return loss
+
+    def step():
+        if closure:
+            return optimizer.step(compute)
+        compute()
+        return optimizer.step()
+
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        step()
+        assert guard.num_skipped == 0
+        before = state_of(model, optimizer)
+        model.blocks[0].factor = INF
+        step()
+        assert guard.num_skipped == 1
+        assert_same(state_of(model, optimizer), before)
+        model.blocks[0].factor = 1.0
+        step()
+        assert guard.num_skipped == 1
+    assert guard.step == 3
+
+
+def test_a_bad_evaluation_in_the_middle_of_lbfgs_is_undone():
+    model, _ = make()
+    model.eval()
+    optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
+    x, y = batches(1)[0]
+    calls = []
+
+    def compute():
+        calls.append(None)
+        optimizer.zero_grad()
+        loss = model(x, y=y)["loss"]
+        loss.backward()
+        if len(calls) == 3:
+            spoil_gradient(model)
+        return loss
+
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        before = state_of(model, optimizer)
+        optimizer.step(compute)
+        assert guard.num_skipped == 1
+        assert_same(state_of(model, optimizer), before)
+        optimizer.step(compute)
+        assert guard.num_skipped == 1
+
+
+def test_a_closure_that_raises_is_the_users():
+    model, optimizer = make()
+
+    def compute():
+        raise KeyError("mine")
+
+    with OverflowGuard(model, optimizer, "skip"):
+        with pytest.raises(KeyError, match="mine"):
+            optimizer.step(compute)
+        train(model, optimizer, batches(1))
+
+
+def test_schedulers_see_a_step_that_was_skipped():
+    """LRScheduler counts calls of step(); a skipped one was called."""
+    model, optimizer = make()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        for i, batch in enumerate(batches(3)):
+            if i == 1:
+                step_with_bad_gradient(model, optimizer, batch)
+            else:
+                train_step(model, optimizer, batch)
+            optimizer.zero_grad()
+            if not guard.last_step_skipped:
+                scheduler.step()
+    assert scheduler.last_epoch == 2
