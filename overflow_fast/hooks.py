@@ -53,13 +53,15 @@ class Attachment:
             hook = _C.FrameHook(owner, index)
             self.handles.append(module.register_forward_hook(hook, with_kwargs=True))
         self.handles.append(
-            model.register_forward_hook(owner.after_root, with_kwargs=True)
+            model.register_forward_hook(RootHook(owner, "after_root"), with_kwargs=True)
         )
         self.handles.append(
-            model.register_forward_pre_hook(owner.before_root, prepend=True)
+            model.register_forward_pre_hook(
+                RootHook(owner, "before_root"), prepend=True
+            )
         )
         self.handles.append(
-            model.register_forward_hook(owner.root_ended, always_call=True)
+            model.register_forward_hook(RootHook(owner, "root_ended"), always_call=True)
         )
 
     def remove(self) -> None:
@@ -67,6 +69,21 @@ class Attachment:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+
+
+class RootHook:
+    """Calls a method of its owner, found by name.
+
+    In a copy of the model that is the method of who owns the copy's hooks; a copied
+    bound method would be the original owner's.
+    """
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner = owner
+        self.name = name
+
+    def __call__(self, *arguments: Any) -> None:
+        getattr(self.owner, self.name)(*arguments)
 
 
 class CopiedHooks:

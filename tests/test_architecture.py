@@ -55,6 +55,8 @@ ALLOWED = {
     "__main__": {"_C", "__version__", "demo", "integrations.transformers"},
     "integrations.__init__": set(),
     "integrations.transformers": {"debug"},
+    "integrations.trainer": {"guard.guard"},
+    "integrations.lightning": {"guard.guard"},
     "demo.__init__": {"debug", "demo.model"},
     "demo.model": set(),
 }

@@ -207,7 +207,7 @@ def test_a_callable_gets_the_report_and_decides(answer):
 def test_a_callable_that_answers_nonsense_is_told_so():
     model, optimizer = make()
     with OverflowGuard(model, optimizer, lambda report: "stop"):
-        with pytest.raises(ValueError, match="on_overflow must return .* got 'stop'"):
+        with pytest.raises(ValueError, match=r"on_overflow must return .* got 'stop'"):
             step_with_bad_gradient(model, optimizer, batches(1)[0])
 
 

@@ -33,7 +33,7 @@ class TrainerDetector(DebugUnderflowOverflow):
 
 def _detectors_of(model: nn.Module) -> Iterator[TrainerDetector]:
     for hook in model._forward_pre_hooks.values():
-        owner = getattr(hook, "__self__", None)
+        owner = getattr(hook, "owner", None)
         if isinstance(owner, TrainerDetector):
             yield owner
 

@@ -1,0 +1,76 @@
+"""The guard as a callback of Lightning's Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..guard.guard import OverflowGuard
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError as error:
+    raise ImportError(
+        "overflow_fast.integrations.lightning needs lightning: run "
+        f"`pip install lightning` ({error})"
+    ) from error
+
+
+class GuardCallback(Callback):
+    """Has an `OverflowGuard` watch while a Trainer fits.
+
+    The modules that the LightningModule is made of are watched, and the schedules of
+    automatic optimization stand still in skipped steps.
+
+    Args:
+        arguments: What `OverflowGuard` takes besides the model and the optimizer, by
+            name.
+
+    Attributes:
+        guard: The guard of the last fit, or None before the first.
+
+    Example:
+        >>> callback = GuardCallback(on_overflow="skip", log="guard.jsonl")
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        OverflowGuard(nn.Identity(), **arguments).remove()  # wrong ones are told now
+        self._arguments = arguments
+        self.guard: OverflowGuard | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Puts the guard on."""
+        # training_step() is no forward: its parts are what is called.
+        models = dict(pl_module.named_children()) or pl_module
+        self.guard = OverflowGuard(models, list(trainer.optimizers), **self._arguments)
+        stepper = _Stepper(pl_module, self.guard)
+        pl_module.lr_scheduler_step = stepper  # type: ignore[method-assign]
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Takes the guard off; a verdict that came now would hide the exception."""
+        if self.guard is not None:
+            self.guard.disable()
+        self.teardown(trainer, pl_module, "fit")
+
+    def teardown(
+        self, trainer: Trainer, pl_module: LightningModule, stage: str
+    ) -> None:
+        """Takes the guard off."""
+        vars(pl_module).pop("lr_scheduler_step", None)
+        if self.guard is not None:
+            self.guard.remove()
+
+
+class _Stepper:
+    """Steps schedulers as the module does, but for skipped steps."""
+
+    def __init__(self, pl_module: LightningModule, guard: OverflowGuard) -> None:
+        self._step = pl_module.lr_scheduler_step
+        self._guard = guard
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if not self._guard.last_step_skipped:
+            self._step(*args, **kwargs)

@@ -1,0 +1,288 @@
+"""Guards leave nothing behind, hold nothing alive, and grow by nothing."""
+
+import copy
+import gc
+import io
+import logging
+import pickle
+import threading
+import tracemalloc
+import weakref
+
+import pytest
+import torch
+from guarding import (
+    INF,
+    NAN,
+    assert_same,
+    batches,
+    hooks_of,
+    make,
+    plant,
+    state_of,
+    train,
+    train_step,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from overflow_fast import NonFiniteError, OverflowGuard
+
+
+def test_removing_leaves_no_hook():
+    model, optimizer = make()
+    guard = OverflowGuard(model, optimizer)
+    train(model, optimizer, batches(1))
+    guard.remove()
+    assert hooks_of(model, optimizer) == 0
+
+
+def test_an_exception_leaves_no_hook():
+    model, optimizer = make()
+    with pytest.raises(KeyError), OverflowGuard(model, optimizer):
+        train(model, optimizer, batches(1))
+        raise KeyError
+    assert hooks_of(model, optimizer) == 0
+
+
+def test_an_exception_is_not_replaced_by_a_late_verdict(emulated):
+    emulated.state.holds_events = 1
+    model, optimizer = make()
+    with (
+        pytest.raises(KeyError),
+        OverflowGuard(model, optimizer, sync="lagged", _defer=True),
+    ):
+        with plant(model.head, INF):
+            train_step(model, optimizer, batches(1)[0])
+        raise KeyError
+
+
+def test_a_guard_keeps_no_model_and_no_optimizer_alive():
+    model, optimizer = make()
+    guard = OverflowGuard(model, optimizer, "skip")
+    train(model, optimizer, batches(2))
+    gone = weakref.ref(model), weakref.ref(optimizer), weakref.ref(model.head.weight)
+    del model, optimizer
+    gc.collect()
+    assert [each() for each in gone] == [None, None, None]
+    assert guard.check() is None
+    guard.remove()
+
+
+def test_a_guard_that_nobody_holds_stays_on():
+    model, optimizer = make()
+    OverflowGuard(model, optimizer)
+    gc.collect()
+    with plant(model.head, INF), pytest.raises(NonFiniteError):
+        train_step(model, optimizer, batches(1)[0])
+
+
+def test_a_graph_that_outlives_its_guard_still_runs():
+    model, optimizer = make()
+    guard = OverflowGuard(model, optimizer)
+    loss = model(batches(1)[0][0], y=batches(1)[0][1])["loss"]
+    guard.remove()
+    del guard
+    for module in model.modules():
+        module._forward_hooks.clear()
+    gc.collect()
+    loss.backward()
+    assert model.head.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_of_the_model_is_not_watched(how):
+    model, optimizer = make()
+    x, y = batches(1)[0]
+    with OverflowGuard(model, optimizer) as guard:
+        train_step(model, optimizer, (x, y))
+        if how == "deepcopy":
+            other = copy.deepcopy(model)
+        elif how == "pickle":
+            other = pickle.loads(pickle.dumps(model))
+        else:
+            buffer = io.BytesIO()
+            torch.save(model, buffer)
+            buffer.seek(0)
+            other = torch.load(buffer, weights_only=False)
+        before = guard.coverage().tensors_listed
+        for _ in range(2):
+            other(x, y=y)["loss"].backward()
+        assert guard.coverage().tensors_listed == before
+        assert hooks_of(other) == 0
+        train_step(model, optimizer, (x, y))
+        assert guard.coverage().tensors_listed > before
+    assert_same(other(x, y=y), copy.deepcopy(other)(x, y=y))
+
+
+def test_a_copied_optimizer_is_not_watched():
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer):
+        train(model, optimizer, batches(1))
+        assert hooks_of(model, copy.deepcopy(optimizer)) == hooks_of(model)
+
+
+def growth_per_step(run, count):
+    """Bytes of Python's memory that a step leaves, once the run is under way."""
+    run()
+    gc.collect()
+    tracemalloc.start()
+    run()
+    gc.collect()
+    before = tracemalloc.get_traced_memory()[0]
+    run()
+    gc.collect()
+    after = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return (after - before) / count
+
+
+# Python keeps the memory of small objects for the next ones; a frame is ten times this.
+NOTHING = 64
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_a_long_run_does_not_grow(defer, request):
+    if defer:
+        request.getfixturevalue("emulated")
+    model, optimizer = make(width=4, depth=1)
+    data = batches(1, width=4) * 300
+    with OverflowGuard(model, optimizer, "skip", _defer=defer):
+        assert growth_per_step(lambda: train(model, optimizer, data), 300) < NOTHING
+
+
+def test_many_bad_steps_do_not_grow(caplog):
+    caplog.set_level(logging.CRITICAL, "overflow_fast")
+    model, optimizer = make(width=4, depth=1)
+    data = batches(1, width=4) * 300
+    with (
+        OverflowGuard(model, optimizer, "skip", max_consecutive_skips=10**6),
+        plant(model.head, INF),
+    ):
+        assert growth_per_step(lambda: train(model, optimizer, data), 300) < NOTHING
+
+
+def test_gradients_are_neither_changed_nor_kept():
+    model, optimizer = make()
+    x, y = batches(1)[0]
+    seen = []
+
+    def hook(module, args, output):
+        output.register_hook(lambda g: seen.append(weakref.ref(g)))
+
+    with OverflowGuard(model, optimizer):
+        handle = model.blocks[1].register_forward_hook(hook)
+        train_step(model, optimizer, (x, y))
+        handle.remove()
+        gc.collect()
+        assert [ref() for ref in seen] == [None]
+
+
+def test_in_place_operations_on_outputs_work_as_before():
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.a(x)
+            h.mul_(2).add_(1)
+            part, _ = self.b(h).chunk(2, -1)
+            part = part * 2
+            part += 1
+            return part
+
+    results = []
+    for guarded in (False, True):
+        torch.manual_seed(0)
+        model = InPlace()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        guard = OverflowGuard(model, optimizer) if guarded else None
+        model(torch.ones(2, 4)).sum().backward()
+        results.append([p.grad for p in model.parameters()])
+        optimizer.step()
+        if guard is not None:
+            guard.remove()
+    assert_same(*results)
+
+
+def test_double_backward_and_retained_graphs_work():
+    results = []
+    for guarded in (False, True):
+        model, optimizer = make()
+        model.eval()
+        guard = OverflowGuard(model, optimizer) if guarded else None
+        x, y = batches(1)[0]
+        x.requires_grad_()
+        loss = model(x, y=y)["loss"]
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + grad.square().sum()).backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        results.append([state_of(model, optimizer), x.grad])
+        if guard is not None:
+            guard.remove()
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_works(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.b(checkpoint(self.a, x, use_reentrant=reentrant))
+
+    results = []
+    for guarded in (False, True):
+        torch.manual_seed(0)
+        model = Checkpointed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        guard = OverflowGuard(model, optimizer) if guarded else None
+        for _ in range(2):
+            model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+            optimizer.step()
+        results.append(state_of(model))
+        if guard is not None:
+            assert guard.last_report is None
+            guard.remove()
+    assert_same(*results)
+
+
+def test_a_backward_in_another_thread_is_seen():
+    model, optimizer = make()
+    x, y = batches(1)[0]
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        with plant(model.blocks[1].fc1, NAN, backward=True):
+            loss = model(x, y=y)["loss"]
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+        optimizer.step()
+    assert guard.last_report.verdict.first.fqn == "blocks.1.fc1"
+
+
+def test_a_forward_that_raises_leaves_the_guard_in_order():
+    model, optimizer = make()
+    data = batches(2)
+    with OverflowGuard(model, optimizer) as guard:
+        with pytest.raises(TypeError):
+            model(data[0][0], z=1)
+        with pytest.raises(RuntimeError):
+            model(torch.ones(2, 3), y=None)
+        train(model, optimizer, data)
+        assert guard.step == 2
+
+
+def test_two_guards_on_one_model_do_not_meet():
+    model, optimizer = make()
+    with (
+        OverflowGuard(model, optimizer, "warn") as first,
+        OverflowGuard(model, optimizer, "skip") as second,
+    ):
+        with plant(model.head, INF):
+            train_step(model, optimizer, batches(1)[0])
+        assert first.last_report.verdict == second.last_report.verdict
+        assert second.num_skipped == 1

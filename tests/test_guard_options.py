@@ -1,0 +1,272 @@
+"""Wrong arguments of the guard, what it looks at, and when."""
+
+import pytest
+import torch
+from guarding import INF, NAN, batches, hooks_of, make, plant, train, train_step
+from torch import nn
+
+from overflow_fast import OverflowGuard
+from overflow_fast.guard.cadence import Cadence, Level
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"on_overflow": "stop"}, ValueError, "on_overflow must be .* got 'stop'"),
+        ({"on_overflow": None}, ValueError, "on_overflow must be .* got None"),
+        ({"watch": "weights"}, TypeError, "watch must be a list of names, got 'weig"),
+        ({"watch": ["grads"]}, ValueError, "watch must hold names out of .*'grads'"),
+        ({"watch": ["grad_outputs"]}, ValueError, "must hold 'activations' where"),
+        ({"include": "head"}, TypeError, "include must be a list .* got 'head'"),
+        ({"include": ["tail"]}, ValueError, "include must hold .*'tail' matches none"),
+        ({"exclude": None}, TypeError, "exclude must be a list .* got None"),
+        ({"exclude": ["x.*"]}, ValueError, r"exclude must hold .*'x\.\*' matches none"),
+        ({"every": 0}, ValueError, "every must be at least 1, got 0"),
+        ({"every": 2.0}, TypeError, "every must be an int, got float"),
+        ({"warmup": -1}, ValueError, "warmup must be at least 0, got -1"),
+        ({"ranges": [(3, 2)]}, ValueError, r"ranges must hold pairs .*\[\(3, 2\)\]"),
+        ({"ranges": 5}, ValueError, "ranges must hold pairs .* got 5"),
+        ({"budget": 1.5}, ValueError, "budget must be a share .* got 1.5"),
+        ({"budget": 0}, ValueError, "budget must be more than 0, got 0"),
+        ({"budget": "1%"}, TypeError, "budget must be a number, got str"),
+        ({"sync": "never"}, ValueError, "sync must be 'step' or 'lagged', got 'never'"),
+        ({"max_consecutive_skips": -1}, ValueError, "max_consecutive_skips must be"),
+        ({"max_frames": -1}, ValueError, "max_frames must be at least 0, got -1"),
+        ({"evidence_mib": 0}, ValueError, "evidence_mib must be more than 0, got 0"),
+        ({"evidence_keep": 0}, ValueError, "evidence_keep must be at least 1, got 0"),
+        ({"log_mib": True}, TypeError, "log_mib must be a number, got bool"),
+        ({"log_keep": None}, TypeError, "log_keep must be an int, got NoneType"),
+    ],
+)
+def test_wrong_arguments_are_told(arguments, error, message):
+    model, optimizer = make()
+    with pytest.raises(error, match=message):
+        OverflowGuard(model, optimizer, **arguments)
+    assert hooks_of(model, optimizer) == 0
+
+
+@pytest.mark.parametrize(
+    "model, error, message",
+    [
+        (None, TypeError, "model must be a torch.nn.Module, .* got NoneType"),
+        ([nn.ReLU(), 3], TypeError, "model must be a torch.nn.Module, .* got int"),
+        ([], ValueError, "model must hold at least one torch.nn.Module"),
+        ({}, ValueError, "model must hold at least one torch.nn.Module"),
+    ],
+)
+def test_wrong_models_are_told(model, error, message):
+    with pytest.raises(error, match=message):
+        OverflowGuard(model)
+
+
+@pytest.mark.parametrize("optimizer", [3, "adam", [None], nn.ReLU()])
+def test_wrong_optimizers_are_told(optimizer):
+    with pytest.raises(TypeError, match="optimizer must be a torch"):
+        OverflowGuard(nn.ReLU(), optimizer)
+
+
+def test_a_wrong_record_is_told():
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer) as guard:
+        with pytest.raises(TypeError, match=r"loss must be a torch.Tensor, got float"):
+            guard.record(loss=1.0)
+
+
+# What is looked at.
+
+
+def report_of(model, optimizer, batch, **arguments):
+    with OverflowGuard(model, optimizer, "warn", **arguments) as guard:
+        train_step(model, optimizer, batch)
+    return guard.last_report
+
+
+def test_modules_are_chosen_by_patterns():
+    def first_of(**chosen):
+        model, optimizer = make()
+        with plant(model.blocks[1].act, NAN):
+            report = report_of(
+                model, optimizer, batches(1)[0], watch=("activations",), **chosen
+            )
+        return report and report.verdict.first.fqn
+
+    assert first_of(include=["head"]) == "head"
+    assert first_of(include=["blocks.0*"]) is None
+    assert first_of(exclude=["blocks.1.act", "*fc2"]) == "blocks.1"
+    model, optimizer = make()
+    guard = OverflowGuard(model, optimizer, include=["blocks.*"], exclude=["*.act"])
+    coverage = guard.coverage()
+    assert (coverage.modules_watched, coverage.modules) == (9, 16)
+    assert "7 of 16 modules were left out." in str(coverage)
+    hooked = [name for name, m in model.named_modules() if m._forward_hooks]
+    assert hooked == [
+        "",  # where a forward begins and ends
+        *(f"blocks.{i}{part}" for i in range(3) for part in ("", ".fc1", ".fc2")),
+    ]
+    guard.remove()
+
+
+def test_weights_and_gradients_follow_the_patterns():
+    model, optimizer = make()
+    model.head.weight.data[0, 0] = INF
+    watch = ("weights", "gradients")
+    batch = batches(1)[0]
+    assert not report_of(model, optimizer, batch, watch=["weights"], exclude=["head"])
+    assert report_of(model, optimizer, batch, watch=watch, include=["head"])
+
+
+@pytest.mark.parametrize(
+    "watch, hooks",
+    [
+        (("gradients",), 0),
+        (("weights", "gradients", "loss"), 1),
+        (("activations",), 16),
+    ],
+)
+def test_only_what_is_needed_has_hooks(watch, hooks):
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, watch=watch):
+        hooked = [m for m in model.modules() if m._forward_hooks]
+    assert len(hooked) == hooks
+
+
+def test_the_loss_alone_is_seen():
+    model, optimizer = make()
+    with plant(model.head, NAN):
+        verdict = report_of(
+            model, optimizer, batches(1)[0], watch=("loss", "gradients")
+        ).verdict
+    assert (verdict.first.kind, verdict.first.label) == ("recorded", "loss")
+
+
+def test_what_was_not_asked_for_is_said():
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, watch=("gradients",)) as guard:
+        train(model, optimizer, batches(1))
+    assert guard.coverage().not_watched == [
+        *("activations", "grad_outputs", "weights", "buffers", "loss"),
+        "optimizer_state",
+    ]
+
+
+# When it is looked at.
+
+
+def levels(cadence, count=12):
+    return [cadence.level(step).value for step in range(count)]
+
+
+def test_steps_are_chosen():
+    assert levels(Cadence(), 3) == [2, 2, 2]
+    assert levels(Cadence(every=3), 7) == [2, 0, 0, 2, 0, 0, 2]
+    assert levels(Cadence(every=2, warmup=3), 8) == [0, 0, 0, 2, 0, 2, 0, 2]
+    assert levels(Cadence(ranges=[(1, 3), (5, 6)]), 7) == [0, 2, 2, 0, 0, 2, 0]
+
+
+def spent(budget, everything, gradients, steps=3000, bare=1.0):
+    """The share that a guard takes whose levels cost so much, and its levels."""
+    cadence, total, seen = Cadence(budget=budget), 0.0, []
+    for step in range(steps):
+        level = cadence.level(step)
+        cost = {Level.ALL: everything, Level.GRADIENTS: gradients}.get(level, 0.0)
+        cadence.note(step, level, cost, bare + cost)
+        total += cost
+        seen.append(level)
+    return total / (steps * bare), seen
+
+
+@pytest.mark.parametrize("budget", [0.01, 0.05])
+@pytest.mark.parametrize(
+    "everything, gradients", [(0.04, 0.015), (0.04, 0.002), (0.3, 0.1), (0.02, 0.02)]
+)
+def test_a_budget_is_kept_and_used(budget, everything, gradients):
+    share, seen = spent(budget, everything, gradients)
+    assert share <= budget * 1.1
+    assert share >= min(budget, everything) * 0.5
+    assert Level.ALL in seen[-1500:]
+
+
+def test_within_the_budget_gradients_are_looked_at_in_every_step():
+    _, seen = spent(0.01, 0.04, 0.002)
+    assert Level.OFF not in seen[10:]
+
+
+def test_a_cheap_guard_looks_at_everything():
+    _, seen = spent(0.05, 0.01, 0.005)
+    assert set(seen[10:]) == {Level.ALL}
+
+
+def test_a_bad_step_has_the_next_one_looked_at_in_full():
+    cadence = Cadence(budget=0.01)
+    for step in range(20):
+        cadence.note(step, cadence.level(step), 0.5, 1.5)
+    assert cadence.level(20) is not Level.ALL
+    cadence.alarm()
+    assert cadence.level(20) is Level.ALL
+    cadence.note(20, Level.ALL, 0.5, 1.5)
+    assert cadence.level(21) is not Level.ALL
+
+
+def test_between_watched_steps_no_module_has_a_hook():
+    model, optimizer = make()
+    seen = []
+    with OverflowGuard(model, optimizer, "warn", every=3, warmup=1) as guard:
+        for batch in batches(8):
+            seen.append(hooks_of(model) > 0)
+            with plant(model.head, NAN):
+                train_step(model, optimizer, batch)
+            model.load_state_dict(make()[0].state_dict())
+    assert seen == [False, True, False, False, True, False, False, True]
+    assert guard.coverage().steps_watched == 3
+    assert "5 of 8 steps were not watched." in str(guard.coverage())
+
+
+def test_a_guard_with_a_budget_watches():
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, "warn", budget=0.01) as guard:
+        train(model, optimizer, batches(10))
+        assert 0 < guard.coverage().steps_watched < 10
+        assert guard.cost.share > 0
+
+
+def test_switching_off_leaves_no_hook():
+    model, optimizer = make()
+    x, y = batches(1)[0]
+    guard = OverflowGuard(model, optimizer)
+    assert guard.enabled
+    with plant(model.head, NAN):
+        loss = model(x, y=y)["loss"]
+        guard.disable()
+        assert not guard.enabled
+        assert hooks_of(model, optimizer) == 1  # the plant's
+        loss.backward()  # hooks in the graph are silent
+        optimizer.step()
+    assert guard.last_report is None
+    guard.enable()
+    with plant(model.head, NAN), pytest.raises(FloatingPointError):
+        train_step(model, optimizer, (x, y))
+    guard.remove()
+    guard.remove()
+    assert hooks_of(model, optimizer) == 0
+    assert guard.check() is None
+
+
+def test_a_cost_is_measured():
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer) as guard:
+        train(model, optimizer, batches(3))
+        cost = guard.cost
+    assert 0 < cost.guard_seconds < cost.step_seconds
+    assert 0 < cost.share < 1
+
+
+def test_the_loop_of_the_example_needs_nothing_else():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = OverflowGuard(model, optimizer, on_overflow="raise")
+    for _ in range(2):
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert guard.step == 2
+    guard.remove()

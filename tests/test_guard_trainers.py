@@ -1,0 +1,167 @@
+"""The guard in the trainers that people use: it skips, and schedules stand still."""
+
+import sys
+
+import pytest
+import torch
+import transformers as hf
+from accelerate import Accelerator
+from guarding import INF, NAN, batches, hooks_of, make, plant
+
+from overflow_fast import NonFiniteError, OverflowGuard
+
+lightning = pytest.importorskip("lightning.pytorch")
+
+
+def test_accelerates_schedulers_stand_still():
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = make()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        for i, (x, y) in enumerate(batches(4)):
+            with plant(model.head, NAN) if i == 2 else torch.enable_grad():
+                loss = model(x, y=y)["loss"]
+            accelerator.backward(loss)
+            before = model.blocks[0].fc1.weight.detach().clone()
+            optimizer.step()
+            assert optimizer.step_was_skipped == (i == 2)
+            assert before.equal(model.blocks[0].fc1.weight) == (i == 2)
+            scheduler.step()
+            optimizer.zero_grad()
+    assert guard.num_skipped == 1
+    assert scheduler.scheduler.last_epoch == 3
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    config = hf.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=50, n_positions=8)
+    model = hf.GPT2LMHeadModel(config)
+    ids = torch.randint(0, 50, (8,))
+    arguments = hf.TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=5,
+        per_device_train_batch_size=1,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    data = [{"input_ids": ids, "labels": ids}] * 5
+    return lambda callback: hf.Trainer(
+        model, arguments, train_dataset=data, callbacks=[callback]
+    )
+
+
+class SpoilThird(hf.TrainerCallback):
+    """Makes a layer's output bad in the third step."""
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        if state.global_step == 2:
+            self.plant = plant(model.transformer.h[1].mlp.act, INF).__enter__()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            self.plant.__exit__()
+
+
+def test_transformers_trainer_is_guarded(trainer):
+    from overflow_fast.integrations.trainer import GuardCallback
+
+    callback = GuardCallback(on_overflow="skip")
+    trainer = trainer(callback)
+    trainer.add_callback(SpoilThird())
+    trainer.train()
+    assert callback.guard.num_skipped == 1
+    assert callback.guard.step == 5
+    verdict = callback.guard.last_report.verdict
+    assert verdict.maker == "transformer.h.1.mlp.act"
+    assert trainer.lr_scheduler.last_epoch == 4
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+    assert hooks_of(trainer.model) == 0
+
+
+def test_transformers_trainer_is_stopped(trainer):
+    from overflow_fast.integrations.trainer import GuardCallback
+
+    callback = GuardCallback()
+    trainer = trainer(callback)
+    trainer.add_callback(SpoilThird())
+    with pytest.raises(NonFiniteError):
+        trainer.train()
+    assert trainer.state.global_step == 2
+
+
+class Lit(lightning.LightningModule):
+    def __init__(self, bad_step):
+        super().__init__()
+        self.net, _ = make()
+        self.bad_step = bad_step
+
+    def training_step(self, batch, index):
+        is_bad = index == self.bad_step
+        with plant(self.net.blocks[0], INF) if is_bad else torch.enable_grad():
+            return self.net(batch[0], y=batch[1])["loss"]
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        interval = {"scheduler": scheduler, "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": interval}
+
+
+def fit(callback, bad_step, tmp_path):
+    module = Lit(bad_step)
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        callbacks=[callback],
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(batches(5), batch_size=None))
+    return module, trainer
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightnings_trainer_is_guarded(tmp_path):
+    from overflow_fast.integrations.lightning import GuardCallback
+
+    callback = GuardCallback(on_overflow="skip")
+    module, trainer = fit(callback, 2, tmp_path)
+    assert callback.guard.num_skipped == 1
+    assert callback.guard.step == 5
+    assert callback.guard.last_report.verdict.maker == "net.blocks.0"
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 4
+    assert all(p.isfinite().all() for p in module.parameters())
+    assert hooks_of(module) == 0
+    assert "lr_scheduler_step" not in vars(module)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightnings_trainer_is_stopped(tmp_path):
+    from overflow_fast.integrations.lightning import GuardCallback
+
+    callback = GuardCallback()
+    with pytest.raises(NonFiniteError):
+        fit(callback, 1, tmp_path)
+    assert not callback.guard.enabled
+
+
+@pytest.mark.parametrize(
+    "name, library", [("trainer", "transformers"), ("lightning",) * 2]
+)
+def test_wrong_set_ups_are_told(name, library, monkeypatch):
+    import importlib
+
+    module = importlib.import_module(f"overflow_fast.integrations.{name}")
+    with pytest.raises(ValueError, match="on_overflow must be"):
+        module.GuardCallback(on_overflow="stop")
+    monkeypatch.delitem(sys.modules, module.__name__)
+    needed = {"transformers": "transformers", "lightning": "lightning.pytorch"}
+    monkeypatch.setitem(sys.modules, needed[library], None)
+    with pytest.raises(ImportError, match=f"needs {library}: run `pip install"):
+        importlib.import_module(module.__name__)
