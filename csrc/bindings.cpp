@@ -85,6 +85,29 @@ py::list entry_list(const Recorder& recorder, const Frame& frame) {
   return entries;
 }
 
+Options options_of(const py::kwargs& kwargs) {
+  static const std::unordered_map<std::string, bool Options::*> kByName = {
+      {"strict_compat", &Options::strict_compat},
+      {"list_kwargs", &Options::list_kwargs},
+      {"memo", &Options::use_memo},
+      {"defer", &Options::defer},
+      {"fetch_frames", &Options::fetch_frames},
+      {"gathers", &Options::gathers},
+      {"lists_parameters", &Options::lists_parameters},
+      {"lists_calls", &Options::lists_calls},
+      {"parameters_once", &Options::parameters_once},
+      {"watches_gradients", &Options::watches_gradients},
+      {"holds_tensors", &Options::holds_tensors},
+  };
+  Options options;
+  for (const auto& [name, value] : kwargs) {
+    const auto found = kByName.find(name.cast<std::string>());
+    if (found == kByName.end()) throw py::type_error("unknown: " + name.cast<std::string>());
+    options.*found->second = value.cast<bool>();
+  }
+  return options;
+}
+
 void add_recorder(py::module_& m) {
   py::enum_<EntryKind>(m, "EntryKind")
       .value("TENSOR", EntryKind::kTensor)
@@ -122,20 +145,10 @@ void add_recorder(py::module_& m) {
       .def_property_readonly(
           "held", [](const Gathered& self) { return self.held ? self.held : py::none(); });
   py::class_<Recorder>(m, "Recorder")
-      .def(
-          py::init([](std::optional<int64_t> max_frames, bool strict_compat, bool list_kwargs,
-                      bool memo, bool defer, bool fetch_frames, bool gathers, bool lists_parameters,
-                      bool parameters_once, bool watches_gradients, bool holds_tensors) {
-            return std::make_unique<Recorder>(
-                max_frames,
-                Options{strict_compat, list_kwargs, memo, defer, fetch_frames, gathers,
-                        lists_parameters, parameters_once, watches_gradients, holds_tensors});
-          }),
-          py::arg("max_frames"), py::kw_only(), py::arg("strict_compat") = false,
-          py::arg("list_kwargs") = false, py::arg("memo") = true, py::arg("defer") = false,
-          py::arg("fetch_frames") = false, py::arg("gathers") = false,
-          py::arg("lists_parameters") = true, py::arg("parameters_once") = false,
-          py::arg("watches_gradients") = false, py::arg("holds_tensors") = false)
+      .def(py::init([](std::optional<int64_t> max_frames, const py::kwargs& options) {
+             return std::make_unique<Recorder>(max_frames, options_of(options));
+           }),
+           py::arg("max_frames"))
       .def_readwrite("max_frames", &Recorder::max_frames)
       .def_readwrite("in_step", &Recorder::in_step)
       .def_readwrite("watches_every_frame", &Recorder::watches_every_frame)

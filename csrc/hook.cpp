@@ -62,8 +62,10 @@ void record(FrameHook* self, PyObject* module, PyObject* args, PyObject* kwargs,
   if (recorder.options().lists_parameters) {
     guarded(recorder, frame, kParametersLabel, [&] { record_parameters(recorder, frame, module); });
   }
-  guarded(recorder, frame, kInputLabel, [&] { record_inputs(recorder, frame, args, kwargs); });
-  guarded(recorder, frame, kOutputLabel, [&] { record_outputs(recorder, frame, output); });
+  if (recorder.options().lists_calls) {
+    guarded(recorder, frame, kInputLabel, [&] { record_inputs(recorder, frame, args, kwargs); });
+    guarded(recorder, frame, kOutputLabel, [&] { record_outputs(recorder, frame, output); });
+  }
   const bool wants_attention = recorder.finish(frame);
   if (wants_tensors) {
     recorder.hold(py::make_tuple(py::reinterpret_borrow<py::object>(args),

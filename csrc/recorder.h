@@ -46,9 +46,11 @@ struct Options {
   bool defer = false;         // treat the CPU as a device
   bool fetch_frames = false;  // judge each frame as it ends, by a sync if it needs one
   // For who judges a whole step at once: bad frames are gathered, with those before the first,
-  // and nobody is called; headroom and the time spent here are measured.
+  // and nobody is called; headroom and the time spent here are measured; additive masks may be
+  // among all inputs.
   bool gathers = false;
   bool lists_parameters = true;    // in the frames of their modules
+  bool lists_calls = true;         // their inputs and outputs
   bool parameters_once = false;    // each only until forget_parameters(), where it is used first
   bool watches_gradients = false;  // of outputs
   bool holds_tensors = false;      // what the first bad frame's call was given and returned

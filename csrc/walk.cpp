@@ -176,7 +176,7 @@ void record_parameters(Recorder& recorder, Frame& frame, PyObject* module) {
 void record_inputs(Recorder& recorder, Frame& frame, PyObject* args, PyObject* kwargs) {
   const Options& options = recorder.options();
   LabelTable& labels = recorder.labels();
-  Walker listed{recorder, frame, false, false, true};
+  Walker listed{recorder, frame, false, options.gathers, true};
   Walker quiet{recorder, frame, !options.list_kwargs, true, true};
   if (!PyTuple_Check(args)) {
     listed.flat(args, kInputLabel);

@@ -78,6 +78,7 @@ class Recorder:
         fetch_frames: bool = False,
         gathers: bool = False,
         lists_parameters: bool = True,
+        lists_calls: bool = True,
         parameters_once: bool = False,
         watches_gradients: bool = False,
         holds_tensors: bool = False,

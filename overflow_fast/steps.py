@@ -243,10 +243,13 @@ class StepHooks:
 
     def _end_step(self) -> None:
         self._recorder.in_step = False
-        self._recorder.send()
+        self._send()
         self._recorder.end_step()
         self._judge_arrived(self._max_in_flight)
         self._warning.give_once(self._recorder)
+
+    def _send(self) -> None:
+        self._recorder.send()
 
     def _judge_arrived(self, max_in_flight: int) -> None:
         self._recorder.judge_arrived(max_in_flight, self._choose_watch, self.on_frame)

@@ -332,3 +332,34 @@ def test_what_was_discarded_is_not_judged():
         guard.discard()
         train_step(model, optimizer, data[1])
     assert guard.last_report is None
+
+
+class Attention(nn.Module):
+    def forward(self, x, mask):
+        return (x + mask).softmax(-1)
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_a_mask_is_no_alarm_and_not_blamed_in_vain(by_keyword):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = Attention()
+
+        def forward(self, x, mask):
+            if by_keyword:
+                return self.attention(x, mask=mask)
+            return self.attention(x, mask)
+
+    model = Model()
+    mask = torch.tensor([[0.0, -INF], [0.0, 0.0]])
+    with OverflowGuard(model, on_overflow="warn") as guard:
+        model(torch.ones(2, 2), mask)
+        assert guard.check() is None
+        mask[0, 0] = -INF  # nothing is left to attend to
+        model(torch.ones(2, 2), mask)
+        report = guard.check()
+    label = "input.mask" if by_keyword else "input[1]"
+    assert report.verdict.maker == "attention"
+    assert report.verdict.masks == [label]
+    assert f"was finite but for the -inf in {label}: it made the value" in str(report)

@@ -119,7 +119,8 @@ def test_weights_and_gradients_follow_the_patterns():
     "watch, hooks",
     [
         (("gradients",), 0),
-        (("weights", "gradients", "loss"), 1),
+        (("gradients", "loss"), 1),
+        (("weights", "gradients", "loss"), 9),  # the root, and who has weights
         (("activations",), 16),
     ],
 )
@@ -137,6 +138,20 @@ def test_the_loss_alone_is_seen():
             model, optimizer, batches(1)[0], watch=("loss", "gradients")
         ).verdict
     assert (verdict.first.kind, verdict.first.label) == ("recorded", "loss")
+
+
+def test_weights_alone_are_scanned_once_each():
+    model, optimizer = make()
+    model.unused = torch.nn.Linear(2, 2)
+    with OverflowGuard(model, optimizer, watch=("weights",)) as guard:
+        x, y = batches(1)[0]
+        for _ in range(3):
+            model(x, y=y)["loss"].backward()
+        optimizer.step()
+        coverage = guard.coverage()
+    sizes = [p.nbytes for p in model.parameters()]
+    assert coverage.tensors_scanned == len(sizes)
+    assert coverage.bytes_scanned == sum(sizes)
 
 
 def test_what_was_not_asked_for_is_said():

@@ -41,6 +41,7 @@ def judge(frames: Sequence[BadFrame]) -> Verdict:
         first=_bad_entry(first, entry),
         origin=origin,
         maker=maker,
+        masks=_masks(first),
         headroom=_headroom_before(first, place),
         num_bad_frames=len(frames),
         dirty_gradients=dirty,
@@ -71,6 +72,15 @@ def _bad_entry(bad: BadFrame, entry: _C.EntryTuple) -> BadEntry:
         stat[3],
         numel,
     )
+
+
+def _masks(bad: BadFrame) -> list[str]:
+    """The labels of entries that hold infs and are not bad."""
+    return [
+        entry_label(bad.frame, path)
+        for path, _, stat, _, _, is_bad, _ in bad.entries()
+        if isinstance(stat, tuple) and stat[3] and not is_bad
+    ]
 
 
 def _headroom_before(bad: BadFrame, place: int) -> Headroom | None:

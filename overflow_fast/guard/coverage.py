@@ -26,6 +26,7 @@ class GuardCoverage:
         without_gradient: How many parameters had no gradient in the last watched step.
         not_watched: Which kinds of tensors the guard was not asked to look at.
         has_seen_loss: Whether a loss was among the outputs, or recorded.
+        failures: How often the guard itself failed, so that something was not judged.
     """
 
     tensors_listed: int
@@ -39,6 +40,7 @@ class GuardCoverage:
     without_gradient: int
     not_watched: list[str]
     has_seen_loss: bool
+    failures: int
 
     @classmethod
     def of(
@@ -47,6 +49,7 @@ class GuardCoverage:
         steps: int,
         steps_watched: int,
         without_gradient: int,
+        failures: int,
     ) -> GuardCoverage:
         """What the watches of a guard have looked at so far."""
         found = [Coverage.of(watch.recorder) for watch in watches]
@@ -68,6 +71,7 @@ class GuardCoverage:
             without_gradient,
             [kind for kind in Wanted._fields if not getattr(wanted, kind)],
             any(watch.has_seen_loss for watch in watches),
+            failures,
         )
 
     def gaps(self) -> list[str]:
@@ -89,6 +93,8 @@ class GuardCoverage:
             sentences.append(f"{self.without_gradient} parameters had no gradient.")
         if not self.has_seen_loss and "loss" not in self.not_watched:
             sentences.append("No loss was seen: `guard.record(loss=loss)` adds it.")
+        if self.failures:
+            sentences.append(f"The guard itself failed {self.failures} times.")
         return sentences
 
     def __str__(self) -> str:

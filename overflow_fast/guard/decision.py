@@ -29,7 +29,7 @@ class Finding:
         step: The step's number.
         frames: Its bad frames.
         can_skip: Whether the optimizer can still be kept from stepping.
-        skipped_by: Who has skipped the step already: "scaler", "device", or "".
+        skipped_by: Who has skipped the step already, or "".
         tensors: What was scanned, by its phase's name and its own, for evidence.
         notes: What the report should say besides.
     """
@@ -78,6 +78,7 @@ class Decision:
         self.consecutive_skips = 0
         self.last_step_skipped = False
         self.last_report: Report | None = None
+        self.users_error: Exception | None = None
 
     def decide(self, found: Finding) -> Report | None:
         """Decides on a step, and says so.
@@ -130,7 +131,7 @@ class Decision:
         if self._evidence is not None:
             report.evidence = str(self._evidence.folder_of(found.step))
         if callable(policy):
-            report.action = _checked(policy(report))
+            report.action = self._ask(policy, report)
         if report.action == "skip" and not found.can_skip:
             report.action = "warn"
             if found.skipped_by:
@@ -141,14 +142,23 @@ class Decision:
             report.notes.append(f"The {found.skipped_by} has skipped the step.")
         return report
 
+    def _ask(self, policy: Callable[[Report], str | None], report: Report) -> str:
+        try:
+            return _checked(policy(report))
+        except Exception as error:
+            self.users_error = error
+            raise
+
     def _frames(self, frames: Sequence[BadFrame]) -> list[str]:
         """The frames up to the first call that was bad."""
-        ordered = sorted(frames, key=lambda bad: bad.rank)
-        calls = [bad for bad in ordered if bad.is_of_call]
-        watch = (calls or ordered)[0].watch
-        shown = [*watch.before, *(bad.frame for bad in calls[:1])]
+        leading = _leading(frames)
+        shown = list(leading.watch.before)
+        if not leading.watch.wanted.activations:
+            return []
+        if leading.is_of_call:
+            shown.append(leading.frame)
         most = self._options.max_frames
-        return frame_texts(watch, shown[len(shown) - most :] if most else [])
+        return frame_texts(leading.watch, shown[-most:] if most else [])
 
     def _count(self, action: str, found: Finding) -> None:
         is_skipped = action == "skip"
@@ -183,9 +193,11 @@ class Decision:
 
     def _offending(self, found: Finding) -> tuple[object, object]:
         """The tensors and the batch to keep as evidence."""
-        ordered = sorted(found.frames, key=lambda bad: bad.rank)
+        leading = _leading(found.frames)
         tensors: dict[str, object] = {}
-        for bad in ordered:
+        if leading.watch.held is not None:
+            tensors["call"] = leading.watch.held
+        for bad in found.frames:
             if bad.is_of_call:
                 continue
             for _, entry in bad.bad_entries():
@@ -193,12 +205,7 @@ class Decision:
                 tensor = found.tensors.get((bad.frame.phase.name, label))
                 if tensor is not None:
                     tensors[f"{bad.kind} of {label}"] = tensor
-        calls = [bad for bad in ordered if bad.is_of_call]
-        watch = (calls or ordered)[0].watch
-        if watch.held is not None:
-            tensors["call"] = watch.held
-        batch = watch.batches.get((calls or ordered)[0].frame.batch)
-        return tensors, batch
+        return tensors, leading.watch.batches.get(leading.frame.batch)
 
     def _write_line(self, found: Finding, verdict: Verdict, action: str | None) -> None:
         if self._json is None:
@@ -220,6 +227,11 @@ class Decision:
             line["origin"] = verdict.origin
             line["maker"] = verdict.maker
         self._json.write(line)
+
+
+def _leading(frames: Sequence[BadFrame]) -> BadFrame:
+    """The first frame of a call, or the first of all if no call was bad."""
+    return min(frames, key=lambda bad: (not bad.is_of_call, bad.rank))
 
 
 def _checked(action: object) -> str:

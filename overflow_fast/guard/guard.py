@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -29,6 +31,8 @@ from .options import (
 )
 from .report import Cost, NonFiniteError, Report
 from .watch import ModelWatch
+
+_log = logging.getLogger("overflow_fast")
 
 
 class OverflowGuard:
@@ -163,6 +167,8 @@ class OverflowGuard:
         self._cadence = Cadence(every, warmup, ranges, budget)
         self._level = Level.OFF
         self._is_enabled = False
+        self._num_failures = 0
+        self._last_seen: Report | None = None
         self._called: set[OptimizerGate] = set()
         self._stepped: set[OptimizerGate] = set()
         self._step = 0
@@ -277,6 +283,7 @@ class OverflowGuard:
             self._step,
             self._meter.num_watched,
             self._judge.tensors.without_gradient,
+            self._num_failures,
         )
 
     def record(self, **tensors: torch.Tensor) -> None:
@@ -329,14 +336,15 @@ class OverflowGuard:
             return False
         scaler = None if gate.optimizer is None else scalers.scaler_of(gate.optimizer)
         try:
-            with self._meter:
+            with self._shield():
                 number, level = self._step, self._level
                 is_skipped = self._judge.judge_step(gate, scaler, number, level)
+                gate.tell_wrapper(is_skipped)
+                return is_skipped
         except NonFiniteError:
             self._after_step(gate)  # which the optimizer will not call
             raise
-        gate.tell_wrapper(is_skipped)
-        return is_skipped
+        return False
 
     def _after_step(self, gate: OptimizerGate) -> None:
         """Counts the step; the round is over when every optimizer has stepped."""
@@ -349,29 +357,52 @@ class OverflowGuard:
         level, step = self._level, self._step
         self._step += 1
         self._judge.tensors.begin_round()
-        report = self._decision.last_report
-        if report is not None and report.step == step:
+        if self._decision.last_report is not self._last_seen:
+            self._last_seen = self._decision.last_report
             self._cadence.alarm()
         cost = self._meter.end_step(level is not Level.OFF)
         self._cadence.note(step, level, cost.guard_seconds, cost.step_seconds)
         self._set_level(self._cadence.level(self._step))
 
-    def on_scaler_stepped(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+    def before_scaler_step(self, optimizer: Optimizer) -> None:
+        """Has a look at whether the scaler lets its optimizer step."""
+        self._called -= {gate for gate in self._gates if gate.optimizer is optimizer}
+
+    def after_scaler_step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Judges a step that a GradScaler did not let its optimizer make."""
         for gate in self._gates:
-            if gate.optimizer is not optimizer:
+            if gate.optimizer is not optimizer or gate in self._called:
                 continue
-            if gate not in self._called and self._level is not Level.OFF:
-                with self._meter:
-                    number, level = self._step, self._level
-                    self._judge.judge_scaler_skip(gate, scaler, number, level)
-            if gate not in self._called:
+            try:
+                if self._level is not Level.OFF:
+                    with self._shield():
+                        number, level = self._step, self._level
+                        self._judge.judge_scaler_skip(gate, scaler, number, level)
+            finally:
                 self._after_step(gate)
-            self._called.discard(gate)
 
     def _on_evaluated(self, watch: ModelWatch) -> None:
-        with self._meter:
+        with self._shield():
             self._judge.judge_evaluated(watch, self._step)
+
+    @contextlib.contextmanager
+    def _shield(self) -> Iterator[None]:
+        """Measures what the guard does, and lets no error of its own out."""
+        try:
+            with self._meter:
+                yield
+        except NonFiniteError:
+            raise
+        except Exception as error:
+            if error is self._decision.users_error:
+                raise
+            self._num_failures += 1
+            if self._num_failures == 1:
+                _log.warning(
+                    "The guard failed, and what it was to judge is not judged. Said "
+                    "once; see `coverage()`.",
+                    exc_info=True,
+                )
 
     def _set_level(self, level: Level) -> None:
         self._level = level

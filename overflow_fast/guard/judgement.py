@@ -227,7 +227,7 @@ class Judge:
 
     def _send(self) -> None:
         for watch in self._watches:
-            watch.recorder.send()
+            watch.send()
 
     def _skip_on_device(self, gate: OptimizerGate, scaler: GradScaler | None) -> bool:
         """Has the optimizer's kernels skip the step if a flag says so; no sync."""

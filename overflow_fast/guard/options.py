@@ -129,6 +129,7 @@ def make_watches(
         "defer": defer,
         "gathers": True,
         "lists_parameters": wanted.weights,
+        "lists_calls": wanted.activations,
         "parameters_once": True,
         "watches_gradients": wanted.grad_outputs,
         "holds_tensors": options.evidence is not None,

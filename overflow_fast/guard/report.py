@@ -123,7 +123,9 @@ def _what(entry: BadEntry) -> str:
 
 def _who(first: BadEntry, verdict: Verdict) -> str:
     if verdict.origin == "made" and first.kind in ("output", "input"):
-        return f"What {verdict.maker} was given was finite: it made the value itself."
+        masks = f" but for the -inf in {', '.join(verdict.masks)}" * bool(verdict.masks)
+        given = f"What {verdict.maker} was given was finite{masks}"
+        return f"{given}: it made the value itself."
     if verdict.origin == "made":
         return f"It was made by {verdict.maker}."
     if verdict.origin == "unclear":

@@ -15,8 +15,11 @@ from torch.optim import Optimizer
 class ScalerListener(Protocol):
     """Who wants to know of GradScalers."""
 
-    def on_scaler_stepped(self, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """A scaler's `step(optimizer)` has returned."""
+    def before_scaler_step(self, optimizer: Optimizer) -> None:
+        """A scaler's `step(optimizer)` begins."""
+
+    def after_scaler_step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+        """It has returned."""
 
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -54,13 +57,15 @@ def _heard(step: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if not self.is_enabled():
             return step(self, optimizer, *args, **kwargs)
+        for listener in list(_listeners):
+            listener.before_scaler_step(optimizer)
         _running[id(optimizer)] = self
         try:
             result = step(self, optimizer, *args, **kwargs)
         finally:
             del _running[id(optimizer)]
         for listener in list(_listeners):
-            listener.on_scaler_stepped(optimizer, self)
+            listener.after_scaler_step(optimizer, self)
         return result
 
     heard_step.overflow_fast = step  # type: ignore[attr-defined]

@@ -78,6 +78,8 @@ class Verdict:
         origin: "made" by the module of `first`; "passed_on" by it, made before;
             "given", where the model's own inputs or weights were bad; "unclear".
         maker: Who made it, in words.
+        masks: The inputs of the first bad call that hold -inf and nothing worse; that
+            is no alarm, since additive masks are made of it.
         headroom: What the same entry's largest magnitude was when it was last finite.
         num_bad_frames: How many calls, gradients and lists of tensors are bad.
         dirty_gradients: The parameters whose gradients are bad, in the model's order.
@@ -88,6 +90,7 @@ class Verdict:
     first: BadEntry | None = None
     origin: str = ""
     maker: str = ""
+    masks: list[str] = field(default_factory=list)
     headroom: Headroom | None = None
     num_bad_frames: int = 0
     dirty_gradients: list[str] = field(default_factory=list)

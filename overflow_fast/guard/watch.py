@@ -14,8 +14,10 @@ from ..hooks import CopiedHooks
 from ..selection import Named, NamedTensors, Selection
 from ..steps import StepHooks
 
-# So many forwards may be on their way from a device before the host waits for one.
-_MAX_FORWARDS_IN_FLIGHT = 64
+# So many copies of stats may be on their way before the host waits for one.
+_MAX_IN_FLIGHT = 64
+# After so many forwards without a judgement their stats are sent.
+_MAX_FORWARDS_UNSENT = 64
 # Of so many forwards before a judgement the inputs are held.
 _MAX_BATCHES = 8
 
@@ -67,6 +69,7 @@ class ModelWatch(StepHooks):
         self._bad: list[_C.Frame] = []
         self._evaluations: set[int] = set()
         self._sends_judged = 0
+        self._forwards = 0
         self._on_evaluated = on_evaluated
         super().__init__(model, max_frames, options)
         self.detach()
@@ -76,7 +79,7 @@ class ModelWatch(StepHooks):
 
     def _start(self) -> None:
         super()._start()
-        self._max_in_flight = _MAX_FORWARDS_IN_FLIGHT
+        self._max_in_flight = _MAX_IN_FLIGHT
 
     # Hooks on and off.
 
@@ -88,7 +91,8 @@ class ModelWatch(StepHooks):
     def attach(self) -> None:
         """Puts the hooks on the selected modules and the root, if any are needed."""
         model = self.model
-        needs_hooks = self.wanted.activations or self.wanted.loss
+        wanted = self.wanted
+        needs_hooks = wanted.activations or wanted.weights or wanted.loss
         if model is None or self.is_attached or not needs_hooks:
             return
         self._recorder.set_gradients_wanted(True)
@@ -102,11 +106,16 @@ class ModelWatch(StepHooks):
         self._depth = 0
 
     def _walk(self, model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
-        if not self.wanted.activations:
-            return
         for index, module in super()._walk(model):
-            if index < len(self.names) and self.selection.takes(self.names[index]):
+            if index < len(self.names) and self._needs_hook(index, module):
                 yield index, module
+
+    def _needs_hook(self, index: int, module: nn.Module) -> bool:
+        # A weight is scanned where it is used, because it is in the cache there.
+        is_of_use = self.wanted.activations or (
+            self.wanted.weights and bool(module._parameters)
+        )
+        return is_of_use and self.selection.takes(self.names[index])
 
     # What is recorded.
 
@@ -130,16 +139,28 @@ class ModelWatch(StepHooks):
                 del self.batches[next(iter(self.batches))]
         loss = loss_in(output)
         self.has_seen_loss |= loss is not None
-        if self.wanted.activations and self.selection.takes(""):
+        if self._needs_hook(0, module):
             super()._record_root(module, args, kwargs, output)
-        elif loss is not None and self.wanted.loss:
+        if loss is not None and self.wanted.loss and not self.wanted.activations:
             self.record(_C.Phase.RECORDED, (["loss"], [loss]))
+
+    def _send(self) -> None:
+        # What is to be judged with its optimizer's step is sent with it, at once.
+        self._forwards += 1
+        is_evaluation = not torch.is_grad_enabled()
+        if is_evaluation or self._forwards >= _MAX_FORWARDS_UNSENT:
+            self.send()
 
     def _end_step(self) -> None:
         super()._end_step()
         if not torch.is_grad_enabled():
             self._evaluations.add(self._recorder.last_batch)
             self._on_evaluated(self)
+
+    def send(self) -> None:
+        """Starts the copy of the stats on devices; does not wait."""
+        self._forwards = 0
+        self._recorder.send()
 
     # What is asked when a step is judged.
 
@@ -183,7 +204,7 @@ class ModelWatch(StepHooks):
         if not self._bad and not is_lagged:
             self.before, self.held = [], None
             self.batches.clear()
-        oldest = self.batch_number - 2 * _MAX_FORWARDS_IN_FLIGHT
+        oldest = self.batch_number - 2 * _MAX_IN_FLIGHT
         self._evaluations = {batch for batch in self._evaluations if batch >= oldest}
 
     # What reports ask.
