@@ -290,6 +290,16 @@ def test_the_frames_are_those_of_the_original(capsys):
     assert str(report).partition("\n\n")[2] in printed
 
 
+def test_the_frames_are_of_the_step_that_is_reported():
+    model, optimizer = make()
+    data = batches(2)
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        train_step(model, optimizer, data[0])
+        with plant(model.blocks[0].act, INF):
+            train_step(model, optimizer, data[1])
+    assert len(guard.last_report.frames) == 2
+
+
 def test_an_in_place_module_is_not_blamed_for_sure():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

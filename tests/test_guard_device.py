@@ -227,6 +227,26 @@ def test_a_scalers_own_flag_is_kept_and_ours_added(device):
     assert guard.num_skipped == 1
 
 
+def test_a_flag_is_dropped_where_the_step_did_not_end():
+    model, _ = make()
+    model.eval()
+    optimizer = fused("AdamW", model)
+    data = batches(2)
+
+    def fail(*_):
+        raise KeyError("another's hook")
+
+    with OverflowGuard(model, optimizer, "skip", sync="lagged", _defer=True):
+        handle = optimizer.register_step_pre_hook(fail)
+        with plant(model.head, INF), pytest.raises(KeyError):
+            train_step(model, optimizer, data[0])
+        handle.remove()
+        optimizer.zero_grad()
+        before = model.head.bias.detach().clone()
+        train_step(model, optimizer, data[1])
+        assert not before.equal(model.head.bias)
+
+
 def test_forwards_without_autograd_pile_up_nowhere(emulated):
     model, optimizer = make()
     x, y = batches(1)[0]

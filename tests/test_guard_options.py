@@ -266,6 +266,35 @@ def test_switching_off_leaves_no_hook():
     assert guard.check() is None
 
 
+def test_what_backward_finds_while_the_guard_is_off_is_not_judged():
+    model, optimizer = make()
+    x, y = batches(1)[0]
+    with OverflowGuard(
+        model, optimizer, watch=("activations", "grad_outputs")
+    ) as guard:
+        with plant(model.head, NAN, backward=True):
+            loss = model(x, y=y)["loss"]
+            guard.disable()
+            loss.backward()
+            guard.enable()
+        assert guard.check() is None
+
+
+def test_buffers_that_moved_while_the_guard_was_off_are_kept():
+    model, optimizer = make()
+    data = batches(4)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        train(model, optimizer, data[:2])
+        guard.disable()
+        train(model, optimizer, data[2:3])
+        before = model.norm.running_mean.clone()
+        guard.enable()
+        with plant(model.blocks[0], INF):
+            train_step(model, optimizer, data[3])
+    assert guard.num_skipped == 1
+    assert before.equal(model.norm.running_mean)
+
+
 def test_a_cost_is_measured():
     model, optimizer = make()
     with OverflowGuard(model, optimizer) as guard:

@@ -248,6 +248,22 @@ def test_several_optimizers_make_a_round():
     assert guard.num_skipped == 1
 
 
+def test_an_optimizer_that_steps_more_often_makes_the_rounds():
+    model, _ = make()
+    model.eval()
+    parts = [list(model.blocks.parameters()), list(model.head.parameters())]
+    often, seldom = (torch.optim.SGD(part, lr=0.1) for part in parts)
+    with OverflowGuard(model, [often, seldom], "warn") as guard:
+        for i, (x, y) in enumerate(batches(6)):
+            with plant(model.blocks[0], INF) if i == 3 else torch.enable_grad():
+                model(x, y=y)["loss"]
+            often.step()
+            if i % 2:
+                seldom.step()
+    assert guard.last_report.step == 3
+    assert guard.step == 6
+
+
 def test_several_models_have_their_names():
     models = {"generator": nn.Linear(2, 2), "critic": nn.Linear(2, 1)}
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models.values()]
@@ -360,6 +376,9 @@ def test_optimizers_that_nobody_knows_are_skipped_too(kind, closure):
         step()
         assert guard.num_skipped == 1
     assert guard.step == 3
+    if kind is Custom:  # what the optimizer writes to itself in a good step stays
+        assert optimizer.calls == (3 if closure else 2)
+        assert optimizer.param_groups[0]["k"] == 2
 
 
 def test_a_bad_evaluation_in_the_middle_of_lbfgs_is_undone():
@@ -383,6 +402,7 @@ def test_a_bad_evaluation_in_the_middle_of_lbfgs_is_undone():
         optimizer.step(compute)
         assert guard.num_skipped == 1
         assert_same(state_of(model, optimizer), before)
+        assert model.head.weight.grad.isnan().sum() == 1  # as it was computed
         optimizer.step(compute)
         assert guard.num_skipped == 1
 

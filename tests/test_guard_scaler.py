@@ -113,6 +113,25 @@ def test_gradients_that_turn_bad_after_they_were_unscaled_are_an_alarm(setting):
     assert before.equal(model.head.weight)
 
 
+@pytest.mark.parametrize("sync", ["step", "lagged"])
+def test_gradients_that_reach_no_weight_are_the_scalers_business_too(setting, sync):
+    model, optimizer = setting
+    scaler = scaler_at(2.0**4)
+    model.aside = torch.nn.Identity()
+    x, y = batches(1)[0]
+    with OverflowGuard(model, optimizer, "skip", sync=sync, _defer=True) as guard:
+        before = model.head.weight.detach().clone()
+        with plant(model.aside, INF, backward=True):
+            aside = model.aside(torch.ones(2, requires_grad=True) * 2)
+            loss = model(x, y=y)["loss"] + aside.sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        guard.check()
+    assert guard.last_report is None
+    assert not before.equal(model.head.weight)
+
+
 def test_a_disabled_scaler_is_none():
     model, optimizer = make()
     scaler = GradScaler("cpu", enabled=False)
