@@ -43,10 +43,14 @@ ALLOWED = {
         *("guard.optimizers", "guard.options", "guard.report", "guard.scalers"),
         *("guard.step_tensors", "guard.verdict", "guard.watch"),
     },
+    "guard.supervisor": {
+        *("guard.cadence", "guard.coverage", "guard.decision", "guard.judgement"),
+        *("guard.meter", "guard.optimizers", "guard.options", "guard.report"),
+        *("guard.scalers", "guard.watch"),
+    },
     "guard.guard": {
-        *("_C", "guard", "guard.cadence", "guard.coverage", "guard.decision"),
-        *("guard.judgement", "guard.meter", "guard.optimizers", "guard.options"),
-        *("guard.report", "guard.watch", "guard.scalers"),
+        *("_C", "guard.cadence", "guard.coverage", "guard.options", "guard.report"),
+        "guard.supervisor",
     },
     "__init__": {
         *("coverage", "debug", "ops", "precision"),

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .. import _C
-from . import scalers
-from .cadence import Cadence, Level
+from .cadence import Level
 from .coverage import GuardCoverage
-from .decision import Decision
-from .judgement import Judge
-from .meter import Meter
-from .optimizers import OptimizerGate
 from .options import (
     EVERYTHING,
     GuardOptions,
     Models,
     Path,
     Policy,
-    make_watches,
     named_models,
     optimizers_of,
 )
 from .report import Cost, NonFiniteError, Report
-from .watch import ModelWatch
-
-_log = logging.getLogger("overflow_fast")
+from .supervisor import Supervisor
 
 
 class OverflowGuard:
@@ -148,30 +137,9 @@ class OverflowGuard:
             log_mib=log_mib,
             log_keep=log_keep,
         )
-        self._watches = make_watches(
-            named_models(model), options, self._on_evaluated, _defer
+        self._supervisor = Supervisor(
+            options, named_models(model), optimizers_of(optimizer), _defer
         )
-        self._gates = [
-            OptimizerGate(each, self._before_step, self._after_step, options.may_skip)
-            for each in optimizers_of(optimizer)
-        ]
-        self._meter = Meter(lambda: sum(w.recorder.seconds for w in self._watches))
-        self._decision = Decision(
-            options,
-            self._watches,
-            lambda: self._meter.cost,
-            lambda: self.coverage().gaps(),
-        )
-        self._judge = Judge(options, self._watches, self._decision)
-        self._judge.want_flags(self._gates)
-        self._cadence = Cadence(every, warmup, ranges, budget)
-        self._level = Level.OFF
-        self._is_enabled = False
-        self._num_failures = 0
-        self._last_seen: Report | None = None
-        self._called: set[OptimizerGate] = set()
-        self._stepped: set[OptimizerGate] = set()
-        self._step = 0
         self.enable()
 
     # Switching on and off.
@@ -179,45 +147,25 @@ class OverflowGuard:
     @property
     def enabled(self) -> bool:
         """Whether the guard is on."""
-        return self._is_enabled
+        return self._supervisor.is_enabled
 
     def enable(self) -> None:
         """Switches the guard on; from the next forward on it sees everything."""
-        if self._is_enabled:
-            return
-        self._is_enabled = True
-        self._judge.begin()
-        for gate in self._gates:
-            gate.attach()
-        scalers.listen(self)
-        self._meter.restart()
-        self._set_level(self._cadence.level(self._step))
+        self._supervisor.enable()
 
     def disable(self) -> None:
         """Switches the guard off: no hook is left, and nothing is judged any more.
 
         What was found and not judged is forgotten.
         """
-        if not self._is_enabled:
-            return
-        self._is_enabled = False
-        scalers.stop_listening(self)
-        for gate in self._gates:
-            gate.detach()
-        self._set_level(Level.OFF)
-        self._judge.forget()
+        self._supervisor.disable()
 
     def remove(self) -> None:
         """Judges what is on its way (`sync="lagged"`), then switches the guard off.
 
         Incurs a CPU-GPU sync if something is.
         """
-        try:
-            if self._is_enabled:
-                self._judge.judge_late()
-        finally:
-            self.disable()
-            self._decision.close()
+        self._supervisor.finish()
 
     def __enter__(self) -> OverflowGuard:
         return self
@@ -234,24 +182,24 @@ class OverflowGuard:
 
         For loops that give up a batch after its forward, and go on without a step.
         """
-        self._judge.forget()
+        self._supervisor.discard()
 
     # What users ask.
 
     @property
     def step(self) -> int:
         """How many steps there were: calls of the optimizer, rounds of several."""
-        return self._step
+        return self._supervisor.step
 
     @property
     def num_skipped(self) -> int:
         """How many steps the guard skipped."""
-        return self._decision.num_skipped
+        return self._supervisor.decision.num_skipped
 
     @property
     def consecutive_skips(self) -> int:
         """How many steps up to now it skipped in a row."""
-        return self._decision.consecutive_skips
+        return self._supervisor.decision.consecutive_skips
 
     @property
     def last_step_skipped(self) -> bool:
@@ -259,32 +207,26 @@ class OverflowGuard:
 
         Ask it before `scheduler.step()`. Lagged, it speaks of the last judged step.
         """
-        return self._decision.last_step_skipped
+        return self._supervisor.decision.last_step_skipped
 
     @property
     def last_report(self) -> Report | None:
         """The report of the last bad step, or None."""
-        return self._decision.last_report
+        return self._supervisor.decision.last_report
 
     @property
     def cost(self) -> Cost:
         """What the guard took in the last step, and on average."""
-        return self._meter.cost
+        return self._supervisor.meter.cost
 
     @property
     def num_syncs(self) -> int:
         """How often the host has waited for a device because of the guard."""
-        return sum(watch.recorder.num_syncs for watch in self._watches)
+        return sum(watch.recorder.num_syncs for watch in self._supervisor.watches)
 
     def coverage(self) -> GuardCoverage:
         """What was looked at so far, and what was not, with the reasons."""
-        return GuardCoverage.of(
-            self._watches,
-            self._step,
-            self._meter.num_watched,
-            self._judge.tensors.without_gradient,
-            self._num_failures,
-        )
+        return self._supervisor.coverage()
 
     def record(self, **tensors: torch.Tensor) -> None:
         """Adds tensors that no module returns to the step: `guard.record(loss=loss)`.
@@ -302,8 +244,8 @@ class OverflowGuard:
                 raise TypeError(
                     f"{name} must be a torch.Tensor, got {type(tensor).__name__}"
                 )
-        if self._level is Level.ALL:
-            watch = self._watches[0]
+        if self._supervisor.level is Level.ALL:
+            watch = self._supervisor.watches[0]
             watch.has_seen_loss |= "loss" in tensors
             watch.record(_C.Phase.RECORDED, (list(tensors), list(tensors.values())))
 
@@ -320,91 +262,4 @@ class OverflowGuard:
         Raises:
             NonFiniteError: If something is bad and the policy is to raise.
         """
-        if not self._is_enabled:
-            return None
-        with self._meter:
-            return self._judge.judge_now(self._step, self._level)
-
-    # What the hooks of optimizers, scalers and models call.
-
-    def _before_step(self, gate: OptimizerGate) -> bool:
-        if gate in self._stepped:
-            self._end_round()
-        self._called.add(gate)
-        if self._level is Level.OFF:
-            self._judge.leave_unjudged()
-            return False
-        scaler = None if gate.optimizer is None else scalers.scaler_of(gate.optimizer)
-        try:
-            with self._shield():
-                number, level = self._step, self._level
-                is_skipped = self._judge.judge_step(gate, scaler, number, level)
-                gate.tell_wrapper(is_skipped)
-                return is_skipped
-        except NonFiniteError:
-            self._after_step(gate)  # which the optimizer will not call
-            raise
-        return False
-
-    def _after_step(self, gate: OptimizerGate) -> None:
-        """Counts the step; the round is over when every optimizer has stepped."""
-        self._stepped.add(gate)
-        if len(self._stepped) == len(self._gates):
-            self._end_round()
-
-    def _end_round(self) -> None:
-        self._stepped.clear()
-        level, step = self._level, self._step
-        self._step += 1
-        self._judge.tensors.begin_round()
-        if self._decision.last_report is not self._last_seen:
-            self._last_seen = self._decision.last_report
-            self._cadence.alarm()
-        cost = self._meter.end_step(level is not Level.OFF)
-        self._cadence.note(step, level, cost.guard_seconds, cost.step_seconds)
-        self._set_level(self._cadence.level(self._step))
-
-    def before_scaler_step(self, optimizer: Optimizer) -> None:
-        """Has a look at whether the scaler lets its optimizer step."""
-        self._called -= {gate for gate in self._gates if gate.optimizer is optimizer}
-
-    def after_scaler_step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """Judges a step that a GradScaler did not let its optimizer make."""
-        for gate in self._gates:
-            if gate.optimizer is not optimizer or gate in self._called:
-                continue
-            try:
-                if self._level is not Level.OFF:
-                    with self._shield():
-                        number, level = self._step, self._level
-                        self._judge.judge_scaler_skip(gate, scaler, number, level)
-            finally:
-                self._after_step(gate)
-
-    def _on_evaluated(self, watch: ModelWatch) -> None:
-        with self._shield():
-            self._judge.judge_evaluated(watch, self._step)
-
-    @contextlib.contextmanager
-    def _shield(self) -> Iterator[None]:
-        """Measures what the guard does, and lets no error of its own out."""
-        try:
-            with self._meter:
-                yield
-        except NonFiniteError:
-            raise
-        except Exception as error:
-            if error is self._decision.users_error:
-                raise
-            self._num_failures += 1
-            if self._num_failures == 1:
-                _log.warning(
-                    "The guard failed, and what it was to judge is not judged. Said "
-                    "once; see `coverage()`.",
-                    exc_info=True,
-                )
-
-    def _set_level(self, level: Level) -> None:
-        self._level = level
-        for watch in self._watches:
-            watch.attach() if level is Level.ALL else watch.detach()
+        return self._supervisor.check()

@@ -1,0 +1,210 @@
+"""Runs a guard: hooks on and off, steps counted, each judged when it is due."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from . import scalers
+from .cadence import Cadence, Level
+from .coverage import GuardCoverage
+from .decision import Decision
+from .judgement import Judge
+from .meter import Meter
+from .optimizers import OptimizerGate
+from .options import GuardOptions, make_watches
+from .report import NonFiniteError, Report
+from .watch import ModelWatch
+
+_log = logging.getLogger("overflow_fast")
+
+
+class Supervisor:
+    """What the hooks of models, optimizers and scalers call; they hold it.
+
+    A step is a round of all optimizers: it is over when each has stepped, or when one
+    of them is about to step again.
+
+    Args:
+        options: The guard's.
+        models: The models, by the prefix of their modules' names.
+        optimizers: The optimizers.
+        defer: Whether to treat the CPU as a device.
+    """
+
+    def __init__(
+        self,
+        options: GuardOptions,
+        models: Mapping[str, nn.Module],
+        optimizers: Sequence[Optimizer],
+        defer: bool,
+    ) -> None:
+        self.watches = make_watches(models, options, self._on_evaluated, defer)
+        self._gates = [
+            OptimizerGate(each, self._before_step, self._after_step, options.may_skip)
+            for each in optimizers
+        ]
+        self.meter = Meter(lambda: sum(w.recorder.seconds for w in self.watches))
+        self.decision = Decision(
+            options,
+            self.watches,
+            lambda: self.meter.cost,
+            lambda: self.coverage().gaps(),
+        )
+        self._judge = Judge(options, self.watches, self.decision)
+        self._judge.want_flags(self._gates)
+        self._cadence = Cadence(
+            options.every, options.warmup, options.ranges, options.budget
+        )
+        self._called: set[OptimizerGate] = set()
+        self._stepped: set[OptimizerGate] = set()
+        self._last_seen: Report | None = None
+        self._num_failures = 0
+        self.step = 0
+        self.level = Level.OFF
+        self.is_enabled = False
+
+    # Hooks on and off.
+
+    def enable(self) -> None:
+        """Puts the hooks on that the next step needs."""
+        if self.is_enabled:
+            return
+        self.is_enabled = True
+        self._judge.begin()
+        for gate in self._gates:
+            gate.attach()
+        scalers.listen(self)
+        self.meter.restart()
+        self._set_level(self._cadence.level(self.step))
+
+    def disable(self) -> None:
+        """Takes all hooks off, and forgets what was not judged."""
+        if not self.is_enabled:
+            return
+        self.is_enabled = False
+        scalers.stop_listening(self)
+        for gate in self._gates:
+            gate.detach()
+        self._set_level(Level.OFF)
+        self._judge.forget()
+
+    def _set_level(self, level: Level) -> None:
+        self.level = level
+        for watch in self.watches:
+            watch.attach() if level is Level.ALL else watch.detach()
+
+    # What the guard asks for.
+
+    def check(self) -> Report | None:
+        """Judges what has run since the last step."""
+        if not self.is_enabled:
+            return None
+        with self.meter:
+            return self._judge.judge_now(self.step, self.level)
+
+    def finish(self) -> None:
+        """Judges what is on its way, and takes the hooks off."""
+        try:
+            if self.is_enabled:
+                self._judge.judge_late()
+        finally:
+            self.disable()
+            self.decision.close()
+
+    def discard(self) -> None:
+        """Forgets what was found and not judged."""
+        self._judge.forget()
+
+    def coverage(self) -> GuardCoverage:
+        """What was looked at so far."""
+        return GuardCoverage.of(
+            self.watches,
+            self.step,
+            self.meter.num_watched,
+            self._judge.tensors.without_gradient,
+            self._num_failures,
+        )
+
+    # What the hooks call.
+
+    def _before_step(self, gate: OptimizerGate) -> bool:
+        if gate in self._stepped:
+            self._end_round()
+        self._called.add(gate)
+        if self.level is Level.OFF:
+            self._judge.leave_unjudged()
+            return False
+        scaler = None if gate.optimizer is None else scalers.scaler_of(gate.optimizer)
+        try:
+            with self._shield():
+                is_skipped = self._judge.judge_step(gate, scaler, self.step, self.level)
+                gate.tell_wrapper(is_skipped)
+                return is_skipped
+        except NonFiniteError:
+            self._after_step(gate)  # which the optimizer will not call
+            raise
+        return False
+
+    def _after_step(self, gate: OptimizerGate) -> None:
+        self._stepped.add(gate)
+        if len(self._stepped) == len(self._gates):
+            self._end_round()
+
+    def _end_round(self) -> None:
+        self._stepped.clear()
+        level, step = self.level, self.step
+        self.step += 1
+        self._judge.tensors.begin_round()
+        if self.decision.last_report is not self._last_seen:
+            self._last_seen = self.decision.last_report
+            self._cadence.alarm()
+        cost = self.meter.end_step(level is not Level.OFF)
+        self._cadence.note(step, level, cost.guard_seconds, cost.step_seconds)
+        self._set_level(self._cadence.level(self.step))
+
+    def before_scaler_step(self, optimizer: Optimizer) -> None:
+        """Begins to watch whether a scaler lets its optimizer step."""
+        self._called -= {gate for gate in self._gates if gate.optimizer is optimizer}
+
+    def after_scaler_step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+        """Judges a step that a GradScaler did not let its optimizer make."""
+        for gate in self._gates:
+            if gate.optimizer is not optimizer or gate in self._called:
+                continue
+            try:
+                if self.level is not Level.OFF:
+                    with self._shield():
+                        self._judge.judge_scaler_skip(
+                            gate, scaler, self.step, self.level
+                        )
+            finally:
+                self._after_step(gate)
+
+    def _on_evaluated(self, watch: ModelWatch) -> None:
+        with self._shield():
+            self._judge.judge_evaluated(watch, self.step)
+
+    @contextlib.contextmanager
+    def _shield(self) -> Iterator[None]:
+        """Measures what the guard does, and lets no error of its own out."""
+        try:
+            with self.meter:
+                yield
+        except NonFiniteError:
+            raise
+        except Exception as error:
+            if error is self.decision.users_error:
+                raise
+            self._num_failures += 1
+            if self._num_failures == 1:
+                _log.warning(
+                    "The guard failed, and what it was to judge is not judged. Said "
+                    "once; see `coverage()`.",
+                    exc_info=True,
+                )
