@@ -381,6 +381,44 @@ def test_optimizers_that_nobody_knows_are_skipped_too(kind, closure):
         assert optimizer.param_groups[0]["k"] == 2
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Has another optimizer do the work."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def test_an_optimizer_inside_an_optimizer_is_skipped_too():
+    model, inner = make()
+    optimizer = Lookahead(inner)
+    data = batches(2)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        train_step(model, optimizer, data[0])
+        before = state_of(model, inner)
+        step_with_bad_gradient(model, optimizer, data[1])
+        assert guard.num_skipped == 1
+        assert_same(state_of(model, inner), before)
+
+
+def test_a_step_that_cannot_be_skipped_is_told():
+    class Stubborn(torch.optim.SGD):
+        def step(self, closure=None):
+            for p in self.mine:
+                p.data.add_(1)  # not even autograd notices this
+                p.detach().add_(1)
+
+    model, _ = make()
+    optimizer = Stubborn(model.parameters(), lr=0.1)
+    optimizer.mine = list(model.parameters())
+    with OverflowGuard(model, optimizer, "skip"):
+        with pytest.raises(RuntimeError, match=r"Stubborn.step\(\) was to be skipped"):
+            step_with_bad_gradient(model, optimizer, batches(1)[0])
+
+
 def test_a_bad_evaluation_in_the_middle_of_lbfgs_is_undone():
     model, _ = make()
     model.eval()

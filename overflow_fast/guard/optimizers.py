@@ -41,7 +41,7 @@ class OptimizerGate:
         self._handles: list[RemovableHandle] = []
         self._undo: _Snapshot | None = None
         self._sets_found_inf = False
-        self.num_steps = 0
+        self._versions: list[int] | None = None
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -106,7 +106,7 @@ class OptimizerGate:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Call | None:
         self._drop_found_inf()  # of a step that raised
-        self._undo = None
+        self._undo = self._versions = None
         has_positional = len(args) > 1
         closure = args[1] if has_positional else kwargs.get("closure")
         if closure is None:
@@ -116,6 +116,7 @@ class OptimizerGate:
             except BaseException:
                 self._drop_found_inf()
                 raise
+            self._versions = _versions(optimizer)
             return (_without_parameters(optimizer), *args[1:]), kwargs
         double = _double(optimizer)
         judged = self._judged(closure, optimizer, double)
@@ -148,8 +149,13 @@ class OptimizerGate:
             self._undo.restore()
             self._undo = None
         self._drop_found_inf()
-        self.num_steps += 1
         self._on_stepped(self)
+        if self._versions not in (None, _versions(optimizer)):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() was to be skipped, and changed "
+                "weights all the same: it finds them by another way than its "
+                "param_groups. Use on_overflow='raise' with it."
+            )
 
 
 def innermost(optimizer: Any) -> Optimizer:
@@ -170,12 +176,23 @@ def _without_parameters(optimizer: Optimizer) -> Optimizer:
     """An optimizer like this one that has nothing to step on.
 
     A step hook cannot call off the step, but it can say on whom the step is called.
-    What the step writes to itself or to its groups is lost with the double.
+    What the step writes to itself or to its groups is lost with the double. So it is
+    with optimizers that it has as attributes, as a Lookahead has.
     """
     double = _double(optimizer)
     groups = [{**group, "params": []} for group in optimizer.param_groups]
-    double.__dict__ = {**optimizer.__dict__, "param_groups": groups}
+    inner = {
+        name: _without_parameters(value)
+        for name, value in vars(optimizer).items()
+        if isinstance(value, Optimizer)
+    }
+    double.__dict__ = {**vars(optimizer), **inner, "param_groups": groups}
     return double
+
+
+def _versions(optimizer: Optimizer) -> list[int]:
+    """How often each parameter was written to, as far as autograd notices."""
+    return [p._version for group in optimizer.param_groups for p in group["params"]]
 
 
 def _calls_closure_first(optimizer: Optimizer) -> bool:
