@@ -251,6 +251,22 @@ def test_what_it_was_before_is_told():
     assert headroom.dtype == "float32"
 
 
+def test_what_came_near_the_end_of_its_dtype_is_told():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).half()
+    model[0].weight.data.fill_(3e4)
+    model[0].bias.data.zero_()
+    with OverflowGuard(model, on_overflow="warn") as guard:
+        with plant(model[1], INF):
+            model(torch.ones(1, 2, dtype=torch.float16))
+        report = guard.check()
+    assert report.least_headroom.where == "output of 0"
+    assert report.least_headroom.abs_max == 6e4
+    assert (
+        "What came nearest to the end of its dtype without reaching it: output of 0, "
+        "0.1 bits below." in str(report)
+    )
+
+
 def test_a_report_reads_as_text_and_as_json():
     model, optimizer = make()
     with plant(model.blocks[1].fc2, INF), pytest.raises(NonFiniteError) as raised:

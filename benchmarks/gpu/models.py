@@ -15,7 +15,7 @@ from common import original, progress, ratio
 from timing import DEVICE, DRY, quartiles, save, wall_time
 from torch import nn
 
-from overflow_fast import DebugUnderflowOverflow
+from overflow_fast import DebugUnderflowOverflow, OverflowGuard
 
 ROUNDS = 2 if DRY else 7
 
@@ -53,9 +53,10 @@ MODELS: dict[str, tuple[Callable[[], Any], int]] = {
 }
 
 
-def step_of(model: nn.Module, shape: tuple[int, int]) -> Callable[[], object]:
+def step_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, shape: tuple[int, int]
+) -> Callable[[], object]:
     ids = torch.randint(0, model.config.vocab_size, shape, device=DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def step() -> None:
         with torch.autocast(DEVICE.type, torch.bfloat16):
@@ -72,11 +73,17 @@ def measure(name: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model, shape = make()
     model = model.to(DEVICE).train()
-    step = step_of(model, shape)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    step = step_of(model, optimizer, shape)
     around: dict[str, Callable[[], AbstractContextManager[object]]] = {
         "bare": contextlib.nullcontext,
         "step": lambda: DebugUnderflowOverflow(model),
         "lagged": lambda: DebugUnderflowOverflow(model, sync="lagged"),
+        "guard": lambda: OverflowGuard(model, optimizer),
+        "guard, lagged": lambda: OverflowGuard(model, optimizer, "skip", sync="lagged"),
+        "guard, gradients": lambda: OverflowGuard(
+            model, optimizer, watch=("gradients",)
+        ),
         "original": lambda: original(model),
     }
     times: dict[str, list[float]] = {kind: [] for kind in around}

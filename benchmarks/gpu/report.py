@@ -117,15 +117,23 @@ def variant_tables(part: dict[str, Any] | None) -> list[str]:
 
 
 def model_table(part: dict[str, Any] | None) -> list[str]:
+    names = {
+        "step": "ours",
+        "lagged": "ours, lagged",
+        "guard": "guard",
+        "guard, lagged": "guard, lagged",
+        "guard, gradients": "guard, gradients",
+        "original": "original",
+    }
     cells = [
         [
             row["model"],
             f"{row['bare']['seconds'][1] * 1e3:.1f} ms",
-            *(f"{row[n]['over_bare']:.3f}x" for n in ("step", "lagged", "original")),
+            *(f"{row[name]['over_bare']:.3f}x" for name in names),
         ]
         for row in rows_of(part, "training step")
     ]
-    return table(["training step", "bare", "ours", "ours, lagged", "original"], cells)
+    return table(["training step", "bare", *names.values()], cells)
 
 
 def main() -> None:

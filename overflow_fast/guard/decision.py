@@ -122,6 +122,7 @@ class Decision:
             step=found.step,
             action=policy if isinstance(policy, str) else "warn",
             verdict=verdict,
+            least_headroom=least_headroom(self._watches),
             frames=self._frames(found.frames),
             not_covered=self._not_covered(),
             cost=self._cost(),

@@ -16,6 +16,7 @@ from .watch import ModelWatch
 
 _HALF = ("float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")
 _NEAREST = 8
+_FEW_BITS = 8
 
 
 class NonFiniteError(FloatingPointError):
@@ -57,6 +58,8 @@ class Report:
         step: The optimizer's step, counted from 0.
         action: "raise", "warn" or "skip"; "scaler" where a GradScaler skipped the step.
         verdict: What was bad, and who made it.
+        least_headroom: Of all that was finite in the step, what came nearest to the end
+            of its dtype.
         frames: The last frames up to the first bad one, as text.
         not_covered: What was not looked at, in sentences.
         cost: What the guard took.
@@ -68,6 +71,7 @@ class Report:
     step: int
     action: str
     verdict: Verdict
+    least_headroom: Headroom | None = None
     frames: list[str] = field(default_factory=list)
     not_covered: list[str] = field(default_factory=list)
     cost: Cost = field(default_factory=Cost)
@@ -99,6 +103,7 @@ class Report:
             f"Step {self.step} is not finite: {_what(first)}.",
             _who(first, self.verdict),
             *_headroom_sentences(self.verdict.headroom),
+            *_least_sentences(self.least_headroom),
             *_gradient_sentences(self.verdict),
             f"What to try: {_advice(first, self.verdict)}.",
             *self.notes,
@@ -142,6 +147,15 @@ def _headroom_sentences(headroom: Headroom | None) -> list[str]:
         f"When it was last finite, its largest magnitude was {headroom.abs_max:.3g}, "
         f"{headroom.bits:.1f} bits below the end of {headroom.dtype} "
         f"({headroom.limit:.5g})."
+    ]
+
+
+def _least_sentences(headroom: Headroom | None) -> list[str]:
+    if headroom is None or headroom.bits > _FEW_BITS:
+        return []
+    return [
+        "What came nearest to the end of its dtype without reaching it: "
+        f"{headroom.where}, {headroom.bits:.1f} bits below."
     ]
 
 
