@@ -59,8 +59,9 @@ ALLOWED = {
     "__main__": {"_C", "__version__", "demo", "integrations.transformers"},
     "integrations.__init__": set(),
     "integrations.transformers": {"debug"},
-    "integrations.trainer": {"guard.guard"},
-    "integrations.lightning": {"guard.guard"},
+    "integrations.guarded": {"guard.guard"},
+    "integrations.trainer": {"integrations.guarded"},
+    "integrations.lightning": {"guard.guard", "integrations.guarded"},
     "demo.__init__": {"debug", "demo.model"},
     "demo.model": set(),
 }

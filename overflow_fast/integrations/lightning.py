@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from ..guard.guard import OverflowGuard
+from .guarded import GuardOwner
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,34 +16,22 @@ except ImportError as error:
     ) from error
 
 
-class GuardCallback(Callback):
-    """Has an `OverflowGuard` watch while a Trainer fits.
+class GuardCallback(GuardOwner, Callback):
+    """Has an `OverflowGuard` watch while a Trainer fits; see `GuardOwner`.
 
     The modules that the LightningModule is made of are watched, and the schedules of
     automatic optimization stand still in skipped steps.
-
-    Args:
-        arguments: What `OverflowGuard` takes besides the model and the optimizer, by
-            name.
-
-    Attributes:
-        guard: The guard of the last fit, or None before the first.
 
     Example:
         >>> callback = GuardCallback(on_overflow="skip", log="guard.jsonl")
     """
 
-    def __init__(self, **arguments: Any) -> None:
-        OverflowGuard(nn.Identity(), **arguments).remove()  # wrong ones are told now
-        self._arguments = arguments
-        self.guard: OverflowGuard | None = None
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Puts the guard on."""
         # training_step() is no forward: its parts are what is called.
         models = dict(pl_module.named_children()) or pl_module
-        self.guard = OverflowGuard(models, list(trainer.optimizers), **self._arguments)
-        stepper = _Stepper(pl_module, self.guard)
+        guard = self.put_on(models, list(trainer.optimizers))
+        stepper = _Stepper(pl_module, guard)
         pl_module.lr_scheduler_step = stepper  # type: ignore[method-assign]
 
     def on_exception(
@@ -60,8 +47,7 @@ class GuardCallback(Callback):
     ) -> None:
         """Takes the guard off."""
         vars(pl_module).pop("lr_scheduler_step", None)
-        if self.guard is not None:
-            self.guard.remove()
+        self.take_off()
 
 
 class _Stepper:
