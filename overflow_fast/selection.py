@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -51,40 +52,49 @@ def _example(names: Sequence[str]) -> str:
 
 
 class NamedTensors:
-    """The parameters and buffers of a model's selected modules, as they are now."""
+    """The parameters and buffers of a model's modules, as they are now.
+
+    The modules are looked up once, and again when one is gone or `refresh()` asks for
+    it: walking a model's tree takes longer than all that is done with it.
+    """
 
     def __init__(self, prefix: str, selection: Selection) -> None:
         self._prefix = prefix
         self._selection = selection
         self._names: dict[tuple[str, str], str] = {}
+        self._modules: list[tuple[str, bool, weakref.ref[nn.Module]]] = []
 
-    def parameters(self, model: nn.Module) -> Named:
-        """Each parameter once, with its first name."""
-        return self._list(model, "_parameters")
+    def refresh(self) -> None:
+        """Has the modules looked up again."""
+        self._modules = []
 
-    def buffers(self, model: nn.Module) -> Named:
-        """Each buffer once, with its first name."""
-        return self._list(model, "_buffers")
+    def parameters(self, model: nn.Module, all_modules: bool = False) -> Named:
+        """Each parameter of the selected, or all, modules once, with its first name."""
+        return self._list(model, "_parameters", all_modules)
 
-    def _list(self, model: nn.Module, kind: str) -> Named:
-        names: list[str] = []
-        tensors: list[torch.Tensor] = []
-        seen: set[int] = set()
-        for fqn, key, tensor in self._walk(model, kind):
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                names.append(self._name(fqn, key))
-                tensors.append(tensor)
-        return names, tensors
+    def buffers(self, model: nn.Module, all_modules: bool = False) -> Named:
+        """Each buffer of the selected, or all, modules once, with its first name."""
+        return self._list(model, "_buffers", all_modules)
 
-    def _walk(
-        self, model: nn.Module, kind: str
-    ) -> Iterator[tuple[str, str, torch.Tensor]]:
-        for fqn, module in model.named_modules():
-            if self._selection.takes(fqn):
+    def _list(self, model: nn.Module, kind: str, all_modules: bool) -> Named:
+        named: dict[int, tuple[str, torch.Tensor]] = {}
+        for fqn, is_selected, module in self._walk(model):
+            if is_selected or all_modules:
                 for key, tensor in module.__dict__[kind].items():
-                    if isinstance(tensor, torch.Tensor):
-                        yield fqn, key, tensor
+                    if tensor is not None and id(tensor) not in named:
+                        named[id(tensor)] = self._name(fqn, key), tensor
+        pairs = named.values()
+        return [name for name, _ in pairs], [tensor for _, tensor in pairs]
+
+    def _walk(self, model: nn.Module) -> list[tuple[str, bool, nn.Module]]:
+        walked = [(fqn, takes, ref()) for fqn, takes, ref in self._modules]
+        if not walked or any(module is None for _, _, module in walked):
+            self._modules = [
+                (fqn, self._selection.takes(fqn), weakref.ref(module))
+                for fqn, module in model.named_modules()
+            ]
+            walked = [(fqn, takes, ref()) for fqn, takes, ref in self._modules]
+        return [each for each in walked if each[2] is not None]  # type: ignore[misc]
 
     def _name(self, fqn: str, key: str) -> str:
         # The same string each time: the recorder knows labels by their address.

@@ -36,7 +36,7 @@ ALLOWED = {
     "guard.options": {"guard.optimizers", "guard.report", "guard.watch", "selection"},
     "guard.decision": {
         *("guard.attribution", "guard.evidence", "guard.options", "guard.report"),
-        *("guard.verdict", "guard.watch"),
+        *("guard.step_tensors", "guard.verdict", "guard.watch"),
     },
     "guard.judgement": {
         *("_C", "guard.buffers", "guard.cadence", "guard.decision"),

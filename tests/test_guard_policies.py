@@ -306,6 +306,18 @@ def test_parameters_of_no_watched_model_are_judged():
     assert stranger.tolist() == [1, 1]
 
 
+def test_modules_that_come_later_have_their_names():
+    model, _ = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        train_step(model, optimizer, batches(1)[0])
+        model.late = nn.Linear(2, 2)
+        optimizer.add_param_group({"params": list(model.late.parameters())})
+        model.late.bias.grad = torch.tensor([INF, 0])
+        optimizer.step()
+    assert guard.last_report.verdict.first.fqn == "late.bias"
+
+
 def test_sparse_gradients_are_judged():
     model = nn.Embedding(5, 2, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters())

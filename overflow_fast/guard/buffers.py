@@ -83,7 +83,9 @@ class BufferKeeper:
             (i, name): buffer
             for i, watch in enumerate(self._watches)
             if (model := watch.model) is not None
-            for name, buffer in model.named_buffers()
+            for name, buffer in zip(
+                *watch.tensors.buffers(model, all_modules=True), strict=True
+            )
         }
 
 

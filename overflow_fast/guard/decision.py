@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from .attribution import judge
 from .evidence import EvidenceFolder, JsonLog
 from .options import ACTIONS, GuardOptions
 from .report import Cost, NonFiniteError, Report, frame_texts, least_headroom
+from .step_tensors import StepTensors
 from .verdict import BadFrame, Verdict
 from .watch import ModelWatch
 
@@ -30,7 +29,7 @@ class Finding:
         frames: Its bad frames.
         can_skip: Whether the optimizer can still be kept from stepping.
         skipped_by: Who has skipped the step already, or "".
-        tensors: What was scanned, by its phase's name and its own, for evidence.
+        tensors: What was scanned besides the calls, for evidence.
         notes: What the report should say besides.
     """
 
@@ -38,7 +37,7 @@ class Finding:
     frames: list[BadFrame]
     can_skip: bool = False
     skipped_by: str = ""
-    tensors: Mapping[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    tensors: StepTensors | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -199,11 +198,11 @@ class Decision:
         if leading.watch.held is not None:
             tensors["call"] = leading.watch.held
         for bad in found.frames:
-            if bad.is_of_call:
+            if bad.is_of_call or found.tensors is None:
                 continue
             for _, entry in bad.bad_entries():
                 label = str(entry[0][0][1])
-                tensor = found.tensors.get((bad.frame.phase.name, label))
+                tensor = found.tensors.find(bad.frame.phase, label)
                 if tensor is not None:
                     tensors[f"{bad.kind} of {label}"] = tensor
         return tensors, leading.watch.batches.get(leading.frame.batch)

@@ -103,7 +103,7 @@ class Judge:
                     return False
             step.is_decided = True
             report = self._decision.decide(
-                Finding(number, frames, not skipped_by, skipped_by, self.tensors.found)
+                Finding(number, frames, not skipped_by, skipped_by, self.tensors)
             )
             is_skipped = report is not None and report.action == "skip"
             self._settle_buffers(is_skipped)
@@ -136,7 +136,7 @@ class Judge:
             if scaler.get_scale() > 1:
                 frames, _ = _without_scalers(frames, has_found_inf=True)
             report = self._decision.decide(
-                Finding(number, frames, False, _SCALER, self.tensors.found)
+                Finding(number, frames, False, _SCALER, self.tensors)
             )
             self._settle_buffers(report is not None and report.action == "skip")
         finally:
@@ -168,9 +168,7 @@ class Judge:
                 for watch in self._watches
                 for frame in watch.take_evaluated()
             ]
-            return self._decision.decide(
-                Finding(number, frames, tensors=self.tensors.found)
-            )
+            return self._decision.decide(Finding(number, frames, tensors=self.tensors))
         finally:
             self._end(is_lagged=False)
 

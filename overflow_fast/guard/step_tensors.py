@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -12,22 +12,22 @@ from ..selection import Named
 from .cadence import Level
 from .watch import ModelWatch
 
+_Listed = list[tuple[ModelWatch, Named]]
+
 
 class StepTensors:
     """The tensors of a step that stand in no module's call, one scan for each kind.
 
     Attributes:
         without_gradient: How many parameters had none at the last scan.
-        found: The tensors of the last scan, by their phase's name and their own, until
-            `forget()`.
     """
 
     def __init__(self, watches: Sequence[ModelWatch]) -> None:
         self._watches = watches
         self._wanted = watches[0].wanted
         self._has_scanned_weights = False
+        self._scanned: list[tuple[str, Named]] = []
         self.without_gradient = 0
-        self.found: dict[tuple[str, str], torch.Tensor] = {}
 
     def begin_round(self) -> None:
         """Has weights and buffers scanned again: once for all optimizers of a step."""
@@ -37,7 +37,14 @@ class StepTensors:
 
     def forget(self) -> None:
         """Lets go of the tensors."""
-        self.found = {}
+        self._scanned = []
+
+    def find(self, phase: _C.Phase, name: str) -> torch.Tensor | None:
+        """A tensor of the last scan, until `forget()`."""
+        for scanned, (names, tensors) in self._scanned:
+            if scanned == phase.name and name in names:
+                return tensors[names.index(name)]
+        return None
 
     def scan(self, optimizer: Optimizer | None, level: Level) -> None:
         """Scans what is wanted. Does not incur a CPU-GPU sync.
@@ -47,80 +54,90 @@ class StepTensors:
                 gradients of all parameters.
             level: How much to look at.
         """
+        listed = [
+            (watch, watch.tensors.parameters(model))
+            for watch in self._watches
+            if (model := watch.model) is not None
+        ]
         if level is Level.ALL and not self._has_scanned_weights:
             self._has_scanned_weights = True
-            self._scan_models()
+            self._scan_models(listed)
         if self._wanted.gradients:
-            self._scan_gradients(optimizer)
+            self._scan_gradients(optimizer, listed)
         if level is Level.ALL and self._wanted.optimizer_state and optimizer:
-            self._record(0, _C.Phase.OPTIMIZER_STATE, self._state(optimizer))
+            state = self._state(optimizer)
+            self._record(self._watches[0], _C.Phase.OPTIMIZER_STATE, state)
 
-    def _record(self, index: int, phase: _C.Phase, named: Named) -> None:
-        pairs = zip(*named, strict=True)
-        self.found.update({(phase.name, name): tensor for name, tensor in pairs})
-        self._watches[index].record(phase, named)
+    def _record(self, watch: ModelWatch, phase: _C.Phase, named: Named) -> None:
+        self._scanned.append((phase.name, named))
+        watch.record(phase, named)
 
-    def _scan_models(self) -> None:
-        for i, watch in enumerate(self._watches):
+    def _scan_models(self, listed: _Listed) -> None:
+        for watch, parameters in listed:
             model = watch.model
-            if model is None:
-                continue
             if self._wanted.weights:
-                self._record(i, _C.Phase.WEIGHTS, watch.tensors.parameters(model))
-            if self._wanted.buffers:
-                self._record(i, _C.Phase.BUFFERS, watch.tensors.buffers(model))
+                self._record(watch, _C.Phase.WEIGHTS, parameters)
+            if self._wanted.buffers and model is not None:
+                self._record(watch, _C.Phase.BUFFERS, watch.tensors.buffers(model))
 
-    def _scan_gradients(self, optimizer: Optimizer | None) -> None:
-        owned = None if optimizer is None else {id(p) for p in _parameters(optimizer)}
+    def _scan_gradients(self, optimizer: Optimizer | None, listed: _Listed) -> None:
         self.without_gradient = 0
-        for i, watch in enumerate(self._watches):
-            model = watch.model
-            if model is not None:
-                names, parameters = watch.tensors.parameters(model)
-                pairs = [
-                    (name, parameter)
-                    for name, parameter in zip(names, parameters, strict=True)
-                    if owned is None or id(parameter) in owned
-                ]
-                self._record(i, _C.Phase.GRADIENTS, self._gradients(pairs))
-        if optimizer is not None:
-            strangers = self._gradients(self._strangers(optimizer))
-            self._record(0, _C.Phase.GRADIENTS, strangers)
+        # What is left of these is not among the selected modules' parameters.
+        owned = {} if optimizer is None else {id(p): p for p in _parameters(optimizer)}
+        for watch, (names, parameters) in listed:
+            pairs = [
+                (name, parameter)
+                for name, parameter in zip(names, parameters, strict=True)
+                if optimizer is None or owned.pop(id(parameter), None) is not None
+            ]
+            self._record(watch, _C.Phase.GRADIENTS, self._gradients(pairs))
+        if optimizer is not None and owned:
+            strangers = self._gradients(self._strangers(optimizer, set(owned)))
+            self._record(self._watches[0], _C.Phase.GRADIENTS, strangers)
 
     def _gradients(self, named: Iterable[tuple[str, torch.Tensor]]) -> Named:
         names: list[str] = []
         gradients: list[torch.Tensor] = []
         for name, parameter in named:
-            if parameter.grad is not None:
+            gradient = parameter.grad
+            if gradient is not None:
                 names.append(name)
-                gradients.append(parameter.grad)
+                gradients.append(gradient)
             elif parameter.requires_grad:
                 self.without_gradient += 1
         return names, gradients
 
-    def _strangers(self, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-        """An optimizer's parameters that are in no watched model."""
-        known = {
-            id(parameter)
-            for watch in self._watches
-            if (model := watch.model) is not None
-            for parameter in model.parameters()
-        }
-        for i, group in enumerate(optimizer.param_groups):
-            for j, parameter in enumerate(group["params"]):
-                if id(parameter) not in known:
-                    yield f"param_groups[{i}]['params'][{j}]", parameter
+    def _strangers(
+        self, optimizer: Optimizer, unlisted: set[int]
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Parameters of an optimizer that are in no watched model, or came to one."""
+        for watch in self._watches:
+            watch.tensors.refresh()
+        known = self._names()
+        selected = self._names(all_modules=False)
+        return [
+            (selected.get(id(p), f"param_groups[{i}]['params'][{j}]"), p)
+            for i, group in enumerate(optimizer.param_groups)
+            for j, p in enumerate(group["params"])
+            if id(p) in unlisted and (id(p) in selected or id(p) not in known)
+        ]
+
+    def _names(self, all_modules: bool = True) -> dict[int, str]:
+        """The names of the models' parameters, by identity."""
+        names: dict[int, str] = {}
+        for watch in self._watches:
+            model = watch.model
+            if model is not None:
+                named = watch.tensors.parameters(model, all_modules)
+                names.update((id(p), name) for name, p in zip(*named, strict=True))
+        return names
 
     def _state(self, optimizer: Optimizer) -> Named:
-        names_of: dict[int, str] = {}
-        for watch in self._watches:
-            if (model := watch.model) is not None:
-                named = watch.tensors.parameters(model)
-                names_of.update((id(p), n) for n, p in zip(*named, strict=True))
+        known = self._names()
         names: list[str] = []
         tensors: list[torch.Tensor] = []
         for i, (parameter, state) in enumerate(optimizer.state.items()):
-            name = names_of.get(id(parameter), f"state[{i}]")
+            name = known.get(id(parameter), f"state[{i}]")
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     names.append(f"{name}.{key}")
@@ -128,6 +145,5 @@ class StepTensors:
         return names, tensors
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
