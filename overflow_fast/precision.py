@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from .names import named_modules
 from .selection import Selection, check_patterns
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -70,9 +71,10 @@ def keep_in_fp32(model: nn.Module, names: Iterable[str]) -> Fp32Handle:
     if isinstance(names, str):
         raise TypeError(f"names must be a list of names, got the str {names!r}")
     names = list(names)
-    check_patterns("names", names, (name for name, _ in model.named_modules()))
+    named = list(named_modules(model))
+    check_patterns("names", names, (name for name, _ in named))
     selection = Selection(names, ())
-    chosen = [(n, m) for n, m in model.named_modules() if selection.takes(n)]
+    chosen = [(name, module) for name, module in named if selection.takes(name)]
     handles: list[RemovableHandle] = []
     for _, module in chosen:
         _cast_weights(module)

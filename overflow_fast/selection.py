@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from .names import named_modules
+
 Named = tuple[list[str], list[torch.Tensor]]
 
 
@@ -91,7 +93,7 @@ class NamedTensors:
         if not walked or any(module is None for _, _, module in walked):
             self._modules = [
                 (fqn, self._selection.takes(fqn), weakref.ref(module))
-                for fqn, module in model.named_modules()
+                for fqn, module in named_modules(model)
             ]
             walked = [(fqn, takes, ref()) for fqn, takes, ref in self._modules]
         return [each for each in walked if each[2] is not None]  # type: ignore[misc]

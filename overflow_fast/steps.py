@@ -209,6 +209,11 @@ class StepHooks:
         self._unrooted_call = None
         self._end_step()
 
+    def on_recomputed_end(self) -> None:
+        """Ends what a backward has computed again."""
+        self._unrooted_call = None
+        self._end_step(is_recomputed=True)
+
     # What a subclass decides.
 
     def _walk(self, model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
@@ -241,7 +246,7 @@ class StepHooks:
         self._opens_next = True
         self._recorder.begin_batch(self.batch_number)
 
-    def _end_step(self) -> None:
+    def _end_step(self, is_recomputed: bool = False) -> None:
         self._recorder.in_step = False
         self._send()
         self._recorder.end_step()
@@ -259,7 +264,7 @@ class StepHooks:
             self._unrooted_call = ("backward", graph_task_id)
             self._recorder.end_step()
             callback = torch.autograd.Variable._execution_engine.queue_callback
-            callback(self.on_unrooted_end)
+            callback(self.on_recomputed_end)
         return _RECOMPUTED
 
     def _begin_unrooted(self, call: object, module: nn.Module | None) -> None:

@@ -241,6 +241,31 @@ def test_checkpointing_works(reentrant):
     assert_same(*results)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_bad_value_under_checkpointing_is_of_the_forward(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.b(checkpoint(self.a, x, use_reentrant=reentrant))
+
+    model = Checkpointed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        for is_bad in (False, True, False):
+            with plant(model.a, INF) if is_bad else torch.enable_grad():
+                loss = model(torch.ones(2, 4, requires_grad=True)).sum()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert guard.last_step_skipped == is_bad
+    verdict = guard.last_report.verdict
+    assert (verdict.maker, verdict.origin) == ("a", "made")
+    assert guard.num_skipped == 1
+
+
 def test_a_backward_in_another_thread_is_seen():
     model, optimizer = make()
     x, y = batches(1)[0]

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ..names import named_modules
 from ..selection import Selection, check_patterns
 from .optimizers import innermost
 from .report import Report
@@ -120,7 +121,7 @@ def make_watches(
     defer: bool,
 ) -> list[ModelWatch]:
     """One watch for each model, by the prefix of its modules' names."""
-    names = [name for model in models.values() for name, _ in model.named_modules()]
+    names = [name for model in models.values() for name, _ in named_modules(model)]
     check_patterns("include", options.include or (), names)
     check_patterns("exclude", options.exclude, names)
     wanted = options.wanted

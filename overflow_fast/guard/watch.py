@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from .. import _C
 from ..hooks import CopiedHooks
+from ..names import named_modules
 from ..selection import Named, NamedTensors, Selection
 from ..steps import StepHooks
 
@@ -60,7 +61,9 @@ class ModelWatch(StepHooks):
         self.prefix = prefix
         self.wanted = wanted
         self.selection = selection
-        self.names = [name for name, _ in model.named_modules()]
+        named = list(named_modules(model))
+        self.names = [name for name, _ in named]
+        self._modules = [weakref.ref(module) for _, module in named]
         self.tensors = NamedTensors(prefix, selection)
         self.batches: dict[int, tuple[object, object]] = {}
         self.before: list[_C.Frame] = []
@@ -147,13 +150,12 @@ class ModelWatch(StepHooks):
     def _send(self) -> None:
         # What is to be judged with its optimizer's step is sent with it, at once.
         self._forwards += 1
-        is_evaluation = not torch.is_grad_enabled()
-        if is_evaluation or self._forwards >= _MAX_FORWARDS_UNSENT:
+        if not torch.is_grad_enabled() or self._forwards >= _MAX_FORWARDS_UNSENT:
             self.send()
 
-    def _end_step(self) -> None:
-        super()._end_step()
-        if not torch.is_grad_enabled():
+    def _end_step(self, is_recomputed: bool = False) -> None:
+        super()._end_step(is_recomputed)
+        if not torch.is_grad_enabled() and not is_recomputed:
             self._evaluations.add(self._recorder.last_batch)
             self._on_evaluated(self)
 
@@ -216,11 +218,7 @@ class ModelWatch(StepHooks):
 
     def module_at(self, index: int) -> nn.Module | None:
         """The module of an index, if it is still there."""
-        model = self.model
-        if model is not None and index < len(self.names):
-            with contextlib.suppress(AttributeError):
-                return model.get_submodule(self.names[index])
-        return None
+        return self._modules[index]() if index < len(self._modules) else None
 
     # Bad frames are gathered; no hook looks at one.
 
