@@ -6,6 +6,8 @@ import pytest
 import torch
 import transformers as hf
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from guarding import INF, NAN, batches, hooks_of, make, plant
 
 from overflow_fast import NonFiniteError, OverflowGuard
@@ -31,6 +33,28 @@ def test_accelerates_schedulers_stand_still():
             optimizer.zero_grad()
     assert guard.num_skipped == 1
     assert scheduler.scheduler.last_epoch == 3
+
+
+def test_accelerates_schedulers_stand_still_under_a_scaler():
+    Accelerator(cpu=True)  # the state that its parts ask for
+    model, inner = make()
+    model.eval()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = AcceleratedOptimizer(inner, scaler=scaler)
+    schedule = torch.optim.lr_scheduler.StepLR(inner, 1)
+    scheduler = AcceleratedScheduler(schedule, optimizer)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        for i, (x, y) in enumerate(batches(4)):
+            loss = model(x, y=y)["loss"]
+            if i == 2:
+                guard.record(aside=loss * INF)  # which no gradient tells of
+            scaler.scale(loss).backward()
+            optimizer.step()
+            assert optimizer.step_was_skipped == (i == 2)
+            scheduler.step()
+            optimizer.zero_grad()
+    assert guard.num_skipped == 1
+    assert schedule.last_epoch == 3
 
 
 @pytest.fixture

@@ -78,6 +78,8 @@ class OptimizerGate:
         wrapper: Any = self._wrapper()
         if hasattr(wrapper, "_is_overflow"):
             wrapper._is_overflow = is_skipped
+        if is_skipped and hasattr(wrapper, "_accelerate_step_called"):
+            wrapper._accelerate_step_called = False  # what it asks under a scaler
 
     def set_found_inf(self, flag: torch.Tensor) -> None:
         """Has the optimizer's kernels skip this step where a flag on the device is 1.
