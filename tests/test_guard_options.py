@@ -7,6 +7,8 @@ from torch import nn
 
 from overflow_fast import OverflowGuard
 from overflow_fast.guard.cadence import Cadence, Level
+from overflow_fast.guard.meter import Meter
+from overflow_fast.guard.report import Cost
 
 
 @pytest.mark.parametrize(
@@ -236,12 +238,19 @@ def test_between_watched_steps_no_module_has_a_hook():
     assert "5 of 8 steps were not watched." in str(guard.coverage())
 
 
-def test_a_guard_with_a_budget_watches():
+def test_a_guard_with_a_budget_plans_by_what_it_measures(monkeypatch):
+    costs = {True: Cost(1.1, 0.1, 0.1), False: Cost(1.0, 0.0, 0.1)}
+    end_step = Meter.end_step
+
+    def measured(self, is_watched):
+        end_step(self, is_watched)
+        return costs[is_watched]
+
+    monkeypatch.setattr(Meter, "end_step", measured)
     model, optimizer = make()
     with OverflowGuard(model, optimizer, "warn", budget=0.01) as guard:
-        train(model, optimizer, batches(10))
-        assert 0 < guard.coverage().steps_watched < 10
-        assert guard.cost.share > 0
+        train(model, optimizer, batches(60))
+        assert 2 <= guard.coverage().steps_watched <= 10
 
 
 def test_switching_off_leaves_no_hook():

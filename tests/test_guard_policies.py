@@ -433,7 +433,6 @@ def test_a_step_that_cannot_be_skipped_is_told():
 
 def test_a_bad_evaluation_in_the_middle_of_lbfgs_is_undone():
     model, _ = make()
-    model.eval()
     optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
     x, y = batches(1)[0]
     calls = []

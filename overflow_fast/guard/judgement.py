@@ -64,9 +64,10 @@ class Judge:
         if self._options.may_skip:
             self.buffers.begin()
 
-    def leave_unjudged(self) -> None:
-        """Takes note of a step that is not looked at."""
-        self._settle_buffers(is_skipped=False)
+    def end_step(self) -> None:
+        """Takes the buffers as they are for good: the step is over, judged or not."""
+        if self._options.may_skip:
+            self.buffers.keep()
 
     def judge_step(
         self, gate: OptimizerGate, scaler: GradScaler | None, number: int, level: Level
@@ -105,9 +106,7 @@ class Judge:
             report = self._decision.decide(
                 Finding(number, frames, not skipped_by, skipped_by, self.tensors)
             )
-            is_skipped = report is not None and report.action == "skip"
-            self._settle_buffers(is_skipped)
-            return is_skipped
+            return self._is_skipped(report)
         finally:
             self._end(is_lagged)
 
@@ -138,7 +137,7 @@ class Judge:
             report = self._decision.decide(
                 Finding(number, frames, False, _SCALER, self.tensors)
             )
-            self._settle_buffers(report is not None and report.action == "skip")
+            self._is_skipped(report)
         finally:
             self._end(is_lagged=False)
 
@@ -265,9 +264,12 @@ class Judge:
             for frame in watch.take_bad(step.last_frame)
         ]
 
-    def _settle_buffers(self, is_skipped: bool) -> None:
-        if self._options.may_skip:
-            self.buffers.restore() if is_skipped else self.buffers.keep()
+    def _is_skipped(self, report: Report | None) -> bool:
+        """Whether a report says so; then what the forward changed is put back."""
+        is_skipped = report is not None and report.action == "skip"
+        if is_skipped:
+            self.buffers.restore()
+        return is_skipped
 
     def _end(self, is_lagged: bool) -> None:
         self.tensors.forget()

@@ -138,7 +138,6 @@ class Supervisor:
             self._end_round()
         self._called.add(gate)
         if self.level is Level.OFF:
-            self._judge.leave_unjudged()
             return False
         scaler = None if gate.optimizer is None else scalers.scaler_of(gate.optimizer)
         try:
@@ -152,6 +151,8 @@ class Supervisor:
         return False
 
     def _after_step(self, gate: OptimizerGate) -> None:
+        with self._shield():
+            self._judge.end_step()
         self._stepped.add(gate)
         if len(self._stepped) == len(self._gates):
             self._end_round()
