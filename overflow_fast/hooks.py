@@ -140,3 +140,25 @@ def outermost_call(
     if found is None:
         raise LookupError("no watched module is running")
     return id(found[0]), found[1]
+
+
+def hook_of(owner: object, module: nn.Module) -> _C.FrameHook | None:
+    """The frame hook of an owner on a module, or None."""
+    for hook in module._forward_hooks.values():
+        if isinstance(hook, _C.FrameHook) and hook.owner is owner:
+            return hook
+    return None
+
+
+def index_of(owner: object, module: nn.Module) -> int:
+    """The index by which an owner's hook knows its module, or -1."""
+    hook = hook_of(owner, module)
+    return -1 if hook is None else hook.module
+
+
+def is_running(module: nn.Module) -> bool:
+    """Whether a call of a module runs around the one that asks."""
+    try:
+        return outermost_call(lambda m: m is module, skip=1) is not None
+    except LookupError:
+        return False

@@ -11,11 +11,20 @@ import torch
 from torch import nn
 
 from . import _C
-from .coverage import Coverage, NotScannedWarning
-from .hooks import Attachment, modules_once, modules_per_parent, outermost_call
+from .coverage import Coverage, NotCalledWarning, NotScannedWarning
+from .hooks import (
+    Attachment,
+    hook_of,
+    index_of,
+    is_running,
+    modules_once,
+    modules_per_parent,
+    outermost_call,
+)
 
 _RECOMPUTED, _ENDS_STEP = 1, 2
 _Self = TypeVar("_Self", bound="StepHooks")
+_NUM_ROOT_HOOKS = 2  # besides the one for its frame
 _MAX_IN_FLIGHT = {"step": 0, "frame": 0, "lagged": 1}
 _log = logging.getLogger("overflow_fast")
 
@@ -60,6 +69,8 @@ class StepHooks:
             self._max_frames, **self._options, fetch_frames=self._sync == "frame"
         )
         self._warning = NotScannedWarning()
+        self._compiled_warning = NotCalledWarning()
+        self._calls_before = 0
         self._root_hook = _C.FrameHook(self, 0)
         self._attachment = Attachment()
         self._is_strict = self._options.get("strict_compat", False)
@@ -141,7 +152,7 @@ class StepHooks:
 
     def before_root(self, module: nn.Module, args: object) -> None:
         """Starts a step when the outermost call of the root begins."""
-        if self._depth and not self._is_root_running(module):
+        if self._depth and not is_running(module):
             self._depth = 0  # a forward was left by an exception that skips hooks
         self._depth += 1
         if self._depth > 1:
@@ -151,6 +162,7 @@ class StepHooks:
         self._recorder.end_step()
         self._judge_arrived(self._max_in_flight)
         self._recorder.in_step = True
+        self._calls_before = self.total_calls
         self._unrooted_modules.clear()
         self._before_step()
         self._choose_watch(self.batch_number)
@@ -163,6 +175,9 @@ class StepHooks:
             self.batch_number += 1  # the original counts before it looks
         try:
             self._record_root(module, args, kwargs, output)
+            num_hooks = len(self._attachment.handles) - _NUM_ROOT_HOOKS
+            num_frames = self.total_calls - self._calls_before
+            self._compiled_warning.give_once(module, num_hooks, num_frames)
         finally:
             self._root_done = True
             if not self._is_strict:
@@ -191,12 +206,12 @@ class StepHooks:
             self._choose_watch(self._recorder.last_batch)
             return self._on_recomputed(graph_task_id)
         try:
-            call, module = outermost_call(self._is_watched)
+            call, module = outermost_call(lambda m: hook_of(self, m) is not None)
         except LookupError:
             call, module = None, None
         if call is None or call != self._unrooted_call:
             self._begin_unrooted(call, module)
-        is_outermost = module is None or self._index_of(module) == module_index
+        is_outermost = module is None or index_of(self, module) == module_index
         return _ENDS_STEP if is_outermost else 0
 
     def on_waiting(self) -> None:
@@ -270,29 +285,10 @@ class StepHooks:
     def _begin_unrooted(self, call: object, module: nn.Module | None) -> None:
         self._unrooted_call = call
         self._recorder.end_step()
-        index = -1 if module is None else self._index_of(module)
+        index = -1 if module is None else index_of(self, module)
         if index in self._unrooted_modules:
             self.batch_number += 1
             self._begin_batch()
             self._unrooted_modules.clear()
             self._choose_watch(self.batch_number)
         self._unrooted_modules.add(index)
-
-    def _hook_of(self, module: nn.Module) -> _C.FrameHook | None:
-        for hook in module._forward_hooks.values():
-            if isinstance(hook, _C.FrameHook) and hook.owner is self:
-                return hook
-        return None
-
-    def _is_watched(self, module: nn.Module) -> bool:
-        return self._hook_of(module) is not None
-
-    def _index_of(self, module: nn.Module) -> int:
-        hook = self._hook_of(module)
-        return -1 if hook is None else hook.module
-
-    def _is_root_running(self, module: nn.Module) -> bool:
-        try:
-            return outermost_call(lambda m: m is module, skip=1) is not None
-        except LookupError:
-            return False
