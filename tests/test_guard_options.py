@@ -289,6 +289,25 @@ def test_what_backward_finds_while_the_guard_is_off_is_not_judged():
         assert guard.check() is None
 
 
+@pytest.mark.parametrize("is_toggled", [False, True])
+def test_buffers_are_put_back_whatever_the_first_step_was(is_toggled):
+    model, optimizer = make()
+    data = batches(3)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        if is_toggled:
+            guard.disable()
+            guard.enable()
+        else:
+            with plant(model.blocks[0], INF):
+                train_step(model, optimizer, data[0])
+        train(model, optimizer, data[1:2])
+        before = model.norm.running_mean.clone()
+        with plant(model.blocks[0], INF):
+            train_step(model, optimizer, data[2])
+        assert guard.last_step_skipped
+    assert before.equal(model.norm.running_mean)
+
+
 def test_buffers_that_moved_while_the_guard_was_off_are_kept():
     model, optimizer = make()
     data = batches(4)

@@ -26,8 +26,8 @@ class BufferKeeper:
         self._is_sifted = False
 
     def begin(self) -> None:
-        """Copies the buffers as they are now; of the first step all of them."""
-        if self._saved or self._is_sifted:
+        """Copies the buffers as they are now; before the first step all of them."""
+        if self._is_sifted:
             return self.keep()
         for key, buffer in self._buffers().items():
             if buffer.layout is torch.strided and not buffer.is_meta:

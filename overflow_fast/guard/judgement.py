@@ -56,6 +56,7 @@ class Judge:
         self._decision = decision
         self._steps: collections.deque[_Step] = collections.deque()
         self._has_flags = False
+        self._has_restored = False
         self.tensors = StepTensors(watches)
         self.buffers = BufferKeeper(watches)
 
@@ -65,9 +66,10 @@ class Judge:
             self.buffers.begin()
 
     def end_step(self) -> None:
-        """Takes the buffers as they are for good: the step is over, judged or not."""
-        if self._options.may_skip:
+        """Takes the buffers as they are for good, unless the step was skipped."""
+        if self._options.may_skip and not self._has_restored:
             self.buffers.keep()
+        self._has_restored = False
 
     def judge_step(
         self, gate: OptimizerGate, scaler: GradScaler | None, number: int, level: Level
@@ -268,6 +270,7 @@ class Judge:
         """Whether a report says so; then what the forward changed is put back."""
         is_skipped = report is not None and report.action == "skip"
         if is_skipped:
+            self._has_restored = True
             self.buffers.restore()
         return is_skipped
 
