@@ -141,7 +141,6 @@ void add_recorder(py::module_& m) {
   py::class_<Gathered>(m, "Gathered")
       .def_readonly("before", &Gathered::before)
       .def_readonly("bad", &Gathered::bad)
-      .def_readonly("num_bad", &Gathered::num_bad)
       .def_property_readonly(
           "held", [](const Gathered& self) { return self.held ? self.held : py::none(); });
   py::class_<Recorder>(m, "Recorder")

@@ -46,7 +46,6 @@ class Frame:
 class Gathered:
     before: list[Frame]
     bad: list[Frame]
-    num_bad: int
     held: object
 
 class Coverage:

@@ -19,6 +19,11 @@ def label_text(path: Sequence[tuple[int, object]]) -> str:
     return str(root[1]) + "".join(_STYLES[style].format(value) for style, value in rest)
 
 
+def entry_label(phase: _C.Phase, path: _C.LabelPath) -> str:
+    """Writes an entry's label; a gradient's is that of the output it belongs to."""
+    return f"{'grad_' * (phase == _C.Phase.BACKWARD)}{label_text(path)}"
+
+
 def batch_header(number: int) -> list[str]:
     """The lines in front of a batch's first frame."""
     return [f"\n\n{PREFIX} *** Starting batch number={number} ***", COLUMNS]
@@ -31,11 +36,11 @@ def stat_line(abs_min: float | None, abs_max: float | None, label: str) -> str:
     return f"{abs_min:8.2e} {abs_max:8.2e} {label}"
 
 
-def _entry_line(entry: _C.EntryTuple, root: str) -> str | None:
+def _entry_line(phase: _C.Phase, entry: _C.EntryTuple) -> str | None:
     path, kind, value, _, is_quiet, is_bad, _ = entry
     if is_quiet and not is_bad:
         return None
-    label = root + label_text(path)
+    label = entry_label(phase, path)
     if kind == _C.EntryKind.TENSOR:
         assert isinstance(value, tuple)
         return stat_line(value[0], value[1], label)
@@ -62,12 +67,10 @@ def frame_text(
         The text, without a newline at its end.
     """
     lines = batch_header(frame.batch) if frame.opens_batch else []
-    is_gradient = frame.phase == _C.Phase.BACKWARD
-    mark = _BACKWARD if is_gradient else ""
+    mark = _BACKWARD if frame.phase == _C.Phase.BACKWARD else ""
     mark = " (recomputed)" if frame.is_recomputed else mark
     lines.append(f"{PREFIX} {fqn} {frame.type.__name__}{mark}")
-    root = "grad_" if is_gradient else ""
-    entries = (_entry_line(entry, root) for entry in recorder.entries(frame))
+    entries = (_entry_line(frame.phase, entry) for entry in recorder.entries(frame))
     lines += [*weights, *(line for line in entries if line is not None)]
     return "\n".join(lines)
 

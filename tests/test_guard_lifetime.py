@@ -215,20 +215,22 @@ def test_double_backward_and_retained_graphs_work():
     assert_same(*results)
 
 
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return self.b(checkpoint(self.a, x, use_reentrant=self.reentrant))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_works(reentrant):
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 1)
-
-        def forward(self, x):
-            return self.b(checkpoint(self.a, x, use_reentrant=reentrant))
-
     results = []
     for guarded in (False, True):
         torch.manual_seed(0)
-        model = Checkpointed()
+        model = Checkpointed(reentrant)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         guard = OverflowGuard(model, optimizer) if guarded else None
         for _ in range(2):
@@ -243,15 +245,7 @@ def test_checkpointing_works(reentrant):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_bad_value_under_checkpointing_is_of_the_forward(reentrant):
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 1)
-
-        def forward(self, x):
-            return self.b(checkpoint(self.a, x, use_reentrant=reentrant))
-
-    model = Checkpointed()
+    model = Checkpointed(reentrant)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer, "skip") as guard:
         for is_bad in (False, True, False):

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from .. import _C
-from ..report import label_text
+from ..report import entry_label, label_text
 from .verdict import (
     BadEntry,
     BadFrame,
     Headroom,
     Verdict,
-    entry_label,
     headroom_of,
     kind_of,
 )
@@ -33,7 +32,7 @@ def judge(frames: Sequence[BadFrame]) -> Verdict:
         return Verdict()
     ordered = sorted(frames, key=lambda bad: bad.rank)
     first = ordered[0]
-    place, entry = _first_entry(first)
+    place, entry = first.bad_entries()[0]
     origin, maker = _origin(first, kind_of(first.frame, entry[0]), ordered)
     dirty, clean = _around_gradients(ordered)
     return Verdict(
@@ -49,14 +48,10 @@ def judge(frames: Sequence[BadFrame]) -> Verdict:
     )
 
 
-def _first_entry(bad: BadFrame) -> tuple[int, _C.EntryTuple]:
-    return bad.bad_entries()[0]
-
-
 def _bad_entry(bad: BadFrame, entry: _C.EntryTuple) -> BadEntry:
     path, _, stat, numel, _, _, dtype = entry
     assert isinstance(stat, tuple)
-    label = entry_label(bad.frame, path)
+    label = entry_label(bad.frame.phase, path)
     kind = kind_of(bad.frame, path)
     is_of_call = kind in ("input", "output", "grad_output")
     fqn = bad.watch.name_at(bad.frame.module)
@@ -77,7 +72,7 @@ def _bad_entry(bad: BadFrame, entry: _C.EntryTuple) -> BadEntry:
 def _masks(bad: BadFrame) -> list[str]:
     """The labels of entries that hold infs and are not bad."""
     return [
-        entry_label(bad.frame, path)
+        entry_label(bad.frame.phase, path)
         for path, _, stat, _, _, is_bad, _ in bad.entries()
         if isinstance(stat, tuple) and stat[3] and not is_bad
     ]

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from .. import _C
-from ..report import label_text
+from ..report import entry_label
 from .watch import ModelWatch
 
 _KINDS = {
@@ -149,19 +149,10 @@ def kind_of(frame: _C.Frame, path: _C.LabelPath) -> str:
     return _KINDS.get(frame.phase, root if root in ("input", "output") else "weight")
 
 
-def entry_label(frame: _C.Frame, path: _C.LabelPath) -> str:
-    """An entry's label; a gradient's is that of the output it belongs to."""
-    text = label_text(path)
-    is_gradient = frame.phase == _C.Phase.BACKWARD
-    return f"grad_{text}" if is_gradient else text
-
-
 def headroom_of(watch: ModelWatch, peak: _C.PeakTuple) -> Headroom:
     """Names a recorder's peak."""
     phase, module, path, abs_max, limit, dtype = peak
-    text = label_text(path)
-    if phase == _C.Phase.BACKWARD:
-        text = f"grad_{text}"
+    text = entry_label(phase, path)
     if phase in (_C.Phase.FORWARD, _C.Phase.RECOMPUTED, _C.Phase.BACKWARD):
         text = f"{text} of {watch.name_at(module) or 'the model'}"
     elif phase == _C.Phase.GRADIENTS:
