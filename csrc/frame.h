@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "device_slots.h"
@@ -49,22 +50,32 @@ struct Entry {
   }
 };
 
+struct TracedCall;
+
 struct Frame {
   uint32_t module;
-  py::object type;  // the module's class when the hook ran
+  py::object class_name;  // of the module when the hook ran
   int64_t batch;
   bool opens_batch;
   Phase phase;
-  int64_t order;        // counts the frames of all recorders
-  bool is_bad = false;  // of the entries whose stat is known so far
-  bool waits = false;   // some stat is still on its device
-  int64_t capture = 0;  // which graph's capture ran the module; 0: it ran itself
-  int64_t sends = 0;    // how often slots had been sent when it began
+  int64_t order;                       // counts the frames of all recorders
+  bool is_bad = false;                 // of the entries whose stat is known so far
+  bool waits = false;                  // some stat is still on its device
+  int64_t capture = 0;                 // which graph's capture ran the module; 0: it ran itself
+  int64_t sends = 0;                   // how often slots had been sent when it began
+  const TracedCall* traced = nullptr;  // of a compiled call: what was traced
   std::vector<Entry> entries;
   std::vector<Unscanned> unscanned;  // on devices; empty once the frame is finished
 
   bool is_recomputed() const { return phase == Phase::kRecomputed; }
   bool is_of_call() const { return phase < Phase::kRecorded; }
+  bool has_same_stats(const Frame& other) const {
+    return std::equal(entries.begin(), entries.end(), other.entries.begin(), other.entries.end(),
+                      [](const Entry& a, const Entry& b) {
+                        return a.kind == b.kind && a.numel == b.numel && a.dtype == b.dtype &&
+                               a.stat == b.stat;
+                      });
+  }
 };
 
 // What was looked at and what was not, since the recorder was made.

@@ -5,6 +5,7 @@
 
 #include "cpu/scan_cpu.h"
 #include "device_registry.h"
+#include "hook.h"
 #include "scan.h"
 #include "tensor_view.h"
 
@@ -95,6 +96,14 @@ void scan_op_device(const at::Tensor& slots, int64_t first, at::TensorList tenso
                static_cast<Slot*>(slots.mutable_data_ptr()) + first);
 }
 
+void frame_op(const at::Tensor& ticket, c10::string_view traced, at::TensorList tensors) {
+  record_traced(ticket, std::string(traced), tensors);
+}
+
+void call_op(const at::Tensor& ticket, c10::string_view method) {
+  call_traced(ticket, std::string(method));
+}
+
 }  // namespace
 
 void scan_cpu(const View& view, Slot& slot) {
@@ -106,6 +115,10 @@ TORCH_LIBRARY(overflow_fast, m) {
   m.def("scan(Tensor(a!) slots, int first, Tensor[] tensors) -> ()");
   // The same by torch operations alone, on any device.
   m.def("scan_composite(Tensor(a!) slots, int first, Tensor[] tensors) -> ()");
+  // What compiled code does in place of a module's hook: see traced.h.
+  m.def("frame(Tensor ticket, str traced, Tensor[] tensors) -> ()");
+  // Calls a method of the hook's owner. A CUDA graph cannot replay that.
+  m.def("call(Tensor ticket, str method) -> ()", {at::Tag::cudagraph_unsafe});
 }
 
 TORCH_LIBRARY_IMPL(overflow_fast, CPU, m) { m.impl("scan", scan_op_cpu); }
@@ -113,17 +126,23 @@ TORCH_LIBRARY_IMPL(overflow_fast, CPU, m) { m.impl("scan", scan_op_cpu); }
 TORCH_LIBRARY_IMPL(overflow_fast, CompositeExplicitAutograd, m) {
   m.impl("scan", scan_op_device);
   m.impl("scan_composite", scan_op_composite);
+  m.impl("frame", frame_op);
+  m.impl("call", call_op);
 }
 
 TORCH_LIBRARY_IMPL(overflow_fast, Meta, m) {
   m.impl("scan", [](const at::Tensor&, int64_t, at::TensorList) {});
   m.impl("scan_composite", [](const at::Tensor&, int64_t, at::TensorList) {});
+  m.impl("frame", [](const at::Tensor&, c10::string_view, at::TensorList) {});
+  m.impl("call", [](const at::Tensor&, c10::string_view) {});
 }
 
 // A stat has no gradient: the scan looks at the values and leaves autograd's graph alone.
 TORCH_LIBRARY_IMPL(overflow_fast, Autograd, m) {
   m.impl("scan", torch::CppFunction::makeFallthrough());
   m.impl("scan_composite", torch::CppFunction::makeFallthrough());
+  m.impl("frame", torch::CppFunction::makeFallthrough());
+  m.impl("call", torch::CppFunction::makeFallthrough());
 }
 
 }  // namespace overflow_fast

@@ -2,6 +2,8 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
+
 #include "errors.h"
 #include "scan.h"
 #include "tensor_view.h"
@@ -28,13 +30,13 @@ Recorder::Recorder(std::optional<int64_t> max_frames, Options options)
 
 Recorder::~Recorder() { sink_->recorder = nullptr; }
 
-Frame Recorder::begin_frame(uint32_t module, py::object type, Phase phase) {
+Frame Recorder::begin_frame(uint32_t module, py::object class_name, Phase phase) {
   ++total_calls;
   ++frame_mark_;
   // What backward computes belongs to the batch that is over.
   const bool is_forward = phase == Phase::kForward;
   Frame frame{
-      module, std::move(type), is_forward ? batch_ : last_batch(), opens_batch_ && is_forward,
+      module, std::move(class_name), is_forward ? batch_ : last_batch(), opens_batch_ && is_forward,
       phase,  ++num_frames_};
   deferred_.begin(frame);
   frame.entries = std::move(spare_);
@@ -60,7 +62,7 @@ void Recorder::add_not_scanned(Frame& frame, Listing listing, py::object why) {
 void Recorder::add_tensor(Frame& frame, Listing listing, const at::Tensor& tensor) {
   ++coverage_.tensors_listed;
   try {
-    if (options_.use_memo) {
+    if (uses_memo(frame)) {
       const Memo::Known* known = memo_.find(tensor, frame_mark_);
       if (known != nullptr && !deferred_.is_outdated(known->slot, frame_mark_)) {
         return add_stat(frame, listing, tensor, *known);
@@ -95,7 +97,7 @@ void Recorder::add_scanned(Frame& frame, Listing listing, const at::Tensor& tens
   const bool is_brief = static_cast<int64_t>(tensor.nbytes()) < kMinMemoBytes;
   std::optional<Memo::Key> key;
   // Taken before the scan: a write that another thread makes meanwhile must not be missed later.
-  if (options_.use_memo && !is_brief) key = Memo::Key::of(tensor);
+  if (uses_memo(frame) && !is_brief) key = Memo::Key::of(tensor);
   const Memo::Known known{scan_to_slot(tensor, view), view.dtype};
   if (key) memo_.insert(tensor, *key, known, mark);
   add_stat(frame, listing, tensor, known);
@@ -137,8 +139,51 @@ int64_t Recorder::scan_to_slot(const at::Tensor& tensor, const View& view) {
   return static_cast<int64_t>(host_slots_.size()) - 1;
 }
 
+void Recorder::add_traced(Frame& frame, const TracedCall& call, at::TensorList tensors) {
+  frame.traced = &call;
+  size_t next = 0;
+  std::vector<std::pair<int64_t, size_t>> here;  // numbers and places of this frame's tensors
+  for (const TracedCall::Item& item : call.items) {
+    if (item.kind == EntryKind::kNone) {
+      add_none(frame, item.listing);
+    } else if (item.kind == EntryKind::kNotTensor) {
+      add_not_tensor(frame, item.listing);
+    } else if (item.kind == EntryKind::kNotScanned) {
+      add_not_scanned(frame, item.listing, item.why);
+    } else if (item.is_new && next < tensors.size()) {
+      const at::Tensor& tensor = tensors[next++];
+      const bool is_parameter = item.is_named && call.phase == Phase::kForward;
+      if (!is_parameter || wants_parameter(tensor)) add_tensor(frame, item.listing, tensor);
+      if (item.number >= 0) here.emplace_back(item.number, frame.entries.size() - 1);
+    } else {
+      const auto found = std::find_if(here.begin(), here.end(), [&](const auto& numbered) {
+        return numbered.first == item.number;
+      });
+      add_known(frame, item,
+                found == here.end() ? traced_.find(item.number, deferred_.num_sends())
+                                    : &frame.entries[found->second]);
+    }
+  }
+}
+
+// A tensor that the same run of the compiled code has scanned before.
+void Recorder::add_known(Frame& frame, const TracedCall::Item& item, const Entry* known) {
+  ++coverage_.tensors_listed;
+  if (known == nullptr) {
+    return add_not_scanned(frame, item.listing, py::str("another thread ended the step meanwhile"));
+  }
+  frame.entries.push_back(Entry(*known));
+  Entry& entry = frame.entries.back();
+  entry.listing = item.listing;
+  if (entry.kind == EntryKind::kNotScanned) coverage_.count(entry.why);
+  const bool is_here = entry.slot >= 0 && entry.slot < Deferred::kFirstSlot;
+  frame.is_bad |= is_here && entry.is_bad();
+  frame.waits |= !is_here && entry.kind == EntryKind::kTensor;
+}
+
 bool Recorder::finish(Frame& frame) {
-  if (frame.waits) deferred_.scan(frame, options_.use_memo ? &memo_ : nullptr, frame_mark_);
+  if (frame.waits) deferred_.scan(frame, uses_memo(frame) ? &memo_ : nullptr, frame_mark_);
+  if (frame.traced != nullptr) traced_.remember(frame);
   spare_unscanned_ = std::move(frame.unscanned);
   if (!frame.waits && deferred_.is_empty()) return judge(frame);
   deferred_.add(std::move(frame));
@@ -152,8 +197,8 @@ void Recorder::send() {
 
 void Recorder::watch_output(const Frame& frame, LabelId label, const at::Tensor& output) {
   if (!options_.watches_gradients || !output.requires_grad()) return;
-  if (types_.size() <= frame.module) types_.resize(frame.module + 1);
-  types_[frame.module] = frame.type;
+  if (class_names_.size() <= frame.module) class_names_.resize(frame.module + 1);
+  class_names_[frame.module] = frame.class_name;
   watch_gradient(sink_, output, frame.module, label);
 }
 
@@ -161,10 +206,10 @@ void Recorder::record_gradient(uint32_t module, LabelId label, const at::Tensor&
   const Stopwatch watch(seconds);
   try {
     const bool wants_it = wants_tensors();
-    Frame frame = begin_frame(module, types_[module], Phase::kBackward);
+    Frame frame = begin_frame(module, class_names_[module], Phase::kBackward);
     add_tensor(frame, {label}, gradient);
     finish(frame);
-    if (wants_it) hold(py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient)));
+    if (wants_it && is_bad()) hold(py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient)));
   } catch (...) {
     coverage_.count(current_exception_text());
   }
@@ -173,7 +218,7 @@ void Recorder::record_gradient(uint32_t module, LabelId label, const at::Tensor&
 void Recorder::record(Phase phase, const std::vector<py::str>& names,
                       const std::vector<at::Tensor>& tensors) {
   memo_.clear();
-  Frame frame = begin_frame(0, py::none(), phase);
+  Frame frame = begin_frame(0, py::str(), phase);
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (phase == Phase::kWeights && !wants_parameter(tensors[i])) continue;
     add_tensor(frame, {labels_.name(names[i].ptr())}, tensors[i]);
@@ -189,7 +234,24 @@ void Recorder::gather(Frame&& frame) {
     ++gathered_.num_bad;
     if (gathered_.bad.size() < kMaxGathered) gathered_.bad.push_back(frame);
   }
-  if (frame.is_of_call()) keep(std::move(frame));
+  if (!frame.is_of_call()) return;
+  if (frame.traced != nullptr && frame.phase == Phase::kBackward) drop_outer(frame);
+  keep(std::move(frame));
+}
+
+// A compiled module's output has a gradient outside of the compiled code, where the module's hook
+// looks at it, and inside, where that of the innermost module which returned it does. Without
+// torch.compile these are one, and the innermost module has it.
+void Recorder::drop_outer(const Frame& inner) {
+  for (auto outer = history_.rbegin(); outer != history_.rend(); ++outer) {
+    if (outer->phase != Phase::kBackward || outer->traced != nullptr) return;
+    if (outer->module >= inner.module || !outer->has_same_stats(inner)) continue;
+    const int64_t order = outer->order;
+    history_.erase(std::next(outer).base());
+    gathered_.num_bad -= static_cast<int64_t>(
+        std::erase_if(gathered_.bad, [&](const Frame& bad) { return bad.order == order; }));
+    return;
+  }
 }
 
 Gathered Recorder::take_gathered() { return std::exchange(gathered_, {}); }
@@ -225,6 +287,7 @@ void Recorder::keep(Frame&& frame) {
 void Recorder::end_step() {
   deferred_.begin_step();
   memo_.clear();
+  traced_.end_step();
   host_slots_.clear();
 }
 

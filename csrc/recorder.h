@@ -23,6 +23,7 @@
 #include "layout.h"
 #include "memo.h"
 #include "stat.h"
+#include "traced.h"
 
 namespace overflow_fast {
 
@@ -74,7 +75,7 @@ class Recorder {
 
   // A frame is built by add_*() calls on it and given back by finish(). finish() returns true if
   // the frame was judged and somebody should look at it; it is the caller's to keep() then.
-  Frame begin_frame(uint32_t module, py::object type, Phase phase);
+  Frame begin_frame(uint32_t module, py::object class_name, Phase phase);
   void add_tensor(Frame& frame, Listing listing, const at::Tensor& tensor);
   // Whether a module's parameter is to be listed in the frame of its call.
   bool wants_parameter(const at::Tensor& parameter) {
@@ -84,6 +85,10 @@ class Recorder {
   // Has the gradient of an output looked at when backward computes it, if that is wanted.
   void watch_output(const Frame& frame, LabelId label, const at::Tensor& output);
   void add_not_scanned(Frame& frame, Listing listing, py::object why);
+  // Fills the frame of a compiled call: see traced.h.
+  void add_traced(Frame& frame, const TracedCall& call, at::TensorList tensors);
+  bool has_traced_calls() const { return !traced_.is_empty(); }
+  const TracedCall& traced_call(const std::string& text) { return traced_.call_of(text, labels_); }
   void add_none(Frame& frame, Listing listing);
   void add_not_tensor(Frame& frame, Listing listing);
   bool finish(Frame& frame);
@@ -96,12 +101,12 @@ class Recorder {
   void record_gradient(uint32_t module, LabelId label, const at::Tensor& gradient);
   // Switches the hooks on gradients that are in autograd's graphs on and off.
   void set_gradients_wanted(bool is_wanted) { sink_->recorder = is_wanted ? this : nullptr; }
+  bool wants_gradients() const { return sink_->recorder != nullptr; }
   Gathered take_gathered();
   // Keeps what a call was given and returned if its frame is the first bad one.
   bool wants_tensors() const { return options_.holds_tensors && gathered_.num_bad == 0; }
-  void hold(py::object tensors) {
-    if (gathered_.num_bad > 0) gathered_.held = std::move(tensors);
-  }
+  bool is_bad() const { return gathered_.num_bad > 0; }
+  void hold(py::object tensors) { gathered_.held = std::move(tensors); }
   Headroom& headroom() { return headroom_; }
   double seconds = 0;  // spent in hooks, where frames are gathered
 
@@ -130,7 +135,8 @@ class Recorder {
   std::deque<Frame>& history() { return history_; }
   const std::deque<Frame>& history() const { return history_; }
   std::optional<int64_t> max_frames;
-  bool in_step = false;  // the root's forward is running
+  bool in_step = false;    // the root's forward is running
+  bool is_paused = false;  // hooks that could not be taken off record nothing
   bool watches_every_frame = false;
   int64_t total_calls = 0;
   int64_t num_syncs() const { return deferred_.num_syncs(); }
@@ -143,6 +149,7 @@ class Recorder {
   // True if the frame is bad or every frame is asked for; otherwise it goes into the history.
   bool judge(Frame& frame);
   void gather(Frame&& frame);
+  void drop_outer(const Frame& inner);
   // A smaller tensor on the host is scanned again sooner than it is remembered: what remembering
   // costs is the tensor's own memory, which is given back only when the step ends.
   static constexpr int64_t kMinMemoBytes = 4096;
@@ -155,6 +162,9 @@ class Recorder {
   void add_scanned(Frame& frame, Listing listing, const at::Tensor& tensor, const View& view);
   void add_stat(Frame& frame, Listing listing, const at::Tensor& tensor, Memo::Known known);
   void add_indirect(Frame& frame, Listing listing, const at::Tensor& tensor);
+  void add_known(Frame& frame, const TracedCall::Item& item, const Entry* known);
+  // Compiled code writes to its tensors without their version counters.
+  bool uses_memo(const Frame& frame) const { return options_.use_memo && frame.traced == nullptr; }
 
   inline static int64_t num_frames_ = 0;
 
@@ -168,7 +178,8 @@ class Recorder {
   std::vector<Entry> spare_;  // the last dropped frame's memory
   std::vector<Unscanned> spare_unscanned_;
   std::deque<Frame> history_;
-  std::vector<py::object> types_;                    // of the modules, by their index
+  Traced traced_;
+  std::vector<py::object> class_names_;              // of the modules, by their index
   std::unordered_set<const c10::TensorImpl*> seen_;  // parameters
   std::shared_ptr<GradientSink> sink_ = std::make_shared<GradientSink>(this);
   Gathered gathered_;

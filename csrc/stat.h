@@ -19,6 +19,7 @@ struct Slot {
   // (number of infs << 2) | (any -inf << 1) | (any +inf), so that a slot stays 32 bytes.
   uint64_t infs = 0;
 
+  bool operator==(const Slot&) const = default;
   OF_HOST_DEVICE constexpr bool is_empty() const { return min_key > max_key; }
   OF_HOST_DEVICE constexpr bool has_nan() const { return num_nan != 0; }
   OF_HOST_DEVICE constexpr bool has_inf() const { return infs != 0; }

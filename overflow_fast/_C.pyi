@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ PeakTuple = tuple[Phase, int, LabelPath, float, float, str]
 
 class Frame:
     module: int
-    type: type
+    class_name: str
     batch: int
     opens_batch: bool
     phase: Phase
@@ -58,9 +59,11 @@ class Coverage:
 class Recorder:
     max_frames: int | None
     in_step: bool
+    is_paused: bool
     watches_every_frame: bool
     total_calls: int
     coverage: Coverage
+    has_traced_calls: bool
     num_syncs: int
     num_sends: int
     @staticmethod
@@ -112,15 +115,19 @@ class Recorder:
 class FrameHook:
     owner: object
     module: int
+    ticket: torch.Tensor
+    plan: int
     def __init__(self, owner: object, module: int) -> None: ...
-    def __call__(
-        self,
-        module: torch.nn.Module,
-        args: object,
-        kwargs: object,
-        output: object,
-        /,
-    ) -> None: ...
+
+def run_hook(
+    hook: FrameHook,
+    module: torch.nn.Module,
+    args: object,
+    kwargs: object,
+    output: object,
+    /,
+) -> None: ...
+def run_paused(function: Callable[..., Any], /, *args: object) -> Any: ...
 
 class ScanBackend:
     AUTO: ScanBackend

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from . import _C
+from . import _C, traced
 
 _MODULE_CALL = nn.Module._wrapped_call_impl.__code__
 
@@ -39,6 +40,7 @@ class Attachment:
 
     def __init__(self) -> None:
         self.handles: list[RemovableHandle] = []
+        self.rank = 0
 
     def attach(
         self,
@@ -46,23 +48,27 @@ class Attachment:
         model: nn.Module,
         walk: Callable[[nn.Module], Iterator[tuple[int, nn.Module]]] = modules_once,
     ) -> None:
-        """Registers a frame hook on the modules that `walk` yields, and the root's."""
+        """Registers a frame hook on the modules that `walk` yields, and the root's.
+
+        What was compiled before is compiled again at its next call.
+        """
+        traced.register()
+        self.rank = _free_rank(model)
         for index, module in walk(model):
             if module is model:
                 continue
-            hook = _C.FrameHook(owner, index)
+            hook = functools.partial(_C.run_hook, _C.FrameHook(owner, index))
             self.handles.append(module.register_forward_hook(hook, with_kwargs=True))
-        self.handles.append(
-            model.register_forward_hook(RootHook(owner, "after_root"), with_kwargs=True)
+        before, after, ended = (
+            functools.partial(_C.run_paused, RootHook(owner, name, self.rank))
+            for name in ("before_root", "after_root", "root_ended")
         )
-        self.handles.append(
-            model.register_forward_pre_hook(
-                RootHook(owner, "before_root"), prepend=True
-            )
-        )
-        self.handles.append(
-            model.register_forward_hook(RootHook(owner, "root_ended"), always_call=True)
-        )
+        self.handles += [
+            model.register_forward_hook(after, with_kwargs=True),
+            model.register_forward_pre_hook(before, prepend=True),
+            model.register_forward_hook(ended, always_call=True),
+        ]
+        traced.recompile()
 
     def remove(self) -> None:
         """Removes every hook; calling it again does nothing."""
@@ -76,14 +82,38 @@ class RootHook:
 
     In a copy of the model that is the method of who owns the copy's hooks; a copied
     bound method would be the original owner's.
+
+    Args:
+        owner: Who has the method.
+        name: The method's.
+        rank: The owner's number among those that watch the model.
     """
 
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner: Any, name: str, rank: int) -> None:
         self.owner = owner
         self.name = name
+        self.rank = rank
 
     def __call__(self, *arguments: Any) -> None:
-        getattr(self.owner, self.name)(*arguments)
+        if not self.owner.is_paused:
+            getattr(self.owner, self.name)(*arguments)
+
+
+def _free_rank(model: nn.Module) -> int:
+    taken = {hook.rank for hook in root_hooks(model)}
+    return next(rank for rank in range(len(taken) + 1) if rank not in taken)
+
+
+def root_hooks(model: nn.Module) -> Iterator[RootHook]:
+    """Yields the hooks of all owners that have this model as their root."""
+    for hooks in (model._forward_pre_hooks, model._forward_hooks):
+        for hook in list(hooks.values()):
+            if _is_partial_of(hook, _C.run_paused):
+                yield hook.args[0]
+
+
+def _is_partial_of(hook: object, function: object) -> TypeGuard[functools.partial[Any]]:
+    return isinstance(hook, functools.partial) and hook.func is function
 
 
 class CopiedHooks:
@@ -91,6 +121,8 @@ class CopiedHooks:
 
     They take themselves off when the copy is first called.
     """
+
+    is_paused = False
 
     def __init__(self) -> None:
         self.handles: list[RemovableHandle] = []
@@ -145,8 +177,9 @@ def outermost_call(
 def hook_of(owner: object, module: nn.Module) -> _C.FrameHook | None:
     """The frame hook of an owner on a module, or None."""
     for hook in module._forward_hooks.values():
-        if isinstance(hook, _C.FrameHook) and hook.owner is owner:
-            return hook
+        if _is_partial_of(hook, _C.run_hook) and hook.args[0].owner is owner:
+            found: _C.FrameHook = hook.args[0]
+            return found
     return None
 
 

@@ -69,7 +69,7 @@ def frame_text(
     lines = batch_header(frame.batch) if frame.opens_batch else []
     mark = _BACKWARD if frame.phase == _C.Phase.BACKWARD else ""
     mark = " (recomputed)" if frame.is_recomputed else mark
-    lines.append(f"{PREFIX} {fqn} {frame.type.__name__}{mark}")
+    lines.append(f"{PREFIX} {fqn} {frame.class_name}{mark}")
     entries = (_entry_line(frame.phase, entry) for entry in recorder.entries(frame))
     lines += [*weights, *(line for line in entries if line is not None)]
     return "\n".join(lines)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from . import _C
+from . import _C, traced
 from .coverage import Coverage, NotCalledWarning, NotScannedWarning
 from .hooks import (
     Attachment,
@@ -21,6 +21,7 @@ from .hooks import (
     modules_per_parent,
     outermost_call,
 )
+from .traced_graph import RANK
 
 _RECOMPUTED, _ENDS_STEP = 1, 2
 _Self = TypeVar("_Self", bound="StepHooks")
@@ -71,13 +72,14 @@ class StepHooks:
         self._warning = NotScannedWarning()
         self._compiled_warning = NotCalledWarning()
         self._calls_before = 0
-        self._root_hook = _C.FrameHook(self, 0)
+        self.root_hook = _C.FrameHook(self, 0)
         self._attachment = Attachment()
         self._is_strict = self._options.get("strict_compat", False)
         self._max_in_flight = _MAX_IN_FLIGHT[self._sync]
         self._depth = 0
         self._opens_next = False
         self._root_done = False
+        self._is_root_traced = False
         self._unrooted_call: object = None
         self._unrooted_modules: set[int] = set()
 
@@ -106,6 +108,34 @@ class StepHooks:
     def model(self) -> nn.Module | None:
         """The watched model, or None if it is gone."""
         return self._model()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the hooks are to do nothing."""
+        return self._recorder.is_paused
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the watched model's tensors are; None for the CPU."""
+        model = self.model
+        tensors = () if model is None else (*model.parameters(), *model.buffers())
+        return next((tensor.device for tensor in tensors), None)
+
+    @property
+    def plan(self) -> int:
+        """What compiled code is to list, as flags of `traced`."""
+        options = {"lists_parameters": True, "lists_calls": True, **self._options}
+        flags = {
+            traced.PARAMETERS: options["lists_parameters"],
+            traced.CALLS: options["lists_calls"],
+            traced.GRADIENTS: options.get("watches_gradients"),
+            traced.STRICT: options.get("strict_compat"),
+            traced.KWARGS: options.get("list_kwargs"),
+            traced.MASKS: options.get("gathers"),
+            **self._root_plan(),
+        }
+        rank = self._attachment.rank * RANK
+        return rank + sum(flag for flag, is_set in flags.items() if is_set)
 
     @property
     def total_calls(self) -> int:
@@ -153,7 +183,9 @@ class StepHooks:
     def before_root(self, module: nn.Module, args: object) -> None:
         """Starts a step when the outermost call of the root begins."""
         if self._depth and not is_running(module):
-            self._depth = 0  # a forward was left by an exception that skips hooks
+            # A forward was left by an exception that skips hooks.
+            self._depth = 1
+            self.root_ended(module, None, None)
         self._depth += 1
         if self._depth > 1:
             return
@@ -179,10 +211,7 @@ class StepHooks:
             num_frames = self.total_calls - self._calls_before
             self._compiled_warning.give_once(module, num_hooks, num_frames)
         finally:
-            self._root_done = True
-            if not self._is_strict:
-                self.batch_number += 1
-            self._begin_batch()
+            self._close_root()
         self._after_batch()
 
     def root_ended(self, module: nn.Module, args: object, output: object) -> None:
@@ -210,9 +239,49 @@ class StepHooks:
         except LookupError:
             call, module = None, None
         if call is None or call != self._unrooted_call:
-            self._begin_unrooted(call, module)
+            # A function that was compiled with the module's call in it has no call.
+            index = module_index if module is None else index_of(self, module)
+            self._begin_unrooted(call, index)
         is_outermost = module is None or index_of(self, module) == module_index
         return _ENDS_STEP if is_outermost else 0
+
+    def on_traced_before_root(self) -> None:
+        """`before_root` in compiled code."""
+        self._is_root_traced = True
+        model = self.model
+        if model is not None:
+            self.before_root(model, None)
+
+    def on_traced_root(self, has_loss: bool) -> None:
+        """The rest of `after_root` in compiled code, which has recorded the frame.
+
+        Args:
+            has_loss: Whether a loss is among what the root returned.
+        """
+        if self._is_strict:
+            self.batch_number += 1
+        self._close_root()
+        self._after_batch()
+
+    def on_traced_root_ended(self) -> None:
+        """`root_ended` in compiled code."""
+        # Compiled code runs without autograd.
+        with torch.enable_grad():
+            self._end_traced_root()
+
+    def on_traced_evaluation_ended(self) -> None:
+        """`root_ended` in code that was compiled without autograd."""
+        with torch.no_grad():
+            self._end_traced_root()
+
+    def on_traced_raised(self, is_root: bool) -> None:
+        """Ends the root's call where a frame in its compiled code has raised."""
+        if is_root:
+            self._root_done = True
+            self.batch_number += 1
+            self._begin_batch()
+        if self._is_root_traced:
+            self.on_traced_root_ended()
 
     def on_waiting(self) -> None:
         """Judges the frames that wait, where each is judged as it ends."""
@@ -239,7 +308,11 @@ class StepHooks:
         self, module: nn.Module, args: object, kwargs: object, output: object
     ) -> None:
         """Records the root's frame."""
-        self._root_hook(module, args, kwargs, output)
+        _C.run_hook(self.root_hook, module, args, kwargs, output)
+
+    def _root_plan(self) -> dict[int, bool]:
+        """What compiled code is to list of the root."""
+        return {traced.ROOT: True}
 
     def on_frame(self, frame: _C.Frame) -> None:
         """Looks at a frame that is bad, or one that was asked for."""
@@ -256,6 +329,18 @@ class StepHooks:
         """Looks at a batch whose root has returned."""
 
     # How it is done.
+
+    def _end_traced_root(self) -> None:
+        self._is_root_traced = False
+        model = self.model
+        if model is not None:
+            self.root_ended(model, None, None)
+
+    def _close_root(self) -> None:
+        self._root_done = True
+        if not self._is_strict:
+            self.batch_number += 1
+        self._begin_batch()
 
     def _begin_batch(self) -> None:
         self._opens_next = True
@@ -282,10 +367,9 @@ class StepHooks:
             callback(self.on_recomputed_end)
         return _RECOMPUTED
 
-    def _begin_unrooted(self, call: object, module: nn.Module | None) -> None:
+    def _begin_unrooted(self, call: object, index: int) -> None:
         self._unrooted_call = call
         self._recorder.end_step()
-        index = -1 if module is None else index_of(self, module)
         if index in self._unrooted_modules:
             self.batch_number += 1
             self._begin_batch()

@@ -51,7 +51,8 @@ def transformers_as_it_was():
 
 
 def detectors_on(model):
-    owners = {id(h.owner): h.owner for h in model.linear._forward_hooks.values()}
+    hooks = [hook.args[0] for hook in model.linear._forward_hooks.values()]
+    owners = {id(hook.owner): hook.owner for hook in hooks}
     return list(owners.values())
 
 

@@ -60,7 +60,7 @@ def _bad_entry(bad: BadFrame, entry: _C.EntryTuple) -> BadEntry:
     return BadEntry(
         kind,
         fqn if is_of_call else label,
-        bad.frame.type.__name__ if is_of_call else "",
+        bad.frame.class_name if is_of_call else "",
         label,
         dtype,
         stat[2],

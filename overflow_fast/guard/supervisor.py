@@ -91,13 +91,15 @@ class Supervisor:
         scalers.stop_listening(self)
         for gate in self._gates:
             gate.detach()
-        self._set_level(Level.OFF)
+        self.level = Level.OFF
+        for watch in self.watches:
+            watch.detach()
         self._judge.forget()
 
     def _set_level(self, level: Level) -> None:
         self.level = level
         for watch in self.watches:
-            watch.attach() if level is Level.ALL else watch.detach()
+            watch.attach() if level is Level.ALL else watch.rest()
 
     # What the guard asks for.
 

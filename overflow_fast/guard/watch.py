@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .. import _C
+from .. import _C, traced
 from ..hooks import CopiedHooks
 from ..names import named_modules
 from ..selection import Named, NamedTensors, Selection
@@ -96,14 +96,30 @@ class ModelWatch(StepHooks):
         model = self.model
         wanted = self.wanted
         needs_hooks = wanted.activations or wanted.weights or wanted.loss
-        if model is None or self.is_attached or not needs_hooks:
+        if model is None or not needs_hooks:
             return
+        self._recorder.is_paused = False
         self._recorder.set_gradients_wanted(True)
-        self._attachment.attach(self, model, self._walk)
+        if not self.is_attached:
+            self._attachment.attach(self, model, self._walk)
+
+    def rest(self) -> None:
+        """Takes the hooks off until the next `attach()`.
+
+        Those in compiled code stay and do nothing: it would be compiled again.
+        """
+        if self.is_attached and self._recorder.has_traced_calls:
+            self._recorder.is_paused = True
+            self._silence()
+        else:
+            self.detach()
 
     def detach(self) -> None:
         """Takes the hooks off; those in autograd's graphs fall silent."""
         self._attachment.remove()
+        self._silence()
+
+    def _silence(self) -> None:
         self._recorder.set_gradients_wanted(False)
         self._recorder.in_step = False
         self._depth = 0
@@ -146,6 +162,18 @@ class ModelWatch(StepHooks):
             super()._record_root(module, args, kwargs, output)
         if loss is not None and self.wanted.loss and not self.wanted.activations:
             self.record(_C.Phase.RECORDED, (["loss"], [loss]))
+
+    def _root_plan(self) -> dict[int, bool]:
+        model = self.model
+        return {
+            traced.ROOT: model is not None and self._needs_hook(0, model),
+            traced.LOSS: self.wanted.loss,
+        }
+
+    def on_traced_root(self, has_loss: bool) -> None:
+        """The rest of `after_root` in compiled code."""
+        self.has_seen_loss |= has_loss
+        super().on_traced_root(has_loss)
 
     def _send(self) -> None:
         # What is to be judged with its optimizer's step is sent with it, at once.

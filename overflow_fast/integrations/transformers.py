@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..debug import DebugUnderflowOverflow
+from ..hooks import root_hooks
 
 _NAME = "DebugUnderflowOverflow"
 
@@ -32,10 +33,9 @@ class TrainerDetector(DebugUnderflowOverflow):
 
 
 def _detectors_of(model: nn.Module) -> Iterator[TrainerDetector]:
-    for hook in model._forward_pre_hooks.values():
-        owner = getattr(hook, "owner", None)
-        if isinstance(owner, TrainerDetector):
-            yield owner
+    for hook in root_hooks(model):
+        if isinstance(hook.owner, TrainerDetector):
+            yield hook.owner
 
 
 def _original() -> type:

@@ -1,0 +1,66 @@
+// Frames of compiled calls. torch.compile traces a module's hook into the operator
+// overflow_fast::frame (overflow_fast/traced.py), which runs with the compiled code, where the hook
+// would have run, and records the frame that the hook would have recorded. What the frame lists was
+// found out when it was traced, and is a constant of the operator.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
+
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "frame.h"
+
+namespace overflow_fast {
+
+// A call as it was traced.
+struct TracedCall {
+  struct Item {
+    EntryKind kind;
+    Listing listing;
+    py::object why;  // kNotScanned
+    // Of a tensor: its number among all that were ever traced, or -1. The first item with a number
+    // comes with the tensor; later ones stand for the same tensor, not written to since.
+    int64_t number;
+    bool is_new;
+    bool is_named;  // its label is a name: a parameter's, say
+  };
+  Phase phase;
+  py::object class_name;
+  bool is_root;    // the root's call ends with it
+  bool has_frame;  // false: only that is told
+  bool has_loss;   // a loss is among what the root returned
+  std::vector<Item> items;
+};
+
+// The calls that a recorder has met, and the entries of tensors that may come again in the same
+// run of compiled code.
+class Traced {
+ public:
+  bool is_empty() const { return calls_.empty(); }
+  // Parses the constant at its first use. The result stays where it is.
+  const TracedCall& call_of(const std::string& text, LabelTable& labels);
+
+  void remember(const Frame& frame);
+  // The entry of a tensor of this run, or null if its slot has been sent since.
+  const Entry* find(int64_t number, int64_t num_sends) const;
+  void end_step();
+
+ private:
+  static constexpr size_t kMaxThreads = 16;
+
+  struct Known {
+    Entry entry;
+    int64_t sends;
+  };
+  // Threads may run the same code at the same time.
+  using Numbered = std::unordered_map<int64_t, Known>;
+
+  std::unordered_map<std::string, TracedCall> calls_;
+  std::unordered_map<std::thread::id, Numbered> known_;
+};
+
+}  // namespace overflow_fast
