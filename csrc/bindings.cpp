@@ -150,6 +150,7 @@ void add_recorder(py::module_& m) {
            py::arg("max_frames"))
       .def_readwrite("max_frames", &Recorder::max_frames)
       .def_readwrite("in_step", &Recorder::in_step)
+      .def_readwrite("lists_parameters", &Recorder::lists_parameters)
       .def_readwrite("is_paused", &Recorder::is_paused)
       .def_readwrite("watches_every_frame", &Recorder::watches_every_frame)
       .def_readwrite("total_calls", &Recorder::total_calls)

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cstddef>
+#include <cstring>
 #include <unordered_map>
 
 #include "errors.h"
@@ -85,8 +86,16 @@ void record_call(FrameHook* self, Recorder& recorder, py::object class_name, Fil
   if (flags & kEndsStep) call_owner(self, "on_unrooted_end");
 }
 
+// FSDP2 gives a module a class of its own: (FSDPModule, the author's).
+PyTypeObject* authors_type(PyTypeObject* type) {
+  if (std::strncmp(type->tp_name, "FSDP", 4) != 0 || PyTuple_GET_SIZE(type->tp_mro) < 3) return type;
+  auto* base = reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(type->tp_mro, 1));
+  if (std::strcmp(base->tp_name, "FSDPModule") != 0) return type;
+  return reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(type->tp_mro, 2));
+}
+
 py::object class_name_of(PyObject* module) {
-  PyTypeObject* type = Py_TYPE(module);
+  PyTypeObject* type = authors_type(Py_TYPE(module));
   if ((type->tp_flags & Py_TPFLAGS_HEAPTYPE) == 0) return py::str(type->tp_name);
   return py::reinterpret_borrow<py::object>(reinterpret_cast<PyHeapTypeObject*>(type)->ht_name);
 }
@@ -95,7 +104,7 @@ void record(FrameHook* self, PyObject* module, PyObject* args, PyObject* kwargs,
   Recorder& recorder = recorder_of(self);
   if (recorder.is_paused) return;
   const auto fill = [&](Frame& frame) {
-    if (recorder.options().lists_parameters) {
+    if (recorder.lists_parameters) {
       guarded(recorder, frame, kParametersLabel,
               [&] { record_parameters(recorder, frame, module); });
     }

@@ -26,7 +26,7 @@ py::object reason_for(const at::Tensor& tensor, Readability readability) {
 }  // namespace
 
 Recorder::Recorder(std::optional<int64_t> max_frames, Options options)
-    : max_frames(max_frames), options_(options) {}
+    : max_frames(max_frames), lists_parameters(options.lists_parameters), options_(options) {}
 
 Recorder::~Recorder() { sink_->recorder = nullptr; }
 

@@ -138,6 +138,7 @@ class Recorder {
   bool in_step = false;    // the root's forward is running
   bool is_paused = false;  // hooks that could not be taken off record nothing
   bool watches_every_frame = false;
+  bool lists_parameters;  // Options', until it is changed
   int64_t total_calls = 0;
   int64_t num_syncs() const { return deferred_.num_syncs(); }
   int64_t num_sends() const { return deferred_.num_sends(); }

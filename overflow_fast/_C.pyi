@@ -59,6 +59,7 @@ class Coverage:
 class Recorder:
     max_frames: int | None
     in_step: bool
+    lists_parameters: bool
     is_paused: bool
     watches_every_frame: bool
     total_calls: int

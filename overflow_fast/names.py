@@ -15,6 +15,8 @@ _WRAPPED = {
     "OptimizedModule": "_orig_mod",  # of torch.compile
 }
 
+_FSDP = {"FSDPModule", "FullyShardedDataParallel"}
+
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields what `model.named_modules()` does, under the names before wrapping.
@@ -33,6 +35,25 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if inner is not None:
             wrapped.add(f"{fqn}.{inner}" if fqn else inner)
         yield name, module
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a model's own parameters are parts of what its modules compute with.
+
+    So it is under FSDP, and where parameters are DTensors. A module's call then sees
+    gathered parameters, or parts with a layout of their own; the parts are what
+    `model.parameters()` yields outside of calls.
+    """
+    classes = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
+    if not _FSDP.isdisjoint(classes):
+        return True
+    return any(hasattr(parameter, "_local_tensor") for parameter in model.parameters())
+
+
+def authors_class(cls: type) -> type:
+    """A module's class without the one that FSDP2 puts over it."""
+    mro = cls.__mro__
+    return mro[2] if len(mro) > 2 and mro[1].__name__ == "FSDPModule" else cls
 
 
 def _wrapped_by(module: nn.Module) -> str | None:

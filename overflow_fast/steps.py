@@ -124,10 +124,10 @@ class StepHooks:
     @property
     def plan(self) -> int:
         """What compiled code is to list, as flags of `traced`."""
-        options = {"lists_parameters": True, "lists_calls": True, **self._options}
+        options = self._options
         flags = {
-            traced.PARAMETERS: options["lists_parameters"],
-            traced.CALLS: options["lists_calls"],
+            traced.PARAMETERS: self._recorder.lists_parameters,
+            traced.CALLS: options.get("lists_calls", True),
             traced.GRADIENTS: options.get("watches_gradients"),
             traced.STRICT: options.get("strict_compat"),
             traced.KWARGS: options.get("list_kwargs"),

@@ -33,7 +33,11 @@ def _values_of(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
         return _nested_values(tensor)
     local = getattr(tensor, "_local_tensor", None)  # DTensor
     if isinstance(local, torch.Tensor):
-        return local
+        return local if type(local) is torch.Tensor else _values_of(local)
+    if _type_name(tensor) == "AsyncCollectiveTensor":
+        # The stream waits for the collective, or the host where there is no stream.
+        arrived: torch.Tensor = tensor.trigger_wait()  # type: ignore[attr-defined]
+        return arrived
     if tensor._is_zerotensor():
         return torch.zeros((), dtype=tensor.dtype, device=tensor.device)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from . import _C
+from .names import authors_class
 from .traced_graph import (
     ATTRIBUTE,
     INDEX,
@@ -22,6 +23,7 @@ from .traced_graph import (
     Item,
     Label,
     emit,
+    emit_call,
     make_item,
     watch_gradient,
 )
@@ -44,7 +46,7 @@ _OUTPUT: Label = ((NAME, "output"),)
 @functools.cache
 def register() -> None:
     """Has dynamo know the hooks. Imports dynamo."""
-    for function in (emit, watch_gradient):
+    for function in (emit, emit_call, watch_gradient):
         torch._dynamo.allow_in_graph(function)  # type: ignore[no-untyped-call]
     for called, traced in ((_C.run_hook, trace_call), (_C.run_paused, trace_root)):
         torch.compiler.substitute_in_graph(called, skip_signature_check=True)(traced)
@@ -75,8 +77,6 @@ def trace_call(hook: Any, module: Any, args: Any, kwargs: Any, output: Any) -> N
 
 def trace_root(root_hook: Any, *arguments: Any) -> None:
     """Stands for `_C.run_paused` of a `RootHook`."""
-    if torch.compiler.is_exporting():
-        return
     owner = root_hook.owner
     hook = owner.root_hook
     if root_hook.name == _AFTER:
@@ -87,7 +87,7 @@ def trace_root(root_hook: Any, *arguments: Any) -> None:
         name = "on_traced_" + root_hook.name
         if root_hook.name == _ENDED and not torch.is_grad_enabled():
             name = "on_traced_evaluation_ended"
-        torch.ops.overflow_fast.call(hook.ticket, name)
+        emit_call(hook.ticket, name)
 
 
 def _trace(
@@ -99,9 +99,8 @@ def _trace(
     is_root: bool,
     has_loss: bool,
 ) -> None:
-    if torch.compiler.is_exporting():
-        return
-    plan, ticket, name = hook.plan, hook.ticket, type(module).__name__
+    plan, ticket = hook.plan, hook.ticket
+    name = authors_class(type(module)).__name__
     inputs: _Entries = []
     outputs: _Entries = []
     has_frame = not is_root or plan & ROOT != 0

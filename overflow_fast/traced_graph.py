@@ -66,6 +66,8 @@ def emit(
         items: The frame's entries.
         tensors: Those of the entries that are tensors, in order.
     """
+    if torch.compiler.is_exporting():
+        return  # what is exported runs without its hooks
     given: list[torch.Tensor] = []
     lines: list[tuple[object, ...]] = []
     rest = iter(tensors)
@@ -82,6 +84,12 @@ def emit(
                     given.append(tensor)
         lines.append((path, kind, *listing, is_named, number, is_new, why))
     torch.ops.overflow_fast.frame(ticket, json.dumps([header, lines]), given)
+
+
+def emit_call(ticket: torch.Tensor, method: str) -> None:
+    """Puts the operator that calls a method of the hook's owner into the graph."""
+    if not torch.compiler.is_exporting():
+        torch.ops.overflow_fast.call(ticket, method)
 
 
 def watch_gradient(
@@ -101,7 +109,7 @@ def watch_gradient(
         tensor: The output.
     """
     node = tensor.grad_fn
-    if node is None:
+    if node is None or torch.compiler.is_exporting():
         return
     key = f"overflow_fast {plan // RANK} {tensor.output_nr}"
     metadata: dict[str, object] = node.metadata  # type: ignore[assignment]

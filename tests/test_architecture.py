@@ -15,7 +15,7 @@ ALLOWED = {
     "ops": {"_C", "tensors"},
     "report": {"_C"},
     "traced_graph": {"_C", "tensors"},
-    "traced": {"_C", "traced_graph"},
+    "traced": {"_C", "names", "traced_graph"},
     "hooks": {"_C", "traced"},
     "coverage": {"_C"},
     "steps": {"_C", "coverage", "hooks", "traced", "traced_graph"},

@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import _C, traced
 from ..hooks import CopiedHooks
-from ..names import named_modules
+from ..names import is_sharded, named_modules
 from ..selection import Named, NamedTensors, Selection
 from ..steps import StepHooks
 
@@ -73,6 +73,7 @@ class ModelWatch(StepHooks):
         self._evaluations: set[int] = set()
         self._sends_judged = 0
         self._forwards = 0
+        self._has_looked_for_shards = False
         self._on_evaluated = on_evaluated
         super().__init__(model, max_frames, options)
         self.detach()
@@ -102,6 +103,17 @@ class ModelWatch(StepHooks):
         self._recorder.set_gradients_wanted(True)
         if not self.is_attached:
             self._attachment.attach(self, model, self._walk)
+        self._has_looked_for_shards = False
+
+    def _before_step(self) -> None:
+        # The model may have been sharded since its hooks were put on. Its parameters
+        # are looked at once for each optimizer's step then, and not when gathered.
+        if self._has_looked_for_shards or not self.wanted.weights:
+            return
+        self._has_looked_for_shards = True
+        model = self.model
+        if model is not None:
+            self._recorder.lists_parameters = not is_sharded(model)
 
     def rest(self) -> None:
         """Takes the hooks off until the next `attach()`.

@@ -1,0 +1,54 @@
+"""Runs a function in several processes of one process group."""
+
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+
+def backend():
+    """NCCL where there is a GPU for each of four ranks, else gloo."""
+    return "nccl" if torch.cuda.device_count() >= 4 else "gloo"
+
+
+def device():
+    """The device of this rank."""
+    if dist.get_backend() == "gloo":
+        return torch.device("cpu")
+    return torch.device("cuda", dist.get_rank())
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _run(rank, world, port, folder, function, arguments):
+    torch.set_num_threads(1)
+    url = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group(backend(), init_method=url, rank=rank, world_size=world)
+    if backend() == "nccl":
+        torch.cuda.set_device(rank)
+    torch.save(function(*arguments), folder / str(rank))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_ranks(world, function, *arguments):
+    """What a function of a test module returns on each rank, in order.
+
+    The first rank's error fails the test.
+    """
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("no gloo: torch was built without it")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        torch.multiprocessing.spawn(
+            _run, (world, _free_port(), folder, function, arguments), nprocs=world
+        )
+        return [torch.load(folder / str(rank)) for rank in range(world)]
