@@ -65,9 +65,10 @@ class Attachment:
         )
         self.handles += [
             model.register_forward_hook(after, with_kwargs=True),
-            model.register_forward_pre_hook(before, prepend=True),
+            model.register_forward_pre_hook(before),
             model.register_forward_hook(ended, always_call=True),
         ]
+        put_first(model._forward_pre_hooks, self.handles[-2].id)
         traced.recompile()
 
     def remove(self) -> None:
@@ -110,6 +111,17 @@ def root_hooks(model: nn.Module) -> Iterator[RootHook]:
         for hook in list(hooks.values()):
             if _is_partial_of(hook, _C.run_paused):
                 yield hook.args[0]
+
+
+def put_first(hooks: dict[int, Any], key: int) -> None:
+    """Makes a hook the first of its dict.
+
+    `prepend=True` moves its key in the OrderedDict and not in the dict below, and dynamo
+    of torch 2.11 takes one hook for another then.
+    """
+    for other in list(hooks):
+        if other != key:
+            hooks[other] = hooks.pop(other)
 
 
 def _is_partial_of(hook: object, function: object) -> TypeGuard[functools.partial[Any]]:

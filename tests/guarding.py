@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from overflow_fast import OverflowGuard
+from overflow_fast.hooks import put_first
 
 INF, NAN = float("inf"), float("nan")
 
@@ -108,7 +109,8 @@ class plant:
         return None
 
     def __enter__(self):
-        self.handle = self.module.register_forward_hook(self._hook, prepend=True)
+        self.handle = self.module.register_forward_hook(self._hook)
+        put_first(self.module._forward_hooks, self.handle.id)
         return self
 
     def __exit__(self, *exception):
