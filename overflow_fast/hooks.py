@@ -116,8 +116,8 @@ def root_hooks(model: nn.Module) -> Iterator[RootHook]:
 def put_first(hooks: dict[int, Any], key: int) -> None:
     """Makes a hook the first of its dict.
 
-    `prepend=True` moves its key in the OrderedDict and not in the dict below, and dynamo
-    of torch 2.11 takes one hook for another then.
+    `prepend=True` moves its key in the OrderedDict and not in the dict below, and
+    dynamo of torch 2.11 takes one hook for another then.
     """
     for other in list(hooks):
         if other != key:

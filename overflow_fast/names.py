@@ -44,10 +44,8 @@ def is_sharded(model: nn.Module) -> bool:
     gathered parameters, or parts with a layout of their own; the parts are what
     `model.parameters()` yields outside of calls.
     """
-    classes = {
-        cls.__name__ for module in model.modules() for cls in type(module).__mro__
-    }
-    if not _FSDP.isdisjoint(classes):
+    types = {type(module) for module in model.modules()}
+    if any(cls.__name__ in _FSDP for each in types for cls in each.__mro__):
         return True
     return any(hasattr(parameter, "_local_tensor") for parameter in model.parameters())
 

@@ -39,9 +39,11 @@ ALLOWED = {
     "guard.options": {
         *("guard.optimizers", "guard.report", "guard.watch", "names", "selection"),
     },
+    "guard.agreement": {"guard.report", "guard.verdict", "guard.watch"},
     "guard.decision": {
-        *("guard.attribution", "guard.evidence", "guard.options", "guard.report"),
-        *("guard.step_tensors", "guard.verdict", "guard.watch"),
+        *("_C", "guard.agreement", "guard.attribution", "guard.evidence"),
+        *("guard.options", "guard.report", "guard.step_tensors"),
+        *("guard.verdict", "guard.watch"),
     },
     "guard.judgement": {
         *("_C", "guard.buffers", "guard.cadence", "guard.decision"),

@@ -121,6 +121,8 @@ FAULTS = {
 
 
 def guarded_report(fault, compile_, policy="warn", **options):
+    if fault == "a gradient" and torch.__version__ < "2.13":
+        pytest.skip("this torch gives a fault's own tensor hook a tensor of its own")
     model, optimizer = make()
     data = batches(3)
     with OverflowGuard(model, optimizer, policy, memo=True) as guard:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import _C
+from .agreement import Agreement
 from .attribution import judge
 from .evidence import EvidenceFolder, JsonLog
 from .options import ACTIONS, GuardOptions
@@ -31,6 +33,7 @@ class Finding:
         skipped_by: Who has skipped the step already, or "".
         tensors: What was scanned besides the calls, for evidence.
         notes: What the report should say besides.
+        is_of_step: Whether every rank judges it too.
     """
 
     step: int
@@ -39,6 +42,7 @@ class Finding:
     skipped_by: str = ""
     tensors: StepTensors | None = None
     notes: list[str] = field(default_factory=list)
+    is_of_step: bool = True
 
 
 class Decision:
@@ -58,11 +62,15 @@ class Decision:
         cost: Callable[[], Cost],
         not_covered: Callable[[], list[str]],
     ) -> None:
+        self.agreement = Agreement(
+            options.process_group, watches, options.on_overflow != "warn"
+        )
         self._options = options
         self._watches = watches
         self._cost = cost
         self._not_covered = not_covered
         self._consecutive_bad = 0
+        self._num_frames = _C.Recorder.num_frames()
         self._evidence: EvidenceFolder | None = None
         self._json: JsonLog | None = None
         if options.evidence is not None:
@@ -90,23 +98,37 @@ class Decision:
                 been skipped.
         """
         verdict = judge(found.frames)
-        if verdict.is_clean:
+        report, is_own = self._agreed(found, verdict)
+        if report is None:
             self._consecutive_bad = self.consecutive_skips = 0
             self.last_step_skipped = bool(found.skipped_by)
             self._write_line(found, verdict, found.skipped_by or None)
             return None
         self._consecutive_bad += 1
-        report = self._report(found, verdict)
         self._count(report.action, found)
         report = self._with_limit(report)
         self.last_report = report
-        if self._evidence is not None:
+        if self._evidence is not None and is_own:
             self._evidence.write(report, *self._offending(found))
-        self._write_line(found, verdict, report.action)
+        self._write_line(found, report.verdict, report.action)
         if report.action == "raise":
             raise NonFiniteError(report)
-        self._warn(report)
+        if is_own:
+            self._warn(report)
         return report
+
+    def _agreed(self, found: Finding, verdict: Verdict) -> tuple[Report | None, bool]:
+        """The report to act on, and whether it is this process's own."""
+        if found.is_of_step and self.agreement.is_needed:
+            begin, self._num_frames = self._num_frames, _C.Recorder.num_frames()
+            first = min((bad.frame.order for bad in found.frames), default=begin)
+            return self.agreement.agree(
+                found.step,
+                verdict,
+                max(0, first - begin),
+                lambda: self._report(found, verdict),
+            )
+        return None if verdict.is_clean else self._report(found, verdict), True
 
     def close(self) -> None:
         """Closes the log."""

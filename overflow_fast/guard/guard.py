@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.optim import Optimizer
@@ -22,6 +22,10 @@ from .options import (
 )
 from .report import Cost, NonFiniteError, Report
 from .supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class OverflowGuard:
@@ -77,6 +81,12 @@ class OverflowGuard:
         log: A file for one line of JSON for each judged step.
         log_mib: How many MiB the file may have before a new one is begun.
         log_keep: How many older files are kept.
+        process_group: The ranks that decide together, a `ProcessGroup` or a
+            `DeviceMesh`: each judged step they join one all-reduce of 64 bytes, and all
+            act on the report of the rank that found the bad value first. None: those
+            of a model under DDP or FSDP, or with DTensor parameters, unless the policy
+            is to warn. False: each rank decides for itself. With a group, every rank
+            has to have its guard, and call `check()` where one does.
 
     Raises:
         TypeError, ValueError: If an argument cannot be used.
@@ -115,6 +125,7 @@ class OverflowGuard:
         log: Path | None = None,
         log_mib: float = 16,
         log_keep: int = 3,
+        process_group: ProcessGroup | DeviceMesh | Literal[False] | None = None,
         _defer: bool = False,
     ) -> None:
         options = GuardOptions(
@@ -136,6 +147,7 @@ class OverflowGuard:
             log=log,
             log_mib=log_mib,
             log_keep=log_keep,
+            process_group=process_group,
         )
         self._supervisor = Supervisor(
             options, named_models(model), optimizers_of(optimizer), _defer

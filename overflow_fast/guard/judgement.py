@@ -96,7 +96,9 @@ class Judge:
             step.skipped_by = "optimizer's kernel"
         try:
             self._receive(is_lagged)
-            frames, skipped_by = self._take(step), ""
+            # Ranks decide together, once for each step.
+            waits = is_lagged and self._decision.agreement.is_needed
+            frames, skipped_by = [] if waits else self._take(step), ""
             if scaler is not None and any(map(_is_gradient, frames)):
                 is_scalers = has_found_inf(gate.optimizer) and scaler.get_scale() > 1
                 frames, skipped_by = _without_scalers(frames, is_scalers)
@@ -194,7 +196,8 @@ class Judge:
         frames = [BadFrame(watch, frame) for frame in watch.take_evaluated()]
         if frames:
             note = "It was found in a forward without autograd."
-            self._decision.decide(Finding(number, frames, notes=[note]))
+            found = Finding(number, frames, notes=[note], is_of_step=False)
+            self._decision.decide(found)
 
     def forget(self) -> None:
         """Forgets what has run and was not judged."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -45,6 +46,7 @@ class GuardOptions:
     log: Path | None
     log_mib: float
     log_keep: int
+    process_group: Any
 
     def __post_init__(self) -> None:
         """Raises TypeError or ValueError for what cannot be used."""
@@ -70,6 +72,7 @@ class GuardOptions:
             raise ValueError(f"sync must be 'step' or 'lagged', got {self.sync!r}")
         if self.evidence is not None:
             _check_safetensors()
+        _check_group(self.process_group)
 
     @property
     def wanted(self) -> Wanted:
@@ -218,6 +221,22 @@ def _check_names(name: str, patterns: Any) -> None:
     if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(
             f"{name} must be a list of patterns of module names, got {patterns!r}"
+        )
+
+
+def _check_group(group: Any) -> None:
+    if group is None or group is False:
+        return
+    is_there = dist.is_available() and dist.is_initialized()
+    if not is_there:
+        raise ValueError(
+            "process_group was given, and torch.distributed is not initialized: call "
+            "torch.distributed.init_process_group() first"
+        )
+    if not isinstance(group, (dist.ProcessGroup, dist.device_mesh.DeviceMesh)):
+        raise TypeError(
+            "process_group must be a ProcessGroup, a DeviceMesh, False or None, got "
+            f"{type(group).__name__}"
         )
 
 

@@ -66,6 +66,7 @@ class Report:
         num_skipped: How many steps were skipped so far, this one included.
         evidence: The folder with the tensors and the batch, or None.
         notes: What else there is to say, in sentences.
+        where: The rank, host and device that found it, where ranks decide together.
     """
 
     step: int
@@ -78,6 +79,7 @@ class Report:
     num_skipped: int = 0
     evidence: str | None = None
     notes: list[str] = field(default_factory=list)
+    where: str | None = None
 
     def __str__(self) -> str:
         """The report as text: a paragraph in plain words, then the frames."""
@@ -99,8 +101,9 @@ class Report:
         first = self.verdict.first
         if first is None:
             return [f"Step {self.step} is clean.", *self.notes]
+        where = f" on {self.where}" if self.where else ""
         return [
-            f"Step {self.step} is not finite: {_what(first)}.",
+            f"Step {self.step} is not finite{where}: {_what(first)}.",
             _who(first, self.verdict),
             *_headroom_sentences(self.verdict.headroom),
             *_least_sentences(self.least_headroom),

@@ -54,6 +54,8 @@ class StepTensors:
                 gradients of all parameters.
             level: How much to look at.
         """
+        if level is Level.OFF:
+            return
         listed = [
             (watch, watch.tensors.parameters(model))
             for watch in self._watches

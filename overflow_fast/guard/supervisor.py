@@ -61,6 +61,7 @@ class Supervisor:
         self._cadence = Cadence(
             options.every, options.warmup, options.ranges, options.budget
         )
+        self._has_budget = options.budget is not None
         self._called: set[OptimizerGate] = set()
         self._stepped: set[OptimizerGate] = set()
         self._last_seen: Report | None = None
@@ -139,7 +140,7 @@ class Supervisor:
         if gate in self._stepped:
             self._end_round()
         self._called.add(gate)
-        if self.level is Level.OFF:
+        if self.level is Level.OFF and not self._joins_every_step:
             return False
         scaler = None if gate.optimizer is None else scalers.scaler_of(gate.optimizer)
         try:
@@ -181,7 +182,7 @@ class Supervisor:
             if gate.optimizer is not optimizer or gate in self._called:
                 continue
             try:
-                if self.level is not Level.OFF:
+                if self.level is not Level.OFF or self._joins_every_step:
                     with self._shield():
                         self._judge.judge_scaler_skip(
                             gate, scaler, self.step, self.level
@@ -192,6 +193,11 @@ class Supervisor:
     def _on_evaluated(self, watch: ModelWatch) -> None:
         with self._shield():
             self._judge.judge_evaluated(watch, self.step)
+
+    @property
+    def _joins_every_step(self) -> bool:
+        """Whether other ranks may watch a step that this one does not."""
+        return self._has_budget and self.decision.agreement.is_needed
 
     @contextlib.contextmanager
     def _shield(self) -> Iterator[None]:

@@ -1,0 +1,174 @@
+"""All ranks of a process group decide alike: one small collective for each step."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .report import Report
+from .verdict import Verdict
+from .watch import ModelWatch
+
+# What of a step is sent: the blame, the step and its negative, padded to 64 bytes.
+_NUM_WORDS = 8
+# Who has seen the bad value earlier is to blame: what a collective of the training has
+# mixed into a gradient is bad on every rank.
+_LAST = 2**24
+_SEVERITY = {"grad_output": 2, "gradient": 1, "optimizer_state": 1}
+
+
+class Agreement:
+    """Agrees on the verdict of a step among the ranks that train together.
+
+    Every rank joins one all-reduce of 64 bytes for each judged step; if a rank has
+    found something, also in one gathering of reports. Errors of the collectives, a
+    timeout among them, are those of the process group.
+
+    Args:
+        process_group: A process group, a device mesh, False for none, or None: the
+            group of a model that is under DDP or FSDP, or whose parameters are
+            DTensors, unless the policy is to warn.
+        watches: The watched models.
+        may_act: Whether something else than a warning may follow.
+    """
+
+    def __init__(
+        self, process_group: Any, watches: Sequence[ModelWatch], may_act: bool
+    ) -> None:
+        self._given = process_group
+        self._watches = watches
+        self._may_act = may_act
+        self._groups: list[Any] | None = None
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there are other ranks to agree with. Found out at the first step."""
+        if self._groups is None:
+            self._groups = [g for g in self._find() if dist.get_world_size(g) > 1]
+        return bool(self._groups) and not self._is_joining()
+
+    def agree(
+        self,
+        step: int,
+        verdict: Verdict,
+        position: int,
+        make_report: Callable[[], Report],
+    ) -> tuple[Report | None, bool]:
+        """Agrees on a step.
+
+        Incurs a CPU-GPU sync where the group's collectives run on a GPU.
+
+        Args:
+            step: The step's number.
+            verdict: This rank's.
+            position: How many frames the step had before the first bad one.
+            make_report: Makes this rank's report; called on one rank.
+
+        Returns:
+            The report that all ranks act on, or None if no rank has found anything, and
+            whether it is this rank's own.
+
+        Raises:
+            RuntimeError: If the ranks are at different steps.
+        """
+        blame = 0
+        if verdict.first is not None:
+            blame = _blame(verdict.first.kind, position)
+        worst, most, least = self._maximum([blame, step, -step])
+        if most != -least:
+            raise RuntimeError(
+                "the ranks judge different steps, from "
+                f"{-least} to {most}: each has to make the same optimizer steps"
+            )
+        if worst == 0:
+            return None, False
+        is_own = blame == worst
+        own = (
+            dataclasses.replace(make_report(), where=self._where()) if is_own else None
+        )
+        return self._spread(own), is_own
+
+    # Who takes part.
+
+    def _find(self) -> list[Any]:
+        if self._given is False or not (dist.is_available() and dist.is_initialized()):
+            return []
+        if self._given is not None:
+            return _groups_of(self._given)
+        models = [watch.model for watch in self._watches]
+        found = (_group_of_model(model) for model in models if model is not None)
+        group = next((group for group in found if group is not None), None)
+        return _groups_of(group) if group is not None and self._may_act else []
+
+    def _is_joining(self) -> bool:
+        """Whether ranks may have run out of batches: those join nothing of ours."""
+        configs = (getattr(w.model, "_join_config", None) for w in self._watches)
+        return any(getattr(config, "enable", False) for config in configs)
+
+    # Collectives.
+
+    def _maximum(self, values: list[int]) -> list[int]:
+        words = torch.zeros(_NUM_WORDS, dtype=torch.int64)
+        words[: len(values)] = torch.tensor(values)
+        assert self._groups is not None
+        for group in self._groups:
+            here = words.to(_device_of(group))
+            dist.all_reduce(here, dist.ReduceOp.MAX, group=group)
+            words = here.cpu()
+        found: list[int] = words[: len(values)].tolist()
+        return found
+
+    def _spread(self, report: Report | None) -> Report:
+        assert self._groups is not None
+        for group in self._groups:
+            reports: list[Report | None] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(reports, report, group=group)
+            report = next((each for each in reports if each is not None), None)
+        assert report is not None
+        return report
+
+    def _where(self) -> str:
+        model = self._watches[0].model
+        tensors = [] if model is None else list(model.parameters())
+        device = tensors[0].device if tensors else torch.device("cpu")
+        rank, world = dist.get_rank(), dist.get_world_size()
+        return f"rank {rank} of {world} ({socket.gethostname()}, {device})"
+
+
+def _blame(kind: str, position: int) -> int:
+    """Larger for what was bad earlier; among equals, for the lower rank."""
+    severity, earliness = _SEVERITY.get(kind, 3), max(0, _LAST - position)
+    return (severity * (_LAST + 1) + earliness) * _LAST - dist.get_rank()
+
+
+def _groups_of(group: Any) -> list[Any]:
+    """The process groups that together reach all ranks of a group or a mesh."""
+    if isinstance(group, dist.device_mesh.DeviceMesh):
+        return [group.get_group(dim) for dim in range(group.ndim)]
+    return [group]
+
+
+def _group_of_model(model: nn.Module) -> Any | None:
+    """The group of a model's ranks, as far as it shows: DDP's, FSDP's, a mesh."""
+    for module in model.modules():
+        group = getattr(module, "process_group", None)
+        if isinstance(group, dist.ProcessGroup):
+            return group
+    meshes = [
+        parameter.device_mesh  # type: ignore[attr-defined]
+        for parameter in model.parameters()
+        if hasattr(parameter, "_local_tensor")
+    ]
+    return max(meshes, key=lambda mesh: mesh.ndim, default=None)
+
+
+def _device_of(group: Any) -> torch.device:
+    if "nccl" in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,332 @@
+"""Ranks that train together act on one verdict."""
+
+import functools
+import itertools
+import logging
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+from guarding import INF, plant, state_of, train_step
+from ranks import device, on_ranks
+from test_parallel import data, ddp, fsdp2, make, sharded_in_two_ways
+from torch import nn
+
+from overflow_fast import NonFiniteError, OverflowGuard
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train_one(model, optimizer, batch):
+    """The message of what a step raised, or None."""
+    try:
+        train_step(model, optimizer, batch)
+    except NonFiniteError as error:
+        return str(error)
+    return None
+
+
+class Masked(nn.Module):
+    """A branch that overflows and reaches no loss: no gradient tells of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 1)
+        self.side = nn.Linear(8, 8)
+        self.is_bad = False
+
+    def forward(self, x, y=None):
+        side = self.side(x) * (INF if self.is_bad else 1.0)
+        side = torch.where(torch.zeros_like(side, dtype=torch.bool), side, 0.0)
+        out = self.head(x + nn.functional.relu(side).detach())
+        return {
+            "loss": ((out - y) ** 2).mean()
+            + 0 * (self.side.weight.sum() + self.side.bias.sum())
+        }
+
+
+# What runs on each rank.
+
+
+def one_rank_raises():
+    model = ddp(make())
+    optimizer = sgd(model)
+    OverflowGuard(model, optimizer)
+    if dist.get_rank() == 2:
+        plant(model.module.blocks[1].fc1, INF).__enter__()
+    return train_one(model, optimizer, data()[0])
+
+
+def one_rank_skips():
+    torch.manual_seed(0)
+    inner = Masked().to(device())
+    inner.side.register_forward_hook(
+        lambda module, args, out: out * (INF if inner.is_bad else 1.0)
+    )
+    model = ddp(inner)
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer, "skip")
+    train_step(model, optimizer, data()[0])
+    before = state_of(model)
+    inner.is_bad = dist.get_rank() == 1
+    train_step(model, optimizer, data()[0])
+    is_same = all(torch.equal(a, b) for a, b in pairs(before["model"], model))
+    return guard.num_skipped, is_same, str(guard.last_report)
+
+
+def pairs(state, model):
+    return [(state[name], tensor) for name, tensor in model.state_dict().items()]
+
+
+def what_a_clean_step_costs():
+    sent = []
+    original = dist.all_reduce
+
+    def counted(tensor, *args, **kwargs):
+        sent.append(tensor.nbytes)
+        return original(tensor, *args, **kwargs)
+
+    model = ddp(make())
+    optimizer = sgd(model)
+    with OverflowGuard(model, optimizer):
+        dist.all_reduce = counted
+        for batch in data(3):
+            train_step(model, optimizer, batch)
+        dist.all_reduce = original
+    return sent
+
+
+def sharded(wrap, **arguments):
+    model = wrap(make())
+    optimizer = sgd(model)
+    OverflowGuard(model, optimizer, **arguments)
+    if dist.get_rank() == 3:
+        plant(model.blocks[2].act, INF).__enter__()
+    return train_one(model, optimizer, data()[0])
+
+
+def a_mesh():
+    mesh = dist.device_mesh.init_device_mesh(device().type, (2, 2))
+    return plain_with(mesh)
+
+
+def a_group():
+    return plain_with(dist.group.WORLD)
+
+
+def plain_with(group):
+    """Models that nothing wraps, and a group that is given."""
+    model = make()
+    optimizer = sgd(model)
+    OverflowGuard(model, optimizer, process_group=group)
+    if dist.get_rank() == 1:
+        plant(model.blocks[0].fc2, INF).__enter__()
+    return train_one(model, optimizer, data()[0])
+
+
+def not_asked_for():
+    model = make()
+    optimizer = sgd(model)
+    OverflowGuard(model, optimizer)
+    if dist.get_rank() == 1:
+        plant(model.blocks[0].fc2, INF).__enter__()
+    return train_one(model, optimizer, data()[0])
+
+
+def lagged():
+    model = make()
+    optimizer = sgd(model)
+    guard = OverflowGuard(
+        model, optimizer, process_group=dist.group.WORLD, sync="lagged", _defer=True
+    )
+    messages = []
+    for step in range(3):
+        if dist.get_rank() == 3 and step == 1:
+            with plant(model.head, INF):
+                messages.append(train_one(model, optimizer, data()[0]))
+        else:
+            messages.append(train_one(model, optimizer, data()[0]))
+    try:
+        guard.remove()
+    except NonFiniteError as error:
+        messages.append(str(error))
+    return [message and message[:60] for message in messages]
+
+
+def budgets_that_differ():
+    """Ranks look at different steps, and none waits for ever."""
+    model = ddp(make())
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer, "skip", budget=0.5)
+    for step in range(6):
+        is_off = (step + dist.get_rank()) % 2 == 0
+        guard._supervisor._set_level(
+            guard._supervisor.level.OFF if is_off else guard._supervisor.level.ALL
+        )
+        train_step(model, optimizer, data()[0])
+    guard.remove()
+    return guard.step
+
+
+def different_steps():
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    handler.emit = lambda record: messages.append(str(record.exc_info[1]))
+    logging.getLogger("overflow_fast").addHandler(handler)
+    model = ddp(make())
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer)
+    guard._supervisor.step = dist.get_rank()
+    train_step(model, optimizer, data()[0])
+    logging.getLogger("overflow_fast").removeHandler(handler)
+    return messages, guard.coverage().failures
+
+
+def a_callable():
+    asked = []
+
+    def policy(report):
+        asked.append(report)
+        return "skip"
+
+    model = ddp(make())
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer, policy)
+    if dist.get_rank() == 0:
+        plant(model.module.head, INF).__enter__()
+    train_step(model, optimizer, data()[0])
+    return len(asked), guard.num_skipped
+
+
+def only_gradients_are_bad():
+    """All ranks see bad gradients; the one whose backward made them is to blame."""
+    model = ddp(make())
+    optimizer = sgd(model)
+    OverflowGuard(model, optimizer)
+    if dist.get_rank() == 2:
+        plant(model.module.blocks[1].fc1, INF, backward=True).__enter__()
+    return train_one(model, optimizer, data()[0])
+
+
+def batches_that_run_out():
+    model = ddp(make())
+    optimizer = sgd(model)
+    with OverflowGuard(model, optimizer) as guard, model.join():
+        for batch in data(2 + dist.get_rank()):
+            train_step(model, optimizer, batch)
+    return guard.step, guard.coverage().failures
+
+
+SCENARIOS = {
+    "raise": one_rank_raises,
+    "skip": one_rank_skips,
+    "cost": what_a_clean_step_costs,
+    "fsdp2": functools.partial(sharded, fsdp2),
+    "fsdp2 and tp": functools.partial(sharded, sharded_in_two_ways),
+    "switched off": functools.partial(sharded, fsdp2, process_group=False),
+    "mesh": a_mesh,
+    "group": a_group,
+    "no group": not_asked_for,
+    "lagged": lagged,
+    "budgets": budgets_that_differ,
+    "steps": different_steps,
+    "callable": a_callable,
+    "gradients": only_gradients_are_bad,
+    "join": batches_that_run_out,
+}
+
+
+def run_all():
+    found = {}
+    for name, scenario in SCENARIOS.items():
+        try:
+            found[name] = scenario()
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
+
+
+@functools.cache
+def results():
+    return on_ranks(4, run_all)
+
+
+def all_of(scenario):
+    return [found[scenario] for found in results()]
+
+
+@pytest.mark.parametrize(
+    "scenario, rank, module",
+    [
+        ("raise", 2, "blocks.1.fc1"),
+        ("fsdp2", 3, "blocks.2.act"),
+        ("fsdp2 and tp", 3, "blocks.2.act"),
+        ("mesh", 1, "blocks.0.fc2"),
+        ("group", 1, "blocks.0.fc2"),
+        ("gradients", 2, "blocks.1.fc1"),
+    ],
+)
+def test_all_ranks_raise_what_one_has_found(scenario, rank, module):
+    first, *others = all_of(scenario)
+    assert f"is not finite on rank {rank} of 4 (" in first, first
+    assert f"of {module} (" in first
+    assert all(other == first for other in others)
+
+
+def test_all_ranks_skip_what_no_gradient_tells_of():
+    for num_skipped, is_same, report in all_of("skip"):
+        assert (num_skipped, is_same) == (1, True)
+        assert "on rank 1 of 4" in report
+
+
+def test_a_clean_step_costs_one_collective_of_64_bytes():
+    assert all_of("cost") == [[64] * 3] * 4
+
+
+def test_without_a_group_each_rank_decides_for_itself():
+    for scenario, rank in (("no group", 1), ("switched off", 3)):
+        messages = all_of(scenario)
+        assert messages[rank]
+        assert " on rank " not in messages[rank]
+    assert [bool(message) for message in all_of("no group")] == [
+        False,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_lagged_verdicts_are_agreed_on_in_the_same_step():
+    first, *others = all_of("lagged")
+    assert [bool(message) for message in first] == [False, False, True], first
+    assert "Step 1 is not finite on rank 3 of 4" in first[2]
+    assert all(other == first for other in others)
+
+
+def test_ranks_that_watch_different_steps_wait_for_nobody():
+    assert all_of("budgets") == [6] * 4
+
+
+def test_ranks_at_different_steps_are_told_of():
+    for messages, failures in all_of("steps"):
+        assert failures == 1
+        assert "the ranks judge different steps, from 0 to 3" in messages[0]
+
+
+def test_a_rank_that_runs_out_of_batches_keeps_nobody_waiting():
+    assert all_of("join") == [(2, 0), (3, 0), (4, 0), (5, 0)]
+
+
+def test_a_callable_is_asked_on_one_rank():
+    assert all_of("callable") == [(1, 1), (0, 1), (0, 1), (0, 1)]
+
+
+def test_a_group_that_cannot_be_used_is_an_error():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="init_process_group"):
+        OverflowGuard(model, process_group=object())
+    assert not any(itertools.chain(model._forward_hooks, model._forward_pre_hooks))
