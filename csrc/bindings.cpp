@@ -204,6 +204,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .value("INDIRECT", Readability::kIndirect);
   add_recorder(m);
   add_frame_hook(m);
+  add_hook_functions(m);
   py::enum_<ScanBackend>(m, "ScanBackend")
       .value("AUTO", ScanBackend::kAuto)
       .value("COMPOSITE", ScanBackend::kComposite)

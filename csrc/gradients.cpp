@@ -27,8 +27,11 @@ struct GradientHook : torch::autograd::FunctionPreHook {
     return gradients;
   }
 
-  // Compiled autograd does not run it.
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
+  // Compiled autograd asks for what it needs to run it, gets nothing, and leaves it out.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    const py::gil_scoped_acquire gil;
+    if (sink->recorder != nullptr) sink->recorder->note_compiled_autograd();
+  }
 
   std::shared_ptr<GradientSink> sink;
   uint32_t index;  // which of the node's outputs

@@ -9,9 +9,9 @@
 // module. It pickles and deep-copies as its two arguments.
 //
 // Compiled code knows a hook by its ticket, a tensor, because tensors are what modules that share
-// compiled code may differ in. The owner's `plan` says what to list, its `device` where compiled
-// code runs, and on_traced_root(has_loss) is told when the root has
-// returned, and on_traced_raised(is_root) when a frame has raised, the root's or another.
+// compiled code may differ in. The owner's `plan` says what to list, and its `device` where
+// compiled code runs. Its `traced_root` stands for the root's hooks in compiled code: see
+// overflow_fast/traced_root.py.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,13 +19,30 @@
 
 #include <string>
 
+#include "recorder.h"
+
 namespace overflow_fast {
 
-void add_frame_hook(pybind11::module_& m);
+struct FrameHook {
+  PyObject_HEAD
+  PyObject* owner;
+  PyObject* recorder_object;  // keeps `recorder` alive
+  Recorder* recorder;
+  PyObject* ticket;  // a tensor; null until the hook is traced
+  uint32_t module;
+};
 
-// What the operators do: see traced.h. A ticket of a hook that is gone is nobody's.
+void add_frame_hook(py::module_& m);
+bool is_frame_hook(PyObject* object);
+// Asks the owner at the first call: a copied or unpickled hook is made before that is complete.
+Recorder& recorder_of(FrameHook* self);
+// The hook of a ticket, or null if it is gone: then nobody asks any more.
+FrameHook* find_hook(const at::Tensor& ticket);
+
+// What torch calls, and what the operators do: see traced.h.
+void add_hook_functions(py::module_& m);
 void record_traced(const at::Tensor& ticket, const std::string& call, at::TensorList tensors);
-// Calls the owner's method.
+// Calls a method of the owner's `traced_root`.
 void call_traced(const at::Tensor& ticket, const std::string& method);
 
 }  // namespace overflow_fast

@@ -6,6 +6,7 @@ import functools
 import logging
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from . import _C
@@ -93,6 +94,17 @@ class NotCalledWarning:
             "before its first call, or call torch._dynamo.reset(). Said once.",
             num_frames,
             num_hooks,
+        )
+
+
+def warn_of_scripted(model: nn.Module) -> None:
+    """Logs that scripted modules are not looked at."""
+    count = sum(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
+    if count:
+        _log.warning(
+            "%d scripted modules are not looked at, because TorchScript has no hooks: "
+            "what they make is seen where another module is given it.",
+            count,
         )
 
 

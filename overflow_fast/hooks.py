@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, TypeGuard
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -55,8 +56,8 @@ class Attachment:
         traced.register()
         self.rank = _free_rank(model)
         for index, module in walk(model):
-            if module is model:
-                continue
+            if module is model or isinstance(module, torch.jit.ScriptModule):
+                continue  # TorchScript has no forward hooks
             hook = functools.partial(_C.run_hook, _C.FrameHook(owner, index))
             self.handles.append(module.register_forward_hook(hook, with_kwargs=True))
         before, after, ended = (
@@ -135,10 +136,14 @@ class CopiedHooks:
     """
 
     is_paused = False
+    plan = 0
+    device = None
 
     def __init__(self) -> None:
         self.handles: list[RemovableHandle] = []
         self._recorder = _C.Recorder(0)
+        self.root_hook = _C.FrameHook(self, 0)
+        self.traced_root = self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CopiedHooks, (), {"handles": self.handles}
@@ -149,6 +154,7 @@ class CopiedHooks:
             handle.remove()
 
     after_root = root_ended = on_frame = before_root
+    before = returned = ended = evaluation_ended = raised = before_root
 
     def on_unrooted(self, *_: object) -> int:
         """Takes the hooks off; says what a `FrameHook` wants to know."""
@@ -199,6 +205,19 @@ def index_of(owner: object, module: nn.Module) -> int:
     """The index by which an owner's hook knows its module, or -1."""
     hook = hook_of(owner, module)
     return -1 if hook is None else hook.module
+
+
+def is_dry_run() -> bool:
+    """Whether a pipeline runs its stage to learn shapes, with unset memory."""
+    stage = sys.modules.get("torch.distributed.pipelining.stage")
+    file = getattr(stage, "__file__", None)
+    frame: FrameType | None = None if stage is None else sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == file and "inference" in code.co_name:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_running(module: nn.Module) -> bool:

@@ -11,17 +11,24 @@ import torch
 from torch import nn
 
 from . import _C, traced
-from .coverage import Coverage, NotCalledWarning, NotScannedWarning
+from .coverage import (
+    Coverage,
+    NotCalledWarning,
+    NotScannedWarning,
+    warn_of_scripted,
+)
 from .hooks import (
     Attachment,
     hook_of,
     index_of,
+    is_dry_run,
     is_running,
     modules_once,
     modules_per_parent,
     outermost_call,
 )
 from .traced_graph import RANK
+from .traced_root import TracedRoot
 
 _RECOMPUTED, _ENDS_STEP = 1, 2
 _Self = TypeVar("_Self", bound="StepHooks")
@@ -57,13 +64,19 @@ class StepHooks:
     ) -> None:
         if sync not in _MAX_IN_FLIGHT:
             raise ValueError(f"sync must be 'step', 'lagged' or 'frame', got {sync!r}")
+        if isinstance(model, torch.jit.ScriptModule):
+            raise TypeError(
+                "model must be a module whose forward is Python, got a scripted one: "
+                "TorchScript has no hooks; watch the model before it is scripted"
+            )
         self.batch_number = 0
         self._sync = sync
         self._max_frames = max_frames
         self._options = options
         self._start()
         self._model: Callable[[], nn.Module | None] = weakref.ref(model)
-        self._attachment.attach(self, model, self._walk)
+        self._attach(model)
+        warn_of_scripted(model)
 
     def _start(self) -> None:
         self._recorder = _C.Recorder(
@@ -73,15 +86,20 @@ class StepHooks:
         self._compiled_warning = NotCalledWarning()
         self._calls_before = 0
         self.root_hook = _C.FrameHook(self, 0)
+        self.traced_root = TracedRoot(self)
         self._attachment = Attachment()
         self._is_strict = self._options.get("strict_compat", False)
         self._max_in_flight = _MAX_IN_FLIGHT[self._sync]
         self._depth = 0
         self._opens_next = False
         self._root_done = False
-        self._is_root_traced = False
+        self._is_dry_run = False
         self._unrooted_call: object = None
         self._unrooted_modules: set[int] = set()
+
+    def _attach(self, model: nn.Module) -> None:
+        self._attachment.attach(self, model, self._walk)
+        self.update_plan()
 
     # A watched model is copied and pickled together with its hooks.
 
@@ -93,14 +111,17 @@ class StepHooks:
             "_sync": self._sync,
             "_total_calls": self.total_calls,
             "_handles": self._attachment.handles,
+            "_rank": self._attachment.rank,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         total_calls, handles = state.pop("_total_calls"), state.pop("_handles")
+        rank = state.pop("_rank")
         self.__dict__.update(state)
         self._model = lambda: None  # known again when the copy's root is called
         self._start()
-        self._attachment.handles = handles
+        self._attachment.handles, self._attachment.rank = handles, rank
+        self.update_plan()
         self._recorder.total_calls = total_calls
         self._recorder.begin_batch(self.batch_number)
 
@@ -112,7 +133,7 @@ class StepHooks:
     @property
     def is_paused(self) -> bool:
         """Whether the hooks are to do nothing."""
-        return self._recorder.is_paused
+        return self._recorder.is_paused and not self._is_dry_run
 
     @property
     def device(self) -> torch.device | None:
@@ -121,9 +142,8 @@ class StepHooks:
         tensors = () if model is None else (*model.parameters(), *model.buffers())
         return next((tensor.device for tensor in tensors), None)
 
-    @property
-    def plan(self) -> int:
-        """What compiled code is to list, as flags of `traced`."""
+    def update_plan(self) -> None:
+        """Says anew what compiled code is to list, as flags of `traced`."""
         options = self._options
         flags = {
             traced.PARAMETERS: self._recorder.lists_parameters,
@@ -135,7 +155,7 @@ class StepHooks:
             **self._root_plan(),
         }
         rank = self._attachment.rank * RANK
-        return rank + sum(flag for flag, is_set in flags.items() if is_set)
+        self.plan = rank + sum(flag for flag, is_set in flags.items() if is_set)
 
     @property
     def total_calls(self) -> int:
@@ -182,6 +202,9 @@ class StepHooks:
 
     def before_root(self, module: nn.Module, args: object) -> None:
         """Starts a step when the outermost call of the root begins."""
+        if is_dry_run():
+            self._is_dry_run = self._recorder.is_paused = True
+            return
         if self._depth and not is_running(module):
             # A forward was left by an exception that skips hooks.
             self._depth = 1
@@ -203,6 +226,8 @@ class StepHooks:
         self, module: nn.Module, args: object, kwargs: object, output: object
     ) -> None:
         """Records the root's frame and closes its batch."""
+        if self._is_dry_run:
+            return
         if self._is_strict:
             self.batch_number += 1  # the original counts before it looks
         try:
@@ -211,11 +236,26 @@ class StepHooks:
             num_frames = self.total_calls - self._calls_before
             self._compiled_warning.give_once(module, num_hooks, num_frames)
         finally:
-            self._close_root()
+            self._end_batch()
         self._after_batch()
+
+    def close_root(self, has_raised: bool = False) -> None:
+        """Closes the batch of a root whose frame compiled code has recorded.
+
+        Args:
+            has_raised: Whether that frame has raised.
+        """
+        if self._is_strict:
+            self.batch_number += 1
+        self._end_batch()
+        if not has_raised:
+            self._after_batch()
 
     def root_ended(self, module: nn.Module, args: object, output: object) -> None:
         """Ends the root's call, also one that raised."""
+        if self._is_dry_run:
+            self._is_dry_run = self._recorder.is_paused = False
+            return
         has_raised = not self._root_done
         self._root_done = False
         if has_raised and not self._is_strict:
@@ -245,44 +285,6 @@ class StepHooks:
         is_outermost = module is None or index_of(self, module) == module_index
         return _ENDS_STEP if is_outermost else 0
 
-    def on_traced_before_root(self) -> None:
-        """`before_root` in compiled code."""
-        self._is_root_traced = True
-        model = self.model
-        if model is not None:
-            self.before_root(model, None)
-
-    def on_traced_root(self, has_loss: bool) -> None:
-        """The rest of `after_root` in compiled code, which has recorded the frame.
-
-        Args:
-            has_loss: Whether a loss is among what the root returned.
-        """
-        if self._is_strict:
-            self.batch_number += 1
-        self._close_root()
-        self._after_batch()
-
-    def on_traced_root_ended(self) -> None:
-        """`root_ended` in compiled code."""
-        # Compiled code runs without autograd.
-        with torch.enable_grad():
-            self._end_traced_root()
-
-    def on_traced_evaluation_ended(self) -> None:
-        """`root_ended` in code that was compiled without autograd."""
-        with torch.no_grad():
-            self._end_traced_root()
-
-    def on_traced_raised(self, is_root: bool) -> None:
-        """Ends the root's call where a frame in its compiled code has raised."""
-        if is_root:
-            self._root_done = True
-            self.batch_number += 1
-            self._begin_batch()
-        if self._is_root_traced:
-            self.on_traced_root_ended()
-
     def on_waiting(self) -> None:
         """Judges the frames that wait, where each is judged as it ends."""
         self._recorder.send()
@@ -310,6 +312,9 @@ class StepHooks:
         """Records the root's frame."""
         _C.run_hook(self.root_hook, module, args, kwargs, output)
 
+    def note_loss(self, has_loss: bool) -> None:
+        """Takes in whether compiled code has seen the root return a loss."""
+
     def _root_plan(self) -> dict[int, bool]:
         """What compiled code is to list of the root."""
         return {traced.ROOT: True}
@@ -330,13 +335,7 @@ class StepHooks:
 
     # How it is done.
 
-    def _end_traced_root(self) -> None:
-        self._is_root_traced = False
-        model = self.model
-        if model is not None:
-            self.root_ended(model, None, None)
-
-    def _close_root(self) -> None:
+    def _end_batch(self) -> None:
         self._root_done = True
         if not self._is_strict:
             self.batch_number += 1

@@ -34,7 +34,8 @@ PARAMETERS, CALLS, GRADIENTS, STRICT, KWARGS, MASKS, ROOT, LOSS = (
 )
 _MAX_DEPTH = 16
 _log = logging.getLogger("overflow_fast")
-_AFTER, _ENDED = "after_root", "root_ended"
+_AFTER = "after_root"
+_METHODS = {"before_root": "before", "root_ended": "ended"}  # of TracedRoot
 
 # Entries with the tensors of those that are one.
 _Entries = list[tuple[Item, Any]]
@@ -84,10 +85,10 @@ def trace_root(root_hook: Any, *arguments: Any) -> None:
         has_loss = hook.plan & LOSS != 0 and _loss_in(output) is not None
         _trace(hook, module, args, kwargs, output, True, has_loss)
     else:
-        name = "on_traced_" + root_hook.name
-        if root_hook.name == _ENDED and not torch.is_grad_enabled():
-            name = "on_traced_evaluation_ended"
-        emit_call(hook.ticket, name)
+        method = _METHODS[root_hook.name]
+        if method == "ended" and not torch.is_grad_enabled():
+            method = "evaluation_ended"
+        emit_call(hook.ticket, method)
 
 
 def _trace(

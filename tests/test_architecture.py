@@ -16,9 +16,10 @@ ALLOWED = {
     "report": {"_C"},
     "traced_graph": {"_C", "tensors"},
     "traced": {"_C", "names", "traced_graph"},
+    "traced_root": {"steps"},  # for its type alone
     "hooks": {"_C", "traced"},
     "coverage": {"_C"},
-    "steps": {"_C", "coverage", "hooks", "traced", "traced_graph"},
+    "steps": {"_C", "coverage", "hooks", "traced", "traced_graph", "traced_root"},
     "debug": {"_C", "ops", "report", "steps"},
     "names": set(),
     "selection": {"names"},

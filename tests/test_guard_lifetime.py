@@ -260,6 +260,37 @@ def test_a_bad_value_under_checkpointing_is_of_the_forward(reentrant):
     assert guard.num_skipped == 1
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_value_that_is_bad_only_when_computed_again_is_told_as_that(reentrant):
+    class Fickle(nn.Module):
+        """Overflows from its second call on."""
+
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.linear(x) * (INF if self.calls > 1 else 1.0)
+
+    model = nn.Sequential(nn.Linear(8, 8), Fickle(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        # The output of the last but one step is what backward needs again.
+        hidden = checkpoint(
+            lambda x: model[2](model[1](model[0](x)) ** 2),
+            torch.randn(4, 8, requires_grad=True),
+            use_reentrant=reentrant,
+        )
+        hidden.sum().backward()
+        optimizer.step()
+    verdict = guard.last_report.verdict
+    assert (verdict.maker, verdict.is_recomputed) == ("1", True)
+    assert "arose when backward computed that again" in str(guard.last_report)
+    assert any("(recomputed)" in frame for frame in guard.last_report.frames)
+
+
 def test_a_backward_in_another_thread_is_seen():
     model, optimizer = make()
     x, y = batches(1)[0]

@@ -45,6 +45,7 @@ def judge(frames: Sequence[BadFrame]) -> Verdict:
         num_bad_frames=len(frames),
         dirty_gradients=dirty,
         clean_gradients=clean,
+        is_recomputed=first.frame.is_recomputed,
     )
 
 

@@ -17,6 +17,10 @@ from .watch import ModelWatch
 _HALF = ("float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")
 _NEAREST = 8
 _FEW_BITS = 8
+_RECOMPUTED = (
+    "It was finite in the forward and arose when backward computed that again "
+    "(activation checkpointing)."
+)
 
 
 class NonFiniteError(FloatingPointError):
@@ -105,6 +109,7 @@ class Report:
         return [
             f"Step {self.step} is not finite{where}: {_what(first)}.",
             _who(first, self.verdict),
+            *([_RECOMPUTED] if self.verdict.is_recomputed else []),
             *_headroom_sentences(self.verdict.headroom),
             *_least_sentences(self.least_headroom),
             *_gradient_sentences(self.verdict),

@@ -84,6 +84,8 @@ class Verdict:
         num_bad_frames: How many calls, gradients and lists of tensors are bad.
         dirty_gradients: The parameters whose gradients are bad, in the model's order.
         clean_gradients: The nearest parameters around those whose gradients are clean.
+        is_recomputed: Whether it was finite in the forward, and bad when backward
+            computed that again.
     """
 
     batch: int = 0
@@ -95,6 +97,7 @@ class Verdict:
     num_bad_frames: int = 0
     dirty_gradients: list[str] = field(default_factory=list)
     clean_gradients: list[str] = field(default_factory=list)
+    is_recomputed: bool = False
 
     @property
     def is_clean(self) -> bool:

@@ -102,7 +102,7 @@ class ModelWatch(StepHooks):
         self._recorder.is_paused = False
         self._recorder.set_gradients_wanted(True)
         if not self.is_attached:
-            self._attachment.attach(self, model, self._walk)
+            self._attach(model)
         self._has_looked_for_shards = False
 
     def _before_step(self) -> None:
@@ -114,6 +114,7 @@ class ModelWatch(StepHooks):
         model = self.model
         if model is not None:
             self._recorder.lists_parameters = not is_sharded(model)
+            self.update_plan()
 
     def rest(self) -> None:
         """Takes the hooks off until the next `attach()`.
@@ -182,10 +183,9 @@ class ModelWatch(StepHooks):
             traced.LOSS: self.wanted.loss,
         }
 
-    def on_traced_root(self, has_loss: bool) -> None:
-        """The rest of `after_root` in compiled code."""
+    def note_loss(self, has_loss: bool) -> None:
+        """Takes in whether compiled code has seen the root return a loss."""
         self.has_seen_loss |= has_loss
-        super().on_traced_root(has_loss)
 
     def _send(self) -> None:
         # What is to be judged with its optimizer's step is sent with it, at once.

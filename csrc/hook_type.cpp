@@ -1,0 +1,187 @@
+// FrameHook as a Python type, and the tickets of hooks.
+#include <ATen/ATen.h>
+#include <Python.h>
+#include <c10/core/InferenceMode.h>
+#include <structmember.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstddef>
+#include <unordered_map>
+
+#include "eval_frame.h"
+#include "hook.h"
+#include "unseen.h"
+
+namespace overflow_fast {
+
+namespace {
+
+PyTypeObject* hook_type = nullptr;
+
+// Hooks by the address of their tickets: what compiled code knows them by.
+std::unordered_map<const void*, FrameHook*>& hooks() {
+  static auto* const by_ticket = new std::unordered_map<const void*, FrameHook*>;
+  return *by_ticket;
+}
+
+at::Tensor make_ticket(const at::Device& device) {
+  const Unseen unseen;
+  const c10::InferenceMode normal(false);
+  return at::zeros({1}, at::TensorOptions().dtype(at::kLong).device(device));
+}
+
+at::Device device_of(FrameHook* self) {
+  const auto device = py::handle(self->owner).attr("device");
+  return device.is_none() ? at::Device(at::kCPU)
+                          : reinterpret_cast<THPDevice*>(device.cast<py::object>().ptr())->device;
+}
+
+// Made when a hook is first traced.
+const at::Tensor& ticket_of(FrameHook* self) {
+  if (self->ticket == nullptr) {
+    const EvalFramePause pause;
+    self->ticket = THPVariable_Wrap(make_ticket(device_of(self)));
+    if (self->ticket == nullptr) throw py::error_already_set();
+    hooks()[THPVariable_Unpack(self->ticket).const_data_ptr()] = self;
+  }
+  return THPVariable_Unpack(self->ticket);
+}
+
+void forget_ticket(FrameHook* self) {
+  if (self->ticket == nullptr) return;
+  hooks().erase(THPVariable_Unpack(self->ticket).const_data_ptr());
+  Py_CLEAR(self->ticket);
+}
+
+template <class Get>
+PyObject* guarded_get(Get get) {
+  try {
+    return get();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+PyObject* get_ticket(PyObject* object, void*) {
+  return guarded_get([&] {
+    auto* self = reinterpret_cast<FrameHook*>(object);
+    ticket_of(self);
+    Py_INCREF(self->ticket);
+    return self->ticket;
+  });
+}
+
+PyObject* get_plan(PyObject* object, void*) {
+  return PyObject_GetAttrString(reinterpret_cast<FrameHook*>(object)->owner, "plan");
+}
+
+PyObject* create(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
+  PyObject* owner;
+  unsigned int module;
+  static const char* names[] = {"owner", "module", nullptr};
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OI", const_cast<char**>(names), &owner,
+                                   &module)) {
+    return nullptr;
+  }
+  auto* self = reinterpret_cast<FrameHook*>(type->tp_alloc(type, 0));
+  if (self == nullptr) return nullptr;
+  Py_INCREF(owner);
+  self->owner = owner;
+  self->recorder_object = nullptr;
+  self->recorder = nullptr;
+  self->ticket = nullptr;
+  self->module = module;
+  return reinterpret_cast<PyObject*>(self);
+}
+
+int traverse(PyObject* object, visitproc visit, void* arg) {
+  auto* self = reinterpret_cast<FrameHook*>(object);
+  Py_VISIT(Py_TYPE(object));
+  Py_VISIT(self->owner);
+  Py_VISIT(self->recorder_object);
+  return 0;
+}
+
+int clear(PyObject* object) {
+  auto* self = reinterpret_cast<FrameHook*>(object);
+  forget_ticket(self);
+  Py_CLEAR(self->owner);
+  self->recorder = nullptr;
+  Py_CLEAR(self->recorder_object);
+  return 0;
+}
+
+void destroy(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  clear(object);
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
+PyObject* reduce(PyObject* object, PyObject*) {
+  auto* self = reinterpret_cast<FrameHook*>(object);
+  return Py_BuildValue("O(OI)", Py_TYPE(object), self->owner, self->module);
+}
+
+PyMethodDef kMethods[] = {
+    {"__reduce__", reduce, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyMemberDef kMembers[] = {
+    {"owner", T_OBJECT, offsetof(FrameHook, owner), READONLY, "Who is told of bad frames."},
+    {"module", T_UINT, offsetof(FrameHook, module), READONLY, "The index of its module."},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyGetSetDef kGetters[] = {
+    {"ticket", get_ticket, nullptr, "A tensor that compiled code knows the hook by.", nullptr},
+    {"plan", get_plan, nullptr, "What its owner lists: see overflow_fast.traced.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+PyType_Slot kSlots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(create)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear)},
+    {Py_tp_methods, kMethods},
+    {Py_tp_members, kMembers},
+    {Py_tp_getset, kGetters},
+    {0, nullptr},
+};
+
+PyType_Spec kSpec = {"overflow_fast._C.FrameHook", sizeof(FrameHook), 0,
+                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, kSlots};
+
+}  // namespace
+
+Recorder& recorder_of(FrameHook* self) {
+  if (self->recorder == nullptr) {
+    py::object object = py::handle(self->owner).attr("_recorder");
+    self->recorder = object.cast<Recorder*>();
+    self->recorder_object = object.release().ptr();
+  }
+  return *self->recorder;
+}
+
+FrameHook* find_hook(const at::Tensor& ticket) {
+  const auto found = hooks().find(ticket.const_data_ptr());
+  return found == hooks().end() ? nullptr : found->second;
+}
+
+bool is_frame_hook(PyObject* object) { return Py_TYPE(object) == hook_type; }
+
+void add_frame_hook(py::module_& m) {
+  auto type = py::reinterpret_steal<py::object>(PyType_FromSpec(&kSpec));
+  if (!type) throw py::error_already_set();
+  hook_type = reinterpret_cast<PyTypeObject*>(type.ptr());
+  m.add_object("FrameHook", type);
+}
+
+}  // namespace overflow_fast
