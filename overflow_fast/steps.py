@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from . import _C, traced
-from .coverage import (
-    Coverage,
-    NotCalledWarning,
-    NotScannedWarning,
-    warn_of_scripted,
-)
-from .hooks import (
-    Attachment,
-    hook_of,
-    index_of,
-    is_dry_run,
-    is_running,
-    modules_once,
-    modules_per_parent,
-    outermost_call,
-)
-from .traced_graph import RANK
+from . import _C
+from .coverage import NotCalledWarning, NotScannedWarning
+from .hooks import hook_of, index_of, is_dry_run, is_running, outermost_call
+from .owner import HookOwner
 from .traced_root import TracedRoot
 
 _RECOMPUTED, _ENDS_STEP = 1, 2
@@ -37,7 +22,7 @@ _MAX_IN_FLIGHT = {"step": 0, "frame": 0, "lagged": 1}
 _log = logging.getLogger("overflow_fast")
 
 
-class StepHooks:
+class StepHooks(HookOwner):
     """The hooks on a model that record its frames and tell its steps apart.
 
     A step is one outermost call of the root; where the root is not running, one
@@ -64,31 +49,17 @@ class StepHooks:
     ) -> None:
         if sync not in _MAX_IN_FLIGHT:
             raise ValueError(f"sync must be 'step', 'lagged' or 'frame', got {sync!r}")
-        if isinstance(model, torch.jit.ScriptModule):
-            raise TypeError(
-                "model must be a module whose forward is Python, got a scripted one: "
-                "TorchScript has no hooks; watch the model before it is scripted"
-            )
-        self.batch_number = 0
         self._sync = sync
-        self._max_frames = max_frames
-        self._options = options
-        self._start()
-        self._model: Callable[[], nn.Module | None] = weakref.ref(model)
-        self._attach(model)
-        warn_of_scripted(model)
+        super().__init__(
+            model, max_frames, {**options, "fetch_frames": sync == "frame"}
+        )
 
     def _start(self) -> None:
-        self._recorder = _C.Recorder(
-            self._max_frames, **self._options, fetch_frames=self._sync == "frame"
-        )
+        super()._start()
         self._warning = NotScannedWarning()
         self._compiled_warning = NotCalledWarning()
         self._calls_before = 0
-        self.root_hook = _C.FrameHook(self, 0)
         self.traced_root = TracedRoot(self)
-        self._attachment = Attachment()
-        self._is_strict = self._options.get("strict_compat", False)
         self._max_in_flight = _MAX_IN_FLIGHT[self._sync]
         self._depth = 0
         self._opens_next = False
@@ -97,75 +68,13 @@ class StepHooks:
         self._unrooted_call: object = None
         self._unrooted_modules: set[int] = set()
 
-    def _attach(self, model: nn.Module) -> None:
-        self._attachment.attach(self, model, self._walk)
-        self.update_plan()
-
-    # A watched model is copied and pickled together with its hooks.
-
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "batch_number": self.batch_number,
-            "_max_frames": self._max_frames,
-            "_options": self._options,
-            "_sync": self._sync,
-            "_total_calls": self.total_calls,
-            "_handles": self._attachment.handles,
-            "_rank": self._attachment.rank,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        total_calls, handles = state.pop("_total_calls"), state.pop("_handles")
-        rank = state.pop("_rank")
-        self.__dict__.update(state)
-        self._model = lambda: None  # known again when the copy's root is called
-        self._start()
-        self._attachment.handles, self._attachment.rank = handles, rank
-        self.update_plan()
-        self._recorder.total_calls = total_calls
-        self._recorder.begin_batch(self.batch_number)
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The watched model, or None if it is gone."""
-        return self._model()
+        return {**super().__getstate__(), "_sync": self._sync}
 
     @property
     def is_paused(self) -> bool:
         """Whether the hooks are to do nothing."""
         return self._recorder.is_paused and not self._is_dry_run
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where the watched model's tensors are; None for the CPU."""
-        model = self.model
-        tensors = () if model is None else (*model.parameters(), *model.buffers())
-        return next((tensor.device for tensor in tensors), None)
-
-    def update_plan(self) -> None:
-        """Says anew what compiled code is to list, as flags of `traced`."""
-        options = self._options
-        flags = {
-            traced.PARAMETERS: self._recorder.lists_parameters,
-            traced.CALLS: options.get("lists_calls", True),
-            traced.GRADIENTS: options.get("watches_gradients"),
-            traced.STRICT: options.get("strict_compat"),
-            traced.KWARGS: options.get("list_kwargs"),
-            traced.MASKS: options.get("gathers"),
-            **self._root_plan(),
-        }
-        rank = self._attachment.rank * RANK
-        self.plan = rank + sum(flag for flag, is_set in flags.items() if is_set)
-
-    @property
-    def total_calls(self) -> int:
-        """How many frames were recorded."""
-        return self._recorder.total_calls
-
-    @property
-    def coverage(self) -> Coverage:
-        """What was looked at so far, and what was not."""
-        return Coverage.of(self._recorder)
 
     def check(self) -> None:
         """Judges everything that has run up to now, replays of CUDA graphs included.
@@ -302,10 +211,6 @@ class StepHooks:
 
     # What a subclass decides.
 
-    def _walk(self, model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
-        """Yields the modules to hook, each with its index in `named_modules()`."""
-        return (modules_per_parent if self._is_strict else modules_once)(model)
-
     def _record_root(
         self, module: nn.Module, args: object, kwargs: object, output: object
     ) -> None:
@@ -314,10 +219,6 @@ class StepHooks:
 
     def note_loss(self, has_loss: bool) -> None:
         """Takes in whether compiled code has seen the root return a loss."""
-
-    def _root_plan(self) -> dict[int, bool]:
-        """What compiled code is to list of the root."""
-        return {traced.ROOT: True}
 
     def on_frame(self, frame: _C.Frame) -> None:
         """Looks at a frame that is bad, or one that was asked for."""

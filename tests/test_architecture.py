@@ -19,7 +19,8 @@ ALLOWED = {
     "traced_root": {"steps"},  # for its type alone
     "hooks": {"_C", "traced"},
     "coverage": {"_C"},
-    "steps": {"_C", "coverage", "hooks", "traced", "traced_graph", "traced_root"},
+    "owner": {"_C", "coverage", "hooks", "traced", "traced_graph"},
+    "steps": {"_C", "coverage", "hooks", "owner", "traced_root"},
     "debug": {"_C", "ops", "report", "steps"},
     "names": set(),
     "selection": {"names"},
