@@ -95,6 +95,7 @@ class StepHooks(HookOwner):
         self._attachment.remove()
         self._recorder.end_step()
         self._judge_arrived(0)
+        self._recorder.is_paused = True  # for compiled code that does not notice
 
     def __enter__(self: _Self) -> _Self:
         return self

@@ -21,4 +21,4 @@ def test_every_benchmark_of_the_gpu_check_runs(tmp_path):
     assert done.returncode == 0, done.stdout
     assert "| training step | bare | ours | ours, lagged | guard |" in done.stdout
     result = json.loads((tmp_path / "gpu-no-gpu.json").read_text())
-    assert all(result[part]["rows"] for part in ("scan", "hooks", "models"))
+    assert all(result[part]["rows"] for part in ("scan", "hooks", "models", "compile"))

@@ -38,6 +38,7 @@ stage scan 120 "$python" benchmarks/gpu/scan.py "${arguments[@]}"
 stage hooks 60 "$python" benchmarks/gpu/hooks.py "${arguments[@]}"
 stage variants 60 "$python" benchmarks/gpu/variants.py "${arguments[@]}"
 stage models 150 "$python" benchmarks/gpu/models.py "${arguments[@]}"
+stage compile 120 "$python" benchmarks/gpu/compile.py "${arguments[@]}"
 if [ ${#arguments[@]} -eq 0 ] && command -v compute-sanitizer > /dev/null; then
   only=(--kernel-regex kns=scan_kernel)
   compute-sanitizer "${only[@]}" true > /dev/null 2>&1 || only=()

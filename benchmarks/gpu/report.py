@@ -136,11 +136,24 @@ def model_table(part: dict[str, Any] | None) -> list[str]:
     return table(["training step", "bare", *names.values()], cells)
 
 
+def compile_table(part: dict[str, Any] | None) -> list[str]:
+    cells = [
+        [
+            row["model"],
+            row["mode"],
+            f"{row['bare']['seconds'][1] * 1e3:.1f} ms",
+            f"{row['guard']['over_bare']:.3f}x",
+        ]
+        for row in rows_of(part, "compiled step")
+    ]
+    return table(["compiled training step", "mode", "bare", "guard"], cells)
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     parts = {
         name: json.loads(path.read_text()) if path.exists() else None
-        for name in ("scan", "hooks", "models", "variants")
+        for name in ("scan", "hooks", "models", "variants", "compile")
         for path in [folder / f"{name}.json"]
     }
     facts = next((part["device"] for part in parts.values() if part), {})
@@ -148,6 +161,7 @@ def main() -> None:
     lines = ["# On a GPU", "", *summary, "", *scan_tables(parts["scan"])]
     lines += variant_tables(parts["variants"])
     lines += hook_tables(parts["hooks"]) + model_table(parts["models"])
+    lines += compile_table(parts["compile"])
     lines += [", ".join(f"{key} {value}" for key, value in facts.items()), ""]
     slug = re.sub(r"[^a-z0-9]+", "-", facts.get("gpu", "no gpu").lower()).strip("-")
     target = RESULTS if "gpu" in facts else folder

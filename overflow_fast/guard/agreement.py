@@ -15,6 +15,7 @@ from .report import Report
 from .verdict import Verdict
 from .watch import ModelWatch
 
+_DATA_PARALLEL = {"DistributedDataParallel", "FullyShardedDataParallel"}
 # What of a step is sent: the blame, the step and its negative, padded to 64 bytes.
 _NUM_WORDS = 8
 # Who has seen the bad value earlier is to blame: what a collective of the training has
@@ -157,9 +158,8 @@ def _groups_of(group: Any) -> list[Any]:
 def _group_of_model(model: nn.Module) -> Any | None:
     """The group of a model's ranks, as far as it shows: DDP's, FSDP's, a mesh."""
     for module in model.modules():
-        group = getattr(module, "process_group", None)
-        if isinstance(group, dist.ProcessGroup):
-            return group
+        if any(cls.__name__ in _DATA_PARALLEL for cls in type(module).__mro__):
+            return module.process_group
     meshes = [
         parameter.device_mesh  # type: ignore[attr-defined]
         for parameter in model.parameters()

@@ -130,6 +130,7 @@ class ModelWatch(StepHooks):
     def detach(self) -> None:
         """Takes the hooks off; those in autograd's graphs fall silent."""
         self._attachment.remove()
+        self._recorder.is_paused = True  # for compiled code that does not notice
         self._silence()
 
     def _silence(self) -> None:
