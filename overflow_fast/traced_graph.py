@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import urllib.parse
 import weakref
 from typing import Any
 
@@ -83,7 +84,9 @@ def emit(
                 if is_new or header[0] == "BACKWARD":
                     given.append(tensor)
         lines.append((path, kind, *listing, is_named, number, is_new, why))
-    torch.ops.overflow_fast.frame(ticket, json.dumps([header, lines]), given)
+    # Inductor's C++ wrapper writes the constant between quotes as it is.
+    text = urllib.parse.quote(json.dumps([header, lines]), safe="[], ")
+    torch.ops.overflow_fast.frame(ticket, text, given)
 
 
 def emit_call(ticket: torch.Tensor, method: str) -> None:
@@ -167,7 +170,9 @@ def _functional_mode() -> FunctionalTensorMode | None:
 
 def parse(text: str) -> dict[str, object]:
     """Reads what `emit` wrote, for the extension."""
-    (phase, class_name, is_root, has_frame, has_loss), lines = json.loads(text)
+    (phase, class_name, is_root, has_frame, has_loss), lines = json.loads(
+        urllib.parse.unquote(text)
+    )
     return {
         "phase": getattr(_C.Phase, phase),
         "class_name": class_name,

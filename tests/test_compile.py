@@ -158,6 +158,12 @@ def test_modes_of_inductor(mode):
     assert compiled == guarded_report("a module", eager)
 
 
+def test_the_wrapper_of_inductor_in_cpp():
+    with torch._inductor.config.patch(cpp_wrapper=True):
+        compiled = guarded_report("a module", wrapped, fullgraph=True)
+    assert compiled == guarded_report("a module", eager)
+
+
 @dataclasses.dataclass
 class Result:
     first: torch.Tensor
