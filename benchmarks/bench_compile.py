@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import os
-import statistics
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers as hf
-from bench_guard import KEEPS_MEMORY, step_of
+from bench_guard import COLUMNS, KEEPS_MEMORY, comparison, step_of
 from bench_models import MODELS
-from common import QUICK, plain_read, progress, race, ratio, summary, write
+from common import QUICK, plain_read, progress, race, write
 from torch._inductor import metrics
 
 from overflow_fast import OverflowGuard
 
-COLUMNS = [
-    "model",
-    "dtype",
-    "guard",
-    "bare ms",
-    "guarded",
-    "adds ms",
-    "adds",
-    "floor ms",
-    "MiB scanned",
-    "kernels",
-]
 NOTES = (
     "A training step with fused AdamW, compiled by inductor, guarded over bare: each "
     "is a model of its own, compiled with its own hooks; medians of paired rounds, all "
@@ -79,32 +66,11 @@ def measure(name: str, dtype: torch.dtype, rounds: int) -> list[dict[str, Any]]:
         {
             "model": name,
             "dtype": str(dtype)[6:],
-            **row_of(times, kind, scanned),
+            **comparison(times, kind, scanned),
             "kernels": kernels[kind] or "",
         }
         for kind in GUARDS
     ]
-
-
-def row_of(
-    times: dict[str, list[float]], kind: str, scanned: dict[str, int]
-) -> dict[str, Any]:
-    bare = statistics.median(times["bare"])
-    added = statistics.median(
-        a - b for a, b in zip(times[kind], times["bare"], strict=True)
-    )
-    is_guarded = kind in scanned
-    floor = times[f"floor {kind}"] if is_guarded else [0.0]
-    return {
-        "guard": kind,
-        "bare ms": f"{bare * 1e3:.0f}",
-        "guarded": f"{ratio(times, kind, 'bare'):.3f}x",
-        "adds ms": f"{added * 1e3:.1f}",
-        "adds": f"{added / bare:.1%}",
-        "floor ms": f"{statistics.median(floor) * 1e3:.1f}" if is_guarded else "",
-        "MiB scanned": f"{scanned[kind] / 2**20:.0f}" if is_guarded else "",
-        "seconds": {name: summary(seconds) for name, seconds in times.items()},
-    }
 
 
 def main() -> None:
@@ -115,7 +81,8 @@ def main() -> None:
         rows += measure("GPT-2 small", dtype, rounds=15)
         if QUICK:
             break
-    write("compile", "The guard in compiled code", NOTES, rows, COLUMNS)
+    columns = [*COLUMNS[:-1], "kernels"]
+    write("compile", "The guard in compiled code", NOTES, rows, columns)
 
 
 if __name__ == "__main__":

@@ -112,23 +112,32 @@ def row_of(
     guards: dict[str, OverflowGuard],
     scanned: dict[str, int],
 ) -> dict[str, Any]:
+    is_off = kind == "off"
+    share = guards[kind].cost.share
+    return {
+        **comparison(times, kind, {} if is_off else scanned),
+        "says itself": "" if is_off else f"{share:.1%}",
+    }
+
+
+def comparison(
+    times: dict[str, list[float]], kind: str, scanned: dict[str, int]
+) -> dict[str, Any]:
+    """What a guarded step takes beside a bare one and its floor, if it scans."""
     bare = statistics.median(times["bare"])
     added = statistics.median(
         a - b for a, b in zip(times[kind], times["bare"], strict=True)
     )
-    share = guards[kind].cost.share
-    is_off = kind == "off"
+    is_guarded = kind in scanned
+    floor = statistics.median(times[f"floor {kind}"]) if is_guarded else 0.0
     return {
         "guard": kind,
         "bare ms": f"{bare * 1e3:.0f}",
         "guarded": f"{ratio(times, kind, 'bare'):.3f}x",
         "adds ms": f"{added * 1e3:.1f}",
         "adds": f"{added / bare:.1%}",
-        "floor ms": ""
-        if is_off
-        else f"{statistics.median(times[f'floor {kind}']) * 1e3:.1f}",
-        "MiB scanned": "" if is_off else f"{scanned[kind] / 2**20:.0f}",
-        "says itself": "" if is_off else f"{share:.1%}",
+        "floor ms": f"{floor * 1e3:.1f}" if is_guarded else "",
+        "MiB scanned": f"{scanned[kind] / 2**20:.0f}" if is_guarded else "",
         "seconds": {name: summary(seconds) for name, seconds in times.items()},
     }
 

@@ -61,42 +61,6 @@ class NotScannedWarning:
         )
 
 
-class NotCalledWarning:
-    """Logs once that a compiled model does not run its hooks.
-
-    torch.compile leaves out the hooks that came after it compiled a call, and does not
-    say so.
-    """
-
-    def __init__(self) -> None:
-        self._is_given = False
-
-    def give_once(self, model: nn.Module, num_hooks: int, num_frames: int) -> None:
-        """Logs a warning if only the root of a compiled model was seen.
-
-        Args:
-            model: The root.
-            num_hooks: How many modules have a hook.
-            num_frames: How many frames its call has left.
-        """
-        # A wrapper and what it wraps may both be seen.
-        if (
-            self._is_given
-            or num_frames > 2
-            or num_hooks <= 2
-            or not _is_compiled(model)
-        ):
-            return
-        self._is_given = True
-        _log.warning(
-            "A forward of a compiled model left %d frames of %d modules: torch.compile "
-            "ignores hooks that were put on after it had compiled. Watch the model "
-            "before its first call, or call torch._dynamo.reset(). Said once.",
-            num_frames,
-            num_hooks,
-        )
-
-
 def warn_of_scripted(model: nn.Module) -> None:
     """Logs that scripted modules are not looked at."""
     count = sum(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
@@ -106,14 +70,6 @@ def warn_of_scripted(model: nn.Module) -> None:
             "what they make is seen where another module is given it.",
             count,
         )
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return any(
-        type(module).__name__ == "OptimizedModule"
-        or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
 
 
 @functools.cache

@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from . import _C
-from .coverage import NotCalledWarning, NotScannedWarning
+from .coverage import NotScannedWarning
 from .hooks import hook_of, index_of, is_dry_run, is_running, outermost_call
 from .owner import HookOwner
 from .traced_root import TracedRoot
 
 _RECOMPUTED, _ENDS_STEP = 1, 2
 _Self = TypeVar("_Self", bound="StepHooks")
-_NUM_ROOT_HOOKS = 2  # besides the one for its frame
 _MAX_IN_FLIGHT = {"step": 0, "frame": 0, "lagged": 1}
 _log = logging.getLogger("overflow_fast")
 
@@ -57,8 +56,6 @@ class StepHooks(HookOwner):
     def _start(self) -> None:
         super()._start()
         self._warning = NotScannedWarning()
-        self._compiled_warning = NotCalledWarning()
-        self._calls_before = 0
         self.traced_root = TracedRoot(self)
         self._max_in_flight = _MAX_IN_FLIGHT[self._sync]
         self._depth = 0
@@ -127,7 +124,6 @@ class StepHooks(HookOwner):
         self._recorder.end_step()
         self._judge_arrived(self._max_in_flight)
         self._recorder.in_step = True
-        self._calls_before = self.total_calls
         self._unrooted_modules.clear()
         self._before_step()
         self._choose_watch(self.batch_number)
@@ -142,9 +138,6 @@ class StepHooks(HookOwner):
             self.batch_number += 1  # the original counts before it looks
         try:
             self._record_root(module, args, kwargs, output)
-            num_hooks = len(self._attachment.handles) - _NUM_ROOT_HOOKS
-            num_frames = self.total_calls - self._calls_before
-            self._compiled_warning.give_once(module, num_hooks, num_frames)
         finally:
             self._end_batch()
         self._after_batch()

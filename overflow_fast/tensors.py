@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from . import _C
@@ -84,3 +86,21 @@ def reason(tensor: torch.Tensor, readability: _C.Readability) -> NotScanned:
     if readability == _C.Readability.UNSUPPORTED:
         return NotScanned(f"dtype {tensor.dtype}")
     return NotScanned(f"tensor subclass {_type_name(tensor)}")
+
+
+def loss_in(output: Any) -> torch.Tensor | None:
+    """Finds the loss in what a model returned: a floating-point scalar, or None.
+
+    Dynamo traces it too.
+    """
+    if isinstance(output, torch.Tensor):
+        return output if output.numel() == 1 and output.is_floating_point() else None
+    if isinstance(output, (tuple, list)):
+        for part in output:
+            loss = loss_in(part)
+            if loss is not None:
+                return loss
+        return None
+    if isinstance(output, dict):
+        return loss_in(output.get("loss"))
+    return None if output is None else loss_in(getattr(output, "loss", None))

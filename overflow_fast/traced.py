@@ -14,6 +14,7 @@ import torch
 
 from . import _C
 from .names import authors_class
+from .tensors import loss_in
 from .traced_graph import (
     ATTRIBUTE,
     INDEX,
@@ -82,7 +83,7 @@ def trace_root(root_hook: Any, *arguments: Any) -> None:
     hook = owner.root_hook
     if root_hook.name == _AFTER:
         module, args, kwargs, output = arguments
-        has_loss = hook.plan & LOSS != 0 and _loss_in(output) is not None
+        has_loss = hook.plan & LOSS != 0 and loss_in(output) is not None
         _trace(hook, module, args, kwargs, output, True, has_loss)
     else:
         method = _METHODS[root_hook.name]
@@ -117,7 +118,7 @@ def _trace(
             ticket,
             plan,
             ("RECORDED", "", False, True, False),
-            [(item, _loss_in(output))],
+            [(item, loss_in(output))],
         )
     if has_frame or is_root:
         header = ("FORWARD", name, is_root, has_frame, has_loss)
@@ -235,17 +236,3 @@ def _holds_tensor(value: Any, depth: int) -> bool:
         if _holds_tensor(child, depth + 1):
             return True
     return False
-
-
-def _loss_in(output: Any) -> torch.Tensor | None:
-    if isinstance(output, torch.Tensor):
-        return output if output.numel() == 1 and output.is_floating_point() else None
-    if isinstance(output, (tuple, list)):
-        for part in output:
-            loss = _loss_in(part)
-            if loss is not None:
-                return loss
-        return None
-    if isinstance(output, dict):
-        return _loss_in(output.get("loss"))
-    return _loss_in(output.loss) if hasattr(output, "loss") else None

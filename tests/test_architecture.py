@@ -15,7 +15,7 @@ ALLOWED = {
     "ops": {"_C", "tensors"},
     "report": {"_C"},
     "traced_graph": {"_C", "tensors"},
-    "traced": {"_C", "names", "traced_graph"},
+    "traced": {"_C", "names", "tensors", "traced_graph"},
     "traced_root": {"steps"},  # for its type alone
     "hooks": {"_C", "traced"},
     "coverage": {"_C"},
@@ -29,7 +29,9 @@ ALLOWED = {
     "guard.cadence": set(),
     "guard.scalers": set(),
     "guard.optimizers": set(),
-    "guard.watch": {"_C", "hooks", "names", "selection", "steps", "traced"},
+    "guard.watch": {
+        *("_C", "hooks", "names", "selection", "steps", "tensors", "traced"),
+    },
     "guard.coverage": {"coverage", "guard.watch"},
     "guard.buffers": {"guard.watch"},
     "guard.step_tensors": {"_C", "selection", "guard.cadence", "guard.watch"},

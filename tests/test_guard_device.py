@@ -261,3 +261,27 @@ def test_forwards_without_autograd_pile_up_nowhere(emulated):
         guard.check()
     assert guard.last_report.verdict.maker == "head"
     assert guard.last_report.action == "warn"
+
+
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_replays_of_a_graph_are_judged_with_the_step(emulated, is_bad):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    static = torch.ones(2, 4)
+    with OverflowGuard(model, optimizer, "warn", _defer=True) as guard:
+        model(static).sum().backward()
+        optimizer.step()
+        with emulated.capture():
+            kept = model(static)  # a graph's tensors stay where they are
+        for _ in range(2):
+            emulated.replay()
+            optimizer.step()
+        assert guard.last_report is None
+        static[0, 0] = NAN if is_bad else 2.0
+        emulated.replay()
+        optimizer.step()
+    assert kept.shape == (2, 4)
+    assert (guard.last_report is not None) is is_bad
+    if is_bad:
+        assert guard.last_report.step == 3
+        assert guard.last_report.verdict.first.kind == "input"

@@ -89,8 +89,8 @@ class Judge:
             NonFiniteError: If the policy says so.
         """
         self.tensors.scan(gate.optimizer, level)
-        self._send()
         is_lagged = self._is_lagged(gate)
+        self._send(is_lagged)
         step = _Step(number, _C.Recorder.num_frames(), scaler)
         if is_lagged and self._has_flags and self._skip_on_device(gate, scaler):
             step.skipped_by = "optimizer's kernel"
@@ -161,8 +161,6 @@ class Judge:
         self.tensors.begin_round()
         self.tensors.scan(None, level)
         self._send()
-        for watch in self._watches:
-            watch.recorder.send_captured()
         try:
             self._receive(is_lagged=False)
             frames = self._take(_Step(number, _C.Recorder.num_frames()))
@@ -227,9 +225,11 @@ class Judge:
             return False
         return self._options.on_overflow != "skip" or gate.skips_on_device
 
-    def _send(self) -> None:
+    def _send(self, is_lagged: bool = False) -> None:
         for watch in self._watches:
             watch.send()
+            if not is_lagged:  # the host waits for what graphs have replayed
+                watch.recorder.send_captured()
 
     def _skip_on_device(self, gate: OptimizerGate, scaler: GradScaler | None) -> bool:
         """Has the optimizer's kernels skip the step if a flag says so; no sync."""

@@ -14,6 +14,7 @@ from ..hooks import CopiedHooks
 from ..names import is_sharded, named_modules
 from ..selection import Named, NamedTensors, Selection
 from ..steps import StepHooks
+from ..tensors import loss_in
 
 # So many copies of stats may be on their way before the host waits for one.
 _MAX_IN_FLIGHT = 64
@@ -268,15 +269,3 @@ class ModelWatch(StepHooks):
 
     def _choose_watch(self, batch: int) -> None:
         pass
-
-
-def loss_in(output: object) -> torch.Tensor | None:
-    """Finds the loss in what a model returned: a floating-point scalar, or None."""
-    if isinstance(output, torch.Tensor):
-        return output if output.numel() == 1 and output.is_floating_point() else None
-    if isinstance(output, (tuple, list)):
-        found = (loss_in(part) for part in output)
-        return next((loss for loss in found if loss is not None), None)
-    if isinstance(output, dict):
-        return loss_in(output.get("loss"))
-    return None if output is None else loss_in(getattr(output, "loss", None))
