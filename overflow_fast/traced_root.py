@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
+from torch import nn
 
-if TYPE_CHECKING:
-    from .steps import StepHooks
+
+class Steps(Protocol):
+    """Who tells the steps of a model apart; see `steps.StepHooks`."""
+
+    @property
+    def model(self) -> nn.Module | None: ...
+
+    def before_root(self, module: nn.Module, args: object) -> None: ...
+
+    def root_ended(self, module: nn.Module, args: object, output: object) -> None: ...
+
+    def note_loss(self, has_loss: bool) -> None: ...
+
+    def close_root(self, has_raised: bool = False) -> None: ...
 
 
 class TracedRoot:
@@ -17,7 +30,7 @@ class TracedRoot:
         steps: Whose hooks they are.
     """
 
-    def __init__(self, steps: StepHooks) -> None:
+    def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self._is_running = False
 

@@ -16,7 +16,7 @@ ALLOWED = {
     "report": {"_C"},
     "traced_graph": {"_C", "tensors"},
     "traced": {"_C", "names", "tensors", "traced_graph"},
-    "traced_root": {"steps"},  # for its type alone
+    "traced_root": set(),
     "hooks": {"_C", "traced"},
     "coverage": {"_C"},
     "owner": {"_C", "coverage", "hooks", "traced", "traced_graph"},
