@@ -7,6 +7,7 @@ from parity import small_model, spoil
 from torch import nn
 
 from overflow_fast import DebugUnderflowOverflow, scan
+from overflow_fast.names import authors_class
 
 DETECTED = "inf/nan detected"
 
@@ -76,3 +77,16 @@ def test_tensor_parallel_models(mesh):
     assert "weight" in detector.frames[0] and "not scanned" not in detector.frames[0]
     with pytest.raises(ValueError, match=DETECTED):
         model(torch.full((3, 4), torch.inf))
+
+
+def test_a_sharded_modules_class_is_its_authors(mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    module = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    assert type(module) is not nn.Linear
+    assert authors_class(type(module)) is nn.Linear
+    assert authors_class(nn.Linear) is nn.Linear
+    model = nn.Sequential(module)
+    with DebugUnderflowOverflow(model) as detector:
+        model(torch.ones(1, 2))
+        assert "0 Linear\n" in detector.frames[0]
