@@ -229,6 +229,42 @@ def test_a_tensor_that_is_written_to_is_scanned_again():
     assert "0.00e+00 0.00e+00 output" in compiled[2]
 
 
+class Scale(nn.Module):
+    def forward(self, x):
+        return x * 2 + 1
+
+
+@torch.no_grad()
+def test_memory_that_compiled_code_uses_again_is_scanned_again():
+    def frames(compile_, **options):
+        model = nn.Sequential(*(Scale() for _ in range(6)))
+        detector = DebugUnderflowOverflow(model)
+        compile_(model, **options)(torch.ones(64, 64))
+        return list(detector.frames)
+
+    assert frames(wrapped, fullgraph=True) == frames(eager)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gradient_from_outside_is_that_of_the_module_within(form):
+    """The root returns what its head made: eager mode lists that gradient once."""
+
+    def report(compile_, **options):
+        model, optimizer = make()
+        compiled = compile_(model, **options)
+        x, y = batches(1)[0]
+        with OverflowGuard(model, optimizer, "warn") as guard:
+            out = compiled(x, y=y)["out"]
+            (out * torch.full_like(out, INF)).sum().backward()
+            optimizer.step()
+        return without_times(guard.last_report), guard.last_report.verdict
+
+    text, verdict = report(form, backend="aot_eager", fullgraph=True)
+    assert (verdict.first.kind, verdict.first.fqn) == ("grad_output", "head")
+    if form is not in_a_function:  # that has zeros for the gradient of the loss
+        assert (text, verdict) == report(eager)
+
+
 def test_dynamic_shapes():
     model, optimizer = make()
     with OverflowGuard(model, optimizer, "warn") as guard:
