@@ -155,7 +155,6 @@ void add_recorder(py::module_& m) {
       .def_readwrite("watches_every_frame", &Recorder::watches_every_frame)
       .def_readwrite("total_calls", &Recorder::total_calls)
       .def_property_readonly("coverage", &Recorder::coverage)
-      .def_property_readonly("has_traced_calls", &Recorder::has_traced_calls)
       .def_property_readonly("num_syncs", &Recorder::num_syncs)
       .def_property_readonly("num_sends", &Recorder::num_sends)
       .def_static("num_frames", &Recorder::num_frames)

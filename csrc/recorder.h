@@ -87,7 +87,6 @@ class Recorder {
   void add_not_scanned(Frame& frame, Listing listing, py::object why);
   // Fills the frame of a compiled call: see traced.h.
   void add_traced(Frame& frame, const TracedCall& call, at::TensorList tensors);
-  bool has_traced_calls() const { return !traced_.is_empty(); }
   const TracedCall& traced_call(const std::string& text) { return traced_.call_of(text, labels_); }
   void add_none(Frame& frame, Listing listing);
   void add_not_tensor(Frame& frame, Listing listing);

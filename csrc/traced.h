@@ -40,7 +40,6 @@ struct TracedCall {
 // run of compiled code.
 class Traced {
  public:
-  bool is_empty() const { return calls_.empty(); }
   // Parses the constant at its first use. The result stays where it is.
   const TracedCall& call_of(const std::string& text, LabelTable& labels);
 

@@ -64,7 +64,6 @@ class Recorder:
     watches_every_frame: bool
     total_calls: int
     coverage: Coverage
-    has_traced_calls: bool
     num_syncs: int
     num_sends: int
     @staticmethod

@@ -106,6 +106,7 @@ class DebugUnderflowOverflow(StepHooks):
             "defer": _defer,
         }
         super().__init__(model, max_frames_to_save, options, sync)
+        self._attach(model)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {key: self.__dict__[key] for key in _COPIED}

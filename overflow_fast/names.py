@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from torch import nn
 
@@ -37,6 +37,11 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield name, module
 
 
+def has_base(cls: type, names: Container[str]) -> bool:
+    """Whether a class has one of these names, or derives from one that has."""
+    return any(base.__name__ in names for base in cls.__mro__)
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Whether a model's own parameters are parts of what its modules compute with.
 
@@ -44,8 +49,7 @@ def is_sharded(model: nn.Module) -> bool:
     gathered parameters, or parts with a layout of their own; the parts are what
     `model.parameters()` yields outside of calls.
     """
-    types = {type(module) for module in model.modules()}
-    if any(cls.__name__ in _FSDP for each in types for cls in each.__mro__):
+    if any(has_base(each, _FSDP) for each in {type(m) for m in model.modules()}):
         return True
     return any(hasattr(parameter, "_local_tensor") for parameter in model.parameters())
 

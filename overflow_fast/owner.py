@@ -16,7 +16,7 @@ from .traced_graph import RANK
 
 
 class HookOwner:
-    """The recorder of a model and the hooks that fill it.
+    """The recorder of a model and the hooks that fill it, off until `_attach()`.
 
     Args:
         model: The model to watch. It is held weakly; its hooks hold this object.
@@ -37,7 +37,6 @@ class HookOwner:
         self._options = options
         self._start()
         self._model: Callable[[], nn.Module | None] = weakref.ref(model)
-        self._attach(model)
         warn_of_scripted(model)
 
     def _start(self) -> None:

@@ -58,12 +58,17 @@ def register() -> None:
         torch.library._register_effectful_op(f"overflow_fast::{name}", effect)
 
 
+def has_compiled() -> bool:
+    """Whether dynamo has compiled anything in this process."""
+    return bool(torch._dynamo.convert_frame.input_codes.seen)
+
+
 def recompile() -> None:
     """Has compiled code compiled again, with the hooks that were put on since.
 
     Dynamo does not notice a hook on a module that had none when it compiled its call.
     """
-    if not torch._dynamo.convert_frame.input_codes.seen:
+    if not has_compiled():
         return
     torch._dynamo.reset_code_caches()
     _log.info("Hooks were put on: compiled code is compiled again at its next call.")

@@ -1,5 +1,7 @@
 """Which tests need a GPU, and the emulated one for those that do not."""
 
+import sys
+
 import pytest
 import torch
 from emulation import emulated_device, emulation
@@ -37,3 +39,12 @@ def emulated():
     """The CPU as a CUDA device, for detectors made with `_defer=True`."""
     with emulation():
         yield emulated_device()
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """Leaves nothing compiled to the next test: hooks stay on where something is."""
+    yield
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and dynamo.convert_frame.input_codes.seen:
+        dynamo.reset()

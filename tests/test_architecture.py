@@ -43,7 +43,7 @@ ALLOWED = {
     "guard.options": {
         *("guard.optimizers", "guard.report", "guard.watch", "names", "selection"),
     },
-    "guard.agreement": {"guard.report", "guard.verdict", "guard.watch"},
+    "guard.agreement": {"names", "guard.report", "guard.verdict", "guard.watch"},
     "guard.decision": {
         *("_C", "guard.agreement", "guard.attribution", "guard.evidence"),
         *("guard.options", "guard.report", "guard.step_tensors"),

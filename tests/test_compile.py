@@ -33,11 +33,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
+def fresh_counters(fresh_compiler):
     torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def eager(model, **_):
@@ -375,6 +372,20 @@ def test_a_step_that_is_not_watched_is_not_recorded():
         listed = guard.coverage().tensors_listed
         compiled(batches(1)[0][0], y=torch.zeros(4, 1))
         assert guard.coverage().tensors_listed > listed
+
+
+def test_a_cadence_leaves_alone_what_else_is_compiled(monkeypatch):
+    """An eager model is watched, and something else in the process is compiled."""
+    torch.compile(torch.sin, backend="aot_eager")(torch.ones(2))
+    torch.compile(lambda x: x + 1, backend="aot_eager")(torch.ones(2))
+    resets = []
+    monkeypatch.setattr(torch._dynamo, "reset_code_caches", lambda: resets.append(1))
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, "warn", every=2) as guard:
+        train(model, optimizer, batches(6))
+        assert guard.coverage().steps_watched == 3
+    assert len(resets) == 1  # as it is switched on
+    assert hooks_of(model, optimizer) == 0
 
 
 def test_two_watches_of_one_model():

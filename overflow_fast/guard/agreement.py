@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..names import has_base
 from .report import Report
 from .verdict import Verdict
 from .watch import ModelWatch
@@ -158,7 +159,7 @@ def _groups_of(group: Any) -> list[Any]:
 def _group_of_model(model: nn.Module) -> Any | None:
     """The group of a model's ranks, as far as it shows: DDP's, FSDP's, a mesh."""
     for module in model.modules():
-        if any(cls.__name__ in _DATA_PARALLEL for cls in type(module).__mro__):
+        if has_base(type(module), _DATA_PARALLEL):
             return module.process_group
     meshes = [
         parameter.device_mesh  # type: ignore[attr-defined]

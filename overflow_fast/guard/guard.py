@@ -57,7 +57,8 @@ class OverflowGuard:
         include: Patterns of names of the modules to look at, such as `["h.*.mlp*"]`;
             None for all.
         exclude: Patterns of names of modules to leave out.
-        every: Watch every so many steps. In between, no module has a hook.
+        every: Watch every so many steps. In between, no module has a hook; in a process
+            that has compiled code they stay, and do nothing.
         warmup: How many steps to leave alone at first.
         ranges: Watch only steps in one of these half-open ranges.
         budget: The share of a step's time that the guard may take on average, such as

@@ -77,7 +77,6 @@ class ModelWatch(StepHooks):
         self._has_looked_for_shards = False
         self._on_evaluated = on_evaluated
         super().__init__(model, max_frames, options)
-        self.detach()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CopiedHooks, (), {"handles": self._attachment.handles}
@@ -104,7 +103,6 @@ class ModelWatch(StepHooks):
         self._recorder.set_gradients_wanted(True)
         if not self.is_attached:
             self._attach(model)
-        self._has_looked_for_shards = False
 
     def _before_step(self) -> None:
         # The model may have been sharded since its hooks were put on. Its parameters
@@ -120,21 +118,21 @@ class ModelWatch(StepHooks):
     def rest(self) -> None:
         """Takes the hooks off until the next `attach()`.
 
-        Those in compiled code stay and do nothing: it would be compiled again.
+        Where there is compiled code they stay and do nothing: all of it would be
+        compiled again when they are put back.
         """
-        if self.is_attached and self._recorder.has_traced_calls:
-            self._recorder.is_paused = True
-            self._silence()
-        else:
-            self.detach()
+        if not traced.has_compiled():
+            self._attachment.remove()
+        self._silence()
 
     def detach(self) -> None:
         """Takes the hooks off; those in autograd's graphs fall silent."""
         self._attachment.remove()
-        self._recorder.is_paused = True  # for compiled code that does not notice
+        self._has_looked_for_shards = False
         self._silence()
 
     def _silence(self) -> None:
+        self._recorder.is_paused = True
         self._recorder.set_gradients_wanted(False)
         self._recorder.in_step = False
         self._depth = 0
