@@ -60,23 +60,35 @@ constexpr const char* kDtypeNames[] = {
 };
 static_assert(std::size(kDtypeNames) == static_cast<size_t>(Dtype::kCount));
 
+const char* name_of(Dtype dtype) { return kDtypeNames[static_cast<size_t>(dtype)]; }
+
 py::tuple entry_tuple(const Recorder& recorder, const Entry& entry) {
   py::object value = py::none();
   if (entry.kind == EntryKind::kTensor) value = stat_tuple(entry.stat, entry.dtype);
   if (entry.kind == EntryKind::kNotScanned) value = entry.why;
   return py::make_tuple(const_cast<Recorder&>(recorder).labels().path(entry.listing.label),
                         entry.kind, value, entry.numel, entry.listing.is_quiet, entry.is_bad(),
-                        kDtypeNames[static_cast<size_t>(entry.dtype)]);
+                        name_of(entry.dtype));
 }
 
-// (phase, module, label path, abs_max, the largest number of its format, the format), or None.
-py::object peak_tuple(Recorder& recorder, const Headroom::Peak* peak) {
-  if (peak == nullptr) return py::none();
-  const DtypeInfo& info = dtype_info(peak->dtype);
-  return py::make_tuple(peak->phase, peak->module, recorder.labels().path(peak->label),
-                        decode_key(info, peak->max_key),
-                        decode_key(info, info.first_nonfinite() - 1),
-                        kDtypeNames[static_cast<size_t>(peak->dtype)]);
+py::tuple place_tuple(Recorder& recorder, const Place& place) {
+  return py::make_tuple(place.phase, place.module, recorder.labels().path(place.label));
+}
+
+// (place, abs_max, the largest number of its format, the format).
+py::tuple peak_tuple(Recorder& recorder, const Headroom::Peak& peak) {
+  const DtypeInfo& info = dtype_info(peak.dtype);
+  return py::make_tuple(place_tuple(recorder, peak.place), decode_key(info, peak.max_key),
+                        decode_key(info, peak.limit()), name_of(peak.dtype));
+}
+
+// (the last peak, the highest abs_max of all steps, the abs_max of each of the last steps).
+py::tuple course_tuple(Recorder& recorder, const Headroom::Course& course) {
+  const DtypeInfo& info = dtype_info(course.last.dtype);
+  py::list recent;
+  for (uint64_t key : course.recent()) recent.append(decode_key(info, key));
+  return py::make_tuple(peak_tuple(recorder, course.last), decode_key(info, course.highest),
+                        recent);
 }
 
 py::list entry_list(const Recorder& recorder, const Frame& frame) {
@@ -160,6 +172,12 @@ void add_recorder(py::module_& m) {
       .def_static("num_frames", &Recorder::num_frames)
       .def_property_readonly("last_batch", &Recorder::last_batch)
       .def("entries", &entry_list)
+      .def("nonfinite_kinds",
+           [](const Recorder&, const Frame& frame) {
+             std::vector<uint64_t> kinds;
+             for (const Entry& entry : frame.entries) kinds.push_back(entry.stat.nonfinite_kinds());
+             return kinds;
+           })
       .def("history",
            [](const Recorder& self) {
              return std::vector<Frame>(self.history().begin(), self.history().end());
@@ -176,16 +194,45 @@ void add_recorder(py::module_& m) {
       .def("set_gradients_wanted", &Recorder::set_gradients_wanted)
       .def("take_gathered", &Recorder::take_gathered)
       .def("forget_parameters", &Recorder::forget_parameters)
+      .def_readwrite("counts_underflow", &Recorder::counts_underflow)
+      .def("take_underflow",
+           [](Recorder& self) {
+             py::list taken;
+             for (const Underflow::Counts& counts : self.underflow().take()) {
+               taken.append(py::make_tuple(place_tuple(self, counts.place), name_of(counts.dtype),
+                                           counts.numel, counts.zeros, counts.subnormals));
+             }
+             return taken;
+           })
+      .def("set_rules", [](Recorder& self, py::object rules) { self.rules().set(rules); })
       .def("begin_headroom", [](Recorder& self) { self.headroom().begin_step(); })
+      .def("set_low_headroom", [](Recorder& self, double bits) { self.headroom().set_low(bits); })
+      .def("low_headroom",
+           [](Recorder& self) {
+             py::list low;
+             for (const Headroom::Peak& peak : self.headroom().low()) {
+               low.append(course_tuple(self, *self.headroom().find(peak.place)));
+             }
+             return low;
+           })
+      .def("headroom",
+           [](Recorder& self) {
+             py::list all;
+             for (const auto& [_, course] : self.headroom().courses()) {
+               all.append(course_tuple(self, course));
+             }
+             return all;
+           })
       .def("least_headroom",
            [](Recorder& self) {
              const auto& peak = self.headroom().least();
-             return peak_tuple(self, peak ? &*peak : nullptr);
+             return peak ? py::object(peak_tuple(self, *peak)) : py::none();
            })
       .def("last_peak",
            [](Recorder& self, const Frame& frame, size_t entry) {
              const LabelId label = frame.entries.at(entry).listing.label;
-             return peak_tuple(self, self.headroom().last(frame.phase, frame.module, label));
+             const auto* course = self.headroom().find({frame.phase, frame.module, label});
+             return course ? py::object(peak_tuple(self, course->last)) : py::none();
            })
       .def_readwrite("seconds", &Recorder::seconds)
       .def("end_step", &Recorder::end_step)
@@ -216,6 +263,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     register_device_type(c10::Device(type).type(), reinterpret_cast<OpenDevice>(open));
   });
   m.def("isa", [] { return cpu::kernels().isa; });
+  // Kinds of non-finite values, for rules.
+  m.attr("POSITIVE_INF") = static_cast<int>(Slot::kPositiveInf);
+  m.attr("NEGATIVE_INF") = static_cast<int>(Slot::kNegativeInf);
+  m.attr("NAN") = static_cast<int>(Slot::kNan);
 }
 
 }  // namespace overflow_fast

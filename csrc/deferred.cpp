@@ -115,10 +115,9 @@ std::vector<int64_t> Deferred::masks_of(size_t device) const {
       if (!is_deferred(entry) || is_captured(entry.slot) || device_of(entry.slot) != device) {
         continue;
       }
-      const uint64_t signs = entry.listing.allows_negative_inf
-                                 ? Slot::kPositiveInf
-                                 : Slot::kPositiveInf | Slot::kNegativeInf;
-      masks[is_gradient * used + index_of(entry.slot)] |= static_cast<int64_t>(signs);
+      constexpr uint64_t kAll = Slot::kPositiveInf | Slot::kNegativeInf | Slot::kNan;
+      masks[is_gradient * used + index_of(entry.slot)] |=
+          static_cast<int64_t>(kAll & ~entry.listing.allowed);
     }
   }
   return masks;

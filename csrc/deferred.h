@@ -5,6 +5,7 @@
 #pragma once
 
 #include <deque>
+#include <span>
 #include <vector>
 
 #include "device_slots.h"
@@ -44,6 +45,8 @@ class Deferred {
   // whether a stat was bad since the last call, of gradients (1) and of everything else (0).
   void want_flags() { wants_flags_ = true; }
   std::vector<at::Tensor> take_flags();
+  // The frames that flags are made of next; none where nobody wants flags.
+  std::span<Frame> to_flag() { return wants_flags_ ? std::span(waiting_) : std::span<Frame>(); }
   // How often the host has waited for a device.
   int64_t num_syncs() const { return num_syncs_; }
   int64_t num_sends() const { return num_sends_; }

@@ -249,9 +249,11 @@ at::Tensor DeviceSlots::masks_here(const std::vector<int64_t>& masks) {
 
 void DeviceSlots::fold_flags(const at::Tensor& slots, const at::Tensor& masks) {
   const c10::InferenceMode normal(false);
-  const at::Tensor is_nan = slots.select(1, 2).ne(0).logical_and(masks.ne(0));
-  const at::Tensor is_inf = slots.select(1, 3).bitwise_and(masks).ne(0);
-  const at::Tensor flags = is_nan.logical_or(is_inf).any(1).to(at::kFloat);
+  // The kinds of each slot: the two signs of inf, and nan in the bit above.
+  const auto signs = static_cast<int64_t>(Slot::kPositiveInf | Slot::kNegativeInf);
+  const at::Tensor infs = slots.select(1, 3).bitwise_and(signs);
+  const at::Tensor nans = slots.select(1, 2).ne(0).to(at::kLong) * int64_t{Slot::kNan};
+  const at::Tensor flags = (infs + nans).bitwise_and(masks).ne(0).any(1).to(at::kFloat);
   flags_ = flags_.defined() ? at::maximum(flags_, flags) : flags;
 }
 

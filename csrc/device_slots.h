@@ -72,7 +72,7 @@ class DeviceSlots {
 
   // Starts the copy of the step's slots, resets them, and does not wait. With `masks`, also folds
   // them into the flags (see below): masks[row * n + i] says what of slot i of the n used counts
-  // for flag `row`: which signs of inf (Slot's bits), and nan if not 0.
+  // for flag `row`: which kinds of non-finite values, as bits of Slot.
   Transfer send(const std::vector<int64_t>& masks = {});
   // On the device, float32 [kNumFlags]: 1 where something that counts was bad since the last call.
   // Undefined if nothing was folded.

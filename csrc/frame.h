@@ -27,12 +27,27 @@ enum class Phase : uint8_t {
 
 enum class EntryKind : uint8_t { kTensor, kNone, kNotTensor, kNotScanned };
 
+// Where an entry stands, whichever frame it is in.
+struct Place {
+  Phase phase;
+  uint32_t module;
+  LabelId label;
+  bool operator==(const Place&) const = default;
+};
+struct PlaceHash {
+  size_t operator()(const Place& place) const {
+    const uint64_t bits = (static_cast<uint64_t>(place.phase) << 56) ^
+                          (static_cast<uint64_t>(place.module) << 28) ^ place.label;
+    return bits * 0x9e3779b97f4a7c15;
+  }
+};
+
 // How an entry is listed.
 struct Listing {
   LabelId label;
-  bool is_quiet = false;             // only when it is bad
-  bool allows_negative_inf = false;  // an additive mask by its place: -inf is no alarm
-  bool is_input = false;             // a module was given it and did not make it
+  bool is_quiet = false;  // only when it is bad
+  uint64_t allowed = 0;   // the kinds of non-finite values that are no alarm, as bits of Slot
+  bool is_input = false;  // a module was given it and did not make it
 };
 
 struct Entry {
@@ -45,8 +60,7 @@ struct Entry {
   Dtype dtype;
 
   bool is_bad() const {
-    return kind == EntryKind::kTensor && !stat.is_finite() &&
-           !(listing.allows_negative_inf && stat.has_only_negative_inf());
+    return kind == EntryKind::kTensor && (stat.nonfinite_kinds() & ~listing.allowed) != 0;
   }
 };
 

@@ -1,9 +1,13 @@
-// How near to the end of their formats values came: the least distance of a step, and the last
-// finite magnitude of each entry, which says how a value stood before it was bad.
+// How near to the end of their formats values came: the least distance of a step, and of each
+// entry the last finite magnitudes, which say how a value stood and where it went before it was
+// bad.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <optional>
 #include <unordered_map>
+#include <vector>
 
 #include "frame.h"
 
@@ -12,18 +16,51 @@ namespace overflow_fast {
 class Headroom {
  public:
   struct Peak {
-    Phase phase;
-    uint32_t module;
-    LabelId label;
+    Place place;
     Dtype dtype;
     uint64_t max_key;
 
+    uint64_t limit() const { return dtype_info(dtype).first_nonfinite() - 1; }
     // About how many times its magnitude could double: keys are piecewise linear logarithms.
     double bits() const {
-      const DtypeInfo& info = dtype_info(dtype);
-      const uint64_t limit = info.first_nonfinite() - 1;
-      return std::ldexp(static_cast<double>(limit - max_key), -info.mantissa);
+      return std::ldexp(static_cast<double>(limit() - max_key), -dtype_info(dtype).mantissa);
     }
+  };
+
+  // One entry over the steps.
+  class Course {
+   public:
+    Peak last;         // the last finite one
+    uint64_t highest;  // of all steps
+
+    void add(const Peak& peak, int64_t step) {
+      if (num_steps_ == 0 || peak.dtype != last.dtype) {
+        num_steps_ = 0;
+        highest = 0;
+      }
+      if (num_steps_ == 0 || step != step_) {
+        keys_[num_steps_ % kSteps] = 0;
+        ++num_steps_;
+        step_ = step;
+      }
+      last = peak;
+      highest = std::max(highest, peak.max_key);
+      uint64_t& key = keys_[(num_steps_ - 1) % kSteps];
+      key = std::max(key, peak.max_key);
+    }
+    // The largest keys of the last steps in which there were any, the oldest first.
+    std::vector<uint64_t> recent() const {
+      std::vector<uint64_t> keys;
+      const size_t count = std::min(num_steps_, kSteps);
+      for (size_t i = num_steps_ - count; i < num_steps_; ++i) keys.push_back(keys_[i % kSteps]);
+      return keys;
+    }
+
+   private:
+    static constexpr size_t kSteps = 16;
+    std::array<uint64_t, kSteps> keys_;
+    size_t num_steps_ = 0;
+    int64_t step_ = 0;
   };
 
   // Takes in what a frame's modules made, where that is finite.
@@ -34,37 +71,53 @@ class Headroom {
       if (!is_real || entry.listing.is_input || !entry.stat.is_finite() || entry.stat.is_empty()) {
         continue;
       }
-      add({frame.phase, frame.module, entry.listing.label, entry.dtype, entry.stat.max_key});
+      add({{frame.phase, frame.module, entry.listing.label}, entry.dtype, entry.stat.max_key});
     }
   }
 
-  void begin_step() { least_.reset(); }
+  void begin_step() {
+    ++step_;
+    least_.reset();
+    low_.clear();
+  }
   // The peak of the step that has the fewest bits left.
   const std::optional<Peak>& least() const { return least_; }
+  // From now on the peaks of a step that have fewer bits left are kept.
+  void set_low(double bits) { low_bits_ = bits; }
+  const std::vector<Peak>& low() const { return low_; }
 
-  // The last finite peak of an entry, or null.
-  const Peak* last(Phase phase, uint32_t module, LabelId label) const {
-    const auto found = last_.find(key(phase, module, label));
-    return found == last_.end() ? nullptr : &found->second;
+  // The course of an entry, or null.
+  const Course* find(const Place& place) const {
+    const auto found = courses_.find(place);
+    return found == courses_.end() ? nullptr : &found->second;
   }
+  const std::unordered_map<Place, Course, PlaceHash>& courses() const { return courses_; }
 
  private:
   // Labels that never repeat must not fill the memory of a long run.
-  static constexpr size_t kMaxPeaks = 1 << 18;
-
-  static uint64_t key(Phase phase, uint32_t module, LabelId label) {
-    return (static_cast<uint64_t>(phase) << 56) ^ (static_cast<uint64_t>(module) << 28) ^ label;
-  }
+  static constexpr size_t kMaxCourses = 1 << 16;
+  static constexpr size_t kMaxLow = 256;
 
   void add(const Peak& peak) {
-    if (!least_ || peak.bits() < least_->bits()) least_ = peak;
-    if (last_.size() < kMaxPeaks) {
-      last_[key(peak.phase, peak.module, peak.label)] = peak;
+    // What stands at the very end was put there, as a mask's finfo.min is.
+    if (peak.max_key != peak.limit()) {
+      const double bits = peak.bits();
+      if (!least_ || bits < least_->bits()) least_ = peak;
+      if (bits < low_bits_ && low_.size() < kMaxLow) low_.push_back(peak);
+    }
+    const auto found = courses_.find(peak.place);
+    if (found != courses_.end()) {
+      found->second.add(peak, step_);
+    } else if (courses_.size() < kMaxCourses) {
+      courses_[peak.place].add(peak, step_);
     }
   }
 
+  int64_t step_ = 0;
+  double low_bits_ = -1;
   std::optional<Peak> least_;
-  std::unordered_map<uint64_t, Peak> last_;
+  std::vector<Peak> low_;
+  std::unordered_map<Place, Course, PlaceHash> courses_;
 };
 
 }  // namespace overflow_fast

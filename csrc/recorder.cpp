@@ -92,6 +92,9 @@ void Recorder::add_indirect(Frame& frame, Listing listing, const at::Tensor& ten
 
 void Recorder::add_scanned(Frame& frame, Listing listing, const at::Tensor& tensor,
                            const View& view) {
+  if (counts_underflow && !listing.is_input) {
+    underflow_.add({frame.phase, frame.module, listing.label}, view.dtype, tensor, coverage_);
+  }
   if (!is_here(tensor)) return add_unscanned(frame, listing, tensor, view);
   const size_t mark = frame_mark_;
   const bool is_brief = static_cast<int64_t>(tensor.nbytes()) < kMinMemoBytes;
@@ -192,6 +195,9 @@ bool Recorder::finish(Frame& frame) {
 
 void Recorder::send() {
   memo_.clear();  // what it knows points at slots that will be written anew
+  if (!rules_.is_empty()) {
+    for (Frame& frame : deferred_.to_flag()) rules_.apply(frame, labels_, /*to_all=*/true);
+  }
   deferred_.send();
 }
 
@@ -219,9 +225,10 @@ void Recorder::record(Phase phase, const std::vector<py::str>& names,
                       const std::vector<at::Tensor>& tensors) {
   memo_.clear();
   Frame frame = begin_frame(0, py::str(), phase);
+  const uint64_t allowed = phase == Phase::kBuffers ? Slot::kNegativeInf : 0;  // masks
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (phase == Phase::kWeights && !wants_parameter(tensors[i])) continue;
-    add_tensor(frame, {labels_.name(names[i].ptr())}, tensors[i]);
+    add_tensor(frame, {labels_.name(names[i].ptr()), false, allowed}, tensors[i]);
   }
   finish(frame);
   memo_.clear();
@@ -257,6 +264,7 @@ void Recorder::drop_outer(const Frame& inner) {
 Gathered Recorder::take_gathered() { return std::exchange(gathered_, {}); }
 
 bool Recorder::judge(Frame& frame) {
+  if (frame.is_bad && !rules_.is_empty()) rules_.apply(frame, labels_, /*to_all=*/false);
   if (options_.gathers) {
     gather(std::move(frame));
     return false;

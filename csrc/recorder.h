@@ -22,8 +22,10 @@
 #include "labels.h"
 #include "layout.h"
 #include "memo.h"
+#include "rules.h"
 #include "stat.h"
 #include "traced.h"
+#include "underflow.h"
 
 namespace overflow_fast {
 
@@ -110,6 +112,8 @@ class Recorder {
   bool is_bad() const { return gathered_.num_bad > 0; }
   void hold(py::object tensors) { gathered_.held = std::move(tensors); }
   Headroom& headroom() { return headroom_; }
+  Rules& rules() { return rules_; }
+  Underflow& underflow() { return underflow_; }
   double seconds = 0;  // spent in hooks, where frames are gathered
 
   // Whether frames wait that should be fetched before the next one begins.
@@ -140,7 +144,8 @@ class Recorder {
   bool in_step = false;    // the root's forward is running
   bool is_paused = false;  // hooks that could not be taken off record nothing
   bool watches_every_frame = false;
-  bool lists_parameters;  // Options', until it is changed
+  bool lists_parameters;          // Options', until it is changed
+  bool counts_underflow = false;  // of what modules make, and of what is recorded
   int64_t total_calls = 0;
   int64_t num_syncs() const { return deferred_.num_syncs(); }
   int64_t num_sends() const { return deferred_.num_sends(); }
@@ -187,6 +192,8 @@ class Recorder {
   std::shared_ptr<GradientSink> sink_ = std::make_shared<GradientSink>(this);
   Gathered gathered_;
   Headroom headroom_;
+  Rules rules_;
+  Underflow underflow_;
   int64_t batch_ = 0;
   bool opens_batch_ = true;
 };

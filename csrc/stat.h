@@ -28,12 +28,14 @@ struct Slot {
   OF_HOST_DEVICE constexpr bool has_inf() const { return infs != 0; }
   OF_HOST_DEVICE constexpr bool is_finite() const { return (num_nan | infs) == 0; }
   OF_HOST_DEVICE constexpr uint64_t num_inf() const { return infs >> 2; }
-  OF_HOST_DEVICE constexpr bool has_only_negative_inf() const {
-    return num_nan == 0 && (infs & 3) == kNegativeInf;
+  // What there is of kPositiveInf, kNegativeInf and kNan.
+  OF_HOST_DEVICE constexpr uint64_t nonfinite_kinds() const {
+    return (infs & (kPositiveInf | kNegativeInf)) | (has_nan() ? kNan : 0);
   }
 
   static constexpr uint64_t kPositiveInf = 1;
   static constexpr uint64_t kNegativeInf = 2;
+  static constexpr uint64_t kNan = 4;  // of kinds; in `infs` this is kOneInf
   static constexpr uint64_t kOneInf = 4;
 };
 static_assert(sizeof(Slot) == 32, "a slot is four 64-bit words on every backend");

@@ -79,12 +79,12 @@ struct Walker {
   // For inputs that transformers never looks at: listed only when bad, and an additive mask's
   // -inf is no alarm there.
   bool is_quiet;
-  bool allows_negative_inf;
+  uint64_t allowed;  // see Listing
   bool is_input;
 
   void tensor(PyObject* object, LabelId label) {
     const at::Tensor& tensor = THPVariable_Unpack(object);
-    recorder.add_tensor(frame, {label, is_quiet, allows_negative_inf, is_input}, tensor);
+    recorder.add_tensor(frame, {label, is_quiet, allowed, is_input}, tensor);
     if (!is_input) recorder.watch_output(frame, label, tensor);
   }
 
@@ -176,8 +176,8 @@ void record_parameters(Recorder& recorder, Frame& frame, PyObject* module) {
 void record_inputs(Recorder& recorder, Frame& frame, PyObject* args, PyObject* kwargs) {
   const Options& options = recorder.options();
   LabelTable& labels = recorder.labels();
-  Walker listed{recorder, frame, false, options.gathers, true};
-  Walker quiet{recorder, frame, !options.list_kwargs, true, true};
+  Walker listed{recorder, frame, false, options.gathers ? Slot::kNegativeInf : 0, true};
+  Walker quiet{recorder, frame, !options.list_kwargs, Slot::kNegativeInf, true};
   if (!PyTuple_Check(args)) {
     listed.flat(args, kInputLabel);
   } else {
@@ -202,7 +202,7 @@ void record_inputs(Recorder& recorder, Frame& frame, PyObject* args, PyObject* k
 }
 
 void record_outputs(Recorder& recorder, Frame& frame, PyObject* output) {
-  Walker walker{recorder, frame, false, false, false};
+  Walker walker{recorder, frame, false, 0, false};
   LabelTable& labels = recorder.labels();
   const bool is_strict = recorder.options().strict_compat;
   if (!PyTuple_Check(output)) {

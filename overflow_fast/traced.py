@@ -141,8 +141,8 @@ def _emit(ticket: Any, plan: int, header: Header, entries: _Entries) -> None:
 
 
 def _walk_inputs(plan: int, args: Any, kwargs: Any, entries: _Entries) -> None:
-    listed = _Walk(entries, False, plan & MASKS != 0, True)
-    quiet = _Walk(entries, not plan & KWARGS, True, True)
+    listed = _Walk(entries, False, _C.NEGATIVE_INF if plan & MASKS else 0, True)
+    quiet = _Walk(entries, not plan & KWARGS, _C.NEGATIVE_INF, True)
     if not isinstance(args, tuple):
         listed.flat(args, _INPUT)
     else:
@@ -160,7 +160,7 @@ def _walk_inputs(plan: int, args: Any, kwargs: Any, entries: _Entries) -> None:
 
 
 def _walk_outputs(plan: int, output: Any, entries: _Entries) -> None:
-    walk = _Walk(entries, False, False, False)
+    walk = _Walk(entries, False, 0, False)
     if not isinstance(output, tuple):
         walk.output(plan, output, _OUTPUT, 1)
         return
@@ -180,17 +180,17 @@ class _Walk:
         self,
         entries: _Entries,
         is_quiet: bool,
-        allows_negative_inf: bool,
+        allowed: int,
         is_input: bool,
     ) -> None:
         self.entries = entries
         self.is_quiet = is_quiet
-        self.allows_negative_inf = allows_negative_inf
+        self.allowed = allowed
         self.is_input = is_input
 
     def flat(self, value: Any, label: Label) -> None:
         if isinstance(value, torch.Tensor):
-            listing = (self.is_quiet, self.allows_negative_inf, self.is_input)
+            listing = (self.is_quiet, self.allowed, self.is_input)
             self.entries.append((make_item(label, "TENSOR", *listing), value))
         else:
             kind = "NONE" if value is None else "NOT_TENSOR"

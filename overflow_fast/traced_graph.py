@@ -31,7 +31,7 @@ NAME, INDEX, KEY, ATTRIBUTE = range(4)  # styles of labels
 
 Label = tuple[tuple[int, object], ...]
 # An entry as it is traced: the path of its label, its kind, and how it is listed.
-Item = tuple[Label, str, bool, bool, bool, bool]
+Item = tuple[Label, str, bool, int, bool, bool]
 # The phase, the class's name, whether the root's call ends, whether there is a frame,
 # whether a loss is among what the root returned.
 Header = tuple[str, str, bool, bool, bool]
@@ -41,11 +41,11 @@ def make_item(
     path: Label,
     kind: str = "TENSOR",
     is_quiet: bool = False,
-    allows_negative_inf: bool = False,
+    allowed: int = 0,
     is_input: bool = False,
     is_named: bool = False,
 ) -> Item:
-    return path, kind, is_quiet, allows_negative_inf, is_input, is_named
+    return path, kind, is_quiet, allowed, is_input, is_named
 
 
 _numbers = itertools.count()
@@ -184,7 +184,7 @@ def parse(text: str) -> dict[str, object]:
 
 
 _FIELDS = (
-    *("path", "kind", "is_quiet", "allows_negative_inf", "is_input", "is_named"),
+    *("path", "kind", "is_quiet", "allowed", "is_input", "is_named"),
     *("number", "is_new", "why"),
 )
 

@@ -33,27 +33,36 @@ def judge(frames: Sequence[BadFrame]) -> Verdict:
     ordered = sorted(frames, key=lambda bad: bad.rank)
     first = ordered[0]
     place, entry = first.bad_entries()[0]
-    origin, maker = _origin(first, kind_of(first.frame, entry[0]), ordered)
+    origin, maker = _origin(first, kind_of(first.frame.phase, entry[0]), ordered)
     dirty, clean = _around_gradients(ordered)
     return Verdict(
         batch=first.frame.batch,
         first=_bad_entry(first, entry),
         origin=origin,
         maker=maker,
-        masks=_masks(first),
+        masks=_masks(first, are_masks=True),
+        allowed=_masks(first, are_masks=False),
         headroom=_headroom_before(first, place),
         num_bad_frames=len(frames),
         dirty_gradients=dirty,
         clean_gradients=clean,
         is_recomputed=first.frame.is_recomputed,
+        reaches_loss=any(map(_is_of_loss, frames)),
     )
+
+
+def _is_of_loss(bad: BadFrame) -> bool:
+    """Whether it is of a loss, or of what a model returned."""
+    kinds = [kind_of(bad.frame.phase, entry[0]) for _, entry in bad.bad_entries()]
+    is_root = bad.frame.module == 0 and bad.is_of_call
+    return "recorded" in kinds or (is_root and "output" in kinds)
 
 
 def _bad_entry(bad: BadFrame, entry: _C.EntryTuple) -> BadEntry:
     path, _, stat, numel, _, _, dtype = entry
     assert isinstance(stat, tuple)
     label = entry_label(bad.frame.phase, path)
-    kind = kind_of(bad.frame, path)
+    kind = kind_of(bad.frame.phase, path)
     is_of_call = kind in ("input", "output", "grad_output")
     fqn = bad.watch.name_at(bad.frame.module)
     if kind == "weight" and bad.is_of_call:
@@ -70,12 +79,14 @@ def _bad_entry(bad: BadFrame, entry: _C.EntryTuple) -> BadEntry:
     )
 
 
-def _masks(bad: BadFrame) -> list[str]:
-    """The labels of entries that hold infs and are not bad."""
+def _masks(bad: BadFrame, are_masks: bool) -> list[str]:
+    """The labels of inputs that are not finite and not bad, by whether all is -inf."""
+    kinds = bad.watch.recorder.nonfinite_kinds(bad.frame)
     return [
         entry_label(bad.frame.phase, path)
-        for path, _, stat, _, _, is_bad, _ in bad.entries()
-        if isinstance(stat, tuple) and stat[3] and not is_bad
+        for kind, (path, *_, is_bad, _) in zip(kinds, bad.entries(), strict=True)
+        if path[0][1] == "input" and kind and not is_bad
+        if (kind == _C.NEGATIVE_INF) == are_masks
     ]
 
 

@@ -18,6 +18,8 @@ _KINDS = {
     _C.Phase.OPTIMIZER_STATE: "optimizer_state",
 }
 
+GRADIENTS = (_C.Phase.BACKWARD, _C.Phase.GRADIENTS)
+
 
 @dataclass(frozen=True)
 class BadEntry:
@@ -80,12 +82,14 @@ class Verdict:
         maker: Who made it, in words.
         masks: The inputs of the first bad call that hold -inf and nothing worse; that
             is no alarm, since additive masks are made of it.
+        allowed: Those that hold what a rule allows; see `allow` of `OverflowGuard`.
         headroom: What the same entry's largest magnitude was when it was last finite.
         num_bad_frames: How many calls, gradients and lists of tensors are bad.
         dirty_gradients: The parameters whose gradients are bad, in the model's order.
         clean_gradients: The nearest parameters around those whose gradients are clean.
         is_recomputed: Whether it was finite in the forward, and bad when backward
             computed that again.
+        reaches_loss: Whether the loss, or anything that the model returned, is bad.
     """
 
     batch: int = 0
@@ -93,11 +97,13 @@ class Verdict:
     origin: str = ""
     maker: str = ""
     masks: list[str] = field(default_factory=list)
+    allowed: list[str] = field(default_factory=list)
     headroom: Headroom | None = None
     num_bad_frames: int = 0
     dirty_gradients: list[str] = field(default_factory=list)
     clean_gradients: list[str] = field(default_factory=list)
     is_recomputed: bool = False
+    reaches_loss: bool = False
 
     @property
     def is_clean(self) -> bool:
@@ -128,6 +134,11 @@ class BadFrame:
         return self.frame.phase == _C.Phase.BACKWARD
 
     @property
+    def is_gradient(self) -> bool:
+        """Whether it is of gradients: of an output, or of parameters."""
+        return self.frame.phase in GRADIENTS
+
+    @property
     def kind(self) -> str:
         """What its entries are, where it is of no call: see `BadEntry.kind`."""
         return _KINDS[self.frame.phase]
@@ -146,15 +157,15 @@ class BadFrame:
         return any(entry[0][0][1] == "input" for _, entry in self.bad_entries())
 
 
-def kind_of(frame: _C.Frame, path: _C.LabelPath) -> str:
+def kind_of(phase: _C.Phase, path: _C.LabelPath) -> str:
     """What an entry is: see `BadEntry.kind`."""
     root = str(path[0][1])
-    return _KINDS.get(frame.phase, root if root in ("input", "output") else "weight")
+    return _KINDS.get(phase, root if root in ("input", "output") else "weight")
 
 
 def headroom_of(watch: ModelWatch, peak: _C.PeakTuple) -> Headroom:
     """Names a recorder's peak."""
-    phase, module, path, abs_max, limit, dtype = peak
+    (phase, module, path), abs_max, limit, dtype = peak
     text = entry_label(phase, path)
     if phase in (_C.Phase.FORWARD, _C.Phase.RECOMPUTED, _C.Phase.BACKWARD):
         text = f"{text} of {watch.name_at(module) or 'the model'}"

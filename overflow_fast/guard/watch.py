@@ -256,6 +256,10 @@ class ModelWatch(StepHooks):
         name = self.names[index] if index < len(self.names) else f"module {index}"
         return f"{self.prefix}{name}" if name else self.prefix.rstrip(".")
 
+    def all_names(self) -> list[str]:
+        """The qualified names of all modules, by their index."""
+        return [self.name_at(index) for index in range(len(self.names))]
+
     def module_at(self, index: int) -> nn.Module | None:
         """The module of an index, if it is still there."""
         return self._modules[index]() if index < len(self._modules) else None
