@@ -7,6 +7,7 @@ from .debug import DebugUnderflowOverflow, detect_overflow, get_abs_min_max
 from .guard.coverage import GuardCoverage
 from .guard.guard import OverflowGuard
 from .guard.report import NonFiniteError, Report
+from .guard.state import assert_finite_state
 from .ops import Stat, scan
 from .precision import keep_in_fp32
 
@@ -18,6 +19,7 @@ __all__ = [
     "OverflowGuard",
     "Report",
     "Stat",
+    "assert_finite_state",
     "detect_overflow",
     "get_abs_min_max",
     "keep_in_fp32",

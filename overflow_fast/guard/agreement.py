@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ..names import has_base
+from .joining import GuardJoinable
 from .report import Report
 from .verdict import Verdict
 from .watch import ModelWatch
 
+_log = logging.getLogger("overflow_fast")
 _DATA_PARALLEL = {"DistributedDataParallel", "FullyShardedDataParallel"}
 # What of a step is sent: the blame, the step and its negative, padded to 64 bytes.
 _NUM_WORDS = 8
@@ -38,6 +42,10 @@ class Agreement:
             DTensors, unless the policy is to warn.
         watches: The watched models.
         may_act: Whether something else than a warning may follow.
+
+    Attributes:
+        joinable: What takes part for ranks that have no batches left, or None.
+        error: What a collective has raised, or None.
     """
 
     def __init__(
@@ -47,13 +55,41 @@ class Agreement:
         self._watches = watches
         self._may_act = may_act
         self._groups: list[Any] | None = None
+        self._has_warned = False
+        self.joinable: GuardJoinable | None = None
+        self.error: Exception | None = None
 
     @property
     def is_needed(self) -> bool:
         """Whether there are other ranks to agree with. Found out at the first step."""
         if self._groups is None:
             self._groups = [g for g in self._find() if dist.get_world_size(g) > 1]
-        return bool(self._groups) and not self._is_joining()
+        return bool(self._groups) and not self._is_left_out()
+
+    def make_joinable(self, judge: Callable[[], None]) -> GuardJoinable:
+        """What takes part for ranks without batches; judge() judges a step of others.
+
+        Raises:
+            RuntimeError: If the ranks do not decide together in one process group.
+        """
+        if self.joinable is None:
+            groups = self._groups if self.is_needed and self._groups else []
+            if len(groups) != 1:
+                raise RuntimeError(
+                    "joinable needs a guard whose ranks decide together in one process "
+                    f"group, got {len(groups)}: initialize torch.distributed, and give "
+                    "process_group="
+                )
+            self.joinable = GuardJoinable(groups[0], self._device, judge)
+        return self.joinable
+
+    def agree_on(self, step: int, report: Report | None) -> Report | None:
+        """The report of a rank that has one, or None; see `agree()`."""
+        if not self.is_needed:
+            return report
+        verdict = Verdict() if report is None else report.verdict
+        own = report or Report(step, "raise", verdict)
+        return self.agree(step, verdict, 0, lambda: own)[0]
 
     def agree(
         self,
@@ -79,6 +115,8 @@ class Agreement:
         Raises:
             RuntimeError: If the ranks are at different steps.
         """
+        if self.joinable is not None:
+            self.joinable.notify()
         blame = 0
         if verdict.first is not None:
             blame = _blame(verdict.first.kind, position)
@@ -94,7 +132,17 @@ class Agreement:
         own = (
             dataclasses.replace(make_report(), where=self._where()) if is_own else None
         )
-        return self._spread(own), is_own
+        return next(each for each in self.gather(own) if each is not None), is_own
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank gives, of all ranks that decide together."""
+        values = [value]
+        for group in self._groups if self.is_needed and self._groups else []:
+            of_group: list[Any] = [None] * dist.get_world_size(group)
+            with self._collective():
+                dist.all_gather_object(of_group, values, group=group)
+            values = [each for several in of_group for each in several]
+        return values
 
     # Who takes part.
 
@@ -108,39 +156,49 @@ class Agreement:
         group = next((group for group in found if group is not None), None)
         return _groups_of(group) if group is not None and self._may_act else []
 
-    def _is_joining(self) -> bool:
-        """Whether ranks may have run out of batches: those join nothing of ours."""
+    def _is_left_out(self) -> bool:
+        """Whether ranks without batches join others' collectives, but not ours."""
+        if self.joinable is not None and self.joinable.is_entered:
+            return False
         configs = (getattr(w.model, "_join_config", None) for w in self._watches)
-        return any(getattr(config, "enable", False) for config in configs)
+        is_left_out = any(getattr(config, "enable", False) for config in configs)
+        if is_left_out and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "model.join() knows nothing of the guard: each rank decides for itself "
+                "from now on. `with Join([model, guard.joinable]):` has them decide "
+                "together (torch.distributed.algorithms.join)."
+            )
+        return is_left_out
 
     # Collectives.
+
+    @contextlib.contextmanager
+    def _collective(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.error = error
+            raise
 
     def _maximum(self, values: list[int]) -> list[int]:
         words = torch.zeros(_NUM_WORDS, dtype=torch.int64)
         words[: len(values)] = torch.tensor(values)
         assert self._groups is not None
         for group in self._groups:
-            here = words.to(_device_of(group))
-            dist.all_reduce(here, dist.ReduceOp.MAX, group=group)
-            words = here.cpu()
+            with self._collective():
+                here = words.to(_device_of(group))
+                dist.all_reduce(here, dist.ReduceOp.MAX, group=group)
+                words = here.cpu()
         found: list[int] = words[: len(values)].tolist()
         return found
 
-    def _spread(self, report: Report | None) -> Report:
-        assert self._groups is not None
-        for group in self._groups:
-            reports: list[Report | None] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(reports, report, group=group)
-            report = next((each for each in reports if each is not None), None)
-        assert report is not None
-        return report
-
     def _where(self) -> str:
-        model = self._watches[0].model
-        tensors = [] if model is None else list(model.parameters())
-        device = tensors[0].device if tensors else torch.device("cpu")
         rank, world = dist.get_rank(), dist.get_world_size()
-        return f"rank {rank} of {world} ({socket.gethostname()}, {device})"
+        return f"rank {rank} of {world} ({socket.gethostname()}, {self._device()})"
+
+    def _device(self) -> torch.device:
+        return self._watches[0].device or torch.device("cpu")
 
 
 def _blame(kind: str, position: int) -> int:

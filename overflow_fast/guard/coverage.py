@@ -27,6 +27,7 @@ class GuardCoverage:
         not_watched: Which kinds of tensors the guard was not asked to look at.
         has_seen_loss: Whether a loss was among the outputs, or recorded.
         failures: How often the guard itself failed, so that something was not judged.
+        rules_unused: The rules of `allow` that nothing has matched yet.
     """
 
     tensors_listed: int
@@ -41,6 +42,7 @@ class GuardCoverage:
     not_watched: list[str]
     has_seen_loss: bool
     failures: int
+    rules_unused: list[str]
 
     @classmethod
     def of(
@@ -50,6 +52,7 @@ class GuardCoverage:
         steps_watched: int,
         without_gradient: int,
         failures: int,
+        rules_unused: list[str],
     ) -> GuardCoverage:
         """What the watches of a guard have looked at so far."""
         found = [Coverage.of(watch.recorder) for watch in watches]
@@ -72,6 +75,7 @@ class GuardCoverage:
             [kind for kind in Wanted._fields if not getattr(wanted, kind)],
             any(watch.has_seen_loss for watch in watches),
             failures,
+            rules_unused,
         )
 
     def gaps(self) -> list[str]:
@@ -98,9 +102,13 @@ class GuardCoverage:
         return sentences
 
     def __str__(self) -> str:
-        """What was looked at, and what was not."""
+        """What was looked at, and what was not, and rules to look at again."""
         looked_at = (
             f"Looked at {self.tensors_listed} tensors in {self.tensors_scanned} scans "
             f"of {self.bytes_scanned} bytes in {self.steps_watched} steps."
         )
-        return " ".join([looked_at, *self.gaps()])
+        unused = [
+            f"The rule {rule!r} has matched nothing: see which labels a report gives."
+            for rule in self.rules_unused
+        ]
+        return " ".join([looked_at, *self.gaps(), *unused])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,8 @@ from typing import Any
 from .. import _C
 from .agreement import Agreement
 from .attribution import judge
-from .evidence import EvidenceFolder, JsonLog
+from .evidence import EvidenceFolder, JsonLog, of_rank
+from .learning import Learning
 from .options import ACTIONS, GuardOptions
 from .report import Cost, NonFiniteError, Report, frame_texts, least_headroom
 from .step_tensors import StepTensors
@@ -76,16 +78,27 @@ class Decision:
         if options.evidence is not None:
             most = int(options.evidence_mib * _MIB)
             self._evidence = EvidenceFolder(
-                options.evidence, most, options.evidence_keep
+                of_rank(options.evidence), most, options.evidence_keep
             )
         if options.log is not None:
             most = int(options.log_mib * _MIB)
-            self._json = JsonLog(options.log, most, options.log_keep)
+            self._json = JsonLog(of_rank(options.log), most, options.log_keep)
         self.num_skipped = 0
         self.consecutive_skips = 0
         self.last_step_skipped = False
         self.last_report: Report | None = None
-        self.users_error: Exception | None = None
+        self.num_bad = 0
+        self.learning: Learning | None = None
+        self._callables_error: Exception | None = None
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether what is not finite may turn out to be expected."""
+        return self.learning is not None and not self.learning.is_over
+
+    def is_foreign(self, error: Exception) -> bool:
+        """Whether an error is not the guard's, but a callable's or a group's."""
+        return error is self._callables_error or error is self.agreement.error
 
     def decide(self, found: Finding) -> Report | None:
         """Decides on a step, and says so.
@@ -97,13 +110,19 @@ class Decision:
             NonFiniteError: If the policy is to raise, or too many steps in a row have
                 been skipped.
         """
+        if self.learning is not None:
+            frames = self.learning.without_expected(found.frames)
+            found = dataclasses.replace(found, frames=frames)
         verdict = judge(found.frames)
         report, is_own = self._agreed(found, verdict)
         if report is None:
+            if self.learning is not None and found.is_of_step:
+                self.learning.end_clean_step()
             self._consecutive_bad = self.consecutive_skips = 0
             self.last_step_skipped = bool(found.skipped_by)
             self._write_line(found, verdict, found.skipped_by or None)
             return None
+        self.num_bad += 1
         self._consecutive_bad += 1
         self._count(report.action, found)
         report = self._with_limit(report)
@@ -129,6 +148,14 @@ class Decision:
                 lambda: self._report(found, verdict),
             )
         return None if verdict.is_clean else self._report(found, verdict), True
+
+    def metrics(self) -> dict[str, int]:
+        """How many steps were bad and skipped."""
+        return {
+            "bad_steps_total": self.num_bad,
+            "skipped_steps_total": self.num_skipped,
+            "consecutive_skips": self.consecutive_skips,
+        }
 
     def close(self) -> None:
         """Closes the log."""
@@ -168,7 +195,7 @@ class Decision:
         try:
             return _checked(policy(report))
         except Exception as error:
-            self.users_error = error
+            self._callables_error = error
             raise
 
     def _frames(self, frames: Sequence[BadFrame]) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from .report import Report
@@ -136,3 +137,12 @@ class _Handler(logging.handlers.RotatingFileHandler):
         if not self._has_failed:
             self._has_failed = True
             _log.warning("a line of %s was lost", self.baseFilename, exc_info=True)
+
+
+def of_rank(path: str | os.PathLike[str]) -> Path:
+    """A path of this rank's own: `guard.rank3.jsonl` where there are several ranks."""
+    whole = Path(path)
+    has_ranks = dist.is_available() and dist.is_initialized()
+    if not has_ranks or dist.get_world_size() == 1:
+        return whole
+    return whole.with_name(f"{whole.stem}.rank{dist.get_rank()}{whole.suffix}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.optim import Optimizer
@@ -11,16 +11,23 @@ from torch.optim import Optimizer
 from .. import _C
 from .cadence import Level
 from .coverage import GuardCoverage
+from .headroom import HeadroomTable
+from .joining import GuardJoinable
+from .metrics import Exporter
 from .options import (
     EVERYTHING,
     GuardOptions,
     Models,
     Path,
     Policy,
+    check_int,
+    check_names,
     named_models,
     optimizers_of,
 )
 from .report import Cost, NonFiniteError, Report
+from .rules import Allow
+from .self_test import Loss, SelfTestResult
 from .supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -88,6 +95,24 @@ class OverflowGuard:
             of a model under DDP or FSDP, or with DTensor parameters, unless the policy
             is to warn. False: each rank decides for itself. With a group, every rank
             has to have its guard, and call `check()` where one does.
+        allow: Non-finite values that are meant, such as
+            `{"*.attn:input[attn_mask]": "-inf", "router:output[1]": "inf"}`: a pattern
+            of module names, a colon, and a pattern of that module's entries:
+            `input...`, `output...`, `grad_output...`, `weight.NAME`, `buffer.NAME`,
+            `gradient.NAME`, `optimizer_state.NAME...`, or `recorded.NAME` (with no
+            module). `[x]`, `['x']` and `.x` are the same. What is meant is "-inf",
+            "+inf", "inf" for both, "nan", or a list of these; anything else there is
+            still an alarm. See `learn()`. -inf in inputs and buffers needs no rule.
+        headroom_bits: Log a warning when what modules make, a weight or a gradient
+            could double less often than so many times in its dtype (1.0: it is beyond
+            half of the largest number); once, and again when half of that is gone.
+            Gradients that a GradScaler scales are left out. None for never.
+        underflow_every: Count the zeros and subnormals of all that in every so many'th
+            step, for `headroom()` and `metrics()`. That takes about as long as four
+            scans more, and temporaries of each tensor's size. None for never.
+        metrics: Who is told numbers after each watched step: a callable that takes the
+            step and a dict, such as
+            `overflow_fast.integrations.tensorboard.TensorBoardMetrics()`, or several.
 
     Raises:
         TypeError, ValueError: If an argument cannot be used.
@@ -127,6 +152,10 @@ class OverflowGuard:
         log_mib: float = 16,
         log_keep: int = 3,
         process_group: ProcessGroup | DeviceMesh | Literal[False] | None = None,
+        allow: Allow | None = None,
+        headroom_bits: float | None = None,
+        underflow_every: int | None = None,
+        metrics: Exporter | Sequence[Exporter] | None = None,
         _defer: bool = False,
     ) -> None:
         options = GuardOptions(
@@ -149,6 +178,10 @@ class OverflowGuard:
             log_mib=log_mib,
             log_keep=log_keep,
             process_group=process_group,
+            allow={} if allow is None else allow,
+            headroom_bits=headroom_bits,
+            underflow_every=underflow_every,
+            metrics=metrics,
         )
         self._supervisor = Supervisor(
             options, named_models(model), optimizers_of(optimizer), _defer
@@ -240,6 +273,127 @@ class OverflowGuard:
     def coverage(self) -> GuardCoverage:
         """What was looked at so far, and what was not, with the reasons."""
         return self._supervisor.coverage()
+
+    def headroom(self) -> HeadroomTable:
+        """How many bits everything has left in its dtype and in float16, and its trend.
+
+        Of what modules returned, weights, buffers and gradients, as they last were;
+        with `underflow_every` also zeros and subnormals. Incurs no CPU-GPU sync.
+        """
+        return self._supervisor.headroom.table()
+
+    def metrics(self) -> dict[str, float]:
+        """What the guard measures, as numbers: what exporters are told after each step.
+
+        `steps_total`, `steps_watched_total`, `bad_steps_total`, `skipped_steps_total`,
+        `consecutive_skips`, `not_scanned_total`; `guard_seconds`, `step_seconds` and
+        `guard_share` (see `Cost`); `headroom_bits`, the least of the last watched step;
+        and, with `underflow_every`, the shares `gradient_zeros`, `gradient_subnormals`,
+        `activation_zeros` and `activation_subnormals`. No CPU-GPU sync.
+        """
+        return self._supervisor.metrics()
+
+    def learn(self, steps: int, *, adopt: bool = True) -> None:
+        """Learns what is not finite by design, from the next clean steps.
+
+        Infs in the inputs and outputs of modules are no alarm meanwhile, where no nan
+        comes with them and loss, gradients and weights are finite. After `steps` such
+        steps a warning is logged (logger `overflow_fast`) that proposes rules for
+        `allow`. Where ranks decide together, all have to call this, and learn the same.
+
+        Args:
+            steps: How many clean steps to learn from, at least 1.
+            adopt: Whether the guard follows the rules from then on.
+        """
+        check_int("steps", steps, 1)
+        self._supervisor.learn(steps, adopt)
+
+    def self_test(
+        self,
+        batch: Any,
+        *,
+        loss: Loss | None = None,
+        layers: Sequence[str] | None = None,
+        max_layers: int = 16,
+    ) -> SelfTestResult:
+        """Plants a nan and an inf in layers, and looks whether the guard finds them.
+
+        For each layer, in what it returns and in the gradient of that. Prints a table:
+        what was caught, and whether the layer was named. Gradients, buffers and random
+        states are put back, bit for bit; no optimizer steps, nothing is logged, and
+        what the guard had found since its last step is forgotten. Runs forward and
+        backward once and four times for each layer, in eager mode. Where ranks share a
+        model (DDP, FSDP), all of them have to call it.
+
+        Args:
+            batch: What the model is called with: a tuple of arguments, a dict of
+                keyword arguments, or the one argument.
+            loss: Takes the batch, calls the model and returns what to call
+                `backward()` on. None: the loss that the model returns, or the sum of
+                what it returns.
+            layers: Patterns of the names of the layers; None for all.
+            max_layers: How many of them to try at most, spread over the model.
+
+        Returns:
+            What became of each fault; `.has_passed`.
+
+        Raises:
+            TypeError, ValueError: If an argument cannot be used.
+            RuntimeError: If backward changes parameters.
+        """
+        check_int("max_layers", max_layers, 1)
+        if loss is not None and not callable(loss):
+            raise TypeError(
+                "loss must be a callable that takes the batch and returns a loss, got "
+                f"{type(loss).__name__}"
+            )
+        check_names("layers", layers, optional=True)
+        result = self._supervisor.self_test(batch, loss, layers, max_layers)
+        print(result)
+        return result
+
+    @property
+    def rules(self) -> dict[str, str | list[str]]:
+        """What is allowed, given or learned, as `allow` takes it."""
+        return self._supervisor.rules.to_dict()
+
+    def assert_finite_state(
+        self,
+        model: Models | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        *,
+        joint: bool = False,
+    ) -> None:
+        """Raises if a checkpoint of model and optimizer would hold a nan or an inf.
+
+        Looks at parameters, buffers and the optimizer's state, whatever `watch` says;
+        `allow` counts. One pass over their memory, one CPU-GPU sync for each device.
+
+        Args:
+            model: The model or models; by default those of the guard.
+            optimizer: The optimizer or optimizers; by default those of the guard.
+            joint: Whether the ranks decide together; then all of them have to call it.
+
+        Raises:
+            NonFiniteError: If something is not finite; its report names what.
+        """
+        self._supervisor.assert_finite_state(
+            None if model is None else named_models(model),
+            None if optimizer is None else optimizers_of(optimizer),
+            joint,
+        )
+
+    @property
+    def joinable(self) -> GuardJoinable:
+        """For ranks that run out of batches: `with Join([model, guard.joinable]):`.
+
+        (`torch.distributed.algorithms.join`.) Ranks without batches go on deciding with
+        the others; each forward of DDP has to be followed by one optimizer step.
+
+        Raises:
+            RuntimeError: If the ranks do not decide together in one process group.
+        """
+        return self._supervisor.joinable
 
     def record(self, **tensors: torch.Tensor) -> None:
         """Adds tensors that no module returns to the step: `guard.record(loss=loss)`.

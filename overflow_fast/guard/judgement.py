@@ -13,16 +13,14 @@ from .. import _C
 from .buffers import BufferKeeper
 from .cadence import Level
 from .decision import Decision, Finding
+from .headroom import HeadroomKeeper
 from .optimizers import OptimizerGate
 from .options import GuardOptions
 from .report import Report
-from .scalers import has_found_inf
+from .scalers import SCALER, has_found_inf, without_scalers
 from .step_tensors import StepTensors
 from .verdict import BadFrame
 from .watch import ModelWatch
-
-_SCALER = "GradScaler"
-_GRADIENTS = (_C.Phase.BACKWARD, _C.Phase.GRADIENTS)
 
 
 @dataclass
@@ -43,6 +41,7 @@ class Judge:
         options: The guard's.
         watches: The watched models.
         decision: Who decides.
+        headroom: Who looks at what the step leaves of headroom.
     """
 
     def __init__(
@@ -50,10 +49,13 @@ class Judge:
         options: GuardOptions,
         watches: Sequence[ModelWatch],
         decision: Decision,
+        headroom: HeadroomKeeper,
     ) -> None:
         self._options = options
         self._watches = watches
         self._decision = decision
+        self._headroom = headroom
+        self._has_scaler = False
         self._steps: collections.deque[_Step] = collections.deque()
         self._has_flags = False
         self._has_restored = False
@@ -88,20 +90,27 @@ class Judge:
         Raises:
             NonFiniteError: If the policy says so.
         """
+        self._has_scaler |= scaler is not None
         self.tensors.scan(gate.optimizer, level)
         is_lagged = self._is_lagged(gate)
         self._send(is_lagged)
         step = _Step(number, _C.Recorder.num_frames(), scaler)
-        if is_lagged and self._has_flags and self._skip_on_device(gate, scaler):
+        is_learning = self._decision.is_learning
+        if (
+            is_lagged
+            and self._has_flags
+            and not is_learning
+            and self._skip_on_device(gate, scaler)
+        ):
             step.skipped_by = "optimizer's kernel"
         try:
             self._receive(is_lagged)
             # Ranks decide together, once for each step.
             waits = is_lagged and self._decision.agreement.is_needed
             frames, skipped_by = [] if waits else self._take(step), ""
-            if scaler is not None and any(map(_is_gradient, frames)):
+            if scaler is not None and any(bad.is_gradient for bad in frames):
                 is_scalers = has_found_inf(gate.optimizer) and scaler.get_scale() > 1
-                frames, skipped_by = _without_scalers(frames, is_scalers)
+                frames, skipped_by = without_scalers(frames, is_scalers)
             if is_lagged:
                 self._steps.append(step)
                 if not frames:
@@ -112,7 +121,7 @@ class Judge:
             )
             return self._is_skipped(report)
         finally:
-            self._end(is_lagged)
+            self._end(is_lagged, number)
 
     def judge_scaler_skip(
         self, gate: OptimizerGate, scaler: GradScaler, number: int, level: Level
@@ -131,19 +140,20 @@ class Judge:
         Raises:
             NonFiniteError: If the policy says so.
         """
+        self._has_scaler = True
         self.tensors.scan(gate.optimizer, level)
         self._send()
         try:
             self._receive(is_lagged=False)
             frames = self._take(_Step(number, _C.Recorder.num_frames()))
             if scaler.get_scale() > 1:
-                frames, _ = _without_scalers(frames, has_found_inf=True)
+                frames, _ = without_scalers(frames, has_found_inf=True)
             report = self._decision.decide(
-                Finding(number, frames, False, _SCALER, self.tensors)
+                Finding(number, frames, False, SCALER, self.tensors)
             )
             self._is_skipped(report)
         finally:
-            self._end(is_lagged=False)
+            self._end(False, number)
 
     def judge_now(self, number: int, level: Level) -> Report | None:
         """Judges all that has run. Incurs the sync.
@@ -171,7 +181,7 @@ class Judge:
             ]
             return self._decision.decide(Finding(number, frames, tensors=self.tensors))
         finally:
-            self._end(is_lagged=False)
+            self._end(False, number)
 
     def judge_late(self) -> None:
         """Judges the steps that are still on their way. Incurs the sync.
@@ -204,7 +214,7 @@ class Judge:
             watch.receive(is_lagged=False)
             watch.take_bad(_C.Recorder.num_frames())
             watch.take_evaluated()
-        self._end(is_lagged=False)
+        self._forget()
 
     def want_flags(self, gates: Sequence[OptimizerGate]) -> None:
         """Has devices make flags for those optimizers that can skip by them."""
@@ -252,10 +262,10 @@ class Judge:
         while self._steps:
             step = self._steps.popleft()
             frames, skipped_by = self._take(step), ""
-            if step.scaler is not None and any(map(_is_gradient, frames)):
+            if step.scaler is not None and any(bad.is_gradient for bad in frames):
                 # It has backed off since.
                 last_scale = step.scaler.get_scale() / step.scaler.get_backoff_factor()
-                frames, skipped_by = _without_scalers(frames, last_scale > 1)
+                frames, skipped_by = without_scalers(frames, last_scale > 1)
             if frames:
                 skipped_by = skipped_by or step.skipped_by
             if frames or not step.is_decided:
@@ -277,20 +287,11 @@ class Judge:
             self.buffers.restore()
         return is_skipped
 
-    def _end(self, is_lagged: bool) -> None:
+    def _end(self, is_lagged: bool, number: int) -> None:
+        self._headroom.end_judgement(number, self._has_scaler)
+        self._forget(is_lagged)
+
+    def _forget(self, is_lagged: bool = False) -> None:
         self.tensors.forget()
         for watch in self._watches:
             watch.end_judgement(is_lagged)
-
-
-def _without_scalers(
-    frames: Sequence[BadFrame], has_found_inf: bool
-) -> tuple[list[BadFrame], str]:
-    """Leaves out what is a GradScaler's business; says whether it skips the step."""
-    if has_found_inf:
-        return [bad for bad in frames if not _is_gradient(bad)], _SCALER
-    return [bad for bad in frames if not bad.is_backward], ""
-
-
-def _is_gradient(bad: BadFrame) -> bool:
-    return bad.frame.phase in _GRADIENTS

@@ -44,6 +44,15 @@ class Meter:
         if self._depth == 0:
             self._seconds += time.perf_counter() - self._begin
 
+    def metrics(self) -> dict[str, float]:
+        """The cost of the last step, and how many were watched."""
+        return {
+            "steps_watched_total": self.num_watched,
+            "guard_seconds": self.cost.guard_seconds,
+            "step_seconds": self.cost.step_seconds,
+            "guard_share": self.cost.share,
+        }
+
     def end_step(self, is_watched: bool) -> Cost:
         """Ends the step; returns what it cost."""
         step = time.perf_counter() - self._step_began

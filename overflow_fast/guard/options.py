@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 
 from ..names import named_modules
 from ..selection import Selection, check_patterns
+from .metrics import exporters_of
 from .optimizers import innermost
 from .report import Report
+from .rules import Allow, Rules
 from .watch import ModelWatch, Wanted
 
 Policy = str | Callable[[Report], str | None]
@@ -47,6 +49,10 @@ class GuardOptions:
     log_mib: float
     log_keep: int
     process_group: Any
+    allow: Allow
+    headroom_bits: float | None
+    underflow_every: int | None
+    metrics: Any
 
     def __post_init__(self) -> None:
         """Raises TypeError or ValueError for what cannot be used."""
@@ -60,16 +66,22 @@ class GuardOptions:
             ("evidence_keep", 1),
             ("log_keep", 0),
         ):
-            _check_int(name, getattr(self, name), least)
+            check_int(name, getattr(self, name), least)
         for name in ("evidence_mib", "log_mib"):
             _check_positive(name, getattr(self, name))
         if self.budget is not None:
             _check_budget(self.budget)
         _check_ranges(self.ranges)
-        for name in ("include", "exclude"):
-            _check_names(name, getattr(self, name))
+        check_names("include", self.include, optional=True)
+        check_names("exclude", self.exclude)
         if self.sync not in ("step", "lagged"):
             raise ValueError(f"sync must be 'step' or 'lagged', got {self.sync!r}")
+        if self.headroom_bits is not None:
+            _check_positive("headroom_bits", self.headroom_bits)
+        if self.underflow_every is not None:
+            check_int("underflow_every", self.underflow_every, 1)
+        exporters_of(self.metrics)
+        Rules(self.allow)
         if self.evidence is not None:
             _check_safetensors()
         _check_group(self.process_group)
@@ -120,6 +132,7 @@ def _wrong_model(model: object) -> TypeError:
 def make_watches(
     models: Mapping[str, nn.Module],
     options: GuardOptions,
+    rules: Rules,
     on_evaluated: Callable[[ModelWatch], None],
     defer: bool,
 ) -> list[ModelWatch]:
@@ -138,7 +151,7 @@ def make_watches(
         "watches_gradients": wanted.grad_outputs,
         "holds_tensors": options.evidence is not None,
     }
-    return [
+    watches = [
         ModelWatch(
             model,
             prefix,
@@ -150,6 +163,10 @@ def make_watches(
         )
         for prefix, model in models.items()
     ]
+    rules.check(name for watch in watches for name in watch.all_names())
+    for watch in watches:
+        rules.put_on(watch)
+    return watches
 
 
 def optimizers_of(optimizer: Any) -> list[Optimizer]:
@@ -178,7 +195,8 @@ def _check_watch(watch: Any) -> None:
         raise ValueError("watch must hold 'activations' where it holds 'grad_outputs'")
 
 
-def _check_int(name: str, value: Any, least: int) -> None:
+def check_int(name: str, value: Any, least: int) -> None:
+    """Raises TypeError or ValueError if an argument is no int of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < least:
@@ -214,8 +232,9 @@ def _check_ranges(ranges: Any) -> None:
         )
 
 
-def _check_names(name: str, patterns: Any) -> None:
-    if patterns is None and name == "include":
+def check_names(name: str, patterns: Any, optional: bool = False) -> None:
+    """Raises TypeError if an argument is no list of patterns, or None if it may be."""
+    if patterns is None and optional:
         return
     is_list = isinstance(patterns, (list, tuple, set, frozenset))
     if not is_list or not all(isinstance(pattern, str) for pattern in patterns):

@@ -117,8 +117,14 @@ class Report:
             *self.notes,
             *([f"The tensors are in {self.evidence}."] if self.evidence else []),
             *self.not_covered,
-            f"The guard takes {self.cost.share:.1%} of the time of a watched step.",
+            *self._cost_sentences(),
         ]
+
+    def _cost_sentences(self) -> list[str]:
+        if not self.cost.step_seconds:
+            return []
+        share = f"{self.cost.share:.1%}"
+        return [f"The guard takes {share} of the time of a watched step."]
 
 
 def _what(entry: BadEntry) -> str:
@@ -136,8 +142,15 @@ def _what(entry: BadEntry) -> str:
 
 def _who(first: BadEntry, verdict: Verdict) -> str:
     if verdict.origin == "made" and first.kind in ("output", "input"):
-        masks = f" but for the -inf in {', '.join(verdict.masks)}" * bool(verdict.masks)
-        given = f"What {verdict.maker} was given was finite{masks}"
+        exceptions = {"the -inf": verdict.masks, "what is allowed": verdict.allowed}
+        but = " and ".join(
+            f"{what} in {', '.join(labels)}"
+            for what, labels in exceptions.items()
+            if labels
+        )
+        given = (
+            f"What {verdict.maker} was given was finite{' but for ' * bool(but)}{but}"
+        )
         return f"{given}: it made the value itself."
     if verdict.origin == "made":
         return f"It was made by {verdict.maker}."

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+
+from .verdict import BadFrame
+
+SCALER = "GradScaler"
 
 
 class ScalerListener(Protocol):
@@ -24,6 +28,15 @@ class ScalerListener(Protocol):
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 _running: dict[int, GradScaler] = {}
+
+
+def without_scalers(
+    frames: Sequence[BadFrame], has_found_inf: bool
+) -> tuple[list[BadFrame], str]:
+    """Leaves out what is a GradScaler's business; says whether it skips the step."""
+    if has_found_inf:
+        return [bad for bad in frames if not bad.is_gradient], SCALER
+    return [bad for bad in frames if not bad.is_backward], ""
 
 
 def scaler_of(optimizer: Optimizer) -> GradScaler | None:

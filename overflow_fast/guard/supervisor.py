@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
@@ -13,12 +15,19 @@ from torch.optim import Optimizer
 from . import scalers
 from .cadence import Cadence, Level
 from .coverage import GuardCoverage
-from .decision import Decision
+from .decision import Decision, Finding
+from .headroom import HeadroomKeeper
+from .joining import GuardJoinable
 from .judgement import Judge
+from .learning import Learning
 from .meter import Meter
+from .metrics import Telling, exporters_of
 from .optimizers import OptimizerGate
 from .options import GuardOptions, make_watches
 from .report import NonFiniteError, Report
+from .rules import Rules
+from .self_test import Loss, SelfTest, SelfTestResult
+from .state import state_report
 from .watch import ModelWatch
 
 _log = logging.getLogger("overflow_fast")
@@ -44,7 +53,12 @@ class Supervisor:
         optimizers: Sequence[Optimizer],
         defer: bool,
     ) -> None:
-        self.watches = make_watches(models, options, self._on_evaluated, defer)
+        self.rules = Rules(options.allow)
+        self.watches = make_watches(
+            models, options, self.rules, self._on_evaluated, defer
+        )
+        self.options = options
+        self._defer = defer
         self._gates = [
             OptimizerGate(each, self._before_step, self._after_step, options.may_skip)
             for each in optimizers
@@ -56,7 +70,11 @@ class Supervisor:
             lambda: self.meter.cost,
             lambda: self.coverage().gaps(),
         )
-        self._judge = Judge(options, self.watches, self.decision)
+        self.headroom = HeadroomKeeper(
+            self.watches, options.headroom_bits, options.underflow_every
+        )
+        self._telling = Telling(exporters_of(options.metrics))
+        self._judge = Judge(options, self.watches, self.decision, self.headroom)
         self._judge.want_flags(self._gates)
         self._cadence = Cadence(
             options.every, options.warmup, options.ranges, options.budget
@@ -99,6 +117,7 @@ class Supervisor:
 
     def _set_level(self, level: Level) -> None:
         self.level = level
+        self.headroom.begin_step(self.step)
         for watch in self.watches:
             watch.attach() if level is Level.ALL else watch.rest()
 
@@ -132,7 +151,73 @@ class Supervisor:
             self.meter.num_watched,
             self._judge.tensors.without_gradient,
             self._num_failures,
+            self.rules.unused(),
         )
+
+    def learn(self, steps: int, adopt: bool) -> None:
+        """Learns from the next clean steps what is not finite by design."""
+        self.decision.learning = Learning(
+            steps, adopt, self.rules, self.watches, self.decision.agreement
+        )
+
+    def assert_finite_state(
+        self,
+        models: Mapping[str, nn.Module] | None,
+        optimizers: Sequence[Optimizer] | None,
+        joint: bool,
+    ) -> None:
+        """Raises if the state of these, or of what is watched, is not finite."""
+        models = models or self._models()
+        if optimizers is None:
+            watched = [gate.optimizer for gate in self._gates]
+            optimizers = [each for each in watched if each is not None]
+        report = state_report(models, optimizers, self.rules, self.step)
+        if joint:
+            report = self.decision.agreement.agree_on(self.step, report)
+        if report is not None:
+            raise NonFiniteError(report)
+
+    def _models(self) -> dict[str, nn.Module]:
+        models = {w.prefix: w.model for w in self.watches if w.model is not None}
+        if not models:
+            raise RuntimeError(
+                "the model is gone: the guard holds it weakly, so keep it yourself"
+            )
+        return models
+
+    def self_test(
+        self, batch: Any, loss: Loss | None, layers: Sequence[str] | None, most: int
+    ) -> SelfTestResult:
+        """Plants faults while the guard looks away; forgets what it had found."""
+        options = dataclasses.replace(self.options, evidence=None)
+        models = self._models()
+        watches = make_watches(models, options, self.rules, lambda _: None, self._defer)
+        test = SelfTest(watches, batch, loss, layers, most)
+        for watch in self.watches:
+            watch.rest()
+        try:
+            return test.run()
+        finally:
+            if self.is_enabled:
+                self._judge.forget()
+                self._set_level(self.level)
+
+    def metrics(self) -> dict[str, float]:
+        """What the guard has measured up to now, as numbers."""
+        not_scanned = (watch.recorder.coverage.not_scanned for watch in self.watches)
+        values = {
+            "steps_total": self.step,
+            "not_scanned_total": sum(not_scanned),
+            **self.decision.metrics(),
+            **self.meter.metrics(),
+            **self.headroom.metrics(),
+        }
+        return {name: float(value) for name, value in values.items()}
+
+    @property
+    def joinable(self) -> GuardJoinable:
+        """What `Join` takes."""
+        return self.decision.agreement.make_joinable(self._judge_others)
 
     # What the hooks call.
 
@@ -170,6 +255,8 @@ class Supervisor:
             self._cadence.alarm()
         cost = self.meter.end_step(level is not Level.OFF)
         self._cadence.note(step, level, cost.guard_seconds, cost.step_seconds)
+        if level is not Level.OFF:
+            self._telling.tell(step, self.metrics)
         self._set_level(self._cadence.level(self.step))
 
     def before_scaler_step(self, optimizer: Optimizer) -> None:
@@ -190,6 +277,15 @@ class Supervisor:
             finally:
                 self._after_step(gate)
 
+    def _judge_others(self) -> None:
+        """Judges a step that other ranks make, and this one has no batch for."""
+        if not self.is_enabled:
+            return
+        if self.level is not Level.OFF or self._joins_every_step:
+            with self._shield():
+                self.decision.decide(Finding(self.step, []))
+        self._end_round()
+
     def _on_evaluated(self, watch: ModelWatch) -> None:
         with self._shield():
             self._judge.judge_evaluated(watch, self.step)
@@ -208,7 +304,7 @@ class Supervisor:
         except NonFiniteError:
             raise
         except Exception as error:
-            if error is self.decision.users_error:
+            if self.decision.is_foreign(error):
                 raise
             self._num_failures += 1
             if self._num_failures == 1:

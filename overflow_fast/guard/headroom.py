@@ -1,0 +1,242 @@
+"""How much room values have left, where they are heading, and what has underflowed."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .. import _C
+from .verdict import GRADIENTS, Headroom, headroom_of, kind_of
+from .watch import ModelWatch
+
+_log = logging.getLogger("overflow_fast")
+_FLOAT16_MAX = 65504.0
+_FEW_ROWS = 24
+_FEW_NAMES = 3
+_LEAST_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Underflow:
+    """How many values of a tensor are 0 or nearly.
+
+    Attributes:
+        numel: How many values there are.
+        zeros: How many are 0.
+        subnormals: How many are not, and nearer to 0 than the smallest normal number.
+    """
+
+    numel: int
+    zeros: int
+    subnormals: int
+
+
+@dataclass(frozen=True)
+class Course(Headroom):
+    """The headroom of an entry over the steps; `abs_max` is of the last one.
+
+    Attributes:
+        highest: The largest magnitude of all watched steps.
+        recent: The largest magnitude of each of the last watched steps, at most 16.
+        underflow: What was counted last, or None if that was not asked for.
+    """
+
+    highest: float = 0.0
+    recent: list[float] = field(default_factory=list)
+    underflow: Underflow | None = None
+
+    @property
+    def float16_bits(self) -> float:
+        """How often the highest magnitude could double in float16; negative: never."""
+        return math.log2(_FLOAT16_MAX / self.highest) if self.highest else math.inf
+
+    @property
+    def trend(self) -> float:
+        """How many bits a watched step takes away: a line through the recent ones."""
+        ys = [math.log2(value) for value in self.recent if value]
+        if len(ys) < _LEAST_STEPS:
+            return 0.0
+        mean_x, mean_y = (len(ys) - 1) / 2, sum(ys) / len(ys)
+        covariance = sum((x - mean_x) * (y - mean_y) for x, y in enumerate(ys))
+        return covariance / sum((x - mean_x) ** 2 for x in range(len(ys)))
+
+    @property
+    def steps_left(self) -> float:
+        """After how many watched steps the trend reaches the end of the dtype."""
+        return self.bits / self.trend if self.trend > 0 else math.inf
+
+
+@dataclass(frozen=True)
+class HeadroomTable:
+    """The headroom of all that modules made, and of weights and gradients.
+
+    Attributes:
+        rows: A row for each entry, those with the fewest bits left first.
+    """
+
+    rows: list[Course]
+
+    @property
+    def fits_float16(self) -> bool:
+        """Whether no magnitude so far was beyond float16's largest number."""
+        return all(row.highest <= _FLOAT16_MAX for row in self.rows)
+
+    def __str__(self) -> str:
+        """The first rows as text, and whether all would fit float16."""
+        head = f"{'bits':>6} {'trend':>7} {'float16':>7} {'abs max':>9}"
+        has_counts = any(row.underflow for row in self.rows)
+        lines = [head + " zeros  subnorm." * has_counts + "  entry"]
+        for row in self.rows[:_FEW_ROWS]:
+            counts = _counts_text(row.underflow) if has_counts else ""
+            lines.append(
+                f"{row.bits:6.1f} {-row.trend:+7.2f} {row.float16_bits:7.1f} "
+                f"{row.abs_max:9.2e}{counts}  {row.where} ({row.dtype})"
+            )
+        if len(self.rows) > _FEW_ROWS:
+            lines.append(f"... and {len(self.rows) - _FEW_ROWS} more")
+        beyond = sum(row.highest > _FLOAT16_MAX for row in self.rows)
+        lines.append(
+            f"{beyond} of {len(self.rows)} would overflow in float16."
+            if beyond
+            else "All magnitudes so far would fit float16."
+        )
+        return "\n".join(lines)
+
+
+class HeadroomKeeper:
+    """Warns of what runs out of headroom, and counts underflow when it is due.
+
+    Args:
+        watches: The watched models.
+        bits: Warn of what has fewer bits left; None for never.
+        underflow_every: Count zeros and subnormals every so many steps; None for never.
+    """
+
+    def __init__(
+        self,
+        watches: Sequence[ModelWatch],
+        bits: float | None,
+        underflow_every: int | None,
+    ) -> None:
+        self._watches = watches
+        self._every = underflow_every
+        self._bits = bits
+        self._told: dict[str, float] = {}
+        self._counted: dict[str, Underflow] = {}
+        self._totals: dict[str, Underflow] = {}
+        self._least = math.inf
+        if bits is not None:
+            for watch in watches:
+                watch.recorder.set_low_headroom(bits)
+
+    def begin_step(self, number: int) -> None:
+        """Has underflow counted in the step that begins, if it is due."""
+        if self._every is not None:
+            is_due = number % self._every == 0
+            for watch in self._watches:
+                watch.recorder.counts_underflow = is_due
+
+    def end_judgement(self, step: int, has_scaler: bool) -> None:
+        """Takes in what was counted, and warns.
+
+        Incurs a CPU-GPU sync if something was counted.
+
+        Args:
+            step: The step's number.
+            has_scaler: Whether gradients are scaled up to the end of their dtype.
+        """
+        peaks = (watch.recorder.least_headroom() for watch in self._watches)
+        bits = (math.log2(peak[2] / peak[1]) for peak in peaks if peak and peak[1])
+        self._least = min(bits, default=math.inf)
+        if any(watch.recorder.counts_underflow for watch in self._watches):
+            self._take_underflow()
+        if self._bits is not None:
+            self._warn(step, self._short(has_scaler))
+
+    def _take_underflow(self) -> None:
+        sums = {"gradient": [0, 0, 0], "activation": [0, 0, 0]}
+        for watch in self._watches:
+            for place, dtype, *counts in watch.recorder.take_underflow():
+                where = headroom_of(watch, (place, 0.0, 1.0, dtype)).where
+                self._counted[where] = Underflow(*counts)
+                kind = kind_of(place[0], place[2])
+                kind = "gradient" if kind in ("gradient", "grad_output") else kind
+                total = sums.get("activation" if kind == "output" else kind, [0, 0, 0])
+                total[:] = [a + b for a, b in zip(total, counts, strict=True)]
+        for kind, each in sums.items():
+            self._totals[kind] = Underflow(*each)
+
+    def table(self) -> HeadroomTable:
+        """The headroom of every entry."""
+        rows = [
+            self._row(watch, course)
+            for watch in self._watches
+            for course in watch.recorder.headroom()
+        ]
+        return HeadroomTable(sorted(rows, key=lambda row: (row.bits, row.where)))
+
+    def metrics(self) -> dict[str, float]:
+        """The least headroom of the last step, and the shares that underflowed."""
+        values = {} if math.isinf(self._least) else {"headroom_bits": self._least}
+        for kind, counts in self._totals.items():
+            if counts.numel:
+                values[f"{kind}_zeros"] = counts.zeros / counts.numel
+                values[f"{kind}_subnormals"] = counts.subnormals / counts.numel
+        return values
+
+    def _row(self, watch: ModelWatch, course: _C.CourseTuple) -> Course:
+        peak, highest, recent = course
+        last = headroom_of(watch, peak)
+        counted = self._counted.get(last.where)
+        return Course(
+            last.where, last.abs_max, last.limit, last.dtype, highest, recent, counted
+        )
+
+    def _short(self, has_scaler: bool) -> list[Course]:
+        """What is short of room, and was not told of, or has lost half since."""
+        short: dict[tuple[float, str], Course] = {}
+        for watch in self._watches:
+            for course in watch.recorder.low_headroom():
+                if has_scaler and course[0][0][0] in GRADIENTS:
+                    continue
+                row = self._row(watch, course)
+                if row.bits <= self._told.get(row.where, math.inf) / 2:
+                    self._told[row.where] = row.bits
+                    # A module may return what one within it returned, before it.
+                    short.setdefault((row.abs_max, row.dtype), row)
+        return sorted(short.values(), key=lambda row: row.bits)
+
+    def _warn(self, step: int, short: Sequence[Course]) -> None:
+        if not short:
+            return
+        more = len(short) - _FEW_NAMES
+        _log.warning(
+            "Step %d is finite, but close to an overflow: %s%s. What to try: run what "
+            "is named in float32 (`overflow_fast.keep_in_fp32`) or in bfloat16, lower "
+            "the learning rate, or clip.",
+            step,
+            "; ".join(_short_text(row) for row in short[:_FEW_NAMES]),
+            f"; and {more} more, see `guard.headroom()`" if more > 0 else "",
+        )
+
+
+def _short_text(row: Course) -> str:
+    text = (
+        f"{row.where} has {row.bits:.1f} bits left (its largest magnitude is "
+        f"{row.abs_max:.3g}, {row.dtype} ends at {row.limit:.5g})"
+    )
+    if math.isinf(row.steps_left):
+        return text
+    return (
+        f"{text}, {row.trend:.2f} fewer with each of the last {len(row.recent)} steps: "
+        f"it would overflow in about {math.ceil(row.steps_left)}"
+    )
+
+
+def _counts_text(counts: Underflow | None) -> str:
+    if counts is None:
+        return " " * 15
+    zeros, subnormals = counts.zeros / counts.numel, counts.subnormals / counts.numel
+    return f" {zeros:6.1%} {subnormals:7.1%}"

@@ -1,0 +1,132 @@
+"""What is not finite in clean steps, and the rules that would allow it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Sequence
+
+from .. import _C
+from .agreement import Agreement
+from .rules import KINDS, EntryName, Rules, entry_name, kinds_text
+from .verdict import BadFrame
+from .watch import ModelWatch
+
+_log = logging.getLogger("overflow_fast")
+_CALLS = (_C.Phase.FORWARD, _C.Phase.RECOMPUTED)
+
+
+class Learning:
+    """Looks on for a number of clean steps, then proposes rules.
+
+    Infs among what modules are given and return are taken for design where the step is
+    clean otherwise: no nan, and nothing bad in the loss, gradients and weights.
+
+    Args:
+        steps: How many clean steps to look at.
+        adopt: Whether the guard is to follow the rules from then on.
+        rules: The guard's.
+        watches: The watched models.
+        agreement: With whom to learn.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        adopt: bool,
+        rules: Rules,
+        watches: Sequence[ModelWatch],
+        agreement: Agreement,
+    ) -> None:
+        self._steps = steps
+        self._adopt = adopt
+        self._rules = rules
+        self._watches = watches
+        self._agreement = agreement
+        self._seen: dict[EntryName, int] = {}
+        self._num_clean = 0
+        self.is_over = False
+
+    def without_expected(self, frames: Sequence[BadFrame]) -> list[BadFrame]:
+        """What of a step's bad frames is an alarm: all of them, or none."""
+        if self.is_over or not frames:
+            return list(frames)
+        found: dict[EntryName, int] = {}
+        for bad in frames:
+            names, frame = bad.watch.all_names(), bad.frame
+            kinds = bad.watch.recorder.nonfinite_kinds(frame)
+            for place, entry in bad.bad_entries():
+                name = entry_name(names, frame.phase, frame.module, entry[0])
+                if frame.phase not in _CALLS or not _is_learned(name, kinds[place]):
+                    return list(frames)
+                found[name] = found.get(name, 0) | kinds[place]
+        for name, kind in found.items():
+            self._seen[name] = self._seen.get(name, 0) | kind
+        return []
+
+    def end_clean_step(self) -> None:
+        """Counts a clean step; after the last one, proposes."""
+        if self.is_over:
+            return
+        self._num_clean += 1
+        if self._num_clean < self._steps:
+            return
+        self.is_over = True
+        for seen in self._agreement.gather(self._seen):
+            for name, kinds in seen.items():
+                self._seen[name] = self._seen.get(name, 0) | kinds
+        proposed = self._proposed()
+        if self._adopt:
+            self._rules.add(proposed)
+            for watch in self._watches:
+                self._rules.put_on(watch)
+        self._say(proposed)
+
+    def _proposed(self) -> dict[str, str | list[str]]:
+        names = [name for watch in self._watches for name in watch.all_names()]
+        proposed = {}
+        for name, kinds in self._seen.items():
+            wide = self._widened(name, kinds, names)
+            proposed[str(wide)] = kinds_text(kinds)
+        return proposed
+
+    def _widened(self, name: EntryName, kinds: int, names: Iterable[str]) -> EntryName:
+        """With `*` for its numbers, where all modules of such names have the same."""
+        parts = name.fqn.split(".")
+        if not any(part.isdigit() for part in parts):
+            return name
+        pattern = r"\.".join(r"\d+" if p.isdigit() else re.escape(p) for p in parts)
+        alike = [other for other in names if re.fullmatch(pattern, other)]
+        wide = ".".join("*" if part.isdigit() else part for part in parts)
+        # `*` spans dots, so it may match more than what is alike.
+        matched = [other for other in names if re.fullmatch(_as_regex(wide), other)]
+        is_same = all(
+            self._seen.get(EntryName(o, name.label)) == kinds for o in matched
+        )
+        is_wide = len(alike) > 1 and is_same
+        return EntryName(wide, name.label) if is_wide else name
+
+    def _say(self, proposed: dict[str, str | list[str]]) -> None:
+        if not proposed:
+            _log.warning(
+                "In %d clean steps nothing was non-finite: no rule is needed.",
+                self._num_clean,
+            )
+            return
+        does = "It is allowed from now on" if self._adopt else "It is an alarm still"
+        _log.warning(
+            "In %d clean steps this was non-finite, by design as it seems. %s; for the "
+            "next run, look it through and give: allow=%r",
+            self._num_clean,
+            does,
+            proposed,
+        )
+
+
+def _is_learned(name: EntryName, kinds: int) -> bool:
+    is_activation = name.label.startswith(("input", "output"))
+    return is_activation and "loss" not in name.label and not kinds & KINDS["nan"]
+
+
+def _as_regex(wide: str) -> str:
+    return re.escape(wide).replace(r"\*", ".*")

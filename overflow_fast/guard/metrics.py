@@ -1,0 +1,53 @@
+"""What a guard measures, as numbers, and who is told them after each step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Metrics = Mapping[str, float]
+Exporter = Callable[[int, Metrics], object]
+
+_log = logging.getLogger("overflow_fast")
+
+
+def exporters_of(metrics: Any) -> list[Exporter]:
+    """The exporters of an argument that may be None, one, or several.
+
+    Raises:
+        TypeError: If one of them cannot be called.
+    """
+    several = metrics if isinstance(metrics, (list, tuple)) else [metrics]
+    several = [] if metrics is None else list(several)
+    for each in several:
+        if not callable(each):
+            raise TypeError(
+                "metrics must be a callable that takes the step and a dict of numbers, "
+                "such as overflow_fast.integrations.tensorboard.TensorBoardMetrics(), "
+                f"a list of them, or None, got {type(each).__name__}"
+            )
+    return several
+
+
+class Telling:
+    """Tells exporters; the failures of one are logged once, and stop nothing."""
+
+    def __init__(self, exporters: Sequence[Exporter]) -> None:
+        self._exporters = exporters
+        self._failed: set[int] = set()
+
+    def tell(self, step: int, values: Callable[[], Metrics]) -> None:
+        """Calls each exporter with the step and its values."""
+        if not self._exporters:
+            return
+        made = values()
+        for i, exporter in enumerate(self._exporters):
+            try:
+                exporter(step, made)
+            except Exception:
+                if i not in self._failed:
+                    self._failed.add(i)
+                    _log.warning(
+                        "An exporter of metrics failed: said once.", exc_info=True
+                    )

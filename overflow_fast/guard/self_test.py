@@ -1,0 +1,309 @@
+"""Plants faults in a model and looks whether the guard finds them where they are."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .. import _C
+from ..selection import Selection, check_patterns
+from ..tensors import loss_in
+from .attribution import judge
+from .cadence import Level
+from .faults import Fault, everything_kept, first_float
+from .step_tensors import StepTensors
+from .verdict import BadFrame, Verdict
+from .watch import ModelWatch
+
+Loss = Callable[[Any], torch.Tensor]
+_FAULTS = {"nan": math.nan, "inf": math.inf}
+_DIRECTIONS = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class FaultResult:
+    """What became of one planted fault.
+
+    Attributes:
+        layer: The qualified name of the module in whose output it was planted.
+        class_name: The module's class.
+        direction: "forward", in the output, or "backward", in its gradient.
+        value: "nan" or "inf".
+        is_planted: Whether the layer was called, and backward came by.
+        is_caught: Whether the guard raised an alarm.
+        found_at: Where the guard said it was, or "".
+        is_attributed: Whether that is the layer.
+    """
+
+    layer: str
+    class_name: str
+    direction: str
+    value: str
+    is_planted: bool
+    is_caught: bool
+    found_at: str
+    is_attributed: bool
+
+    @property
+    def text(self) -> str:
+        """What became of it, in a word or two."""
+        if not self.is_planted:
+            return "not reached"
+        if not self.is_caught:
+            return "MISSED"
+        return "caught" if self.is_attributed else f"caught, BLAMED ON {self.found_at}"
+
+
+@dataclass(frozen=True)
+class SelfTestResult:
+    """What became of all faults. `str()` of it is a table.
+
+    Attributes:
+        clean: What was found without a fault, in words; "" if nothing. If something
+            was, no fault is planted.
+        faults: The planted faults.
+        not_chosen: How many layers were not tried.
+    """
+
+    clean: str
+    faults: list[FaultResult]
+    not_chosen: int
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether the clean run was clean and each planted fault caught and attributed.
+
+        False if nothing was planted at all.
+        """
+        planted = [fault for fault in self.faults if fault.is_planted]
+        return (
+            not self.clean
+            and bool(planted)
+            and all(fault.is_attributed for fault in planted)
+        )
+
+    def __str__(self) -> str:
+        """A line for each layer."""
+        if self.clean:
+            return (
+                f"Nothing was planted: {self.clean} is not finite without a fault. "
+                "Give a batch that is clean, or allow what is meant (see `learn()`)."
+            )
+        kinds = [(way, value) for way in _DIRECTIONS for value in _FAULTS]
+        rows = [["layer", *(f"{way} {value}" for way, value in kinds)]]
+        by_layer: dict[str, dict[tuple[str, str], FaultResult]] = {}
+        for fault in self.faults:
+            of_layer = by_layer.setdefault(fault.layer, {})
+            of_layer[fault.direction, fault.value] = fault
+        for layer, faults in by_layer.items():
+            name = next(iter(faults.values())).class_name
+            cells = [faults[kind].text if kind in faults else "" for kind in kinds]
+            rows.append([f"{layer} ({name})", *cells])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(
+                cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+            ).rstrip()
+            for row in rows
+        ]
+        planted = sum(fault.is_planted for fault in self.faults)
+        caught = sum(fault.is_attributed for fault in self.faults)
+        lines.append(
+            f"{caught} of {planted} planted faults were caught and attributed; without "
+            "a fault the guard is quiet."
+        )
+        if self.not_chosen:
+            lines.append(f"{self.not_chosen} other layers were not tried (layers=).")
+        return "\n".join(lines)
+
+
+class SelfTest:
+    """Runs a model with planted faults under watches that nobody else uses.
+
+    Args:
+        watches: The watches; detached before and after.
+        batch: What the model is called with: a tuple of arguments, a dict of keyword
+            arguments, or the one argument.
+        loss: Calls the model with the batch and returns what to call backward on;
+            None: the loss that the model returns, or the sum of all it returns.
+        layers: Patterns of the names of the layers to try.
+        most: How many layers to try at most, spread over the model.
+    """
+
+    def __init__(
+        self,
+        watches: Sequence[ModelWatch],
+        batch: Any,
+        loss: Loss | None,
+        layers: Sequence[str] | None,
+        most: int,
+    ) -> None:
+        self._watches = watches
+        self._batch = batch
+        self._loss = loss or self._call
+        self._most = most
+        self._layers = layers
+        names = [name for watch in watches for name in watch.all_names()]
+        check_patterns("layers", layers or (), names)
+
+    def run(self) -> SelfTestResult:
+        """Plants each fault once. Everything is left as it was."""
+        called: dict[tuple[ModelWatch, int], bool] = {}
+        with self._attached():
+            with self._noting(called):
+                clean = self._judge_run()
+            chosen = [] if clean.first is not None else self._choose(list(called))
+            faults = [
+                self._try(watch, index, way, value)
+                for watch, index in chosen
+                for way in _DIRECTIONS
+                for value in _FAULTS
+            ]
+        found = "" if clean.first is None else _where(clean)
+        return SelfTestResult(found, faults, len(called) - len(chosen))
+
+    @contextlib.contextmanager
+    def _attached(self) -> Iterator[None]:
+        for watch in self._watches:
+            watch.attach()
+        try:
+            yield
+        finally:
+            for watch in self._watches:
+                watch.detach()
+
+    def _models(self) -> list[nn.Module]:
+        return [model for watch in self._watches if (model := watch.model) is not None]
+
+    # Which layers.
+
+    @contextlib.contextmanager
+    def _noting(self, called: dict[tuple[ModelWatch, int], bool]) -> Iterator[None]:
+        """Notes which layers return something that a fault can be planted in."""
+
+        def note(watch: ModelWatch, index: int, output: Any) -> None:
+            if first_float(output) is not None:
+                called[watch, index] = True
+
+        handles = []
+        for watch in self._watches:
+            for index, name in enumerate(watch.names):
+                module = watch.module_at(index)
+                if module is not None and watch.selection.takes(name):
+                    handles.append(
+                        module.register_forward_hook(
+                            lambda module, args, output, watch=watch, index=index: note(
+                                watch, index, output
+                            )
+                        )
+                    )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _choose(
+        self, called: list[tuple[ModelWatch, int]]
+    ) -> list[tuple[ModelWatch, int]]:
+        """Those that are asked for, or some from the first called to the last."""
+        called.sort(key=lambda each: (self._watches.index(each[0]), each[1]))
+        if self._layers is not None:
+            called = [each for each in called if self._is_asked_for(*each)]
+        if len(called) <= self._most:
+            return called
+        step = (len(called) - 1) / max(1, self._most - 1)
+        return [called[round(i * step)] for i in range(self._most)]
+
+    def _is_asked_for(self, watch: ModelWatch, index: int) -> bool:
+        asked = Selection(self._layers, ())
+        return asked.takes(watch.name_at(index))
+
+    # One run.
+
+    def _try(self, watch: ModelWatch, index: int, way: str, value: str) -> FaultResult:
+        module = watch.module_at(index)
+        assert module is not None
+        fault = Fault(module, _FAULTS[value], way == "backward")
+        with fault:
+            verdict = self._judge_run()
+        kind = "grad_output" if way == "backward" else "output"
+        first = verdict.first
+        name = watch.name_at(index)
+        is_there = first is not None and (first.fqn, first.kind) == (name, kind)
+        is_made = way == "backward" or verdict.origin == "made"
+        return FaultResult(
+            name or "(the model)",
+            type(module).__name__,
+            way,
+            value,
+            fault.is_planted,
+            first is not None,
+            "" if first is None else _where(verdict),
+            fault.is_planted and is_there and is_made,
+        )
+
+    def _judge_run(self) -> Verdict:
+        """Runs forward and backward once, and says what the watches found."""
+        tensors = StepTensors(self._watches)
+        tensors.begin_round()
+        with everything_kept(self._models()):
+            try:
+                with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+                    loss = self._loss(self._batch)
+                    if loss.requires_grad:
+                        loss.backward()  # type: ignore[no-untyped-call]
+                tensors.scan(None, Level.ALL)
+                return judge(self._take())
+            finally:
+                self._take()
+                tensors.forget()
+                for watch in self._watches:
+                    watch.end_judgement(is_lagged=False)
+
+    def _take(self) -> list[BadFrame]:
+        frames = []
+        for watch in self._watches:
+            watch.send()
+            watch.receive(is_lagged=False)
+            bad = watch.take_bad(_C.Recorder.num_frames())
+            frames += [BadFrame(watch, frame) for frame in bad]
+        return frames
+
+    def _call(self, batch: Any) -> torch.Tensor:
+        model = self._models()[0]
+        if isinstance(batch, Mapping):
+            output = model(**batch)
+        elif isinstance(batch, tuple):
+            output = model(*batch)
+        else:
+            output = model(batch)
+        loss = loss_in(output)
+        if loss is not None:
+            return loss
+        floats = [
+            each
+            for each in pytree.tree_leaves(output)
+            if isinstance(each, torch.Tensor) and each.is_floating_point()
+        ]
+        if not floats:
+            raise ValueError(
+                "loss must be given: a function that takes the batch, calls the model "
+                f"and returns a loss; the model returns {type(output).__name__}, in "
+                "which there is none"
+            )
+        return torch.stack([each.float().sum() for each in floats]).sum()
+
+
+def _where(verdict: Verdict) -> str:
+    first = verdict.first
+    assert first is not None
+    place = f"{first.label} of {first.fqn}" if first.class_name else first.fqn
+    return place if verdict.origin == "made" else f"{place} ({verdict.origin})"

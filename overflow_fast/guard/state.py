@@ -1,0 +1,103 @@
+"""Whether weights, buffers and the optimizer's state are fit to be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from .. import _C
+from ..selection import Selection
+from .attribution import judge
+from .cadence import Level
+from .optimizers import innermost
+from .options import Models, named_models, optimizers_of
+from .report import NonFiniteError, Report
+from .rules import Allow, Rules
+from .step_tensors import StepTensors
+from .verdict import BadFrame
+from .watch import ModelWatch, Wanted
+
+_STATE = Wanted(weights=True, buffers=True, optimizer_state=True)
+_RECORDER = {"gathers": True, "memo": False}
+_FEW_NAMES = 8
+
+
+def assert_finite_state(
+    model: Models,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    allow: Allow | None = None,
+) -> None:
+    """Raises if a checkpoint of this would hold a nan or an inf.
+
+    Looks at parameters, buffers and the optimizer's state; -inf alone in a buffer is no
+    alarm (masks). Of sharded tensors, this rank's part. One pass over their memory, and
+    one CPU-GPU sync for each device.
+
+    Args:
+        model: The model, or a list or dict of models.
+        optimizer: The optimizer, or a list of them, or None.
+        allow: What may be there all the same; see `OverflowGuard`.
+
+    Raises:
+        NonFiniteError: If something is not finite; its report names what.
+        TypeError, ValueError: If an argument cannot be used.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> assert_finite_state(model)  # then: torch.save(model.state_dict(), path)
+    """
+    models, optimizers = named_models(model), optimizers_of(optimizer)
+    report = state_report(models, optimizers, Rules(allow or {}))
+    if report is not None:
+        raise NonFiniteError(report)
+
+
+def state_report(
+    models: Mapping[str, nn.Module],
+    optimizers: Sequence[Optimizer],
+    rules: Rules,
+    step: int = 0,
+) -> Report | None:
+    """The report of what is not finite, or None. Incurs the sync.
+
+    Args:
+        models: The models, by what their modules' names begin with.
+        optimizers: Whose state to look at.
+        rules: What is allowed.
+        step: Which step the report is to name.
+    """
+    watches = [
+        ModelWatch(
+            *(each, prefix, _STATE, Selection(None, ()), 0, _RECORDER, lambda _: None)
+        )
+        for prefix, each in models.items()
+    ]
+    tensors = StepTensors(watches)
+    for watch in watches:
+        rules.put_on(watch)
+    tensors.scan(None, Level.ALL)
+    for optimizer in optimizers:
+        tensors.scan(innermost(optimizer), Level.ALL)
+    frames = []
+    for watch in watches:
+        watch.send()
+        watch.receive(is_lagged=False)
+        bad = watch.take_bad(_C.Recorder.num_frames())
+        frames += [BadFrame(watch, frame) for frame in bad]
+    if not frames:
+        return None
+    notes = [f"Not finite in all: {_names(frames)}.", "This is nothing to be saved."]
+    return Report(step, "raise", judge(frames), notes=notes)
+
+
+def _names(frames: Sequence[BadFrame]) -> str:
+    names = [
+        f"{bad.kind.replace('_', ' ')} {entry[0][0][1]}"
+        for bad in frames
+        for _, entry in bad.bad_entries()
+    ]
+    more = len(names) - _FEW_NAMES
+    return ", ".join(names[:_FEW_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,348 @@
+"""What is not finite by design: rules, and learning them."""
+
+import logging
+
+import pytest
+import torch
+from guarding import INF, NAN, Net, batches, make, plant, train_step
+from torch import nn
+
+from overflow_fast import NonFiniteError, OverflowGuard
+
+
+class Scores(nn.Module):
+    """Returns scores with what it is told to fill in."""
+
+    def __init__(self, fill=-INF):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.fill = fill
+        self.at = 0
+
+    def forward(self, x, mask=None):
+        scores = self.linear(x).clone()
+        scores[:, self.at] = self.fill
+        return {"scores": scores, "probs": scores.clamp(-1e3, 1e3).softmax(-1)}
+
+
+class Attention(nn.Module):
+    def __init__(self, depth=3):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"attn": Scores()}) for _ in range(depth)
+        )
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer["attn"](x)["probs"]
+        return self.out(x).mean()
+
+
+def attention():
+    torch.manual_seed(0)
+    model = Attention()
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def run(model, optimizer, steps=1):
+    for _ in range(steps):
+        model(torch.randn(4, 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+ALLOWED = {"layers.*.attn:output[scores]": "-inf"}
+
+
+@pytest.mark.parametrize(
+    "allow",
+    [
+        ALLOWED,
+        {"*.attn:output['scores']": "-inf"},
+        {'*attn:output["scores"]': ["-inf"]},
+        {"*:output.sc*": "inf"},
+        {"*:*": ["-inf", "nan"]},
+        {"layers.0.attn:output*": "-inf", "layers.[12].attn:out?ut.scores": "-inf"},
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"_defer": True}], ids=["cpu", "deferred"])
+def test_what_is_allowed_is_no_alarm(allow, options):
+    model, optimizer = attention()
+    with OverflowGuard(model, optimizer, allow=allow, **options) as guard:
+        run(model, optimizer, 3)
+    assert guard.rules == {
+        text: kinds
+        if isinstance(kinds, str)
+        else kinds[0]
+        if len(kinds) == 1
+        else kinds
+        for text, kinds in allow.items()
+    }
+
+
+@pytest.mark.parametrize("fill", [INF, NAN])
+def test_other_values_are_an_alarm(fill):
+    model, optimizer = attention()
+    model.layers[1]["attn"].fill = fill
+    with OverflowGuard(model, optimizer, allow=ALLOWED) as guard:
+        with pytest.raises(NonFiniteError, match=r"of layers\.1\.attn"):
+            run(model, optimizer)
+    assert guard.last_report.verdict.origin == "made"
+
+
+def test_both_signs_at_once_are_an_alarm_where_one_is_allowed():
+    model, optimizer = attention()
+    with OverflowGuard(model, optimizer, allow=ALLOWED):
+        with plant(model.layers[0]["attn"].linear, INF):
+            with pytest.raises(NonFiniteError, match=r"of layers\.0\.attn\.linear"):
+                run(model, optimizer)
+
+
+def test_other_places_are_an_alarm():
+    model, optimizer = attention()
+    allow = {"layers.0.attn:output[scores]": "-inf"}
+    with OverflowGuard(model, optimizer, allow=allow):
+        with pytest.raises(NonFiniteError, match=r"of layers\.1\.attn"):
+            run(model, optimizer)
+
+
+def test_what_is_allowed_is_named_with_what_is_not():
+    model, optimizer = attention()
+    with OverflowGuard(model, optimizer, "warn", allow=ALLOWED) as guard:
+        with plant(model.out, NAN):
+            run(model, optimizer)
+    assert guard.last_report.verdict.maker == "out"
+    assert guard.last_report.verdict.num_bad_frames > 1
+
+
+@pytest.mark.parametrize("kind", ["weight", "gradient", "optimizer_state", "buffer"])
+def test_tensors_that_stand_in_no_call_have_names_too(kind):
+    model, optimizer = make()
+    train_step(model, optimizer, batches(1)[0])
+    head = model.head
+    name = {"optimizer_state": "weight.exp_avg_sq", "buffer": "running_var"}
+    rule = f"{'norm' if kind == 'buffer' else 'head'}:{kind}.{name.get(kind, 'weight')}"
+    watch = ["gradients", "weights", "buffers", "optimizer_state"]
+    with OverflowGuard(model, optimizer, watch=watch, allow={rule: "+inf"}) as guard:
+        if kind == "weight":
+            head.weight.data[0, 0] = INF
+        elif kind == "optimizer_state":
+            optimizer.state[head.weight]["exp_avg_sq"][0, 0] = INF
+        elif kind == "buffer":
+            model.norm.running_var[0] = INF
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        if kind == "gradient":
+            head.weight.grad[0, 0] = INF
+        optimizer.step()
+        assert guard.coverage().rules_unused == []
+        if kind == "gradient":
+            head.weight.grad[0, 0] = -INF
+            with pytest.raises(NonFiniteError, match=r"head\.weight"):
+                optimizer.step()
+
+
+def test_a_recorded_tensor_has_a_name():
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, allow={":recorded.logs": "-inf"}) as guard:
+        guard.record(logs=torch.tensor([0.0, -INF]))
+        guard.check()
+        guard.record(other=torch.tensor([0.0, -INF]))
+        with pytest.raises(NonFiniteError, match="recorded `other`"):
+            guard.check()
+
+
+def test_masks_in_buffers_need_no_rule():
+    model, optimizer = make()
+    model.register_buffer("mask", torch.tensor([0.0, -INF]))
+    with OverflowGuard(model, optimizer) as guard:
+        train_step(model, optimizer, batches(1)[0])
+        model.mask[0] = INF
+        with pytest.raises(NonFiniteError, match="buffer `mask`"):
+            guard.check()
+
+
+def test_rules_are_of_each_models_own_names():
+    models = {"a": attention()[0], "b": attention()[0]}
+    parameters = [p for model in models.values() for p in model.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=1e-3)
+    allow = {"a.*:output[scores]": "-inf"}
+    with OverflowGuard(models, optimizer, allow=allow):
+        run(models["a"], optimizer)
+        with pytest.raises(NonFiniteError, match=r"of b\.layers\.0\.attn"):
+            run(models["b"], optimizer)
+
+
+def test_a_fused_optimizer_steps_where_what_its_kernels_see_is_allowed():
+    model, _ = attention()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+    options = {"sync": "lagged", "_defer": True}
+    for allow, steps in ((ALLOWED, True), ({"out:output": "-inf"}, False)):
+        before = model.out.weight.detach().clone()
+        with OverflowGuard(model, optimizer, "skip", allow=allow, **options):
+            run(model, optimizer)
+        assert before.equal(model.out.weight) != steps
+    # A nan is no inf, for the device either.
+    model.layers[1]["attn"].fill = NAN
+    before = model.out.weight.detach().clone()
+    with OverflowGuard(model, optimizer, "skip", allow=ALLOWED, **options):
+        run(model, optimizer)
+    assert before.equal(model.out.weight)
+
+
+def test_rules_hold_in_compiled_code():
+    model, optimizer = attention()
+    compiled = torch.compile(model, backend="aot_eager")
+    with OverflowGuard(compiled, optimizer, allow=ALLOWED):
+        run(compiled, optimizer, 2)
+        model.layers[2]["attn"].fill = INF
+        with pytest.raises(NonFiniteError, match=r"of layers\.2\.attn"):
+            run(compiled, optimizer)
+
+
+@pytest.mark.parametrize(
+    "allow, error, message",
+    [
+        (["*:output"], TypeError, r"allow must be a dict such as .* got list"),
+        ({"attn": "-inf"}, ValueError, r"allow must have keys such as .* got 'attn'"),
+        ({3: "-inf"}, ValueError, r"allow must have keys such as .* got 3"),
+        ({"*:scores": "-inf"}, ValueError, r"must begin with one of input, output"),
+        ({"*:inputs.x": "-inf"}, ValueError, r"must begin with one of input, output"),
+        (
+            {"*:output": "minus inf"},
+            ValueError,
+            r"must be '-inf', '\+inf', 'inf', 'nan'",
+        ),
+        ({"*:output": []}, ValueError, r"must be '-inf'"),
+        ({"*:output": None}, ValueError, r"must be '-inf'"),
+        ({"*.atn:output": "-inf"}, ValueError, r"no module's name matches '\*\.atn'"),
+    ],
+)
+def test_wrong_rules_are_told(allow, error, message):
+    with pytest.raises(error, match=message):
+        OverflowGuard(attention()[0], allow=allow)
+
+
+def test_a_rule_that_matches_nothing_is_told_in_the_coverage():
+    model, optimizer = attention()
+    allow = {**ALLOWED, "out:output": "nan"}
+    with OverflowGuard(model, optimizer, allow=allow) as guard:
+        run(model, optimizer)
+        assert guard.coverage().rules_unused == ["out:output"]
+        assert "rule 'out:output' has matched nothing" in str(guard.coverage())
+
+
+# Learning.
+
+
+def test_rules_are_learned_from_clean_steps(caplog):
+    model, optimizer = attention()
+    with OverflowGuard(model, optimizer) as guard:
+        guard.learn(3)
+        run(model, optimizer, 2)
+        assert guard.rules == {} and not caplog.records
+        run(model, optimizer, 4)
+        assert guard.rules == {"layers.*.attn:output['scores']": "-inf"}
+        model.layers[0]["attn"].fill = INF
+        with pytest.raises(NonFiniteError):
+            run(model, optimizer)
+    assert "In 3 clean steps this was non-finite" in caplog.text
+    assert """allow={"layers.*.attn:output['scores']": '-inf'}""" in caplog.text
+
+
+def test_what_was_learned_can_be_given():
+    model, optimizer = attention()
+    with OverflowGuard(model, optimizer) as guard:
+        guard.learn(1)
+        run(model, optimizer)
+    with OverflowGuard(model, optimizer, allow=guard.rules):
+        run(model, optimizer)
+
+
+def test_rules_may_be_proposed_only(caplog):
+    model, optimizer = attention()
+    with OverflowGuard(model, optimizer) as guard:
+        guard.learn(2, adopt=False)
+        run(model, optimizer, 2)
+        assert "It is an alarm still" in caplog.text
+        assert guard.rules == {}
+        with pytest.raises(NonFiniteError):
+            run(model, optimizer)
+
+
+def test_names_are_widened_only_where_all_are_alike():
+    model, optimizer = attention()
+    model.layers[1]["attn"].fill = 0.0
+    with OverflowGuard(model, optimizer) as guard:
+        guard.learn(1)
+        run(model, optimizer)
+    names = {f"layers.{i}.attn:output['scores']": "-inf" for i in (0, 2)}
+    assert guard.rules == names
+
+
+def test_where_nothing_is_to_be_learned_it_says_so(caplog):
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer) as guard:
+        guard.learn(2)
+        for batch in batches(2):
+            train_step(model, optimizer, batch)
+    assert "nothing was non-finite: no rule is needed" in caplog.text
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_alarms_stay_alarms_while_it_learns(value):
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        guard.learn(2)
+        with plant(model.blocks[0], value):  # and so the loss is bad
+            train_step(model, optimizer, batches(1)[0])
+        assert guard.num_skipped == 1
+        for batch in batches(2):
+            train_step(model, optimizer, batch)
+        assert guard.rules == {}
+
+
+def test_bad_gradients_are_not_learned():
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        guard.learn(1)
+        with plant(model.blocks[1], INF, backward=True):
+            train_step(model, optimizer, batches(1)[0])
+        assert (guard.num_skipped, guard.rules) == (1, {})
+
+
+def test_lagged_verdicts_are_learned_from():
+    model, _ = attention()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+    with OverflowGuard(model, optimizer, "skip", sync="lagged", _defer=True) as guard:
+        guard.learn(2)
+        before = model.out.weight.detach().clone()
+        run(model, optimizer)
+        assert not before.equal(model.out.weight)
+        run(model, optimizer, 3)
+        assert guard.rules
+    assert guard.num_skipped == 0
+
+
+@pytest.mark.parametrize("steps, error", [(0, ValueError), (1.5, TypeError)])
+def test_a_wrong_number_of_steps_is_told(steps, error):
+    guard = OverflowGuard(Net())
+    with pytest.raises(error, match="steps must be"):
+        guard.learn(steps)
+
+
+@pytest.fixture(autouse=True)
+def warnings(caplog):
+    caplog.set_level(logging.WARNING, "overflow_fast")
+
+
+def test_what_is_allowed_is_said_where_it_did_harm():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1))
+    model[0].weight.data[:] = 3e38
+    allow = {"0:output": "inf", "1:input[0]": "inf", ":input*": "inf"}
+    with OverflowGuard(model, on_overflow="warn", allow=allow) as guard:
+        model(torch.full((1, 2), 3.0))
+        report = guard.check()
+    assert report.verdict.maker == "1"
+    assert "was finite but for what is allowed in input[0]: it made" in str(report)
