@@ -59,22 +59,33 @@ def test_accelerates_schedulers_stand_still_under_a_scaler():
 
 @pytest.fixture
 def trainer(tmp_path):
+    """Makes a Trainer of a small GPT-2 with a callback, and arguments of its own."""
+
     config = hf.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=50, n_positions=8)
     model = hf.GPT2LMHeadModel(config)
     ids = torch.randint(0, 50, (8,))
-    arguments = hf.TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=5,
-        per_device_train_batch_size=1,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        save_strategy="no",
-    )
     data = [{"input_ids": ids, "labels": ids}] * 5
-    return lambda callback: hf.Trainer(
-        model, arguments, train_dataset=data, callbacks=[callback]
-    )
+
+    def make_trainer(callback, **arguments):
+        arguments = {
+            "output_dir": str(tmp_path),
+            "max_steps": 5,
+            "per_device_train_batch_size": 1,
+            "use_cpu": True,
+            "report_to": [],
+            "disable_tqdm": True,
+            "save_strategy": "no",
+            **arguments,
+        }
+        return hf.Trainer(
+            model,
+            hf.TrainingArguments(**arguments),
+            train_dataset=data,
+            eval_dataset=data[:1],
+            callbacks=[callback],
+        )
+
+    return make_trainer
 
 
 class SpoilThird(hf.TrainerCallback):
@@ -116,6 +127,92 @@ def test_transformers_trainer_is_stopped(trainer):
     assert trainer.state.global_step == 2
 
 
+class SpoilWeights(hf.TrainerCallback):
+    """Makes a weight bad after a step, behind the guard's back."""
+
+    def __init__(self, after):
+        self.after = after
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if state.global_step == self.after:
+            model.transformer.h[0].mlp.c_fc.weight.data[0, 0] = NAN
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in folder.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("save", ["steps", "best"])
+def test_trainer_keeps_the_last_good_checkpoint(trainer, tmp_path, save, caplog):
+    from overflow_fast.integrations.trainer import GuardCallback
+
+    callback = GuardCallback(on_overflow="warn")
+    trainer = trainer(
+        SpoilWeights(3),
+        save_strategy=save,
+        save_steps=1,
+        save_total_limit=1,
+        eval_strategy="steps" if save == "best" else "no",
+        eval_steps=1,
+        metric_for_best_model="loss" if save == "best" else None,
+    )
+    trainer.add_callback(callback)
+    trainer.train()
+    assert checkpoints(tmp_path) == ["checkpoint-2"]
+    assert "No checkpoint is saved, the last good one stays." in caplog.text
+    assert "weight transformer.h.0.mlp.c_fc.weight" in caplog.text
+
+
+def test_trainer_is_stopped_where_it_would_save(trainer, tmp_path):
+    from overflow_fast.integrations.trainer import GuardCallback
+
+    trainer = trainer(SpoilWeights(2), save_strategy="steps", save_steps=1)
+    trainer.add_callback(GuardCallback(watch=["gradients"]))
+    with pytest.raises(NonFiniteError, match="nothing to be saved"):
+        trainer.train()
+    assert checkpoints(tmp_path) == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize("hides", [True, False])
+def test_what_trainers_log_hides_is_pointed_out(trainer, caplog, hides):
+    from overflow_fast.integrations.trainer import GuardCallback
+
+    trainer = trainer(
+        GuardCallback(on_overflow="skip"), logging_nan_inf_filter=hides, logging_steps=1
+    )
+    trainer.add_callback(SpoilThird())
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert all(torch.tensor(losses).isfinite()) == hides
+    told = [
+        r for r in caplog.records if "logging_nan_inf_filter=True" in r.getMessage()
+    ]
+    assert len(told) == hides
+
+
+def test_what_trainers_log_shows_is_not_pointed_out(trainer, caplog):
+    from overflow_fast.integrations.trainer import GuardCallback
+
+    class SpoilGradient(hf.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+            model.lm_head.weight.grad[0] = INF
+
+    trainer = trainer(GuardCallback(on_overflow="skip"))
+    trainer.add_callback(SpoilGradient())
+    trainer.train()
+    assert "logging_nan_inf_filter" not in caplog.text
+
+
+def test_names_of_modules_are_asked_for_when_training_begins(trainer):
+    from overflow_fast.integrations.trainer import GuardCallback
+
+    callback = GuardCallback(include=["transformer.h.*"], allow={"*.mlp:output": "inf"})
+    trainer(callback).train()
+    assert callback.guard.step == 5
+    with pytest.raises(ValueError, match=r"no module's name matches '\*\.nlp'"):
+        trainer(GuardCallback(allow={"*.nlp:output": "inf"})).train()
+
+
 class Lit(lightning.LightningModule):
     def __init__(self, bad_step):
         super().__init__()
@@ -134,17 +231,20 @@ class Lit(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": interval}
 
 
-def fit(callback, bad_step, tmp_path):
+def fit(callback, bad_step, tmp_path, *others, **arguments):
     module = Lit(bad_step)
     trainer = lightning.Trainer(
         max_epochs=1,
         accelerator="cpu",
-        callbacks=[callback],
+        callbacks=[callback, *others],
         default_root_dir=tmp_path,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **{
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            **arguments,
+        },
     )
     trainer.fit(module, torch.utils.data.DataLoader(batches(5), batch_size=None))
     return module, trainer
@@ -173,6 +273,62 @@ def test_lightnings_trainer_is_stopped(tmp_path):
     with pytest.raises(NonFiniteError):
         fit(callback, 1, tmp_path)
     assert not callback.guard.enabled
+
+
+class SpoilNet(lightning.Callback):
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        if trainer.global_step == 3:
+            pl_module.net.head.weight.data[0, 0] = NAN
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_lightning_keeps_the_last_good_checkpoint(tmp_path, weights_only):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from overflow_fast.integrations.lightning import GuardCallback
+
+    callback = GuardCallback(on_overflow="warn", watch=["gradients"])
+    saver = ModelCheckpoint(
+        dirpath=tmp_path,
+        filename="{step}",
+        every_n_train_steps=1,
+        save_top_k=1,
+        save_weights_only=weights_only,
+    )
+    with pytest.raises(NonFiniteError, match=r"weight net\.head\.weight"):
+        fit(callback, None, tmp_path, SpoilNet(), saver, enable_checkpointing=True)
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["step=2.ckpt"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightnings_trainer_saves_again_afterwards(tmp_path):
+    from overflow_fast.integrations.lightning import GuardCallback
+
+    module, trainer = fit(GuardCallback(), None, tmp_path)
+    assert "save_checkpoint" not in vars(trainer)
+    module.net.head.weight.data[0, 0] = NAN
+    trainer.save_checkpoint(tmp_path / "any.ckpt")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightnings_loggers_get_the_metrics(tmp_path):
+    from lightning.pytorch.loggers import CSVLogger
+
+    from overflow_fast.integrations.lightning import GuardCallback
+
+    logger = CSVLogger(tmp_path)
+    fit(
+        GuardCallback(on_overflow="skip"),
+        3,
+        tmp_path,
+        logger=logger,
+        log_every_n_steps=2,
+    )
+    text = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text()
+    head, *lines = text.splitlines()
+    column = head.split(",").index("overflow_fast/skipped_steps_total")
+    assert [line.split(",")[column] for line in lines] == ["0.0", "1.0"]
 
 
 @pytest.mark.parametrize(

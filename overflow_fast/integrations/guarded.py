@@ -1,7 +1,9 @@
-"""What the callbacks of the trainers have in common."""
+"""What the integrations of the trainers have in common."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -24,9 +26,17 @@ class GuardOwner:
     """
 
     def __init__(self, **arguments: Any) -> None:
-        OverflowGuard(nn.Identity(), **arguments).remove()  # wrong ones are told now
+        # Wrong ones are told now, but for names of modules: those are not known yet.
+        named = ("include", "exclude", "allow")
+        known = {name: arg for name, arg in arguments.items() if name not in named}
+        OverflowGuard(nn.Identity(), **known).remove()
         self._arguments = arguments
         self.guard: OverflowGuard | None = None
+
+    @property
+    def raises(self) -> bool:
+        """Whether the policy is to raise."""
+        return bool(self._arguments.get("on_overflow", "raise") == "raise")
 
     def put_on(self, model: Any, optimizer: Any) -> OverflowGuard:
         """Puts a guard on; one that a training has left behind is taken off."""
@@ -38,3 +48,26 @@ class GuardOwner:
         """Takes the guard off, after its last verdict."""
         if self.guard is not None:
             self.guard.remove()
+
+
+class SaveGate:
+    """Saves, unless there is a nan or an inf in what the guard watches.
+
+    Stands where the function stood that saves, so that nothing has been written, or
+    removed to make room, when it raises. Every rank has to call it.
+
+    Args:
+        save: The function.
+        guard: The guard. Where it is off, everything is saved.
+    """
+
+    def __init__(self, save: Callable[..., Any], guard: OverflowGuard) -> None:
+        functools.update_wrapper(self, save)
+        self._save = save
+        self._guard = guard
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises `NonFiniteError` in place of saving what is not finite."""
+        if self._guard.enabled:
+            self._guard.assert_finite_state(joint=True)
+        return self._save(*args, **kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..guard.guard import OverflowGuard
-from .guarded import GuardOwner
+from .guarded import GuardOwner, SaveGate
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -20,7 +20,9 @@ class GuardCallback(GuardOwner, Callback):
     """Has an `OverflowGuard` watch while a Trainer fits; see `GuardOwner`.
 
     The modules that the LightningModule is made of are watched, and the schedules of
-    automatic optimization stand still in skipped steps.
+    automatic optimization stand still in skipped steps. The guard's metrics go to the
+    Trainer's loggers, every `log_every_n_steps`. While it fits, a checkpoint that would
+    not be finite is not saved, and none removed for it: `NonFiniteError` instead.
 
     Example:
         >>> callback = GuardCallback(on_overflow="skip", log="guard.jsonl")
@@ -33,6 +35,19 @@ class GuardCallback(GuardOwner, Callback):
         guard = self.put_on(models, list(trainer.optimizers))
         stepper = _Stepper(pl_module, guard)
         pl_module.lr_scheduler_step = stepper  # type: ignore[method-assign]
+        gate = SaveGate(trainer.save_checkpoint, guard)
+        trainer.save_checkpoint = gate  # type: ignore[method-assign]
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any
+    ) -> None:
+        """Gives the loggers what the guard measures."""
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if self.guard is None or not every or trainer.global_step % every:
+            return
+        values = {f"overflow_fast/{k}": v for k, v in self.guard.metrics().items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=trainer.global_step)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -47,6 +62,7 @@ class GuardCallback(GuardOwner, Callback):
     ) -> None:
         """Takes the guard off."""
         vars(pl_module).pop("lr_scheduler_step", None)
+        vars(trainer).pop("save_checkpoint", None)
         self.take_off()
 
 

@@ -1,0 +1,52 @@
+"""The guard in a loop that Accelerate runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..guard.guard import OverflowGuard
+from .guarded import SaveGate
+
+try:
+    from accelerate import Accelerator  # type: ignore[import-untyped]
+except ImportError as error:
+    raise ImportError(
+        "overflow_fast.integrations.accelerate needs accelerate: run "
+        f"`pip install accelerate` ({error})"
+    ) from error
+
+
+def guard_with(
+    accelerator: Accelerator, model: Any, optimizer: Any, **arguments: Any
+) -> OverflowGuard:
+    """Makes a guard, and has `accelerator.save_state` refuse what is not finite.
+
+    Prepared schedulers stand still in skipped steps. `save_state` raises
+    `NonFiniteError` before it writes, or removes a checkpoint to make room, until the
+    guard is removed; every rank has to call it, as Accelerate asks for.
+
+    Args:
+        accelerator: The Accelerator.
+        model: The prepared model, or a list or dict of them.
+        optimizer: The prepared optimizer, or a list of them, or None.
+        arguments: What else `OverflowGuard` takes, by name.
+
+    Raises:
+        TypeError, ValueError: If an argument cannot be used.
+
+    Example:
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters())
+        >>> model, optimizer = accelerator.prepare(model, optimizer)
+        >>> guard = guard_with(accelerator, model, optimizer, on_overflow="skip")
+    """
+    if not isinstance(accelerator, Accelerator):
+        raise TypeError(
+            "accelerator must be an accelerate.Accelerator, got "
+            f"{type(accelerator).__name__}"
+        )
+    guard = OverflowGuard(model, optimizer, **arguments)
+    gate = SaveGate(accelerator.save_state, guard)
+    accelerator.save_state = gate
+    return guard

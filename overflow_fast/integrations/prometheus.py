@@ -1,0 +1,75 @@
+"""The guard's metrics for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..guard.metrics import Metrics
+
+try:
+    from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    from prometheus_client.registry import Collector
+except ImportError as error:
+    raise ImportError(
+        "overflow_fast.integrations.prometheus needs prometheus_client: run "
+        f"`pip install prometheus_client` ({error})"
+    ) from error
+
+_TOTAL = "_total"
+
+
+class PrometheusMetrics(Collector):
+    """Offers a guard's metrics to Prometheus: `OverflowGuard(..., metrics=this)`.
+
+    They are called `overflow_fast_bad_steps_total` and so on; see
+    `OverflowGuard.metrics()`.
+
+    Args:
+        port: Serve them at this port of the machine; None where something else serves
+            the registry. Processes on one machine need ports of their own.
+        labels: What tells this process from others, such as `{"rank": "3"}`.
+        registry: Where to register.
+
+    Raises:
+        OSError: If the port is taken.
+
+    Example:
+        >>> metrics = PrometheusMetrics(labels={"rank": "0"})
+    """
+
+    def __init__(
+        self,
+        port: int | None = None,
+        labels: Mapping[str, str] | None = None,
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
+        self._labels = dict(labels or {})
+        self._values: Metrics = {}
+        if port is not None:
+            try:
+                start_http_server(port, registry=registry)
+            except OSError as error:
+                raise OSError(
+                    f"port {port} cannot be served: give each process of a machine its "
+                    f"own, such as port={port} + the local rank ({error})"
+                ) from error
+        registry.register(self)
+
+    def __call__(self, step: int, values: Metrics) -> None:
+        """Takes the values of a step."""
+        self._values = values
+
+    def collect(self) -> Iterator[Any]:
+        """What Prometheus is given when it asks."""
+        for name, value in self._values.items():
+            is_counter = name.endswith(_TOTAL)
+            family = CounterMetricFamily if is_counter else GaugeMetricFamily
+            metric = family(
+                f"overflow_fast_{name.removesuffix(_TOTAL)}",
+                f"{name.removesuffix(_TOTAL).replace('_', ' ')} (see OverflowGuard)",
+                labels=list(self._labels),
+            )
+            metric.add_metric(list(self._labels.values()), value)
+            yield metric

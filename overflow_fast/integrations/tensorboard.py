@@ -1,0 +1,43 @@
+"""The guard's metrics in TensorBoard."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ..guard.metrics import Metrics
+
+try:
+    from torch.utils.tensorboard import SummaryWriter
+except ImportError as error:
+    raise ImportError(
+        "overflow_fast.integrations.tensorboard needs tensorboard: run "
+        f"`pip install tensorboard` ({error})"
+    ) from error
+
+
+class TensorBoardMetrics:
+    """Writes a guard's metrics as scalars: `OverflowGuard(..., metrics=this)`.
+
+    Args:
+        writer: A SummaryWriter, or the folder for one, or None for its default folder.
+        every: Write every so many steps.
+
+    Example:
+        >>> metrics = TensorBoardMetrics("runs/guard", every=10)
+    """
+
+    def __init__(
+        self,
+        writer: SummaryWriter | str | os.PathLike[str] | None = None,
+        every: int = 1,
+    ) -> None:
+        is_writer = hasattr(writer, "add_scalar")
+        self._writer: Any = writer if is_writer else SummaryWriter(writer)
+        self._every = every
+
+    def __call__(self, step: int, values: Metrics) -> None:
+        """Writes the values of a step."""
+        if step % self._every == 0:
+            for name, value in values.items():
+                self._writer.add_scalar(f"overflow_fast/{name}", value, step)

@@ -1,0 +1,99 @@
+"""The guard's metrics in TensorBoard and for Prometheus."""
+
+import socket
+import sys
+import urllib.request
+
+import pytest
+from guarding import NAN, batches, make, plant, train_step
+
+from overflow_fast import OverflowGuard
+
+pytest.importorskip("tensorboard")
+pytest.importorskip("prometheus_client")
+
+
+def run(exporter):
+    """Three steps, the second of which is bad."""
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, "skip", metrics=exporter) as guard:
+        for i, batch in enumerate(batches(3)):
+            if i == 1:
+                with plant(model.head, NAN):
+                    train_step(model, optimizer, batch)
+            else:
+                train_step(model, optimizer, batch)
+    return guard
+
+
+def scalars(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    return {
+        tag: [(e.step, e.value) for e in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_gets_scalars(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    from overflow_fast.integrations.tensorboard import TensorBoardMetrics
+
+    guard = run(TensorBoardMetrics(tmp_path / "own"))
+    found = scalars(tmp_path / "own")
+    assert found.keys() == {f"overflow_fast/{name}" for name in guard.metrics()}
+    assert found["overflow_fast/bad_steps_total"] == [(0, 0), (1, 1), (2, 1)]
+    with SummaryWriter(tmp_path / "given") as writer:
+        run(TensorBoardMetrics(writer, every=2))
+    found = scalars(tmp_path / "given")
+    assert found["overflow_fast/skipped_steps_total"] == [(0, 0), (2, 1)]
+
+
+def test_prometheus_is_given_counters_and_gauges():
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    from overflow_fast.integrations.prometheus import PrometheusMetrics
+
+    registry = CollectorRegistry()
+    metrics = PrometheusMetrics(labels={"rank": "3"}, registry=registry)
+    assert generate_latest(registry) == b""
+    run(metrics)
+    text = generate_latest(registry).decode()
+    assert 'overflow_fast_bad_steps_total{rank="3"} 1.0' in text
+    assert "# TYPE overflow_fast_bad_steps_total counter" in text
+    assert "# TYPE overflow_fast_headroom_bits gauge" in text
+
+
+def test_prometheus_is_served():
+    from prometheus_client import CollectorRegistry
+
+    from overflow_fast.integrations.prometheus import PrometheusMetrics
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    run(PrometheusMetrics(port, registry=CollectorRegistry()))
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        assert b"overflow_fast_steps_total 3.0" in answer.read()
+    with pytest.raises(OSError, match=f"port {port} cannot be served: give each"):
+        PrometheusMetrics(port, registry=CollectorRegistry())
+
+
+@pytest.mark.parametrize(
+    "name, library, needed",
+    [
+        ("tensorboard", "tensorboard", "torch.utils.tensorboard"),
+        ("prometheus", "prometheus_client", "prometheus_client"),
+    ],
+)
+def test_missing_libraries_are_told(name, library, needed, monkeypatch):
+    module = f"overflow_fast.integrations.{name}"
+    __import__(module)
+    monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, needed, None)
+    with pytest.raises(
+        ImportError, match=f"needs {library}: run `pip install {library}"
+    ):
+        __import__(module)
