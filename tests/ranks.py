@@ -22,7 +22,8 @@ def device():
     return torch.device("cuda", dist.get_rank())
 
 
-def _free_port():
+def free_port():
+    """A TCP port that nobody listens to."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -49,6 +50,6 @@ def on_ranks(world, function, *arguments):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.multiprocessing.spawn(
-            _run, (world, _free_port(), folder, function, arguments), nprocs=world
+            _run, (world, free_port(), folder, function, arguments), nprocs=world
         )
         return [torch.load(folder / str(rank)) for rank in range(world)]

@@ -1,9 +1,13 @@
 """Ranks that train together act on one verdict."""
 
+import contextlib
 import functools
+import io
 import itertools
 import logging
+import tempfile
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from guarding import INF, plant, state_of, train_step
 from ranks import device, on_ranks
 from test_parallel import data, ddp, fsdp2, make, sharded_in_two_ways
 from torch import nn
+from torch.distributed.algorithms.join import Join
 
 from overflow_fast import NonFiniteError, OverflowGuard
 
@@ -165,7 +170,6 @@ def budgets_that_differ():
 def different_steps():
     messages = []
     handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
     handler.emit = lambda record: messages.append(str(record.exc_info[1]))
     logging.getLogger("overflow_fast").addHandler(handler)
     model = ddp(make())
@@ -212,7 +216,165 @@ def batches_that_run_out():
     return guard.step, guard.coverage().failures
 
 
+@contextlib.contextmanager
+def logged():
+    """What the package logs meanwhile."""
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("overflow_fast").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("overflow_fast").removeHandler(handler)
+
+
+def join_without_the_guard():
+    model = ddp(make())
+    optimizer = sgd(model)
+    with OverflowGuard(model, optimizer), logged() as messages, model.join():
+        for batch in data(1 + dist.get_rank()):
+            train_step(model, optimizer, batch)
+    return messages
+
+
+def joined(policy, bad_step=None, wrap=ddp):
+    """Ranks run out of batches one after another; the last one's turns bad."""
+    model = wrap(make())
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer, policy, process_group=dist.group.WORLD)
+    message = None
+    try:
+        with Join([*([model] if wrap is ddp else []), guard.joinable]):
+            for step, batch in enumerate(data(2 + dist.get_rank())):
+                if step == bad_step:
+                    plant(getattr(model, "module", model).head, INF).__enter__()
+                train_step(model, optimizer, batch)
+    except NonFiniteError as error:
+        message = str(error)
+    guard.remove()
+    return guard.step, guard.num_skipped, guard.coverage().failures, message
+
+
+def joined_the_wrong_way():
+    model = ddp(make())
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer)
+    try:
+        with Join([guard.joinable, model]):
+            train_step(model, optimizer, data()[0])
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+class Shallow(nn.Module):
+    """One rank leaves its second layer out in every other step."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 1)
+        self.calls = 0
+
+    def forward(self, x, y=None):
+        self.calls += 1
+        x = self.first(x)
+        if dist.get_rank() != 1 or self.calls % 2:
+            x = self.second(x)
+        return {"loss": ((self.head(x) - y) ** 2).mean()}
+
+
+def one_rank_skips_a_layer():
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(
+        Shallow().to(device()), find_unused_parameters=True
+    )
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer)
+    messages = [train_one(model, optimizer, batch) for batch in data(4)]
+    if dist.get_rank() == 2:
+        plant(model.module.second, INF).__enter__()
+    messages.append(train_one(model, optimizer, data()[0]))
+    return guard.step, messages
+
+
+class Filled(nn.Module):
+    def __init__(self, fills):
+        super().__init__()
+        self.linear, self.fills = nn.Linear(8, 8), fills
+
+    def forward(self, x):
+        scores = self.linear(x)
+        is_top = scores == scores.max()
+        return scores.masked_fill(is_top, -INF) if self.fills else scores
+
+
+def learned():
+    """Ranks see different things; what one has learned all know."""
+    rank = dist.get_rank()
+    model = nn.ModuleList(Filled(i == rank) for i in range(3)).to(device())
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer, process_group=dist.group.WORLD)
+    guard.learn(2)
+    for _ in range(4):
+        out = sum(each(torch.ones(2, 8, device=device())) for each in model)
+        out.clamp(-10, 10).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    guard.remove()
+    return guard.rules
+
+
+def bad_state(joint):
+    model = ddp(make())
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer)
+    messages = []
+    for _ in range(2):
+        try:
+            guard.assert_finite_state(joint=joint)
+            messages.append(None)
+        except NonFiniteError as error:
+            messages.append(str(error))
+        if dist.get_rank() == 3:
+            model.module.blocks[0].fc1.weight.data[0] = INF
+    return messages
+
+
+def tried():
+    model = ddp(make())
+    guard = OverflowGuard(model, sgd(model))
+    x, y = data()[0]
+    with contextlib.redirect_stdout(io.StringIO()):
+        return guard.self_test({"x": x, "y": y}, max_layers=4).has_passed
+
+
+def paths():
+    """Where each rank writes."""
+    folder = Path(tempfile.mkdtemp())
+    model = ddp(make())
+    optimizer = sgd(model)
+    arguments = {"log": folder / "guard.jsonl", "evidence": folder / "evidence"}
+    with OverflowGuard(model, optimizer, "skip", **arguments):
+        with plant(model.module.head, INF):
+            train_step(model, optimizer, data()[0])
+    return sorted(path.name for path in folder.iterdir())
+
+
 SCENARIOS = {
+    "joined": functools.partial(joined, "raise"),
+    "joined, bad": functools.partial(joined, "raise", 4),
+    "joined, skipped": functools.partial(joined, "skip", 3),
+    "joined alone": functools.partial(joined, "raise", 4, wrap=lambda model: model),
+    "joined the wrong way": joined_the_wrong_way,
+    "join alone": join_without_the_guard,
+    "a layer": one_rank_skips_a_layer,
+    "learned": learned,
+    "state": functools.partial(bad_state, True),
+    "own state": functools.partial(bad_state, False),
+    "tried": tried,
+    "paths": paths,
     "raise": one_rank_raises,
     "skip": one_rank_skips,
     "cost": what_a_clean_step_costs,
@@ -310,6 +472,81 @@ def test_ranks_at_different_steps_are_told_of():
 
 def test_a_rank_that_runs_out_of_batches_keeps_nobody_waiting():
     assert all_of("join") == [(2, 0), (3, 0), (4, 0), (5, 0)]
+
+
+def test_ranks_without_batches_go_on_deciding():
+    assert all_of("joined") == [(5, 0, 0, None)] * 4
+
+
+@pytest.mark.parametrize("scenario", ["joined, bad", "joined alone"])
+def test_ranks_without_batches_raise_with_the_others(scenario):
+    found = all_of(scenario)
+    assert all(each == found[0] for each in found), found
+    assert "Step 4 is not finite on rank 3 of 4 (" in found[0][3]
+    assert "of head (Linear)" in found[0][3]
+
+
+def test_ranks_without_batches_count_what_others_skip():
+    found = all_of("joined, skipped")
+    # Ranks 2 and 3 have a fourth batch, which is bad; rank 3's fault stays.
+    assert [each[1] for each in found] == [2] * 4
+    assert [each[0] for each in found] == [5] * 4
+
+
+def test_the_model_comes_before_the_guard():
+    for message in all_of("joined the wrong way"):
+        assert "Join must be given the model before the guard" in message
+
+
+def test_join_without_the_guard_is_told_of():
+    for messages in all_of("join alone"):
+        assert len(messages) == 1
+        assert "`with Join([model, guard.joinable]):` has them decide" in messages[0]
+
+
+def test_a_rank_that_leaves_a_layer_out_waits_for_nobody():
+    for step, messages in all_of("a layer"):
+        assert messages[:4] == [None] * 4
+        assert "Step 4 is not finite on rank 2 of 4 (" in messages[4]
+        assert step == 5
+
+
+def test_what_one_rank_has_learned_all_know():
+    rules = {f"{layer}:output": "-inf" for layer in range(3)}
+    assert all_of("learned") == [rules] * 4
+
+
+def test_all_ranks_refuse_a_state_that_is_bad_on_one():
+    first, *others = all_of("state")
+    assert first[0] is None
+    assert "not finite on rank 3 of 4 (" in first[1]
+    assert "weight `blocks.0.fc1.weight`" in first[1]
+    assert all(other == first for other in others)
+
+
+def test_a_state_may_be_asked_for_on_one_rank():
+    assert [bool(messages[1]) for messages in all_of("own state")] == [
+        *(False, False, False, True)
+    ]
+
+
+def test_the_self_test_works_on_ranks():
+    assert all_of("tried") == [True] * 4
+
+
+def test_each_rank_writes_to_files_of_its_own():
+    # All skip, and the one that was first to see it has the tensors.
+    for rank, names in enumerate(all_of("paths")):
+        assert f"guard.rank{rank}.jsonl" in names
+    assert [name for names in all_of("paths") for name in names if "evid" in name] == [
+        "evidence.rank0"
+    ]
+
+
+def test_without_ranks_there_is_nothing_to_join():
+    model = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="joinable needs a guard whose ranks"):
+        _ = OverflowGuard(model).joinable
 
 
 def test_a_callable_is_asked_on_one_rank():

@@ -116,7 +116,8 @@ class Agreement:
             RuntimeError: If the ranks are at different steps.
         """
         if self.joinable is not None:
-            self.joinable.notify()
+            with self._collective():
+                self.joinable.notify(self._has_joining_model())
         blame = 0
         if verdict.first is not None:
             blame = _blame(verdict.first.kind, position)
@@ -160,8 +161,7 @@ class Agreement:
         """Whether ranks without batches join others' collectives, but not ours."""
         if self.joinable is not None and self.joinable.is_entered:
             return False
-        configs = (getattr(w.model, "_join_config", None) for w in self._watches)
-        is_left_out = any(getattr(config, "enable", False) for config in configs)
+        is_left_out = self._has_joining_model()
         if is_left_out and not self._has_warned:
             self._has_warned = True
             _log.warning(
@@ -170,6 +170,10 @@ class Agreement:
                 "together (torch.distributed.algorithms.join)."
             )
         return is_left_out
+
+    def _has_joining_model(self) -> bool:
+        configs = (getattr(w.model, "_join_config", None) for w in self._watches)
+        return any(getattr(config, "enable", False) for config in configs)
 
     # Collectives.
 

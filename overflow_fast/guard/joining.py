@@ -28,19 +28,41 @@ class GuardJoinable(Joinable):
         self._group = group
         self._device = device
         self._judge = judge
+        self._has_batch = True
 
     @property
     def is_entered(self) -> bool:
         """Whether a `Join` has this object."""
         return bool(self._join_config.enable)
 
-    def notify(self) -> None:
-        """Says that this rank has a batch; a collective where `Join` has this first."""
-        Join.notify_join_context(self)
+    def notify(self, has_model: bool) -> None:
+        """Says that this rank has a batch; a collective where `Join` has this first.
+
+        Args:
+            has_model: Whether the `Join` has the model too.
+
+        Raises:
+            ValueError: If it has it behind this: its collectives come before ours.
+        """
+        if has_model and self._join_config.is_first_joinable:
+            raise ValueError(
+                "Join must be given the model before the guard: `with Join([model, "
+                "guard.joinable]):`, got them the other way round"
+            )
+        if self._has_batch:
+            Join.notify_join_context(self)
+
+    def judge(self) -> None:
+        """Judges a step of the others for a rank without a batch."""
+        self._has_batch = False
+        try:
+            self._judge()
+        finally:
+            self._has_batch = True
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank without batches does for each step of the others."""
-        return _Hook(self._judge)
+        return _Hook(self.judge)
 
     @property
     def join_device(self) -> torch.device:

@@ -281,10 +281,12 @@ class Supervisor:
         """Judges a step that other ranks make, and this one has no batch for."""
         if not self.is_enabled:
             return
-        if self.level is not Level.OFF or self._joins_every_step:
-            with self._shield():
-                self.decision.decide(Finding(self.step, []))
-        self._end_round()
+        try:
+            if self.level is not Level.OFF or self._joins_every_step:
+                with self._shield():
+                    self.decision.decide(Finding(self.step, []))
+        finally:
+            self._end_round()
 
     def _on_evaluated(self, watch: ModelWatch) -> None:
         with self._shield():
