@@ -1,13 +1,10 @@
 """No checkpoint holds a nan or an inf, and the last good one stays."""
 
 import copy
-import sys
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
-from guarding import INF, NAN, batches, make, train, train_step
+from guarding import INF, NAN, batches, make, train
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, assert_finite_state
@@ -130,55 +127,3 @@ def test_a_sparse_state_is_looked_at():
     model(torch.tensor([1])).sum().backward()
     optimizer.step()
     assert_finite_state(model, optimizer)
-
-
-# Accelerate.
-
-
-def accelerated(tmp_path, **options):
-    from overflow_fast.integrations.accelerate import guard_with
-
-    project = ProjectConfiguration(
-        project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=1
-    )
-    accelerator = Accelerator(cpu=True, project_config=project)
-    model, optimizer = accelerator.prepare(*make())
-    guard = guard_with(accelerator, model, optimizer, **options)
-    return accelerator, model, optimizer, guard
-
-
-def test_accelerate_keeps_the_last_good_checkpoint(tmp_path):
-    accelerator, model, optimizer, guard = accelerated(tmp_path)
-    train_step(model, optimizer, batches(1)[0])
-    accelerator.save_state()
-    folder = tmp_path / "checkpoints"
-    before = sorted(path.name for path in folder.rglob("*"))
-    spoil_weight(model, optimizer)
-    with pytest.raises(NonFiniteError, match=r"blocks\.1\.fc1\.weight"):
-        accelerator.save_state()
-    assert sorted(path.name for path in folder.rglob("*")) == before
-    guard.remove()
-    accelerator.save_state()  # what nobody guards is saved
-
-
-def test_accelerate_is_guarded_as_usual(tmp_path):
-    accelerator, model, optimizer, guard = accelerated(tmp_path, on_overflow="skip")
-    x, y = batches(1)[0]
-    accelerator.backward(model(x * INF, y=y)["loss"])
-    optimizer.step()
-    assert guard.num_skipped == 1
-    assert optimizer.step_was_skipped
-
-
-def test_wrong_set_ups_of_accelerate_are_told(tmp_path, monkeypatch):
-    from overflow_fast.integrations.accelerate import guard_with
-
-    with pytest.raises(
-        TypeError, match=r"accelerator must be an accelerate\.Acc.* got N"
-    ):
-        guard_with(None, *make())
-    name = "overflow_fast.integrations.accelerate"
-    monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(ImportError, match="needs accelerate: run `pip install acc"):
-        __import__(name)

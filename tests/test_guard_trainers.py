@@ -5,18 +5,16 @@ import sys
 import pytest
 import torch
 import transformers as hf
-from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.scheduler import AcceleratedScheduler
-from guarding import INF, NAN, batches, hooks_of, make, plant
+from guarding import INF, NAN, batches, hooks_of, make, plant, train_step
 
 from overflow_fast import NonFiniteError, OverflowGuard
 
+accelerate = pytest.importorskip("accelerate")
 lightning = pytest.importorskip("lightning.pytorch")
 
 
 def test_accelerates_schedulers_stand_still():
-    accelerator = Accelerator(cpu=True)
+    accelerator = accelerate.Accelerator(cpu=True)
     model, optimizer = make()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
@@ -36,13 +34,13 @@ def test_accelerates_schedulers_stand_still():
 
 
 def test_accelerates_schedulers_stand_still_under_a_scaler():
-    Accelerator(cpu=True)  # the state that its parts ask for
+    accelerate.Accelerator(cpu=True)  # the state that its parts ask for
     model, inner = make()
     model.eval()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    optimizer = AcceleratedOptimizer(inner, scaler=scaler)
+    optimizer = accelerate.optimizer.AcceleratedOptimizer(inner, scaler=scaler)
     schedule = torch.optim.lr_scheduler.StepLR(inner, 1)
-    scheduler = AcceleratedScheduler(schedule, optimizer)
+    scheduler = accelerate.scheduler.AcceleratedScheduler(schedule, optimizer)
     with OverflowGuard(model, optimizer, "skip") as guard:
         for i, (x, y) in enumerate(batches(4)):
             loss = model(x, y=y)["loss"]
@@ -55,6 +53,55 @@ def test_accelerates_schedulers_stand_still_under_a_scaler():
             optimizer.zero_grad()
     assert guard.num_skipped == 1
     assert schedule.last_epoch == 3
+
+
+def accelerated(tmp_path, **options):
+    from overflow_fast.integrations.accelerate import guard_with
+
+    project = accelerate.utils.ProjectConfiguration(
+        project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=1
+    )
+    accelerator = accelerate.Accelerator(cpu=True, project_config=project)
+    model, optimizer = accelerator.prepare(*make())
+    guard = guard_with(accelerator, model, optimizer, **options)
+    return accelerator, model, optimizer, guard
+
+
+def test_accelerate_keeps_the_last_good_checkpoint(tmp_path):
+    accelerator, model, optimizer, guard = accelerated(tmp_path)
+    train_step(model, optimizer, batches(1)[0])
+    accelerator.save_state()
+    folder = tmp_path / "checkpoints"
+    before = sorted(path.name for path in folder.rglob("*"))
+    model.blocks[1].fc1.weight.data[2, 3] = NAN
+    with pytest.raises(NonFiniteError, match=r"blocks\.1\.fc1\.weight"):
+        accelerator.save_state()
+    assert sorted(path.name for path in folder.rglob("*")) == before
+    guard.remove()
+    accelerator.save_state()  # what nobody guards is saved
+
+
+def test_accelerate_is_guarded_as_usual(tmp_path):
+    accelerator, model, optimizer, guard = accelerated(tmp_path, on_overflow="skip")
+    x, y = batches(1)[0]
+    accelerator.backward(model(x * INF, y=y)["loss"])
+    optimizer.step()
+    assert guard.num_skipped == 1
+    assert optimizer.step_was_skipped
+
+
+def test_wrong_set_ups_of_accelerate_are_told(tmp_path, monkeypatch):
+    from overflow_fast.integrations.accelerate import guard_with
+
+    with pytest.raises(
+        TypeError, match=r"accelerator must be an accelerate\.Acc.* got N"
+    ):
+        guard_with(None, *make())
+    name = "overflow_fast.integrations.accelerate"
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(ImportError, match="needs accelerate: run `pip install acc"):
+        __import__(name)
 
 
 @pytest.fixture
