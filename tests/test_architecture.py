@@ -60,7 +60,7 @@ ALLOWED = {
         *("guard.verdict", "guard.watch"),
     },
     "guard.judgement": {
-        *("_C", "guard.buffers", "guard.cadence", "guard.decision", "guard.headroom"),
+        *("_C", "guard.buffers", "guard.cadence", "guard.decision"),
         *("guard.optimizers", "guard.options", "guard.report", "guard.scalers"),
         *("guard.step_tensors", "guard.verdict", "guard.watch"),
     },
@@ -76,15 +76,18 @@ ALLOWED = {
     },
     "guard.supervisor": {
         *("guard.cadence", "guard.coverage", "guard.decision", "guard.headroom"),
-        *("guard.joining", "guard.judgement", "guard.learning", "guard.meter"),
-        *("guard.metrics", "guard.optimizers", "guard.options", "guard.report"),
-        *("guard.rules", "guard.scalers", "guard.self_test", "guard.state"),
-        "guard.watch",
+        *("guard.joining", "guard.judgement", "guard.meter", "guard.metrics"),
+        *("guard.optimizers", "guard.options", "guard.report", "guard.rules"),
+        *("guard.scalers", "guard.watch"),
+    },
+    "guard.services": {
+        *("guard.learning", "guard.options", "guard.report", "guard.self_test"),
+        *("guard.state", "guard.supervisor"),
     },
     "guard.guard": {
         *("_C", "guard.cadence", "guard.coverage", "guard.headroom", "guard.joining"),
         *("guard.metrics", "guard.options", "guard.report", "guard.rules"),
-        *("guard.self_test", "guard.supervisor"),
+        *("guard.self_test", "guard.services", "guard.supervisor"),
     },
     "__init__": {
         *("coverage", "debug", "ops", "precision"),

@@ -83,6 +83,21 @@ def test_microbatches_are_one_step():
     assert row_of(guard, "output of 0").recent == [16.0]
 
 
+def test_several_optimizers_make_one_step():
+    model, _ = make()
+    optimizers = [
+        torch.optim.SGD(part.parameters(), lr=0.01)
+        for part in (model.blocks, model.head)
+    ]
+    with OverflowGuard(model, optimizers, headroom_bits=200.0) as guard:
+        for x, y in batches(3):
+            model(x, y=y)["loss"].backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        assert len(row_of(guard, "output of head").recent) == 3
+        assert len(row_of(guard, "gradient of head.weight").recent) == 3
+
+
 def test_a_course_begins_anew_in_another_dtype():
     model = nn.Sequential(Growing())
     with OverflowGuard(model) as guard:

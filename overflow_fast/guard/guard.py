@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from .. import _C
+from . import services
 from .cadence import Level
 from .coverage import GuardCoverage
 from .headroom import HeadroomTable
@@ -306,7 +307,7 @@ class OverflowGuard:
             adopt: Whether the guard follows the rules from then on.
         """
         check_int("steps", steps, 1)
-        self._supervisor.learn(steps, adopt)
+        services.learn(self._supervisor, steps, adopt)
 
     def self_test(
         self,
@@ -348,7 +349,7 @@ class OverflowGuard:
                 f"{type(loss).__name__}"
             )
         check_names("layers", layers, optional=True)
-        result = self._supervisor.self_test(batch, loss, layers, max_layers)
+        result = services.self_test(self._supervisor, batch, loss, layers, max_layers)
         print(result)
         return result
 
@@ -377,7 +378,8 @@ class OverflowGuard:
         Raises:
             NonFiniteError: If something is not finite; its report names what.
         """
-        self._supervisor.assert_finite_state(
+        services.assert_finite_state(
+            self._supervisor,
             None if model is None else named_models(model),
             None if optimizer is None else optimizers_of(optimizer),
             joint,

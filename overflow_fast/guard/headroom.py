@@ -138,7 +138,7 @@ class HeadroomKeeper:
             for watch in self._watches:
                 watch.recorder.counts_underflow = is_due
 
-    def end_judgement(self, step: int, has_scaler: bool) -> None:
+    def end_step(self, step: int, has_scaler: bool) -> None:
         """Takes in what was counted, and warns.
 
         Incurs a CPU-GPU sync if something was counted.
@@ -154,6 +154,8 @@ class HeadroomKeeper:
             self._take_underflow()
         if self._bits is not None:
             self._warn(step, self._short(has_scaler))
+        for watch in self._watches:
+            watch.recorder.begin_headroom()
 
     def _take_underflow(self) -> None:
         sums = {"gradient": [0, 0, 0], "activation": [0, 0, 0]}

@@ -13,7 +13,6 @@ from .. import _C
 from .buffers import BufferKeeper
 from .cadence import Level
 from .decision import Decision, Finding
-from .headroom import HeadroomKeeper
 from .optimizers import OptimizerGate
 from .options import GuardOptions
 from .report import Report
@@ -41,7 +40,9 @@ class Judge:
         options: The guard's.
         watches: The watched models.
         decision: Who decides.
-        headroom: Who looks at what the step leaves of headroom.
+
+    Attributes:
+        has_scaler: Whether a GradScaler has called an optimizer.
     """
 
     def __init__(
@@ -49,16 +50,14 @@ class Judge:
         options: GuardOptions,
         watches: Sequence[ModelWatch],
         decision: Decision,
-        headroom: HeadroomKeeper,
     ) -> None:
         self._options = options
         self._watches = watches
         self._decision = decision
-        self._headroom = headroom
-        self._has_scaler = False
         self._steps: collections.deque[_Step] = collections.deque()
         self._has_flags = False
         self._has_restored = False
+        self.has_scaler = False
         self.tensors = StepTensors(watches)
         self.buffers = BufferKeeper(watches)
 
@@ -90,18 +89,12 @@ class Judge:
         Raises:
             NonFiniteError: If the policy says so.
         """
-        self._has_scaler |= scaler is not None
+        self.has_scaler |= scaler is not None
         self.tensors.scan(gate.optimizer, level)
         is_lagged = self._is_lagged(gate)
         self._send(is_lagged)
         step = _Step(number, _C.Recorder.num_frames(), scaler)
-        is_learning = self._decision.is_learning
-        if (
-            is_lagged
-            and self._has_flags
-            and not is_learning
-            and self._skip_on_device(gate, scaler)
-        ):
+        if is_lagged and self._has_flags and self._skip_on_device(gate, scaler):
             step.skipped_by = "optimizer's kernel"
         try:
             self._receive(is_lagged)
@@ -121,7 +114,7 @@ class Judge:
             )
             return self._is_skipped(report)
         finally:
-            self._end(is_lagged, number)
+            self._end(is_lagged)
 
     def judge_scaler_skip(
         self, gate: OptimizerGate, scaler: GradScaler, number: int, level: Level
@@ -140,7 +133,7 @@ class Judge:
         Raises:
             NonFiniteError: If the policy says so.
         """
-        self._has_scaler = True
+        self.has_scaler = True
         self.tensors.scan(gate.optimizer, level)
         self._send()
         try:
@@ -153,7 +146,7 @@ class Judge:
             )
             self._is_skipped(report)
         finally:
-            self._end(False, number)
+            self._end(is_lagged=False)
 
     def judge_now(self, number: int, level: Level) -> Report | None:
         """Judges all that has run. Incurs the sync.
@@ -181,7 +174,7 @@ class Judge:
             ]
             return self._decision.decide(Finding(number, frames, tensors=self.tensors))
         finally:
-            self._end(False, number)
+            self._end(is_lagged=False)
 
     def judge_late(self) -> None:
         """Judges the steps that are still on their way. Incurs the sync.
@@ -214,7 +207,7 @@ class Judge:
             watch.receive(is_lagged=False)
             watch.take_bad(_C.Recorder.num_frames())
             watch.take_evaluated()
-        self._forget()
+        self._end(is_lagged=False)
 
     def want_flags(self, gates: Sequence[OptimizerGate]) -> None:
         """Has devices make flags for those optimizers that can skip by them."""
@@ -244,7 +237,8 @@ class Judge:
     def _skip_on_device(self, gate: OptimizerGate, scaler: GradScaler | None) -> bool:
         """Has the optimizer's kernels skip the step if a flag says so; no sync."""
         flags = [f for watch in self._watches for f in watch.recorder.take_flags()]
-        if not flags or not gate.skips_on_device:
+        is_learning = self._decision.is_learning  # and the flags are not
+        if not flags or is_learning or not gate.skips_on_device:
             return False
         # Of gradients the scaler's own flag tells.
         parts = [flag[0] if scaler is not None else flag.amax() for flag in flags]
@@ -287,11 +281,7 @@ class Judge:
             self.buffers.restore()
         return is_skipped
 
-    def _end(self, is_lagged: bool, number: int) -> None:
-        self._headroom.end_judgement(number, self._has_scaler)
-        self._forget(is_lagged)
-
-    def _forget(self, is_lagged: bool = False) -> None:
+    def _end(self, is_lagged: bool) -> None:
         self.tensors.forget()
         for watch in self._watches:
             watch.end_judgement(is_lagged)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
@@ -19,15 +17,12 @@ from .decision import Decision, Finding
 from .headroom import HeadroomKeeper
 from .joining import GuardJoinable
 from .judgement import Judge
-from .learning import Learning
 from .meter import Meter
 from .metrics import Telling, exporters_of
 from .optimizers import OptimizerGate
 from .options import GuardOptions, make_watches
 from .report import NonFiniteError, Report
 from .rules import Rules
-from .self_test import Loss, SelfTest, SelfTestResult
-from .state import state_report
 from .watch import ModelWatch
 
 _log = logging.getLogger("overflow_fast")
@@ -53,12 +48,12 @@ class Supervisor:
         optimizers: Sequence[Optimizer],
         defer: bool,
     ) -> None:
+        self.options = options
         self.rules = Rules(options.allow)
         self.watches = make_watches(
             models, options, self.rules, self._on_evaluated, defer
         )
-        self.options = options
-        self._defer = defer
+        self.defer = defer
         self._gates = [
             OptimizerGate(each, self._before_step, self._after_step, options.may_skip)
             for each in optimizers
@@ -74,7 +69,7 @@ class Supervisor:
             self.watches, options.headroom_bits, options.underflow_every
         )
         self._telling = Telling(exporters_of(options.metrics))
-        self._judge = Judge(options, self.watches, self.decision, self.headroom)
+        self._judge = Judge(options, self.watches, self.decision)
         self._judge.want_flags(self._gates)
         self._cadence = Cadence(
             options.every, options.warmup, options.ranges, options.budget
@@ -128,7 +123,9 @@ class Supervisor:
         if not self.is_enabled:
             return None
         with self.meter:
-            return self._judge.judge_now(self.step, self.level)
+            report = self._judge.judge_now(self.step, self.level)
+        self._end_headroom(self.step)
+        return report
 
     def finish(self) -> None:
         """Judges what is on its way, and takes the hooks off."""
@@ -154,53 +151,24 @@ class Supervisor:
             self.rules.unused(),
         )
 
-    def learn(self, steps: int, adopt: bool) -> None:
-        """Learns from the next clean steps what is not finite by design."""
-        self.decision.learning = Learning(
-            steps, adopt, self.rules, self.watches, self.decision.agreement
-        )
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that are still there."""
+        found = [gate.optimizer for gate in self._gates]
+        return [optimizer for optimizer in found if optimizer is not None]
 
-    def assert_finite_state(
-        self,
-        models: Mapping[str, nn.Module] | None,
-        optimizers: Sequence[Optimizer] | None,
-        joint: bool,
-    ) -> None:
-        """Raises if the state of these, or of what is watched, is not finite."""
-        models = models or self._models()
-        if optimizers is None:
-            watched = [gate.optimizer for gate in self._gates]
-            optimizers = [each for each in watched if each is not None]
-        report = state_report(models, optimizers, self.rules, self.step)
-        if joint:
-            report = self.decision.agreement.agree_on(self.step, report)
-        if report is not None:
-            raise NonFiniteError(report)
-
-    def _models(self) -> dict[str, nn.Module]:
-        models = {w.prefix: w.model for w in self.watches if w.model is not None}
-        if not models:
-            raise RuntimeError(
-                "the model is gone: the guard holds it weakly, so keep it yourself"
-            )
-        return models
-
-    def self_test(
-        self, batch: Any, loss: Loss | None, layers: Sequence[str] | None, most: int
-    ) -> SelfTestResult:
-        """Plants faults while the guard looks away; forgets what it had found."""
-        options = dataclasses.replace(self.options, evidence=None)
-        models = self._models()
-        watches = make_watches(models, options, self.rules, lambda _: None, self._defer)
-        test = SelfTest(watches, batch, loss, layers, most)
+    @contextlib.contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Sees nothing meanwhile; what was found and not judged is forgotten."""
         for watch in self.watches:
             watch.rest()
         try:
-            return test.run()
+            yield
         finally:
             if self.is_enabled:
                 self._judge.forget()
                 self._set_level(self.level)
+                self.meter.restart()
 
     def metrics(self) -> dict[str, float]:
         """What the guard has measured up to now, as numbers."""
@@ -256,8 +224,13 @@ class Supervisor:
         cost = self.meter.end_step(level is not Level.OFF)
         self._cadence.note(step, level, cost.guard_seconds, cost.step_seconds)
         if level is not Level.OFF:
+            self._end_headroom(step)
             self._telling.tell(step, self.metrics)
         self._set_level(self._cadence.level(self.step))
+
+    def _end_headroom(self, step: int) -> None:
+        with self._shield():
+            self.headroom.end_step(step, self._judge.has_scaler)
 
     def before_scaler_step(self, optimizer: Optimizer) -> None:
         """Begins to watch whether a scaler lets its optimizer step."""

@@ -241,7 +241,6 @@ class ModelWatch(StepHooks):
     def end_judgement(self, is_lagged: bool) -> None:
         """Forgets what belongs to the step that was judged, or will be, lagged."""
         self._recorder.end_step()
-        self._recorder.begin_headroom()
         self._recorder.clear_history()
         if not self._bad and not is_lagged:
             self.before, self.held = [], None
