@@ -158,6 +158,7 @@ def test_it_is_said_once(said):
     grown([50000.0] * 10, headroom_bits=1.0)
     assert len(said()) == 1
     assert "fewer" not in said()[0]  # nothing moves
+    assert "of the model" not in said()[0]  # which returns what `0` has returned
 
 
 @pytest.mark.parametrize(

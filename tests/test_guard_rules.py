@@ -22,7 +22,8 @@ class Scores(nn.Module):
     def forward(self, x, mask=None):
         scores = self.linear(x).clone()
         scores[:, self.at] = self.fill
-        return {"scores": scores, "probs": scores.clamp(-1e3, 1e3).softmax(-1)}
+        finite = scores.nan_to_num(0.0).clamp(-1e3, 1e3)
+        return {"scores": scores, "probs": finite.softmax(-1)}
 
 
 class Attention(nn.Module):
@@ -120,26 +121,27 @@ def test_what_is_allowed_is_named_with_what_is_not():
 def test_tensors_that_stand_in_no_call_have_names_too(kind):
     model, optimizer = make()
     train_step(model, optimizer, batches(1)[0])
-    head = model.head
+    layer = model.blocks[1].fc1
     name = {"optimizer_state": "weight.exp_avg_sq", "buffer": "running_var"}
-    rule = f"{'norm' if kind == 'buffer' else 'head'}:{kind}.{name.get(kind, 'weight')}"
+    where = "norm" if kind == "buffer" else "blocks.1.fc1"
+    rule = f"{where}:{kind}.{name.get(kind, 'weight')}"
     watch = ["gradients", "weights", "buffers", "optimizer_state"]
     with OverflowGuard(model, optimizer, watch=watch, allow={rule: "+inf"}) as guard:
         if kind == "weight":
-            head.weight.data[0, 0] = INF
+            layer.weight.data[0, 0] = INF
         elif kind == "optimizer_state":
-            optimizer.state[head.weight]["exp_avg_sq"][0, 0] = INF
+            optimizer.state[layer.weight]["exp_avg_sq"][0, 0] = INF
         elif kind == "buffer":
             model.norm.running_var[0] = INF
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         if kind == "gradient":
-            head.weight.grad[0, 0] = INF
+            layer.weight.grad[0, 0] = INF
         optimizer.step()
         assert guard.coverage().rules_unused == []
         if kind == "gradient":
-            head.weight.grad[0, 0] = -INF
-            with pytest.raises(NonFiniteError, match=r"head\.weight"):
+            layer.weight.grad[0, 0] = -INF
+            with pytest.raises(NonFiniteError, match=r"blocks\.1\.fc1\.weight"):
                 optimizer.step()
 
 
@@ -279,6 +281,42 @@ def test_names_are_widened_only_where_all_are_alike():
         run(model, optimizer)
     names = {f"layers.{i}.attn:output['scores']": "-inf" for i in (0, 2)}
     assert guard.rules == names
+
+
+@pytest.mark.parametrize("also", [None, -INF])
+def test_the_sign_is_learned(also):
+    model, optimizer = attention()
+    with OverflowGuard(model, optimizer) as guard:
+        guard.learn(2)
+        for fill in (INF, also or INF):
+            for layer in model.layers:
+                layer["attn"].fill = fill
+            run(model, optimizer)
+    kinds = "inf" if also else "+inf"
+    assert guard.rules == {"layers.*.attn:output['scores']": kinds}
+
+
+def test_a_nan_is_an_alarm_while_it_learns_wherever_it_is():
+    model, optimizer = attention()
+    model.layers[1]["attn"].fill = NAN  # which reaches nothing
+    with OverflowGuard(model, optimizer) as guard:
+        guard.learn(2)
+        with pytest.raises(NonFiniteError, match=r"of layers\.\d\.attn"):
+            run(model, optimizer)
+
+
+def test_a_loss_is_an_alarm_while_it_learns_whatever_its_gradient():
+    class Infinite(nn.Linear):
+        def forward(self, x):
+            return {"loss": super().forward(x).mean() + INF}
+
+    model = Infinite(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with OverflowGuard(model, optimizer) as guard:
+        guard.learn(2)
+        model(torch.ones(1, 2))["loss"].backward()
+        with pytest.raises(NonFiniteError, match=r"output\['loss'\]"):
+            optimizer.step()
 
 
 def test_where_nothing_is_to_be_learned_it_says_so(caplog):

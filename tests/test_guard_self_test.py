@@ -5,11 +5,21 @@ import dataclasses
 
 import pytest
 import torch
-from guarding import NAN, Net, assert_same, batches, hooks_of, make, train, train_step
+from guarding import (
+    NAN,
+    Net,
+    assert_same,
+    batches,
+    hooks_of,
+    make,
+    plant,
+    train,
+    train_step,
+)
 from torch import nn
 from workloads import WORKLOADS
 
-from overflow_fast import OverflowGuard
+from overflow_fast import NonFiniteError, OverflowGuard
 
 
 def everything(model, optimizer):
@@ -61,12 +71,12 @@ def test_no_alarm_is_false(name):
 
 def test_everything_is_left_as_it_was():
     model, optimizer = make()
+    model.head = nn.Sequential(nn.Dropout(), model.head)
     batch = batch_of()
     with OverflowGuard(model, optimizer, log=None) as guard:
         train(model, optimizer, batches(2))
         model(**batch)["loss"].backward()  # gradients that a step waits for
         gradients = [p.grad for p in model.parameters()]
-        guard.discard()
         before, hooks = everything(model, optimizer), hooks_of(model, optimizer)
         told = guard.metrics()
         assert guard.self_test(batch).has_passed
@@ -92,6 +102,16 @@ def test_training_goes_on_as_if_there_had_been_no_test():
                 guard.self_test(batch_of())
             losses.append(first + train(model, optimizer, batches(2, seed=2)))
     assert_same(losses[0], losses[1])
+
+
+def test_what_it_has_found_is_not_forgotten():
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer) as guard:
+        with plant(model.head, NAN):
+            model(**batch_of())
+        assert guard.self_test(batch_of()).has_passed
+        with pytest.raises(NonFiniteError, match=r"of head \(Linear\)"):
+            optimizer.step()
 
 
 def test_it_still_guards_afterwards():

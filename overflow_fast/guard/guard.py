@@ -322,7 +322,7 @@ class OverflowGuard:
         For each layer, in what it returns and in the gradient of that. Prints a table:
         what was caught, and whether the layer was named. Gradients, buffers and random
         states are put back, bit for bit; no optimizer steps, nothing is logged, and
-        what the guard had found since its last step is forgotten. Runs forward and
+        what the guard had found since its last step is judged later. Runs forward and
         backward once and four times for each layer, in eager mode. Where ranks share a
         model (DDP, FSDP), all of them have to call it.
 

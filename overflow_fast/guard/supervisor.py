@@ -159,14 +159,13 @@ class Supervisor:
 
     @contextlib.contextmanager
     def looking_away(self) -> Iterator[None]:
-        """Sees nothing meanwhile; what was found and not judged is forgotten."""
+        """Sees nothing meanwhile; what was found before is judged as ever."""
         for watch in self.watches:
             watch.rest()
         try:
             yield
         finally:
             if self.is_enabled:
-                self._judge.forget()
                 self._set_level(self.level)
                 self.meter.restart()
 
