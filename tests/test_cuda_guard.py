@@ -101,3 +101,37 @@ def test_a_guarded_run_is_the_same_in_every_bit():
         if guard is not None:
             guard.remove()
     assert_same(*results)
+
+
+def test_what_is_allowed_is_no_alarm_for_the_kernels_either():
+    model, optimizer = on_gpu(fused=True)
+    allow = {"blocks.1.act:output": "+inf"}
+    with OverflowGuard(model, optimizer, "skip", sync="lagged", allow=allow) as guard:
+        before = model.blocks[0].fc1.weight.detach().clone()
+        with plant(model.blocks[1].act, INF):  # which fc2 makes worse
+            train_step(model, optimizer, data_of(1)[0])
+    assert guard.last_report.verdict.maker == "blocks.1.fc2"
+    assert before.equal(model.blocks[0].fc1.weight)
+
+
+def test_underflow_is_counted_as_on_the_cpu():
+    counted = []
+    for is_gpu in (False, True):
+        model, optimizer = on_gpu() if is_gpu else make()
+        data = data_of(1) if is_gpu else batches(1)
+        with OverflowGuard(model, optimizer, underflow_every=1) as guard:
+            x, y = data[0]
+            (model(x * 0, y=y)["loss"] * 0).backward()
+            optimizer.step()
+            counted.append(guard.metrics()["gradient_zeros"])
+    assert counted[0] == counted[1] == 1.0
+
+
+def test_the_self_test_passes():
+    model, optimizer = on_gpu()
+    model.register_module("dropout", torch.nn.Dropout())
+    x, y = data_of(1)[0]
+    before = torch.cuda.get_rng_state()
+    with OverflowGuard(model, optimizer) as guard:
+        assert guard.self_test({"x": x, "y": y}, max_layers=5).has_passed
+    assert before.equal(torch.cuda.get_rng_state())
