@@ -82,13 +82,14 @@ py::tuple peak_tuple(Recorder& recorder, const Headroom::Peak& peak) {
                         decode_key(info, peak.limit()), name_of(peak.dtype));
 }
 
-// (the last peak, the highest abs_max of all steps, the abs_max of each of the last steps).
+// (the last peak, the highest abs_max of all steps, inf if there was something worse, the abs_max
+// of each of the last steps).
 py::tuple course_tuple(Recorder& recorder, const Headroom::Course& course) {
   const DtypeInfo& info = dtype_info(course.last.dtype);
   py::list recent;
   for (uint64_t key : course.recent()) recent.append(decode_key(info, key));
-  return py::make_tuple(peak_tuple(recorder, course.last), decode_key(info, course.highest),
-                        recent);
+  const double highest = course.has_overflowed ? HUGE_VAL : decode_key(info, course.highest);
+  return py::make_tuple(peak_tuple(recorder, course.last), highest, recent);
 }
 
 py::list entry_list(const Recorder& recorder, const Frame& frame) {
@@ -198,7 +199,7 @@ void add_recorder(py::module_& m) {
       .def("take_underflow",
            [](Recorder& self) {
              py::list taken;
-             for (const Underflow::Counts& counts : self.underflow().take()) {
+             for (const Underflow::Counts& counts : self.take_underflow()) {
                taken.append(py::make_tuple(place_tuple(self, counts.place), name_of(counts.dtype),
                                            counts.numel, counts.zeros, counts.subnormals));
              }
@@ -206,12 +207,15 @@ void add_recorder(py::module_& m) {
            })
       .def("set_rules", [](Recorder& self, py::object rules) { self.rules().set(rules); })
       .def("begin_headroom", [](Recorder& self) { self.headroom().begin_step(); })
+      .def_property_readonly("is_headroom_spent",
+                             [](Recorder& self) { return self.headroom().is_spent(); })
       .def("set_low_headroom", [](Recorder& self, double bits) { self.headroom().set_low(bits); })
       .def("low_headroom",
            [](Recorder& self) {
              py::list low;
-             for (const Headroom::Peak& peak : self.headroom().low()) {
-               low.append(course_tuple(self, *self.headroom().find(peak.place)));
+             for (const Place& place : self.headroom().low()) {
+               const auto* course = self.headroom().find(place);
+               if (course != nullptr) low.append(course_tuple(self, *course));
              }
              return low;
            })

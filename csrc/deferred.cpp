@@ -110,7 +110,7 @@ std::vector<int64_t> Deferred::masks_of(size_t device) const {
   const auto used = static_cast<size_t>(devices_[device].used());
   std::vector<int64_t> masks(used * DeviceSlots::kNumFlags);
   for (const Frame& frame : waiting_) {
-    const bool is_gradient = frame.phase == Phase::kBackward || frame.phase == Phase::kGradients;
+    const bool is_gradient = frame.is_of_gradients();
     for (const Entry& entry : frame.entries) {
       if (!is_deferred(entry) || is_captured(entry.slot) || device_of(entry.slot) != device) {
         continue;

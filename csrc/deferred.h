@@ -30,6 +30,8 @@ class Deferred {
   void scan(Frame& frame, Memo* memo, size_t mark);
   // What a graph captures from now on is a step of its own.
   void begin_step() { ++step_; }
+  // Whether a graph is being captured on one of the devices that have slots.
+  bool is_capturing();
   bool is_empty() const { return waiting_.empty() && in_flight_.empty(); }
   void add(Frame&& frame);
 
@@ -61,7 +63,6 @@ class Deferred {
   size_t number_of(at::Device device);
   int64_t slot_of(const Unscanned& tensor);
   void settle(Entry& entry, const Unscanned& tensor);
-  bool is_capturing();
   void decode(Frame& frame, const std::vector<Transfer>& transfers);
   void drop_idle_graphs(Flight& flight) const;
   std::vector<int64_t> masks_of(size_t device) const;

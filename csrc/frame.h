@@ -83,6 +83,7 @@ struct Frame {
 
   bool is_recomputed() const { return phase == Phase::kRecomputed; }
   bool is_of_call() const { return phase < Phase::kRecorded; }
+  bool is_of_gradients() const { return phase == Phase::kBackward || phase == Phase::kGradients; }
   // But for the counts: where an expanded gradient is made contiguous, it has more of each.
   bool has_same_stats(const Frame& other) const {
     return std::equal(entries.begin(), entries.end(), other.entries.begin(), other.entries.end(),

@@ -32,11 +32,13 @@ class Headroom {
    public:
     Peak last;         // the last finite one
     uint64_t highest;  // of all steps
+    bool has_overflowed = false;
 
     void add(const Peak& peak, int64_t step) {
       if (num_steps_ == 0 || peak.dtype != last.dtype) {
         num_steps_ = 0;
         highest = 0;
+        has_overflowed = false;
       }
       if (num_steps_ == 0 || step != step_) {
         keys_[num_steps_ % kSteps] = 0;
@@ -68,23 +70,31 @@ class Headroom {
     for (const Entry& entry : frame.entries) {
       const bool is_real =
           entry.kind == EntryKind::kTensor && !dtype_info(entry.dtype).is_integer();
-      if (!is_real || entry.listing.is_input || !entry.stat.is_finite() || entry.stat.is_empty()) {
-        continue;
+      if (!is_real || entry.listing.is_input || entry.stat.is_empty()) continue;
+      const Place place{frame.phase, frame.module, entry.listing.label};
+      if (entry.stat.is_finite()) {
+        add({place, entry.dtype, entry.stat.max_key});
+      } else if (entry.is_bad() && !frame.is_of_gradients()) {  // those a GradScaler may scale
+        is_spent_ = true;
+        const auto found = courses_.find(place);
+        if (found != courses_.end()) found->second.has_overflowed = true;
       }
-      add({{frame.phase, frame.module, entry.listing.label}, entry.dtype, entry.stat.max_key});
     }
   }
 
   void begin_step() {
     ++step_;
     least_.reset();
+    is_spent_ = false;
     low_.clear();
   }
-  // The peak of the step that has the fewest bits left.
+  // Whether something in the step was not finite.
+  bool is_spent() const { return is_spent_; }
+  // The finite peak of the step that has the fewest bits left.
   const std::optional<Peak>& least() const { return least_; }
-  // From now on the peaks of a step that have fewer bits left are kept.
+  // From now on it is kept where a step's peaks have fewer bits left.
   void set_low(double bits) { low_bits_ = bits; }
-  const std::vector<Peak>& low() const { return low_; }
+  const std::vector<Place>& low() const { return low_; }
 
   // The course of an entry, or null.
   const Course* find(const Place& place) const {
@@ -96,14 +106,14 @@ class Headroom {
  private:
   // Labels that never repeat must not fill the memory of a long run.
   static constexpr size_t kMaxCourses = 1 << 16;
-  static constexpr size_t kMaxLow = 256;
+  static constexpr size_t kMaxLow = 1 << 12;
 
   void add(const Peak& peak) {
     // What stands at the very end was put there, as a mask's finfo.min is.
     if (peak.max_key != peak.limit()) {
       const double bits = peak.bits();
       if (!least_ || bits < least_->bits()) least_ = peak;
-      if (bits < low_bits_ && low_.size() < kMaxLow) low_.push_back(peak);
+      if (bits < low_bits_ && low_.size() < kMaxLow) low_.push_back(peak.place);
     }
     const auto found = courses_.find(peak.place);
     if (found != courses_.end()) {
@@ -114,9 +124,10 @@ class Headroom {
   }
 
   int64_t step_ = 0;
+  bool is_spent_ = false;
   double low_bits_ = -1;
   std::optional<Peak> least_;
-  std::vector<Peak> low_;
+  std::vector<Place> low_;
   std::unordered_map<Place, Course, PlaceHash> courses_;
 };
 

@@ -92,7 +92,7 @@ void Recorder::add_indirect(Frame& frame, Listing listing, const at::Tensor& ten
 
 void Recorder::add_scanned(Frame& frame, Listing listing, const at::Tensor& tensor,
                            const View& view) {
-  if (counts_underflow && !listing.is_input) {
+  if (counts_underflow && !listing.is_input && !deferred_.is_capturing()) {
     underflow_.add({frame.phase, frame.module, listing.label}, view.dtype, tensor, coverage_);
   }
   if (!is_here(tensor)) return add_unscanned(frame, listing, tensor, view);

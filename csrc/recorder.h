@@ -113,7 +113,10 @@ class Recorder {
   void hold(py::object tensors) { gathered_.held = std::move(tensors); }
   Headroom& headroom() { return headroom_; }
   Rules& rules() { return rules_; }
-  Underflow& underflow() { return underflow_; }
+  // What was counted since the last call, but not while a graph is being captured.
+  std::vector<Underflow::Counts> take_underflow() {
+    return deferred_.is_capturing() ? std::vector<Underflow::Counts>() : underflow_.take();
+  }
   double seconds = 0;  // spent in hooks, where frames are gathered
 
   // Whether frames wait that should be fetched before the next one begins.

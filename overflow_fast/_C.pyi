@@ -34,7 +34,8 @@ class Phase:
 PlaceTuple = tuple[Phase, int, LabelPath]  # phase, module, label path
 # place, abs_max, the largest number of its format, the format
 PeakTuple = tuple[PlaceTuple, float, float, str]
-# the last peak, the highest abs_max of all steps, the abs_max of each of the last steps
+# the last peak, the highest abs_max of all steps, inf if there was something worse, the
+# abs_max of each of the last steps
 CourseTuple = tuple[PeakTuple, float, list[float]]
 # place, dtype, how many elements, zeros, subnormals
 UnderflowTuple = tuple[PlaceTuple, str, int, int, int]
@@ -117,6 +118,7 @@ class Recorder:
         self, rules: Callable[[Phase, int, LabelPath], int] | None, /
     ) -> None: ...
     def begin_headroom(self) -> None: ...
+    is_headroom_spent: bool
     def set_low_headroom(self, bits: float, /) -> None: ...
     def low_headroom(self) -> list[CourseTuple]: ...
     def headroom(self) -> list[CourseTuple]: ...

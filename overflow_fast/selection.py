@@ -41,7 +41,7 @@ def check_patterns(
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(
                 f"{argument} must hold names of modules, or patterns of them, such as "
-                f"{_example(names)!r}; {pattern!r} matches none"
+                f"{example_of(names)!r}; {pattern!r} matches none"
             )
 
 
@@ -49,8 +49,9 @@ def _matches(fqn: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(fqn, pattern) for pattern in patterns)
 
 
-def _example(names: Sequence[str]) -> str:
-    return max(names, key=lambda name: name.count("."))
+def example_of(names: Sequence[str]) -> str:
+    """One of the names, of a module deep within."""
+    return max(names, key=lambda name: (name.count("."), len(name)), default="")
 
 
 class NamedTensors:

@@ -1,5 +1,6 @@
 """Runs a function in several processes of one process group."""
 
+import datetime
 import socket
 import tempfile
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+
+PATIENCE = datetime.timedelta(seconds=60)  # until a collective counts as hung
 
 
 def backend():
@@ -32,7 +35,9 @@ def free_port():
 def _run(rank, world, port, folder, function, arguments):
     torch.set_num_threads(1)
     url = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group(backend(), init_method=url, rank=rank, world_size=world)
+    dist.init_process_group(
+        backend(), init_method=url, rank=rank, world_size=world, timeout=PATIENCE
+    )
     if backend() == "nccl":
         torch.cuda.set_device(rank)
     torch.save(function(*arguments), folder / str(rank))

@@ -342,6 +342,55 @@ def bad_state(joint):
     return messages
 
 
+def bad_state_where_it_warns(wrap):
+    """The policy is to warn, and nobody says what shares the model."""
+    model = wrap(make())
+    guard = OverflowGuard(model, sgd(model), "warn")
+    if dist.get_rank() == 1:
+        getattr(model, "module", model).head.weight.data[0] = INF
+    try:
+        guard.assert_finite_state(joint=True)
+    except NonFiniteError as error:
+        return str(error)
+    return None
+
+
+def tried_with_a_bad_batch():
+    model = ddp(make())
+    guard = OverflowGuard(model, sgd(model))
+    x, y = data()[0]
+    if dist.get_rank() == 1:
+        x = x * INF
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        guard.self_test({"x": x, "y": y}, max_layers=2)
+    return out.getvalue()
+
+
+def a_callable_that_raises():
+    def policy(report):
+        raise KeyError("no such host")
+
+    model = ddp(make())
+    optimizer = sgd(model)
+    OverflowGuard(model, optimizer, policy)
+    if dist.get_rank() == 2:
+        plant(model.module.head, INF).__enter__()
+    try:
+        train_step(model, optimizer, data()[0])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def joined_lagged():
+    model = ddp(make())
+    guard = OverflowGuard(model, sgd(model), sync="lagged")
+    try:
+        return str(guard.joinable)
+    except RuntimeError as error:
+        return str(error)
+
+
 def tried():
     model = ddp(make())
     guard = OverflowGuard(model, sgd(model))
@@ -375,6 +424,11 @@ SCENARIOS = {
     "own state": functools.partial(bad_state, False),
     "tried": tried,
     "paths": paths,
+    "state, warn": functools.partial(bad_state_where_it_warns, ddp),
+    "state, alone": functools.partial(bad_state_where_it_warns, lambda model: model),
+    "tried, bad": tried_with_a_bad_batch,
+    "raising": a_callable_that_raises,
+    "joined, lagged": joined_lagged,
     "raise": one_rank_raises,
     "skip": one_rank_skips,
     "cost": what_a_clean_step_costs,
@@ -528,6 +582,30 @@ def test_a_state_may_be_asked_for_on_one_rank():
     assert [bool(messages[1]) for messages in all_of("own state")] == [
         *(False, False, False, True)
     ]
+
+
+@pytest.mark.parametrize("scenario", ["state, warn", "state, alone"])
+def test_a_joint_state_is_joint_whatever_the_policy(scenario):
+    first, *others = all_of(scenario)
+    assert "on rank 1 of 4 (" in first and "weight `head.weight`" in first
+    assert all(other == first for other in others)
+
+
+def test_no_rank_plants_faults_where_one_has_a_bad_batch():
+    texts = all_of("tried, bad")
+    assert all(text.startswith("Nothing was planted: input[0] of") for text in texts)
+
+
+def test_a_callable_that_raises_keeps_nobody_waiting():
+    found = all_of("raising")
+    assert found[2] == "KeyError: 'no such host'"
+    others = [text for rank, text in enumerate(found) if rank != 2]
+    assert all("KeyError: 'no such host'" in text for text in others), others
+
+
+def test_a_lagged_guard_cannot_be_joined():
+    for message in all_of("joined, lagged"):
+        assert "joinable needs a guard with sync='step'" in message
 
 
 def test_the_self_test_works_on_ranks():

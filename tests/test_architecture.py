@@ -41,7 +41,7 @@ ALLOWED = {
     "guard.meter": {"guard.report"},
     "guard.evidence": {"guard.report"},
     "guard.metrics": set(),
-    "guard.rules": {"_C", "report", "guard.verdict", "guard.watch"},
+    "guard.rules": {"_C", "guard.verdict", "guard.watch", "report", "selection"},
     "guard.headroom": {"_C", "guard.verdict", "guard.watch"},
     "guard.options": {
         *("guard.metrics", "guard.optimizers", "guard.report", "guard.rules"),
@@ -100,8 +100,8 @@ ALLOWED = {
     "integrations.trainer": {"guard.report", "integrations.guarded"},
     "integrations.lightning": {"guard.guard", "integrations.guarded"},
     "integrations.accelerate": {"guard.guard", "integrations.guarded"},
-    "integrations.tensorboard": {"guard.metrics"},
-    "integrations.prometheus": {"guard.metrics"},
+    "integrations.tensorboard": {"guard.metrics", "guard.options"},
+    "integrations.prometheus": {"guard.metrics", "guard.options"},
     "demo.__init__": {"debug", "demo.model"},
     "demo.model": set(),
 }

@@ -545,3 +545,29 @@ def test_an_exported_model_has_no_trace_of_its_watch(is_strict):
     found = program.module()(x, y=y)
     assert_same(found["out"].detach(), expected["out"].detach())
     detector.remove()
+
+
+class Between(nn.Module):
+    """Makes a nan between the calls of its submodules."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.b(torch.log(self.a(x) * 0 + x))
+
+
+@pytest.mark.parametrize("form", [eager, wrapped, in_place])
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_who_made_it_is_known_through_a_wrapper(form, is_warm):
+    model = Between()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = form(model, backend="aot_eager")
+    with OverflowGuard(compiled, optimizer, "warn") as guard:
+        for value in (1.0, -1.0) if is_warm else (-1.0,):
+            compiled(torch.full((4, 8), value)).sum().backward()
+            optimizer.step()
+    verdict = guard.last_report.verdict
+    assert verdict.origin == "passed_on"
+    assert verdict.maker == "the model, between the calls of its submodules"

@@ -117,6 +117,31 @@ def test_could_it_run_in_float16():
     assert "All magnitudes so far would fit" in str(grown([1.0]).headroom())
 
 
+def test_what_has_overflowed_fits_nothing():
+    model = nn.Sequential(nn.Linear(8, 2).half())
+    model[0].weight.data.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        bits = []
+        for value in (1.0, 6e4, 1.0):
+            x = torch.full((2, 8), value, dtype=torch.float16)
+            (model(x).float().sum() * 1e-6).backward()
+            optimizer.step()
+            bits.append(guard.metrics()["headroom_bits"])
+        table = guard.headroom()
+    assert guard.num_skipped == 1
+    assert bits[0] > 10 and bits[1] == 0 and bits[2] > 10
+    assert not table.fits_float16
+    assert row_of(guard, "output of 0").float16_bits == -INF
+    assert "2 of 7 have been inf or nan already." in str(table)
+
+
+def test_before_the_first_step_there_is_nothing():
+    assert str(OverflowGuard(nn.Linear(1, 1)).headroom()) == (
+        "Nothing has been looked at yet."
+    )
+
+
 def test_the_table_has_everything_that_was_made():
     model, optimizer = make()
     with OverflowGuard(model, optimizer) as guard:
@@ -179,6 +204,31 @@ def test_gradients_under_a_scaler_are_left_out(said):
         scaler.update()
         assert guard.metrics()["headroom_bits"] < 8
     assert said() == []
+
+
+def test_a_bad_step_is_not_called_finite(said):
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, "skip", headroom_bits=200.0):
+        with plant(model.head, INF):
+            train_step(model, optimizer, batches(1)[0])
+    assert not any("is finite, but close" in line for line in said())
+
+
+def test_more_places_than_have_a_course(said):
+    class Wide(nn.Module):
+        def forward(self, x):
+            return {f"{id(self)} {i}": x for i in range(35_000)}
+
+    model = nn.Sequential(nn.Identity())
+    wide = [Wide(), Wide()]
+    model.extend(wide)
+    model.forward = lambda x: [each(x) for each in wide] and x
+    with OverflowGuard(model, headroom_bits=1.0, watch=["activations"]) as guard:
+        for value in (1.0, 3e38):
+            model(torch.full((1,), value))
+            guard.check()
+    assert len(guard.headroom().rows) <= 2**16
+    assert "3e+38" in said()[0]
 
 
 def test_many_are_said_in_one_line(said):
@@ -291,6 +341,33 @@ def test_it_is_counted_when_it_is_due():
     assert told == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("cadence", [{"every": 10, "warmup": 5}, {"ranges": [(3, 9)]}])
+def test_watched_steps_count(cadence):
+    model, optimizer = make()
+    seen = []
+    with OverflowGuard(
+        model,
+        optimizer,
+        underflow_every=2,
+        metrics=lambda step, values: seen.append("gradient_zeros" in values),
+        **cadence,
+    ):
+        train(model, optimizer, batches(30))
+    assert seen and all(seen)
+
+
+def test_checks_count():
+    model, _ = make()
+    with OverflowGuard(model, underflow_every=2) as guard:
+        recorder = guard._supervisor.watches[0].recorder
+        due = []
+        for x, y in batches(4):
+            due.append(recorder.counts_underflow)
+            model(x, y=y)["loss"].backward()
+            guard.check()
+    assert due == [True, False, True, False]
+
+
 def test_counting_changes_nothing():
     losses = []
     for every in (None, 1):
@@ -354,6 +431,7 @@ def test_an_exporter_that_fails_stops_nothing(said):
         ({"headroom_bits": "2"}, TypeError, "headroom_bits must be a number"),
         ({"underflow_every": 0}, ValueError, "underflow_every must be at least 1"),
         ({"underflow_every": 1.0}, TypeError, "underflow_every must be an int"),
+        ({"metrics": nn.Linear}, TypeError, "metrics must be .* got the class Linear"),
         ({"metrics": "runs"}, TypeError, "metrics must be a callable .* got str"),
         ({"metrics": [print, 3]}, TypeError, "metrics must be a callable .* got int"),
     ],

@@ -6,6 +6,7 @@ from guarding import INF, NAN, batches, hooks_of, make, plant, train, train_step
 from torch import nn
 
 from overflow_fast import OverflowGuard
+from overflow_fast.guard import watch
 from overflow_fast.guard.cadence import Cadence, Level
 from overflow_fast.guard.meter import Meter
 from overflow_fast.guard.report import Cost
@@ -17,6 +18,7 @@ from overflow_fast.guard.report import Cost
         ({"on_overflow": "stop"}, ValueError, "on_overflow must be .* got 'stop'"),
         ({"on_overflow": None}, ValueError, "on_overflow must be .* got None"),
         ({"watch": "weights"}, TypeError, "watch must be a list of names, got 'weig"),
+        ({"watch": []}, ValueError, "watch must hold at least one name, got none"),
         ({"watch": ["grads"]}, ValueError, "watch must hold names out of .*'grads'"),
         ({"watch": ["grad_outputs"]}, ValueError, "must hold 'activations' where"),
         ({"include": "head"}, TypeError, "include must be a list .* got 'head'"),
@@ -36,6 +38,9 @@ from overflow_fast.guard.report import Cost
         ({"max_frames": -1}, ValueError, "max_frames must be at least 0, got -1"),
         ({"evidence_mib": 0}, ValueError, "evidence_mib must be more than 0, got 0"),
         ({"evidence_keep": 0}, ValueError, "evidence_keep must be at least 1, got 0"),
+        ({"log": True}, TypeError, "log must be a path or None, got bool"),
+        ({"evidence": 3}, TypeError, "evidence must be a path or None, got int"),
+        ({"process_group": True}, TypeError, "process_group must be .* got bool"),
         ({"log_mib": True}, TypeError, "log_mib must be a number, got bool"),
         ({"log_keep": None}, TypeError, "log_keep must be an int, got NoneType"),
     ],
@@ -342,3 +347,38 @@ def test_the_loop_of_the_example_needs_nothing_else():
         optimizer.zero_grad()
     assert guard.step == 2
     guard.remove()
+
+
+def test_an_optimizer_of_another_model_is_told_of(caplog):
+    model, optimizer = make()
+    other, strangers = make(width=4)
+    OverflowGuard(model, optimizer).remove()
+    OverflowGuard([model, other], [optimizer, strangers]).remove()
+    assert not caplog.records
+    OverflowGuard(model, strangers).remove()
+    assert "The AdamW that the guard was given has none of" in caplog.text
+
+
+def test_a_guard_that_never_judges_says_so(caplog, monkeypatch):
+    monkeypatch.setattr(watch, "_MANY_UNJUDGED", 5)
+    model, optimizer = make()
+    with OverflowGuard(model) as guard:
+        for batch in batches(4):
+            train_step(model, optimizer, batch)
+        guard.check()
+        for batch in batches(4):
+            train_step(model, optimizer, batch)
+        assert not caplog.records
+        for batch in batches(4):
+            train_step(model, optimizer, batch)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("5 forwards, and none was judged: the guard")
+
+
+def test_evaluations_are_judged_without_anybody(caplog, monkeypatch):
+    monkeypatch.setattr(watch, "_MANY_UNJUDGED", 5)
+    model, _ = make()
+    with OverflowGuard(model), torch.no_grad():
+        for x, y in batches(9):
+            model(x, y=y)
+    assert not caplog.records

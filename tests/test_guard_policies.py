@@ -153,7 +153,7 @@ def test_a_run_that_stays_bad_is_not_noisy(caplog):
             for batch in batches(20):
                 step_with_bad_gradient(model, optimizer, batch)
     assert len(caplog.records) == 5  # the 1st, 2nd, 4th, 8th and 16th
-    assert "16th bad step in a row" in caplog.records[-1].message
+    assert "bad step number 16 in a row" in caplog.records[-1].message
     assert "forward frames" not in caplog.records[-1].message
 
 

@@ -363,6 +363,142 @@ def test_lagged_verdicts_are_learned_from():
     assert guard.num_skipped == 0
 
 
+def test_nothing_is_learned_from_steps_that_a_scaler_skips():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Identity())
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+
+    def step(factor):
+        scaler.scale(model(torch.ones(4, 8)).clamp(-1, 1).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    with OverflowGuard(model, optimizer) as guard:
+        guard.learn(2)
+        with plant(model[1], INF):
+            for _ in range(3):
+                step(INF)
+        for _ in range(2):
+            step(1.0)
+        assert guard.rules == {}
+        with pytest.raises(NonFiniteError, match=r"of 1 \(Identity\)"):
+            with plant(model[1], INF):
+                step(INF)
+
+
+def test_a_scalar_that_a_model_returns_is_taken_for_a_loss():
+    class Infinite(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).mean() + INF
+
+    model = Infinite(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with OverflowGuard(model, optimizer) as guard:
+        guard.learn(2)
+        model(torch.ones(1, 2)).backward()
+        with pytest.raises(NonFiniteError):
+            optimizer.step()
+
+
+def test_nothing_is_learned_from_evaluations():
+    model, optimizer = attention()
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        guard.learn(2)
+        with torch.no_grad(), plant(model.out, INF):
+            model(torch.randn(4, 8))
+        assert guard.last_report is not None  # an alarm, as ever
+        run(model, optimizer, 2)
+        assert list(guard.rules) == ["layers.*.attn:output['scores']"]
+
+
+def test_evaluations_know_what_was_seen_before():
+    model, optimizer = attention()
+    with OverflowGuard(model, optimizer) as guard:
+        guard.learn(2)
+        run(model, optimizer)
+        with torch.no_grad():
+            model(torch.randn(4, 8))
+        assert guard.last_report is None
+
+
+def test_several_optimizers_make_one_clean_step():
+    model, _ = attention()
+    optimizers = [sgd(model.layers), sgd(model.out)]
+    with OverflowGuard(model, optimizers) as guard:
+        guard.learn(2)
+        for expected in ({}, {"layers.*.attn:output['scores']": "-inf"}):
+            model(torch.randn(4, 8)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            assert guard.rules == expected
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def test_loops_without_an_optimizer_learn_too():
+    model, _ = attention()
+    with OverflowGuard(model) as guard:
+        guard.learn(2)
+        for _ in range(2):
+            model(torch.randn(4, 8)).backward()
+            guard.check()
+        assert guard.rules
+
+
+def test_a_bad_step_does_not_reach_the_weights_while_it_learns():
+    model, _ = attention()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+    with OverflowGuard(model, optimizer, "skip", sync="lagged", _defer=True) as guard:
+        guard.learn(5)
+        run(model, optimizer)
+        before = model.out.weight.detach().clone()
+        with plant(model.out, NAN):
+            run(model, optimizer)
+        assert before.equal(model.out.weight)
+    assert guard.last_report.action == "skip"
+
+
+def test_keys_with_a_colon_can_be_learned_and_given():
+    class Tasks(nn.Linear):
+        def forward(self, x):
+            out = super().forward(x)
+            return {"task:mask": torch.full((2,), -INF), "out": out}
+
+    model = Tasks(2, 2)
+    optimizer = sgd(model)
+    with OverflowGuard(model, optimizer) as guard:
+        guard.learn(1)
+        for _ in range(2):
+            model(torch.ones(1, 2))["out"].sum().backward()
+            optimizer.step()
+    assert guard.rules == {":output['task:mask']": "-inf"}
+    assert guard.coverage().failures == 0
+
+
+def test_learning_needs_to_look_at_activations_and_gradients():
+    model, optimizer = attention()
+    guard = OverflowGuard(model, optimizer, watch=["activations", "loss"])
+    with pytest.raises(ValueError, match=r"learn\(\) needs a guard whose watch"):
+        guard.learn(2)
+
+
+def test_the_report_gives_the_sign_and_the_rule():
+    model, optimizer = attention()
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        run(model, optimizer)
+        text = str(guard.last_report)
+        assert "holds 4 -inf among 32 values" in text
+        rule = """allow={"layers.0.attn:output['scores']": '-inf'}"""
+        assert f"What to try: if this is meant, as a mask is, {rule}" in text
+        for layer in model.layers:
+            layer["attn"].fill = torch.tensor([INF, -INF, 0.0, 1.0])
+        run(model, optimizer)
+        assert "holds 2 inf and -inf among 32" in str(guard.last_report)
+
+
 @pytest.mark.parametrize("steps, error", [(0, ValueError), (1.5, TypeError)])
 def test_a_wrong_number_of_steps_is_told(steps, error):
     guard = OverflowGuard(Net())

@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import random
 
+import numpy as np
 import pytest
 import torch
 from guarding import (
@@ -149,7 +151,7 @@ def test_a_wrong_blame_is_shown():
     result = guard.self_test(batch_of(), layers=["head"])
     fault = result.faults[2]  # in backward, of which the first parameter tells
     assert fault.is_caught and not fault.is_attributed and not result.has_passed
-    assert fault.text == "caught, BLAMED ON blocks.0.fc1.weight (unclear)"
+    assert fault.text == "caught, BLAMED ON gradient blocks.0.fc1.weight (unclear)"
 
 
 def test_a_batch_that_is_bad_itself_is_told():
@@ -203,6 +205,7 @@ class Pair(nn.Module):
 def test_batches_come_in_any_form():
     model = Pair()
     guard = OverflowGuard(model)
+    assert guard.self_test([torch.ones(2, 3), torch.ones(2, 3)]).has_passed
     assert guard.self_test((torch.ones(2, 3), torch.ones(2, 3))).has_passed
     assert OverflowGuard(model.a).self_test(torch.ones(2, 3)).has_passed
     both = OverflowGuard({"x": model.a, "y": model.b})
@@ -227,6 +230,91 @@ def test_it_does_not_depend_on_how_the_guard_is_set(change, tmp_path, monkeypatc
     model, optimizer = make()
     assert OverflowGuard(model, optimizer, **change).self_test(batch_of()).has_passed
     assert list(tmp_path.iterdir()) == []
+
+
+class Copy(nn.Module):
+    """Buffers that cannot be written to, and random numbers of three kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("wide", torch.zeros(1, 4).expand(3, 4))
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        x = x + random.random() + float(np.random.rand())
+        return self.norm(self.linear(x) + self.wide[0])
+
+
+def test_all_random_states_and_odd_buffers_are_left_alone():
+    model = Copy()
+    guard = OverflowGuard(model)
+    random.seed(3)
+    np.random.seed(3)
+    x = torch.randn(5, 4)
+    before = copy.deepcopy(model.state_dict())
+    assert guard.self_test(x).has_passed
+    assert_same(before, model.state_dict())
+    expected = random.Random(3).random(), np.random.RandomState(3).rand()
+    assert (random.random(), np.random.rand()) == expected
+
+
+def test_what_a_model_has_done_to_a_buffer_is_undone_when_it_raises():
+    class Raises(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("a", torch.zeros(2))
+            self.register_buffer("b", torch.zeros(2))
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            self.a += 1
+            self.b = torch.ones(2)
+            raise ValueError("no such batch")
+
+    model = Raises()
+    own = model.b
+    with pytest.raises(ValueError, match="no such batch"):
+        OverflowGuard(model).self_test(torch.ones(2))
+    assert model.b is own and not model.a.any() and not model.b.any()
+
+
+def test_a_backward_that_waits_goes_on_where_no_buffer_was_written_to():
+    model, optimizer = make()
+    model.eval()
+    with OverflowGuard(model, optimizer) as guard:
+        loss = model(**batch_of())["loss"]
+        assert guard.self_test(batch_of(), max_layers=3).has_passed
+        loss.backward()
+        optimizer.step()
+    assert guard.step == 1
+
+
+def test_layers_that_run_without_autograd_are_tried():
+    student, teacher = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3))
+
+    def loss(x):
+        with torch.no_grad():
+            target = teacher(x)
+        return (student(x) - target).square().mean()
+
+    guard = OverflowGuard([student, teacher])
+    result = guard.self_test(torch.ones(2, 3), loss=loss)
+    assert result.has_passed, str(result)
+    assert "1.0" in {fault.layer for fault in result.faults if fault.is_attributed}
+
+
+def test_wrappers_have_a_row_of_their_own():
+    model = Pair()
+    compiled = torch.compile(model, backend="aot_eager")
+    result = OverflowGuard(compiled).self_test((torch.ones(2, 3), torch.ones(2, 3)))
+    rows = str(result).splitlines()[1:-1]
+    assert 4 * len(rows) == len(result.faults)
+
+
+def test_what_watch_leaves_out_is_said():
+    model, optimizer = make()
+    guard = OverflowGuard(model, optimizer, watch=["activations", "loss"])
+    assert "was not asked to watch: grad outputs." in str(guard.self_test(batch_of()))
 
 
 def test_compiled_models_are_tried_in_eager_mode():
@@ -293,6 +381,12 @@ def test_wrong_arguments_are_told(arguments, error, message):
     with pytest.raises(error, match=message):
         model, _ = make()
         OverflowGuard(model).self_test(batch_of(), **arguments)
+
+
+def test_a_loss_that_is_no_tensor_is_told_of():
+    model, _ = make()
+    with pytest.raises(TypeError, match=r"loss must return a tensor .* got float"):
+        OverflowGuard(model).self_test(batch_of(), loss=lambda batch: 3.0)
 
 
 def test_a_model_that_is_gone_is_told_of():

@@ -8,6 +8,7 @@ from guarding import INF, NAN, batches, make, train
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, assert_finite_state
+from overflow_fast.guard import state
 from overflow_fast.guard.optimizers import innermost
 
 
@@ -32,7 +33,7 @@ def spoil_state(model, optimizer):
 SPOILED = {
     "weight `blocks.1.fc1.weight` holds 1 nan": spoil_weight,
     "buffer `norm.running_mean` holds 1 inf": spoil_buffer,
-    "optimizer state `head.bias.exp_avg` holds 1 inf": spoil_state,
+    "optimizer state `head.bias.exp_avg` holds 1 -inf": spoil_state,
 }
 
 
@@ -119,6 +120,52 @@ def test_wrong_arguments_are_told(arguments, message):
         assert_finite_state(*arguments)
     with pytest.raises(TypeError, match=message):
         OverflowGuard(nn.Linear(1, 1)).assert_finite_state(*arguments)
+
+
+def test_a_state_in_lists_is_looked_at():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert_finite_state(model, optimizer)
+    next(iter(optimizer.state.values()))["old_dirs"][0][1] = NAN
+    with pytest.raises(NonFiniteError, match=r"`weight\.old_dirs\.0` holds 1 nan"):
+        assert_finite_state(model, optimizer)
+
+
+def test_a_quantized_state_is_looked_at():
+    optim = pytest.importorskip("torchao.optim")
+    model = nn.Linear(128, 64)
+    optimizer = optim.AdamW8bit(model.parameters())
+    model(torch.ones(1, 128)).sum().backward()
+    optimizer.step()
+    assert_finite_state(model, optimizer)
+    optimizer.state[model.weight]["exp_avg"].scale[0] = NAN
+    with pytest.raises(NonFiniteError, match=r"`weight\.exp_avg\.scale` holds 1 nan"):
+        assert_finite_state(model, optimizer)
+
+
+def test_what_is_not_looked_at_is_logged_once(caplog):
+    state._told.clear()
+    model = nn.Linear(2, 2)
+    model.register_buffer("ghost", torch.zeros(2, device="meta"))
+    for _ in range(2):
+        assert_finite_state(model)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == [
+        "1 tensors of the state were not looked at: meta tensor. Said once."
+    ]
+
+
+def test_a_state_dict_is_no_model():
+    with pytest.raises(TypeError, match="give the model, and not its state_dict"):
+        assert_finite_state(nn.Linear(1, 1).state_dict())
 
 
 def test_a_sparse_state_is_looked_at():

@@ -1,11 +1,14 @@
 """The guard in the trainers that people use: it skips, and schedules stand still."""
 
+import os
 import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers as hf
 from guarding import INF, NAN, batches, hooks_of, make, plant, train_step
+from ranks import on_ranks
 
 from overflow_fast import NonFiniteError, OverflowGuard
 
@@ -392,3 +395,70 @@ def test_wrong_set_ups_are_told(name, library, monkeypatch):
     monkeypatch.setitem(sys.modules, needed[library], None)
     with pytest.raises(ImportError, match=f"needs {library}: run `pip install"):
         importlib.import_module(module.__name__)
+
+
+class Aside(torch.nn.Module):
+    """Makes a nan beside the loss, on one rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.aside = torch.nn.Linear(2, 1), torch.nn.Identity()
+        self.calls = 0
+
+    def forward(self, x, labels=None):
+        self.calls += 1
+        is_bad = self.calls == 2 and dist.get_rank() == 1
+        self.aside(torch.tensor([NAN if is_bad else 1.0]))
+        return {"loss": (self.linear(x) ** 2).mean(), "logits": labels}
+
+
+def transformers_on_a_rank(folder):
+    from overflow_fast.integrations.trainer import GuardCallback
+
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world)
+    # Accelerate asks for these, though the group is there.
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    torch.manual_seed(0)
+    model = Aside()
+    arguments = hf.TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=2,
+        max_steps=4,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        ddp_backend="gloo",
+        disable_tqdm=True,
+    )
+    data = [{"x": torch.randn(2), "labels": torch.zeros(1)} for _ in range(16)]
+    callback = GuardCallback(on_overflow="skip")
+    trainer = hf.Trainer(model, arguments, train_dataset=data, callbacks=[callback])
+    trainer.train()
+    return callback.guard.num_skipped, model.linear.weight.detach(), callback.guard.step
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ranks_of_transformers_trainer_decide_together(tmp_path):
+    first, second = on_ranks(2, transformers_on_a_rank, tmp_path)
+    assert first[0] == second[0] == 1
+    assert first[2] == second[2] == 4
+    assert torch.equal(first[1], second[1])
+
+
+def test_callbacks_learn(trainer):
+    from overflow_fast.integrations.trainer import GuardCallback
+
+    callback = GuardCallback(learn=3)
+    trainer = trainer(callback)
+    mlp = trainer.model.transformer.h[0].mlp
+    hook = plant(mlp.act, -INF)
+    hook.__enter__()
+    mlp.c_proj.register_forward_pre_hook(lambda m, args: (args[0].clamp(-9, 9),))
+    trainer.train()
+    assert callback.guard.rules == {
+        "transformer.h.0.mlp.act:output": "-inf",
+    }
+    with pytest.raises(ValueError, match="steps must be at least 1"):
+        GuardCallback(learn=0)

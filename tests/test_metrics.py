@@ -74,11 +74,27 @@ def test_prometheus_is_served():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    run(PrometheusMetrics(port, registry=CollectorRegistry()))
+    metrics = PrometheusMetrics(port, registry=CollectorRegistry())
+    run(metrics)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         assert b"overflow_fast_steps_total 3.0" in answer.read()
+    registry = CollectorRegistry()
     with pytest.raises(OSError, match=f"port {port} cannot be served: give each"):
-        PrometheusMetrics(port, registry=CollectorRegistry())
+        PrometheusMetrics(port, registry=registry)
+    metrics.close()
+    again = PrometheusMetrics(port, registry=registry)
+    again.close()
+    PrometheusMetrics(registry=registry).close()
+
+
+def test_wrong_arguments_are_told(tmp_path):
+    from overflow_fast.integrations.prometheus import PrometheusMetrics
+    from overflow_fast.integrations.tensorboard import TensorBoardMetrics
+
+    with pytest.raises(ValueError, match="every must be at least 1, got 0"):
+        TensorBoardMetrics(tmp_path, every=0)
+    with pytest.raises(TypeError, match="port must be an int, got str"):
+        PrometheusMetrics("9400")
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,15 @@ class Agreement:
     @property
     def is_needed(self) -> bool:
         """Whether there are other ranks to agree with. Found out at the first step."""
+        acts = self._may_act or self._given is not None
+        return acts and bool(self._shared) and not self._is_left_out()
+
+    @property
+    def _shared(self) -> list[Any]:
+        """The groups of the ranks that share the model, whether or not they decide."""
         if self._groups is None:
             self._groups = [g for g in self._find() if dist.get_world_size(g) > 1]
-        return bool(self._groups) and not self._is_left_out()
+        return self._groups
 
     def make_joinable(self, judge: Callable[[], None]) -> GuardJoinable:
         """What takes part for ranks without batches; judge() judges a step of others.
@@ -73,7 +79,7 @@ class Agreement:
             RuntimeError: If the ranks do not decide together in one process group.
         """
         if self.joinable is None:
-            groups = self._groups if self.is_needed and self._groups else []
+            groups = self._shared if self.is_needed else []
             if len(groups) != 1:
                 raise RuntimeError(
                     "joinable needs a guard whose ranks decide together in one process "
@@ -84,12 +90,16 @@ class Agreement:
         return self.joinable
 
     def agree_on(self, step: int, report: Report | None) -> Report | None:
-        """The report of a rank that has one, or None; see `agree()`."""
-        if not self.is_needed:
-            return report
+        """The report of a rank that has one, or None, whatever the policy.
+
+        Of the ranks that share the model or, where that does not show, of all.
+        """
+        is_there = dist.is_available() and dist.is_initialized()
+        world = [dist.group.WORLD] if is_there and dist.get_world_size() > 1 else []
         verdict = Verdict() if report is None else report.verdict
         own = report or Report(step, "raise", verdict)
-        return self.agree(step, verdict, 0, lambda: own)[0]
+        groups = self._shared or world
+        return self._agree(groups, step, verdict, 0, lambda: own)[0]
 
     def agree(
         self,
@@ -113,15 +123,26 @@ class Agreement:
             whether it is this rank's own.
 
         Raises:
-            RuntimeError: If the ranks are at different steps.
+            RuntimeError: If the ranks are at different steps, or make_report() raised
+                on another one.
         """
         if self.joinable is not None:
-            with self._collective():
+            with self._letting_out():
                 self.joinable.notify(self._has_joining_model())
+        return self._agree(self._shared, step, verdict, position, make_report)
+
+    def _agree(
+        self,
+        groups: list[Any],
+        step: int,
+        verdict: Verdict,
+        position: int,
+        make_report: Callable[[], Report],
+    ) -> tuple[Report | None, bool]:
         blame = 0
         if verdict.first is not None:
             blame = _blame(verdict.first.kind, position)
-        worst, most, least = self._maximum([blame, step, -step])
+        worst, most, least = self._maximum(groups, [blame, step, -step])
         if most != -least:
             raise RuntimeError(
                 "the ranks judge different steps, from "
@@ -130,20 +151,25 @@ class Agreement:
         if worst == 0:
             return None, False
         is_own = blame == worst
-        own = (
-            dataclasses.replace(make_report(), where=self._where()) if is_own else None
-        )
-        return next(each for each in self.gather(own) if each is not None), is_own
+        own: Report | str | None = None
+        error: Exception | None = None
+        if is_own:
+            try:
+                own = dataclasses.replace(make_report(), where=self._where(groups))
+            except Exception as raised:  # the others wait for what comes of it
+                error, own = raised, f"{type(raised).__name__}: {raised}"
+        gathered = self._gather(groups, own)
+        if error is not None:
+            raise error
+        found = next(each for each in gathered if each is not None)
+        if isinstance(found, str):
+            with self._letting_out():
+                raise RuntimeError(f"the policy of the rank that found it: {found}")
+        return found, is_own
 
     def gather(self, value: Any) -> list[Any]:
-        """What each rank gives, of all ranks that decide together."""
-        values = [value]
-        for group in self._groups if self.is_needed and self._groups else []:
-            of_group: list[Any] = [None] * dist.get_world_size(group)
-            with self._collective():
-                dist.all_gather_object(of_group, values, group=group)
-            values = [each for several in of_group for each in several]
-        return values
+        """What each rank gives, of all ranks that share the model."""
+        return self._gather(self._shared, value)
 
     # Who takes part.
 
@@ -155,7 +181,7 @@ class Agreement:
         models = [watch.model for watch in self._watches]
         found = (_group_of_model(model) for model in models if model is not None)
         group = next((group for group in found if group is not None), None)
-        return _groups_of(group) if group is not None and self._may_act else []
+        return _groups_of(group) if group is not None else []
 
     def _is_left_out(self) -> bool:
         """Whether ranks without batches join others' collectives, but not ours."""
@@ -178,26 +204,37 @@ class Agreement:
     # Collectives.
 
     @contextlib.contextmanager
-    def _collective(self) -> Iterator[None]:
+    def _letting_out(self) -> Iterator[None]:
+        """Notes what is raised: it is no failure of the guard."""
         try:
             yield
         except Exception as error:
             self.error = error
             raise
 
-    def _maximum(self, values: list[int]) -> list[int]:
+    def _maximum(self, groups: list[Any], values: list[int]) -> list[int]:
         words = torch.zeros(_NUM_WORDS, dtype=torch.int64)
         words[: len(values)] = torch.tensor(values)
-        assert self._groups is not None
-        for group in self._groups:
-            with self._collective():
+        for group in groups:
+            with self._letting_out():
                 here = words.to(_device_of(group))
                 dist.all_reduce(here, dist.ReduceOp.MAX, group=group)
                 words = here.cpu()
         found: list[int] = words[: len(values)].tolist()
         return found
 
-    def _where(self) -> str:
+    def _gather(self, groups: list[Any], value: Any) -> list[Any]:
+        values = [value]
+        for group in groups:
+            of_group: list[Any] = [None] * dist.get_world_size(group)
+            with self._letting_out():
+                dist.all_gather_object(of_group, values, group=group)
+            values = [each for several in of_group for each in several]
+        return values
+
+    def _where(self, groups: list[Any]) -> str | None:
+        if not groups:
+            return None
         rank, world = dist.get_rank(), dist.get_world_size()
         return f"rank {rank} of {world} ({socket.gethostname()}, {self._device()})"
 
@@ -208,7 +245,8 @@ class Agreement:
 def _blame(kind: str, position: int) -> int:
     """Larger for what was bad earlier; among equals, for the lower rank."""
     severity, earliness = _SEVERITY.get(kind, 3), max(0, _LAST - position)
-    return (severity * (_LAST + 1) + earliness) * _LAST - dist.get_rank()
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return (severity * (_LAST + 1) + earliness) * _LAST - rank
 
 
 def _groups_of(group: Any) -> list[Any]:

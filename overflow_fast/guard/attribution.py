@@ -37,7 +37,7 @@ def judge(frames: Sequence[BadFrame]) -> Verdict:
     dirty, clean = _around_gradients(ordered)
     return Verdict(
         batch=first.frame.batch,
-        first=_bad_entry(first, entry),
+        first=_bad_entry(first, place, entry),
         origin=origin,
         maker=maker,
         masks=_masks(first, are_masks=True),
@@ -58,7 +58,7 @@ def _is_of_loss(bad: BadFrame) -> bool:
     return "recorded" in kinds or (is_root and "output" in kinds)
 
 
-def _bad_entry(bad: BadFrame, entry: _C.EntryTuple) -> BadEntry:
+def _bad_entry(bad: BadFrame, place: int, entry: _C.EntryTuple) -> BadEntry:
     path, _, stat, numel, _, _, dtype = entry
     assert isinstance(stat, tuple)
     label = entry_label(bad.frame.phase, path)
@@ -76,6 +76,15 @@ def _bad_entry(bad: BadFrame, entry: _C.EntryTuple) -> BadEntry:
         stat[2],
         stat[3],
         numel,
+        _signs(bad.watch.recorder.nonfinite_kinds(bad.frame)[place]),
+    )
+
+
+def _signs(kinds: int) -> str:
+    return "".join(
+        sign
+        for sign, kind in (("+", _C.POSITIVE_INF), ("-", _C.NEGATIVE_INF))
+        if kinds & kind
     )
 
 
@@ -168,10 +177,12 @@ def _ancestors(watch: ModelWatch, index: int) -> Iterator[int]:
     name = watch.names[index]
     while name:
         name = name.rpartition(".")[0]
-        if name in watch.names and watch.selection.takes(name):
-            index = watch.names.index(name)
-            if _is_called(watch.module_at(index)):
-                yield index
+        if not watch.selection.takes(name):
+            continue
+        # A wrapper has the name of the module in it, which comes behind it.
+        for around in reversed(range(index)):
+            if watch.names[around] == name and _is_called(watch.module_at(around)):
+                yield around
 
 
 def _is_called(module: nn.Module | None) -> bool:

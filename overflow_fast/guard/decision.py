@@ -36,6 +36,9 @@ class Finding:
         tensors: What was scanned besides the calls, for evidence.
         notes: What the report should say besides.
         is_of_step: Whether every rank judges it too.
+        is_whole: Whether all that the guard watches was looked at, and no gradient is
+            bad, whoever's business that may be.
+        is_check: Whether nobody counts it: `check()` was called.
     """
 
     step: int
@@ -45,6 +48,8 @@ class Finding:
     tensors: StepTensors | None = None
     notes: list[str] = field(default_factory=list)
     is_of_step: bool = True
+    is_whole: bool = False
+    is_check: bool = False
 
 
 class Decision:
@@ -111,13 +116,16 @@ class Decision:
                 been skipped.
         """
         if self.learning is not None:
-            frames = self.learning.without_expected(found.frames)
+            is_skipped = bool(found.skipped_by) and found.is_of_step
+            frames = self.learning.without_expected(
+                found.frames, found.is_whole, is_skipped
+            )
             found = dataclasses.replace(found, frames=frames)
         verdict = judge(found.frames)
         report, is_own = self._agreed(found, verdict)
         if report is None:
-            if self.learning is not None and found.is_of_step:
-                self.learning.end_clean_step()
+            if self.learning is not None and found.is_whole and not found.skipped_by:
+                self.learning.end_clean_step(None if found.is_check else found.step)
             self._consecutive_bad = self.consecutive_skips = 0
             self.last_step_skipped = bool(found.skipped_by)
             self._write_line(found, verdict, found.skipped_by or None)
@@ -236,7 +244,7 @@ class Decision:
             _log.warning("%s", " ".join(report.sentences()[:2]))
         elif count & (count - 1) == 0:
             first = report.sentences()[0]
-            _log.warning("%s It is the %dth bad step in a row.", first, count)
+            _log.warning("%s It is bad step number %d in a row.", first, count)
 
     # What is kept.
 
@@ -272,6 +280,7 @@ class Decision:
             line["headroom_bits"] = round(headroom.bits, 2)
             line["headroom_at"] = headroom.where
         if verdict.first is not None:
+            line["headroom_bits"], line["headroom_at"] = 0.0, verdict.first.fqn
             line["first"] = f"{verdict.first.fqn}: {verdict.first.label}"
             line["origin"] = verdict.origin
             line["maker"] = verdict.maker

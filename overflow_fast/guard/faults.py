@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -77,36 +79,41 @@ def first_float(output: Any) -> int | None:
 def everything_kept(models: Sequence[nn.Module]) -> Iterator[None]:
     """Puts gradients, buffers and random states back as they were, bit for bit.
 
+    Random states are torch's, Python's and numpy's.
+
     Raises:
-        RuntimeError: If a parameter was written to. Those that have a hook behind their
-            gradient, such as an optimizer's step, have been put back then.
+        RuntimeError: If a parameter was written to, or something could not be put back.
+            Parameters that have a hook behind their gradient, such as an optimizer's
+            step, have been put back then.
     """
     parameters = [each for model in models for each in model.parameters()]
     modules = [module for model in models for module in model.modules()]
-    versions = [each._version for each in parameters]
-    stepped = [_Kept(p) for p in parameters if p._post_accumulate_grad_hooks]
     gradients = [_Kept(each.grad) for each in parameters]
     buffers = [
-        {name: _Kept(buffer) for name, buffer in module._buffers.items()}
+        (module, name, _Kept(buffer))
         for module in modules
+        for name, buffer in module._buffers.items()
     ]
+    stepped = [_Kept(p) for p in parameters if p._post_accumulate_grad_hooks]
+    versions = [each._version for each in parameters]
     devices = {each.device.index for each in parameters if each.is_cuda}
     for each in parameters:
         each.grad = None
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), _other_random_states_kept():
             yield
     finally:
-        was_written = [each._version for each in parameters]
+        is_written = versions != [each._version for each in parameters]
+        is_written |= any(kept.has_changed() for kept in stepped)
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.put_back()
-        for module, kept in zip(modules, buffers, strict=True):
-            for name, buffer in kept.items():
-                module._buffers[name] = buffer.put_back()
-    is_changed = [each.has_changed() for each in stepped]
-    for kept_parameter in stepped:
-        kept_parameter.put_back()
-    if any(is_changed) or versions != was_written:
+            parameter.grad = gradient.tensor
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer.tensor
+        kept = [*gradients, *stepped, *(buffer for _, _, buffer in buffers)]
+        failures = [error for each in kept if (error := each.put_back()) is not None]
+    if failures:
+        raise RuntimeError("not everything could be put back") from failures[0]
+    if is_written:
         raise RuntimeError(
             "the model's forward or backward changes its parameters (does an optimizer "
             "step in backward?): what is changed by hooks behind gradients was put "
@@ -114,22 +121,52 @@ def everything_kept(models: Sequence[nn.Module]) -> Iterator[None]:
         )
 
 
+@contextlib.contextmanager
+def _other_random_states_kept() -> Iterator[None]:
+    numpy = sys.modules.get("numpy")
+    state = random.getstate()
+    numpys = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpys)
+
+
 class _Kept:
-    """A tensor, or None, and what is in it."""
+    """A tensor, or None, and what is in it.
+
+    Attributes:
+        tensor: The tensor itself.
+    """
 
     def __init__(self, tensor: torch.Tensor | None) -> None:
-        self._tensor = tensor
+        self.tensor = tensor
         self._copy = None if tensor is None else tensor.detach().clone()
 
     def has_changed(self) -> bool:
-        """Whether something else is in it now."""
-        if self._tensor is None or self._copy is None:
+        """Whether something else is in it now, in any bit."""
+        if self.tensor is None or self._copy is None:
             return False
-        return not torch.equal(self._tensor, self._copy)
+        return not _is_same(self.tensor.detach(), self._copy)
 
     @torch.no_grad()
-    def put_back(self) -> torch.Tensor | None:
-        """Has the tensor hold what it held; returns it."""
-        if self._tensor is not None and self._copy is not None:
-            self._tensor.copy_(self._copy)
-        return self._tensor
+    def put_back(self) -> Exception | None:
+        """Has the tensor hold what it held; returns what failed."""
+        # Not where it holds that anyway: autograd would take it for changed.
+        if self.tensor is None or self._copy is None or not self.has_changed():
+            return None
+        try:
+            self.tensor.copy_(self._copy)
+        except Exception as error:
+            return error
+        return None
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one kind are equal in every bit; False if unknown."""
+    if a.layout is not torch.strided or type(a) not in (torch.Tensor, nn.Parameter):
+        return False
+    bits = [each.contiguous().view(-1).view(torch.uint8) for each in (a, b)]
+    return torch.equal(*bits)

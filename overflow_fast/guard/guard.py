@@ -25,6 +25,7 @@ from .options import (
     check_names,
     named_models,
     optimizers_of,
+    warn_of_strangers,
 )
 from .report import Cost, NonFiniteError, Report
 from .rules import Allow
@@ -109,8 +110,8 @@ class OverflowGuard:
             half of the largest number); once, and again when half of that is gone.
             Gradients that a GradScaler scales are left out. None for never.
         underflow_every: Count the zeros and subnormals of all that in every so many'th
-            step, for `headroom()` and `metrics()`. That takes about as long as four
-            scans more, and temporaries of each tensor's size. None for never.
+            watched step, for `headroom()` and `metrics()`. That takes torch operations
+            and temporaries of each tensor's size. None for never.
         metrics: Who is told numbers after each watched step: a callable that takes the
             step and a dict, such as
             `overflow_fast.integrations.tensorboard.TensorBoardMetrics()`, or several.
@@ -184,9 +185,9 @@ class OverflowGuard:
             underflow_every=underflow_every,
             metrics=metrics,
         )
-        self._supervisor = Supervisor(
-            options, named_models(model), optimizers_of(optimizer), _defer
-        )
+        models, optimizers = named_models(model), optimizers_of(optimizer)
+        warn_of_strangers(models, optimizers)
+        self._supervisor = Supervisor(options, models, optimizers, _defer)
         self.enable()
 
     # Switching on and off.
@@ -324,11 +325,12 @@ class OverflowGuard:
         states are put back, bit for bit; no optimizer steps, nothing is logged, and
         what the guard had found since its last step is judged later. Runs forward and
         backward once and four times for each layer, in eager mode. Where ranks share a
-        model (DDP, FSDP), all of them have to call it.
+        model (DDP, FSDP), all of them have to call it. Not between a forward and its
+        backward: autograd would take the buffers that are put back for changed.
 
         Args:
-            batch: What the model is called with: a tuple of arguments, a dict of
-                keyword arguments, or the one argument.
+            batch: What the model is called with: a tuple or list of arguments, a dict
+                of keyword arguments, or the one argument.
             loss: Takes the batch, calls the model and returns what to call
                 `backward()` on. None: the loss that the model returns, or the sum of
                 what it returns.
@@ -393,7 +395,8 @@ class OverflowGuard:
         the others; each forward of DDP has to be followed by one optimizer step.
 
         Raises:
-            RuntimeError: If the ranks do not decide together in one process group.
+            RuntimeError: If the ranks do not decide together in one process group, or
+                with `sync="lagged"`.
         """
         return self._supervisor.joinable
 

@@ -38,7 +38,8 @@ class Course(Headroom):
     """The headroom of an entry over the steps; `abs_max` is of the last one.
 
     Attributes:
-        highest: The largest magnitude of all watched steps.
+        highest: The largest magnitude of all watched steps; inf if it has overflowed,
+            or was a nan (not of gradients, which a GradScaler may scale).
         recent: The largest magnitude of each of the last watched steps, at most 16.
         underflow: What was counted last, or None if that was not asked for.
     """
@@ -50,6 +51,8 @@ class Course(Headroom):
     @property
     def float16_bits(self) -> float:
         """How often the highest magnitude could double in float16; negative: never."""
+        if math.isinf(self.highest):
+            return -math.inf
         return math.log2(_FLOAT16_MAX / self.highest) if self.highest else math.inf
 
     @property
@@ -85,18 +88,23 @@ class HeadroomTable:
 
     def __str__(self) -> str:
         """The first rows as text, and whether all would fit float16."""
+        if not self.rows:
+            return "Nothing has been looked at yet."
         head = f"{'bits':>6} {'trend':>7} {'float16':>7} {'abs max':>9}"
         has_counts = any(row.underflow for row in self.rows)
         lines = [head + " zeros  subnorm." * has_counts + "  entry"]
         for row in self.rows[:_FEW_ROWS]:
             counts = _counts_text(row.underflow) if has_counts else ""
             lines.append(
-                f"{row.bits:6.1f} {-row.trend:+7.2f} {row.float16_bits:7.1f} "
+                f"{row.bits:6.1f} {_drift(row):+7.2f} {row.float16_bits:7.1f} "
                 f"{row.abs_max:9.2e}{counts}  {row.where} ({row.dtype})"
             )
         if len(self.rows) > _FEW_ROWS:
             lines.append(f"... and {len(self.rows) - _FEW_ROWS} more")
         beyond = sum(row.highest > _FLOAT16_MAX for row in self.rows)
+        spent = sum(math.isinf(row.highest) for row in self.rows)
+        if spent:
+            lines.append(f"{spent} of {len(self.rows)} have been inf or nan already.")
         lines.append(
             f"{beyond} of {len(self.rows)} would overflow in float16."
             if beyond
@@ -111,7 +119,8 @@ class HeadroomKeeper:
     Args:
         watches: The watched models.
         bits: Warn of what has fewer bits left; None for never.
-        underflow_every: Count zeros and subnormals every so many steps; None for never.
+        underflow_every: Count zeros and subnormals in every so many'th watched step;
+            None for never.
     """
 
     def __init__(
@@ -127,18 +136,19 @@ class HeadroomKeeper:
         self._counted: dict[str, Underflow] = {}
         self._totals: dict[str, Underflow] = {}
         self._least = math.inf
+        self._num_watched = 0
         if bits is not None:
             for watch in watches:
                 watch.recorder.set_low_headroom(bits)
 
-    def begin_step(self, number: int) -> None:
+    def begin_step(self) -> None:
         """Has underflow counted in the step that begins, if it is due."""
         if self._every is not None:
-            is_due = number % self._every == 0
+            is_due = self._num_watched % self._every == 0
             for watch in self._watches:
                 watch.recorder.counts_underflow = is_due
 
-    def end_step(self, step: int, has_scaler: bool) -> None:
+    def end_step(self, step: int, has_scaler: bool, is_bad: bool) -> None:
         """Takes in what was counted, and warns.
 
         Incurs a CPU-GPU sync if something was counted.
@@ -146,13 +156,17 @@ class HeadroomKeeper:
         Args:
             step: The step's number.
             has_scaler: Whether gradients are scaled up to the end of their dtype.
+            is_bad: Whether there is a report of the step already.
         """
         peaks = (watch.recorder.least_headroom() for watch in self._watches)
         bits = (math.log2(peak[2] / peak[1]) for peak in peaks if peak and peak[1])
         self._least = min(bits, default=math.inf)
+        if any(watch.recorder.is_headroom_spent for watch in self._watches):
+            self._least = 0.0
         if any(watch.recorder.counts_underflow for watch in self._watches):
             self._take_underflow()
-        if self._bits is not None:
+        self._num_watched += 1
+        if self._bits is not None and not is_bad:
             self._warn(step, self._short(has_scaler))
         for watch in self._watches:
             watch.recorder.begin_headroom()
@@ -222,6 +236,11 @@ class HeadroomKeeper:
             "; ".join(_short_text(row) for row in short[:_FEW_NAMES]),
             f"; and {more} more, see `guard.headroom()`" if more > 0 else "",
         )
+
+
+def _drift(row: Course) -> float:
+    """How many bits a step gives, without the sign of a 0."""
+    return round(-row.trend, 2) + 0.0
 
 
 def _short_text(row: Course) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -93,6 +94,8 @@ class Judge:
         self.tensors.scan(gate.optimizer, level)
         is_lagged = self._is_lagged(gate)
         self._send(is_lagged)
+        if self._decision.is_learning:
+            self._drop_flags()
         step = _Step(number, _C.Recorder.num_frames(), scaler)
         if is_lagged and self._has_flags and self._skip_on_device(gate, scaler):
             step.skipped_by = "optimizer's kernel"
@@ -101,6 +104,7 @@ class Judge:
             # Ranks decide together, once for each step.
             waits = is_lagged and self._decision.agreement.is_needed
             frames, skipped_by = [] if waits else self._take(step), ""
+            is_whole = _is_whole(frames, level)
             if scaler is not None and any(bad.is_gradient for bad in frames):
                 is_scalers = has_found_inf(gate.optimizer) and scaler.get_scale() > 1
                 frames, skipped_by = without_scalers(frames, is_scalers)
@@ -109,10 +113,9 @@ class Judge:
                 if not frames:
                     return False
             step.is_decided = True
-            report = self._decision.decide(
-                Finding(number, frames, not skipped_by, skipped_by, self.tensors)
-            )
-            return self._is_skipped(report)
+            found = Finding(number, frames, not skipped_by, skipped_by, self.tensors)
+            found = dataclasses.replace(found, is_whole=is_whole)
+            return self._is_skipped(self._decision.decide(found))
         finally:
             self._end(is_lagged)
 
@@ -172,7 +175,11 @@ class Judge:
                 for watch in self._watches
                 for frame in watch.take_evaluated()
             ]
-            return self._decision.decide(Finding(number, frames, tensors=self.tensors))
+            found = Finding(number, frames, tensors=self.tensors)
+            is_whole = _is_whole(frames, level)
+            return self._decision.decide(
+                dataclasses.replace(found, is_whole=is_whole, is_check=True)
+            )
         finally:
             self._end(is_lagged=False)
 
@@ -226,6 +233,9 @@ class Judge:
         """Whether the verdict may come when the step is over."""
         if self._options.sync != "lagged" or callable(self._options.on_overflow):
             return False
+        # The flags of devices do not know what is being learned.
+        if self._decision.is_learning and self._has_flags:
+            return False
         return self._options.on_overflow != "skip" or gate.skips_on_device
 
     def _send(self, is_lagged: bool = False) -> None:
@@ -234,11 +244,14 @@ class Judge:
             if not is_lagged:  # the host waits for what graphs have replayed
                 watch.recorder.send_captured()
 
+    def _drop_flags(self) -> None:
+        for watch in self._watches:
+            watch.recorder.take_flags()
+
     def _skip_on_device(self, gate: OptimizerGate, scaler: GradScaler | None) -> bool:
         """Has the optimizer's kernels skip the step if a flag says so; no sync."""
         flags = [f for watch in self._watches for f in watch.recorder.take_flags()]
-        is_learning = self._decision.is_learning  # and the flags are not
-        if not flags or is_learning or not gate.skips_on_device:
+        if not flags or not gate.skips_on_device:
             return False
         # Of gradients the scaler's own flag tells.
         parts = [flag[0] if scaler is not None else flag.amax() for flag in flags]
@@ -285,3 +298,7 @@ class Judge:
         self.tensors.forget()
         for watch in self._watches:
             watch.end_judgement(is_lagged)
+
+
+def _is_whole(frames: Sequence[BadFrame], level: Level) -> bool:
+    return level is Level.ALL and not any(bad.is_gradient for bad in frames)

@@ -44,31 +44,66 @@ class Learning:
         self._watches = watches
         self._agreement = agreement
         self._seen: dict[EntryName, int] = {}
+        self._pending: dict[EntryName, int] = {}
         self._num_clean = 0
+        self._last_step: int | None = None
         self.is_over = False
 
-    def without_expected(self, frames: Sequence[BadFrame]) -> list[BadFrame]:
-        """What of a step's bad frames is an alarm: all of them, or none."""
+    def without_expected(
+        self, frames: Sequence[BadFrame], may_learn: bool, is_skipped: bool
+    ) -> list[BadFrame]:
+        """What of a step's bad frames is an alarm: all of them, or none.
+
+        Args:
+            frames: The frames.
+            may_learn: Whether all of the step was looked at, and its gradients are
+                finite. If not, what was seen before is no alarm.
+            is_skipped: Whether a GradScaler has skipped the step, whose gradients tell
+                nothing then: it is no alarm, and nothing is learned from it.
+        """
+        self._pending = {}
         if self.is_over or not frames:
             return list(frames)
+        found = self._candidates(frames)
+        if found is None:
+            return list(frames)
+        is_known = all(
+            kinds & ~self._seen.get(name, 0) == 0 for name, kinds in found.items()
+        )
+        if not (may_learn or is_skipped or is_known):
+            return list(frames)
+        if may_learn and not is_skipped:
+            self._pending = found
+        return []
+
+    def _candidates(self, frames: Sequence[BadFrame]) -> dict[EntryName, int] | None:
+        """What a step's bad frames hold; None if it cannot be meant."""
         found: dict[EntryName, int] = {}
         for bad in frames:
             names, frame = bad.watch.all_names(), bad.frame
             kinds = bad.watch.recorder.nonfinite_kinds(frame)
             for place, entry in bad.bad_entries():
                 name = entry_name(names, frame.phase, frame.module, entry[0])
-                if frame.phase not in _CALLS or not _is_learned(name, kinds[place]):
-                    return list(frames)
+                is_scalar = entry[3] == 1  # a loss, for all that is known
+                is_meant = _is_activation(name) and not kinds[place] & KINDS["nan"]
+                if frame.phase not in _CALLS or is_scalar or not is_meant:
+                    return None
                 found[name] = found.get(name, 0) | kinds[place]
-        for name, kind in found.items():
-            self._seen[name] = self._seen.get(name, 0) | kind
-        return []
+        return found
 
-    def end_clean_step(self) -> None:
-        """Counts a clean step; after the last one, proposes."""
+    def end_clean_step(self, step: int | None) -> None:
+        """Takes in a clean step, on all ranks; after the last one, proposes.
+
+        Args:
+            step: Its number: it counts once, whatever judges it. None counts always.
+        """
         if self.is_over:
             return
-        self._num_clean += 1
+        for name, kinds in self._pending.items():
+            self._seen[name] = self._seen.get(name, 0) | kinds
+        self._pending = {}
+        self._num_clean += step is None or step != self._last_step
+        self._last_step = step
         if self._num_clean < self._steps:
             return
         self.is_over = True
@@ -123,9 +158,8 @@ class Learning:
         )
 
 
-def _is_learned(name: EntryName, kinds: int) -> bool:
-    is_activation = name.label.startswith(("input", "output"))
-    return is_activation and "loss" not in name.label and not kinds & KINDS["nan"]
+def _is_activation(name: EntryName) -> bool:
+    return name.label.startswith(("input", "output")) and "loss" not in name.label
 
 
 def _as_regex(wide: str) -> str:

@@ -21,13 +21,19 @@ def exporters_of(metrics: Any) -> list[Exporter]:
     several = metrics if isinstance(metrics, (list, tuple)) else [metrics]
     several = [] if metrics is None else list(several)
     for each in several:
-        if not callable(each):
+        if not callable(each) or isinstance(each, type):
             raise TypeError(
                 "metrics must be a callable that takes the step and a dict of numbers, "
                 "such as overflow_fast.integrations.tensorboard.TensorBoardMetrics(), "
-                f"a list of them, or None, got {type(each).__name__}"
+                f"a list of them, or None, got {_name(each)}"
             )
     return several
+
+
+def _name(each: object) -> str:
+    if isinstance(each, type):
+        return f"the class {each.__name__}"
+    return type(each).__name__
 
 
 class Telling:

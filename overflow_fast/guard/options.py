@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -19,6 +21,7 @@ from .report import Report
 from .rules import Allow, Rules
 from .watch import ModelWatch, Wanted
 
+_log = logging.getLogger("overflow_fast")
 Policy = str | Callable[[Report], str | None]
 Path = str | os.PathLike[str]
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -67,6 +70,8 @@ class GuardOptions:
             ("log_keep", 0),
         ):
             check_int(name, getattr(self, name), least)
+        for name in ("evidence", "log"):
+            _check_path(name, getattr(self, name))
         for name in ("evidence_mib", "log_mib"):
             _check_positive(name, getattr(self, name))
         if self.budget is not None:
@@ -126,6 +131,8 @@ def _wrong_model(model: object) -> TypeError:
     return TypeError(
         "model must be a torch.nn.Module, or a list or a dict of them, got "
         f"{type(model).__name__}"
+        + ": give the model, and not its state_dict"
+        * isinstance(model, torch.Tensor)
     )
 
 
@@ -169,6 +176,21 @@ def make_watches(
     return watches
 
 
+def warn_of_strangers(
+    models: Mapping[str, nn.Module], optimizers: Iterable[Optimizer]
+) -> None:
+    """Says so once if an optimizer steps nothing that is watched."""
+    own = {id(each) for model in models.values() for each in model.parameters()}
+    for optimizer in optimizers:
+        groups = innermost(optimizer).param_groups
+        if own and not any(id(p) in own for group in groups for p in group["params"]):
+            _log.warning(
+                "The %s that the guard was given has none of the model's parameters. "
+                "Is it the one that steps, and was it made of this model?",
+                type(innermost(optimizer)).__name__,
+            )
+
+
 def optimizers_of(optimizer: Any) -> list[Optimizer]:
     """The optimizers of an argument that may be None, one, or several."""
     several = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
@@ -191,6 +213,8 @@ def _check_watch(watch: Any) -> None:
         if name not in Wanted._fields:
             known = ", ".join(repr(field) for field in Wanted._fields)
             raise ValueError(f"watch must hold names out of {known}, got {name!r}")
+    if not list(watch):
+        raise ValueError("watch must hold at least one name, got none")
     if "grad_outputs" in watch and "activations" not in watch:
         raise ValueError("watch must hold 'activations' where it holds 'grad_outputs'")
 
@@ -201,6 +225,11 @@ def check_int(name: str, value: Any, least: int) -> None:
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _check_path(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name} must be a path or None, got {type(value).__name__}")
 
 
 def _check_positive(name: str, value: Any) -> None:
@@ -246,6 +275,8 @@ def check_names(name: str, patterns: Any, optional: bool = False) -> None:
 def _check_group(group: Any) -> None:
     if group is None or group is False:
         return
+    if isinstance(group, (bool, int, str)):
+        raise _wrong_group(group)
     is_there = dist.is_available() and dist.is_initialized()
     if not is_there:
         raise ValueError(
@@ -253,10 +284,14 @@ def _check_group(group: Any) -> None:
             "torch.distributed.init_process_group() first"
         )
     if not isinstance(group, (dist.ProcessGroup, dist.device_mesh.DeviceMesh)):
-        raise TypeError(
-            "process_group must be a ProcessGroup, a DeviceMesh, False or None, got "
-            f"{type(group).__name__}"
-        )
+        raise _wrong_group(group)
+
+
+def _wrong_group(group: object) -> TypeError:
+    return TypeError(
+        "process_group must be a ProcessGroup, a DeviceMesh, False or None, got "
+        f"{type(group).__name__}"
+    )
 
 
 def _check_safetensors() -> None:

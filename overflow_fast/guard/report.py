@@ -71,6 +71,7 @@ class Report:
         evidence: The folder with the tensors and the batch, or None.
         notes: What else there is to say, in sentences.
         where: The rank, host and device that found it, where ranks decide together.
+        is_of_state: Whether it is of a state that was to be saved, and of no step.
     """
 
     step: int
@@ -84,6 +85,7 @@ class Report:
     evidence: str | None = None
     notes: list[str] = field(default_factory=list)
     where: str | None = None
+    is_of_state: bool = False
 
     def __str__(self) -> str:
         """The report as text: a paragraph in plain words, then the frames."""
@@ -106,9 +108,10 @@ class Report:
         if first is None:
             return [f"Step {self.step} is clean.", *self.notes]
         where = f" on {self.where}" if self.where else ""
+        subject = "The state" if self.is_of_state else f"Step {self.step}"
         return [
-            f"Step {self.step} is not finite{where}: {_what(first)}.",
-            _who(first, self.verdict),
+            f"{subject} is not finite{where}: {_what(first)}.",
+            *([] if self.is_of_state else [_who(first, self.verdict)]),
             *([_RECOMPUTED] if self.verdict.is_recomputed else []),
             *_headroom_sentences(self.verdict.headroom),
             *_least_sentences(self.least_headroom),
@@ -128,9 +131,10 @@ class Report:
 
 
 def _what(entry: BadEntry) -> str:
+    infs = {"-": "-inf", "+-": "inf and -inf"}.get(entry.signs, "inf")
     kinds = [
         f"{count} {name}"
-        for count, name in ((entry.num_nan, "nan"), (entry.num_inf, "inf"))
+        for count, name in ((entry.num_nan, "nan"), (entry.num_inf, infs))
         if count
     ]
     holds = f"holds {' and '.join(kinds)} among {entry.numel} values of {entry.dtype}"
@@ -158,7 +162,7 @@ def _who(first: BadEntry, verdict: Verdict) -> str:
         return f"It cannot be told who made it: {verdict.maker}."
     if verdict.origin == "given":
         return f"It was bad before the step: it came from {verdict.maker}."
-    return f"It only passed on what was bad before, made by {verdict.maker}."
+    return f"It was bad when it came there: made by {verdict.maker}."
 
 
 def _headroom_sentences(headroom: Headroom | None) -> list[str]:
@@ -206,6 +210,10 @@ def _advice(first: BadEntry, verdict: Verdict) -> str:
             else "set the buffer right, or go back to a checkpoint where it is finite"
         )
     lower = "lower the learning rate, or clip the gradients"
+    is_of_call = first.kind in ("input", "output")
+    if is_of_call and first.signs == "-" and not first.num_nan:
+        rule = {f"{first.fqn}:{first.label}": "-inf"}
+        return f"if this is meant, as a mask is, allow={rule}; else {lower}"
     if first.kind in ("gradient", "grad_output"):
         if first.dtype == "float16":
             return f"scale the loss by less (torch.amp.GradScaler finds out), {lower}"

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from .. import _C
 from ..report import entry_label
+from ..selection import example_of
 from .verdict import kind_of
 from .watch import ModelWatch
 
@@ -105,11 +106,10 @@ class Rules:
         names = list(names)
         for rule in self._rules:
             if not any(fnmatchcase(name, rule.module) for name in names):
-                example = max(names, key=lambda name: name.count("."))
                 raise ValueError(
                     f"allow: no module's name matches {rule.module!r} of the rule "
-                    f"{rule.text!r}; names are such as {example!r}, and the model's "
-                    "own is ''"
+                    f"{rule.text!r}; names are such as {example_of(names)!r}, and the "
+                    "model's own is ''"
                 )
 
     def add(self, allow: Allow) -> None:
@@ -161,7 +161,7 @@ def _rule_of(text: object, kinds: str | Iterable[str]) -> _Rule:
             "allow must have keys such as '*.attn:input[attn_mask]' (a module's name, "
             f"a colon, one of its entries), got {text!r}"
         )
-    module, _, label = text.rpartition(":")
+    module, _, label = text.partition(":")
     label = _dotted(label)
     root = re.split(r"[.*?]", label)[0]
     is_open = label[: len(root) + 1].endswith(("*", "?"))

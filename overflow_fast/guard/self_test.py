@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ from .watch import ModelWatch
 Loss = Callable[[Any], torch.Tensor]
 _FAULTS = {"nan": math.nan, "inf": math.inf}
 _DIRECTIONS = ("forward", "backward")
+_GRADIENT = "gradient "
+_Layer = tuple[ModelWatch, int]
+_SEEN_BY = ("activations", "grad_outputs")
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,13 @@ class SelfTestResult:
             was, no fault is planted.
         faults: The planted faults.
         not_chosen: How many layers were not tried.
+        not_watched: What the guard was not asked to look at; see `watch`.
     """
 
     clean: str
     faults: list[FaultResult]
     not_chosen: int
+    not_watched: list[str] = field(default_factory=list)
 
     @property
     def has_passed(self) -> bool:
@@ -98,14 +103,10 @@ class SelfTestResult:
             )
         kinds = [(way, value) for way in _DIRECTIONS for value in _FAULTS]
         rows = [["layer", *(f"{way} {value}" for way, value in kinds)]]
-        by_layer: dict[str, dict[tuple[str, str], FaultResult]] = {}
-        for fault in self.faults:
-            of_layer = by_layer.setdefault(fault.layer, {})
-            of_layer[fault.direction, fault.value] = fault
-        for layer, faults in by_layer.items():
-            name = next(iter(faults.values())).class_name
-            cells = [faults[kind].text if kind in faults else "" for kind in kinds]
-            rows.append([f"{layer} ({name})", *cells])
+        for at in range(0, len(self.faults), len(kinds)):
+            of_layer = self.faults[at : at + len(kinds)]
+            name = f"{of_layer[0].layer} ({of_layer[0].class_name})"
+            rows.append([name, *(fault.text for fault in of_layer)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(
@@ -119,6 +120,11 @@ class SelfTestResult:
             f"{caught} of {planted} planted faults were caught and attributed; without "
             "a fault the guard is quiet."
         )
+        if self.not_watched and caught < planted:
+            kinds_missed = ", ".join(
+                name.replace("_", " ") for name in self.not_watched
+            )
+            lines.append(f"The guard was not asked to watch: {kinds_missed}.")
         if self.not_chosen:
             lines.append(f"{self.not_chosen} other layers were not tried (layers=).")
         return "\n".join(lines)
@@ -129,12 +135,13 @@ class SelfTest:
 
     Args:
         watches: The watches; detached before and after.
-        batch: What the model is called with: a tuple of arguments, a dict of keyword
-            arguments, or the one argument.
+        batch: What the model is called with: a tuple or list of arguments, a dict of
+            keyword arguments, or the one argument.
         loss: Calls the model with the batch and returns what to call backward on;
             None: the loss that the model returns, or the sum of all it returns.
         layers: Patterns of the names of the layers to try.
         most: How many layers to try at most, spread over the model.
+        gather: Gives what each rank gives, of those that share the model.
     """
 
     def __init__(
@@ -144,30 +151,35 @@ class SelfTest:
         loss: Loss | None,
         layers: Sequence[str] | None,
         most: int,
+        gather: Callable[[Any], list[Any]],
     ) -> None:
         self._watches = watches
         self._batch = batch
         self._loss = loss or self._call
         self._most = most
         self._layers = layers
+        self._gather = gather
         names = [name for watch in watches for name in watch.all_names()]
         check_patterns("layers", layers or (), names)
 
     def run(self) -> SelfTestResult:
         """Plants each fault once. Everything is left as it was."""
-        called: dict[tuple[ModelWatch, int], bool] = {}
+        called: dict[_Layer, bool] = {}
         with self._attached():
             with self._noting(called):
                 clean = self._judge_run()
-            chosen = [] if clean.first is not None else self._choose(list(called))
+            found = "" if clean.first is None else _where(clean)
+            found, chosen = self._agreed(found, self._choose(list(called)))
             faults = [
                 self._try(watch, index, way, value)
                 for watch, index in chosen
                 for way in _DIRECTIONS
                 for value in _FAULTS
             ]
-        found = "" if clean.first is None else _where(clean)
-        return SelfTestResult(found, faults, len(called) - len(chosen))
+        wanted = self._watches[0].wanted._asdict()
+        not_watched = [name for name in _SEEN_BY if not wanted[name]]
+        not_chosen = len(called) - len(chosen)
+        return SelfTestResult(found, faults, not_chosen, not_watched)
 
     @contextlib.contextmanager
     def _attached(self) -> Iterator[None]:
@@ -184,8 +196,18 @@ class SelfTest:
 
     # Which layers.
 
+    def _agreed(self, found: str, chosen: list[_Layer]) -> tuple[str, list[_Layer]]:
+        """What all ranks do: nothing if one has found something, else the same."""
+        numbered = [(self._watches.index(watch), index) for watch, index in chosen]
+        of_ranks = self._gather((found, numbered))
+        dirty = [found for found, _ in of_ranks if found]
+        # What DDP has mixed into gradients is bad on every rank.
+        found = min(dirty, key=lambda text: text.startswith(_GRADIENT), default="")
+        same = of_ranks[0][1] if not found else []
+        return found, [(self._watches[which], index) for which, index in same]
+
     @contextlib.contextmanager
-    def _noting(self, called: dict[tuple[ModelWatch, int], bool]) -> Iterator[None]:
+    def _noting(self, called: dict[_Layer, bool]) -> Iterator[None]:
         """Notes which layers return something that a fault can be planted in."""
 
         def note(watch: ModelWatch, index: int, output: Any) -> None:
@@ -210,9 +232,7 @@ class SelfTest:
             for handle in handles:
                 handle.remove()
 
-    def _choose(
-        self, called: list[tuple[ModelWatch, int]]
-    ) -> list[tuple[ModelWatch, int]]:
+    def _choose(self, called: list[_Layer]) -> list[_Layer]:
         """Those that are asked for, or some from the first called to the last."""
         called.sort(key=lambda each: (self._watches.index(each[0]), each[1]))
         if self._layers is not None:
@@ -257,7 +277,7 @@ class SelfTest:
         with everything_kept(self._models()):
             try:
                 with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-                    loss = self._loss(self._batch)
+                    loss = _checked(self._loss(self._batch))
                     if loss.requires_grad:
                         loss.backward()  # type: ignore[no-untyped-call]
                 tensors.scan(None, Level.ALL)
@@ -273,7 +293,7 @@ class SelfTest:
         for watch in self._watches:
             watch.send()
             watch.receive(is_lagged=False)
-            bad = watch.take_bad(_C.Recorder.num_frames())
+            bad = watch.take_bad(_C.Recorder.num_frames()) + watch.take_evaluated()
             frames += [BadFrame(watch, frame) for frame in bad]
         return frames
 
@@ -281,7 +301,7 @@ class SelfTest:
         model = self._models()[0]
         if isinstance(batch, Mapping):
             output = model(**batch)
-        elif isinstance(batch, tuple):
+        elif isinstance(batch, (tuple, list)):
             output = model(*batch)
         else:
             output = model(batch)
@@ -302,8 +322,19 @@ class SelfTest:
         return torch.stack([each.float().sum() for each in floats]).sum()
 
 
+def _checked(loss: object) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            "loss must return a tensor that backward() can be called on, got "
+            f"{type(loss).__name__}"
+        )
+    return loss
+
+
 def _where(verdict: Verdict) -> str:
     first = verdict.first
     assert first is not None
-    place = f"{first.label} of {first.fqn}" if first.class_name else first.fqn
+    place = f"{first.label} of {first.fqn or 'the model'}"
+    if not first.class_name:
+        place = f"{first.kind.replace('_', ' ')} {first.fqn}"
     return place if verdict.origin == "made" else f"{place} ({verdict.origin})"

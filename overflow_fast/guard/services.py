@@ -19,6 +19,12 @@ from .supervisor import Supervisor
 
 def learn(supervisor: Supervisor, steps: int, adopt: bool) -> None:
     """Learns from the next clean steps what is not finite by design."""
+    wanted = supervisor.options.wanted
+    if not (wanted.activations and wanted.gradients):
+        raise ValueError(
+            "learn() needs a guard whose watch holds 'activations' and 'gradients': "
+            "those tell what is not finite, and that it is harmless"
+        )
     decision = supervisor.decision
     decision.learning = Learning(
         steps, adopt, supervisor.rules, supervisor.watches, decision.agreement
@@ -58,7 +64,8 @@ def self_test(
         lambda _: None,
         supervisor.defer,
     )
-    test = SelfTest(watches, batch, loss, layers, most)
+    gather = supervisor.decision.agreement.gather
+    test = SelfTest(watches, batch, loss, layers, most, gather)
     with supervisor.looking_away():
         return test.run()
 

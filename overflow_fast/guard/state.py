@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 from torch import nn
@@ -22,6 +23,8 @@ from .watch import ModelWatch, Wanted
 _STATE = Wanted(weights=True, buffers=True, optimizer_state=True)
 _RECORDER = {"gathers": True, "memo": False}
 _FEW_NAMES = 8
+_log = logging.getLogger("overflow_fast")
+_told: set[str] = set()
 
 
 def assert_finite_state(
@@ -33,7 +36,8 @@ def assert_finite_state(
     """Raises if a checkpoint of this would hold a nan or an inf.
 
     Looks at parameters, buffers and the optimizer's state; -inf alone in a buffer is no
-    alarm (masks). Of sharded tensors, this rank's part. One pass over their memory, and
+    alarm (masks). Of sharded tensors, this rank's part. What cannot be looked at is
+    logged, once for each reason. One pass over their memory, and
     one CPU-GPU sync for each device.
 
     Args:
@@ -87,10 +91,25 @@ def state_report(
         watch.receive(is_lagged=False)
         bad = watch.take_bad(_C.Recorder.num_frames())
         frames += [BadFrame(watch, frame) for frame in bad]
+    _tell_of_gaps(watches)
     if not frames:
         return None
     notes = [f"Not finite in all: {_names(frames)}.", "This is nothing to be saved."]
-    return Report(step, "raise", judge(frames), notes=notes)
+    verdict = judge(frames)
+    return Report(step, "raise", verdict, notes=notes, is_of_state=True)
+
+
+def _tell_of_gaps(watches: Sequence[ModelWatch]) -> None:
+    """Logs what could not be looked at, each reason once."""
+    for watch in watches:
+        for why, count in watch.recorder.coverage.reasons().items():
+            if why not in _told:
+                _told.add(why)
+                _log.warning(
+                    "%d tensors of the state were not looked at: %s. Said once.",
+                    count,
+                    why,
+                )
 
 
 def _names(frames: Sequence[BadFrame]) -> str:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import _C
 from ..selection import Named
 from .cadence import Level
 from .watch import ModelWatch
 
+_KEYS = re.compile(r"""\[['"]?(.*?)['"]?\]""")
 _Listed = list[tuple[ModelWatch, Named]]
 
 
@@ -140,11 +144,29 @@ class StepTensors:
         tensors: list[torch.Tensor] = []
         for i, (parameter, state) in enumerate(optimizer.state.items()):
             name = known.get(id(parameter), f"state[{i}]")
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    names.append(f"{name}.{key}")
-                    tensors.append(value)
+            for path, value in pytree.tree_flatten_with_path(state)[0]:
+                # Also what a quantized moment is made of, such as its scales.
+                for key, tensor in _parts(value):
+                    names.append(f"{name}.{_dotted(path)}{key}")
+                    tensors.append(tensor)
         return names, tensors
+
+
+def _parts(value: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that a tensor is made of, by what is behind its name."""
+    if not isinstance(value, torch.Tensor):
+        return
+    is_wrapper = is_traceable_wrapper_subclass(value)
+    if not is_wrapper or hasattr(value, "_local_tensor"):
+        yield "", value
+        return
+    for key in value.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        for behind, part in _parts(getattr(value, key)):
+            yield f".{key}{behind}", part
+
+
+def _dotted(path: pytree.KeyPath) -> str:
+    return _KEYS.sub(r".\1", pytree.keystr(path)).lstrip(".")
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

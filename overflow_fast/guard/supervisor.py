@@ -112,7 +112,7 @@ class Supervisor:
 
     def _set_level(self, level: Level) -> None:
         self.level = level
-        self.headroom.begin_step(self.step)
+        self.headroom.begin_step()
         for watch in self.watches:
             watch.attach() if level is Level.ALL else watch.rest()
 
@@ -124,7 +124,8 @@ class Supervisor:
             return None
         with self.meter:
             report = self._judge.judge_now(self.step, self.level)
-        self._end_headroom(self.step)
+        self._end_headroom(self.step, report is not None)
+        self.headroom.begin_step()
         return report
 
     def finish(self) -> None:
@@ -184,6 +185,11 @@ class Supervisor:
     @property
     def joinable(self) -> GuardJoinable:
         """What `Join` takes."""
+        if self.options.sync == "lagged":
+            raise RuntimeError(
+                "joinable needs a guard with sync='step': a lagged verdict comes when "
+                "ranks have run out of batches in between"
+            )
         return self.decision.agreement.make_joinable(self._judge_others)
 
     # What the hooks call.
@@ -217,19 +223,20 @@ class Supervisor:
         level, step = self.level, self.step
         self.step += 1
         self._judge.tensors.begin_round()
-        if self.decision.last_report is not self._last_seen:
+        is_bad = self.decision.last_report is not self._last_seen
+        if is_bad:
             self._last_seen = self.decision.last_report
             self._cadence.alarm()
         cost = self.meter.end_step(level is not Level.OFF)
         self._cadence.note(step, level, cost.guard_seconds, cost.step_seconds)
         if level is not Level.OFF:
-            self._end_headroom(step)
+            self._end_headroom(step, is_bad)
             self._telling.tell(step, self.metrics)
         self._set_level(self._cadence.level(self.step))
 
-    def _end_headroom(self, step: int) -> None:
+    def _end_headroom(self, step: int, is_bad: bool) -> None:
         with self._shield():
-            self.headroom.end_step(step, self._judge.has_scaler)
+            self.headroom.end_step(step, self._judge.has_scaler, is_bad)
 
     def before_scaler_step(self, optimizer: Optimizer) -> None:
         """Begins to watch whether a scaler lets its optimizer step."""

@@ -36,6 +36,7 @@ class BadEntry:
         num_nan: How many of its elements are nan.
         num_inf: How many are inf or -inf.
         numel: How many it has.
+        signs: Those of its infs: "+", "-", "+-", or "" if there are none.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class BadEntry:
     num_nan: int
     num_inf: int
     numel: int
+    signs: str = ""
 
 
 @dataclass(frozen=True)

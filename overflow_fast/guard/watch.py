@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -22,6 +23,9 @@ _MAX_IN_FLIGHT = 64
 _MAX_FORWARDS_UNSENT = 64
 # Of so many forwards before a judgement the inputs are held.
 _MAX_BATCHES = 8
+# More than anybody accumulates gradients over.
+_MANY_UNJUDGED = 1000
+_log = logging.getLogger("overflow_fast")
 
 
 class Wanted(NamedTuple):
@@ -74,6 +78,7 @@ class ModelWatch(StepHooks):
         self._evaluations: set[int] = set()
         self._sends_judged = 0
         self._forwards = 0
+        self._unjudged = 0
         self._has_looked_for_shards = False
         self._on_evaluated = on_evaluated
         super().__init__(model, max_frames, options)
@@ -190,6 +195,13 @@ class ModelWatch(StepHooks):
     def _send(self) -> None:
         # What is to be judged with its optimizer's step is sent with it, at once.
         self._forwards += 1
+        self._unjudged += torch.is_grad_enabled()
+        if self._unjudged == _MANY_UNJUDGED:
+            _log.warning(
+                "%d forwards, and none was judged: the guard needs the optimizer that "
+                "steps, or `check()` after each step.",
+                _MANY_UNJUDGED,
+            )
         if not torch.is_grad_enabled() or self._forwards >= _MAX_FORWARDS_UNSENT:
             self.send()
 
@@ -240,6 +252,7 @@ class ModelWatch(StepHooks):
 
     def end_judgement(self, is_lagged: bool) -> None:
         """Forgets what belongs to the step that was judged, or will be, lagged."""
+        self._unjudged = 0
         self._recorder.end_step()
         self._recorder.clear_history()
         if not self._bad and not is_lagged:

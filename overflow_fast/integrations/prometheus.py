@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..guard.metrics import Metrics
+from ..guard.options import check_int
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
@@ -33,7 +34,8 @@ class PrometheusMetrics(Collector):
         registry: Where to register.
 
     Raises:
-        OSError: If the port is taken.
+        TypeError, ValueError: If the port is no number.
+        OSError: If it is taken.
 
     Example:
         >>> metrics = PrometheusMetrics(labels={"rank": "0"})
@@ -47,15 +49,26 @@ class PrometheusMetrics(Collector):
     ) -> None:
         self._labels = dict(labels or {})
         self._values: Metrics = {}
+        self._registry = registry
+        self._server: Any = None
         if port is not None:
+            check_int("port", port, 0)
             try:
-                start_http_server(port, registry=registry)
+                self._server, _ = start_http_server(port, registry=registry)
             except OSError as error:
                 raise OSError(
                     f"port {port} cannot be served: give each process of a machine its "
-                    f"own, such as port={port} + the local rank ({error})"
+                    f"own, such as port={port} + the local rank, and close() one that "
+                    f"this process has made before ({error})"
                 ) from error
         registry.register(self)
+
+    def close(self) -> None:
+        """Takes the metrics out of the registry, and gives the port back."""
+        self._registry.unregister(self)
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
 
     def __call__(self, step: int, values: Metrics) -> None:
         """Takes the values of a step."""

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from ..guard.metrics import Metrics
+from ..guard.options import check_int
 
 try:
     from torch.utils.tensorboard import SummaryWriter
@@ -23,6 +24,9 @@ class TensorBoardMetrics:
         writer: A SummaryWriter, or the folder for one, or None for its default folder.
         every: Write every so many steps.
 
+    Raises:
+        TypeError, ValueError: If `every` is no int of at least 1.
+
     Example:
         >>> metrics = TensorBoardMetrics("runs/guard", every=10)
     """
@@ -32,6 +36,7 @@ class TensorBoardMetrics:
         writer: SummaryWriter | str | os.PathLike[str] | None = None,
         every: int = 1,
     ) -> None:
+        check_int("every", every, 1)
         is_writer = hasattr(writer, "add_scalar")
         self._writer: Any = writer if is_writer else SummaryWriter(writer)
         self._every = every

@@ -30,8 +30,8 @@ class GuardCallback(GuardOwner, TrainerCallback):
         >>> callback = GuardCallback(on_overflow="skip", log="guard.jsonl")
     """
 
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
+    def __init__(self, *, learn: int | None = None, **arguments: Any) -> None:
+        super().__init__(learn=learn, **arguments)
         self._last_seen: Report | None = None
         self._has_told_of_filter = False
 
