@@ -79,7 +79,7 @@ def test_trainer():
         arguments=arguments,
         data=texts(32),
     )
-    assert known["guard"].guard.step == 4
+    assert known["callback"].guard.step == 4
     assert Path("guard.jsonl").read_text().count("\n") == 4
     assert Path("out/checkpoint-4").is_dir()
 
