@@ -60,6 +60,11 @@ def lengths_mask() -> torch.Tensor:
     return (torch.arange(LENGTH) < lengths).long()
 
 
+def padded_texts() -> dict[str, Any]:
+    text = tokens()
+    return {"input_ids": text, "labels": text, "attention_mask": lengths_mask()}
+
+
 class Translator(nn.Module):
     """An nn.Transformer with additive masks of -inf, one of them a buffer."""
 
@@ -156,11 +161,7 @@ def gpt2() -> Workload:
     )
     model = hf.GPT2LMHeadModel(config)
 
-    def batch() -> dict[str, Any]:
-        text = tokens()
-        return {"input_ids": text, "labels": text, "attention_mask": lengths_mask()}
-
-    return Workload(model, batch, lambda batch: model(**batch).loss)
+    return Workload(model, padded_texts, lambda batch: model(**batch).loss)
 
 
 def t5() -> Workload:
@@ -175,11 +176,7 @@ def t5() -> Workload:
     )
     model = hf.T5ForConditionalGeneration(config)
 
-    def batch() -> dict[str, Any]:
-        text = tokens()
-        return {"input_ids": text, "labels": text, "attention_mask": lengths_mask()}
-
-    return Workload(model, batch, lambda batch: model(**batch).loss)
+    return Workload(model, padded_texts, lambda batch: model(**batch).loss)
 
 
 def moe() -> Workload:

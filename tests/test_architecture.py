@@ -70,9 +70,17 @@ ALLOWED = {
         *("guard.verdict", "guard.watch", "selection"),
     },
     "guard.faults": {"hooks"},
+    "guard.fault_results": set(),
     "guard.self_test": {
-        *("_C", "guard.attribution", "guard.cadence", "guard.faults"),
-        *("guard.step_tensors", "guard.verdict", "guard.watch", "selection", "tensors"),
+        *("_C", "guard.attribution", "guard.cadence", "guard.fault_results"),
+        *(
+            "guard.faults",
+            "guard.step_tensors",
+            "guard.verdict",
+            "guard.watch",
+            "selection",
+            "tensors",
+        ),
     },
     "guard.supervisor": {
         *("guard.cadence", "guard.coverage", "guard.decision", "guard.headroom"),
@@ -81,11 +89,12 @@ ALLOWED = {
         *("guard.scalers", "guard.watch"),
     },
     "guard.services": {
-        *("guard.learning", "guard.options", "guard.report", "guard.self_test"),
-        *("guard.state", "guard.supervisor"),
+        *("guard.fault_results", "guard.learning", "guard.options", "guard.report"),
+        *("guard.self_test", "guard.state", "guard.supervisor"),
     },
     "guard.guard": {
-        *("_C", "guard.cadence", "guard.coverage", "guard.headroom", "guard.joining"),
+        *("_C", "guard.cadence", "guard.coverage", "guard.fault_results"),
+        *("guard.headroom", "guard.joining"),
         *("guard.metrics", "guard.options", "guard.report", "guard.rules"),
         *("guard.self_test", "guard.services", "guard.supervisor"),
     },

@@ -12,6 +12,7 @@ from .. import _C
 from . import services
 from .cadence import Level
 from .coverage import GuardCoverage
+from .fault_results import SelfTestResult
 from .headroom import HeadroomTable
 from .joining import GuardJoinable
 from .metrics import Exporter
@@ -29,7 +30,7 @@ from .options import (
 )
 from .report import Cost, NonFiniteError, Report
 from .rules import Allow
-from .self_test import Loss, SelfTestResult
+from .self_test import Loss
 from .supervisor import Supervisor
 
 if TYPE_CHECKING:

@@ -9,10 +9,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from .fault_results import SelfTestResult
 from .learning import Learning
 from .options import make_watches
 from .report import NonFiniteError
-from .self_test import Loss, SelfTest, SelfTestResult
+from .self_test import Loss, SelfTest
 from .state import state_report
 from .supervisor import Supervisor
 
