@@ -179,6 +179,11 @@ def test_an_overflow_is_announced(said, options):
     assert "Step 5" in second  # when half of it is gone
 
 
+def test_lagged_stats_may_be_of_the_step_before(said):
+    grown([1.0, 50000.0], headroom_bits=1.0, sync="lagged")
+    assert said()[0].startswith("Step 1 or the one before is finite, but close to")
+
+
 def test_it_is_said_once(said):
     grown([50000.0] * 10, headroom_bits=1.0)
     assert len(said()) == 1

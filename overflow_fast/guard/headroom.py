@@ -121,6 +121,7 @@ class HeadroomKeeper:
         bits: Warn of what has fewer bits left; None for never.
         underflow_every: Count zeros and subnormals in every so many'th watched step;
             None for never.
+        is_lagged: Whether stats may come one step late.
     """
 
     def __init__(
@@ -128,8 +129,10 @@ class HeadroomKeeper:
         watches: Sequence[ModelWatch],
         bits: float | None,
         underflow_every: int | None,
+        is_lagged: bool,
     ) -> None:
         self._watches = watches
+        self._or_before = " or the one before" if is_lagged else ""
         self._every = underflow_every
         self._bits = bits
         self._told: dict[str, float] = {}
@@ -229,10 +232,11 @@ class HeadroomKeeper:
             return
         more = len(short) - _FEW_NAMES
         _log.warning(
-            "Step %d is finite, but close to an overflow: %s%s. What to try: run what "
-            "is named in float32 (`overflow_fast.keep_in_fp32`) or in bfloat16, lower "
-            "the learning rate, or clip.",
+            "Step %d%s is finite, but close to an overflow: %s%s. What to try: run "
+            "what is named in float32 (`overflow_fast.keep_in_fp32`) or in bfloat16, "
+            "lower the learning rate, or clip.",
             step,
+            self._or_before,
             "; ".join(_short_text(row) for row in short[:_FEW_NAMES]),
             f"; and {more} more, see `guard.headroom()`" if more > 0 else "",
         )

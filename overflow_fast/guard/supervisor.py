@@ -66,7 +66,10 @@ class Supervisor:
             lambda: self.coverage().gaps(),
         )
         self.headroom = HeadroomKeeper(
-            self.watches, options.headroom_bits, options.underflow_every
+            self.watches,
+            options.headroom_bits,
+            options.underflow_every,
+            options.sync == "lagged",
         )
         self._telling = Telling(exporters_of(options.metrics))
         self._judge = Judge(options, self.watches, self.decision)
