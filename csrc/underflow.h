@@ -26,7 +26,6 @@ class Underflow {
   void add(const Place& place, Dtype dtype, const at::Tensor& tensor, Coverage& coverage);
   // What was counted since the last call. Incurs one CPU-GPU sync per device.
   std::vector<Counts> take();
-  void clear() { pending_.clear(); }
 
  private:
   // Of a step that nobody takes no more is kept.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from . import _C
@@ -9,6 +10,7 @@ from . import _C
 PREFIX = " " * 17
 COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
 
+_BRACKETS = re.compile(r"""\[['"]?(.*?)['"]?\]""")
 _BACKWARD = " (backward)"
 _STYLES = {1: "[{}]", 2: "[{!r}]", 3: ".{}"}
 
@@ -17,6 +19,11 @@ def label_text(path: Sequence[tuple[int, object]]) -> str:
     """Writes a label's path as text, such as `output[0]['logits']`."""
     root, *rest = path
     return str(root[1]) + "".join(_STYLES[style].format(value) for style, value in rest)
+
+
+def dotted(label: str) -> str:
+    """A label with `.x` for each `[x]` and `['x']`, as patterns have it."""
+    return _BRACKETS.sub(r".\1", label)
 
 
 def entry_label(phase: _C.Phase, path: _C.LabelPath) -> str:

@@ -34,7 +34,9 @@ ALLOWED = {
     },
     "guard.coverage": {"coverage", "guard.watch"},
     "guard.buffers": {"guard.watch"},
-    "guard.step_tensors": {"_C", "selection", "guard.cadence", "guard.watch"},
+    "guard.step_tensors": {
+        *("_C", "guard.cadence", "guard.watch", "report", "selection"),
+    },
     "guard.verdict": {"_C", "report", "guard.watch"},
     "guard.attribution": {"_C", "report", "guard.verdict", "guard.watch"},
     "guard.report": {"_C", "debug", "report", "guard.verdict", "guard.watch"},

@@ -9,6 +9,8 @@ from torch import nn
 from .. import _C
 from ..report import entry_label, label_text
 from .verdict import (
+    FORWARDS,
+    OF_CALLS,
     BadEntry,
     BadFrame,
     Headroom,
@@ -63,7 +65,7 @@ def _bad_entry(bad: BadFrame, place: int, entry: _C.EntryTuple) -> BadEntry:
     assert isinstance(stat, tuple)
     label = entry_label(bad.frame.phase, path)
     kind = kind_of(bad.frame.phase, path)
-    is_of_call = kind in ("input", "output", "grad_output")
+    is_of_call = kind in OF_CALLS
     fqn = bad.watch.name_at(bad.frame.module)
     if kind == "weight" and bad.is_of_call:
         label = f"{fqn}.{label}".lstrip(".")
@@ -111,7 +113,7 @@ def _origin(first: BadFrame, kind: str, ordered: Sequence[BadFrame]) -> tuple[st
     phase = first.frame.phase
     if kind in ("weight", "optimizer_state"):
         return "given", "an earlier optimizer step, or whoever loaded it"
-    if phase in (_C.Phase.FORWARD, _C.Phase.RECOMPUTED):
+    if phase in FORWARDS:
         return _origin_in_forward(first, ordered)
     if phase == _C.Phase.BACKWARD:
         return _origin_in_backward(first)

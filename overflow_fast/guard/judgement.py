@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -113,8 +112,10 @@ class Judge:
                 if not frames:
                     return False
             step.is_decided = True
-            found = Finding(number, frames, not skipped_by, skipped_by, self.tensors)
-            found = dataclasses.replace(found, is_whole=is_whole)
+            found = Finding(
+                *(number, frames, not skipped_by, skipped_by, self.tensors),
+                is_whole=is_whole,
+            )
             return self._is_skipped(self._decision.decide(found))
         finally:
             self._end(is_lagged)
@@ -175,11 +176,14 @@ class Judge:
                 for watch in self._watches
                 for frame in watch.take_evaluated()
             ]
-            found = Finding(number, frames, tensors=self.tensors)
-            is_whole = _is_whole(frames, level)
-            return self._decision.decide(
-                dataclasses.replace(found, is_whole=is_whole, is_check=True)
+            found = Finding(
+                number,
+                frames,
+                tensors=self.tensors,
+                is_whole=_is_whole(frames, level),
+                is_check=True,
             )
+            return self._decision.decide(found)
         finally:
             self._end(is_lagged=False)
 

@@ -6,14 +6,12 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 
-from .. import _C
 from .agreement import Agreement
 from .rules import KINDS, EntryName, Rules, entry_name, kinds_text
-from .verdict import BadFrame
+from .verdict import FORWARDS, BadFrame
 from .watch import ModelWatch
 
 _log = logging.getLogger("overflow_fast")
-_CALLS = (_C.Phase.FORWARD, _C.Phase.RECOMPUTED)
 
 
 class Learning:
@@ -86,7 +84,7 @@ class Learning:
                 name = entry_name(names, frame.phase, frame.module, entry[0])
                 is_scalar = entry[3] == 1  # a loss, for all that is known
                 is_meant = _is_activation(name) and not kinds[place] & KINDS["nan"]
-                if frame.phase not in _CALLS or is_scalar or not is_meant:
+                if frame.phase not in FORWARDS or is_scalar or not is_meant:
                     return None
                 found[name] = found.get(name, 0) | kinds[place]
         return found

@@ -188,13 +188,14 @@ def _gradient_sentences(verdict: Verdict) -> list[str]:
     dirty, clean = verdict.dirty_gradients, verdict.clean_gradients
     if not dirty:
         return []
-    sentences = [f"Bad gradients: {_some(dirty)}."]
+    sentences = [f"Bad gradients: {some(dirty)}."]
     if clean:
-        sentences.append(f"The nearest clean ones: {_some(clean)}.")
+        sentences.append(f"The nearest clean ones: {some(clean)}.")
     return sentences
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """The first of several names, and how many more there are."""
     shown = ", ".join(names[:_NEAREST])
     more = len(names) - _NEAREST
     return f"{shown} and {more} more" if more > 0 else shown

@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from .. import _C
-from ..report import entry_label
+from ..report import dotted, entry_label
 from ..selection import example_of
-from .verdict import kind_of
+from .verdict import FORWARDS, OF_CALLS, kind_of
 from .watch import ModelWatch
 
 Allow = Mapping[str, str | Iterable[str]]
@@ -22,11 +22,9 @@ KINDS = {
     "nan": _C.NAN,
 }
 _ROOTS = (
-    *("input", "output", "grad_output", "weight", "buffer", "gradient"),
-    *("optimizer_state", "recorded"),
+    *OF_CALLS,
+    *("weight", "buffer", "gradient", "optimizer_state", "recorded"),
 )
-_OF_CALLS = ("input", "output", "grad_output")
-_BRACKETS = re.compile(r"""\[['"]?(.*?)['"]?\]""")
 
 
 class EntryName(NamedTuple):
@@ -57,9 +55,9 @@ def entry_name(
     """
     kind, label = kind_of(phase, path), entry_label(phase, path)
     fqn = names[module] if module < len(names) else ""
-    if kind in _OF_CALLS:
+    if kind in OF_CALLS:
         return EntryName(fqn, label)
-    if phase in (_C.Phase.FORWARD, _C.Phase.RECOMPUTED):
+    if phase in FORWARDS:
         return EntryName(fqn, f"{kind}.{label}")
     # A tensor by its qualified name: that of its module, and its own.
     owners = [name for name in names if label.startswith(f"{name}.")]
@@ -129,7 +127,7 @@ class Rules:
         kinds = 0
         for rule in self._rules:
             is_there = fnmatchcase(name.fqn, rule.module)
-            if is_there and fnmatchcase(_dotted(name.label), rule.label):
+            if is_there and fnmatchcase(dotted(name.label), rule.label):
                 rule.has_matched = True
                 kinds |= rule.kinds
         return kinds
@@ -162,7 +160,7 @@ def _rule_of(text: object, kinds: str | Iterable[str]) -> _Rule:
             f"a colon, one of its entries), got {text!r}"
         )
     module, _, label = text.partition(":")
-    label = _dotted(label)
+    label = dotted(label)
     root = re.split(r"[.*?]", label)[0]
     is_open = label[: len(root) + 1].endswith(("*", "?"))
     if not any(
@@ -190,7 +188,3 @@ def _bits_of(text: str, kinds: str | Iterable[str]) -> int:
     for bit in bits:
         union |= bit
     return union
-
-
-def _dotted(label: str) -> str:
-    return _BRACKETS.sub(r".\1", label)

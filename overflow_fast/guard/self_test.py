@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .. import _C
 from ..selection import Selection, check_patterns
 from ..tensors import loss_in
 from .attribution import judge
@@ -18,7 +17,7 @@ from .cadence import Level
 from .fault_results import DIRECTIONS, FAULTS, FaultResult, SelfTestResult
 from .faults import Fault, everything_kept, first_float
 from .step_tensors import StepTensors
-from .verdict import BadFrame, Verdict
+from .verdict import Verdict, collect
 from .watch import ModelWatch
 
 Loss = Callable[[Any], torch.Tensor]
@@ -178,21 +177,12 @@ class SelfTest:
                     if loss.requires_grad:
                         loss.backward()  # type: ignore[no-untyped-call]
                 tensors.scan(None, Level.ALL)
-                return judge(self._take())
+                return judge(collect(self._watches))
             finally:
-                self._take()
+                collect(self._watches)
                 tensors.forget()
                 for watch in self._watches:
                     watch.end_judgement(is_lagged=False)
-
-    def _take(self) -> list[BadFrame]:
-        frames = []
-        for watch in self._watches:
-            watch.send()
-            watch.receive(is_lagged=False)
-            bad = watch.take_bad(_C.Recorder.num_frames()) + watch.take_evaluated()
-            frames += [BadFrame(watch, frame) for frame in bad]
-        return frames
 
     def _call(self, batch: Any) -> torch.Tensor:
         model = self._models()[0]

@@ -8,21 +8,19 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from .. import _C
 from ..selection import Selection
 from .attribution import judge
 from .cadence import Level
 from .optimizers import innermost
 from .options import Models, named_models, optimizers_of
-from .report import NonFiniteError, Report
+from .report import NonFiniteError, Report, some
 from .rules import Allow, Rules
 from .step_tensors import StepTensors
-from .verdict import BadFrame
+from .verdict import BadFrame, collect
 from .watch import ModelWatch, Wanted
 
 _STATE = Wanted(weights=True, buffers=True, optimizer_state=True)
 _RECORDER = {"gathers": True, "memo": False}
-_FEW_NAMES = 8
 _log = logging.getLogger("overflow_fast")
 _told: set[str] = set()
 
@@ -85,12 +83,7 @@ def state_report(
     tensors.scan(None, Level.ALL)
     for optimizer in optimizers:
         tensors.scan(innermost(optimizer), Level.ALL)
-    frames = []
-    for watch in watches:
-        watch.send()
-        watch.receive(is_lagged=False)
-        bad = watch.take_bad(_C.Recorder.num_frames())
-        frames += [BadFrame(watch, frame) for frame in bad]
+    frames = collect(watches)
     _tell_of_gaps(watches)
     if not frames:
         return None
@@ -113,10 +106,10 @@ def _tell_of_gaps(watches: Sequence[ModelWatch]) -> None:
 
 
 def _names(frames: Sequence[BadFrame]) -> str:
-    names = [
-        f"{bad.kind.replace('_', ' ')} {entry[0][0][1]}"
-        for bad in frames
-        for _, entry in bad.bad_entries()
-    ]
-    more = len(names) - _FEW_NAMES
-    return ", ".join(names[:_FEW_NAMES]) + (f" and {more} more" if more > 0 else "")
+    return some(
+        [
+            f"{bad.kind.replace('_', ' ')} {entry[0][0][1]}"
+            for bad in frames
+            for _, entry in bad.bad_entries()
+        ]
+    )

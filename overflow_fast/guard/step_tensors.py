@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -11,11 +10,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import _C
+from ..report import dotted
 from ..selection import Named
 from .cadence import Level
 from .watch import ModelWatch
 
-_KEYS = re.compile(r"""\[['"]?(.*?)['"]?\]""")
 _Listed = list[tuple[ModelWatch, Named]]
 
 
@@ -147,7 +146,7 @@ class StepTensors:
             for path, value in pytree.tree_flatten_with_path(state)[0]:
                 # Also what a quantized moment is made of, such as its scales.
                 for key, tensor in _parts(value):
-                    names.append(f"{name}.{_dotted(path)}{key}")
+                    names.append(f"{name}{dotted(pytree.keystr(path))}{key}")
                     tensors.append(tensor)
         return names, tensors
 
@@ -163,10 +162,6 @@ def _parts(value: object) -> Iterator[tuple[str, torch.Tensor]]:
     for key in value.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
         for behind, part in _parts(getattr(value, key)):
             yield f".{key}{behind}", part
-
-
-def _dotted(path: pytree.KeyPath) -> str:
-    return _KEYS.sub(r".\1", pytree.keystr(path)).lstrip(".")
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

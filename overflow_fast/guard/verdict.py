@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .. import _C
@@ -18,6 +19,9 @@ _KINDS = {
     _C.Phase.OPTIMIZER_STATE: "optimizer_state",
 }
 
+# Kinds of entries that are of a call.
+OF_CALLS = ("input", "output", "grad_output")
+FORWARDS = (_C.Phase.FORWARD, _C.Phase.RECOMPUTED)
 GRADIENTS = (_C.Phase.BACKWARD, _C.Phase.GRADIENTS)
 
 
@@ -157,6 +161,17 @@ class BadFrame:
     def has_bad_input(self) -> bool:
         """Whether the call was given something bad."""
         return any(entry[0][0][1] == "input" for _, entry in self.bad_entries())
+
+
+def collect(watches: Sequence[ModelWatch]) -> list[BadFrame]:
+    """Takes all bad frames there are, of evaluations too. Incurs the sync."""
+    frames = []
+    for watch in watches:
+        watch.send()
+        watch.receive(is_lagged=False)
+        bad = watch.take_bad(_C.Recorder.num_frames()) + watch.take_evaluated()
+        frames += [BadFrame(watch, frame) for frame in bad]
+    return frames
 
 
 def kind_of(phase: _C.Phase, path: _C.LabelPath) -> str:
