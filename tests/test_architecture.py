@@ -39,7 +39,12 @@ ALLOWED = {
     },
     "guard.verdict": {"_C", "report", "guard.watch"},
     "guard.attribution": {"_C", "report", "guard.verdict", "guard.watch"},
-    "guard.report": {"_C", "debug", "report", "guard.verdict", "guard.watch"},
+    "guard.origin": {"guard.verdict"},
+    "guard.advice": {"guard.verdict"},
+    "guard.report": {
+        *("_C", "debug", "report", "guard.advice", "guard.origin"),
+        *("guard.verdict", "guard.watch"),
+    },
     "guard.meter": {"guard.report"},
     "guard.evidence": {"guard.report"},
     "guard.metrics": set(),

@@ -11,10 +11,11 @@ from typing import Any
 from .. import _C
 from ..debug import get_abs_min_max
 from ..report import frame_text, frames_text
+from .advice import advice_for
+from .origin import who_made_it
 from .verdict import BadEntry, Headroom, Verdict, headroom_of
 from .watch import ModelWatch
 
-_HALF = ("float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")
 _NEAREST = 8
 _FEW_BITS = 8
 _RECOMPUTED = (
@@ -111,12 +112,12 @@ class Report:
         subject = "The state" if self.is_of_state else f"Step {self.step}"
         return [
             f"{subject} is not finite{where}: {_what(first)}.",
-            *([] if self.is_of_state else [_who(first, self.verdict)]),
+            *([] if self.is_of_state else [who_made_it(first, self.verdict)]),
             *([_RECOMPUTED] if self.verdict.is_recomputed else []),
             *_headroom_sentences(self.verdict.headroom),
             *_least_sentences(self.least_headroom),
             *_gradient_sentences(self.verdict),
-            f"What to try: {_advice(first, self.verdict)}.",
+            f"What to try: {advice_for(first, self.verdict)}.",
             *self.notes,
             *([f"The tensors are in {self.evidence}."] if self.evidence else []),
             *self.not_covered,
@@ -142,27 +143,6 @@ def _what(entry: BadEntry) -> str:
         where = f"{entry.fqn} ({entry.class_name})" if entry.fqn else entry.class_name
         return f"`{entry.label}` of {where} {holds}"
     return f"the {entry.kind.replace('_', ' ')} `{entry.label}` {holds}"
-
-
-def _who(first: BadEntry, verdict: Verdict) -> str:
-    if verdict.origin == "made" and first.kind in ("output", "input"):
-        exceptions = {"the -inf": verdict.masks, "what is allowed": verdict.allowed}
-        but = " and ".join(
-            f"{what} in {', '.join(labels)}"
-            for what, labels in exceptions.items()
-            if labels
-        )
-        given = (
-            f"What {verdict.maker} was given was finite{' but for ' * bool(but)}{but}"
-        )
-        return f"{given}: it made the value itself."
-    if verdict.origin == "made":
-        return f"It was made by {verdict.maker}."
-    if verdict.origin == "unclear":
-        return f"It cannot be told who made it: {verdict.maker}."
-    if verdict.origin == "given":
-        return f"It was bad before the step: it came from {verdict.maker}."
-    return f"It was bad when it came there: made by {verdict.maker}."
 
 
 def _headroom_sentences(headroom: Headroom | None) -> list[str]:
@@ -199,33 +179,6 @@ def some(names: list[str]) -> str:
     shown = ", ".join(names[:_NEAREST])
     more = len(names) - _NEAREST
     return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _advice(first: BadEntry, verdict: Verdict) -> str:
-    if first.kind in ("weight", "optimizer_state"):
-        return "go back to the last checkpoint whose weights are finite"
-    if verdict.origin == "given":
-        return (
-            "look at the data that made this batch"
-            if "batch" in verdict.maker
-            else "set the buffer right, or go back to a checkpoint where it is finite"
-        )
-    lower = "lower the learning rate, or clip the gradients"
-    is_of_call = first.kind in ("input", "output")
-    if is_of_call and first.signs == "-" and not first.num_nan:
-        rule = {f"{first.fqn}:{first.label}": "-inf"}
-        return f"if this is meant, as a mask is, allow={rule}; else {lower}"
-    if first.kind in ("gradient", "grad_output"):
-        if first.dtype == "float16":
-            return f"scale the loss by less (torch.amp.GradScaler finds out), {lower}"
-        return f"{lower}; look for a division or a logarithm near 0 in what is named"
-    if first.dtype in _HALF and first.fqn:
-        return (
-            "run this module in float32 "
-            f"(`overflow_fast.keep_in_fp32(model, [{first.fqn!r}])`) or in bfloat16, "
-            "lower the learning rate, or scale down what goes into it"
-        )
-    return f"{lower}; look for a division or a logarithm near 0 in what is named"
 
 
 def least_headroom(watches: Sequence[ModelWatch]) -> Headroom | None:
