@@ -361,3 +361,33 @@ def test_an_error_of_the_users_callable_is_the_users():
     with OverflowGuard(model, optimizer, decide):
         with plant(model.head, INF), pytest.raises(KeyError, match="mine"):
             train_step(model, optimizer, batches(1)[0])
+
+
+def test_a_trainer_numbers_the_steps(tmp_path):
+    model, optimizer = make()
+    log = tmp_path / "guard.jsonl"
+    with OverflowGuard(model, optimizer, "warn", warmup=500, log=log) as guard:
+        assert guard.coverage().steps_watched == 0
+        guard.step = 1000
+        train_step(model, optimizer, batches(1)[0])
+        with plant(model.blocks[1].fc2):
+            train_step(model, optimizer, batches(1)[0])
+        assert guard.step == 1002
+        assert guard.last_report.step == 1001
+        assert guard.coverage().steps == guard.metrics()["steps_total"] == 2
+        assert guard.coverage().steps_watched == 2
+        guard.step = 3  # in the warmup
+        train_step(model, optimizer, batches(1)[0])
+        assert guard.coverage().steps_watched == 2
+    assert "1000" in log.read_text() and '"step": 3' not in log.read_text()
+
+
+@pytest.mark.parametrize(
+    "number, error", [(-1, ValueError), (1.0, TypeError), (True, TypeError)]
+)
+def test_a_steps_number_is_an_int(number, error):
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer) as guard:
+        with pytest.raises(error, match="step must be"):
+            guard.step = number
+        assert guard.step == 0

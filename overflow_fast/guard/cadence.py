@@ -63,6 +63,11 @@ class Cadence:
         """Has the next step looked at in full, whatever it costs."""
         self._is_alarmed = True
 
+    def move(self, steps: int) -> None:
+        """Takes in that the steps to come have other numbers, larger by so many."""
+        self._next_all += steps
+        self._next_gradients += steps
+
     def note(
         self, step: int, level: Level, guard_seconds: float, step_seconds: float
     ) -> None:

@@ -237,8 +237,22 @@ class OverflowGuard:
 
     @property
     def step(self) -> int:
-        """How many steps there were: calls of the optimizer, rounds of several."""
+        """The number of the step under way, counted from 0.
+
+        A step is a call of the optimizer, or a round of several. Set it between two
+        steps to count on from another number, such as that of a trainer which resumes;
+        `warmup`, `ranges`, reports and the log go by it. Where ranks decide together,
+        all of them have to set it.
+
+        Raises:
+            TypeError, ValueError: If it is set to what is no int of at least 0.
+        """
         return self._supervisor.step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        check_int("step", number, 0)
+        self._supervisor.set_step(number)
 
     @property
     def num_skipped(self) -> int:

@@ -83,6 +83,7 @@ class Supervisor:
         self._last_seen: Report | None = None
         self._num_failures = 0
         self.step = 0
+        self._num_steps = 0
         self.level = Level.OFF
         self.is_enabled = False
 
@@ -119,6 +120,15 @@ class Supervisor:
         for watch in self.watches:
             watch.attach() if level is Level.ALL else watch.rest()
 
+    def set_step(self, number: int) -> None:
+        """Gives the step under way another number, from which the next ones count."""
+        if number == self.step:
+            return
+        self._cadence.move(number - self.step)
+        self.step = number
+        if self.is_enabled:
+            self._set_level(self._cadence.level(number))
+
     # What the guard asks for.
 
     def check(self) -> Report | None:
@@ -148,7 +158,7 @@ class Supervisor:
         """What was looked at so far."""
         return GuardCoverage.of(
             self.watches,
-            self.step,
+            self._num_steps,
             self.meter.num_watched,
             self._judge.tensors.without_gradient,
             self._num_failures,
@@ -177,7 +187,7 @@ class Supervisor:
         """What the guard has measured up to now, as numbers."""
         not_scanned = (watch.recorder.coverage.not_scanned for watch in self.watches)
         values = {
-            "steps_total": self.step,
+            "steps_total": self._num_steps,
             "not_scanned_total": sum(not_scanned),
             **self.decision.metrics(),
             **self.meter.metrics(),
@@ -225,6 +235,7 @@ class Supervisor:
         self._stepped.clear()
         level, step = self.level, self.step
         self.step += 1
+        self._num_steps += 1
         self._judge.tensors.begin_round()
         is_bad = self.decision.last_report is not self._last_seen
         if is_bad:
