@@ -54,6 +54,10 @@ ALLOWED = {
         *("guard.metrics", "guard.optimizers", "guard.report", "guard.rules"),
         *("guard.watch", "names", "selection"),
     },
+    "guard.archive": {
+        *("guard.evidence", "guard.options", "guard.report", "guard.step_tensors"),
+        *("guard.verdict", "guard.watch"),
+    },
     "guard.joining": set(),
     "guard.agreement": {
         *("guard.joining", "guard.report", "guard.verdict", "guard.watch", "names"),
@@ -62,7 +66,7 @@ ALLOWED = {
         *("_C", "guard.agreement", "guard.rules", "guard.verdict", "guard.watch"),
     },
     "guard.decision": {
-        *("_C", "guard.agreement", "guard.attribution", "guard.evidence"),
+        *("_C", "guard.agreement", "guard.archive", "guard.attribution"),
         *("guard.learning", "guard.options", "guard.report", "guard.step_tensors"),
         *("guard.verdict", "guard.watch"),
     },

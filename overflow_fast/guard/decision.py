@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from .. import _C
 from .agreement import Agreement
+from .archive import Archive
 from .attribution import judge
-from .evidence import EvidenceFolder, JsonLog, of_rank
 from .learning import Learning
 from .options import ACTIONS, GuardOptions
 from .report import Cost, NonFiniteError, Report, frame_texts, least_headroom
 from .step_tensors import StepTensors
-from .verdict import BadFrame, Verdict
+from .verdict import BadFrame, Verdict, leading_frame
 from .watch import ModelWatch
 
 _log = logging.getLogger("overflow_fast")
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -78,16 +75,7 @@ class Decision:
         self._not_covered = not_covered
         self._consecutive_bad = 0
         self._num_frames = _C.Recorder.num_frames()
-        self._evidence: EvidenceFolder | None = None
-        self._json: JsonLog | None = None
-        if options.evidence is not None:
-            most = int(options.evidence_mib * _MIB)
-            self._evidence = EvidenceFolder(
-                of_rank(options.evidence), most, options.evidence_keep
-            )
-        if options.log is not None:
-            most = int(options.log_mib * _MIB)
-            self._json = JsonLog(of_rank(options.log), most, options.log_keep)
+        self._archive = Archive(options, watches, cost)
         self.num_skipped = 0
         self.consecutive_skips = 0
         self.last_step_skipped = False
@@ -128,16 +116,17 @@ class Decision:
                 self.learning.end_clean_step(None if found.is_check else found.step)
             self._consecutive_bad = self.consecutive_skips = 0
             self.last_step_skipped = bool(found.skipped_by)
-            self._write_line(found, verdict, found.skipped_by or None)
+            skipper = found.skipped_by or None
+            self._archive.log(found.step, verdict, skipper, self.num_skipped)
             return None
         self.num_bad += 1
         self._consecutive_bad += 1
         self._count(report.action, found)
         report = self._with_limit(report)
         self.last_report = report
-        if self._evidence is not None and is_own:
-            self._evidence.write(report, *self._offending(found))
-        self._write_line(found, report.verdict, report.action)
+        if is_own:
+            self._archive.keep(report, found.frames, found.tensors)
+        self._archive.log(found.step, report.verdict, report.action, self.num_skipped)
         if report.action == "raise":
             raise NonFiniteError(report)
         if is_own:
@@ -167,8 +156,7 @@ class Decision:
 
     def close(self) -> None:
         """Closes the log."""
-        if self._json is not None:
-            self._json.close()
+        self._archive.close()
 
     # The report.
 
@@ -185,8 +173,7 @@ class Decision:
             num_skipped=self.num_skipped,
             notes=list(found.notes),
         )
-        if self._evidence is not None:
-            report.evidence = str(self._evidence.folder_of(found.step))
+        report.evidence = self._archive.folder_of(found.step)
         if callable(policy):
             report.action = self._ask(policy, report)
         if report.action == "skip" and not found.can_skip:
@@ -208,7 +195,7 @@ class Decision:
 
     def _frames(self, frames: Sequence[BadFrame]) -> list[str]:
         """The frames up to the first call that was bad."""
-        leading = _leading(frames)
+        leading = leading_frame(frames)
         shown = list(leading.watch.before)
         if not leading.watch.wanted.activations:
             return []
@@ -245,51 +232,6 @@ class Decision:
         elif count & (count - 1) == 0:
             first = report.sentences()[0]
             _log.warning("%s It is bad step number %d in a row.", first, count)
-
-    # What is kept.
-
-    def _offending(self, found: Finding) -> tuple[object, object]:
-        """The tensors and the batch to keep as evidence."""
-        leading = _leading(found.frames)
-        tensors: dict[str, object] = {}
-        if leading.watch.held is not None:
-            tensors["call"] = leading.watch.held
-        for bad in found.frames:
-            if bad.is_of_call or found.tensors is None:
-                continue
-            for _, entry in bad.bad_entries():
-                label = str(entry[0][0][1])
-                tensor = found.tensors.find(bad.frame.phase, label)
-                if tensor is not None:
-                    tensors[f"{bad.kind} of {label}"] = tensor
-        return tensors, leading.watch.batches.get(leading.frame.batch)
-
-    def _write_line(self, found: Finding, verdict: Verdict, action: str | None) -> None:
-        if self._json is None:
-            return
-        line: dict[str, Any] = {
-            "time": round(time.time(), 3),
-            "step": found.step,
-            "is_clean": verdict.is_clean,
-            "action": action,
-            "num_skipped": self.num_skipped,
-            "guard_share": round(self._cost().share, 5),
-        }
-        headroom = least_headroom(self._watches)
-        if headroom is not None:
-            line["headroom_bits"] = round(headroom.bits, 2)
-            line["headroom_at"] = headroom.where
-        if verdict.first is not None:
-            line["headroom_bits"], line["headroom_at"] = 0.0, verdict.first.fqn
-            line["first"] = f"{verdict.first.fqn}: {verdict.first.label}"
-            line["origin"] = verdict.origin
-            line["maker"] = verdict.maker
-        self._json.write(line)
-
-
-def _leading(frames: Sequence[BadFrame]) -> BadFrame:
-    """The first frame of a call, or the first of all if no call was bad."""
-    return min(frames, key=lambda bad: (not bad.is_of_call, bad.rank))
 
 
 def _checked(action: object) -> str:

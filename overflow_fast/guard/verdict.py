@@ -174,6 +174,11 @@ def collect(watches: Sequence[ModelWatch]) -> list[BadFrame]:
     return frames
 
 
+def leading_frame(frames: Sequence[BadFrame]) -> BadFrame:
+    """The first frame of a call, or the first of all if no call was bad."""
+    return min(frames, key=lambda bad: (not bad.is_of_call, bad.rank))
+
+
 def kind_of(phase: _C.Phase, path: _C.LabelPath) -> str:
     """What an entry is: see `BadEntry.kind`."""
     root = str(path[0][1])
