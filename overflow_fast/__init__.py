@@ -2,6 +2,7 @@
 
 import torch  # noqa: F401  (the extension needs torch's libraries loaded first)
 
+from . import log  # noqa: F401  (its lines begin with the package's name)
 from .coverage import Coverage
 from .debug import DebugUnderflowOverflow, detect_overflow, get_abs_min_max
 from .guard.coverage import GuardCoverage

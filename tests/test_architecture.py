@@ -22,6 +22,7 @@ ALLOWED = {
     "owner": {"_C", "coverage", "hooks", "traced", "traced_graph"},
     "steps": {"_C", "coverage", "hooks", "owner", "traced_root"},
     "debug": {"_C", "ops", "report", "steps"},
+    "log": set(),
     "names": set(),
     "selection": {"names"},
     "precision": {"names", "selection"},
@@ -110,7 +111,7 @@ ALLOWED = {
         *("guard.self_test", "guard.services", "guard.supervisor"),
     },
     "__init__": {
-        *("coverage", "debug", "ops", "precision"),
+        *("coverage", "debug", "log", "ops", "precision"),
         *("guard.coverage", "guard.guard", "guard.report", "guard.state"),
     },
     "__main__": {"_C", "__version__", "demo", "integrations.transformers"},

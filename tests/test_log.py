@@ -1,0 +1,61 @@
+"""Each line that is logged begins with the package's name."""
+
+import io
+import logging
+
+import pytest
+
+import overflow_fast  # noqa: F401
+
+log = logging.getLogger("overflow_fast")
+
+
+@pytest.fixture
+def written():
+    """What a user's own handler and format write."""
+    out = io.StringIO()
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    log.addHandler(handler)
+    yield out
+    log.removeHandler(handler)
+
+
+def test_each_line_of_a_record_begins_with_the_name(written):
+    log.warning("Step %d\nis bad:\n\n%s", 3, "two\nlines")
+    assert written.getvalue().splitlines() == [
+        "WARNING [overflow_fast] Step 3",
+        "[overflow_fast] is bad:",
+        "[overflow_fast]",
+        "[overflow_fast] two",
+        "[overflow_fast] lines",
+    ]
+
+
+def test_each_line_of_a_traceback_does_too(written, caplog):
+    try:
+        raise KeyError("the cause")
+    except KeyError:
+        log.warning("failed", exc_info=True)
+    lines = written.getvalue().splitlines()
+    assert lines[0] == "WARNING [overflow_fast] failed"
+    assert lines[-1] == "[overflow_fast] KeyError: 'the cause'"
+    assert all(line.startswith("[overflow_fast] ") for line in lines[1:])
+    assert isinstance(caplog.records[0].exc_info[1], KeyError)  # for other handlers
+
+
+def test_it_is_written_once_however_many_handlers_there_are(written, caplog):
+    log.warning("100%")
+    assert caplog.messages == ["[overflow_fast] 100%"]
+    assert written.getvalue() == "WARNING [overflow_fast] 100%\n"
+
+
+def test_arguments_that_do_not_fit_are_left_to_logging(caplog):
+    with pytest.raises(TypeError, match="real number is required"):  # pytest's handler
+        log.warning("%d steps", "no number")
+
+
+def test_other_loggers_are_left_alone(caplog):
+    logging.getLogger("overflow_fast.mine").warning("x")
+    logging.getLogger().warning("y")
+    assert caplog.messages == ["x", "y"]
