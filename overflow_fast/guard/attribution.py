@@ -35,12 +35,15 @@ def judge(frames: Sequence[BadFrame]) -> Verdict:
     ordered = sorted(frames, key=lambda bad: bad.rank)
     first = ordered[0]
     place, entry = first.bad_entries()[0]
-    origin, maker = _origin(first, kind_of(first.frame.phase, entry[0]), ordered)
+    origin, source, maker = _origin(
+        first, kind_of(first.frame.phase, entry[0]), ordered
+    )
     dirty, clean = _around_gradients(ordered)
     return Verdict(
         batch=first.frame.batch,
         first=_bad_entry(first, place, entry),
         origin=origin,
+        source=source,
         maker=maker,
         masks=_masks(first, are_masks=True),
         allowed=_masks(first, are_masks=False),
@@ -109,10 +112,13 @@ def _headroom_before(bad: BadFrame, place: int) -> Headroom | None:
 # Who made it.
 
 
-def _origin(first: BadFrame, kind: str, ordered: Sequence[BadFrame]) -> tuple[str, str]:
+_Origin = tuple[str, str, str]
+
+
+def _origin(first: BadFrame, kind: str, ordered: Sequence[BadFrame]) -> _Origin:
     phase = first.frame.phase
     if kind in ("weight", "optimizer_state"):
-        return "given", "an earlier optimizer step, or whoever loaded it"
+        return "given", kind, "an earlier optimizer step, or whoever loaded it"
     if phase in FORWARDS:
         return _origin_in_forward(first, ordered)
     if phase == _C.Phase.BACKWARD:
@@ -120,24 +126,31 @@ def _origin(first: BadFrame, kind: str, ordered: Sequence[BadFrame]) -> tuple[st
     if phase == _C.Phase.GRADIENTS:
         return _origin_of_gradients(first)
     if phase == _C.Phase.RECORDED:
-        return "made", "what was computed after the model, which was finite"
-    return "unclear", "whoever wrote to the buffer: no call was seen to be bad"
+        return "made", "loss", "what was computed after the model, which was finite"
+    return "unclear", "buffer", "whoever wrote to the buffer: no call was bad"
 
 
-def _origin_in_forward(first: BadFrame, ordered: Sequence[BadFrame]) -> tuple[str, str]:
+def _origin_in_forward(first: BadFrame, ordered: Sequence[BadFrame]) -> _Origin:
     name = _name(first.watch, first.frame.module)
     if not first.has_bad_input:
         buffer = _bad_buffer_of(first.watch, first.frame.module, ordered)
-        return ("given", f"its buffer {buffer}") if buffer else ("made", name)
+        if buffer:
+            return "given", "buffer", f"its buffer {buffer}"
+        return "made", "module", name
     module = first.watch.module_at(first.frame.module)
     if getattr(module, "inplace", False):
-        return "unclear", f"{name}, which writes to its input, or who called it"
+        return (
+            "unclear",
+            "unclear",
+            f"{name}, which writes to its input, or who called it",
+        )
     for index in _ancestors(first.watch, first.frame.module):
         caller = _frame_of(first.watch, index, first.frame, ordered)
         if caller is None or not caller.has_bad_input:
             where = _name(first.watch, index)
-            return "passed_on", f"{where}, between the calls of its submodules"
-    return "given", "the batch: the model's own input is bad"
+            maker = f"{where}, between the calls of its submodules"
+            return "passed_on", "caller", maker
+    return "given", "batch", "the batch: the model's own input is bad"
 
 
 def _bad_buffer_of(
@@ -152,20 +165,22 @@ def _bad_buffer_of(
     return None
 
 
-def _origin_in_backward(first: BadFrame) -> tuple[str, str]:
+def _origin_in_backward(first: BadFrame) -> _Origin:
     for frame in reversed(first.watch.before):
         if frame.phase == _C.Phase.BACKWARD:
             name = _name(first.watch, frame.module)
-            return "passed_on", f"the backward of {name}, whose own gradient was clean"
+            maker = f"the backward of {name}, whose own gradient was clean"
+            return "passed_on", "unclear", maker
         if frame.phase == _C.Phase.FORWARD:
             break
-    return "passed_on", "the backward of the loss"
+    return "passed_on", "loss", "the backward of the loss"
 
 
-def _origin_of_gradients(first: BadFrame) -> tuple[str, str]:
+def _origin_of_gradients(first: BadFrame) -> _Origin:
     if not first.watch.wanted.grad_outputs:
-        return "unclear", "its backward, or a module's after it"
-    return "made", "its own backward: the gradients of all outputs were finite"
+        return "unclear", "unclear", "its backward, or a module's after it"
+    maker = "its own backward: the gradients of all outputs were finite"
+    return "made", "unclear", maker
 
 
 def _name(watch: ModelWatch, index: int) -> str:

@@ -24,6 +24,11 @@ OF_CALLS = ("input", "output", "grad_output")
 FORWARDS = (_C.Phase.FORWARD, _C.Phase.RECOMPUTED)
 GRADIENTS = (_C.Phase.BACKWARD, _C.Phase.GRADIENTS)
 
+SOURCES = (
+    *("module", "caller", "loss", "batch", "weight", "buffer", "optimizer_state"),
+    *("after_backward", "unclear"),
+)
+
 
 @dataclass(frozen=True)
 class BadEntry:
@@ -85,7 +90,17 @@ class Verdict:
         first: The first bad entry in execution order; None if the step is clean.
         origin: "made" by the module of `first`; "passed_on" by it, made before;
             "given", where the model's own inputs or weights were bad; "unclear".
-        maker: Who made it, in words.
+        source: What made it or held it first, where that is known, out of `SOURCES`:
+            "module" (the code of one module's call), "caller" (a module's own code
+            between the calls of its submodules), "loss" (code after the model),
+            "batch" (what the training loop handed to the outermost forward),
+            "weight", "buffer" and "optimizer_state" (non-finite before the step),
+            "after_backward" (gradients were changed between backward and the
+            optimizer's step), or "unclear": one of `candidates`.
+        maker: Who made it, in words; the qualified name where it is a module.
+        candidates: All who can have made it where that is not known: qualified names
+            for modules (their code or its backward), "the model", "the loss", "the
+            batch". Empty where `source` is known.
         masks: The inputs of the first bad call that hold -inf and nothing worse; that
             is no alarm, since additive masks are made of it.
         allowed: Those that hold what a rule allows; see `allow` of `OverflowGuard`.
@@ -101,7 +116,9 @@ class Verdict:
     batch: int = 0
     first: BadEntry | None = None
     origin: str = ""
+    source: str = ""
     maker: str = ""
+    candidates: list[str] = field(default_factory=list)
     masks: list[str] = field(default_factory=list)
     allowed: list[str] = field(default_factory=list)
     headroom: Headroom | None = None
