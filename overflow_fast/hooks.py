@@ -72,6 +72,12 @@ class Attachment:
         put_first(model._forward_pre_hooks, self.handles[-2].id)
         traced.recompile()
 
+    def add_before(self, owner: Any, name: str, module: nn.Module) -> None:
+        """Has a method of the owner's called before each call of one more module."""
+        hook = functools.partial(_C.run_paused, RootHook(owner, name, self.rank))
+        self.handles.append(module.register_forward_pre_hook(hook))
+        put_first(module._forward_pre_hooks, self.handles[-1].id)
+
     def remove(self) -> None:
         """Removes every hook; calling it again does nothing."""
         for handle in self.handles:
@@ -153,7 +159,7 @@ class CopiedHooks:
         for handle in self.handles:
             handle.remove()
 
-    after_root = root_ended = on_frame = before_root
+    after_root = root_ended = on_frame = before_entry = before_root
     before = returned = ended = evaluation_ended = raised = before_root
 
     def on_unrooted(self, *_: object) -> int:

@@ -90,7 +90,7 @@ def trace_root(root_hook: Any, *arguments: Any) -> None:
         module, args, kwargs, output = arguments
         has_loss = hook.plan & LOSS != 0 and loss_in(output) is not None
         _trace(hook, module, args, kwargs, output, True, has_loss)
-    else:
+    elif root_hook.name in _METHODS:
         method = _METHODS[root_hook.name]
         if method == "ended" and not torch.is_grad_enabled():
             method = "evaluation_ended"

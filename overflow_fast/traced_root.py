@@ -39,7 +39,8 @@ class TracedRoot:
         self._is_running = True
         model = self._steps.model
         if model is not None:
-            self._steps.before_root(model, None)
+            with torch.enable_grad():  # as in `ended`
+                self._steps.before_root(model, None)
 
     def returned(self, has_loss: bool) -> None:
         """Stands for what `after_root` does once the frame is recorded.

@@ -29,7 +29,9 @@ ALLOWED = {
     "guard.__init__": set(),
     "guard.cadence": set(),
     "guard.scalers": {"guard.verdict"},
-    "guard.optimizers": set(),
+    "guard.snapshot": set(),
+    "guard.optimizers": {"_C", "guard.snapshot"},
+    "guard.rounds": {"guard.optimizers", "guard.report"},
     "guard.watch": {
         *("_C", "hooks", "names", "selection", "steps", "tensors", "traced"),
     },
@@ -68,8 +70,8 @@ ALLOWED = {
     },
     "guard.decision": {
         *("_C", "guard.agreement", "guard.archive", "guard.attribution"),
-        *("guard.learning", "guard.options", "guard.report", "guard.step_tensors"),
-        *("guard.verdict", "guard.watch"),
+        *("guard.learning", "guard.optimizers", "guard.options", "guard.report"),
+        *("guard.rounds", "guard.step_tensors", "guard.verdict", "guard.watch", "ops"),
     },
     "guard.judgement": {
         *("_C", "guard.buffers", "guard.cadence", "guard.decision"),
@@ -97,8 +99,8 @@ ALLOWED = {
     "guard.supervisor": {
         *("guard.cadence", "guard.coverage", "guard.decision", "guard.headroom"),
         *("guard.joining", "guard.judgement", "guard.meter", "guard.metrics"),
-        *("guard.optimizers", "guard.options", "guard.report", "guard.rules"),
-        *("guard.scalers", "guard.watch"),
+        *("guard.optimizers", "guard.options", "guard.report", "guard.rounds"),
+        *("guard.rules", "guard.scalers", "guard.watch"),
     },
     "guard.services": {
         *("guard.fault_results", "guard.learning", "guard.options", "guard.report"),

@@ -153,17 +153,23 @@ def test_a_run_that_stays_bad_is_not_noisy(caplog):
             for batch in batches(20):
                 step_with_bad_gradient(model, optimizer, batch)
     assert len(caplog.records) == 5  # the 1st, 2nd, 4th, 8th and 16th
-    assert "bad step number 16 in a row" in caplog.records[-1].message
+    assert "16th non-finite step in a row" in caplog.records[-1].message
     assert "forward frames" not in caplog.records[-1].message
 
 
-def test_every_skip_is_logged_by_name(caplog):
+@pytest.mark.parametrize("is_in_row", [True, False])
+def test_repeated_alarms_of_one_place_are_logged_ever_more_rarely(caplog, is_in_row):
     model, optimizer = make()
     with OverflowGuard(model, optimizer, "skip"):
         with caplog.at_level(logging.WARNING, "overflow_fast"):
-            for batch in batches(3):
+            for batch in batches(10):
                 step_with_bad_gradient(model, optimizer, batch)
-    assert len(caplog.records) == 3
+                optimizer.zero_grad()
+                if not is_in_row:
+                    train_step(model, optimizer, batch)
+    assert len(caplog.records) == 4  # the 1st, 2nd, 4th and 8th
+    what = "non-finite step in a row" if is_in_row else "alarm of this place"
+    assert f"8th {what}; the next one logged is the 16th" in caplog.text
     assert all("head.weight" in record.message for record in caplog.records)
 
 
@@ -243,7 +249,7 @@ def test_several_optimizers_make_a_round():
             changed = [
                 not old.equal(part[0]) for old, part in zip(before, parts, strict=True)
             ]
-            assert changed == [True, i != 1]
+            assert changed == [i != 1, i != 1]  # all of a round, or nothing
         assert guard.step == 3
     assert guard.num_skipped == 1
 
@@ -389,7 +395,7 @@ def test_optimizers_that_nobody_knows_are_skipped_too(kind, closure):
         assert guard.num_skipped == 1
     assert guard.step == 3
     if kind is Custom:  # what the optimizer writes to itself in a good step stays
-        assert optimizer.calls == (3 if closure else 2)
+        assert optimizer.calls == 2
         assert optimizer.param_groups[0]["k"] == 2
 
 
@@ -414,21 +420,6 @@ def test_an_optimizer_inside_an_optimizer_is_skipped_too():
         step_with_bad_gradient(model, optimizer, data[1])
         assert guard.num_skipped == 1
         assert_same(state_of(model, inner), before)
-
-
-def test_a_step_that_cannot_be_skipped_is_told():
-    class Stubborn(torch.optim.SGD):
-        def step(self, closure=None):
-            for p in self.mine:
-                p.data.add_(1)  # not even autograd notices this
-                p.detach().add_(1)
-
-    model, _ = make()
-    optimizer = Stubborn(model.parameters(), lr=0.1)
-    optimizer.mine = list(model.parameters())
-    with OverflowGuard(model, optimizer, "skip"):
-        with pytest.raises(RuntimeError, match=r"Stubborn.step\(\) was to be skipped"):
-            step_with_bad_gradient(model, optimizer, batches(1)[0])
 
 
 def test_a_bad_evaluation_in_the_middle_of_lbfgs_is_undone():

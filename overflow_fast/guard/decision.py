@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .. import _C
+from ..ops import scan
 from .agreement import Agreement
 from .archive import Archive
 from .attribution import judge
 from .learning import Learning
+from .optimizers import OptimizerGate
 from .options import ACTIONS, GuardOptions
 from .report import Cost, NonFiniteError, Report, frame_texts, least_headroom
+from .rounds import Rounds
 from .step_tensors import StepTensors
 from .verdict import BadFrame, Verdict, leading_frame
 from .watch import ModelWatch
 
 _log = logging.getLogger("overflow_fast")
+_MAX_PLACES = 10_000
+_BEYOND_REPAIR = (
+    "It was non-finite before this step: skipping steps cannot repair it. Load a "
+    "checkpoint in which it is finite."
+)
 
 
 @dataclass(frozen=True)
@@ -32,10 +41,13 @@ class Finding:
         skipped_by: Who has skipped the step already, or "".
         tensors: What was scanned besides the calls, for evidence.
         notes: What the report should say besides.
+        gate: The optimizer's that steps, or None.
+        restore: Puts back what the forward changed, and says what could not be.
         is_of_step: Whether every rank judges it too.
         is_whole: Whether all that the guard watches was looked at, and no gradient is
             bad, whoever's business that may be.
         is_check: Whether nobody counts it: `check()` was called.
+        is_late: Whether the step is over already (`sync="lagged"`).
     """
 
     step: int
@@ -44,9 +56,12 @@ class Finding:
     skipped_by: str = ""
     tensors: StepTensors | None = None
     notes: list[str] = field(default_factory=list)
+    gate: OptimizerGate | None = None
+    restore: Callable[[], list[str]] = list
     is_of_step: bool = True
     is_whole: bool = False
     is_check: bool = False
+    is_late: bool = False
 
 
 class Decision:
@@ -55,6 +70,7 @@ class Decision:
     Args:
         options: The guard's.
         watches: The watched models.
+        rounds: Counts what becomes of the steps.
         cost: Says what the guard costs.
         not_covered: Says what was not looked at.
     """
@@ -63,6 +79,7 @@ class Decision:
         self,
         options: GuardOptions,
         watches: Sequence[ModelWatch],
+        rounds: Rounds,
         cost: Callable[[], Cost],
         not_covered: Callable[[], list[str]],
     ) -> None:
@@ -71,14 +88,14 @@ class Decision:
         )
         self._options = options
         self._watches = watches
+        self._rounds = rounds
         self._cost = cost
         self._not_covered = not_covered
-        self._consecutive_bad = 0
+        self._in_row = 0
+        self._places: Counter[tuple[str, str, str]] = Counter()
         self._num_frames = _C.Recorder.num_frames()
         self._archive = Archive(options, watches, cost)
-        self.num_skipped = 0
-        self.consecutive_skips = 0
-        self.last_step_skipped = False
+        self._clean_line: tuple[int, Verdict, str | None] | None = None
         self.last_report: Report | None = None
         self.num_bad = 0
         self.learning: Learning | None = None
@@ -112,26 +129,47 @@ class Decision:
         verdict = judge(found.frames)
         report, is_own = self._agreed(found, verdict)
         if report is None:
-            if self.learning is not None and found.is_whole and not found.skipped_by:
-                self.learning.end_clean_step(None if found.is_check else found.step)
-            self._consecutive_bad = self.consecutive_skips = 0
-            self.last_step_skipped = bool(found.skipped_by)
-            skipper = found.skipped_by or None
-            self._archive.log(found.step, verdict, skipper, self.num_skipped)
+            self._end_clean(found, verdict)
             return None
         self.num_bad += 1
-        self._consecutive_bad += 1
-        self._count(report.action, found)
-        report = self._with_limit(report)
+        self._in_row += 1
+        self._count(found, report)
+        report.num_skipped = self._rounds.num_skipped
+        if report.action != "warn":
+            report.notes += found.restore()
         self.last_report = report
         if is_own:
             self._archive.keep(report, found.frames, found.tensors)
-        self._archive.log(found.step, report.verdict, report.action, self.num_skipped)
+        self._log_line(found.step, report.verdict, report.action)
         if report.action == "raise":
             raise NonFiniteError(report)
         if is_own:
             self._warn(report)
         return report
+
+    def _end_clean(self, found: Finding, verdict: Verdict) -> None:
+        if self.learning is not None and found.is_whole and not found.skipped_by:
+            self.learning.end_clean_step(None if found.is_check else found.step)
+        skipper = found.skipped_by or None
+        if found.gate is None or found.is_late:
+            self._in_row = 0
+            self._log_line(found.step, verdict, skipper)
+        else:  # a round has one line
+            before = self._clean_line
+            self._clean_line = found.step, verdict, skipper or (before and before[2])
+        if found.gate is not None:
+            self._rounds.note(found.gate, bool(skipper), is_by_guard=False)
+
+    def end_round(self) -> None:
+        """Ends a round of the optimizers."""
+        if self._rounds.report is None:
+            self._in_row = 0
+        if self._clean_line is not None:
+            self._log_line(*self._clean_line)
+
+    def _log_line(self, step: int, verdict: Verdict, action: str | None) -> None:
+        self._clean_line = None
+        self._archive.log(step, verdict, action, self._rounds.num_skipped)
 
     def _agreed(self, found: Finding, verdict: Verdict) -> tuple[Report | None, bool]:
         """The report to act on, and whether it is this process's own."""
@@ -150,12 +188,13 @@ class Decision:
         """How many steps were bad and skipped."""
         return {
             "bad_steps_total": self.num_bad,
-            "skipped_steps_total": self.num_skipped,
-            "consecutive_skips": self.consecutive_skips,
+            "skipped_steps_total": self._rounds.num_skipped,
+            "consecutive_skips": self._rounds.consecutive_skips,
         }
 
     def close(self) -> None:
         """Closes the log."""
+        self.end_round()
         self._archive.close()
 
     # The report.
@@ -170,7 +209,7 @@ class Decision:
             frames=self._frames(found.frames),
             not_covered=self._not_covered(),
             cost=self._cost(),
-            num_skipped=self.num_skipped,
+            num_skipped=self._rounds.num_skipped,
             notes=list(found.notes),
         )
         report.evidence = self._archive.folder_of(found.step)
@@ -184,7 +223,23 @@ class Decision:
                 report.notes.append("There was no optimizer's step to skip.")
         if found.skipped_by:
             report.notes.append(f"The {found.skipped_by} has skipped the step.")
+        if report.action == "skip" and self._is_beyond_repair(verdict):
+            report.action = "raise"
+            report.notes.append(_BEYOND_REPAIR)
         return report
+
+    def _is_beyond_repair(self, verdict: Verdict) -> bool:
+        """Whether what is bad was bad before the step, and stays so without it."""
+        assert verdict.first is not None
+        if verdict.first.kind == "optimizer_state":
+            return True
+        # Weights may also be somebody's for one call only (functional_call).
+        return verdict.first.kind == "weight" and any(
+            stat.has_nan or stat.has_inf
+            for watch in self._watches
+            if (model := watch.model) is not None
+            for stat in scan(model.parameters())
+        )
 
     def _ask(self, policy: Callable[[Report], str | None], report: Report) -> str:
         try:
@@ -204,34 +259,55 @@ class Decision:
         most = self._options.max_frames
         return frame_texts(leading.watch, shown[-most:] if most else [])
 
-    def _count(self, action: str, found: Finding) -> None:
-        is_skipped = action == "skip"
-        self.last_step_skipped = is_skipped or bool(found.skipped_by)
-        self.consecutive_skips = self.consecutive_skips + 1 if is_skipped else 0
-        self.num_skipped += is_skipped
+    def _count(self, found: Finding, report: Report) -> None:
+        """Counts what becomes of the step; raises after too many in a row."""
+        rounds, is_skipped = self._rounds, report.action == "skip"
+        if found.gate is None:
+            return
+        rounds.note(found.gate, is_skipped or bool(found.skipped_by), is_skipped)
+        self.limit(report)
+        if not found.is_late:
+            rounds.report = report
 
-    def _with_limit(self, report: Report) -> Report:
-        report.num_skipped = self.num_skipped
-        most = self._options.max_consecutive_skips
-        if self.consecutive_skips > most:
+    def limit(self, report: Report) -> None:
+        """Turns a report's action to "raise" after too many skips in a row."""
+        most, count = (
+            self._options.max_consecutive_skips,
+            self._rounds.consecutive_skips,
+        )
+        if count > most:
+            self._rounds.take_back()
             report.action = "raise"
             report.notes.append(
-                f"{self.consecutive_skips} steps in a row are bad, and "
-                f"max_consecutive_skips={most}."
+                f"{count} steps in a row are bad, and max_consecutive_skips={most}."
             )
-            self.num_skipped -= 1
-            self.consecutive_skips = 0
-        return report
 
     def _warn(self, report: Report) -> None:
-        count = self._consecutive_bad
-        if count == 1:
+        """Logs an alarm: in full where its place is new, later every 2nd, 4th, 8th."""
+        first = report.verdict.first
+        assert first is not None
+        place = first.kind, first.fqn, first.label
+        if len(self._places) < _MAX_PLACES or place in self._places:
+            self._places[place] += 1
+        in_row, of_place = self._in_row, self._places[place]
+        if in_row == 1 and of_place == 1:
             _log.warning("%s", report)
-        elif report.action == "skip":
-            _log.warning("%s", " ".join(report.sentences()[:2]))
-        elif count & (count - 1) == 0:
-            first = report.sentences()[0]
-            _log.warning("%s It is bad step number %d in a row.", first, count)
+            return
+        count, what = (
+            (in_row, "non-finite step in a row")
+            if in_row > 1
+            else (of_place, "alarm of this place")
+        )
+        if count & (count - 1) == 0:
+            headline = report.sentences()[0]
+            text = "%s %s %s; the next one logged is the %s."
+            _log.warning(text, headline, _ordinal(count), what, _ordinal(2 * count))
+
+
+def _ordinal(count: int) -> str:
+    is_teen = count % 100 in (11, 12, 13)
+    ending = "th" if is_teen else {1: "st", 2: "nd", 3: "rd"}.get(count % 10, "th")
+    return f"{count}{ending}"
 
 
 def _checked(action: object) -> str:

@@ -256,21 +256,34 @@ class OverflowGuard:
 
     @property
     def num_skipped(self) -> int:
-        """How many steps the guard skipped."""
-        return self._supervisor.decision.num_skipped
+        """How many steps the guard skipped; a round of several optimizers is one."""
+        return self._supervisor.rounds.num_skipped
 
     @property
     def consecutive_skips(self) -> int:
-        """How many steps up to now it skipped in a row."""
-        return self._supervisor.decision.consecutive_skips
+        """How many steps up to now it skipped in a row, of the worst optimizer."""
+        return self._supervisor.rounds.consecutive_skips
 
     @property
     def last_step_skipped(self) -> bool:
         """Whether the last step was skipped, by the guard or by a GradScaler.
 
-        Ask it before `scheduler.step()`. Lagged, it speaks of the last judged step.
+        With several optimizers: whether one was skipped in the last round, or in the
+        one under way; see `was_skipped()`. Ask it before `scheduler.step()`. Lagged, it
+        speaks of the last judged step.
         """
-        return self._supervisor.decision.last_step_skipped
+        return self._supervisor.rounds.is_skipped
+
+    def was_skipped(self, optimizer: Optimizer) -> bool:
+        """Whether the last step of one of several optimizers was skipped.
+
+        Args:
+            optimizer: One of those that the guard was given.
+
+        Raises:
+            ValueError: If it was not given.
+        """
+        return self._supervisor.rounds.was_skipped(optimizer)
 
     @property
     def last_report(self) -> Report | None:

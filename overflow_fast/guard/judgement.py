@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
 from .. import _C
-from .buffers import BufferKeeper
+from .buffers import BufferSnapshot
 from .cadence import Level
 from .decision import Decision, Finding
 from .optimizers import OptimizerGate
@@ -28,6 +29,7 @@ class _Step:
 
     number: int
     last_frame: int
+    gate: OptimizerGate | None = None
     scaler: GradScaler | None = None
     is_decided: bool = False  # by what was known when its optimizer was called
     skipped_by: str = ""
@@ -40,8 +42,10 @@ class Judge:
         options: The guard's.
         watches: The watched models.
         decision: Who decides.
+        may_skip: Whether there is an optimizer's step that may be skipped.
 
     Attributes:
+        buffers: The restore point of skipped steps, or None.
         has_scaler: Whether a GradScaler has called an optimizer.
     """
 
@@ -50,30 +54,24 @@ class Judge:
         options: GuardOptions,
         watches: Sequence[ModelWatch],
         decision: Decision,
+        may_skip: bool,
     ) -> None:
         self._options = options
         self._watches = watches
         self._decision = decision
         self._steps: collections.deque[_Step] = collections.deque()
         self._has_flags = False
-        self._has_restored = False
         self.has_scaler = False
         self.tensors = StepTensors(watches)
-        self.buffers = BufferKeeper(watches)
-
-    def begin(self) -> None:
-        """Prepares for the first step after the guard was switched on."""
-        if self._options.may_skip:
-            self.buffers.begin()
-
-    def end_step(self) -> None:
-        """Takes the buffers as they are for good, unless the step was skipped."""
-        if self._options.may_skip and not self._has_restored:
-            self.buffers.keep()
-        self._has_restored = False
+        self.buffers = BufferSnapshot(watches) if may_skip else None
 
     def judge_step(
-        self, gate: OptimizerGate, scaler: GradScaler | None, number: int, level: Level
+        self,
+        gate: OptimizerGate,
+        scaler: GradScaler | None,
+        number: int,
+        level: Level,
+        others: Sequence[Optimizer] = (),
     ) -> bool:
         """Judges a step that an optimizer is about to make.
 
@@ -82,6 +80,7 @@ class Judge:
             scaler: The GradScaler that calls it, or None.
             number: The step's.
             level: How much of it was looked at.
+            others: The optimizers that are to step later in the round.
 
         Returns:
             Whether to skip it.
@@ -90,12 +89,12 @@ class Judge:
             NonFiniteError: If the policy says so.
         """
         self.has_scaler |= scaler is not None
-        self.tensors.scan(gate.optimizer, level)
+        self.tensors.scan(gate.optimizer, level, () if scaler else others)
         is_lagged = self._is_lagged(gate)
         self._send(is_lagged)
         if self._decision.is_learning:
             self._drop_flags()
-        step = _Step(number, _C.Recorder.num_frames(), scaler)
+        step = _Step(number, _C.Recorder.num_frames(), gate, scaler)
         if is_lagged and self._has_flags and self._skip_on_device(gate, scaler):
             step.skipped_by = "optimizer's kernel"
         try:
@@ -107,6 +106,8 @@ class Judge:
             if scaler is not None and any(bad.is_gradient for bad in frames):
                 is_scalers = has_found_inf(gate.optimizer) and scaler.get_scale() > 1
                 frames, skipped_by = without_scalers(frames, is_scalers)
+            if gate.is_called_off:
+                skipped_by = "other guard"
             if is_lagged:
                 self._steps.append(step)
                 if not frames:
@@ -114,9 +115,12 @@ class Judge:
             step.is_decided = True
             found = Finding(
                 *(number, frames, not skipped_by, skipped_by, self.tensors),
+                gate=gate,
+                restore=self._restore,
                 is_whole=is_whole,
             )
-            return self._is_skipped(self._decision.decide(found))
+            report = self._decision.decide(found)
+            return report is not None and report.action == "skip"
         finally:
             self._end(is_lagged)
 
@@ -145,12 +149,28 @@ class Judge:
             frames = self._take(_Step(number, _C.Recorder.num_frames()))
             if scaler.get_scale() > 1:
                 frames, _ = without_scalers(frames, has_found_inf=True)
-            report = self._decision.decide(
-                Finding(number, frames, False, SCALER, self.tensors)
+            self._decision.decide(
+                Finding(
+                    *(number, frames, False, SCALER, self.tensors),
+                    gate=gate,
+                    restore=self._restore,
+                )
             )
-            self._is_skipped(report)
         finally:
             self._end(is_lagged=False)
+
+    def pass_over(self, is_skipped: bool) -> None:
+        """Lets go of what was found since the last judgement: the round is bad anyway.
+
+        Args:
+            is_skipped: Whether to put back what the forward changed.
+        """
+        self._send()
+        self._receive(is_lagged=False)
+        self._take(_Step(0, _C.Recorder.num_frames()))
+        if is_skipped:
+            self._restore()
+        self._end(is_lagged=False)
 
     def judge_now(self, number: int, level: Level) -> Report | None:
         """Judges all that has run. Incurs the sync.
@@ -207,6 +227,8 @@ class Judge:
         """
         frames = [BadFrame(watch, frame) for frame in watch.take_evaluated()]
         if frames:
+            if self.buffers is not None:
+                self.buffers.hold(watch)
             note = "It was found in a forward without autograd."
             found = Finding(number, frames, notes=[note], is_of_step=False)
             self._decision.decide(found)
@@ -263,7 +285,7 @@ class Judge:
         for other in others:
             first = torch.maximum(first, other.to(first.device, non_blocking=True))
         gate.set_found_inf(first)
-        if self._options.may_skip:
+        if self.buffers is not None:
             self.buffers.restore_where(first)
         return True
 
@@ -280,7 +302,12 @@ class Judge:
             if frames:
                 skipped_by = skipped_by or step.skipped_by
             if frames or not step.is_decided:
-                found = Finding(step.number, frames, skipped_by=skipped_by)
+                found = Finding(
+                    *(step.number, frames),
+                    skipped_by=skipped_by,
+                    gate=step.gate,
+                    is_late=True,
+                )
                 self._decision.decide(found)
 
     def _take(self, step: _Step) -> list[BadFrame]:
@@ -290,13 +317,9 @@ class Judge:
             for frame in watch.take_bad(step.last_frame)
         ]
 
-    def _is_skipped(self, report: Report | None) -> bool:
-        """Whether a report says so; then what the forward changed is put back."""
-        is_skipped = report is not None and report.action == "skip"
-        if is_skipped:
-            self._has_restored = True
-            self.buffers.restore()
-        return is_skipped
+    def _restore(self) -> list[str]:
+        """Puts back what the forward changed; says what could not be."""
+        return [] if self.buffers is None else self.buffers.restore()
 
     def _end(self, is_lagged: bool) -> None:
         self.tensors.forget()

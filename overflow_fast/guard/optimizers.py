@@ -1,52 +1,82 @@
-"""Stands before an optimizer's step, and can make that step not happen."""
+"""Stands before an optimizer's step, which a guard may call off."""
 
 from __future__ import annotations
 
-import copy
+import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
+from .. import _C
+from .snapshot import OptimizerSnapshot
+
+# A wrapper that has one of these decides by itself whether its optimizer steps: loss
+# scalers, Accelerate's, Lightning's.
+_DECIDES = ("scaler", "loss_scaler", "loss_scale", "cur_scale", "_strategy")
 
 
 class OptimizerGate:
-    """The hooks of a guard on one optimizer, off until `attach()`.
+    """Takes the place of one optimizer's `step` while it is attached.
+
+    A step that is called off calls nothing of the optimizer's, and none of its step
+    hooks. With a closure, the closure is called, judged, and the step left from inside
+    of it; what it had changed by then is put back.
 
     Args:
         optimizer: The optimizer, or a wrapper that has it as `optimizer`. It is held
             weakly.
         judge: Called with this gate before the optimizer touches a weight, after each
             evaluation of a closure if there is one. Returns True to skip the step.
-        on_stepped: Called with this gate when the step is over.
-        may_skip: Whether `judge` may return True at all.
+        on_stepped: Called with this gate, and whether the step was skipped, when the
+            step is over.
+        may_call_off: Whether `judge` may return True or raise.
+
+    Attributes:
+        is_called_off: Whether another guard has called off the step that is judged.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         judge: Callable[[OptimizerGate], bool],
-        on_stepped: Callable[[OptimizerGate], None],
-        may_skip: bool,
+        on_stepped: Callable[[OptimizerGate, bool], None],
+        may_call_off: bool,
     ) -> None:
         self._wrapper = weakref.ref(optimizer)
+        self._stepper = weakref.ref(stepper_of(optimizer))
         self._optimizer = weakref.ref(innermost(optimizer))
         self._judge = judge
         self._on_stepped = on_stepped
-        self._may_skip = may_skip
+        self._may_call_off = may_call_off
         self._handles: list[RemovableHandle] = []
-        self._undo: _Snapshot | None = None
+        self._step: Any = None
+        self._stray: Any = None
+        self._stray_over: Any = None
+        self._is_running = False
+        self._is_stray = False
+        self.is_called_off = False
         self._sets_found_inf = False
-        self._versions: list[int] | None = None
 
     @property
     def optimizer(self) -> Optimizer | None:
         """The optimizer that has the parameters, or None if it is gone."""
         return self._optimizer()
+
+    @property
+    def behind(self) -> Any:
+        """The function whose place it has taken, or None for the class's."""
+        return None if self._step is None else self._step.replaced
+
+    def is_of(self, optimizer: object) -> bool:
+        """Whether it stands before the step of this optimizer, or of this wrapper."""
+        known = (self._wrapper(), self._stepper(), self._optimizer())
+        return any(optimizer is each for each in known)
 
     @property
     def skips_on_device(self) -> bool:
@@ -61,20 +91,43 @@ class OptimizerGate:
         return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
     def attach(self) -> None:
-        """Puts the hooks on the optimizer, unless they are there."""
+        """Takes the place of `step`, unless it has it."""
         optimizer = self.optimizer
         if optimizer is None or self._handles:
             return
+        self._keep_out_of_graphs()
+        # For steps that come another way, such as a method that was taken before.
         self._handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
+            optimizer.register_step_pre_hook(self._before_stray),
+            optimizer.register_step_post_hook(self._after_stray),
         ]
+        self.cover()
+
+    def cover(self) -> None:
+        """Takes the place of what `step` is now, if it is attached and not there.
+
+        Accelerate sets `step` anew each time that it has a GradScaler.
+        """
+        stepper: Any = self._stepper()
+        if stepper is None or not self._handles:
+            return
+        if vars(stepper).get("step") is not self._step or self._step is None:
+            self._step = self._make_step(stepper, vars(stepper).get("step"))
+            stepper.step = self._step
 
     def detach(self) -> None:
-        """Takes the hooks off."""
+        """Gives `step` back what was there; where somebody has wrapped it, it passes
+        calls on from now on."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        stepper: Any = self._stepper()
+        is_there = stepper is not None and self._step is not None
+        if is_there and vars(stepper).get("step") is self._step:
+            del stepper.step
+            if self._step.replaced is not None:
+                stepper.step = self._step.replaced
+        self._step = None
         self._drop_found_inf()
 
     def tell_wrapper(self, is_skipped: bool) -> None:
@@ -82,8 +135,6 @@ class OptimizerGate:
         wrapper: Any = self._wrapper()
         if hasattr(wrapper, "_is_overflow"):
             wrapper._is_overflow = is_skipped
-        if is_skipped and hasattr(wrapper, "_accelerate_step_called"):
-            wrapper._accelerate_step_called = False  # what it asks under a scaler
 
     def set_found_inf(self, flag: torch.Tensor) -> None:
         """Has the optimizer's kernels skip this step where a flag on the device is 1.
@@ -106,62 +157,164 @@ class OptimizerGate:
             for name in ("found_inf", "grad_scale"):
                 vars(self.optimizer).pop(name, None)
 
-    # The hooks.
+    # What stands where `step` was.
 
-    def _before(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _Call | None:
+    def _make_step(self, stepper: Any, replaced: Any) -> Any:
+        """A function like `stepper.step`; it does not hold the optimizer."""
+        reference = weakref.ref(stepper)
+        original = stepper.step
+
+        def unbound(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            whole = replaced or functools.partial(type(optimizer).step, optimizer)
+            return self._run(whole, args, kwargs)
+
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            return unbound(reference(), *args, **kwargs)
+
+        for each in (unbound, step):
+            _leave_alone(each)
+            each.gate = self  # type: ignore[attr-defined]
+        function: Any = step
+        function.__wrapped__ = getattr(original, "__func__", replaced)
+        function.__signature__ = inspect.signature(original)
+        function.__func__ = unbound  # schedulers wrap it as they wrap a method
+        function.replaced = replaced
+        return function
+
+    def _keep_out_of_graphs(self) -> None:
+        """Has torch.compile leave the gate alone, and compile what it calls.
+
+        Not when this module is imported: that would import torch._dynamo.
+        """
+        _leave_alone(OptimizerGate._run)
+        disable: Any = torch.compiler.disable
+        self._stray = disable(self._judge_stray)
+        self._stray_over = disable(self._end_stray)
+
+    def _run(
+        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._is_running or not self._handles:
+            return step(*args, **kwargs)
         self._drop_found_inf()  # of a step that raised
-        self._undo = self._versions = None
-        has_positional = len(args) > 1
-        closure = args[1] if has_positional else kwargs.get("closure")
-        if closure is None:
-            try:
-                if not self._judge(self):
-                    return None
-            except BaseException:
-                self._drop_found_inf()
-                raise
-            self._versions = _versions(optimizer)
-            return (_without_parameters(optimizer), *args[1:]), kwargs
-        double = _double(optimizer)
-        judged = self._judged(closure, optimizer, double)
-        if has_positional:
-            return (double, judged, *args[2:]), kwargs
-        return (double, *args[1:]), {**kwargs, "closure": judged}
+        self._is_running = True
+        result, is_skipped = None, False
+        try:
+            place = _place_of_closure(step, args, kwargs)
+            if place is not None:
+                result, is_skipped = self._run_closure(step, args, kwargs, place)
+            elif self._is_skipped():
+                is_skipped = True
+            else:
+                result = step(*args, **kwargs)
+        finally:
+            self._is_running = False
+            self._drop_found_inf()
+        _C.run_paused(self._on_stepped, self, is_skipped)
+        if is_skipped:
+            _C.run_paused(_tell_of_skip, step)
+        return result
 
-    def _judged(
-        self, closure: Callable[[], Any], optimizer: Optimizer, double: Optimizer
-    ) -> Callable[[], Any]:
-        """A closure that judges what the user's has computed."""
-        calls_it_first = _calls_closure_first(optimizer)
-        needs_snapshot = self._may_skip and not calls_it_first
-        snapshot = _Snapshot(optimizer) if needs_snapshot else None
+    def judge_called_off(self) -> None:
+        """Judges a step that another guard has called off."""
+        self.is_called_off = True
+        try:
+            self._judge(self)
+        finally:
+            self.is_called_off = False
+        self._on_stepped(self, True)
 
-        def judged_closure() -> Any:
+    def _is_skipped(self) -> bool:
+        return bool(_C.run_paused(self._judge, self))
+
+    def _run_closure(
+        self,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        place: int | str,
+    ) -> tuple[Any, bool]:
+        closure = args[place] if isinstance(place, int) else kwargs[place]
+        stepper: Any = self._stepper()
+        snapshot = None
+        if self._may_call_off and not _calls_closure_first(stepper):
+            snapshot = OptimizerSnapshot(stepper)
+
+        def judged() -> Any:
             loss = closure()
-            if self._judge(self):
-                if snapshot is None:
-                    double.__dict__ = _without_parameters(optimizer).__dict__
-                else:
-                    self._undo = snapshot
-                    snapshot.hide_gradients()
+            try:
+                is_skipped = self._is_skipped()
+            except BaseException as error:
+                raise _CalledOff(loss, error) from None
+            if is_skipped:
+                raise _CalledOff(loss)
             return loss
 
-        return judged_closure
+        if isinstance(place, int):
+            args = (*args[:place], judged, *args[place + 1 :])
+        else:
+            kwargs = {**kwargs, place: judged}
+        try:
+            return step(*args, **kwargs), False
+        except _CalledOff as off:
+            if snapshot is not None:
+                snapshot.restore()
+            if off.error is not None:
+                raise off.error from None
+            return off.loss, True
 
-    def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if self._undo is not None:
-            self._undo.restore()
-            self._undo = None
-        self._drop_found_inf()
-        self._on_stepped(self)
-        if self._versions not in (None, _versions(optimizer)):
+    # Steps that come another way.
+
+    def _before_stray(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if not self._is_running:
+            self._stray(optimizer)
+
+    def _after_stray(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if self._is_stray:
+            self._stray_over()
+
+    def _judge_stray(self, optimizer: Optimizer) -> None:
+        self._is_stray = True
+        if self._judge(self):
+            self._is_stray = False
+            self._on_stepped(self, True)
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step() was to be skipped, and changed "
-                "weights all the same: it finds them by another way than its "
-                "param_groups. Use on_overflow='raise' with it."
+                f"The step of {type(optimizer).__name__} is to be skipped, and was "
+                "called in a way that cannot be called off: by a method, or compiled "
+                "code, that was taken before the guard was made. No weight has "
+                "changed. Call optimizer.step(), or make the guard first."
             )
+
+    def _end_stray(self) -> None:
+        self._is_stray = False
+        self._drop_found_inf()
+        self._on_stepped(self, False)
+
+
+def _leave_alone(function: Callable[..., Any]) -> None:
+    """Has torch.compile leave a function alone, but not what that calls."""
+    disable: Any = torch.compiler.disable
+    disable(function, recursive=False)
+
+
+def _tell_of_skip(step: Any) -> None:
+    """Has the gates of other guards judge, which a skipped step does not reach."""
+    while step is not None:
+        gate = getattr(step, "gate", None)
+        if gate is not None:
+            gate.judge_called_off()
+            step = gate.behind
+        else:
+            step = getattr(step, "__wrapped__", None)
+
+
+class _CalledOff(BaseException):
+    """Leaves an optimizer's step from inside of its closure."""
+
+    def __init__(self, loss: Any, error: BaseException | None = None) -> None:
+        self.loss = loss
+        self.error = error
 
 
 def innermost(optimizer: Any) -> Optimizer:
@@ -171,84 +324,41 @@ def innermost(optimizer: Any) -> Optimizer:
     return optimizer  # type: ignore[no-any-return]
 
 
-def _double(optimizer: Optimizer) -> Optimizer:
-    """Another object with the very same attributes."""
-    double: Optimizer = object.__new__(type(optimizer))
-    double.__dict__ = optimizer.__dict__
-    return double
+def stepper_of(optimizer: Any) -> Any:
+    """The object whose `step` makes a step: the optimizer that was given, or wrapper.
 
-
-def _without_parameters(optimizer: Optimizer) -> Optimizer:
-    """An optimizer like this one that has nothing to step on.
-
-    A step hook cannot call off the step, but it can say on whom the step is called.
-    What the step writes to itself or to its groups is lost with the double. So it is
-    with optimizers that it has as attributes, as a Lookahead has.
+    Where a wrapper decides whether its optimizer steps, it is that optimizer.
     """
-    double = _double(optimizer)
-    groups = [{**group, "params": []} for group in optimizer.param_groups]
-    inner = {
-        name: _without_parameters(value)
-        for name, value in vars(optimizer).items()
-        if isinstance(value, Optimizer)
-    }
-    double.__dict__ = {**vars(optimizer), **inner, "param_groups": groups}
-    return double
+    while hasattr(optimizer, "optimizer"):
+        decides = any(hasattr(optimizer, name) for name in _DECIDES)
+        if not decides and callable(getattr(optimizer, "step", None)):
+            break
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
-def _versions(optimizer: Optimizer) -> list[int]:
-    """How often each parameter was written to, as far as autograd notices."""
-    return [p._version for group in optimizer.param_groups for p in group["params"]]
+def _place_of_closure(
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int | str | None:
+    """Where among the arguments a closure is, by its name or its place; or None."""
+    if callable(kwargs.get("closure")):
+        return "closure"
+    if not any(map(callable, args)):
+        return None
+    try:
+        names = list(inspect.signature(step).parameters)
+    except (TypeError, ValueError):
+        names = []
+    place = names.index("closure") if "closure" in names else 0
+    return place if place < len(args) and callable(args[place]) else None
 
 
-def _calls_closure_first(optimizer: Optimizer) -> bool:
+def _calls_closure_first(optimizer: Any) -> bool:
     """Whether a step evaluates its closure once, before it touches anything.
 
-    All of torch's do, but LBFGS; of others it is not known.
+    All of torch's do, but LBFGS; of others, and of step hooks, it is not known.
     """
     is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
-    return is_torchs and not isinstance(optimizer, torch.optim.LBFGS)
-
-
-class _Snapshot:
-    """The weights and the state of an optimizer before a step that changes them."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        groups = optimizer.param_groups
-        self._parameters = [p for group in groups for p in group["params"]]
-        self._values = [p.detach().clone() for p in self._parameters]
-        self._gradients: list[torch.Tensor | None] = []
-        self._state = {
-            p: {key: _copied(value) for key, value in state.items()}
-            for p, state in optimizer.state.items()
-        }
-        self._options = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in groups
-        ]
-
-    def hide_gradients(self) -> None:
-        """Leaves the optimizer nothing to go on with: LBFGS stops where they are 0."""
-        self._gradients = [p.grad for p in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def restore(self) -> None:
-        """Puts everything back as it was."""
-        with torch.no_grad():
-            for parameter, value in zip(self._parameters, self._values, strict=True):
-                parameter.copy_(value)
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = gradient
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
-        for group, options in zip(
-            self._optimizer.param_groups, self._options, strict=True
-        ):
-            group.update(options)
-
-
-def _copied(value: Any) -> Any:
-    with torch.no_grad():
-        return copy.deepcopy(value)
+    num_hooks = len(getattr(optimizer, "_optimizer_step_pre_hooks", ()))
+    has_hooks = num_hooks > 1 or bool(_global_optimizer_pre_hooks)  # one is the gate's
+    return is_torchs and not has_hooks and not isinstance(optimizer, torch.optim.LBFGS)

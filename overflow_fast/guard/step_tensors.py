@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -16,6 +17,8 @@ from .cadence import Level
 from .watch import ModelWatch
 
 _Listed = list[tuple[ModelWatch, Named]]
+# A gradient that was scanned, and its version then.
+_Seen = tuple[weakref.ref[torch.Tensor] | None, int]
 
 
 class StepTensors:
@@ -30,6 +33,7 @@ class StepTensors:
         self._wanted = watches[0].wanted
         self._has_scanned_weights = False
         self._scanned: list[tuple[str, Named]] = []
+        self._last_gradients: dict[int, _Seen] = {}
         self.without_gradient = 0
 
     def begin_round(self) -> None:
@@ -49,13 +53,20 @@ class StepTensors:
                 return tensors[names.index(name)]
         return None
 
-    def scan(self, optimizer: Optimizer | None, level: Level) -> None:
+    def scan(
+        self,
+        optimizer: Optimizer | None,
+        level: Level,
+        others: Sequence[Optimizer] = (),
+    ) -> None:
         """Scans what is wanted. Does not incur a CPU-GPU sync.
 
         Args:
             optimizer: Whose parameters' gradients and state to look at; None for the
                 gradients of all parameters.
             level: How much to look at.
+            others: The optimizers that step next. Of their parameters the gradients
+                that are new since they were last scanned are looked at too.
         """
         if level is Level.OFF:
             return
@@ -68,7 +79,7 @@ class StepTensors:
             self._has_scanned_weights = True
             self._scan_models(listed)
         if self._wanted.gradients:
-            self._scan_gradients(optimizer, listed)
+            self._scan_gradients(optimizer, listed, others)
         if level is Level.ALL and self._wanted.optimizer_state and optimizer:
             state = self._state(optimizer)
             self._record(self._watches[0], _C.Phase.OPTIMIZER_STATE, state)
@@ -85,10 +96,16 @@ class StepTensors:
             if self._wanted.buffers and model is not None:
                 self._record(watch, _C.Phase.BUFFERS, watch.tensors.buffers(model))
 
-    def _scan_gradients(self, optimizer: Optimizer | None, listed: _Listed) -> None:
+    def _scan_gradients(
+        self, optimizer: Optimizer | None, listed: _Listed, others: Sequence[Optimizer]
+    ) -> None:
         self.without_gradient = 0
         # What is left of these is not among the selected modules' parameters.
         owned = {} if optimizer is None else {id(p): p for p in _parameters(optimizer)}
+        for other in others:
+            owned.update((id(p), p) for p in _parameters(other) if self._is_new(p))
+        if others or self._last_gradients:
+            self._last_gradients.update(map(_seen, owned.values()))
         for watch, (names, parameters) in listed:
             pairs = [
                 (name, parameter)
@@ -99,6 +116,14 @@ class StepTensors:
         if optimizer is not None and owned:
             strangers = self._gradients(self._strangers(optimizer, set(owned)))
             self._record(self._watches[0], _C.Phase.GRADIENTS, strangers)
+
+    def _is_new(self, parameter: torch.Tensor) -> bool:
+        """Whether its gradient was made, or written to, since it was last scanned."""
+        gradient = parameter.grad
+        if gradient is None:
+            return False
+        last, version = self._last_gradients.get(id(parameter), (None, -1))
+        return last is None or last() is not gradient or version != gradient._version
 
     def _gradients(self, named: Iterable[tuple[str, torch.Tensor]]) -> Named:
         names: list[str] = []
@@ -162,6 +187,13 @@ def _parts(value: object) -> Iterator[tuple[str, torch.Tensor]]:
     for key in value.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
         for behind, part in _parts(getattr(value, key)):
             yield f".{key}{behind}", part
+
+
+def _seen(parameter: torch.Tensor) -> tuple[int, _Seen]:
+    gradient = parameter.grad
+    if gradient is None:
+        return id(parameter), (None, -1)
+    return id(parameter), (weakref.ref(gradient), gradient._version)
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

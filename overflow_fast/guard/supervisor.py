@@ -22,6 +22,7 @@ from .metrics import Telling, exporters_of
 from .optimizers import OptimizerGate
 from .options import GuardOptions, make_watches
 from .report import NonFiniteError, Report
+from .rounds import Rounds
 from .rules import Rules
 from .watch import ModelWatch
 
@@ -55,13 +56,20 @@ class Supervisor:
         )
         self.defer = defer
         self._gates = [
-            OptimizerGate(each, self._before_step, self._after_step, options.may_skip)
+            OptimizerGate(
+                each,
+                self._before_step,
+                self._after_step,
+                may_call_off=options.on_overflow != "warn",
+            )
             for each in optimizers
         ]
+        self.rounds = Rounds(self._gates)
         self.meter = Meter(lambda: sum(w.recorder.seconds for w in self.watches))
         self.decision = Decision(
             options,
             self.watches,
+            self.rounds,
             lambda: self.meter.cost,
             lambda: self.coverage().gaps(),
         )
@@ -72,14 +80,17 @@ class Supervisor:
             options.sync == "lagged",
         )
         self._telling = Telling(exporters_of(options.metrics))
-        self._judge = Judge(options, self.watches, self.decision)
+        may_skip = options.may_skip and bool(self._gates)
+        self._judge = Judge(options, self.watches, self.decision, may_skip)
+        if may_skip:
+            for watch in self.watches:
+                watch.on_forward = self._before_forward
         self._judge.want_flags(self._gates)
         self._cadence = Cadence(
             options.every, options.warmup, options.ranges, options.budget
         )
         self._has_budget = options.budget is not None
         self._called: set[OptimizerGate] = set()
-        self._stepped: set[OptimizerGate] = set()
         self._last_seen: Report | None = None
         self._num_failures = 0
         self.step = 0
@@ -94,7 +105,8 @@ class Supervisor:
         if self.is_enabled:
             return
         self.is_enabled = True
-        self._judge.begin()
+        if self._judge.buffers is not None:
+            self._judge.buffers.begin()
         for gate in self._gates:
             gate.attach()
         scalers.listen(self)
@@ -119,6 +131,8 @@ class Supervisor:
         self.headroom.begin_step()
         for watch in self.watches:
             watch.attach() if level is Level.ALL else watch.rest()
+        if self._judge.buffers is not None and level is not Level.OFF:
+            self._judge.buffers.prepare()
 
     def set_step(self, number: int) -> None:
         """Gives the step under way another number, from which the next ones count."""
@@ -153,6 +167,8 @@ class Supervisor:
     def discard(self) -> None:
         """Forgets what was found and not judged."""
         self._judge.forget()
+        if self._judge.buffers is not None:
+            self._judge.buffers.keep()
 
     def coverage(self) -> GuardCoverage:
         """What was looked at so far."""
@@ -207,32 +223,65 @@ class Supervisor:
 
     # What the hooks call.
 
+    def _before_forward(self, watch: ModelWatch) -> None:
+        with self._shield():
+            if self._judge.buffers is not None:
+                self._judge.buffers.before_forward(watch)
+
     def _before_step(self, gate: OptimizerGate) -> bool:
-        if gate in self._stepped:
+        if self.rounds.has_stepped(gate):
             self._end_round()
+        self.rounds.begin()
         self._called.add(gate)
         if self.level is Level.OFF and not self._joins_every_step:
+            self.rounds.note(gate, is_skipped=False, is_by_guard=False)
             return False
-        scaler = None if gate.optimizer is None else scalers.scaler_of(gate.optimizer)
         try:
             with self._shield():
-                is_skipped = self._judge.judge_step(gate, scaler, self.step, self.level)
+                is_skipped = self._judge_step(gate)
                 gate.tell_wrapper(is_skipped)
                 return is_skipped
         except NonFiniteError:
-            self._after_step(gate)  # which the optimizer will not call
+            self._after_step(gate, is_skipped=True)  # which nobody else will call
             raise
         return False
 
-    def _after_step(self, gate: OptimizerGate) -> None:
-        with self._shield():
-            self._judge.end_step()
-        self._stepped.add(gate)
-        if len(self._stepped) == len(self._gates):
+    def _judge_step(self, gate: OptimizerGate) -> bool:
+        if self.rounds.report is not None:
+            return self._pass_over(gate, self.rounds.report)
+        scaler = None if gate.optimizer is None else scalers.scaler_of(gate.optimizer)
+        others = [
+            optimizer
+            for other in self._gates
+            if other is not gate and not self.rounds.has_stepped(other)
+            if (optimizer := other.optimizer) is not None
+        ]
+        return self._judge.judge_step(gate, scaler, self.step, self.level, others)
+
+    def _pass_over(self, gate: OptimizerGate, report: Report) -> bool:
+        """Has the verdict of a round that is bad hold for another of its steps."""
+        is_skipped = report.action == "skip"
+        self._judge.pass_over(is_skipped)
+        self.rounds.note(gate, is_skipped, is_skipped)
+        if report.action == "raise":
+            raise NonFiniteError(report)
+        return is_skipped
+
+    def _after_step(self, gate: OptimizerGate, is_skipped: bool) -> None:
+        buffers = self._judge.buffers
+        if buffers is not None and not is_skipped:
+            with self._shield():
+                buffers.keep()
+        if self.rounds.note_step(gate):
             self._end_round()
 
     def _end_round(self) -> None:
-        self._stepped.clear()
+        buffers = self._judge.buffers
+        if buffers is not None and self.rounds.is_skipped:
+            with self._shield():
+                buffers.keep()
+        self.rounds.end()
+        self.decision.end_round()
         level, step = self.level, self.step
         self.step += 1
         self._num_steps += 1
@@ -254,21 +303,31 @@ class Supervisor:
 
     def before_scaler_step(self, optimizer: Optimizer) -> None:
         """Begins to watch whether a scaler lets its optimizer step."""
-        self._called -= {gate for gate in self._gates if gate.optimizer is optimizer}
+        for gate in self._gates:
+            if gate.is_of(optimizer):
+                self._called.discard(gate)
+                gate.cover()
 
     def after_scaler_step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Judges a step that a GradScaler did not let its optimizer make."""
         for gate in self._gates:
-            if gate.optimizer is not optimizer or gate in self._called:
+            if not gate.is_of(optimizer) or gate in self._called:
                 continue
+            if self.rounds.has_stepped(gate):
+                self._end_round()
+            self.rounds.begin()
             try:
                 if self.level is not Level.OFF or self._joins_every_step:
                     with self._shield():
-                        self._judge.judge_scaler_skip(
-                            gate, scaler, self.step, self.level
-                        )
+                        self._judge_scaler_skip(gate, scaler)
             finally:
-                self._after_step(gate)
+                self._after_step(gate, is_skipped=self.rounds.is_skipped)
+
+    def _judge_scaler_skip(self, gate: OptimizerGate, scaler: GradScaler) -> None:
+        if self.rounds.report is not None:
+            self._pass_over(gate, self.rounds.report)
+        else:
+            self._judge.judge_scaler_skip(gate, scaler, self.step, self.level)
 
     def _judge_others(self) -> None:
         """Judges a step that other ranks make, and this one has no batch for."""
@@ -276,8 +335,9 @@ class Supervisor:
             return
         try:
             if self.level is not Level.OFF or self._joins_every_step:
+                self.rounds.begin()
                 with self._shield():
-                    self.decision.decide(Finding(self.step, []))
+                    self.decision.decide(Finding(self.step, [], gate=self._gates[0]))
         finally:
             self._end_round()
 

@@ -74,12 +74,15 @@ class ModelWatch(StepHooks):
         self.before: list[_C.Frame] = []
         self.held: object = None
         self.has_seen_loss = False
+        self.has_unrooted_calls = False
+        self.on_forward: Callable[[ModelWatch], None] | None = None
         self._bad: list[_C.Frame] = []
         self._evaluations: set[int] = set()
         self._sends_judged = 0
         self._forwards = 0
         self._unjudged = 0
         self._has_looked_for_shards = False
+        self._entries: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._on_evaluated = on_evaluated
         super().__init__(model, max_frames, options)
 
@@ -102,6 +105,7 @@ class ModelWatch(StepHooks):
         model = self.model
         wanted = self.wanted
         needs_hooks = wanted.activations or wanted.weights or wanted.loss
+        needs_hooks |= self.on_forward is not None and _has_buffers(model)
         if model is None or not needs_hooks:
             return
         self._recorder.is_paused = False
@@ -110,6 +114,7 @@ class ModelWatch(StepHooks):
             self._attach(model)
 
     def _before_step(self) -> None:
+        self._tell_of_forward()
         # The model may have been sharded since its hooks were put on. Its parameters
         # are looked at once for each optimizer's step then, and not when gathered.
         if self._has_looked_for_shards or not self.wanted.weights:
@@ -120,6 +125,26 @@ class ModelWatch(StepHooks):
             self._recorder.lists_parameters = not is_sharded(model)
             self.update_plan()
 
+    def _tell_of_forward(self) -> None:
+        model = self.model
+        is_training = torch.is_grad_enabled() or (model is not None and model.training)
+        if self.on_forward is not None and is_training:
+            self.on_forward(self)
+
+    def before_entry(self, module: nn.Module, args: object) -> None:
+        """Begins a step in the call of a submodule, where the root is not running."""
+        if not self._recorder.in_step:
+            self._tell_of_forward()
+
+    def _begin_unrooted(self, call: object, index: int) -> None:
+        super()._begin_unrooted(call, index)
+        self.has_unrooted_calls = True
+        module = self.module_at(index)
+        is_new = self.on_forward is not None and module not in self._entries
+        if is_new and module is not None and not traced.has_compiled():
+            self._entries.add(module)
+            self._attachment.add_before(self, "before_entry", module)
+
     def rest(self) -> None:
         """Takes the hooks off until the next `attach()`.
 
@@ -127,14 +152,18 @@ class ModelWatch(StepHooks):
         compiled again when they are put back.
         """
         if not traced.has_compiled():
-            self._attachment.remove()
+            self._remove_hooks()
         self._silence()
 
     def detach(self) -> None:
         """Takes the hooks off; those in autograd's graphs fall silent."""
-        self._attachment.remove()
+        self._remove_hooks()
         self._has_looked_for_shards = False
         self._silence()
+
+    def _remove_hooks(self) -> None:
+        self._attachment.remove()
+        self._entries.clear()
 
     def _silence(self) -> None:
         self._recorder.is_paused = True
@@ -283,3 +312,7 @@ class ModelWatch(StepHooks):
 
     def _choose_watch(self, batch: int) -> None:
         pass
+
+
+def _has_buffers(model: nn.Module | None) -> bool:
+    return model is not None and any(True for _ in model.buffers())
