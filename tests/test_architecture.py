@@ -30,7 +30,8 @@ ALLOWED = {
     "guard.cadence": set(),
     "guard.scalers": {"guard.verdict"},
     "guard.snapshot": set(),
-    "guard.optimizers": {"_C", "guard.snapshot"},
+    "guard.strays": set(),
+    "guard.optimizers": {"_C", "guard.snapshot", "guard.strays"},
     "guard.rounds": {"guard.optimizers", "guard.report"},
     "guard.watch": {
         *("_C", "hooks", "names", "selection", "steps", "tensors", "traced"),

@@ -225,7 +225,7 @@ class _Kept:
             return "it was written to unseen, in this step or before"
         try:
             _write(before, self.copy)
-        except RuntimeError:
+        except Exception:  # a layout that cannot be written to
             module.__dict__[self.table][self.name] = _like(before, self.copy.clone())
         self._remember(_version_of(before))
         return ""

@@ -223,7 +223,9 @@ class Decision:
                 report.notes.append("There was no optimizer's step to skip.")
         if found.skipped_by:
             report.notes.append(f"The {found.skipped_by} has skipped the step.")
-        if report.action == "skip" and self._is_beyond_repair(verdict):
+        is_undone = found.gate is not None and found.gate.has_snapshot
+        is_skipped = report.action == "skip" and not is_undone
+        if is_skipped and self._is_beyond_repair(verdict):
             report.action = "raise"
             report.notes.append(_BEYOND_REPAIR)
         return report

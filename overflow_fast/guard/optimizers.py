@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
-from torch.utils.hooks import RemovableHandle
 
 from .. import _C
 from .snapshot import OptimizerSnapshot
+from .strays import StraySteps
 
 # A wrapper that has one of these decides by itself whether its optimizer steps: loss
 # scalers, Accelerate's, Lightning's.
@@ -39,6 +39,7 @@ class OptimizerGate:
 
     Attributes:
         is_called_off: Whether another guard has called off the step that is judged.
+        has_snapshot: Whether a skip puts back weights that the step has changed.
     """
 
     def __init__(
@@ -54,13 +55,14 @@ class OptimizerGate:
         self._judge = judge
         self._on_stepped = on_stepped
         self._may_call_off = may_call_off
-        self._handles: list[RemovableHandle] = []
+        self._is_attached = False
         self._step: Any = None
-        self._stray: Any = None
-        self._stray_over: Any = None
         self._is_running = False
-        self._is_stray = False
+        self._strays = StraySteps(
+            lambda: self._is_running, self._judge_stray, self._end_stray
+        )
         self.is_called_off = False
+        self.has_snapshot = False
         self._sets_found_inf = False
 
     @property
@@ -93,14 +95,11 @@ class OptimizerGate:
     def attach(self) -> None:
         """Takes the place of `step`, unless it has it."""
         optimizer = self.optimizer
-        if optimizer is None or self._handles:
+        if optimizer is None or self._is_attached:
             return
-        self._keep_out_of_graphs()
-        # For steps that come another way, such as a method that was taken before.
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before_stray),
-            optimizer.register_step_post_hook(self._after_stray),
-        ]
+        self._is_attached = True
+        _leave_alone(OptimizerGate._run)
+        self._strays.attach(optimizer)
         self.cover()
 
     def cover(self) -> None:
@@ -109,7 +108,7 @@ class OptimizerGate:
         Accelerate sets `step` anew each time that it has a GradScaler.
         """
         stepper: Any = self._stepper()
-        if stepper is None or not self._handles:
+        if stepper is None or not self._is_attached:
             return
         if vars(stepper).get("step") is not self._step or self._step is None:
             self._step = self._make_step(stepper, vars(stepper).get("step"))
@@ -118,9 +117,8 @@ class OptimizerGate:
     def detach(self) -> None:
         """Gives `step` back what was there; where somebody has wrapped it, it passes
         calls on from now on."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._is_attached = False
+        self._strays.detach()
         stepper: Any = self._stepper()
         is_there = stepper is not None and self._step is not None
         if is_there and vars(stepper).get("step") is self._step:
@@ -182,20 +180,10 @@ class OptimizerGate:
         function.replaced = replaced
         return function
 
-    def _keep_out_of_graphs(self) -> None:
-        """Has torch.compile leave the gate alone, and compile what it calls.
-
-        Not when this module is imported: that would import torch._dynamo.
-        """
-        _leave_alone(OptimizerGate._run)
-        disable: Any = torch.compiler.disable
-        self._stray = disable(self._judge_stray)
-        self._stray_over = disable(self._end_stray)
-
     def _run(
         self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self._is_running or not self._handles:
+        if self._is_running or not self._is_attached:
             return step(*args, **kwargs)
         self._drop_found_inf()  # of a step that raised
         self._is_running = True
@@ -209,7 +197,7 @@ class OptimizerGate:
             else:
                 result = step(*args, **kwargs)
         finally:
-            self._is_running = False
+            self._is_running = self.has_snapshot = False
             self._drop_found_inf()
         _C.run_paused(self._on_stepped, self, is_skipped)
         if is_skipped:
@@ -240,6 +228,7 @@ class OptimizerGate:
         snapshot = None
         if self._may_call_off and not _calls_closure_first(stepper):
             snapshot = OptimizerSnapshot(stepper)
+        self.has_snapshot = snapshot is not None
 
         def judged() -> Any:
             loss = closure()
@@ -264,36 +253,22 @@ class OptimizerGate:
                 raise off.error from None
             return off.loss, True
 
-    # Steps that come another way.
+    # A step that comes another way.
 
-    def _before_stray(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if not self._is_running:
-            self._stray(optimizer)
-
-    def _after_stray(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if self._is_stray:
-            self._stray_over()
-
-    def _judge_stray(self, optimizer: Optimizer) -> None:
-        self._is_stray = True
-        if self._judge(self):
-            self._is_stray = False
-            self._on_stepped(self, True)
-            raise RuntimeError(
-                f"The step of {type(optimizer).__name__} is to be skipped, and was "
-                "called in a way that cannot be called off: by a method, or compiled "
-                "code, that was taken before the guard was made. No weight has "
-                "changed. Call optimizer.step(), or make the guard first."
-            )
-
-    def _end_stray(self) -> None:
-        self._is_stray = False
+    def _judge_stray(self) -> bool:
         self._drop_found_inf()
-        self._on_stepped(self, False)
+        return self._judge(self)
+
+    def _end_stray(self, is_skipped: bool) -> None:
+        self._drop_found_inf()
+        self._on_stepped(self, is_skipped)
 
 
 def _leave_alone(function: Callable[..., Any]) -> None:
-    """Has torch.compile leave a function alone, but not what that calls."""
+    """Has torch.compile leave a function alone, but not what that calls.
+
+    Not when this module is imported: that would import torch._dynamo.
+    """
     disable: Any = torch.compiler.disable
     disable(function, recursive=False)
 

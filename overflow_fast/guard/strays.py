@@ -1,0 +1,114 @@
+"""Steps that go around a gate: by a method, or compiled code, taken before it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class StraySteps:
+    """Step hooks on an optimizer whose `step` a gate could not take the place of.
+
+    Such a step cannot be called off. One of torch's optimizers is left without
+    gradients, and then does nothing; for others a step that is to be skipped raises.
+
+    Args:
+        is_expected: Whether a step that begins comes by the gate.
+        judge: Returns True if the step is to be skipped.
+        on_stepped: Called with whether it was, when it is over.
+    """
+
+    def __init__(
+        self,
+        is_expected: Callable[[], bool],
+        judge: Callable[[], bool],
+        on_stepped: Callable[[bool], None],
+    ) -> None:
+        self._is_expected = is_expected
+        self._judge = judge
+        self._on_stepped = on_stepped
+        self._handles: list[RemovableHandle] = []
+        self._is_running = False
+        self._is_skipped = False
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Puts the hooks on, which torch.compile leaves alone."""
+        disable: Any = torch.compiler.disable  # not at import: it imports torch._dynamo
+        self._begin_unseen = disable(self._begin)
+        self._end_unseen = disable(self._end)
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
+
+    def detach(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # The hooks: as little as torch.compile can make constants of.
+
+    def _before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Call | None:
+        if self._is_expected():
+            return None
+        return self._begin_unseen(optimizer, args, kwargs)  # type: ignore[no-any-return]
+
+    def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if self._is_running:
+            self._end_unseen()
+
+    def _begin(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Call | None:
+        if self._hidden:  # a subclass's step that calls the one that it overrides
+            return None
+        self._is_skipped = False
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            self._decide(optimizer)
+            self._is_running = True
+            return None
+
+        def judged() -> Any:
+            loss = closure()
+            self._decide(optimizer)
+            return loss
+
+        self._is_running = True
+        if len(args) > 1:
+            return (args[0], judged, *args[2:]), kwargs
+        return args, {**kwargs, "closure": judged}
+
+    def _decide(self, optimizer: Optimizer) -> None:
+        if not self._judge():
+            return
+        self._is_skipped = True
+        if not type(optimizer).step.__module__.startswith("torch.optim."):
+            self._end()
+            raise RuntimeError(
+                f"The step of {type(optimizer).__name__} is to be skipped, and was "
+                "called in a way that cannot be called off: by a method, or compiled "
+                "code, that was taken before the guard was made. No weight has "
+                "changed. Call optimizer.step(), or make the guard first."
+            )
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._hidden = [(p, p.grad) for p in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+
+    def _end(self) -> None:
+        self._is_running = False
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden = []
+        self._on_stepped(self._is_skipped)
