@@ -150,3 +150,32 @@ def test_the_scalers_class_is_given_back():
     assert GradScaler.step is not before
     second.remove()
     assert GradScaler.step is before
+
+
+class Wrapper:
+    """Has an optimizer as its `optimizer`, and is what the scaler is given."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+        self.calls = 0
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+    def step(self):
+        self.calls += 1
+        self.optimizer.step()
+
+
+def test_a_wrapper_that_the_scaler_steps():
+    model, inner = make()
+    optimizer = Wrapper(inner)
+    scaler = scaler_at(2.0**8)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        for i, batch in enumerate(batches(4)):
+            with plant(model.blocks[1], NAN) if i == 2 else torch.enable_grad():
+                scaled_step(model, optimizer, scaler, batch, INF if i == 1 else None)
+            assert guard.last_step_skipped == (i in (1, 2))
+        assert guard.last_report.step == 2
+        assert (guard.step, optimizer.calls) == (4, 2)

@@ -75,10 +75,14 @@ class OptimizerGate:
         """The function whose place it has taken, or None for the class's."""
         return None if self._step is None else self._step.replaced
 
+    @property
+    def layers(self) -> list[Any]:
+        """The optimizer, and the wrappers of it, that it was given."""
+        return [self._wrapper(), self._stepper(), self._optimizer()]
+
     def is_of(self, optimizer: object) -> bool:
         """Whether it stands before the step of this optimizer, or of this wrapper."""
-        known = (self._wrapper(), self._stepper(), self._optimizer())
-        return any(optimizer is each for each in known)
+        return any(optimizer is each for each in self.layers)
 
     @property
     def skips_on_device(self) -> bool:

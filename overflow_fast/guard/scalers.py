@@ -39,9 +39,10 @@ def without_scalers(
     return [bad for bad in frames if not bad.is_backward], ""
 
 
-def scaler_of(optimizer: Optimizer) -> GradScaler | None:
-    """The enabled scaler whose `step(optimizer)` is running, or None."""
-    return _running.get(id(optimizer))
+def scaler_of(layers: Sequence[object]) -> GradScaler | None:
+    """The enabled scaler whose `step()` of one of these is running, or None."""
+    found = (_running.get(id(each)) for each in layers)
+    return next((scaler for scaler in found if scaler is not None), None)
 
 
 def listen(listener: ScalerListener) -> None:

@@ -249,7 +249,7 @@ class Supervisor:
     def _judge_step(self, gate: OptimizerGate) -> bool:
         if self.rounds.report is not None:
             return self._pass_over(gate, self.rounds.report)
-        scaler = None if gate.optimizer is None else scalers.scaler_of(gate.optimizer)
+        scaler = scalers.scaler_of(gate.layers)
         others = [
             optimizer
             for other in self._gates
