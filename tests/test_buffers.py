@@ -434,6 +434,36 @@ def test_large_frozen_parameters_are_not_copied(monkeypatch):
         )
 
 
+def test_functional_calls_leave_the_models_own_buffers_in_place():
+    model = norm_net()
+    optimizer, guard = watched(model)
+    with guard:
+        step(model, optimizer)
+        own = model[1].running_mean
+        before = everything(model)
+        state = {**dict(model.named_parameters()), "1.running_mean": torch.ones(4)}
+        optimizer.zero_grad()
+        torch.func.functional_call(model, state, (BAD,)).sum().backward()
+        optimizer.step()
+        assert guard.last_step_skipped
+        assert model[1].running_mean is own
+        assert_same(model[1].running_mean, before["1.running_mean"])
+
+
+def test_forwards_in_transforms_and_traces():
+    model = norm_net().eval()
+    optimizer, guard = watched(model)
+    with guard:
+        step(model, optimizer)
+        before = everything(model)
+        torch.func.vmap(model)(X[:, None])
+        traced = torch.jit.trace(model, X)
+        assert not any("copy" in str(n) for n in traced.graph.nodes())
+        assert_same(everything(model), before)
+        step(model, optimizer, BAD)
+        assert_same(everything(model), before)
+
+
 def test_a_policy_that_never_skips_copies_nothing():
     model = norm_net()
     for policy in ("warn", "raise"):

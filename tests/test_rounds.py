@@ -278,3 +278,30 @@ def test_lbfgs_is_one_step_and_one_line(tmp_path):
     assert len(calls) > 2
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len([line for line in lines if "is_clean" in line]) == 1
+
+
+def test_steps_that_nobody_watches_reset_no_count():
+    model, (optimizer, _) = split()
+    guard = OverflowGuard(model, optimizer, "skip", every=2, max_consecutive_skips=2)
+    with guard, pytest.raises(NonFiniteError, match="3 steps in a row are bad"):
+        for i in range(10):
+            optimizer.zero_grad()
+            model(X if i % 2 else BAD).sum().backward()
+            optimizer.step()
+
+
+def test_an_optimizer_whose_step_cannot_be_replaced_is_judged_all_the_same():
+    class Fixed(torch.optim.SGD):
+        def __setattr__(self, name, value):
+            if name == "step":
+                raise AttributeError("step is fixed")
+            super().__setattr__(name, value)
+
+    model, _ = split()
+    optimizer = Fixed(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        before = values(model)
+        bad_forward(model)
+        optimizer.step()
+        assert is_same(model, before)
+        assert guard.num_skipped == 1

@@ -49,7 +49,7 @@ class BufferSnapshot:
         A forward without autograd makes one that lasts until a forward with it begins.
         """
         point = self._of_watch[watch]
-        if not point.is_firm:
+        if not (point.is_firm or _is_transformed()):
             point.take(is_firm=torch.is_grad_enabled())
 
     def hold(self, watch: ModelWatch) -> None:
@@ -161,6 +161,7 @@ class _Kept:
         self.tensor: torch.Tensor | None = None  # from the step's beginning to its end
         self._of: weakref.ref[torch.Tensor] | None = None  # what the copy is of
         self._version: int | None = None
+        self._home: weakref.ref[torch.Tensor] | None = None  # the last step's
         self._changes = False
         self._is_replaced = False
         self._was_lazy = False
@@ -169,6 +170,8 @@ class _Kept:
         """Takes in which tensor it is now."""
         self.tensor = tensor
         self._was_lazy = tensor is not None and is_lazy(tensor)
+        if self._home is None and tensor is not None:
+            self._home = weakref.ref(tensor)
 
     def needs_copy(self) -> bool:
         """Whether what is in it has to be copied."""
@@ -195,6 +198,7 @@ class _Kept:
     def end(self, looks: bool) -> None:
         """Takes in whether a step has changed it."""
         before, now, self.tensor = self.tensor, self._current(), None
+        self._home = None if now is None else weakref.ref(now)
         if before is None:
             return
         if now is not before:
@@ -210,10 +214,10 @@ class _Kept:
             return ""
         if self._was_lazy:
             return _reset(module)
-        if self._current() is not before:
-            # Its own contents are somebody else's since: a batch's, say.
-            module.__dict__[self.table][self.name] = before
-            return ""
+        now = self._current()
+        if now is not before:
+            self._put_in_place(module, now, before)
+            return ""  # its contents are somebody else's since: a batch's, say
         if before is None or before.is_meta or self._is_replaced:
             return ""
         is_written = _version_of(before) != self._version
@@ -229,6 +233,14 @@ class _Kept:
             module.__dict__[self.table][self.name] = _like(before, self.copy.clone())
         self._remember(_version_of(before))
         return ""
+
+    def _put_in_place(
+        self, module: nn.Module, now: torch.Tensor | None, before: torch.Tensor | None
+    ) -> None:
+        # For one call, functional_call has tensors in place that it takes away again.
+        is_home = now is not None and self._home is not None and self._home() is now
+        if self.table == "_buffers" and not is_home:
+            module.__dict__[self.table][self.name] = before
 
     @property
     def _is_certain(self) -> bool:
@@ -262,6 +274,15 @@ class _Kept:
             return torch.equal(_bits(copy), _bits(tensor))
         except Exception:  # a layout that has no bytes to show
             return False
+
+
+def _is_transformed() -> bool:
+    """Whether what runs is traced, or inside a torch.func transform."""
+    return (
+        torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.compiler.is_exporting()
+    )
 
 
 def _slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:

@@ -135,11 +135,11 @@ class Decision:
         self._in_row += 1
         self._count(found, report)
         report.num_skipped = self._rounds.num_skipped
-        if report.action != "warn":
-            report.notes += found.restore()
         self.last_report = report
         if is_own:
             self._archive.keep(report, found.frames, found.tensors)
+        if report.action != "warn":
+            report.notes += found.restore()
         self._log_line(found.step, report.verdict, report.action)
         if report.action == "raise":
             raise NonFiniteError(report)

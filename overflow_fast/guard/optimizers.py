@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
@@ -112,11 +113,13 @@ class OptimizerGate:
         Accelerate sets `step` anew each time that it has a GradScaler.
         """
         stepper: Any = self._stepper()
-        if stepper is None or not self._is_attached:
+        if not self._is_attached or not hasattr(stepper, "__dict__"):
             return
-        if vars(stepper).get("step") is not self._step or self._step is None:
-            self._step = self._make_step(stepper, vars(stepper).get("step"))
-            stepper.step = self._step
+        replaced = vars(stepper).get("step")
+        if replaced is not self._step or replaced is None:
+            step = self._make_step(stepper, replaced)
+            with contextlib.suppress(AttributeError):  # then its steps are strays
+                stepper.step = self._step = step
 
     def detach(self) -> None:
         """Gives `step` back what was there; where somebody has wrapped it, it passes
@@ -179,7 +182,8 @@ class OptimizerGate:
             each.gate = self  # type: ignore[attr-defined]
         function: Any = step
         function.__wrapped__ = getattr(original, "__func__", replaced)
-        function.__signature__ = inspect.signature(original)
+        with contextlib.suppress(TypeError, ValueError):
+            function.__signature__ = inspect.signature(original)
         function.__func__ = unbound  # schedulers wrap it as they wrap a method
         function.replaced = replaced
         return function

@@ -66,6 +66,10 @@ class Rounds:
             self._is_counted = True
             self.num_skipped += 1
 
+    def note_unwatched(self, gate: OptimizerGate) -> None:
+        """Notes a step that nobody judges: it resets no count."""
+        self._was_skipped[gate] = False
+
     def take_back(self) -> None:
         """Takes back that the round is skipped: it raises."""
         self._skips_in_row = dict.fromkeys(self._gates, 0)

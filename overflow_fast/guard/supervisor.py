@@ -234,7 +234,7 @@ class Supervisor:
         self.rounds.begin()
         self._called.add(gate)
         if self.level is Level.OFF and not self._joins_every_step:
-            self.rounds.note(gate, is_skipped=False, is_by_guard=False)
+            self.rounds.note_unwatched(gate)
             return False
         try:
             with self._shield():
