@@ -454,6 +454,23 @@ def test_closures_leave_weights_and_state_as_they_were(kind, bad_call, policy):
         assert guard.step == 3
 
 
+def test_state_that_a_first_step_has_made_is_gone():
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    before = snapshot(model, optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(BAD) ** 2).mean()
+        loss.backward()
+        return loss
+
+    with OverflowGuard(model, optimizer, "skip"):
+        optimizer.step(closure)
+    assert not optimizer.state
+    assert_same(snapshot(model, optimizer), before)
+
+
 def test_weights_that_are_bad_in_the_middle_of_a_step_are_put_back():
     class Explorer(TwoPasses):
         def step(self, closure):
