@@ -241,7 +241,8 @@ def test_schedulers_wrap_the_step_before_or_after(comes):
     guard = OverflowGuard(model, optimizer, "skip")
     if comes == "after":
         scheduler = make_scheduler(optimizer, 0.5)
-    weights = []
+    weights, called = [], []
+    optimizer.register_step_pre_hook(lambda *_: called.append(1))
     for x in (X, BAD, X):
         run(model, optimizer, x)
         weights.append(model.weight.detach().clone())
@@ -250,6 +251,7 @@ def test_schedulers_wrap_the_step_before_or_after(comes):
     assert weights[0].equal(weights[1])
     assert not weights[1].equal(weights[2])
     assert scheduler.get_last_lr() == [0.025]
+    assert len(called) == 2
     guard.remove()
     run(model, optimizer, BAD)  # nobody judges it any more
     assert model.weight.isnan().any()
