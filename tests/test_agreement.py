@@ -4,6 +4,7 @@ import contextlib
 import functools
 import io
 import itertools
+import json
 import logging
 import tempfile
 import traceback
@@ -400,15 +401,23 @@ def tried():
 
 
 def paths():
-    """Where each rank writes."""
-    folder = Path(tempfile.mkdtemp())
+    """What each rank writes to one folder."""
+    folders = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    folder = Path(folders[0])
     model = ddp(make())
     optimizer = sgd(model)
     arguments = {"log": folder / "guard.jsonl", "evidence": folder / "evidence"}
     with OverflowGuard(model, optimizer, "skip", **arguments):
         with plant(model.module.head, INF):
             train_step(model, optimizer, data()[0])
-    return sorted(path.name for path in folder.iterdir())
+    dist.barrier()
+    headers = [
+        json.loads(path.read_text().partition("\n")[0])
+        for path in sorted(folder.glob("*.jsonl"))
+    ]
+    runs = [path.name for path in folder.glob("evidence/overflow_fast/*")]
+    return [path.name for path in sorted(folder.glob("*.jsonl"))], headers, runs
 
 
 SCENARIOS = {
@@ -613,12 +622,14 @@ def test_the_self_test_works_on_ranks():
 
 
 def test_each_rank_writes_to_files_of_its_own():
-    # All skip, and the one that was first to see it has the tensors.
-    for rank, names in enumerate(all_of("paths")):
-        assert f"guard.rank{rank}.jsonl" in names
-    assert [name for names in all_of("paths") for name in names if "evid" in name] == [
-        "evidence.rank0"
-    ]
+    for names, headers, runs in all_of("paths"):
+        assert names == [f"guard.rank{rank}.jsonl" for rank in range(4)]
+        assert [each["rank"] for each in headers] == [0, 1, 2, 3]
+        assert {each["world_size"] for each in headers} == {4}
+        assert len({each["run"] for each in headers}) == 4
+        # All skip, and the one that was first to see it has the tensors.
+        assert runs == [headers[0]["run"]]
+        assert "-rank0-" in runs[0]
 
 
 def test_without_ranks_there_is_nothing_to_join():

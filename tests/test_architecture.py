@@ -47,10 +47,16 @@ ALLOWED = {
     "guard.advice": {"guard.verdict"},
     "guard.report": {
         *("_C", "debug", "report", "guard.advice", "guard.origin"),
-        *("guard.verdict", "guard.watch"),
+        *("guard.strict_json", "guard.verdict", "guard.watch"),
     },
     "guard.meter": {"guard.report"},
-    "guard.evidence": {"guard.report"},
+    "guard.strict_json": set(),
+    "guard.run": {"__version__", "guard.strict_json", "guard.watch"},
+    "guard.json_log": {"guard.strict_json"},
+    "guard.evidence_tensors": {"ops"},
+    "guard.evidence": {
+        *("guard.evidence_tensors", "guard.report", "guard.run", "guard.strict_json"),
+    },
     "guard.metrics": set(),
     "guard.rules": {"_C", "guard.verdict", "guard.watch", "report", "selection"},
     "guard.headroom": {"_C", "guard.verdict", "guard.watch"},
@@ -59,8 +65,8 @@ ALLOWED = {
         *("guard.watch", "names", "selection"),
     },
     "guard.archive": {
-        *("guard.evidence", "guard.options", "guard.report", "guard.step_tensors"),
-        *("guard.verdict", "guard.watch"),
+        *("guard.evidence", "guard.json_log", "guard.options", "guard.report"),
+        *("guard.run", "guard.step_tensors", "guard.verdict", "guard.watch"),
     },
     "guard.joining": set(),
     "guard.agreement": {

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .evidence import EvidenceFolder, JsonLog, of_rank
+from .evidence import EvidenceFolder
+from .json_log import JsonLog
 from .options import GuardOptions
-from .report import Cost, Report, least_headroom
+from .report import Cost, Report, least_headroom, place_of
+from .run import Run
 from .step_tensors import StepTensors
 from .verdict import BadFrame, Verdict, leading_frame
 from .watch import ModelWatch
@@ -31,45 +34,74 @@ class Archive:
         watches: Sequence[ModelWatch],
         cost: Callable[[], Cost],
     ) -> None:
+        self._options = options
         self._watches = watches
         self._cost = cost
-        self._evidence: EvidenceFolder | None = None
-        self._json: JsonLog | None = None
-        if options.evidence is not None:
-            most = int(options.evidence_mib * _MIB)
-            self._evidence = EvidenceFolder(
-                of_rank(options.evidence), most, options.evidence_keep
-            )
-        if options.log is not None:
-            most = int(options.log_mib * _MIB)
-            self._json = JsonLog(of_rank(options.log), most, options.log_keep)
 
-    def folder_of(self, step: int) -> str | None:
-        """Where a step's evidence lies, or None if none is kept."""
-        return None if self._evidence is None else str(self._evidence.folder_of(step))
+    # Made when first needed: the rank is known by then.
+
+    @functools.cached_property
+    def _run(self) -> Run:
+        return Run.begin()
+
+    @functools.cached_property
+    def _evidence(self) -> EvidenceFolder | None:
+        options = self._options
+        if options.evidence is None:
+            return None
+        most = int(options.evidence_mib * _MIB)
+        return EvidenceFolder(options.evidence, self._run, most, options.evidence_keep)
+
+    @functools.cached_property
+    def _log(self) -> JsonLog | None:
+        options = self._options
+        if options.log is None:
+            return None
+        return JsonLog(
+            self._run.path_of_rank(options.log),
+            self._run.id,
+            lambda: self._run.header(self._watches, options.on_overflow),
+            int(options.log_mib * _MIB),
+            options.log_keep,
+        )
 
     def keep(
-        self, report: Report, frames: Sequence[BadFrame], tensors: StepTensors | None
-    ) -> None:
-        """Keeps a step's report, its offending tensors and its batch.
+        self, step: int, frames: Sequence[BadFrame], tensors: StepTensors | None
+    ) -> str | None:
+        """Keeps a step's offending tensors and its batch.
 
         Args:
-            report: The report.
+            step: The step's number.
             frames: The step's bad frames, at least one.
             tensors: What was scanned besides the calls.
+
+        Returns:
+            The folder, or None if nothing is kept.
         """
+        if self._evidence is None:
+            return None
+        leading = leading_frame(frames)
+        batch = leading.watch.batches.get(leading.frame.batch)
+        return self._evidence.keep(step, _offending(leading, frames, tensors), batch)
+
+    def add_report(self, report: Report) -> None:
+        """Adds the report to what was kept."""
         if self._evidence is not None:
-            leading = leading_frame(frames)
-            batch = leading.watch.batches.get(leading.frame.batch)
-            self._evidence.write(report, _offending(leading, frames, tensors), batch)
+            self._evidence.add_report(report)
 
     def log(
-        self, step: int, verdict: Verdict, action: str | None, num_skipped: int
+        self,
+        step: int,
+        verdict: Verdict,
+        action: str | None,
+        num_skipped: int,
     ) -> None:
-        """Writes the line of a step."""
-        if self._json is None:
+        """Writes the line of a judgement."""
+        if self._log is None:
             return
         line: dict[str, Any] = {
+            "kind": "step",
+            "run": self._run.id,
             "time": round(time.time(), 3),
             "step": step,
             "is_clean": verdict.is_clean,
@@ -81,17 +113,19 @@ class Archive:
         if headroom is not None:
             line["headroom_bits"] = round(headroom.bits, 2)
             line["headroom_at"] = headroom.where
-        if verdict.first is not None:
-            line["headroom_bits"], line["headroom_at"] = 0.0, verdict.first.fqn
-            line["first"] = f"{verdict.first.fqn}: {verdict.first.label}"
+        first = verdict.first
+        if first is not None:
+            where = place_of(first)
+            line["headroom_bits"], line["headroom_at"] = 0.0, where
+            line["first"] = f"{where}: {first.label}"
             line["origin"] = verdict.origin
             line["maker"] = verdict.maker
-        self._json.write(line)
+        self._log.write(line)
 
     def close(self) -> None:
         """Closes the log."""
-        if self._json is not None:
-            self._json.close()
+        if "_log" in vars(self) and self._log is not None:
+            self._log.close()
 
 
 def _offending(

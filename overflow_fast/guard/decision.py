@@ -136,10 +136,10 @@ class Decision:
         self._count(found, report)
         report.num_skipped = self._rounds.num_skipped
         self.last_report = report
-        if is_own:
-            self._archive.keep(report, found.frames, found.tensors)
         if report.action != "warn":
             report.notes += found.restore()
+        if is_own:
+            self._archive.add_report(report)
         self._log_line(found.step, report.verdict, report.action)
         if report.action == "raise":
             raise NonFiniteError(report)
@@ -212,7 +212,7 @@ class Decision:
             num_skipped=self._rounds.num_skipped,
             notes=list(found.notes),
         )
-        report.evidence = self._archive.folder_of(found.step)
+        report.evidence = self._archive.keep(found.step, found.frames, found.tensors)
         if callable(policy):
             report.action = self._ask(policy, report)
         if report.action == "skip" and not found.can_skip:

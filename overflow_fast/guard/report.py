@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from ..debug import get_abs_min_max
 from ..report import frame_text, frames_text
 from .advice import advice_for
 from .origin import who_made_it
+from .strict_json import SCHEMA, dumps, to_plain
 from .verdict import BadEntry, Headroom, Verdict, headroom_of
 from .watch import ModelWatch
 
@@ -96,12 +96,16 @@ class Report:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as a dict of strings, numbers, lists and dicts."""
-        return {**dataclasses.asdict(self), "summary": " ".join(self.sentences())}
+        """The report as a dict of strings, finite numbers, lists and dicts."""
+        plain = to_plain(dataclasses.asdict(self))
+        if self.verdict.first is not None:
+            plain["verdict"]["first"]["place"] = place_of(self.verdict.first)
+        summary = " ".join(self.sentences())
+        return {"schema": SCHEMA, "kind": "report", **plain, "summary": summary}
 
     def to_json(self) -> str:
-        """The report as one line of JSON."""
-        return json.dumps(self.to_dict())
+        """The report as one line of JSON; what is not finite is a string, as "inf"."""
+        return dumps(self.to_dict())
 
     def sentences(self) -> list[str]:
         """The first paragraph, sentence by sentence."""
@@ -129,6 +133,11 @@ class Report:
             return []
         share = f"{self.cost.share:.1%}"
         return [f"The guard takes {share} of the time of a watched step."]
+
+
+def place_of(entry: BadEntry) -> str:
+    """The name of an entry's module, or of its tensor; the root's is "the model"."""
+    return entry.fqn or "the model"
 
 
 def _what(entry: BadEntry) -> str:
