@@ -63,6 +63,15 @@ class Finding:
     is_check: bool = False
     is_late: bool = False
 
+    @property
+    def moment(self) -> str:
+        """When it was found: see `Report.moment`."""
+        if self.is_check:
+            return "check"
+        if not self.is_of_step:
+            return "evaluation"
+        return "after" if self.is_late else "before"
+
 
 class Decision:
     """Decides by the guard's policy, reports, keeps count and evidence.
@@ -216,18 +225,14 @@ class Decision:
         if callable(policy):
             report.action = self._ask(policy, report)
         if report.action == "skip" and not found.can_skip:
-            report.action = "warn"
-            if found.skipped_by:
-                report.action = "skip"
-            else:
-                report.notes.append("There was no optimizer's step to skip.")
-        if found.skipped_by:
-            report.notes.append(f"The {found.skipped_by} has skipped the step.")
+            report.action = "skip" if found.skipped_by else "warn"
         is_undone = found.gate is not None and found.gate.has_snapshot
         is_skipped = report.action == "skip" and not is_undone
         if is_skipped and self._is_beyond_repair(verdict):
             report.action = "raise"
             report.notes.append(_BEYOND_REPAIR)
+        # A callable is given a report that says nothing of what it is to decide.
+        report.moment, report.skipped_by = found.moment, found.skipped_by
         return report
 
     def _is_beyond_repair(self, verdict: Verdict) -> bool:

@@ -229,9 +229,7 @@ class Judge:
         if frames:
             if self.buffers is not None:
                 self.buffers.hold(watch)
-            note = "It was found in a forward without autograd."
-            found = Finding(number, frames, notes=[note], is_of_step=False)
-            self._decision.decide(found)
+            self._decision.decide(Finding(number, frames, is_of_step=False))
 
     def forget(self) -> None:
         """Forgets what has run and was not judged."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +24,21 @@ _RECOMPUTED = (
     "It was finite in the forward and arose when backward computed that again "
     "(activation checkpointing)."
 )
+_MAY_BE_BAD = "weights may be non-finite now"
+_OUTCOMES = {
+    "raise": "The optimizer step is not made: NonFiniteError is raised before it.",
+    "skip": "The optimizer step was skipped.",
+    "warn": f"The optimizer step was made: {_MAY_BE_BAD}.",
+}
+_MOMENTS = {
+    "after": "The optimizer step was made before its stats arrived (sync='lagged'): "
+    f"{_MAY_BE_BAD}.",
+    "evaluation": "It was found in a forward without autograd, and in no step.",
+    "check": "It was found by `check()`, which can skip no optimizer step.",
+}
+_WIDTH = 96
+_CODE = re.compile(r"`[^`]*`")
+_FIXED_SPACE = "\0"
 
 
 class NonFiniteError(FloatingPointError):
@@ -61,7 +78,7 @@ class Report:
 
     Attributes:
         step: The optimizer's step, counted from 0.
-        action: "raise", "warn" or "skip"; "scaler" where a GradScaler skipped the step.
+        action: "raise", "warn" or "skip".
         verdict: What was bad, and who made it.
         least_headroom: Of all that was finite in the step, what came nearest to the end
             of its dtype.
@@ -73,6 +90,11 @@ class Report:
         notes: What else there is to say, in sentences.
         where: The rank, host and device that found it, where ranks decide together.
         is_of_state: Whether it is of a state that was to be saved, and of no step.
+        moment: When it was found: "before" the optimizer's step, "after" it
+            (`sync="lagged"`), in an "evaluation" (a forward without autograd), by a
+            "check", or "" where it is of no step, or not decided yet.
+        skipped_by: Who else has skipped the step: "GradScaler", or the optimizer's
+            kernel on a device.
     """
 
     step: int
@@ -87,10 +109,12 @@ class Report:
     notes: list[str] = field(default_factory=list)
     where: str | None = None
     is_of_state: bool = False
+    moment: str = ""
+    skipped_by: str = ""
 
     def __str__(self) -> str:
-        """The report as text: a paragraph in plain words, then the frames."""
-        lines = [" ".join(self.sentences())]
+        """The report as text: a line for each sentence, then the frames."""
+        lines = [line for each in self.sentences() for line in wrapped(each)]
         if self.frames:
             lines += ["", *frames_text(self.verdict.batch, self.frames)]
         return "\n".join(lines)
@@ -100,7 +124,7 @@ class Report:
         plain = to_plain(dataclasses.asdict(self))
         if self.verdict.first is not None:
             plain["verdict"]["first"]["place"] = place_of(self.verdict.first)
-        summary = " ".join(self.sentences())
+        summary = "\n".join(self.sentences())
         return {"schema": SCHEMA, "kind": "report", **plain, "summary": summary}
 
     def to_json(self) -> str:
@@ -108,31 +132,59 @@ class Report:
         return dumps(self.to_dict())
 
     def sentences(self) -> list[str]:
-        """The first paragraph, sentence by sentence."""
+        """All but the frames: the headline, what became of the step, and the rest."""
         first = self.verdict.first
         if first is None:
             return [f"Step {self.step} is clean.", *self.notes]
-        where = f" on {self.where}" if self.where else ""
-        subject = "The state" if self.is_of_state else f"Step {self.step}"
+        advice = advice_for(first, self.verdict)
         return [
-            f"{subject} is not finite{where}: {_what(first)}.",
-            *([] if self.is_of_state else [who_made_it(first, self.verdict)]),
+            self.headline(),
+            *self._outcome(),
+            *self.notes,
             *([_RECOMPUTED] if self.verdict.is_recomputed else []),
             *_headroom_sentences(self.verdict.headroom),
             *_least_sentences(self.least_headroom),
             *_gradient_sentences(self.verdict),
-            f"What to try: {advice_for(first, self.verdict)}.",
-            *self.notes,
-            *([f"The tensors are in {self.evidence}."] if self.evidence else []),
+            *([] if self.is_of_state else [who_made_it(first, self.verdict)]),
+            *([f"What to try: {advice}."] if advice else []),
+            *([f"Evidence is in `{self.evidence}`."] if self.evidence else []),
             *self.not_covered,
             *self._cost_sentences(),
         ]
+
+    def headline(self) -> str:
+        """The first sentence: which step, what is bad, and where."""
+        assert self.verdict.first is not None
+        where = f" on {self.where}" if self.where else ""
+        subject = "The state" if self.is_of_state else f"Step {self.step}"
+        return f"{subject} is not finite{where}: {_what(self.verdict.first)}."
+
+    def _outcome(self) -> list[str]:
+        """What became of the optimizer's step, as far as that is known."""
+        if self.skipped_by:
+            return [f"The {self.skipped_by} skipped the optimizer step."]
+        if self.moment == "before":
+            return [_OUTCOMES[self.action]]
+        return [_MOMENTS[self.moment]] if self.moment else []
 
     def _cost_sentences(self) -> list[str]:
         if not self.cost.step_seconds:
             return []
         share = f"{self.cost.share:.1%}"
         return [f"The guard takes {share} of the time of a watched step."]
+
+
+def wrapped(sentence: str) -> list[str]:
+    """The lines of a sentence; no code between backticks is broken."""
+    fixed = _CODE.sub(lambda code: code[0].replace(" ", _FIXED_SPACE), sentence)
+    lines = textwrap.wrap(
+        fixed,
+        _WIDTH,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace(_FIXED_SPACE, " ") for line in lines]
 
 
 def place_of(entry: BadEntry) -> str:
@@ -149,8 +201,7 @@ def _what(entry: BadEntry) -> str:
     ]
     holds = f"holds {' and '.join(kinds)} among {entry.numel} values of {entry.dtype}"
     if entry.class_name:
-        where = f"{entry.fqn} ({entry.class_name})" if entry.fqn else entry.class_name
-        return f"`{entry.label}` of {where} {holds}"
+        return f"`{entry.label}` of {place_of(entry)} ({entry.class_name}) {holds}"
     return f"the {entry.kind.replace('_', ' ')} `{entry.label}` {holds}"
 
 
