@@ -57,6 +57,7 @@ ALLOWED = {
     "guard.evidence": {
         *("guard.evidence_tensors", "guard.report", "guard.run", "guard.strict_json"),
     },
+    "guard.run_lines": {"guard.coverage", "guard.report", "guard.watch"},
     "guard.metrics": set(),
     "guard.rules": {"_C", "guard.verdict", "guard.watch", "report", "selection"},
     "guard.headroom": {"_C", "guard.verdict", "guard.watch"},
@@ -117,7 +118,8 @@ ALLOWED = {
         *("_C", "guard.cadence", "guard.coverage", "guard.fault_results"),
         *("guard.headroom", "guard.joining"),
         *("guard.metrics", "guard.options", "guard.report", "guard.rules"),
-        *("guard.self_test", "guard.services", "guard.supervisor"),
+        *("guard.run_lines", "guard.self_test", "guard.services"),
+        "guard.supervisor",
     },
     "__init__": {
         *("coverage", "debug", "log", "ops", "precision"),

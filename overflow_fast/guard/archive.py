@@ -119,6 +119,7 @@ class Archive:
             line["headroom_bits"], line["headroom_at"] = 0.0, where
             line["first"] = f"{where}: {first.label}"
             line["origin"] = verdict.origin
+            line["source"] = verdict.source
             line["maker"] = verdict.maker
         self._log.write(line)
 

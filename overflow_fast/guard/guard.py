@@ -30,6 +30,7 @@ from .options import (
 )
 from .report import Cost, NonFiniteError, Report
 from .rules import Allow
+from .run_lines import log_begin, log_end
 from .self_test import Loss
 from .supervisor import Supervisor
 
@@ -190,6 +191,8 @@ class OverflowGuard:
         warn_of_strangers(models, optimizers)
         self._supervisor = Supervisor(options, models, optimizers, _defer)
         self.enable()
+        watches = self._supervisor.watches
+        log_begin(watches, optimizers, on_overflow, self.coverage())
 
     # Switching on and off.
 
@@ -212,9 +215,16 @@ class OverflowGuard:
     def remove(self) -> None:
         """Judges what is on its way (`sync="lagged"`), then switches the guard off.
 
-        Incurs a CPU-GPU sync if something is.
+        Logs a line about the run (logger `overflow_fast`): WARNING if there was a
+        report, else INFO. Incurs a CPU-GPU sync if something is on its way.
         """
-        self._supervisor.finish()
+        was_enabled = self.enabled
+        try:
+            self._supervisor.finish()
+        finally:
+            if was_enabled:
+                num_reports = self._supervisor.decision.num_bad
+                log_end(self.coverage(), num_reports, self.num_skipped, self.cost)
 
     def __enter__(self) -> OverflowGuard:
         return self
