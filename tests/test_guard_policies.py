@@ -152,9 +152,9 @@ def test_a_run_that_stays_bad_is_not_noisy(caplog):
         with caplog.at_level(logging.WARNING, "overflow_fast"):
             for batch in batches(20):
                 step_with_bad_gradient(model, optimizer, batch)
-    assert len(caplog.records) == 5  # the 1st, 2nd, 4th, 8th and 16th
-    assert "16th non-finite step in a row" in caplog.records[-1].message
-    assert "forward frames" not in caplog.records[-1].message
+        assert len(caplog.records) == 5  # the 1st, 2nd, 4th, 8th and 16th
+        assert "16th non-finite step in a row" in caplog.records[-1].message
+        assert "forward frames" not in caplog.records[-1].message
 
 
 @pytest.mark.parametrize("is_in_row", [True, False])
@@ -167,10 +167,10 @@ def test_repeated_alarms_of_one_place_are_logged_ever_more_rarely(caplog, is_in_
                 optimizer.zero_grad()
                 if not is_in_row:
                     train_step(model, optimizer, batch)
-    assert len(caplog.records) == 4  # the 1st, 2nd, 4th and 8th
-    what = "non-finite step in a row" if is_in_row else "alarm of this place"
-    assert f"8th {what}; the next one logged is the 16th" in caplog.text
-    assert all("head.weight" in record.message for record in caplog.records)
+        assert len(caplog.records) == 4  # the 1st, 2nd, 4th and 8th
+        what = "non-finite step in a row" if is_in_row else "alarm of this place"
+        assert f"8th {what}; the next one logged is the 16th" in caplog.text
+        assert all("head.weight" in record.message for record in caplog.records)
 
 
 def test_too_many_skips_in_a_row_raise():

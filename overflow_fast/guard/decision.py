@@ -306,9 +306,9 @@ class Decision:
             else (of_place, "alarm of this place")
         )
         if count & (count - 1) == 0:
-            headline = report.sentences()[0]
-            text = "%s %s %s; the next one logged is the %s."
-            _log.warning(text, headline, _ordinal(count), what, _ordinal(2 * count))
+            following = f"the next one logged is the {_ordinal(2 * count)}"
+            counted = f"{_ordinal(count)} {what}; {following}."
+            _log.warning("%s", report.short_text(counted))
 
 
 def _ordinal(count: int) -> str:

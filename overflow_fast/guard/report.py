@@ -36,7 +36,7 @@ _MOMENTS = {
     "evaluation": "It was found in a forward without autograd, and in no step.",
     "check": "It was found by `check()`, which can skip no optimizer step.",
 }
-_WIDTH = 96
+_WIDTH = 100
 _CODE = re.compile(r"`[^`]*`")
 _FIXED_SPACE = "\0"
 
@@ -114,10 +114,14 @@ class Report:
 
     def __str__(self) -> str:
         """The report as text: a line for each sentence, then the frames."""
-        lines = [line for each in self.sentences() for line in wrapped(each)]
+        lines = _lines_of(self.sentences())
         if self.frames:
             lines += ["", *frames_text(self.verdict.batch, self.frames)]
         return "\n".join(lines)
+
+    def short_text(self, note: str) -> str:
+        """The headline, what became of the step, and a note."""
+        return "\n".join(_lines_of([self.headline(), *self._outcome(), note]))
 
     def to_dict(self) -> dict[str, Any]:
         """The report as a dict of strings, finite numbers, lists and dicts."""
@@ -172,6 +176,10 @@ class Report:
             return []
         share = f"{self.cost.share:.1%}"
         return [f"The guard takes {share} of the time of a watched step."]
+
+
+def _lines_of(sentences: Sequence[str]) -> list[str]:
+    return [line for sentence in sentences for line in wrapped(sentence)]
 
 
 def wrapped(sentence: str) -> list[str]:
