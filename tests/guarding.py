@@ -117,6 +117,11 @@ class plant:
         self.handle.remove()
 
 
+def flat(text):
+    """A report's text, or what is logged of it, in one line."""
+    return " ".join(str(text).replace("[overflow_fast]", "").split())
+
+
 def hooks_of(model, optimizer=None):
     """How many hooks there are, of any kind."""
     count = sum(

@@ -36,8 +36,8 @@ _MOMENTS = {
     "evaluation": "It was found in a forward without autograd, and in no step.",
     "check": "It was found by `check()`, which can skip no optimizer step.",
 }
-_WIDTH = 100
-_CODE = re.compile(r"`[^`]*`")
+_WIDTH = 84  # with what each logged line begins with: 100
+_CODE = re.compile(r"`[^`]*`|\{[^}]*\}")
 _FIXED_SPACE = "\0"
 
 
@@ -145,6 +145,7 @@ class Report:
             self.headline(),
             *self._outcome(),
             *self.notes,
+            _share_sentence(first),
             *([_RECOMPUTED] if self.verdict.is_recomputed else []),
             *_headroom_sentences(self.verdict.headroom),
             *_least_sentences(self.least_headroom),
@@ -183,7 +184,7 @@ def _lines_of(sentences: Sequence[str]) -> list[str]:
 
 
 def wrapped(sentence: str) -> list[str]:
-    """The lines of a sentence; no code between backticks is broken."""
+    """The lines of a sentence; no code in backticks or braces is broken."""
     fixed = _CODE.sub(lambda code: code[0].replace(" ", _FIXED_SPACE), sentence)
     lines = textwrap.wrap(
         fixed,
@@ -207,10 +208,16 @@ def _what(entry: BadEntry) -> str:
         for count, name in ((entry.num_nan, "nan"), (entry.num_inf, infs))
         if count
     ]
-    holds = f"holds {' and '.join(kinds)} among {entry.numel} values of {entry.dtype}"
+    holds = f"holds {' and '.join(kinds)}"
     if entry.class_name:
         return f"`{entry.label}` of {place_of(entry)} ({entry.class_name}) {holds}"
     return f"the {entry.kind.replace('_', ' ')} `{entry.label}` {holds}"
+
+
+def _share_sentence(entry: BadEntry) -> str:
+    bad = entry.num_nan + entry.num_inf
+    are = "is" if bad == 1 else "are"
+    return f"{bad} of its {entry.numel} {entry.dtype} values {are} non-finite."
 
 
 def _headroom_sentences(headroom: Headroom | None) -> list[str]:
