@@ -22,6 +22,7 @@ ALLOWED = {
     "owner": {"_C", "coverage", "hooks", "traced", "traced_graph"},
     "steps": {"_C", "coverage", "hooks", "owner", "traced_root"},
     "debug": {"_C", "ops", "report", "steps"},
+    "lines": set(),
     "log": set(),
     "names": set(),
     "selection": {"names"},
@@ -46,7 +47,7 @@ ALLOWED = {
     "guard.origin": {"guard.verdict"},
     "guard.advice": {"guard.verdict"},
     "guard.report": {
-        *("_C", "debug", "report", "guard.advice", "guard.origin"),
+        *("_C", "debug", "lines", "report", "guard.advice", "guard.origin"),
         *("guard.strict_json", "guard.verdict", "guard.watch"),
     },
     "guard.meter": {"guard.report"},
@@ -60,7 +61,7 @@ ALLOWED = {
     "guard.run_lines": {"guard.coverage", "guard.report", "guard.watch"},
     "guard.metrics": set(),
     "guard.rules": {"_C", "guard.verdict", "guard.watch", "report", "selection"},
-    "guard.headroom": {"_C", "guard.verdict", "guard.watch"},
+    "guard.headroom": {"_C", "guard.verdict", "guard.watch", "lines"},
     "guard.options": {
         *("guard.metrics", "guard.optimizers", "guard.report", "guard.rules"),
         *("guard.watch", "names", "selection"),

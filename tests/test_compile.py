@@ -59,7 +59,7 @@ BACKENDS = ["aot_eager", "inductor"]
 
 
 def without_times(report):
-    return re.sub(r" The guard takes .*", "", str(report))
+    return re.sub(r"\s*The guard takes .*", "", str(report))
 
 
 def num_graphs():

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from guarding import INF, batches, make, plant, train, train_step
+from guarding import INF, batches, flat, make, plant, train, train_step
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
@@ -164,7 +164,7 @@ def test_the_table_has_everything_that_was_made():
 @pytest.fixture
 def said(caplog):
     caplog.set_level(logging.WARNING, "overflow_fast")
-    return lambda: [text.removeprefix("[overflow_fast] ") for text in caplog.messages]
+    return lambda: [flat(text) for text in caplog.messages]
 
 
 @pytest.mark.parametrize("options", [{}, {"_defer": True}], ids=["cpu", "deferred"])
@@ -177,6 +177,15 @@ def test_an_overflow_is_announced(said, options):
     assert "it would overflow in about 2" in first
     assert "keep_in_fp32" in first
     assert "Step 5" in second  # when half of it is gone
+
+
+def test_the_announcement_is_laid_out_in_lines(caplog):
+    grown([1250.0 * 2**i for i in range(6)], headroom_bits=2.0)
+    lines = caplog.messages[0].splitlines()
+    starts = ["Step 4 is finite", "output of", "What to try"]
+    begun = [line.removeprefix("[overflow_fast] ") for line in lines]
+    assert [s for s in starts if any(b.startswith(s) for b in begun)] == starts
+    assert all(len(line) <= 100 for line in lines)
 
 
 def test_lagged_stats_may_be_of_the_step_before(said):
@@ -236,12 +245,12 @@ def test_more_places_than_have_a_course(said):
     assert "3e+38" in said()[0]
 
 
-def test_many_are_said_in_one_line(said):
+def test_many_are_said_in_one_message(said):
     model, optimizer = make()
     with OverflowGuard(model, optimizer, headroom_bits=127.9):
         train_step(model, optimizer, batches(1)[0])
     (line,) = said()
-    assert "more, see `guard.headroom()`" in line
+    assert "more: see `guard.headroom()`." in line
 
 
 # Underflow.

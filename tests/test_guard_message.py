@@ -10,8 +10,9 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from overflow_fast import NonFiniteError, OverflowGuard, assert_finite_state
-from overflow_fast.guard.report import Report, wrapped
+from overflow_fast.guard.report import Report
 from overflow_fast.guard.verdict import BadEntry, Verdict
+from overflow_fast.lines import wrapped
 
 MADE = "The optimizer step was made: weights may be non-finite now."
 SKIPPED = "The optimizer step was skipped."

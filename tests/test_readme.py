@@ -80,7 +80,7 @@ def test_trainer():
         data=texts(32),
     )
     assert known["callback"].guard.step == 4
-    assert Path("guard.jsonl").read_text().count("\n") == 4
+    assert Path("guard.jsonl").read_text().count("\n") == 5  # with the header
     assert Path("out/checkpoint-4").is_dir()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .. import _C
+from ..lines import as_lines
 from .verdict import GRADIENTS, Headroom, headroom_of, kind_of
 from .watch import ModelWatch
 
@@ -231,15 +232,14 @@ class HeadroomKeeper:
         if not short:
             return
         more = len(short) - _FEW_NAMES
-        _log.warning(
-            "Step %d%s is finite, but close to an overflow: %s%s. What to try: run "
-            "what is named in float32 (`overflow_fast.keep_in_fp32`) or in bfloat16, "
-            "lower the learning rate, or clip.",
-            step,
-            self._or_before,
-            "; ".join(_short_text(row) for row in short[:_FEW_NAMES]),
-            f"; and {more} more, see `guard.headroom()`" if more > 0 else "",
-        )
+        sentences = [
+            f"Step {step}{self._or_before} is finite, but close to an overflow:",
+            *(f"{_short_text(row)}." for row in short[:_FEW_NAMES]),
+            *([f"{more} more: see `guard.headroom()`."] if more > 0 else []),
+            "What to try: run what is named in float32 (`overflow_fast.keep_in_fp32`) "
+            "or in bfloat16, lower the learning rate, or clip.",
+        ]
+        _log.warning("%s", as_lines(sentences))
 
 
 def _drift(row: Course) -> float:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .. import _C
 from ..debug import get_abs_min_max
+from ..lines import as_lines
 from ..report import frame_text, frames_text
 from .advice import advice_for
 from .origin import who_made_it
@@ -36,9 +35,6 @@ _MOMENTS = {
     "evaluation": "It was found in a forward without autograd, and in no step.",
     "check": "It was found by `check()`, which can skip no optimizer step.",
 }
-_WIDTH = 84  # with what each logged line begins with: 100
-_CODE = re.compile(r"`[^`]*`|\{[^}]*\}")
-_FIXED_SPACE = "\0"
 
 
 class NonFiniteError(FloatingPointError):
@@ -114,14 +110,14 @@ class Report:
 
     def __str__(self) -> str:
         """The report as text: a line for each sentence, then the frames."""
-        lines = _lines_of(self.sentences())
-        if self.frames:
-            lines += ["", *frames_text(self.verdict.batch, self.frames)]
-        return "\n".join(lines)
+        text = as_lines(self.sentences())
+        if not self.frames:
+            return text
+        return "\n".join([text, "", *frames_text(self.verdict.batch, self.frames)])
 
     def short_text(self, note: str) -> str:
         """The headline, what became of the step, and a note."""
-        return "\n".join(_lines_of([self.headline(), *self._outcome(), note]))
+        return as_lines([self.headline(), *self._outcome(), note])
 
     def to_dict(self) -> dict[str, Any]:
         """The report as a dict of strings, finite numbers, lists and dicts."""
@@ -177,23 +173,6 @@ class Report:
             return []
         share = f"{self.cost.share:.1%}"
         return [f"The guard takes {share} of the time of a watched step."]
-
-
-def _lines_of(sentences: Sequence[str]) -> list[str]:
-    return [line for sentence in sentences for line in wrapped(sentence)]
-
-
-def wrapped(sentence: str) -> list[str]:
-    """The lines of a sentence; no code in backticks or braces is broken."""
-    fixed = _CODE.sub(lambda code: code[0].replace(" ", _FIXED_SPACE), sentence)
-    lines = textwrap.wrap(
-        fixed,
-        _WIDTH,
-        subsequent_indent="  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return [line.replace(_FIXED_SPACE, " ") for line in lines]
 
 
 def place_of(entry: BadEntry) -> str:

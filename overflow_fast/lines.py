@@ -1,0 +1,29 @@
+"""Sentences as lines of a message."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable
+
+_WIDTH = 84  # with what each logged line begins with: 100
+_CODE = re.compile(r"`[^`]*`|\{[^}]*\}")
+_FIXED_SPACE = "\0"
+
+
+def as_lines(sentences: Iterable[str]) -> str:
+    """A message: each sentence begins a line, and a long one goes on in the next."""
+    return "\n".join(line for each in sentences for line in wrapped(each))
+
+
+def wrapped(sentence: str) -> list[str]:
+    """The lines of a sentence; no code in backticks or braces is broken."""
+    fixed = _CODE.sub(lambda code: code[0].replace(" ", _FIXED_SPACE), sentence)
+    lines = textwrap.wrap(
+        fixed,
+        _WIDTH,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace(_FIXED_SPACE, " ") for line in lines]
