@@ -66,13 +66,14 @@ py::tuple entry_tuple(const Recorder& recorder, const Entry& entry) {
   py::object value = py::none();
   if (entry.kind == EntryKind::kTensor) value = stat_tuple(entry.stat, entry.dtype);
   if (entry.kind == EntryKind::kNotScanned) value = entry.why;
-  return py::make_tuple(const_cast<Recorder&>(recorder).labels().path(entry.listing.label),
-                        entry.kind, value, entry.numel, entry.listing.is_quiet, entry.is_bad(),
-                        name_of(entry.dtype));
+  return py::make_tuple(
+      const_cast<Recorder&>(recorder).labels().path(entry.listing.label, entry.listing.role),
+      entry.kind, value, entry.numel, entry.listing.is_quiet, entry.is_bad(), name_of(entry.dtype));
 }
 
 py::tuple place_tuple(Recorder& recorder, const Place& place) {
-  return py::make_tuple(place.phase, place.module, recorder.labels().path(place.label));
+  const Role role = recorder.role_of(place.phase, place.label);
+  return py::make_tuple(place.phase, place.module, recorder.labels().path(place.label, role));
 }
 
 // (place, abs_max, the largest number of its format, the format).
@@ -127,6 +128,15 @@ void add_recorder(py::module_& m) {
       .value("NONE", EntryKind::kNone)
       .value("NOT_TENSOR", EntryKind::kNotTensor)
       .value("NOT_SCANNED", EntryKind::kNotScanned);
+  py::enum_<Role>(m, "Role")
+      .value("INPUT", Role::kInput)
+      .value("OUTPUT", Role::kOutput)
+      .value("GRAD_OUTPUT", Role::kGradOutput)
+      .value("WEIGHT", Role::kWeight)
+      .value("BUFFER", Role::kBuffer)
+      .value("GRADIENT", Role::kGradient)
+      .value("OPTIMIZER_STATE", Role::kOptimizerState)
+      .value("RECORDED", Role::kRecorded);
   py::enum_<Phase>(m, "Phase")
       .value("FORWARD", Phase::kForward)
       .value("RECOMPUTED", Phase::kRecomputed)

@@ -42,12 +42,24 @@ struct PlaceHash {
   }
 };
 
+// What the entries of a frame are that is of no forward.
+inline Role role_of(Phase phase) {
+  switch (phase) {
+    case Phase::kBackward: return Role::kGradOutput;
+    case Phase::kWeights: return Role::kWeight;
+    case Phase::kBuffers: return Role::kBuffer;
+    case Phase::kGradients: return Role::kGradient;
+    case Phase::kOptimizerState: return Role::kOptimizerState;
+    default: return Role::kRecorded;
+  }
+}
+
 // How an entry is listed.
 struct Listing {
   LabelId label;
-  bool is_quiet = false;  // only when it is bad
-  uint64_t allowed = 0;   // the kinds of non-finite values that are no alarm, as bits of Slot
-  bool is_input = false;  // a module was given it and did not make it
+  bool is_quiet = false;      // only when it is bad
+  uint64_t allowed = 0;       // the kinds of non-finite values that are no alarm, as bits of Slot
+  Role role = Role::kOutput;  // set by the recorder
 };
 
 struct Entry {

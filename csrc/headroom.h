@@ -70,7 +70,7 @@ class Headroom {
     for (const Entry& entry : frame.entries) {
       const bool is_real =
           entry.kind == EntryKind::kTensor && !dtype_info(entry.dtype).is_integer();
-      if (!is_real || entry.listing.is_input || entry.stat.is_empty()) continue;
+      if (!is_real || entry.listing.role == Role::kInput || entry.stat.is_empty()) continue;
       const Place place{frame.phase, frame.module, entry.listing.label};
       if (entry.stat.is_finite()) {
         add({place, entry.dtype, entry.stat.max_key});

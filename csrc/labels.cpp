@@ -3,13 +3,13 @@
 namespace overflow_fast {
 
 LabelTable::LabelTable() {
-  add(kNoParent, LabelStyle::kName, py::str("input"));
-  add(kNoParent, LabelStyle::kName, py::str("output"));
-  add(kNoParent, LabelStyle::kName, py::str("parameters"));
+  add(kNoParent, LabelStyle::kName, Role::kInput, py::str("input"));
+  add(kNoParent, LabelStyle::kName, Role::kOutput, py::str("output"));
+  add(kNoParent, LabelStyle::kName, Role::kWeight, py::str("parameters"));
 }
 
-LabelId LabelTable::add(LabelId parent, LabelStyle style, py::object value) {
-  nodes_.push_back({parent, style, std::move(value)});
+LabelId LabelTable::add(LabelId parent, LabelStyle style, Role role, py::object value) {
+  nodes_.push_back({parent, style, role, std::move(value)});
   by_index_.emplace_back();
   return static_cast<LabelId>(nodes_.size() - 1);
 }
@@ -20,7 +20,7 @@ LabelId LabelTable::index(LabelId parent, int64_t index) {
     return by_index_[parent][at] - 1;
   }
   if (nodes_.size() >= kMaxLabels) return parent;
-  const LabelId id = add(parent, LabelStyle::kIndex, py::int_(index));
+  const LabelId id = add(parent, LabelStyle::kIndex, role(parent), py::int_(index));
   auto& known = by_index_[parent];
   if (known.size() <= at) known.resize(at + 1);
   known[at] = id + 1;
@@ -37,19 +37,22 @@ LabelId LabelTable::key(LabelId parent, LabelStyle style, PyObject* key) {
                : py::str("<") + py::str(py::type::handle_of(key).attr("__name__")) + py::str(">");
   const py::tuple by_value = py::make_tuple(parent, static_cast<int>(style), value);
   if (by_value_.contains(by_value)) return by_value_[by_value].cast<LabelId>();
-  if (nodes_.size() >= kMaxLabels) return parent == kNoParent ? kInputLabel : parent;
-  const LabelId id = add(parent, style, std::move(value));
+  const bool is_name = parent == kNoParent;
+  if (nodes_.size() >= (is_name ? kMaxNames : kMaxLabels))
+    return is_name ? kParametersLabel : parent;
+  const LabelId id = add(parent, style, is_name ? Role::kWeight : role(parent), std::move(value));
   by_value_[by_value] = id;
   // The node holds the key, so its address stays its own.
   if (is_plain) by_pointer_.emplace(PointerKey{parent, key}, id);
   return id;
 }
 
-py::tuple LabelTable::path(LabelId id) const {
+py::tuple LabelTable::path(LabelId id, Role role) const {
   py::list reversed;
-  for (; id != kNoParent; id = nodes_[id].parent) {
+  for (; nodes_[id].parent != kNoParent; id = nodes_[id].parent) {
     reversed.append(py::make_tuple(static_cast<int>(nodes_[id].style), nodes_[id].value));
   }
+  reversed.append(py::make_tuple(role, nodes_[id].value));
   reversed.attr("reverse")();
   return py::tuple(reversed);
 }

@@ -19,6 +19,18 @@ enum class LabelStyle : uint8_t {
   kAttribute,  // .loss
 };
 
+// What an entry is. Its label's root says what of a call it is; else the phase does.
+enum class Role : uint8_t {
+  kInput,
+  kOutput,
+  kGradOutput,
+  kWeight,
+  kBuffer,
+  kGradient,
+  kOptimizerState,
+  kRecorded,
+};
+
 using LabelId = uint32_t;
 constexpr LabelId kInputLabel = 0;
 constexpr LabelId kOutputLabel = 1;
@@ -34,17 +46,22 @@ class LabelTable {
   // The name of a parameter.
   LabelId name(PyObject* name) { return key(kNoParent, LabelStyle::kName, name); }
 
-  // The path as a tuple of (style, value) from the root.
-  py::tuple path(LabelId id) const;
+  // What of a call has this label.
+  Role role(LabelId id) const { return nodes_[id].role; }
+
+  // The path as a tuple: (role, name) of the root, then (style, value) of each part.
+  py::tuple path(LabelId id, Role role) const;
 
  private:
   static constexpr LabelId kNoParent = ~LabelId{0};
-  // Keys that never repeat must not fill the memory of a long run.
+  // Keys that never repeat must not fill the memory of a long run, nor use up the room of names.
   static constexpr size_t kMaxLabels = 1 << 16;
+  static constexpr size_t kMaxNames = 1 << 17;
 
   struct Node {
     LabelId parent;
     LabelStyle style;
+    Role role;
     py::object value;
   };
   struct PointerKey {
@@ -60,7 +77,7 @@ class LabelTable {
     }
   };
 
-  LabelId add(LabelId parent, LabelStyle style, py::object value);
+  LabelId add(LabelId parent, LabelStyle style, Role role, py::object value);
 
   std::vector<Node> nodes_;
   std::vector<std::vector<LabelId>> by_index_;  // [parent][index] -> id + 1, 0 if none

@@ -47,20 +47,24 @@ Frame Recorder::begin_frame(uint32_t module, py::object class_name, Phase phase)
 }
 
 void Recorder::add_none(Frame& frame, Listing listing) {
+  listing.role = role_of(frame.phase, listing.label);
   frame.entries.push_back({{}, 0, {}, 0, listing, EntryKind::kNone, {}});
 }
 
 void Recorder::add_not_tensor(Frame& frame, Listing listing) {
+  listing.role = role_of(frame.phase, listing.label);
   frame.entries.push_back({{}, 0, {}, 0, listing, EntryKind::kNotTensor, {}});
 }
 
 void Recorder::add_not_scanned(Frame& frame, Listing listing, py::object why) {
+  listing.role = role_of(frame.phase, listing.label);
   frame.entries.push_back({{}, 0, {}, 0, listing, EntryKind::kTensor, {}});
   coverage_.give_up(frame.entries.back(), std::move(why));
 }
 
 void Recorder::add_tensor(Frame& frame, Listing listing, const at::Tensor& tensor) {
   ++coverage_.tensors_listed;
+  listing.role = role_of(frame.phase, listing.label);
   try {
     if (uses_memo(frame)) {
       const Memo::Known* known = memo_.find(tensor, frame_mark_);
@@ -92,7 +96,7 @@ void Recorder::add_indirect(Frame& frame, Listing listing, const at::Tensor& ten
 
 void Recorder::add_scanned(Frame& frame, Listing listing, const at::Tensor& tensor,
                            const View& view) {
-  if (counts_underflow && !listing.is_input && !deferred_.is_capturing()) {
+  if (counts_underflow && listing.role != Role::kInput && !deferred_.is_capturing()) {
     underflow_.add({frame.phase, frame.module, listing.label}, view.dtype, tensor, coverage_);
   }
   if (!is_here(tensor)) return add_unscanned(frame, listing, tensor, view);
@@ -178,6 +182,7 @@ void Recorder::add_known(Frame& frame, const TracedCall::Item& item, const Entry
   frame.entries.push_back(Entry(*known));
   Entry& entry = frame.entries.back();
   entry.listing = item.listing;
+  entry.listing.role = role_of(frame.phase, item.listing.label);
   if (entry.kind == EntryKind::kNotScanned) coverage_.count(entry.why);
   const bool is_here = entry.slot >= 0 && entry.slot < Deferred::kFirstSlot;
   frame.is_bad |= is_here && entry.is_bad();

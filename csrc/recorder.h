@@ -87,6 +87,11 @@ class Recorder {
   // Has the gradient of an output looked at when backward computes it, if that is wanted.
   void watch_output(const Frame& frame, LabelId label, const at::Tensor& output);
   void add_not_scanned(Frame& frame, Listing listing, py::object why);
+  // What an entry with this label is in a frame of this phase.
+  Role role_of(Phase phase, LabelId label) const {
+    const bool is_forward = phase == Phase::kForward || phase == Phase::kRecomputed;
+    return is_forward ? labels_.role(label) : overflow_fast::role_of(phase);
+  }
   // Fills the frame of a compiled call: see traced.h.
   void add_traced(Frame& frame, const TracedCall& call, at::TensorList tensors);
   const TracedCall& traced_call(const std::string& text) { return traced_.call_of(text, labels_); }

@@ -9,19 +9,21 @@ void Rules::apply(Frame& frame, const LabelTable& labels, bool to_all) {
   for (Entry& entry : frame.entries) {
     if (entry.kind != EntryKind::kTensor) continue;
     if (to_all || entry.is_bad()) {
-      entry.listing.allowed |= allowed_at(frame, entry.listing.label, labels);
+      entry.listing.allowed |= allowed_at(frame, entry.listing, labels);
     }
     is_bad |= entry.is_bad();
   }
   frame.is_bad = is_bad;
 }
 
-uint64_t Rules::allowed_at(const Frame& frame, LabelId label, const LabelTable& labels) {
-  const Place place{frame.phase, frame.module, label};
+uint64_t Rules::allowed_at(const Frame& frame, const Listing& listing, const LabelTable& labels) {
+  const Place place{frame.phase, frame.module, listing.label};
   const auto found = known_.find(place);
   if (found != known_.end()) return found->second;
   const EvalFramePause pause;
-  const auto allowed = function_(frame.phase, frame.module, labels.path(label)).cast<uint64_t>();
+  const auto allowed =
+      function_(frame.phase, frame.module, labels.path(listing.label, listing.role))
+          .cast<uint64_t>();
   if (known_.size() < kMaxPlaces) known_.emplace(place, allowed);
   return allowed;
 }

@@ -25,7 +25,7 @@ class Rules {
   // Labels that never repeat must not fill the memory of a long run.
   static constexpr size_t kMaxPlaces = 1 << 18;
 
-  uint64_t allowed_at(const Frame& frame, LabelId label, const LabelTable& labels);
+  uint64_t allowed_at(const Frame& frame, const Listing& listing, const LabelTable& labels);
 
   py::object function_;
   std::unordered_map<Place, uint64_t, PlaceHash> known_;

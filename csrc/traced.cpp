@@ -24,8 +24,7 @@ TracedCall::Item item_of(const py::dict& parsed, LabelTable& labels) {
       label = labels.key(label, style, value.ptr());
     }
   }
-  item.listing = {label, parsed["is_quiet"].cast<bool>(), parsed["allowed"].cast<uint64_t>(),
-                  parsed["is_input"].cast<bool>()};
+  item.listing = {label, parsed["is_quiet"].cast<bool>(), parsed["allowed"].cast<uint64_t>()};
   item.kind = parsed["kind"].cast<EntryKind>();
   item.why = parsed["why"];
   item.number = parsed["number"].cast<int64_t>();

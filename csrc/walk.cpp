@@ -84,7 +84,7 @@ struct Walker {
 
   void tensor(PyObject* object, LabelId label) {
     const at::Tensor& tensor = THPVariable_Unpack(object);
-    recorder.add_tensor(frame, {label, is_quiet, allowed, is_input}, tensor);
+    recorder.add_tensor(frame, {label, is_quiet, allowed}, tensor);
     if (!is_input) recorder.watch_output(frame, label, tensor);
   }
 

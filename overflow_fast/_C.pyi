@@ -2,6 +2,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 class Readability:
     READABLE: Readability
@@ -15,8 +16,20 @@ class EntryKind:
     NOT_TENSOR: EntryKind
     NOT_SCANNED: EntryKind
 
+class Role:
+    INPUT: Role
+    OUTPUT: Role
+    GRAD_OUTPUT: Role
+    WEIGHT: Role
+    BUFFER: Role
+    GRADIENT: Role
+    OPTIMIZER_STATE: Role
+    RECORDED: Role
+    name: str
+
 StatTuple = tuple[float | None, float | None, int, int]
-LabelPath = tuple[tuple[int, object], ...]
+# (role, name) of the root, then (style, value) of each part
+LabelPath = tuple[tuple[Role, str], Unpack[tuple[tuple[int, object], ...]]]
 # label path, kind, stat or reason, numel, is_quiet, is_bad, dtype
 EntryTuple = tuple[LabelPath, EntryKind, StatTuple | str | None, int, bool, bool, str]
 

@@ -15,10 +15,10 @@ _BACKWARD = " (backward)"
 _STYLES = {1: "[{}]", 2: "[{!r}]", 3: ".{}"}
 
 
-def label_text(path: Sequence[tuple[int, object]]) -> str:
+def label_text(path: _C.LabelPath) -> str:
     """Writes a label's path as text, such as `output[0]['logits']`."""
-    root, *rest = path
-    return str(root[1]) + "".join(_STYLES[style].format(value) for style, value in rest)
+    (_, root), *rest = path
+    return f"{root}" + "".join(_STYLES[style].format(value) for style, value in rest)
 
 
 def dotted(label: str) -> str:

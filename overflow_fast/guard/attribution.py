@@ -35,9 +35,7 @@ def judge(frames: Sequence[BadFrame]) -> Verdict:
     ordered = sorted(frames, key=lambda bad: bad.rank)
     first = ordered[0]
     place, entry = first.bad_entries()[0]
-    origin, source, maker = _origin(
-        first, kind_of(first.frame.phase, entry[0]), ordered
-    )
+    origin, source, maker = _origin(first, kind_of(entry[0]), ordered)
     dirty, clean = _around_gradients(ordered)
     return Verdict(
         batch=first.frame.batch,
@@ -58,7 +56,7 @@ def judge(frames: Sequence[BadFrame]) -> Verdict:
 
 def _is_of_loss(bad: BadFrame) -> bool:
     """Whether it is of a loss, or of what a model returned."""
-    kinds = [kind_of(bad.frame.phase, entry[0]) for _, entry in bad.bad_entries()]
+    kinds = [kind_of(entry[0]) for _, entry in bad.bad_entries()]
     is_root = bad.frame.module == 0 and bad.is_of_call
     return "recorded" in kinds or (is_root and "output" in kinds)
 
@@ -67,7 +65,7 @@ def _bad_entry(bad: BadFrame, place: int, entry: _C.EntryTuple) -> BadEntry:
     path, _, stat, numel, _, _, dtype = entry
     assert isinstance(stat, tuple)
     label = entry_label(bad.frame.phase, path)
-    kind = kind_of(bad.frame.phase, path)
+    kind = kind_of(path)
     is_of_call = kind in OF_CALLS
     fqn = bad.watch.name_at(bad.frame.module)
     if kind == "weight" and bad.is_of_call:
@@ -99,7 +97,7 @@ def _masks(bad: BadFrame, are_masks: bool) -> list[str]:
     return [
         entry_label(bad.frame.phase, path)
         for kind, (path, *_, is_bad, _) in zip(kinds, bad.entries(), strict=True)
-        if path[0][1] == "input" and kind and not is_bad
+        if kind_of(path) == "input" and kind and not is_bad
         if (kind == _C.NEGATIVE_INF) == are_masks
     ]
 

@@ -181,7 +181,7 @@ class HeadroomKeeper:
             for place, dtype, *counts in watch.recorder.take_underflow():
                 where = headroom_of(watch, (place, 0.0, 1.0, dtype)).where
                 self._counted[where] = Underflow(*counts)
-                kind = kind_of(place[0], place[2])
+                kind = kind_of(place[2])
                 kind = "gradient" if kind in ("gradient", "grad_output") else kind
                 total = sums.get("activation" if kind == "output" else kind, [0, 0, 0])
                 total[:] = [a + b for a, b in zip(total, counts, strict=True)]

@@ -53,7 +53,7 @@ def entry_name(
         module: The frame's.
         path: The entry's label.
     """
-    kind, label = kind_of(phase, path), entry_label(phase, path)
+    kind, label = kind_of(path), entry_label(phase, path)
     fqn = names[module] if module < len(names) else ""
     if kind in OF_CALLS:
         return EntryName(fqn, label)

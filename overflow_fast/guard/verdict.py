@@ -10,15 +10,6 @@ from .. import _C
 from ..report import entry_label
 from .watch import ModelWatch
 
-_KINDS = {
-    _C.Phase.BACKWARD: "grad_output",
-    _C.Phase.RECORDED: "recorded",
-    _C.Phase.WEIGHTS: "weight",
-    _C.Phase.BUFFERS: "buffer",
-    _C.Phase.GRADIENTS: "gradient",
-    _C.Phase.OPTIMIZER_STATE: "optimizer_state",
-}
-
 # Kinds of entries that are of a call.
 OF_CALLS = ("input", "output", "grad_output")
 FORWARDS = (_C.Phase.FORWARD, _C.Phase.RECOMPUTED)
@@ -149,7 +140,7 @@ class BadFrame:
     @property
     def is_of_call(self) -> bool:
         """Whether it is of a module's call, or of the gradient of its output."""
-        return self.frame.phase not in _KINDS or self.is_backward
+        return self.frame.phase in FORWARDS or self.is_backward
 
     @property
     def is_backward(self) -> bool:
@@ -164,7 +155,7 @@ class BadFrame:
     @property
     def kind(self) -> str:
         """What its entries are, where it is of no call: see `BadEntry.kind`."""
-        return _KINDS[self.frame.phase]
+        return kind_of(self.entries()[0][0])
 
     def entries(self) -> list[_C.EntryTuple]:
         """The frame's entries."""
@@ -177,7 +168,7 @@ class BadFrame:
     @property
     def has_bad_input(self) -> bool:
         """Whether the call was given something bad."""
-        return any(entry[0][0][1] == "input" for _, entry in self.bad_entries())
+        return any(kind_of(entry[0]) == "input" for _, entry in self.bad_entries())
 
 
 def collect(watches: Sequence[ModelWatch]) -> list[BadFrame]:
@@ -196,10 +187,9 @@ def leading_frame(frames: Sequence[BadFrame]) -> BadFrame:
     return min(frames, key=lambda bad: (not bad.is_of_call, bad.rank))
 
 
-def kind_of(phase: _C.Phase, path: _C.LabelPath) -> str:
-    """What an entry is: see `BadEntry.kind`."""
-    root = str(path[0][1])
-    return _KINDS.get(phase, root if root in ("input", "output") else "weight")
+def kind_of(path: _C.LabelPath) -> str:
+    """The role of the entry that has this label: see `BadEntry.kind`."""
+    return path[0][0].name.lower()
 
 
 def headroom_of(watch: ModelWatch, peak: _C.PeakTuple) -> Headroom:
