@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import setup
@@ -66,6 +67,11 @@ def choose_cuda() -> bool:
             f"the toolkit in {CUDA_HOME} is {found} and torch was built with "
             f"CUDA {torch.version.cuda} (set CUDA_HOME to such a toolkit)"
         )
+    elif header := missing_header(CUDA_HOME):
+        lacking = (
+            f"the compiler does not find {header}, which belongs to the CUDA toolkit "
+            f"{found} (install its headers, or set CUDA_HOME to a whole toolkit)"
+        )
     if lacking and wish == "1":
         stop(f"OVERFLOW_FAST_CUDA=1 asks for the CUDA part, but {lacking}.")
     if lacking and torch.version.cuda is not None:
@@ -82,6 +88,23 @@ def toolkit_version(cuda_home: str) -> str:
         return "without nvcc"
     release = re.search(r"release (\d+\.\d+)", said.stdout)
     return release[1] if release else "of an unknown version"
+
+
+def missing_header(cuda_home: str) -> str | None:
+    """The first header of the toolkit that the CUDA part needs and nobody has."""
+    from torch.utils import cpp_extension
+
+    paths = [f"{cuda_home}/include", sysconfig.get_path("include")]
+    if hasattr(cpp_extension, "include_paths"):
+        paths += cpp_extension.include_paths("cuda")
+    source = '#include <cuda_runtime.h>\n#include "csrc/cuda/cuda_device.cpp"\n'
+    options = ["-std=c++20", "-E", "-x", "c++", "-o", os.devnull, "-"]
+    command = [*os.environ.get("CXX", "g++").split(), *(f"-I{p}" for p in paths)]
+    said = subprocess.run(
+        [*command, f"-I{ROOT}", *options], input=source, capture_output=True, text=True
+    ).stderr
+    missing = re.search(r"fatal error: '?([^\s':/]+)'?:? (No such|file not)", said)
+    return missing[1] if missing else None
 
 
 def default_architectures() -> str:

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,7 @@ def test_torch_is_missing(tmp_path):
     assert "pip install --no-build-isolation ." in message
 
 
+HEADERS = ("cuda.h", "cuda_runtime.h", "cuda_runtime_api.h")
 CUDA_TORCH = """
 import types
 __version__ = "2.11.0+cu{0}"
@@ -104,7 +106,7 @@ def CUDAExtension(name, sources, **options):
 """
 
 
-def setup_with_cuda(tmp_path, torch_cuda, toolkit, **variables):
+def setup_with_cuda(tmp_path, torch_cuda, toolkit, headers=HEADERS, **variables):
     """Exit status and lines of setup.py with a torch and a toolkit for CUDA."""
     package = tmp_path / "torch" / "utils"
     (package / "bin").mkdir(parents=True)
@@ -116,6 +118,9 @@ def setup_with_cuda(tmp_path, torch_cuda, toolkit, **variables):
         f"#!/bin/sh\necho 'Cuda compilation tools, release {toolkit}, V1'\n"
     )
     nvcc.chmod(0o755)
+    (package / "include").mkdir()
+    for header in headers:
+        (package / "include" / header).write_text("")
     names = ("TORCH_CUDA_ARCH_LIST", "OVERFLOW_FAST_CUDA")
     environment = {k: v for k, v in os.environ.items() if k not in names}
     done = subprocess.run(
@@ -158,6 +163,86 @@ def test_a_toolkit_of_another_release_where_cuda_is_asked_for(tmp_path):
     status, lines = setup_with_cuda(tmp_path, "130", "12.4", **wish)
     assert status == 1
     assert "OVERFLOW_FAST_CUDA=1 asks for the CUDA part, but the toolkit" in lines[-1]
+
+
+def test_a_toolkit_without_its_headers(tmp_path):
+    status, lines = setup_with_cuda(tmp_path, "130", "13.0", headers=())
+    assert status == 0
+    assert lines[0] == (
+        "overflow_fast: building without CUDA kernels: the compiler does not find "
+        "cuda_runtime.h, which belongs to the CUDA toolkit 13.0 (install its headers, "
+        "or set CUDA_HOME to a whole toolkit)."
+    )
+
+
+def test_a_toolkit_without_a_header_that_torchs_headers_include(tmp_path):
+    (tmp_path / "torch" / "c10" / "cuda").mkdir(parents=True)
+    exception = tmp_path / "torch" / "c10" / "cuda" / "CUDAException.h"
+    exception.write_text("#include <cusparse.h>")
+    variables = {"CPATH": str(tmp_path / "torch")}
+    _, lines = setup_with_cuda(tmp_path, "130", "13.0", **variables)
+    assert "does not find cusparse.h, which belongs" in lines[0]
+
+
+def test_a_toolkit_without_its_headers_where_cuda_is_asked_for(tmp_path):
+    wish = {"OVERFLOW_FAST_CUDA": "1"}
+    status, lines = setup_with_cuda(tmp_path, "130", "13.0", headers=(), **wish)
+    assert status == 1
+    assert "asks for the CUDA part, but the compiler does not find" in lines[-1]
+
+
+def test_headers_where_the_compiler_looks_by_itself(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for header in HEADERS:
+        (elsewhere / header).write_text("")
+    variables = {"CPATH": str(elsewhere)}
+    _, lines = setup_with_cuda(tmp_path, "130", "13.0", headers=(), **variables)
+    assert lines[0].startswith("8.0;9.0;10.0+PTX")
+
+
+def package_without_its_extension(tmp_path, files=()):
+    """What importing a copy of the package's Python files says."""
+    package = tmp_path / "overflow_fast"
+    shutil.copytree(
+        ROOT / "overflow_fast",
+        package,
+        ignore=lambda _, names: [
+            name for name in names if name.startswith("_C.") or name == "__pycache__"
+        ],
+    )
+    for name in files:
+        (tmp_path / name).write_text("")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    # An editable installation would find the extension where it is.
+    script = (
+        "import sys; sys.meta_path = [finder for finder in sys.meta_path "
+        "if 'editable' not in repr(finder)]; import overflow_fast"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_a_checkout_that_is_not_built(tmp_path):
+    message = package_without_its_extension(tmp_path, ["setup.py"])
+    assert message.startswith("ImportError: overflow_fast is not built: ")
+    assert f"run `pip install --no-build-isolation -e .` in {tmp_path}" in message
+
+
+def test_an_installation_without_its_extension(tmp_path):
+    message = package_without_its_extension(tmp_path)
+    assert message.startswith("ImportError: overflow_fast is not built: ")
+    assert "pip install --force-reinstall --no-build-isolation" in message
+
+
+def test_an_extension_that_cannot_be_loaded(tmp_path):
+    name = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    message = package_without_its_extension(tmp_path, [f"overflow_fast/{name}"])
+    assert message.startswith("ImportError: overflow_fast's extension cannot be loaded")
+    assert "built for another torch" in message
 
 
 @pytest.mark.parametrize(
