@@ -28,6 +28,7 @@ class ScalerListener(Protocol):
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 _running: dict[int, GradScaler] = {}
+_replaced: dict[Any, Any] = {}  # what was there before our `step`, by that
 
 
 def without_scalers(
@@ -52,15 +53,21 @@ def listen(listener: ScalerListener) -> None:
     calls the one that was there.
     """
     _listeners.add(listener)
-    if not hasattr(GradScaler.step, "overflow_fast"):
-        GradScaler.step = _heard(GradScaler.step)  # type: ignore[method-assign]
+    step = vars(GradScaler)["step"]
+    if step not in _replaced:
+        GradScaler.step = _heard(step)  # type: ignore[method-assign]
+        _replaced[GradScaler.step] = step
 
 
 def stop_listening(listener: ScalerListener) -> None:
-    """Tells a listener no more; the last one gives the class its own method back."""
+    """Tells a listener no more; the last one gives the class back what was there.
+
+    Where somebody has wrapped the method since, it stays, and only calls what it wraps.
+    """
     _listeners.discard(listener)
-    original = getattr(GradScaler.step, "overflow_fast", None)
+    original = _replaced.get(vars(GradScaler)["step"])
     if original is not None and not _listeners:
+        _replaced.clear()
         GradScaler.step = original  # type: ignore[method-assign]
 
 
@@ -69,7 +76,8 @@ def _heard(step: Callable[..., Any]) -> Callable[..., Any]:
     def heard_step(
         self: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> Any:
-        if not self.is_enabled():
+        # One that somebody has wrapped may run within another one.
+        if not self.is_enabled() or id(optimizer) in _running:
             return step(self, optimizer, *args, **kwargs)
         for listener in list(_listeners):
             listener.before_scaler_step(optimizer)
@@ -82,7 +90,6 @@ def _heard(step: Callable[..., Any]) -> Callable[..., Any]:
             listener.after_scaler_step(optimizer, self)
         return result
 
-    heard_step.overflow_fast = step  # type: ignore[attr-defined]
     return heard_step
 
 
