@@ -6,8 +6,10 @@ namespace overflow_fast {
 
 namespace {
 
-// Deeper containers are not opened; it also ends the walk of one that holds itself.
+// Deeper containers are not opened.
 constexpr int kMaxDepth = 16;
+// Nor more than so many children in a walk: containers may hold others many times over.
+constexpr int kMaxChildren = 1 << 20;
 
 enum class Shape : uint8_t { kTensor, kNone, kSequence, kDict, kAttributes, kLeaf };
 
@@ -35,9 +37,22 @@ Shape shape_of(PyObject* object) {
   return Shape::kLeaf;
 }
 
-// Calls visit(style, key, index, child) for each child of a container.
+// Whether reading an attribute of this type runs code of the user's, as a property does.
+bool runs_code(PyTypeObject* type, PyObject* name) {
+  PyObject* found = _PyType_Lookup(type, name);
+  if (found == nullptr || Py_TYPE(found) == &PyMemberDescr_Type) return false;
+  return Py_TYPE(found)->tp_descr_get != nullptr;
+}
+
+// Calls visit(style, key, index, child) for each child of a container. None of the user's code
+// runs.
 template <class Visit>
-void for_each_child(PyObject* object, Shape shape, Visit visit) {
+void for_each_child(PyObject* object, Shape shape, Visit visit_borrowed) {
+  // Large scans let go of the GIL, and another thread may drop the child meanwhile.
+  const auto visit = [&](LabelStyle style, PyObject* key, Py_ssize_t index, PyObject* child) {
+    const auto alive = py::reinterpret_borrow<py::object>(child);
+    visit_borrowed(style, key, index, child);
+  };
   if (shape == Shape::kSequence) {
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
       visit(LabelStyle::kIndex, nullptr, i, PySequence_Fast_GET_ITEM(object, i));
@@ -50,10 +65,12 @@ void for_each_child(PyObject* object, Shape shape, Visit visit) {
       visit(is_model_output ? LabelStyle::kAttribute : LabelStyle::kKey, key, 0, value);
     }
   } else if (shape == Shape::kAttributes) {
-    const auto fields = py::reinterpret_borrow<py::object>(object).attr("__dataclass_fields__");
+    const auto fields =
+        py::handle(reinterpret_cast<PyObject*>(Py_TYPE(object))).attr("__dataclass_fields__");
     for (const auto& name : py::reinterpret_borrow<py::dict>(fields)) {
+      if (runs_code(Py_TYPE(object), name.first.ptr())) continue;
       const auto value =
-          py::reinterpret_steal<py::object>(PyObject_GetAttr(object, name.first.ptr()));
+          py::reinterpret_steal<py::object>(PyObject_GenericGetAttr(object, name.first.ptr()));
       if (!value) {
         PyErr_Clear();
         continue;
@@ -63,19 +80,54 @@ void for_each_child(PyObject* object, Shape shape, Visit visit) {
   }
 }
 
-bool holds_tensor(PyObject* object, Shape shape, int depth) {
-  if (shape == Shape::kTensor) return true;
-  if (depth > kMaxDepth) return false;
-  bool found = false;
-  for_each_child(object, shape, [&](LabelStyle, PyObject*, Py_ssize_t, PyObject* child) {
-    found = found || holds_tensor(child, shape_of(child), depth + 1);
-  });
-  return found;
+bool is_container(Shape shape) {
+  return shape == Shape::kSequence || shape == Shape::kDict || shape == Shape::kAttributes;
 }
+
+enum class Content : uint8_t { kNoTensor, kTooMuch, kTensor };
+
+// What is opened, from the outermost container in.
+class Opened {
+ public:
+  // visit(style, key, index, child) for each child, but for what the container is itself within:
+  // that is being walked already. kTooMuch where there is no end.
+  template <class Visit>
+  Content open(PyObject* object, Shape shape, Visit visit) {
+    if (std::find(path_.begin(), path_.end(), object) != path_.end()) return Content::kNoTensor;
+    bool is_over = false;
+    path_.push_back(object);
+    for_each_child(object, shape,
+                   [&](LabelStyle style, PyObject* key, Py_ssize_t index, PyObject* child) {
+                     is_over = is_over || ++num_children_ > kMaxChildren;
+                     if (!is_over) visit(style, key, index, child);
+                   });
+    path_.pop_back();
+    return is_over ? Content::kTooMuch : Content::kNoTensor;
+  }
+
+  Content content(PyObject* object, Shape shape, int depth) {
+    if (shape == Shape::kTensor) return Content::kTensor;
+    if (!is_container(shape)) return Content::kNoTensor;
+    if (depth > kMaxDepth) return Content::kTooMuch;
+    Content found = Content::kNoTensor;
+    const Content whole =
+        open(object, shape, [&](LabelStyle, PyObject*, Py_ssize_t, PyObject* child) {
+          if (found != Content::kTensor) {
+            found = std::max(found, content(child, shape_of(child), depth + 1));
+          }
+        });
+    return std::max(found, whole);
+  }
+
+ private:
+  std::vector<PyObject*> path_;
+  int num_children_ = 0;
+};
 
 struct Walker {
   Recorder& recorder;
   Frame& frame;
+  Opened& opened;
   // For inputs that transformers never looks at: listed only when bad, and an additive mask's
   // -inf is no alarm there.
   bool is_quiet;
@@ -91,23 +143,30 @@ struct Walker {
   void value(PyObject* object, LabelId label, int depth) {
     const Shape shape = shape_of(object);
     if (shape == Shape::kTensor) return tensor(object, label);
-    if (shape != Shape::kNone && shape != Shape::kLeaf && holds_tensor(object, shape, depth)) {
-      return children(object, shape, label, depth);
-    }
-    if (is_quiet) return;
+    if (contents(object, shape, label, depth) || is_quiet) return;
     if (shape == Shape::kNone) return recorder.add_none(frame, {label});
     recorder.add_not_tensor(frame, {label});
   }
 
-  void children(PyObject* object, Shape shape, LabelId label, int depth) {
-    for_each_child(object, shape,
-                   [&](LabelStyle style, PyObject* key, Py_ssize_t index, PyObject* child) {
-                     LabelTable& labels = recorder.labels();
-                     value(child,
-                           style == LabelStyle::kIndex ? labels.index(label, index)
-                                                       : labels.key(label, style, key),
-                           depth + 1);
-                   });
+  // Lists what a container holds. False if there is no tensor in it.
+  bool contents(PyObject* object, Shape shape, LabelId label, int depth) {
+    const Content content = opened.content(object, shape, depth);
+    if (content == Content::kNoTensor) return false;
+    Content rest = content;
+    if (content == Content::kTensor) {
+      rest = opened.open(
+          object, shape, [&](LabelStyle style, PyObject* key, Py_ssize_t index, PyObject* child) {
+            LabelTable& labels = recorder.labels();
+            const bool is_item = style == LabelStyle::kIndex;
+            value(child, is_item ? labels.index(label, index) : labels.key(label, style, key),
+                  depth + 1);
+          });
+    }
+    if (rest == Content::kTooMuch) {
+      recorder.add_not_scanned(frame, {label, is_quiet},
+                               py::str("nested too deep, or too many values"));
+    }
+    return true;
   }
 
   // As transformers does it: a tensor, None, or not a tensor.
@@ -176,8 +235,9 @@ void record_parameters(Recorder& recorder, Frame& frame, PyObject* module) {
 void record_inputs(Recorder& recorder, Frame& frame, PyObject* args, PyObject* kwargs) {
   const Options& options = recorder.options();
   LabelTable& labels = recorder.labels();
-  Walker listed{recorder, frame, false, options.gathers ? Slot::kNegativeInf : 0, true};
-  Walker quiet{recorder, frame, !options.list_kwargs, Slot::kNegativeInf, true};
+  Opened opened;
+  Walker listed{recorder, frame, opened, false, options.gathers ? Slot::kNegativeInf : 0, true};
+  Walker quiet{recorder, frame, opened, !options.list_kwargs, Slot::kNegativeInf, true};
   if (!PyTuple_Check(args)) {
     listed.flat(args, kInputLabel);
   } else {
@@ -187,8 +247,7 @@ void record_inputs(Recorder& recorder, Frame& frame, PyObject* args, PyObject* k
       listed.flat(input, label);
       if (options.strict_compat) continue;
       const Shape shape = shape_of(input);
-      if (shape == Shape::kTensor) continue;
-      if (holds_tensor(input, shape, 1)) quiet.children(input, shape, label, 1);
+      if (is_container(shape)) quiet.contents(input, shape, label, 1);
     }
   }
   if (options.strict_compat || kwargs == nullptr || !PyDict_Check(kwargs)) return;
@@ -196,13 +255,14 @@ void record_inputs(Recorder& recorder, Frame& frame, PyObject* args, PyObject* k
   Py_ssize_t position = 0;
   while (PyDict_Next(kwargs, &position, &name, &value)) {
     const Shape shape = shape_of(value);
-    if (shape == Shape::kNone || shape == Shape::kLeaf || !holds_tensor(value, shape, 1)) continue;
+    if (shape != Shape::kTensor && !is_container(shape)) continue;
     quiet.value(value, labels.key(kInputLabel, LabelStyle::kAttribute, name), 1);
   }
 }
 
 void record_outputs(Recorder& recorder, Frame& frame, PyObject* output) {
-  Walker walker{recorder, frame, false, 0, false};
+  Opened opened;
+  Walker walker{recorder, frame, opened, false, 0, false};
   LabelTable& labels = recorder.labels();
   const bool is_strict = recorder.options().strict_compat;
   if (!PyTuple_Check(output)) {

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import types
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -69,7 +73,7 @@ def resolve(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
     incur a CPU-GPU sync.
     """
     try:
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with _C.Hidden(), torch.no_grad():
             values = _values_of(tensor)
             if isinstance(values, NotScanned):
                 return values
@@ -91,16 +95,89 @@ def reason(tensor: torch.Tensor, readability: _C.Readability) -> NotScanned:
 def loss_in(output: Any) -> torch.Tensor | None:
     """Finds the loss in what a model returned: a floating-point scalar, or None.
 
-    Dynamo traces it too.
+    Runs none of the user's code: a property is not asked, and of a dict or an object
+    only what it holds counts. Never raises.
+    """
+    try:
+        return _loss_in(output)
+    except Exception:
+        return None
+
+
+def _loss_in(output: Any) -> torch.Tensor | None:
+    waiting, opened = [output], set[int]()
+    for _ in range(_MOST_VALUES):
+        if not waiting:
+            break
+        value = waiting.pop()
+        kind = type(value)
+        if issubclass(kind, torch.Tensor):
+            if value.numel() == 1 and value.is_floating_point():
+                found: torch.Tensor = value
+                return found
+            continue
+        if value is None or kind in _PLAIN or id(value) in opened:
+            continue
+        opened.add(id(value))  # a list may hold itself
+        if issubclass(kind, tuple):
+            waiting += reversed(tuple.__getitem__(value, slice(None)))
+        elif issubclass(kind, list):
+            waiting += reversed(list.__getitem__(value, slice(None)))
+        elif issubclass(kind, dict):
+            waiting.append(dict.get(value, "loss"))
+        else:
+            waiting.append(held_by(value, "loss"))
+    return None
+
+
+_MOST_VALUES = 10_000
+_PLAIN = (int, float, bool, str, bytes)
+
+
+def tensors_in(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors in dicts, lists and tuples, each with its key: `.exp_avg.0`.
+
+    However deep they are nested, and where one holds itself.
+    """
+    waiting, opened = [("", value)], set[int]()
+    while waiting:
+        key, each = waiting.pop()
+        if isinstance(each, torch.Tensor):
+            yield key, each
+        if not isinstance(each, (dict, list, tuple, deque)) or id(each) in opened:
+            continue
+        opened.add(id(each))
+        items = each.items() if isinstance(each, dict) else enumerate(each)
+        waiting += reversed([(f"{key}.{name}", child) for name, child in items])
+
+
+def held_by(value: object, name: str) -> Any:
+    """An attribute that an object holds; None for a property, or if there is none."""
+    found = inspect.getattr_static(value, name, None)
+    if isinstance(found, types.MemberDescriptorType):  # of a class with slots
+        try:
+            return found.__get__(value)
+        except AttributeError:
+            return None
+    return found
+
+
+def traced_loss_in(output: Any) -> Any:
+    """What `loss_in` is where dynamo traces it, which runs no code to see what it does.
+
+    Returns:
+        The loss, or None.
     """
     if isinstance(output, torch.Tensor):
         return output if output.numel() == 1 and output.is_floating_point() else None
     if isinstance(output, (tuple, list)):
         for part in output:
-            loss = loss_in(part)
+            loss = traced_loss_in(part)
             if loss is not None:
                 return loss
         return None
     if isinstance(output, dict):
-        return loss_in(output.get("loss"))
-    return None if output is None else loss_in(getattr(output, "loss", None))
+        return traced_loss_in(output.get("loss"))
+    if output is None or isinstance(getattr(type(output), "loss", None), property):
+        return None
+    return traced_loss_in(getattr(output, "loss", None))

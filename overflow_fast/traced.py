@@ -14,7 +14,7 @@ import torch
 
 from . import _C
 from .names import authors_class
-from .tensors import loss_in
+from .tensors import traced_loss_in
 from .traced_graph import (
     ATTRIBUTE,
     INDEX,
@@ -88,7 +88,7 @@ def trace_root(root_hook: Any, *arguments: Any) -> None:
     hook = owner.root_hook
     if root_hook.name == _AFTER:
         module, args, kwargs, output = arguments
-        has_loss = hook.plan & LOSS != 0 and loss_in(output) is not None
+        has_loss = hook.plan & LOSS != 0 and traced_loss_in(output) is not None
         _trace(hook, module, args, kwargs, output, True, has_loss)
     elif root_hook.name in _METHODS:
         method = _METHODS[root_hook.name]
@@ -123,7 +123,7 @@ def _trace(
             ticket,
             plan,
             ("RECORDED", "", False, True, False),
-            [(item, loss_in(output))],
+            [(item, traced_loss_in(output))],
         )
     if has_frame or is_root:
         header = ("FORWARD", name, is_root, has_frame, has_loss)
