@@ -4,6 +4,7 @@
 
 #include "cpu/kernels.h"
 #include "device_registry.h"
+#include "hidden.h"
 #include "hook.h"
 #include "recorder.h"
 #include "scan.h"
@@ -18,6 +19,16 @@ enum class ScanBackend : uint8_t {
   kAuto,       // the kernels of the tensor's device, else torch operations
   kComposite,  // torch operations
   kDevice,     // the kernels registered for the tensor's device, also for the CPU
+};
+
+// Hidden as a context manager.
+class HiddenScope {
+ public:
+  void enter() { hidden_.emplace(); }
+  void exit(const py::args&) { hidden_.reset(); }
+
+ private:
+  std::optional<Hidden> hidden_;
 };
 
 // For each tensor its stat as (abs_min, abs_max, num_nan, num_inf), or its Readability if that is
@@ -262,6 +273,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .value("UNSUPPORTED", Readability::kUnsupported)
       .value("FREED", Readability::kFreed)
       .value("INDIRECT", Readability::kIndirect);
+  py::class_<HiddenScope>(m, "Hidden")
+      .def(py::init<>())
+      .def("__enter__", &HiddenScope::enter)
+      .def("__exit__", &HiddenScope::exit);
   add_recorder(m);
   add_frame_hook(m);
   add_hook_functions(m);

@@ -8,6 +8,7 @@
 
 #include "errors.h"
 #include "eval_frame.h"
+#include "hidden.h"
 #include "walk.h"
 
 namespace overflow_fast {
@@ -32,6 +33,7 @@ void guarded(Recorder& recorder, Frame& frame, LabelId label, Walk walk) {
 template <class... Arguments>
 py::object call_owner(FrameHook* self, const char* method, Arguments&&... arguments) {
   const EvalFramePause pause;
+  const Hidden hidden;
   return py::handle(self->owner).attr(method)(std::forward<Arguments>(arguments)...);
 }
 
@@ -39,6 +41,7 @@ py::object call_owner(FrameHook* self, const char* method, Arguments&&... argume
 template <class... Arguments>
 void call_root(FrameHook* self, const char* method, Arguments&&... arguments) {
   const EvalFramePause pause;
+  const Hidden hidden;
   const py::object root = py::handle(self->owner).attr("traced_root");
   root.attr(method)(std::forward<Arguments>(arguments)...);
 }
@@ -56,12 +59,17 @@ void record_call(FrameHook* self, Recorder& recorder, py::object class_name, Fil
     flags = call_owner(self, "on_unrooted", self->module, graph_task).template cast<long>();
   }
   const bool wants_tensors = recorder.wants_tensors();
-  Frame frame = recorder.begin_frame(self->module, std::move(class_name),
-                                     flags & kRecomputed ? Phase::kRecomputed : Phase::kForward);
-  fill(frame);
-  const bool wants_attention = recorder.finish(frame);
-  if (wants_tensors && recorder.is_bad()) recorder.hold(tensors());
-  if (wants_attention) call_owner(self, "on_frame", std::move(frame));
+  try {
+    Frame frame = recorder.begin_frame(self->module, std::move(class_name),
+                                       flags & kRecomputed ? Phase::kRecomputed : Phase::kForward);
+    fill(frame);
+    const bool wants_attention = recorder.finish(frame);
+    if (wants_tensors && recorder.is_bad()) recorder.hold(tensors());
+    if (wants_attention) call_owner(self, "on_frame", std::move(frame));
+  } catch (...) {
+    if (!recorder.options().gathers) throw;
+    recorder.note_failure(current_exception_text());
+  }
   if (recorder.should_fetch()) call_owner(self, "on_waiting");
   if (flags & kEndsStep) call_owner(self, "on_unrooted_end");
 }
@@ -153,6 +161,7 @@ PyObject* run_paused(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
     return nullptr;
   }
   const EvalFramePause pause;
+  const Hidden hidden;
   return PyObject_Vectorcall(args[0], args + 1, nargs - 1, nullptr);
 }
 

@@ -14,6 +14,9 @@
 
 namespace overflow_fast {
 
+// Lets the tensor go and keeps its address from being given to another one.
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
 class Memo {
  public:
   // What is known of a tensor at this moment. Valid while the tensor is.
@@ -71,9 +74,7 @@ class Memo {
       entry.frame_mark = frame_mark;
       return;
     }
-    entries_.push_back({key, known, frame_mark,
-                        c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
-                            tensor.getIntrusivePtr())});
+    entries_.push_back({key, known, frame_mark, WeakTensor(tensor.getIntrusivePtr())});
     table_[at] = static_cast<uint32_t>(entries_.size());
   }
 
@@ -88,7 +89,7 @@ class Memo {
     Key key;
     Known known;
     size_t frame_mark;
-    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> alive;
+    WeakTensor alive;
   };
 
   static uint64_t layout_of(const at::Tensor& tensor) {

@@ -12,7 +12,7 @@
 #include <chrono>
 #include <deque>
 #include <optional>
-#include <unordered_set>
+#include <unordered_map>
 #include <vector>
 
 #include "deferred.h"
@@ -81,7 +81,9 @@ class Recorder {
   void add_tensor(Frame& frame, Listing listing, const at::Tensor& tensor);
   // Whether a module's parameter is to be listed in the frame of its call.
   bool wants_parameter(const at::Tensor& parameter) {
-    return !options_.parameters_once || seen_.insert(parameter.unsafeGetTensorImpl()).second;
+    if (!options_.parameters_once) return true;
+    const auto* impl = parameter.unsafeGetTensorImpl();
+    return seen_.try_emplace(impl, WeakTensor(parameter.getIntrusivePtr())).second;
   }
   void forget_parameters() { seen_.clear(); }
   // Has the gradient of an output looked at when backward computes it, if that is wanted.
@@ -105,6 +107,8 @@ class Recorder {
               const std::vector<at::Tensor>& tensors);
   // Records the gradient of an output. Never throws what is not an interrupt.
   void record_gradient(uint32_t module, LabelId label, const at::Tensor& gradient);
+  // What was to be recorded is not, and the watched program goes on.
+  void note_failure(const py::object& why) { coverage_.count(why); }
   void note_compiled_autograd() {
     coverage_.count(py::str("compiled autograd runs no hook of ours"));
   }
@@ -195,8 +199,9 @@ class Recorder {
   std::vector<Unscanned> spare_unscanned_;
   std::deque<Frame> history_;
   Traced traced_;
-  std::vector<py::object> class_names_;              // of the modules, by their index
-  std::unordered_set<const c10::TensorImpl*> seen_;  // parameters
+  std::vector<py::object> class_names_;  // of the modules, by their index
+  // Parameters; what is held weakly keeps its address to itself.
+  std::unordered_map<const c10::TensorImpl*, WeakTensor> seen_;
   std::shared_ptr<GradientSink> sink_ = std::make_shared<GradientSink>(this);
   Gathered gathered_;
   Headroom headroom_;

@@ -1,6 +1,7 @@
 #include "rules.h"
 
 #include "eval_frame.h"
+#include "hidden.h"
 
 namespace overflow_fast {
 
@@ -21,6 +22,7 @@ uint64_t Rules::allowed_at(const Frame& frame, const Listing& listing, const Lab
   const auto found = known_.find(place);
   if (found != known_.end()) return found->second;
   const EvalFramePause pause;
+  const Hidden hidden;
   const auto allowed =
       function_(frame.phase, frame.module, labels.path(listing.label, listing.role))
           .cast<uint64_t>();

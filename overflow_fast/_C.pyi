@@ -4,6 +4,10 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
+class Hidden:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *exception: object) -> None: ...
+
 class Readability:
     READABLE: Readability
     UNSUPPORTED: Readability
