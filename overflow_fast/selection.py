@@ -15,21 +15,43 @@ Named = tuple[list[str], list[torch.Tensor]]
 
 
 class Selection:
-    """Shell-style patterns of qualified names: `h.*.mlp`, `*norm*`; `*` spans dots."""
+    """Shell-style patterns of qualified names: `h.*.mlp`, `*norm*`; `*` spans dots.
 
-    def __init__(self, include: Sequence[str] | None, exclude: Sequence[str]) -> None:
+    Args:
+        include: Patterns of the modules to watch; None for all.
+        exclude: Patterns of modules to leave out.
+        prefix: What stands in front of the names in reports and patterns.
+    """
+
+    def __init__(
+        self,
+        include: Sequence[str] | None,
+        exclude: Sequence[str],
+        prefix: str = "",
+    ) -> None:
         self._include = include
         self._exclude = exclude
+        self._prefix = prefix
         self._known: dict[str, bool] = {}
 
     def takes(self, fqn: str) -> bool:
-        """Whether the module of this name is watched; the root's name is empty."""
+        """Whether the module of this name is watched; the root's name is empty.
+
+        Args:
+            fqn: Its name in its model, without the prefix.
+        """
         known = self._known.get(fqn)
         if known is None:
-            known = self._include is None or _matches(fqn, self._include)
-            known = known and not _matches(fqn, self._exclude)
+            name = full_name(self._prefix, fqn)
+            known = self._include is None or _matches(name, self._include)
+            known = known and not _matches(name, self._exclude)
             self._known[fqn] = known
         return known
+
+
+def full_name(prefix: str, fqn: str) -> str:
+    """A module's name as reports and patterns have it; the root's may be empty."""
+    return f"{prefix}{fqn}" if fqn else prefix.rstrip(".")
 
 
 def check_patterns(

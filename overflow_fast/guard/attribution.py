@@ -195,7 +195,7 @@ def _ancestors(watch: ModelWatch, index: int) -> Iterator[int]:
         if not watch.selection.takes(name):
             continue
         # A wrapper has the name of the module in it, which comes behind it.
-        for around in reversed(range(index)):
+        for around in reversed(watch.modules.before(index)):
             if watch.names[around] == name and _is_called(watch.module_at(around)):
                 yield around
 

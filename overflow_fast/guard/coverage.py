@@ -60,15 +60,14 @@ class GuardCoverage:
         for each in found:
             reasons.update(each.not_scanned)
         wanted = watches[0].wanted
-        names = [(watch, name) for watch in watches for name in watch.names]
-        watched = [name for watch, name in names if watch.selection.takes(name)]
+        counts = [watch.count_modules() for watch in watches]
         return cls(
             sum(each.tensors_listed for each in found),
             sum(each.tensors_scanned for each in found),
             sum(each.bytes_scanned for each in found),
             dict(reasons),
-            len(names),
-            len(watched) if wanted.activations else 0,
+            sum(count for count, _ in counts),
+            sum(count for _, count in counts) if wanted.activations else 0,
             steps,
             steps_watched,
             without_gradient,
@@ -77,6 +76,11 @@ class GuardCoverage:
             failures,
             rules_unused,
         )
+
+    @classmethod
+    def unknown(cls, failures: int) -> GuardCoverage:
+        """Of a guard that cannot say what it has looked at."""
+        return cls(0, 0, 0, {}, 0, 0, 0, 0, 0, [], False, failures, [])
 
     def gaps(self) -> list[str]:
         """What was not looked at, in sentences."""

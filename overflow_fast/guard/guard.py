@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch.optim import Optimizer
@@ -24,8 +26,10 @@ from .options import (
     Policy,
     check_int,
     check_names,
+    kept,
     named_models,
     optimizers_of,
+    warn_of_others,
     warn_of_strangers,
 )
 from .report import Cost, NonFiniteError, Report
@@ -37,6 +41,20 @@ from .supervisor import Supervisor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+_supervisors: weakref.WeakSet[Supervisor] = weakref.WeakSet()
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _shielded(method: _Method) -> _Method:
+    """A method out of which no error of the guard's own comes; it returns None then."""
+
+    @functools.wraps(method)
+    def shielded(self: OverflowGuard, *args: Any, **kwargs: Any) -> Any:
+        with self._supervisor.shield():
+            return method(self, *args, **kwargs)
+
+    return cast(_Method, shielded)
 
 
 class OverflowGuard:
@@ -66,7 +84,8 @@ class OverflowGuard:
             outputs; needs "activations"), "gradients" (of parameters), "weights",
             "buffers", "loss" and "optimizer_state".
         include: Patterns of names of the modules to look at, such as `["h.*.mlp*"]`;
-            None for all.
+            None for all. In a dict of models `"gen.0"` names module `0` of model "gen",
+            in a list `"1.0"` module `0` of the second.
         exclude: Patterns of names of modules to leave out.
         every: Watch every so many steps. In between, no module has a hook; in a process
             that has compiled code they stay, and do nothing.
@@ -135,15 +154,15 @@ class OverflowGuard:
     def __init__(
         self,
         model: Models,
-        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
         on_overflow: Policy = "raise",
         *,
         watch: Iterable[str] = EVERYTHING,
-        include: Sequence[str] | None = None,
-        exclude: Sequence[str] = (),
+        include: Iterable[str] | None = None,
+        exclude: Iterable[str] = (),
         every: int = 1,
         warmup: int = 0,
-        ranges: Sequence[tuple[int, int]] | None = None,
+        ranges: Iterable[tuple[int, int]] | None = None,
         budget: float | None = None,
         sync: Literal["step", "lagged"] = "step",
         max_consecutive_skips: int = 20,
@@ -159,17 +178,17 @@ class OverflowGuard:
         allow: Allow | None = None,
         headroom_bits: float | None = None,
         underflow_every: int | None = None,
-        metrics: Exporter | Sequence[Exporter] | None = None,
+        metrics: Exporter | Iterable[Exporter] | None = None,
         _defer: bool = False,
     ) -> None:
         options = GuardOptions(
             on_overflow=on_overflow,
-            watch=watch,
-            include=include,
-            exclude=exclude,
+            watch=kept(watch),
+            include=kept(include),
+            exclude=kept(exclude),
             every=every,
             warmup=warmup,
-            ranges=ranges,
+            ranges=kept(ranges),
             budget=budget,
             sync=sync,
             max_consecutive_skips=max_consecutive_skips,
@@ -182,10 +201,10 @@ class OverflowGuard:
             log_mib=log_mib,
             log_keep=log_keep,
             process_group=process_group,
-            allow={} if allow is None else allow,
+            allow={} if allow is None else kept(allow),
             headroom_bits=headroom_bits,
             underflow_every=underflow_every,
-            metrics=metrics,
+            metrics=kept(metrics),
         )
         models, optimizers = named_models(model), optimizers_of(optimizer)
         warn_of_strangers(models, optimizers)
@@ -201,10 +220,21 @@ class OverflowGuard:
         """Whether the guard is on."""
         return self._supervisor.is_enabled
 
+    @_shielded
     def enable(self) -> None:
         """Switches the guard on; from the next forward on it sees everything."""
+        if not self.enabled:
+            self._tell_of_others()
         self._supervisor.enable()
 
+    @_shielded
+    def _tell_of_others(self) -> None:
+        others = [each for each in _supervisors if each.is_enabled]
+        _supervisors.add(self._supervisor)
+        watches = [watch for each in others for watch in each.watches]
+        warn_of_others(self._supervisor.watches, watches)
+
+    @_shielded
     def disable(self) -> None:
         """Switches the guard off: no hook is left, and nothing is judged any more.
 
@@ -212,6 +242,7 @@ class OverflowGuard:
         """
         self._supervisor.disable()
 
+    @_shielded
     def remove(self) -> None:
         """Judges what is on its way (`sync="lagged"`), then switches the guard off.
 
@@ -236,6 +267,7 @@ class OverflowGuard:
             if kind is None:
                 raise
 
+    @_shielded
     def discard(self) -> None:
         """Forgets what was found since the last step.
 
@@ -312,7 +344,9 @@ class OverflowGuard:
 
     def coverage(self) -> GuardCoverage:
         """What was looked at so far, and what was not, with the reasons."""
-        return self._supervisor.coverage()
+        with self._supervisor.shield():
+            return self._supervisor.coverage()
+        return GuardCoverage.unknown(self._supervisor.num_failures)
 
     def headroom(self) -> HeadroomTable:
         """How many bits everything has left in its dtype and in float16, and its trend.
@@ -320,7 +354,9 @@ class OverflowGuard:
         Of what modules returned, weights, buffers and gradients, as they last were;
         with `underflow_every` also zeros and subnormals. Incurs no CPU-GPU sync.
         """
-        return self._supervisor.headroom.table()
+        with self._supervisor.shield():
+            return self._supervisor.headroom.table()
+        return HeadroomTable([])
 
     def metrics(self) -> dict[str, float]:
         """What the guard measures, as numbers: what exporters are told after each step.
@@ -331,7 +367,9 @@ class OverflowGuard:
         and, with `underflow_every`, the shares `gradient_zeros`, `gradient_subnormals`,
         `activation_zeros` and `activation_subnormals`. No CPU-GPU sync.
         """
-        return self._supervisor.metrics()
+        with self._supervisor.shield():
+            return self._supervisor.metrics()
+        return {}
 
     def learn(self, steps: int, *, adopt: bool = True) -> None:
         """Learns what is not finite by design, from the next clean steps.
@@ -346,14 +384,16 @@ class OverflowGuard:
             adopt: Whether the guard follows the rules from then on.
         """
         check_int("steps", steps, 1)
-        services.learn(self._supervisor, steps, adopt)
+        services.check_learning(self._supervisor)
+        with self._supervisor.shield():
+            services.learn(self._supervisor, steps, adopt)
 
     def self_test(
         self,
         batch: Any,
         *,
         loss: Loss | None = None,
-        layers: Sequence[str] | None = None,
+        layers: Iterable[str] | None = None,
         max_layers: int = 16,
     ) -> SelfTestResult:
         """Plants a nan and an inf in layers, and looks whether the guard finds them.
@@ -388,8 +428,9 @@ class OverflowGuard:
                 "loss must be a callable that takes the batch and returns a loss, got "
                 f"{type(loss).__name__}"
             )
-        check_names("layers", layers, optional=True)
-        result = services.self_test(self._supervisor, batch, loss, layers, max_layers)
+        asked = kept(layers)
+        check_names("layers", asked, optional=True)
+        result = services.self_test(self._supervisor, batch, loss, asked, max_layers)
         print(result)
         return result
 
@@ -401,7 +442,7 @@ class OverflowGuard:
     def assert_finite_state(
         self,
         model: Models | None = None,
-        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
         *,
         joint: bool = False,
     ) -> None:
@@ -454,11 +495,14 @@ class OverflowGuard:
                 raise TypeError(
                     f"{name} must be a torch.Tensor, got {type(tensor).__name__}"
                 )
-        if self._supervisor.level is Level.ALL:
-            watch = self._supervisor.watches[0]
-            watch.has_seen_loss |= "loss" in tensors
-            watch.record(_C.Phase.RECORDED, (list(tensors), list(tensors.values())))
+        with self._supervisor.shield():
+            if self._supervisor.level is Level.ALL:
+                watch = self._supervisor.watches[0]
+                watch.has_seen_loss |= "loss" in tensors
+                named = list(tensors), list(tensors.values())
+                watch.record(_C.Phase.RECORDED, named)
 
+    @_shielded
     def check(self) -> Report | None:
         """Judges what has run since the last step, without an optimizer.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 Metrics = Mapping[str, float]
@@ -18,7 +18,8 @@ def exporters_of(metrics: Any) -> list[Exporter]:
     Raises:
         TypeError: If one of them cannot be called.
     """
-    several = metrics if isinstance(metrics, (list, tuple)) else [metrics]
+    is_one = callable(metrics) or not isinstance(metrics, Iterable)
+    several = [metrics] if is_one else metrics
     several = [] if metrics is None else list(several)
     for each in several:
         if not callable(each) or isinstance(each, type):

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..names import named_modules
-from ..selection import Selection, check_patterns
+from ..selection import Selection, check_patterns, full_name
 from .metrics import exporters_of
 from .optimizers import innermost
 from .report import Report
@@ -24,7 +31,7 @@ from .watch import ModelWatch, Wanted
 _log = logging.getLogger("overflow_fast")
 Policy = str | Callable[[Report], str | None]
 Path = str | os.PathLike[str]
-Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+Models = nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module]
 ACTIONS = ("raise", "warn", "skip")
 EVERYTHING = tuple(name for name in Wanted._fields if name != "optimizer_state")
 
@@ -109,13 +116,24 @@ class GuardOptions:
             )
 
 
+def kept(value: Any) -> Any:
+    """An argument that can be read twice: generators in it as tuples."""
+    if isinstance(value, Mapping):
+        return {key: kept(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [kept(each) for each in value]
+    if isinstance(value, (tuple, Iterator)) and not callable(value):
+        return tuple(kept(each) for each in value)
+    return value
+
+
 def named_models(model: Models) -> dict[str, nn.Module]:
     """The models by what their modules' names begin with."""
     if isinstance(model, nn.Module):
         return {"": model}
     if isinstance(model, Mapping):
         models = {f"{name}.": each for name, each in model.items()}
-    elif isinstance(model, (list, tuple)):
+    elif isinstance(model, Iterable) and not isinstance(model, (str, torch.Tensor)):
         models = {f"{i}.": each for i, each in enumerate(model)}
     else:
         raise _wrong_model(model)
@@ -144,7 +162,11 @@ def make_watches(
     defer: bool,
 ) -> list[ModelWatch]:
     """One watch for each model, by the prefix of its modules' names."""
-    names = [name for model in models.values() for name, _ in named_modules(model)]
+    names = [
+        full_name(prefix, name)
+        for prefix, model in models.items()
+        for name, _ in named_modules(model)
+    ]
     check_patterns("include", options.include or (), names)
     check_patterns("exclude", options.exclude, names)
     wanted = options.wanted
@@ -163,7 +185,7 @@ def make_watches(
             model,
             prefix,
             wanted,
-            Selection(options.include, options.exclude),
+            Selection(options.include, options.exclude, prefix),
             options.max_frames,
             recorder,
             on_evaluated,
@@ -191,10 +213,29 @@ def warn_of_strangers(
             )
 
 
+def warn_of_others(watches: Sequence[ModelWatch], others: Sequence[ModelWatch]) -> None:
+    """Logs a line if other guards, which are on, watch modules of the same models.
+
+    Args:
+        watches: The guard's.
+        others: Those of the other guards.
+    """
+    for model in filter(None, (watch.model for watch in watches)):
+        for other in filter(None, (watch.model for watch in others)):
+            if other in set(model.modules()) or model in set(other.modules()):
+                _log.warning(
+                    "Another OverflowGuard watches this %s already. Both work, each by "
+                    "its own policy. Call remove() on the other to replace it.",
+                    type(model).__name__,
+                )
+                return
+
+
 def optimizers_of(optimizer: Any) -> list[Optimizer]:
     """The optimizers of an argument that may be None, one, or several."""
-    several = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    several = [] if optimizer is None else list(several)
+    is_one = isinstance(optimizer, str) or not isinstance(optimizer, Iterable)
+    several = [optimizer] if is_one or hasattr(optimizer, "step") else list(optimizer)
+    several = [] if optimizer is None else several
     for each in several:
         try:
             innermost(each)
@@ -265,7 +306,9 @@ def check_names(name: str, patterns: Any, optional: bool = False) -> None:
     """Raises TypeError if an argument is no list of patterns, or None if it may be."""
     if patterns is None and optional:
         return
-    is_list = isinstance(patterns, (list, tuple, set, frozenset))
+    is_list = isinstance(patterns, Collection) and not isinstance(
+        patterns, (str, bytes, Mapping)
+    )
     if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(
             f"{name} must be a list of patterns of module names, got {patterns!r}"

@@ -134,7 +134,7 @@ class Rules:
 
     def put_on(self, watch: ModelWatch) -> None:
         """Has a watch's recorder follow the rules."""
-        watch.recorder.set_rules(self._reader(watch.all_names()) if self else None)
+        watch.follow_rules(self._reader if self else None)
 
     def _reader(
         self, names: Sequence[str]

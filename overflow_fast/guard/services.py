@@ -18,14 +18,18 @@ from .state import state_report
 from .supervisor import Supervisor
 
 
-def learn(supervisor: Supervisor, steps: int, adopt: bool) -> None:
-    """Learns from the next clean steps what is not finite by design."""
+def check_learning(supervisor: Supervisor) -> None:
+    """Raises ValueError if a guard does not look at what it would learn from."""
     wanted = supervisor.options.wanted
     if not (wanted.activations and wanted.gradients):
         raise ValueError(
             "learn() needs a guard whose watch holds 'activations' and 'gradients': "
             "those tell what is not finite, and that it is harmless"
         )
+
+
+def learn(supervisor: Supervisor, steps: int, adopt: bool) -> None:
+    """Learns from the next clean steps what is not finite by design."""
     decision = supervisor.decision
     decision.learning = Learning(
         steps, adopt, supervisor.rules, supervisor.watches, decision.agreement

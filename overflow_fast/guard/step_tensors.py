@@ -7,12 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import _C
-from ..report import dotted
 from ..selection import Named
+from ..tensors import tensors_in
 from .cadence import Level
 from .watch import ModelWatch
 
@@ -168,10 +167,10 @@ class StepTensors:
         tensors: list[torch.Tensor] = []
         for i, (parameter, state) in enumerate(optimizer.state.items()):
             name = known.get(id(parameter), f"state[{i}]")
-            for path, value in pytree.tree_flatten_with_path(state)[0]:
-                # Also what a quantized moment is made of, such as its scales.
-                for key, tensor in _parts(value):
-                    names.append(f"{name}{dotted(pytree.keystr(path))}{key}")
+            # Also what a quantized moment is made of, such as its scales.
+            for key, value in tensors_in(state):
+                for part, tensor in _parts(value):
+                    names.append(f"{name}{key}{part}")
                     tensors.append(tensor)
         return names, tensors
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from .. import _C
 from . import scalers
 from .cadence import Cadence, Level
 from .coverage import GuardCoverage
@@ -82,8 +83,9 @@ class Supervisor:
         self._telling = Telling(exporters_of(options.metrics))
         may_skip = options.may_skip and bool(self._gates)
         self._judge = Judge(options, self.watches, self.decision, may_skip)
-        if may_skip:
-            for watch in self.watches:
+        for watch in self.watches:
+            watch.shield = self.shield
+            if may_skip:
                 watch.on_forward = self._before_forward
         self._judge.want_flags(self._gates)
         self._cadence = Cadence(
@@ -92,7 +94,7 @@ class Supervisor:
         self._has_budget = options.budget is not None
         self._called: set[OptimizerGate] = set()
         self._last_seen: Report | None = None
-        self._num_failures = 0
+        self.num_failures = 0
         self.step = 0
         self._num_steps = 0
         self.level = Level.OFF
@@ -177,7 +179,7 @@ class Supervisor:
             self._num_steps,
             self.meter.num_watched,
             self._judge.tensors.without_gradient,
-            self._num_failures,
+            self.num_failures,
             self.rules.unused(),
         )
 
@@ -353,16 +355,22 @@ class Supervisor:
     @contextlib.contextmanager
     def _shield(self) -> Iterator[None]:
         """Measures what the guard does, and lets no error of its own out."""
+        with self.shield(), self.meter:
+            yield
+
+    @contextlib.contextmanager
+    def shield(self) -> Iterator[None]:
+        """Lets no error of the guard's own out, and no mode of the user's see it."""
         try:
-            with self.meter:
+            with _C.Hidden():
                 yield
         except NonFiniteError:
             raise
         except Exception as error:
             if self.decision.is_foreign(error):
                 raise
-            self._num_failures += 1
-            if self._num_failures == 1:
+            self.num_failures += 1
+            if self.num_failures == 1:
                 _log.warning(
                     "The guard failed, and what it was to judge is not judged. Said "
                     "once; see `coverage()`.",

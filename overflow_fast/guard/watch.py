@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +14,11 @@ from torch import nn
 
 from .. import _C, traced
 from ..hooks import CopiedHooks
-from ..names import is_sharded, named_modules
+from ..names import is_sharded
 from ..selection import Named, NamedTensors, Selection
 from ..steps import StepHooks
 from ..tensors import loss_in
+from .modules import ModuleIndex
 
 # So many copies of stats may be on their way before the host waits for one.
 _MAX_IN_FLIGHT = 64
@@ -28,6 +31,10 @@ _MANY_UNJUDGED = 1000
 _log = logging.getLogger("overflow_fast")
 
 
+# See `ModelWatch.follow_rules()`.
+MakeReader = Callable[[Sequence[str]], "Callable[[_C.Phase, int, _C.LabelPath], int]"]
+
+
 class Wanted(NamedTuple):
     """What a guard looks at; see `OverflowGuard`."""
 
@@ -38,6 +45,18 @@ class Wanted(NamedTuple):
     buffers: bool = False
     loss: bool = False
     optimizer_state: bool = False
+
+
+def _shielded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook out of which no error of the guard's own comes; it returns 0 then."""
+
+    @functools.wraps(method)
+    def shielded(self: ModelWatch, *args: Any) -> Any:
+        with self.shield():
+            return method(self, *args)
+        return 0
+
+    return shielded
 
 
 class ModelWatch(StepHooks):
@@ -66,9 +85,8 @@ class ModelWatch(StepHooks):
         self.prefix = prefix
         self.wanted = wanted
         self.selection = selection
-        named = list(named_modules(model))
-        self.names = [name for name, _ in named]
-        self._modules = [weakref.ref(module) for _, module in named]
+        self.modules = ModuleIndex(model, prefix)
+        self._rules: MakeReader | None = None
         self.tensors = NamedTensors(prefix, selection)
         self.batches: dict[int, tuple[object, object]] = {}
         self.before: list[_C.Frame] = []
@@ -76,8 +94,10 @@ class ModelWatch(StepHooks):
         self.has_seen_loss = False
         self.has_unrooted_calls = False
         self.on_forward: Callable[[ModelWatch], None] | None = None
+        self.shield: Callable[[], AbstractContextManager[None]] = nullcontext
         self._bad: list[_C.Frame] = []
         self._evaluations: set[int] = set()
+        self._evaluated_weights: dict[int, int] = {}  # batches by the frame's order
         self._sends_judged = 0
         self._forwards = 0
         self._unjudged = 0
@@ -92,6 +112,14 @@ class ModelWatch(StepHooks):
     def _start(self) -> None:
         super()._start()
         self._max_in_flight = _MAX_IN_FLIGHT
+
+    before_root = _shielded(StepHooks.before_root)
+    after_root = _shielded(StepHooks.after_root)
+    root_ended = _shielded(StepHooks.root_ended)
+    close_root = _shielded(StepHooks.close_root)
+    on_unrooted = _shielded(StepHooks.on_unrooted)
+    on_unrooted_end = _shielded(StepHooks.on_unrooted_end)
+    on_recomputed_end = _shielded(StepHooks.on_recomputed_end)
 
     # Hooks on and off.
 
@@ -111,10 +139,19 @@ class ModelWatch(StepHooks):
         self._recorder.is_paused = False
         self._recorder.set_gradients_wanted(True)
         if not self.is_attached:
+            self._look_up(model)
             self._attach(model)
+
+    def _look_up(self, model: nn.Module) -> None:
+        """Takes in modules that were inserted, replaced or renamed."""
+        if self.modules.update(model):
+            self.tensors.refresh()
+            self.follow_rules(self._rules)
 
     def _before_step(self) -> None:
         self._tell_of_forward()
+        if not torch.is_grad_enabled():
+            self._recorder.forget_parameters()  # it is a judgement of its own
         # The model may have been sharded since its hooks were put on. Its parameters
         # are looked at once for each optimizer's step then, and not when gathered.
         if self._has_looked_for_shards or not self.wanted.weights:
@@ -131,6 +168,7 @@ class ModelWatch(StepHooks):
         if self.on_forward is not None and is_training:
             self.on_forward(self)
 
+    @_shielded
     def before_entry(self, module: nn.Module, args: object) -> None:
         """Begins a step in the call of a submodule, where the root is not running."""
         if not self._recorder.in_step:
@@ -138,6 +176,8 @@ class ModelWatch(StepHooks):
 
     def _begin_unrooted(self, call: object, index: int) -> None:
         super()._begin_unrooted(call, index)
+        if not torch.is_grad_enabled():
+            self._recorder.forget_parameters()
         self.has_unrooted_calls = True
         module = self.module_at(index)
         is_new = self.on_forward is not None and module not in self._entries
@@ -172,8 +212,8 @@ class ModelWatch(StepHooks):
         self._depth = 0
 
     def _walk(self, model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
-        for index, module in super()._walk(model):
-            if index < len(self.names) and self._needs_hook(index, module):
+        for index, module in self.modules.present():
+            if self._needs_hook(index, module):
                 yield index, module
 
     def _needs_hook(self, index: int, module: nn.Module) -> bool:
@@ -182,6 +222,16 @@ class ModelWatch(StepHooks):
             self.wanted.weights and bool(module._parameters)
         )
         return is_of_use and self.selection.takes(self.names[index])
+
+    def follow_rules(self, rules: MakeReader | None) -> None:
+        """Has the recorder follow rules, also when modules get other names.
+
+        Args:
+            rules: Takes the names by the modules' index and returns what
+                `Recorder.set_rules()` takes; None for no rules.
+        """
+        self._rules = rules
+        self._recorder.set_rules(None if rules is None else rules(self.all_names()))
 
     # What is recorded.
 
@@ -238,7 +288,17 @@ class ModelWatch(StepHooks):
         super()._end_step(is_recomputed)
         if not torch.is_grad_enabled() and not is_recomputed:
             self._evaluations.add(self._recorder.last_batch)
+            self._scan_shards()
             self._on_evaluated(self)
+            self._recorder.forget_parameters()
+
+    def _scan_shards(self) -> None:
+        """Scans the weights where the modules' calls do not list them."""
+        model = self.model
+        if self.wanted.weights and not self._recorder.lists_parameters and model:
+            self.record(_C.Phase.WEIGHTS, self.tensors.parameters(model))
+            order = _C.Recorder.num_frames()
+            self._evaluated_weights[order] = self._recorder.last_batch
 
     def send(self) -> None:
         """Starts the copy of the stats on devices; does not wait."""
@@ -267,7 +327,8 @@ class ModelWatch(StepHooks):
 
     def _is_evaluated(self, frame: _C.Frame) -> bool:
         is_forward = frame.phase in (_C.Phase.FORWARD, _C.Phase.RECORDED)
-        return is_forward and frame.batch in self._evaluations
+        is_in_one = is_forward and frame.batch in self._evaluations
+        return is_in_one or frame.order in self._evaluated_weights
 
     def _take(self, is_wanted: Callable[[_C.Frame], bool]) -> list[_C.Frame]:
         gathered = self._recorder.take_gathered()
@@ -289,13 +350,36 @@ class ModelWatch(StepHooks):
             self.batches.clear()
         oldest = self.batch_number - 2 * _MAX_IN_FLIGHT
         self._evaluations = {batch for batch in self._evaluations if batch >= oldest}
+        self._evaluated_weights = {
+            order: batch
+            for order, batch in self._evaluated_weights.items()
+            if batch >= oldest
+        }
 
     # What reports ask.
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the modules in their model, by their index."""
+        return self.modules.names
+
     def name_at(self, index: int) -> str:
         """The qualified name of a module by its index."""
-        name = self.names[index] if index < len(self.names) else f"module {index}"
-        return f"{self.prefix}{name}" if name else self.prefix.rstrip(".")
+        return self.modules.name_at(index)
+
+    def count_modules(self) -> tuple[int, int]:
+        """How many modules the model has now, and how many of them are looked at."""
+        model = self.model
+        if model is None:
+            return len(self.modules.order), 0
+        indices = {id(module): index for index, module in self.modules.present()}
+        known = [indices.get(id(module)) for module in model.modules()]
+        watched = [
+            index
+            for index in known
+            if index is not None and self.selection.takes(self.names[index])
+        ]
+        return len(known), len(watched)
 
     def all_names(self) -> list[str]:
         """The qualified names of all modules, by their index."""
@@ -303,7 +387,7 @@ class ModelWatch(StepHooks):
 
     def module_at(self, index: int) -> nn.Module | None:
         """The module of an index, if it is still there."""
-        return self._modules[index]() if index < len(self._modules) else None
+        return self.modules.module_at(index)
 
     # Bad frames are gathered; no hook looks at one.
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..guard.guard import OverflowGuard
+from ..guard.options import kept
 
 
 class GuardOwner:
@@ -35,6 +36,7 @@ class GuardOwner:
     def __init__(self, *, learn: int | None = None, **arguments: Any) -> None:
         # Wrong ones are told now, but for names of modules: those are not known yet.
         named = ("include", "exclude", "allow")
+        arguments = kept(arguments)  # each training has a guard of its own
         known = {name: arg for name, arg in arguments.items() if name not in named}
         trial = OverflowGuard(nn.Identity(), **known)
         trial.remove()
