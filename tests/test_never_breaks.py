@@ -1,0 +1,646 @@
+"""A program runs on as it would without a guard, whatever it is made of."""
+
+import collections
+import copy
+import dataclasses
+import functools
+import io
+import logging
+import pickle
+import types
+from typing import ClassVar
+
+import pytest
+import torch
+from guarding import INF, NAN, assert_same, make
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from overflow_fast import DebugUnderflowOverflow, OverflowGuard
+from overflow_fast.tensors import loss_in
+
+X = torch.ones(1, 2)
+
+
+class Returns(nn.Module):
+    """Returns what it is given by a function, and computes something."""
+
+    def __init__(self, returned):
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+        self.returned = returned
+
+    def forward(self, x):
+        return self.returned(self.fc(x))
+
+
+def watch_by_guard(model):
+    return OverflowGuard(model, None, "warn")
+
+
+def watch_by_detector(model):
+    return DebugUnderflowOverflow(model)
+
+
+WATCHERS = [watch_by_guard, watch_by_detector]
+
+
+# What a model returns.
+
+
+def asked(self):
+    raise AssertionError("the user's code was run")
+
+
+class Property:
+    loss = property(asked)
+
+
+class Interrupting:
+    @property
+    def loss(self):
+        raise KeyboardInterrupt
+
+
+class Lazy:
+    __getattr__ = asked
+
+
+class Guarding:
+    def __getattribute__(self, name):
+        asked(self)
+
+
+class OddDict(dict):
+    get = __getitem__ = __iter__ = items = keys = values = asked
+
+
+class OddList(list):
+    __iter__ = __getitem__ = __len__ = asked
+
+
+class OddTuple(tuple):
+    __slots__ = ()
+    __iter__ = __getitem__ = __len__ = asked
+
+
+class OddClass:
+    __class__ = property(asked)
+
+
+@dataclasses.dataclass
+class OddField:
+    out: torch.Tensor
+
+    @property
+    def late(self):
+        asked(self)
+
+
+OddField.__dataclass_fields__["late"] = OddField.__dataclass_fields__["out"]
+
+ODD = {
+    "property": lambda x: Property(),
+    "interrupting": lambda x: Interrupting(),
+    "getattr": lambda x: Lazy(),
+    "getattribute": lambda x: Guarding(),
+    "dict": lambda x: OddDict(out=x),
+    "list": lambda x: OddList([x]),
+    "tuple": lambda x: OddTuple((x,)),
+    "class": lambda x: OddClass(),
+    "field": lambda x: OddField(x),
+    "in a list": lambda x: [Property(), x],
+    "in a tuple": lambda x: (x, Lazy()),
+    "a type": lambda x: Property,
+    "a generator": lambda x: (each for each in (x,)),
+}
+
+
+@pytest.mark.parametrize("watch", WATCHERS)
+@pytest.mark.parametrize("odd", ODD)
+def test_none_of_the_code_of_an_output_runs(odd, watch):
+    model = Returns(ODD[odd])
+    with watch(model):
+        output = model(X)
+    if odd == "a generator":
+        assert len(list(output)) == 1
+
+
+def test_the_loss_is_what_an_output_holds():
+    class Slots:
+        __slots__ = ("loss", "other")
+
+    loss, slots = torch.tensor(1.0), Slots()
+    assert loss_in(slots) is None
+    slots.loss = loss
+    for output in (
+        slots,
+        {"loss": loss},
+        OddDict(loss=loss),
+        types.SimpleNamespace(loss=loss),
+        types.SimpleNamespace(loss=[X, {"loss": (None, loss)}]),
+        (X, loss),
+        OddList([X, loss]),
+    ):
+        assert loss_in(output) is loss
+    for output in ({"out": loss}, X, None, 1.0, {"loss": 1.0}, types.SimpleNamespace):
+        assert loss_in(output) is None
+
+
+@pytest.mark.parametrize("odd", ["property", "interrupting"])
+def test_a_property_under_torch_compile(odd, fresh_compiler):
+    model = Returns(lambda x: (x, ODD[odd](x)))
+    compiled = torch.compile(model, backend="aot_eager")
+    with OverflowGuard(model, None, "warn", watch=["loss"]) as guard:
+        compiled(X)
+        assert guard.coverage().failures == 0
+
+
+# Deep and endless nesting.
+
+
+def nested(kind, depth):
+    def nest(x):
+        for _ in range(depth):
+            x = {"dict": lambda x: {"x": x}, "list": lambda x: [x]}.get(
+                kind, lambda x: (x,)
+            )(x)
+        return x
+
+    return nest
+
+
+def endless_list(x):
+    output = [x]
+    output += [output] * 10
+    return output
+
+
+def endless_dict(x):
+    output = {"x": x}
+    output["loss"] = output["self"] = output
+    return output
+
+
+def endless_object(x):
+    output = types.SimpleNamespace(x=x)
+    output.loss = output
+    return output
+
+
+def doubling(x):
+    for _ in range(40):
+        x = [x, x]
+    return x
+
+
+@pytest.mark.parametrize("watch", WATCHERS)
+@pytest.mark.parametrize("kind", ["tuple", "list", "dict"])
+def test_deep_nesting(kind, watch):
+    model = Returns(nested(kind, 2000))
+    with watch(model) as watcher:
+        model(X)
+        coverage = watcher.coverage
+        coverage = coverage() if callable(coverage) else coverage
+    assert coverage.not_scanned == {"nested too deep, or too many values": 1}
+
+
+@pytest.mark.parametrize("returned", [endless_list, endless_dict])
+@pytest.mark.parametrize("watch", WATCHERS)
+def test_what_holds_itself_is_listed_once(returned, watch):
+    model = Returns(returned)
+    with watch(model) as watcher:
+        model(X)
+        coverage = watcher.coverage
+        coverage = coverage() if callable(coverage) else coverage
+    assert coverage.not_scanned == {}
+    assert coverage.tensors_listed == 6  # weights, inputs, and what is returned once
+
+
+@pytest.mark.parametrize("returned", [endless_object, doubling])
+def test_other_outputs_without_end(returned):
+    model = Returns(returned)
+    with OverflowGuard(model, None, "warn") as guard:
+        model(X)
+        assert guard.check() is None
+        assert guard.coverage().failures == 0
+
+
+class Takes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+
+    def forward(self, x, *args, **kwargs):
+        return self.fc(x)
+
+
+@pytest.mark.parametrize(
+    "given", [nested("tuple", 2000), endless_list, endless_dict, doubling], ids=str
+)
+def test_such_inputs(given):
+    model = Takes()
+    with OverflowGuard(model, None, "warn") as guard:
+        model(X, given(X), key=given(X))
+        assert guard.check() is None
+        is_whole = given in (endless_list, endless_dict)
+        assert bool(guard.coverage().not_scanned) != is_whole
+
+
+def test_such_optimizer_state():
+    model, optimizer = make()
+    parameter = next(model.parameters())
+    endless = [torch.tensor(INF)]
+    endless.append(endless)
+    optimizer.state[parameter] = {"deep": nested("tuple", 2000)(X), "self": endless}
+    with OverflowGuard(model, optimizer, "warn", watch=["optimizer_state"]) as guard:
+        guard._supervisor._judge.tensors.scan(optimizer, guard._supervisor.level)
+        first = guard.check().verdict.first
+        assert guard.coverage().failures == 0
+    assert first.fqn == "blocks.0.fc1.weight.self.0"
+
+
+# Modes of the user's.
+
+
+class Functions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = collections.Counter()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen[getattr(function, "__name__", str(function))] += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Saved(torch.autograd.graph.saved_tensors_hooks):
+    def __init__(self):
+        self.seen = collections.Counter()
+        super().__init__(self.pack, self.unpack)
+
+    def pack(self, tensor):
+        self.seen["pack"] += 1
+        return tensor
+
+    def unpack(self, tensor):
+        self.seen["unpack"] += 1
+        return tensor
+
+
+class Own(torch.Tensor):
+    seen: ClassVar = collections.Counter()
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.seen[getattr(function, "__name__", str(function))] += 1
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.b = nn.Linear(4, 1)
+
+    def forward(self, x, factor=1.0):
+        return {"loss": (self.b(self.a(x)) * factor).mean()}
+
+
+def run(mode, watch, factors=(1.0, 1.0), **options):
+    """What a mode sees of two steps, an evaluation and a call of a submodule."""
+    torch.manual_seed(0)
+    model, x = Loss(), torch.randn(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watcher = watch(model, optimizer, **options)
+    with mode:
+        for factor in factors:
+            optimizer.zero_grad()
+            model(x, factor)["loss"].backward()
+            optimizer.step()
+        with torch.no_grad():
+            model(x)
+        model.a(x)
+        if isinstance(watcher, OverflowGuard):
+            watcher.record(x=x)
+            for each in ("coverage", "headroom", "metrics", "discard", "check"):
+                getattr(watcher, each)()
+            watcher.disable()
+            watcher.enable()
+        if watcher is not None:
+            watcher.remove()
+    return mode.seen
+
+
+def unwatched(model, optimizer):
+    return None
+
+
+def guarded(model, optimizer, **options):
+    return OverflowGuard(model, optimizer, **options)
+
+
+def detected(model, optimizer, **options):
+    return DebugUnderflowOverflow(model, **options)
+
+
+WATCHED = {
+    "warn": functools.partial(guarded, on_overflow="warn"),
+    "skip": functools.partial(guarded, on_overflow="skip"),
+    "lagged": functools.partial(guarded, on_overflow="skip", sync="lagged"),
+    "device": functools.partial(guarded, on_overflow="skip", _defer=True),
+    "all": functools.partial(
+        *(guarded,),
+        on_overflow="skip",
+        watch=["activations", "weights", "optimizer_state", "buffers", "gradients"],
+        headroom_bits=1.0,
+        underflow_every=1,
+    ),
+    "detector": detected,
+    "detector on a device": functools.partial(detected, _defer=True),
+}
+
+
+@pytest.mark.parametrize("mode", [Functions, Operators, Saved])
+@pytest.mark.parametrize("watched", WATCHED)
+def test_a_mode_sees_nothing_of_ours(mode, watched):
+    expected = run(mode(), unwatched)
+    assert expected
+    assert run(mode(), WATCHED[watched]) == expected
+
+
+@pytest.mark.parametrize("mode", [Functions, Operators, Saved])
+def test_a_mode_sees_nothing_of_a_report(mode, tmp_path):
+    def watch(model, optimizer):
+        return OverflowGuard(
+            model, optimizer, "warn", evidence=tmp_path, log=tmp_path / "log"
+        )
+
+    factors = (1.0, INF)
+    assert run(mode(), watch, factors) == run(mode(), unwatched, factors)
+
+
+@pytest.mark.parametrize("watch", [WATCHED["warn"], WATCHED["detector"]])
+def test_a_subclass_sees_nothing_of_ours(watch):
+    counts = []
+    for each in (unwatched, watch):
+        Own.seen.clear()
+        model = Loss()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        watcher = each(model, optimizer)
+        model(torch.ones(3, 4).as_subclass(Own))["loss"].backward()
+        optimizer.step()
+        if watcher is not None:
+            watcher.remove()
+        counts.append(dict(Own.seen))
+    assert counts[0] == counts[1]
+
+
+def test_modes_are_back_after_a_guard_has_raised():
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer) as guard, Functions() as mode:
+        guard.record(loss=torch.tensor(INF))
+        with pytest.raises(FloatingPointError):
+            guard.check()
+        before = mode.seen["add"]
+        torch.add(X, X)
+        assert mode.seen["add"] == before + 1
+        guard.discard()
+
+
+# Errors of the guard's own.
+
+
+def broken(*args, **kwargs):
+    raise RuntimeError("a fault of the guard")
+
+
+class Broken:
+    """Fails whatever is asked of it."""
+
+    def __getattr__(self, name):
+        raise RuntimeError("a fault of the guard")
+
+    __iter__ = __enter__ = __exit__ = broken
+
+
+CALLS = {
+    "check": lambda guard: guard.check(),
+    "record": lambda guard: guard.record(loss=X),
+    "discard": lambda guard: guard.discard(),
+    "coverage": lambda guard: str(guard.coverage()),
+    "headroom": lambda guard: str(guard.headroom()),
+    "metrics": lambda guard: guard.metrics(),
+    "learn": lambda guard: guard.learn(2),
+    "disable": lambda guard: guard.disable(),
+    "enable": lambda guard: guard.enable(),
+    "remove": lambda guard: guard.remove(),
+    "exit": lambda guard: guard.__exit__(None, None, None),
+}
+
+
+@pytest.mark.parametrize("fault", ["_judge", "watches", "headroom", "rules"])
+@pytest.mark.parametrize("call", CALLS)
+def test_no_error_of_its_own_comes_out(call, fault):
+    guard = OverflowGuard(nn.Linear(2, 2), None, "warn")
+    if call == "enable":
+        guard.disable()
+    kept = getattr(guard._supervisor, fault)
+    setattr(guard._supervisor, fault, Broken())
+    CALLS[call](guard)
+    setattr(guard._supervisor, fault, kept)
+    guard.remove()
+
+
+HOOKS = ["_before_step", "_choose_watch", "_end_step", "_record_root", "_end_batch"]
+
+
+@pytest.mark.parametrize("method", HOOKS)
+def test_a_hook_that_fails_stops_no_forward(method, caplog):
+    model, optimizer = make()
+    plain, plain_optimizer = make()
+    x, y = torch.ones(4, 8), torch.ones(4, 1)
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        setattr(guard._supervisor.watches[0], method, broken)
+        for each, its in ((model, optimizer), (plain, plain_optimizer)):
+            each(x, y=y)["loss"].backward()
+            each.blocks[0](x)
+            its.step()
+        assert guard.coverage().failures > 0
+    assert "The guard failed" in caplog.text
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_same(a.detach(), b.detach())
+
+
+def test_a_rule_that_fails_stops_no_forward():
+    model = nn.Sequential(nn.Linear(2, 2))
+    with OverflowGuard(model, None, "warn", allow={"*:output": "nan"}) as guard:
+        guard._supervisor.watches[0].recorder.set_rules(broken)
+        model(X * INF)
+        assert "RuntimeError: a fault of the guard" in guard.coverage().not_scanned
+
+
+# GradScaler.
+
+
+@pytest.fixture
+def scaler_step():
+    step = GradScaler.step
+    yield step
+    GradScaler.step = step
+
+
+def wrapper_of(inner, seen, name, wraps=True):
+    def step(self, optimizer, *args, **kwargs):
+        seen.append(name)
+        return inner(self, optimizer, *args, **kwargs)
+
+    return functools.wraps(inner)(step) if wraps else step
+
+
+@pytest.mark.parametrize("wraps", [True, False])
+def test_who_patches_a_scaler_after_the_guard_stays(scaler_step, wraps):
+    seen = []
+    model, optimizer = make()
+    scaler = GradScaler("cpu", init_scale=2.0)
+    guards = [OverflowGuard(model, optimizer, "warn")]
+    GradScaler.step = other = wrapper_of(GradScaler.step, seen, "other", wraps)
+    guards.append(OverflowGuard(*make(), "warn"))
+    for guard in guards:
+        guard.remove()
+    assert GradScaler.step is other
+    for _ in range(2):
+        guard = OverflowGuard(model, optimizer, "warn")
+        scaler.scale(model(torch.ones(4, 8), y=torch.ones(4, 1))["loss"]).backward()
+        next(model.parameters()).grad.fill_(INF)
+        scaler.step(optimizer)
+        scaler.update()
+        assert guard.step == 1
+        guard.remove()
+        assert GradScaler.step is other
+    assert seen == ["other", "other"]
+
+
+def test_who_patches_a_scaler_before_the_guard_stays(scaler_step):
+    seen = []
+    GradScaler.step = other = wrapper_of(GradScaler.step, seen, "other")
+    guard = OverflowGuard(*make(), "warn")
+    assert GradScaler.step is not other
+    guard.remove()
+    assert GradScaler.step is other
+
+
+def test_who_takes_his_patch_back_takes_nothing_of_ours(scaler_step):
+    model, optimizer = make()
+    inner = GradScaler.step
+    GradScaler.step = wrapper_of(inner, [], "other")
+    guard = OverflowGuard(model, optimizer, "warn")
+    GradScaler.step = inner
+    guard.remove()
+    assert GradScaler.step is inner is scaler_step
+    with OverflowGuard(model, optimizer, "warn"):
+        assert GradScaler.step is not scaler_step
+    assert GradScaler.step is scaler_step
+
+
+# Copies, and other watchers.
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+COPIES = [copy.deepcopy, pickled, saved_and_loaded]
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copy_of_a_model_with_a_guard(copied):
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        model(torch.ones(4, 8), y=torch.ones(4, 1))["loss"].backward()
+        copy_ = copied(model)
+        frames = guard._supervisor.watches[0].recorder.total_calls
+        output = copy_(torch.ones(4, 8), y=torch.ones(4, 1))
+        assert output["loss"].isfinite()
+        assert guard._supervisor.watches[0].recorder.total_calls == frames
+        optimizer.step()
+        assert guard.step == 1
+        second = OverflowGuard(copy_, None, "warn")
+        with torch.no_grad():
+            copy_.head.weight[0, 0] = NAN
+        copy_(torch.ones(4, 8), y=torch.ones(4, 1))
+        assert second.check().verdict.first.fqn == "head.weight"
+        assert guard.check() is None
+        second.remove()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_copy_of_a_model_with_a_guard_and_the_original_detector(is_first):
+    debug_utils = pytest.importorskip("transformers.debug_utils")
+    model, optimizer = make()
+    if is_first:
+        debug_utils.DebugUnderflowOverflow(model)
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        if not is_first:
+            debug_utils.DebugUnderflowOverflow(model)
+        copy_ = copy.deepcopy(model)
+        for each in (model, copy_):
+            each(torch.ones(4, 8), y=torch.ones(4, 1))["loss"].backward()
+        optimizer.step()
+        assert guard.coverage().failures == 0
+        assert guard.last_report is None
+
+
+def test_a_second_guard_says_so_and_both_work(caplog):
+    model, optimizer = make()
+    with caplog.at_level(logging.WARNING, "overflow_fast"):
+        with OverflowGuard(model, optimizer, "warn") as first:
+            assert "Another OverflowGuard" not in caplog.text
+            with OverflowGuard(model, optimizer, "warn") as second:
+                said = [r for r in caplog.messages if "Another OverflowGuard" in r]
+                assert len(said) == 1
+                assert "watches this Net already" in said[0]
+                model(torch.ones(4, 8) * INF, y=torch.ones(4, 1))["loss"].backward()
+                optimizer.step()
+                assert first.last_report is not None
+                assert second.last_report is not None
+
+
+@pytest.mark.parametrize("is_inner_first", [True, False])
+def test_a_guard_on_a_part_of_a_watched_model_says_so(is_inner_first, caplog):
+    model, _ = make()
+    parts = [model.blocks[0], model]
+    with OverflowGuard(parts[not is_inner_first], None, "warn"):
+        with OverflowGuard(parts[is_inner_first], None, "warn"):
+            assert "Another OverflowGuard" in caplog.text
+
+
+def test_one_guard_after_another_says_nothing(caplog):
+    model, optimizer = make()
+    first = OverflowGuard(model, optimizer, "warn")
+    first.disable()
+    OverflowGuard(model, optimizer, "warn").remove()
+    first.enable()
+    first.self_test((torch.ones(4, 8), torch.ones(4, 1)), max_layers=1)
+    first.remove()
+    with OverflowGuard(model, optimizer, "warn"), OverflowGuard(*make(), "warn"):
+        pass
+    assert "Another OverflowGuard" not in caplog.text
