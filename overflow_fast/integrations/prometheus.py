@@ -25,7 +25,8 @@ class PrometheusMetrics(Collector):
     """Offers a guard's metrics to Prometheus: `OverflowGuard(..., metrics=this)`.
 
     They are called `overflow_fast_bad_steps_total` and so on; see
-    `OverflowGuard.metrics()`.
+    `OverflowGuard.metrics()`. A pickled one is registered nowhere, and says so when it
+    is used.
 
     Args:
         port: Serve them at this port of the machine; None where something else serves
@@ -49,7 +50,7 @@ class PrometheusMetrics(Collector):
     ) -> None:
         self._labels = dict(labels or {})
         self._values: Metrics = {}
-        self._registry = registry
+        self._registry: CollectorRegistry | None = registry
         self._server: Any = None
         if port is not None:
             check_int("port", port, 0)
@@ -65,13 +66,22 @@ class PrometheusMetrics(Collector):
 
     def close(self) -> None:
         """Takes the metrics out of the registry, and gives the port back."""
-        self._registry.unregister(self)
+        if self._registry is not None:
+            self._registry.unregister(self)
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_labels": self._labels, "_registry": None, "_server": None}
+
     def __call__(self, step: int, values: Metrics) -> None:
         """Takes the values of a step."""
+        if self._registry is None:
+            raise RuntimeError(
+                "a pickled PrometheusMetrics is not registered, and nobody can see its "
+                "values: make one in the process that trains"
+            )
         self._values = values
 
     def collect(self) -> Iterator[Any]:
