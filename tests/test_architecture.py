@@ -131,10 +131,15 @@ ALLOWED = {
     "__main__": {"_C", "__version__", "demo", "integrations.transformers"},
     "integrations.__init__": set(),
     "integrations.transformers": {"debug", "hooks"},
+    "integrations.stand_in": set(),
     "integrations.guarded": {"guard.guard", "guard.options"},
     "integrations.trainer": {"guard.report", "integrations.guarded"},
-    "integrations.lightning": {"guard.guard", "integrations.guarded"},
-    "integrations.accelerate": {"guard.guard", "integrations.guarded"},
+    "integrations.lightning": {
+        *("guard.guard", "integrations.guarded", "integrations.stand_in"),
+    },
+    "integrations.accelerate": {
+        *("guard.guard", "integrations.guarded", "integrations.stand_in"),
+    },
     "integrations.tensorboard": {"guard.metrics", "guard.options"},
     "integrations.prometheus": {"guard.metrics", "guard.options"},
     "demo.__init__": {"debug", "demo.model"},

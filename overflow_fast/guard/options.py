@@ -132,7 +132,7 @@ def named_models(model: Models) -> dict[str, nn.Module]:
     if isinstance(model, nn.Module):
         return {"": model}
     if isinstance(model, Mapping):
-        models = {f"{name}.": each for name, each in model.items()}
+        models = {f"{name}." if name else "": each for name, each in model.items()}
     elif isinstance(model, Iterable) and not isinstance(model, (str, torch.Tensor)):
         models = {f"{i}.": each for i, each in enumerate(model)}
     else:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..guard.guard import OverflowGuard
-from .guarded import SaveGate
+from .guarded import check_before_saving
+from .stand_in import StandIn
 
 try:
     from accelerate import Accelerator  # type: ignore[import-untyped]
@@ -46,7 +47,22 @@ def guard_with(
             "accelerator must be an accelerate.Accelerator, got "
             f"{type(accelerator).__name__}"
         )
-    guard = OverflowGuard(model, optimizer, **arguments)
-    gate = SaveGate(accelerator.save_state, guard)
-    accelerator.save_state = gate
-    return guard
+    return _AcceleratorGuard(accelerator, model, optimizer, **arguments)
+
+
+class _AcceleratorGuard(OverflowGuard):
+    """A guard that stands before `accelerator.save_state` until it is removed."""
+
+    def __init__(
+        self, accelerator: Accelerator, model: Any, optimizer: Any, **arguments: Any
+    ) -> None:
+        super().__init__(model, optimizer, **arguments)
+        self._saving = StandIn(
+            accelerator, "save_state", lambda *_, **__: check_before_saving(self)
+        )
+
+    def remove(self) -> None:
+        try:
+            super().remove()
+        finally:
+            self._saving.remove()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +17,8 @@ class GuardOwner:
     """Has a guard of its own for each training.
 
     Where there are several ranks, all of them decide together, unless the policy is to
-    warn, or `process_group` says otherwise.
+    warn, or `process_group` says otherwise. A copy or a pickle has the arguments, and
+    no guard until it is used for a training of its own.
 
     Args:
         learn: From how many clean steps to learn what is not finite by design, in each
@@ -34,7 +35,12 @@ class GuardOwner:
     """
 
     def __init__(self, *, learn: int | None = None, **arguments: Any) -> None:
-        # Wrong ones are told now, but for names of modules: those are not known yet.
+        # Each training reads them again.
+        arguments = {
+            name: list(value) if isinstance(value, Iterator) else value
+            for name, value in arguments.items()
+        }
+        # Names of modules are not known yet.
         named = ("include", "exclude", "allow")
         arguments = kept(arguments)  # each training has a guard of its own
         known = {name: arg for name, arg in arguments.items() if name not in named}
@@ -46,14 +52,23 @@ class GuardOwner:
         self._arguments = arguments
         self.guard: OverflowGuard | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "guard": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GuardOwner:
+        copied: GuardOwner = object.__new__(type(self))
+        # A policy, a group or an exporter is shared.
+        memo |= {id(self): copied, id(self._arguments): self._arguments}
+        vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
     @property
     def raises(self) -> bool:
         """Whether the policy is to raise."""
         return bool(self._arguments.get("on_overflow", "raise") == "raise")
 
     def put_on(self, model: Any, optimizer: Any) -> OverflowGuard:
-        """Puts a guard on; one that a training has left behind is taken off."""
-        self.take_off()
+        """Puts a guard of its own on a training."""
         arguments = self._arguments
         is_there = dist.is_available() and dist.is_initialized()
         if is_there and arguments.get("process_group") is None:
@@ -74,24 +89,12 @@ class GuardOwner:
             self.guard.remove()
 
 
-class SaveGate:
-    """Saves, unless there is a nan or an inf in what the guard watches.
+def check_before_saving(guard: OverflowGuard) -> None:
+    """Raises `NonFiniteError` if the guard is on and the state is not finite.
 
-    Stands where the function stood that saves, so that nothing has been written, or
-    removed to make room, when it raises. Every rank has to call it.
-
-    Args:
-        save: The function.
-        guard: The guard. Where it is off, everything is saved.
+    Called in front of what saves, so that nothing has been written, or removed to make
+    room, when it raises. Every rank has to call it.
     """
-
-    def __init__(self, save: Callable[..., Any], guard: OverflowGuard) -> None:
-        functools.update_wrapper(self, save)
-        self._save = save
-        self._guard = guard
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises `NonFiniteError` in place of saving what is not finite."""
-        if self._guard.enabled:
-            self._guard.assert_finite_state(joint=True)
-        return self._save(*args, **kwargs)
+    is_there = any(watch.model is not None for watch in guard._supervisor.watches)
+    if guard.enabled and is_there:
+        guard.assert_finite_state(joint=True)

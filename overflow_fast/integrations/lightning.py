@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
 from ..guard.guard import OverflowGuard
-from .guarded import GuardOwner, SaveGate
+from .guarded import GuardOwner, check_before_saving
+from .stand_in import StandIn
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -19,60 +25,192 @@ except ImportError as error:
 class GuardCallback(GuardOwner, Callback):
     """Has an `OverflowGuard` watch while a Trainer fits; see `GuardOwner`.
 
-    The modules that the LightningModule is made of are watched, and the schedules of
-    automatic optimization stand still in skipped steps. The guard's metrics go to the
-    Trainer's loggers, every `log_every_n_steps`. While it fits, a checkpoint that would
-    not be finite is not saved, and none removed for it: `NonFiniteError` instead.
+    The modules that the LightningModule is made of are watched, and every loss that
+    backward is called on. Schedules that step with the optimizer stand still in skipped
+    steps of automatic optimization. A step's number is the Trainer's `global_step` when
+    its batch began. While it fits, a checkpoint that would not be finite is not saved,
+    and none removed for it: `NonFiniteError` instead. What a tuner tries out in
+    `on_fit_start` is not watched.
+
+    Args:
+        learn: See `GuardOwner`.
+        to_loggers: Whether the Trainer's loggers get the guard's metrics, with the
+            step and as often as Lightning logs its own (`log_every_n_steps`).
+        arguments: What `OverflowGuard` takes besides the model and the optimizer, by
+            name.
+
+    Raises:
+        TypeError, ValueError: If an argument cannot be used.
 
     Example:
         >>> callback = GuardCallback(on_overflow="skip", log="guard.jsonl")
     """
 
+    def __init__(
+        self, *, learn: int | None = None, to_loggers: bool = True, **arguments: Any
+    ) -> None:
+        if not isinstance(to_loggers, bool):
+            raise TypeError(
+                f"to_loggers must be a bool, got {type(to_loggers).__name__}"
+            )
+        super().__init__(learn=learn, **arguments)
+        self._to_loggers = to_loggers
+        self._fits: list[_Fit] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_fits": []}
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Puts the guard on."""
-        # training_step() is no forward: its parts are what is called.
-        models = dict(pl_module.named_children()) or pl_module
-        guard = self.put_on(models, list(trainer.optimizers))
-        stepper = _Stepper(pl_module, guard)
-        pl_module.lr_scheduler_step = stepper  # type: ignore[method-assign]
-        gate = SaveGate(trainer.save_checkpoint, guard)
-        trainer.save_checkpoint = gate  # type: ignore[method-assign]
+        """Makes the guard."""
+        self._end(trainer)
+        watch = self._arguments.get("watch")
+        wants_loss = watch is None or "loss" in watch
+        self._fits.append(_Fit(trainer, pl_module, self.put_on, wants_loss))
+
+    def on_sanity_check_start(
+        self, trainer: Trainer, pl_module: LightningModule
+    ) -> None:
+        """Switches the guard on."""
+        self._begin(trainer, pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Switches the guard on."""
+        self._begin(trainer, pl_module)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, *args: Any
+    ) -> None:
+        """Numbers the step as the Trainer does."""
+        for fit in self._fits_of(trainer):
+            fit.guard.step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any
     ) -> None:
         """Gives the loggers what the guard measures."""
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if self.guard is None or not every or trainer.global_step % every:
-            return
-        values = {f"overflow_fast/{k}": v for k, v in self.guard.metrics().items()}
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=trainer.global_step)
+        for fit in self._fits_of(trainer):
+            fit.guard.step = trainer.global_step
+            if self._to_loggers and _logs_now(trainer):
+                fit.log_metrics()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Takes the guard off; a verdict that came now would hide the exception."""
-        if self.guard is not None:
-            self.guard.disable()
-        self.teardown(trainer, pl_module, "fit")
+        for fit in self._fits_of(trainer):
+            fit.guard.discard()
+        self._end(trainer)
 
     def teardown(
         self, trainer: Trainer, pl_module: LightningModule, stage: str
     ) -> None:
-        """Takes the guard off."""
-        vars(pl_module).pop("lr_scheduler_step", None)
-        vars(trainer).pop("save_checkpoint", None)
-        self.take_off()
+        """Takes the guard off, after its last verdict."""
+        if stage == "fit":
+            self._end(trainer)
+
+    def _fits_of(self, trainer: Trainer) -> list[_Fit]:
+        return [fit for fit in self._fits if fit.trainer is trainer]
+
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not all(fit.is_of(trainer.optimizers) for fit in self._fits_of(trainer)):
+            self.on_fit_start(trainer, pl_module)
+        for fit in self._fits_of(trainer):
+            fit.guard.enable()
+            fit.guard.step = trainer.global_step
+
+    def _end(self, trainer: Trainer) -> None:
+        for fit in self._fits_of(trainer):
+            self._fits.remove(fit)
+            if self._fits:  # this one ran inside of another
+                self.guard = self._fits[-1].guard
+            fit.end()
 
 
-class _Stepper:
-    """Steps schedulers as the module does, but for skipped steps."""
+class _Fit:
+    """A Trainer that fits, its guard, and what stands in for methods meanwhile.
 
-    def __init__(self, pl_module: LightningModule, guard: OverflowGuard) -> None:
-        self._step = pl_module.lr_scheduler_step
-        self._guard = guard
+    Args:
+        trainer: The Trainer.
+        pl_module: What it fits.
+        put_on: Makes the guard. It is switched off at first.
+        wants_loss: Whether to record what backward is called on.
+    """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if not self._guard.last_step_skipped:
-            self._step(*args, **kwargs)
+    def __init__(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        put_on: Callable[[Any, Any], OverflowGuard],
+        wants_loss: bool,
+    ) -> None:
+        self.trainer = trainer
+        self._optimizers = list(trainer.optimizers)
+        self._models = _models_in(pl_module)  # the guard holds them weakly
+        self.guard = put_on(self._models, self._optimizers)
+        self.guard.disable()
+        self._stand_ins = [
+            StandIn(trainer, "save_checkpoint", self._check_before_saving),
+            StandIn(pl_module, "lr_scheduler_step", self._may_schedule),
+        ]
+        if wants_loss:
+            backward = StandIn(trainer.strategy, "backward", self._record_loss)
+            self._stand_ins.append(backward)
+
+    def is_of(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Whether these are the optimizers that the guard stands before."""
+        return list(map(id, optimizers)) == list(map(id, self._optimizers))
+
+    def end(self) -> None:
+        """Puts everything back and takes the guard off, after its last verdict."""
+        for stand_in in self._stand_ins:
+            stand_in.remove()
+        self.guard.remove()
+
+    def log_metrics(self) -> None:
+        """Gives the Trainer's loggers what the guard measures."""
+        values = {f"overflow_fast/{k}": v for k, v in self.guard.metrics().items()}
+        step = self.trainer.fit_loop.epoch_loop._batches_that_stepped
+        for logger in self.trainer.loggers:
+            logger.log_metrics(values, step=step)
+
+    def _check_before_saving(self, *args: Any, **kwargs: Any) -> None:
+        check_before_saving(self.guard)
+
+    def _may_schedule(self, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+        if not self.guard.last_step_skipped:
+            return True
+        # An epoch is over also where its last step was skipped.
+        configs = self.trainer.lr_scheduler_configs
+        return any(c.scheduler is scheduler and c.interval == "epoch" for c in configs)
+
+    def _record_loss(self, *args: Any, **kwargs: Any) -> None:
+        # Before a GradScaler scales it.
+        loss = args[0] if args else kwargs.get("closure_loss")
+        if self.guard.enabled and isinstance(loss, torch.Tensor):
+            self.guard.record(loss=loss)
+
+
+def _models_in(pl_module: LightningModule) -> Any:
+    """What is watched of a LightningModule, by name.
+
+    training_step() is no forward: the parts of the module are what is called, and those
+    parameters and buffers that are its own are in no part.
+    """
+    own: nn.Module = type(type(pl_module).__name__, (nn.Module,), {})()
+    parts: dict[str, nn.Module] = {}
+    for name, part in pl_module.named_children():
+        # TorchScript has no hooks.
+        is_scripted = isinstance(part, torch.jit.ScriptModule)
+        (own._modules if is_scripted else parts)[name] = part
+    if not parts:
+        return pl_module
+    own._parameters, own._buffers = pl_module._parameters, pl_module._buffers
+    return {**parts, "": own}
+
+
+def _logs_now(trainer: Trainer) -> bool:
+    """Whether Lightning logs the step's own metrics when this batch is over."""
+    is_automatic = trainer.lightning_module.automatic_optimization
+    if is_automatic and trainer.fit_loop._should_accumulate():
+        return False
+    return trainer._logger_connector.should_update_logs

@@ -22,7 +22,8 @@ _log = logging.getLogger("overflow_fast")
 class GuardCallback(GuardOwner, TrainerCallback):
     """Has an `OverflowGuard` watch while a Trainer trains; see `GuardOwner`.
 
-    The learning rate's schedule stands still in skipped steps. Where a checkpoint is
+    The learning rate's schedule stands still in skipped steps. A step's number is the
+    Trainer's `global_step` when it began, also after a resume. Where a checkpoint is
     due, nothing is saved that is not finite: the last good one stays, and the callback
     raises `NonFiniteError`, or logs an error where the policy is not to raise.
 
@@ -38,9 +39,16 @@ class GuardCallback(GuardOwner, TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, **kwargs: Any
     ) -> None:
-        """Puts the guard on."""
-        self.put_on(kwargs["model"], kwargs["optimizer"])
+        """Puts the guard on; one that a training has left behind is taken off."""
+        self.take_off()
+        guard = self.put_on(kwargs["model"], kwargs["optimizer"])
+        guard.step = state.global_step
         self._last_seen, self._has_told_of_filter = None, False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Numbers the step as the Trainer does."""
+        if self.guard is not None:
+            self.guard.step = state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Looks at what would be saved, and at what Trainer does not show."""
