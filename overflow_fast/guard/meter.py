@@ -1,4 +1,4 @@
-"""What the guard itself costs."""
+"""Measures the cost of the guard itself."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .report import Cost
 class Meter:
     """Measures a guard's share of the steps, by the host's clock.
 
-    `with meter:` around what the guard does; the time in hooks is told by a function.
+    `with meter:` times the guard's own code.
 
     Args:
-        seconds_in_hooks: Says how long the hooks have taken since they were made.
+        seconds_in_hooks: Returns how long the hooks have taken since they were made.
     """
 
-    # Not found by name when it is called: a test that patches the clock has it alone.
+    # Bound here: a test that patches time.perf_counter has its patch to itself.
     _now = staticmethod(time.perf_counter)
 
     def __init__(self, seconds_in_hooks: Callable[[], float]) -> None:
@@ -48,7 +48,7 @@ class Meter:
             self._seconds += self._now() - self._begin
 
     def metrics(self) -> dict[str, float]:
-        """The cost of the last step, and how many were watched."""
+        """Returns the cost of the last step, and how many were watched."""
         return {
             "steps_watched_total": self.num_watched,
             "guard_seconds": self.cost.guard_seconds,
@@ -57,7 +57,7 @@ class Meter:
         }
 
     def end_step(self, is_watched: bool) -> Cost:
-        """Ends the step; returns what it cost."""
+        """Ends the step and returns its cost."""
         step = self._now() - self._step_began
         guard = self._seconds + self._seconds_in_hooks() - self._hooks_before
         if is_watched:

@@ -1,4 +1,4 @@
-"""What a guard measures, as numbers, and who is told them after each step."""
+"""The guard's metrics, and the exporters that receive them after each step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _name(each: object) -> str:
 
 
 class Telling:
-    """Tells exporters; the failures of one are logged once, and stop nothing."""
+    """Calls exporters. The first failure of each is logged; none stops the run."""
 
     def __init__(self, exporters: Sequence[Exporter]) -> None:
         self._exporters = exporters

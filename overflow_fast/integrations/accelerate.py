@@ -20,7 +20,7 @@ except ImportError as error:
 def guard_with(
     accelerator: Accelerator, model: Any, optimizer: Any, **arguments: Any
 ) -> OverflowGuard:
-    """Makes a guard, and has `accelerator.save_state` refuse what is not finite.
+    """Makes a guard, and keeps `accelerator.save_state` from saving non-finite state.
 
     Prepared schedulers stand still in skipped steps. `save_state` raises
     `NonFiniteError` before it writes, or removes a checkpoint to make room, until the
@@ -30,7 +30,7 @@ def guard_with(
         accelerator: The Accelerator.
         model: The prepared model, or a list or dict of them.
         optimizer: The prepared optimizer, or a list of them, or None.
-        arguments: What else `OverflowGuard` takes, by name.
+        arguments: Other arguments of `OverflowGuard`, by name.
 
     Raises:
         TypeError, ValueError: If an argument cannot be used.

@@ -1,4 +1,4 @@
-"""What the integrations of the trainers have in common."""
+"""The part of the callbacks that is the same for all trainers."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from ..guard.options import kept
 
 
 class GuardOwner:
-    """Has a guard of its own for each training.
+    """Makes a guard for each training.
 
-    Where there are several ranks, all of them decide together, unless the policy is to
-    warn, or `process_group` says otherwise. A copy or a pickle has the arguments, and
-    no guard until it is used for a training of its own.
+    Several ranks decide together, unless the policy is to warn, or `process_group` says
+    otherwise. A copy or a pickle keeps the arguments, and has no guard until it is used
+    in a training of its own.
 
     Args:
         learn: From how many clean steps to learn what is not finite by design, in each
             training; see `OverflowGuard.learn()`. None for none.
-        arguments: What `OverflowGuard` takes besides the model and the optimizer, by
+        arguments: Arguments of `OverflowGuard` but the model and the optimizer, by
             name.
 
     Attributes:
         guard: The guard of the last training, switched off when that is over, or None
-            before the first. Each training has a new one.
+            before the first.
 
     Raises:
         TypeError, ValueError: If an argument cannot be used.
     """
 
     def __init__(self, *, learn: int | None = None, **arguments: Any) -> None:
-        # Each training reads them again.
+        # Each training reads iterators again.
         arguments = {
             name: list(value) if isinstance(value, Iterator) else value
             for name, value in arguments.items()
@@ -57,22 +57,22 @@ class GuardOwner:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GuardOwner:
         copied: GuardOwner = object.__new__(type(self))
-        # A policy, a group or an exporter is shared.
+        # Policies, groups and exporters are shared with the copy.
         memo |= {id(self): copied, id(self._arguments): self._arguments}
         vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
         return copied
 
     @property
     def raises(self) -> bool:
-        """Whether the policy is to raise."""
+        """True if the policy is to raise."""
         return bool(self._arguments.get("on_overflow", "raise") == "raise")
 
     def put_on(self, model: Any, optimizer: Any) -> OverflowGuard:
-        """Puts a guard of its own on a training."""
+        """Makes the guard of a training."""
         arguments = self._arguments
         is_there = dist.is_available() and dist.is_initialized()
         if is_there and arguments.get("process_group") is None:
-            # What the trainers give has no wrapper that would tell.
+            # The models that trainers give are not wrapped yet.
             acts = arguments.get("on_overflow") != "warn"
             arguments = {
                 **arguments,
@@ -92,8 +92,8 @@ class GuardOwner:
 def check_before_saving(guard: OverflowGuard) -> None:
     """Raises `NonFiniteError` if the guard is on and the state is not finite.
 
-    Called in front of what saves, so that nothing has been written, or removed to make
-    room, when it raises. Every rank has to call it.
+    Call it before anything is written, or removed to make room. Every rank has to.
+    Incurs a CPU-GPU sync for each device.
     """
     is_there = any(watch.model is not None for watch in guard._supervisor.watches)
     if guard.enabled and is_there:

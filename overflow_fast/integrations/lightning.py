@@ -23,20 +23,20 @@ except ImportError as error:
 
 
 class GuardCallback(GuardOwner, Callback):
-    """Has an `OverflowGuard` watch while a Trainer fits; see `GuardOwner`.
+    """Puts an `OverflowGuard` on a LightningModule while a Trainer fits it.
 
-    The modules that the LightningModule is made of are watched, and every loss that
-    backward is called on. Schedules that step with the optimizer stand still in skipped
-    steps of automatic optimization. A step's number is the Trainer's `global_step` when
-    its batch began. While it fits, a checkpoint that would not be finite is not saved,
-    and none removed for it: `NonFiniteError` instead. What a tuner tries out in
-    `on_fit_start` is not watched.
+    The guard watches the submodules, the module's own parameters and buffers, and each
+    loss that backward is called on. Schedules with `interval="step"` stand still in
+    skipped steps of automatic optimization. A step's number is the Trainer's
+    `global_step` when its batch began. During the fit, saving a checkpoint that is not
+    finite raises `NonFiniteError` before anything is written or removed. Trials of a
+    tuner before the training are not watched.
 
     Args:
         learn: See `GuardOwner`.
-        to_loggers: Whether the Trainer's loggers get the guard's metrics, with the
-            step and as often as Lightning logs its own (`log_every_n_steps`).
-        arguments: What `OverflowGuard` takes besides the model and the optimizer, by
+        to_loggers: If True, the Trainer's loggers get the guard's metrics, at the step
+            and as often as Lightning's own (`log_every_n_steps`).
+        arguments: Arguments of `OverflowGuard` but the model and the optimizer, by
             name.
 
     Raises:
@@ -80,14 +80,14 @@ class GuardCallback(GuardOwner, Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, *args: Any
     ) -> None:
-        """Numbers the step as the Trainer does."""
+        """Gives the step the Trainer's number."""
         for fit in self._fits_of(trainer):
             fit.guard.step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any
     ) -> None:
-        """Gives the loggers what the guard measures."""
+        """Logs the guard's metrics."""
         for fit in self._fits_of(trainer):
             fit.guard.step = trainer.global_step
             if self._to_loggers and _logs_now(trainer):
@@ -127,13 +127,13 @@ class GuardCallback(GuardOwner, Callback):
 
 
 class _Fit:
-    """A Trainer that fits, its guard, and what stands in for methods meanwhile.
+    """The guard of one fit, and the methods that are replaced during it.
 
     Args:
         trainer: The Trainer.
-        pl_module: What it fits.
-        put_on: Makes the guard. It is switched off at first.
-        wants_loss: Whether to record what backward is called on.
+        pl_module: The module that it fits.
+        put_on: Makes the guard, which is switched off at first.
+        wants_loss: If True, each loss that backward is called on is recorded.
     """
 
     def __init__(
@@ -157,17 +157,17 @@ class _Fit:
             self._stand_ins.append(backward)
 
     def is_of(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Whether these are the optimizers that the guard stands before."""
+        """Returns True if these are the optimizers that the guard has."""
         return list(map(id, optimizers)) == list(map(id, self._optimizers))
 
     def end(self) -> None:
-        """Puts everything back and takes the guard off, after its last verdict."""
+        """Puts methods back and takes the guard off, after its last verdict."""
         for stand_in in self._stand_ins:
             stand_in.remove()
         self.guard.remove()
 
     def log_metrics(self) -> None:
-        """Gives the Trainer's loggers what the guard measures."""
+        """Gives the Trainer's loggers the guard's metrics."""
         values = {f"overflow_fast/{k}": v for k, v in self.guard.metrics().items()}
         step = self.trainer.fit_loop.epoch_loop._batches_that_stepped
         for logger in self.trainer.loggers:
@@ -191,10 +191,10 @@ class _Fit:
 
 
 def _models_in(pl_module: LightningModule) -> Any:
-    """What is watched of a LightningModule, by name.
+    """The models to watch in a LightningModule, by name.
 
-    training_step() is no forward: the parts of the module are what is called, and those
-    parameters and buffers that are its own are in no part.
+    Its forward need not be called: training_step() calls submodules. A module that is
+    never called, "", holds its own parameters and buffers.
     """
     own: nn.Module = type(type(pl_module).__name__, (nn.Module,), {})()
     parts: dict[str, nn.Module] = {}
@@ -209,7 +209,7 @@ def _models_in(pl_module: LightningModule) -> Any:
 
 
 def _logs_now(trainer: Trainer) -> bool:
-    """Whether Lightning logs the step's own metrics when this batch is over."""
+    """Returns True if Lightning logs its metrics of the step after this batch."""
     is_automatic = trainer.lightning_module.automatic_optimization
     if is_automatic and trainer.fit_loop._should_accumulate():
         return False

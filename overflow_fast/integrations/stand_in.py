@@ -1,4 +1,4 @@
-"""Methods of other people's objects, replaced on the object for a while."""
+"""Replaces methods of trainers for a while."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StandIn:
             attributes[self._name] = earlier
 
     def __getattr__(self, name: str) -> Any:
-        # What is asked of the method, such as its code or what a mock has counted.
+        # Attributes of the method, such as its code or the calls of a mock.
         return getattr(self.__wrapped__, name)
 
     def __reduce__(self) -> tuple[Any, ...]:

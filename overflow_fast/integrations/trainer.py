@@ -20,7 +20,7 @@ _log = logging.getLogger("overflow_fast")
 
 
 class GuardCallback(GuardOwner, TrainerCallback):
-    """Has an `OverflowGuard` watch while a Trainer trains; see `GuardOwner`.
+    """Puts an `OverflowGuard` on the model while a Trainer trains; see `GuardOwner`.
 
     The learning rate's schedule stands still in skipped steps. A step's number is the
     Trainer's `global_step` when it began, also after a resume. Where a checkpoint is
@@ -39,14 +39,14 @@ class GuardCallback(GuardOwner, TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, **kwargs: Any
     ) -> None:
-        """Puts the guard on; one that a training has left behind is taken off."""
+        """Puts a guard on, and takes one off that an earlier training has left."""
         self.take_off()
         guard = self.put_on(kwargs["model"], kwargs["optimizer"])
         guard.step = state.global_step
         self._last_seen, self._has_told_of_filter = None, False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Numbers the step as the Trainer does."""
+        """Gives the step the Trainer's number."""
         if self.guard is not None:
             self.guard.step = state.global_step
 
