@@ -31,9 +31,10 @@ ALLOWED = {
     "guard.__init__": set(),
     "guard.cadence": set(),
     "guard.scalers": {"guard.verdict"},
-    "guard.snapshot": set(),
+    "guard.snapshot": {"guard.nested"},
     "guard.strays": set(),
-    "guard.optimizers": {"_C", "guard.snapshot", "guard.strays"},
+    "guard.nested": set(),
+    "guard.optimizers": {"_C", "guard.nested", "guard.snapshot", "guard.strays"},
     "guard.rounds": {"guard.optimizers", "guard.report"},
     "guard.watch": {
         *("_C", "guard.modules", "hooks", "names", "selection", "steps", "tensors"),
@@ -42,7 +43,7 @@ ALLOWED = {
     "guard.coverage": {"coverage", "guard.watch"},
     "guard.buffers": {"guard.watch"},
     "guard.step_tensors": {
-        *("_C", "guard.cadence", "guard.watch", "selection", "tensors"),
+        *("_C", "guard.cadence", "guard.nested", "guard.watch", "selection", "tensors"),
     },
     "guard.verdict": {"_C", "report", "guard.watch"},
     "guard.attribution": {"_C", "report", "guard.verdict", "guard.watch"},

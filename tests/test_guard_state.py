@@ -9,6 +9,7 @@ from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, assert_finite_state
 from overflow_fast.guard import state
+from overflow_fast.guard.nested import optimizers_in
 from overflow_fast.guard.optimizers import innermost
 
 
@@ -174,3 +175,102 @@ def test_a_sparse_state_is_looked_at():
     model(torch.tensor([1])).sum().backward()
     optimizer.step()
     assert_finite_state(model, optimizer)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer that steps another, and has a state of its own."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, inner.defaults)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["slow"] = parameter.detach().clone()
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+class Wrapper:
+    """What is no optimizer, and has one under any name."""
+
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+        self.itself = self
+
+    def step(self):
+        next(iter(optimizers_in(self)))[1].step()
+
+    @property
+    def param_groups(self):
+        return []
+
+
+class Stateless(Wrapper):
+    """Shows the state of what it holds, and a property that raises."""
+
+    @property
+    def state(self):
+        return self._held.state
+
+    @property
+    def optim(self):
+        raise RuntimeError("not ready")
+
+
+WRAPPED = {
+    "Lookahead": Lookahead,
+    "optimizer": lambda inner: Wrapper(optimizer=inner),
+    "optim": lambda inner: Wrapper(optim=inner),
+    "inner": lambda inner: Wrapper(inner=inner),
+    "a list": lambda inner: Wrapper(chained=[inner]),
+    "a dict": lambda inner: Wrapper(by_name={"all": inner}),
+    "two deep": lambda inner: Wrapper(optim=Wrapper(base=Lookahead(inner))),
+    "its state": lambda inner: Stateless(_held=inner),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_the_state_of_an_optimizer_within_another_is_looked_at(wrap):
+    model, inner = make()
+    optimizer = wrap(inner)
+    guard = OverflowGuard(model, optimizer, "warn", watch=["optimizer_state"])
+    train(model, inner, batches(1))
+    assert_finite_state(model, optimizer)
+    guard.assert_finite_state()
+    inner.state[model.head.bias]["exp_avg"][0] = INF
+    with pytest.raises(NonFiniteError, match=r"`head\.bias\.exp_avg` holds 1 inf"):
+        assert_finite_state(model, optimizer)
+
+
+def test_a_state_that_a_wrapper_shows_too_is_looked_at_once():
+    listed = []
+    for wrap in (lambda inner: inner, WRAPPED["its state"]):
+        model, inner = make()
+        train(model, inner, batches(1))
+        with OverflowGuard(model, wrap(inner), watch=["optimizer_state"]) as guard:
+            train(model, inner, batches(1))
+            listed.append(guard.coverage().tensors_listed)
+    assert listed[0] == listed[1] > 0
+
+
+def test_a_guard_looks_at_the_state_within_what_steps():
+    model, inner = make()
+    optimizer = Lookahead(inner)
+    guard = OverflowGuard(model, optimizer, watch=["optimizer_state"])
+    train(model, optimizer, batches(1))
+    inner.state[model.head.bias]["exp_avg"][0] = INF
+    with pytest.raises(NonFiniteError, match=r"`head\.bias\.exp_avg` holds 1 inf"):
+        train(model, optimizer, batches(1))
+    guard.remove()
+    optimizer.state[model.head.bias]["slow"][0] = NAN
+    inner.state[model.head.bias]["exp_avg"][0] = 0
+    with pytest.raises(NonFiniteError, match=r"`head\.bias\.slow` holds 1 nan"):
+        assert_finite_state(model, optimizer)
+
+
+def test_an_optimizer_that_holds_itself_is_found_once():
+    _, inner = make()
+    outer = Wrapper(optim=inner, again=[inner])
+    inner.owner = outer
+    assert [path for path, _ in optimizers_in(outer)] == ["", "optim."]

@@ -456,6 +456,30 @@ def test_closures_leave_weights_and_state_as_they_were(kind, bad_call, policy):
         assert guard.step == 3
 
 
+def test_a_closure_in_a_wrapper_that_is_no_optimizer():
+    class Explorer(Wrapper):
+        def step(self, closure):
+            self.calls += 1
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1)
+            return self.optimizer.step(closure)
+
+    model = nn.Linear(6, 1)
+    optimizer = Explorer(model.parameters())
+    before = snapshot(model, optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(BAD).sum()
+        loss.backward()
+        return loss
+
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        assert optimizer.step(closure).isnan()
+        assert guard.num_skipped == 1
+    assert_same(snapshot(model, optimizer), before)
+
+
 def test_state_that_a_first_step_has_made_is_gone():
     model = nn.Linear(6, 1)
     optimizer = torch.optim.LBFGS(model.parameters())

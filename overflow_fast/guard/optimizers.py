@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from .. import _C
+from .nested import optimizers_in
 from .snapshot import OptimizerSnapshot
 from .strays import StraySteps
 
@@ -302,9 +303,10 @@ class _CalledOff(BaseException):
 
 def innermost(optimizer: Any) -> Optimizer:
     """The optimizer inside wrappers such as Accelerate's, which has the step hooks."""
-    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        optimizer = optimizer.optimizer
-    return optimizer  # type: ignore[no-any-return]
+    for _, each in optimizers_in(optimizer):
+        if hasattr(each, "_optimizer_step_pre_hooks"):
+            return each  # type: ignore[no-any-return]
+    raise AttributeError(f"{type(optimizer).__name__} holds no torch.optim.Optimizer")
 
 
 def stepper_of(optimizer: Any) -> Any:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+
+from .nested import is_optimizer
 
 # Makes a value what it was; returns it.
 _Restore = Callable[[], Any]
@@ -26,7 +27,7 @@ class OptimizerSnapshot:
     def __init__(self, optimizer: Any) -> None:
         self._known: dict[int, _Restore] = {}
         with torch.no_grad():
-            self._restore = self._remember(optimizer)
+            self._restore = self._of_dict(optimizer, vars(optimizer))
 
     def restore(self) -> None:
         """Puts everything back as it was; gradients stay as they are."""
@@ -42,7 +43,7 @@ class OptimizerSnapshot:
             restore = self._of_dict(value, value)
         elif isinstance(value, (list, tuple)):
             restore = self._of_sequence(value)
-        elif isinstance(value, Optimizer):
+        elif is_optimizer(value):
             restore = self._of_dict(value, vars(value))
         else:
             return lambda: value

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -13,6 +14,7 @@ from .. import _C
 from ..selection import Named
 from ..tensors import tensors_in
 from .cadence import Level
+from .nested import optimizers_in
 from .watch import ModelWatch
 
 _Listed = list[tuple[ModelWatch, Named]]
@@ -163,16 +165,25 @@ class StepTensors:
 
     def _state(self, optimizer: Optimizer) -> Named:
         known = self._names()
-        names: list[str] = []
-        tensors: list[torch.Tensor] = []
-        for i, (parameter, state) in enumerate(optimizer.state.items()):
-            name = known.get(id(parameter), f"state[{i}]")
-            # Also what a quantized moment is made of, such as its scales.
-            for key, value in tensors_in(state):
-                for part, tensor in _parts(value):
-                    names.append(f"{name}{key}{part}")
-                    tensors.append(tensor)
-        return names, tensors
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for path, each in optimizers_in(optimizer):
+            for name, state in _states(each, path, known):
+                # Also what a quantized moment is made of, such as its scales.
+                for key, value in tensors_in(state):
+                    for part, tensor in _parts(value):
+                        # A wrapper's state may be that of what it wraps.
+                        found.setdefault(id(tensor), (f"{name}{key}{part}", tensor))
+        return [name for name, _ in found.values()], [t for _, t in found.values()]
+
+
+def _states(
+    optimizer: Any, path: str, known: dict[int, str]
+) -> Iterator[tuple[str, object]]:
+    """The states that an optimizer keeps, by the names of their parameters."""
+    states = getattr(optimizer, "state", None)
+    if isinstance(states, Mapping):
+        for i, (parameter, state) in enumerate(states.items()):
+            yield known.get(id(parameter), f"{path}state[{i}]"), state
 
 
 def _parts(value: object) -> Iterator[tuple[str, torch.Tensor]]:

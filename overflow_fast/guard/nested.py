@@ -1,0 +1,69 @@
+"""The optimizers that an optimizer, or a wrapper of one, holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+# Wrappers may have them as properties.
+_NAMES = ("optimizer", "optim", "inner")
+
+
+def optimizers_in(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    """Yields an optimizer and all that it holds, each once, the outermost first.
+
+    Args:
+        optimizer: An optimizer, or an object that has one as an attribute or in an
+            attribute that is a list, a tuple or a dict. Others are looked through in
+            the same way if they are optimizers, or have `step` and `param_groups`.
+
+    Yields:
+        The path of attributes that leads to the optimizer, such as `optim.` or
+        `chained[0].`, "" for the outermost, and the optimizer.
+    """
+    seen = {id(optimizer)}
+    waiting = [("", optimizer)]
+    while waiting:
+        path, each = waiting.pop(0)
+        yield path, each
+        for name, key, value in _attributes(each):
+            if id(value) not in seen and is_optimizer(value):
+                seen.add(id(value))
+                item = "" if key is None else f"[{key!r}]"
+                waiting.append((f"{path}{name}{item}.", value))
+
+
+def _attributes(holder: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yields attributes and the items of those that are lists, tuples or dicts.
+
+    A key's text is not made here: the keys of a state are tensors.
+    """
+    names = [*getattr(holder, "__dict__", ()), *_NAMES]
+    for name in dict.fromkeys(names):
+        value = _get(holder, name)
+        yield name, None, value
+        items: Iterable[tuple[Any, Any]] = ()
+        if isinstance(value, Mapping):
+            items = value.items()
+        elif isinstance(value, (list, tuple)):
+            items = enumerate(value)
+        for key, item in items:
+            yield name, key, item
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether an object is an optimizer, or has `step` and `param_groups` like one."""
+    if isinstance(value, Optimizer):
+        return True
+    has_step = callable(getattr(type(value), "step", None))
+    return has_step and _get(value, "param_groups") is not None
+
+
+def _get(holder: Any, name: str) -> Any:
+    """Returns an attribute, or None where there is none or its property raises."""
+    try:
+        return getattr(holder, name, None)
+    except Exception:
+        return None
