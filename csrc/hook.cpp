@@ -4,7 +4,9 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <cstring>
+#include <array>
+#include <string_view>
+#include <utility>
 
 #include "errors.h"
 #include "eval_frame.h"
@@ -17,6 +19,9 @@ namespace {
 
 constexpr long kRecomputed = 1;
 constexpr long kEndsStep = 2;
+// What composable functions put first among a class's bases, and before its name.
+constexpr std::array<std::pair<std::string_view, std::string_view>, 3> kComposed = {
+    {{"DDP", "DDP"}, {"FSDPModule", "FSDP"}, {"ReplicateModule", "Replicate"}}};
 
 // What cannot be walked becomes a line that says so: the watched program goes on.
 template <class Walk>
@@ -74,13 +79,23 @@ void record_call(FrameHook* self, Recorder& recorder, py::object class_name, Fil
   if (flags & kEndsStep) call_owner(self, "on_unrooted_end");
 }
 
-// FSDP2 gives a module a class of its own: (FSDPModule, the author's).
+// FSDP2 and composable replicate() derive a module's class from theirs and the author's,
+// and put a prefix before the author's name.
 PyTypeObject* authors_type(PyTypeObject* type) {
-  if (std::strncmp(type->tp_name, "FSDP", 4) != 0 || PyTuple_GET_SIZE(type->tp_mro) < 3)
-    return type;
-  auto* base = reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(type->tp_mro, 1));
-  if (std::strcmp(base->tp_name, "FSDPModule") != 0) return type;
-  return reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(type->tp_mro, 2));
+  const auto base = [type](Py_ssize_t place) {
+    return reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(type->tp_mro, place));
+  };
+  const Py_ssize_t num_bases = PyTuple_GET_SIZE(type->tp_mro);
+  if (num_bases < 3) return type;
+  for (const auto& [theirs, prefix] : kComposed) {
+    if (theirs != base(1)->tp_name) continue;
+    std::string_view name = type->tp_name;
+    if (name.substr(0, prefix.size()) != prefix) continue;
+    name.remove_prefix(prefix.size());
+    for (Py_ssize_t place = 2; place < num_bases; ++place)
+      if (name == base(place)->tp_name) return base(place);
+  }
+  return type;
 }
 
 py::object class_name_of(PyObject* module) {

@@ -16,6 +16,8 @@ _WRAPPED = {
 }
 
 _FSDP = {"FSDPModule", "FullyShardedDataParallel"}
+# What composable functions put first among a class's bases, and before its name.
+_COMPOSED = {"DDP": "DDP", "FSDPModule": "FSDP", "ReplicateModule": "Replicate"}
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -55,9 +57,13 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def authors_class(cls: type) -> type:
-    """A module's class without the one that FSDP2 puts over it."""
-    mro = cls.__mro__
-    return mro[2] if len(mro) > 2 and mro[1].__name__ == "FSDPModule" else cls
+    """A module's class without the one that FSDP2 or `replicate()` puts over it."""
+    own, *bases = cls.__mro__
+    prefix = _COMPOSED.get(bases[0].__name__) if bases else None
+    for base in bases[1:]:
+        if prefix is not None and own.__name__ == prefix + base.__name__:
+            return base
+    return own
 
 
 def _wrapped_by(module: nn.Module) -> str | None:

@@ -6,7 +6,12 @@ import torch.distributed as dist
 from parity import small_model, spoil
 from torch import nn
 
-from overflow_fast import DebugUnderflowOverflow, scan
+from overflow_fast import (
+    DebugUnderflowOverflow,
+    NonFiniteError,
+    OverflowGuard,
+    scan,
+)
 from overflow_fast.names import authors_class
 
 DETECTED = "inf/nan detected"
@@ -90,3 +95,43 @@ def test_a_sharded_modules_class_is_its_authors(mesh):
     with DebugUnderflowOverflow(model) as detector:
         model(torch.ones(1, 2))
         assert "0 Linear\n" in detector.frames[0]
+
+
+def replicated(module, mesh):
+    from torch.distributed._composable.replicate import replicate
+
+    return replicate(module)
+
+
+def replicated_by_fsdp(module, mesh):
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    return replicate(module, mesh=mesh)
+
+
+@pytest.mark.parametrize("wrap", [replicated, replicated_by_fsdp])
+def test_a_replicated_modules_class_is_its_authors(mesh, wrap):
+    module = wrap(nn.Linear(2, 2), mesh)
+    assert type(module) is not nn.Linear
+    assert authors_class(type(module)) is nn.Linear
+    model = nn.Sequential(module)
+    with DebugUnderflowOverflow(model) as detector:
+        model(torch.ones(1, 2)).sum().backward()
+        assert "0 Linear\n" in detector.frames[0]
+
+
+def test_the_state_of_a_shard_is_looked_at(mesh):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = small_model()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    model(torch.randn(2, 4)).sum().backward()
+    with OverflowGuard(model, optimizer, watch=["optimizer_state"]) as guard:
+        optimizer.step()
+        guard.assert_finite_state()
+        parameter, state = next(iter(optimizer.optim.state.items()))
+        state["exp_avg"].view(-1)[0] = torch.inf
+        name = next(n for n, p in model.named_parameters() if p is parameter)
+        for look in (guard.assert_finite_state, optimizer.step):
+            with pytest.raises(NonFiniteError, match=f"`{name}.exp_avg` holds 1 inf"):
+                look()
