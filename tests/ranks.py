@@ -1,8 +1,11 @@
 """Runs a function in several processes of one process group."""
 
 import datetime
+import functools
+import importlib
 import socket
 import tempfile
+import traceback
 from pathlib import Path
 
 import pytest
@@ -58,3 +61,32 @@ def on_ranks(world, function, *arguments):
             _run, (world, free_port(), folder, function, arguments), nprocs=world
         )
         return [torch.load(folder / str(rank)) for rank in range(world)]
+
+
+# Test modules whose SCENARIOS run in one group of four processes, one after another:
+# starting the processes takes longer than all of them.
+_MODULES = ("test_agreement", "test_groups")
+
+
+def _run_scenarios():
+    found = {}
+    for module in map(importlib.import_module, _MODULES):
+        for name, scenario in module.SCENARIOS.items():
+            try:
+                found[module.__name__, name] = scenario()
+            except Exception:
+                found[module.__name__, name] = traceback.format_exc()
+    return found
+
+
+@functools.cache
+def _results():
+    return on_ranks(4, _run_scenarios)
+
+
+def all_of(module, scenario):
+    """What a scenario of a test module returns on each of four ranks.
+
+    The traceback of what it raises there.
+    """
+    return [found[module, scenario] for found in _results()]

@@ -7,14 +7,14 @@ import itertools
 import json
 import logging
 import tempfile
-import traceback
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from guarding import INF, flat, plant, state_of, train_step
-from ranks import device, on_ranks
+from ranks import device
 from test_parallel import data, ddp, fsdp2, make, sharded_in_two_ways
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -456,23 +456,7 @@ SCENARIOS = {
 }
 
 
-def run_all():
-    found = {}
-    for name, scenario in SCENARIOS.items():
-        try:
-            found[name] = scenario()
-        except Exception:
-            found[name] = traceback.format_exc()
-    return found
-
-
-@functools.cache
-def results():
-    return on_ranks(4, run_all)
-
-
-def all_of(scenario):
-    return [found[scenario] for found in results()]
+all_of = functools.partial(ranks.all_of, "test_agreement")
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,14 @@ ALLOWED = {
         *("guard.run", "guard.step_tensors", "guard.verdict", "guard.watch"),
     },
     "guard.joining": set(),
+    "guard.groups": {"guard.nested", "names"},
+    "guard.peers": set(),
+    "guard.participants": {
+        *("guard.groups", "guard.joining", "guard.peers", "guard.watch"),
+    },
     "guard.agreement": {
-        *("guard.joining", "guard.report", "guard.verdict", "guard.watch", "names"),
+        *("guard.joining", "guard.participants", "guard.peers", "guard.report"),
+        *("guard.verdict", "guard.watch"),
     },
     "guard.learning": {
         *("_C", "guard.agreement", "guard.rules", "guard.verdict", "guard.watch"),

@@ -114,10 +114,12 @@ class OverflowGuard:
         log_keep: How many older files are kept.
         process_group: The ranks that decide together, a `ProcessGroup` or a
             `DeviceMesh`: each judged step they join one all-reduce of 64 bytes, and all
-            act on the report of the rank that found the bad value first. None: those
-            of a model under DDP or FSDP, or with DTensor parameters, unless the policy
-            is to warn. False: each rank decides for itself. With a group, every rank
-            has to have its guard, and call `check()` where one does.
+            act on the report of the rank that found the bad value first. None: all
+            ranks that the process groups of DDP, FSDP, `replicate()`, DTensors and
+            ZeroRedundancyOptimizer connect, unless the policy is to warn; a line is
+            logged if these are not all ranks. False: each rank decides for itself.
+            With a group, every rank has to have its guard, and call `check()` where
+            one does.
         allow: Non-finite values that are meant, such as
             `{"*.attn:input[attn_mask]": "-inf", "router:output[1]": "inf"}`: a pattern
             of module names, a colon, and a pattern of that module's entries:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,41 +29,34 @@ class GuardJoinable(Joinable):
         self._group = group
         self._device = device
         self._judge = judge
-        self._has_batch = True
 
-    @property
-    def is_entered(self) -> bool:
-        """Whether a `Join` has this object."""
-        return bool(self._join_config.enable)
-
-    def notify(self, has_model: bool) -> None:
+    def notify(self, models: Iterable[Any], optimizers: Iterable[Any]) -> None:
         """Says that this rank has a batch; a collective where `Join` has this first.
 
         Args:
-            has_model: Whether the `Join` has the model too.
+            models: The watched models.
+            optimizers: Their optimizers.
 
         Raises:
-            ValueError: If it has it behind this: its collectives come before ours.
+            ValueError: If a `Join` has a model behind this, whose collectives come
+                before the guard's, or an optimizer first, whose come behind them.
         """
-        if has_model and self._join_config.is_first_joinable:
+        config = self._join_config
+        if config.is_first_joinable and any(map(is_joining, models)):
             raise ValueError(
                 "Join must be given the model before the guard: `with Join([model, "
                 "guard.joinable]):`, got them the other way round"
             )
-        if self._has_batch:
-            Join.notify_join_context(self)
-
-    def judge(self) -> None:
-        """Judges a step of the others for a rank without a batch."""
-        self._has_batch = False
-        try:
-            self._judge()
-        finally:
-            self._has_batch = True
+        if config.enable and any(map(is_first, optimizers)):
+            raise ValueError(
+                "Join must be given the optimizer after the guard: `with Join([model, "
+                "guard.joinable, optimizer]):`, got the optimizer first"
+            )
+        Join.notify_join_context(self)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank without batches does for each step of the others."""
-        return _Hook(self.judge)
+        return _Hook(self._judge)
 
     @property
     def join_device(self) -> torch.device:
@@ -81,3 +75,21 @@ class _Hook(JoinHook):
 
     def main_hook(self) -> None:
         self._judge()
+
+
+def is_joining(joinable: Any) -> bool:
+    """Whether a `Join` has this object. Torch does not take that back at its end."""
+    return bool(getattr(getattr(joinable, "_join_config", None), "enable", False))
+
+
+def is_first(joinable: Any) -> bool:
+    """Whether a `Join` has this object first."""
+    return is_joining(joinable) and bool(joinable._join_config.is_first_joinable)
+
+
+def is_shadowing() -> bool:
+    """Whether a `Join` is calling its hooks, for a rank that has no batch left."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not Join.__exit__.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None

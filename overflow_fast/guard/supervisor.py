@@ -74,6 +74,7 @@ class Supervisor:
             lambda: self.meter.cost,
             lambda: self.coverage().gaps(),
         )
+        self.decision.agreement.see(lambda: self.optimizers)
         self.headroom = HeadroomKeeper(
             self.watches,
             options.headroom_bits,
@@ -258,7 +259,10 @@ class Supervisor:
             if other is not gate and not self.rounds.has_stepped(other)
             if (optimizer := other.optimizer) is not None
         ]
-        return self._judge.judge_step(gate, scaler, self.step, self.level, others)
+        # Without a batch the gradients are those of an earlier step.
+        is_shadowing = self.decision.agreement.is_shadowing
+        level = Level.OFF if is_shadowing else self.level
+        return self._judge.judge_step(gate, scaler, self.step, level, others)
 
     def _pass_over(self, gate: OptimizerGate, report: Report) -> bool:
         """Has the verdict of a round that is bad hold for another of its steps."""
@@ -339,7 +343,8 @@ class Supervisor:
             if self.level is not Level.OFF or self._joins_every_step:
                 self.rounds.begin()
                 with self._shield():
-                    self.decision.decide(Finding(self.step, [], gate=self._gates[0]))
+                    gate = self._gates[0] if self._gates else None
+                    self.decision.decide(Finding(self.step, [], gate=gate))
         finally:
             self._end_round()
 

@@ -1,0 +1,114 @@
+"""The process groups that show in models and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ..names import has_base
+from .nested import optimizers_in
+
+_DATA_PARALLEL = {"DistributedDataParallel", "FullyShardedDataParallel"}
+
+
+def find_groups(
+    models: Iterable[nn.Module], optimizers: Iterable[Optimizer]
+) -> list[Any]:
+    """Finds the process groups of the ranks that share models or optimizers.
+
+    Those of DDP, FSDP, composable `replicate()` and ZeroRedundancyOptimizer, and those
+    of the meshes of DTensors, as far as this rank is in them. Calls no collective.
+
+    Args:
+        models: The models, as they train: what wraps them shows their groups.
+        optimizers: Their optimizers.
+
+    Returns:
+        The groups of more than one rank, each once.
+    """
+    found: list[Any] = []
+    meshes: list[Any] = []
+    for module in (each for model in models for each in model.modules()):
+        found += _groups_of(module)
+        meshes += _meshes_of(module)
+    for _, each in (pair for outer in optimizers for pair in optimizers_in(outer)):
+        found.append(getattr(each, "process_group", None))
+        # DDP over tensor parallelism leaves DTensors in no module's parameters.
+        groups = getattr(each, "param_groups", ())
+        meshes += _meshes_of_tensors(p for group in groups for p in group["params"])
+    for mesh in _distinct(meshes):
+        found += groups_of_mesh(mesh)
+    return shared(found)
+
+
+def groups_of_mesh(mesh: Any) -> list[Any]:
+    """The process groups that together reach all ranks of a device mesh."""
+    if mesh.size() == dist.get_world_size():
+        return [dist.group.WORLD]
+    if mesh.get_coordinate() is None:  # this rank is not in it
+        return []
+    return [mesh.get_group(dim) for dim in range(mesh.ndim)]
+
+
+def shared(groups: Iterable[Any]) -> list[Any]:
+    """The process groups that this rank shares with others, each once."""
+    return [
+        group
+        for group in _distinct(groups)
+        if isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) > 1
+    ]
+
+
+def _groups_of(module: nn.Module) -> Sequence[Any]:
+    if has_base(type(module), _DATA_PARALLEL):
+        # FSDP with hybrid sharding has a second one.
+        names = ("process_group", "_inter_node_pg")
+        return [getattr(module, name, None) for name in names]
+    if has_base(type(module), {"DDP"}):
+        return _groups_of_replicated(module)
+    return []
+
+
+def _groups_of_replicated(module: nn.Module) -> Sequence[Any]:
+    from torch.distributed._composable.replicate import replicate
+
+    state = replicate.state(module)
+    if state is None:
+        return []
+    made = getattr(state, "_ddp", None)  # at the first forward
+    if made is not None:
+        return [made.process_group]
+    arguments = state._init_kwargs
+    mesh = arguments.get("device_mesh")
+    if mesh is not None:
+        return groups_of_mesh(mesh)
+    return [arguments.get("process_group") or dist.group.WORLD]
+
+
+def _meshes_of(module: nn.Module) -> Iterator[Any]:
+    own = (module._parameters, module._buffers, vars(module))
+    yield from _meshes_of_tensors(value for each in own for value in each.values())
+    if has_base(type(module), {"FSDPModule"}):
+        # Between forward and backward the parameters may be whole tensors.
+        state = module._get_fsdp_state()  # type: ignore[operator]
+        for group in getattr(state, "_fsdp_param_groups", ()):
+            yield group.mesh_info.mesh
+
+
+def _meshes_of_tensors(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            # DDP has local tensors in their place between two forwards.
+            spec = getattr(value, "_spec", None) or getattr(value, "_st_info", None)
+            mesh = getattr(spec, "mesh", None)
+            if isinstance(mesh, dist.device_mesh.DeviceMesh):
+                yield mesh
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))
