@@ -163,6 +163,13 @@ class Agreement:
                 raise RuntimeError(f"the policy of the rank that found it: {found}")
         return found, is_own
 
+    def all_say(self, value: bool) -> bool:
+        """Whether all ranks that decide together say so, or have no batch."""
+        if not self.is_needed:
+            return value
+        is_against = not (value or self.is_shadowing)
+        return self._maximum(self._meet(), [int(is_against)]) == [0]
+
     def gather(self, value: Any) -> list[Any]:
         """What each rank gives, of all ranks that share the model."""
         return self._gather(self._meet(), value)

@@ -157,8 +157,9 @@ class Decision:
         return report
 
     def _end_clean(self, found: Finding, verdict: Verdict) -> None:
-        if self.learning is not None and found.is_whole and not found.skipped_by:
-            self.learning.end_clean_step(None if found.is_check else found.step)
+        if self.learning is not None and found.is_of_step:
+            is_clean = found.is_whole and not found.skipped_by
+            self.learning.end_step(is_clean, None if found.is_check else found.step)
         skipper = found.skipped_by or None
         if found.gate is None or found.is_late:
             self._in_row = 0

@@ -89,13 +89,14 @@ class Learning:
                 found[name] = found.get(name, 0) | kinds[place]
         return found
 
-    def end_clean_step(self, step: int | None) -> None:
-        """Takes in a clean step, on all ranks; after the last one, proposes.
+    def end_step(self, is_clean: bool, step: int | None) -> None:
+        """Takes in a step that is clean on all ranks; after the last one, proposes.
 
         Args:
+            is_clean: Whether this rank has looked at all of it, and nobody skipped it.
             step: Its number: it counts once, whatever judges it. None counts always.
         """
-        if self.is_over:
+        if self.is_over or not self._agreement.all_say(is_clean):
             return
         for name, kinds in self._pending.items():
             self._seen[name] = self._seen.get(name, 0) | kinds
@@ -105,7 +106,8 @@ class Learning:
         if self._num_clean < self._steps:
             return
         self.is_over = True
-        for seen in self._agreement.gather(self._seen):
+        together = self._agreement.is_needed
+        for seen in self._agreement.gather(self._seen) if together else [self._seen]:
             for name, kinds in seen.items():
                 self._seen[name] = self._seen.get(name, 0) | kinds
         proposed = self._proposed()
