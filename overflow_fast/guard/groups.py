@@ -57,11 +57,8 @@ def groups_of_mesh(mesh: Any) -> list[Any]:
 
 def shared(groups: Iterable[Any]) -> list[Any]:
     """The process groups that this rank shares with others, each once."""
-    return [
-        group
-        for group in _distinct(groups)
-        if isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) > 1
-    ]
+    found = _distinct(each for each in groups if isinstance(each, dist.ProcessGroup))
+    return [group for group in found if dist.get_world_size(group) > 1]
 
 
 def _groups_of(module: nn.Module) -> Sequence[Any]:
