@@ -172,7 +172,36 @@ void add_recorder(py::module_& m) {
       .def_readonly("bytes_scanned", &Coverage::bytes_scanned)
       .def_readonly("not_scanned", &Coverage::not_scanned)
       .def("reasons", &Coverage::reasons);
+  py::class_<Call>(m, "Call")
+      .def_readonly("module", &Call::module)
+      .def_readonly("phase", &Call::phase)
+      .def_readonly("order", &Call::order)
+      .def_readonly("batch", &Call::batch)
+      .def_readonly("thread", &Call::thread)
+      .def_readonly("begins_after", &Call::begins_after)
+      .def_readonly("ends_before", &Call::ends_before)
+      .def_readonly("is_traced", &Call::is_traced)
+      .def_readonly("has_unseen", &Call::has_unseen);
+  py::class_<Region::Node>(m, "RegionNode")
+      .def_readonly("name", &Region::Node::name)
+      .def_readonly("thread", &Region::Node::thread)
+      .def_readonly("sequence", &Region::Node::sequence)
+      .def_readonly("consumers", &Region::Node::consumers)
+      .def_readonly("has_foreign_hooks", &Region::Node::has_foreign_hooks)
+      .def_property_readonly("outputs", [](const Region::Node& self) {
+        std::vector<std::pair<uintptr_t, uint32_t>> outputs;
+        for (const auto& [recorder, module] : self.outputs) {
+          outputs.emplace_back(reinterpret_cast<uintptr_t>(recorder), module);
+        }
+        return outputs;
+      });
+  py::class_<Region>(m, "Region")
+      .def_readonly("nodes", &Region::nodes)
+      .def_readonly("is_known", &Region::is_known)
+      .def_readonly("reaches_root", &Region::reaches_root)
+      .def_readonly("has_foreign_hooks", &Region::has_foreign_hooks);
   py::class_<Gathered>(m, "Gathered")
+      .def_readonly("region", &Gathered::region)
       .def_readonly("before", &Gathered::before)
       .def_readonly("bad", &Gathered::bad)
       .def_property_readonly(
@@ -200,6 +229,19 @@ void add_recorder(py::module_& m) {
              for (const Entry& entry : frame.entries) kinds.push_back(entry.stat.nonfinite_kinds());
              return kinds;
            })
+      // (how often it had been written to in place, whether autograd knows what made it), of inputs.
+      .def("inputs_past",
+           [](const Recorder&, const Frame& frame) {
+             std::vector<std::pair<uint32_t, bool>> past;
+             for (const Entry& entry : frame.entries) {
+               past.emplace_back(entry.listing.version, entry.listing.is_computed);
+             }
+             return past;
+           })
+      .def_property_readonly(
+          "id", [](const Recorder& self) { return reinterpret_cast<uintptr_t>(&self); })
+      .def("calls", &Recorder::calls)
+      .def("forget_calls", &Recorder::forget_calls)
       .def("history",
            [](const Recorder& self) {
              return std::vector<Frame>(self.history().begin(), self.history().end());

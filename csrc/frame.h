@@ -60,6 +60,9 @@ struct Listing {
   bool is_quiet = false;      // only when it is bad
   uint64_t allowed = 0;       // the kinds of non-finite values that are no alarm, as bits of Slot
   Role role = Role::kOutput;  // set by the recorder
+  // Of an input: how often it had been written to in place when the call was over.
+  uint32_t version = 0;
+  bool is_computed = false;  // of an input: autograd knows what made it
 };
 
 struct Entry {
@@ -89,6 +92,7 @@ struct Frame {
   bool waits = false;                  // some stat is still on its device
   int64_t capture = 0;                 // which graph's capture ran the module; 0: it ran itself
   int64_t sends = 0;                   // how often slots had been sent when it began
+  uint64_t newest_input = 0;           // see Call::begins_after
   const TracedCall* traced = nullptr;  // of a compiled call: what was traced
   std::vector<Entry> entries;
   std::vector<Unscanned> unscanned;  // on devices; empty once the frame is finished
@@ -104,6 +108,20 @@ struct Frame {
                                a.stat.has_same_extremes(b.stat);
                       });
   }
+};
+
+// A module's call, or the gradient of its output, whether or not its frame is bad. Autograd numbers the nodes that a thread makes,
+// so a node that the call made has a number of at least `begins_after` and below `ends_before`.
+struct Call {
+  uint32_t module;
+  Phase phase;
+  int64_t order;  // its frame's
+  int64_t batch;
+  uint64_t thread;
+  uint64_t begins_after;  // the call was given the node before this one
+  uint64_t ends_before;
+  bool is_traced;
+  bool has_unseen;  // something that it returned or was given could not be scanned
 };
 
 // What was looked at and what was not, since the recorder was made.

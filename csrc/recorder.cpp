@@ -1,5 +1,8 @@
 #include "recorder.h"
 
+#include <ATen/SequenceNumber.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -16,6 +19,19 @@ const py::object& resolver() {
   static const auto* function =  // never freed: the interpreter may be gone by then
       new py::object(py::module_::import("overflow_fast.tensors").attr("resolve"));
   return *function;
+}
+
+// Takes down what tells later where an input can have come from.
+void note_input(Frame& frame, Listing& listing, const at::Tensor& tensor) {
+  auto* impl = tensor.unsafeGetTensorImpl();
+  listing.version = impl->is_inference() ? 1 : impl->version_counter().current_version();
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  const auto* node = meta == nullptr ? nullptr : meta->grad_fn_.get();
+  if (node == nullptr) return;
+  listing.is_computed = true;
+  if (node->thread_id() == at::RecordFunction::currentThreadId()) {
+    frame.newest_input = std::max(frame.newest_input, node->sequence_nr() + 1);
+  }
 }
 
 py::object reason_for(const at::Tensor& tensor, Readability readability) {
@@ -65,6 +81,7 @@ void Recorder::add_not_scanned(Frame& frame, Listing listing, py::object why) {
 void Recorder::add_tensor(Frame& frame, Listing listing, const at::Tensor& tensor) {
   ++coverage_.tensors_listed;
   listing.role = role_of(frame.phase, listing.label);
+  if (listing.role == Role::kInput && options_.gathers) note_input(frame, listing, tensor);
   try {
     if (uses_memo(frame)) {
       const Memo::Known* known = memo_.find(tensor, frame_mark_);
@@ -192,10 +209,32 @@ void Recorder::add_known(Frame& frame, const TracedCall::Item& item, const Entry
 bool Recorder::finish(Frame& frame) {
   if (frame.waits) deferred_.scan(frame, uses_memo(frame) ? &memo_ : nullptr, frame_mark_);
   if (frame.traced != nullptr) traced_.remember(frame);
+  if (options_.gathers && frame.is_of_call()) note_call(frame);
   spare_unscanned_ = std::move(frame.unscanned);
   if (!frame.waits && deferred_.is_empty()) return judge(frame);
   deferred_.add(std::move(frame));
   return false;
+}
+
+void Recorder::note_call(const Frame& frame) {
+  if (calls_.size() >= kMaxCalls) {
+    calls_.erase(calls_.begin(), calls_.begin() + kMaxCalls / 2);
+    num_calls_judged_ = 0;
+  }
+  const bool has_unseen =
+      std::any_of(frame.entries.begin(), frame.entries.end(), [](const Entry& entry) {
+        return entry.kind == EntryKind::kNotScanned ||
+               (entry.kind == EntryKind::kNotTensor && entry.listing.role != Role::kInput);
+      });
+  calls_.push_back({frame.module, frame.phase, frame.order, frame.batch,
+                    at::RecordFunction::currentThreadId(), frame.newest_input,
+                    at::sequence_number::peek(), frame.traced != nullptr, has_unseen});
+}
+
+void Recorder::forget_calls(bool forgets_all) {
+  const size_t count = forgets_all ? calls_.size() : num_calls_judged_;
+  calls_.erase(calls_.begin(), calls_.begin() + static_cast<int64_t>(count));
+  num_calls_judged_ = calls_.size();
 }
 
 void Recorder::send() {
@@ -213,13 +252,16 @@ void Recorder::watch_output(const Frame& frame, LabelId label, const at::Tensor&
   watch_gradient(sink_, output, frame.module, label);
 }
 
-void Recorder::record_gradient(uint32_t module, LabelId label, const at::Tensor& gradient) {
+void Recorder::record_gradient(uint32_t module, LabelId label, const at::Tensor& gradient,
+                               const std::function<Region()>& find_region) {
   const Stopwatch watch(seconds);
   try {
     const bool wants_it = wants_tensors();
+    const bool was_bad = is_bad();
     Frame frame = begin_frame(module, class_names_[module], Phase::kBackward);
     add_tensor(frame, {label}, gradient);
     finish(frame);
+    if (!was_bad && is_bad()) gathered_.region = find_region();
     if (wants_it && is_bad()) hold(py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient)));
   } catch (...) {
     coverage_.count(current_exception_text());

@@ -11,6 +11,7 @@
 
 #include <chrono>
 #include <deque>
+#include <functional>
 #include <optional>
 #include <unordered_map>
 #include <vector>
@@ -64,6 +65,7 @@ struct Gathered {
   std::vector<Frame> before;  // the history when the first bad frame came
   std::vector<Frame> bad;     // the first of them, in execution order
   int64_t num_bad = 0;
+  Region region;    // of bad[0], if that is the gradient of an output and was here
   py::object held;  // (args, kwargs, output) or a gradient, of bad[0]; null if it is not known
 };
 
@@ -106,7 +108,9 @@ class Recorder {
   void record(Phase phase, const std::vector<py::str>& names,
               const std::vector<at::Tensor>& tensors);
   // Records the gradient of an output. Never throws what is not an interrupt.
-  void record_gradient(uint32_t module, LabelId label, const at::Tensor& gradient);
+  // find_region() is asked for what computed it if it is the first bad frame.
+  void record_gradient(uint32_t module, LabelId label, const at::Tensor& gradient,
+                       const std::function<Region()>& find_region);
   // What was to be recorded is not, and the watched program goes on.
   void note_failure(const py::object& why) { coverage_.count(why); }
   void note_compiled_autograd() {
@@ -120,6 +124,10 @@ class Recorder {
   bool wants_tensors() const { return options_.holds_tensors && gathered_.num_bad == 0; }
   bool is_bad() const { return gathered_.num_bad > 0; }
   void hold(py::object tensors) { gathered_.held = std::move(tensors); }
+  // The calls that may still be asked for. forget_calls() forgets those that it left the last time,
+  // or all.
+  const std::vector<Call>& calls() const { return calls_; }
+  void forget_calls(bool forgets_all);
   Headroom& headroom() { return headroom_; }
   Rules& rules() { return rules_; }
   // What was counted since the last call, but not while a graph is being captured.
@@ -170,10 +178,12 @@ class Recorder {
   bool judge(Frame& frame);
   void gather(Frame&& frame);
   void drop_outer(const Frame& inner);
+  void note_call(const Frame& frame);
   // A smaller tensor on the host is scanned again sooner than it is remembered: what remembering
   // costs is the tensor's own memory, which is given back only when the step ends.
   static constexpr int64_t kMinMemoBytes = 4096;
   static constexpr size_t kMaxGathered = 4096;
+  static constexpr size_t kMaxCalls = 1 << 16;
 
   // Whether a tensor's stat is known as soon as it is scanned.
   bool is_here(const at::Tensor& tensor) const { return tensor.is_cpu() && !options_.defer; }
@@ -204,6 +214,8 @@ class Recorder {
   std::unordered_map<const c10::TensorImpl*, WeakTensor> seen_;
   std::shared_ptr<GradientSink> sink_ = std::make_shared<GradientSink>(this);
   Gathered gathered_;
+  std::vector<Call> calls_;
+  size_t num_calls_judged_ = 0;  // of `calls_`, the first
   Headroom headroom_;
   Rules rules_;
   Underflow underflow_;

@@ -67,7 +67,33 @@ class Frame:
     is_recomputed: bool
     is_bad: bool
 
+class Call:
+    module: int
+    phase: Phase
+    order: int
+    batch: int
+    thread: int
+    begins_after: int
+    ends_before: int
+    is_traced: bool
+    has_unseen: bool
+
+class RegionNode:
+    name: str
+    thread: int
+    sequence: int
+    consumers: list[int]
+    outputs: list[tuple[int, int]]  # a recorder's id, a module's index
+    has_foreign_hooks: bool
+
+class Region:
+    nodes: list[RegionNode]
+    is_known: bool
+    reaches_root: bool
+    has_foreign_hooks: bool
+
 class Gathered:
+    region: Region
     before: list[Frame]
     bad: list[Frame]
     held: object
@@ -110,6 +136,10 @@ class Recorder:
     ) -> None: ...
     def entries(self, frame: Frame) -> list[EntryTuple]: ...
     def nonfinite_kinds(self, frame: Frame) -> list[int]: ...
+    def inputs_past(self, frame: Frame) -> list[tuple[int, bool]]: ...
+    id: int
+    def calls(self) -> list[Call]: ...
+    def forget_calls(self, forgets_all: bool, /) -> None: ...
     def history(self) -> list[Frame]: ...
     def clear_history(self) -> None: ...
     def send(self) -> None: ...

@@ -34,7 +34,7 @@ def modules_per_parent(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
 class Attachment:
     """The hooks of one owner on one model. Holds modules weakly.
 
-    Around each call of the root the owner gets `before_root(module, args)`,
+    Around each call of the root the owner gets `before_root(module, args, kwargs)`,
     `after_root(module, args, kwargs, output)` when it has returned, and
     `root_ended(module, args, output)`, the last also when the forward raised.
     """
@@ -66,7 +66,7 @@ class Attachment:
         )
         self.handles += [
             model.register_forward_hook(after, with_kwargs=True),
-            model.register_forward_pre_hook(before),
+            model.register_forward_pre_hook(before, with_kwargs=True),
             model.register_forward_hook(ended, always_call=True),
         ]
         put_first(model._forward_pre_hooks, self.handles[-2].id)

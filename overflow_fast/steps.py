@@ -107,7 +107,9 @@ class StepHooks(HookOwner):
 
     # What the hooks call, in the order of a step.
 
-    def before_root(self, module: nn.Module, args: object) -> None:
+    def before_root(
+        self, module: nn.Module, args: object, kwargs: object = None
+    ) -> None:
         """Starts a step when the outermost call of the root begins."""
         if is_dry_run():
             self._is_dry_run = self._recorder.is_paused = True

@@ -37,8 +37,8 @@ ALLOWED = {
     "guard.optimizers": {"_C", "guard.nested", "guard.snapshot", "guard.strays"},
     "guard.rounds": {"guard.optimizers", "guard.report"},
     "guard.watch": {
-        *("_C", "guard.modules", "hooks", "names", "selection", "steps", "tensors"),
-        "traced",
+        *("_C", "guard.batch", "guard.modules", "hooks", "names", "selection"),
+        *("steps", "tensors", "traced"),
     },
     "guard.coverage": {"coverage", "guard.watch"},
     "guard.buffers": {"guard.watch"},
@@ -46,7 +46,28 @@ ALLOWED = {
         *("_C", "guard.cadence", "guard.nested", "guard.watch", "selection", "tensors"),
     },
     "guard.verdict": {"_C", "report", "guard.watch"},
-    "guard.attribution": {"_C", "report", "guard.verdict", "guard.watch"},
+    "guard.batch": {"_C"},
+    "guard.settings": set(),
+    "guard.calls": {"_C", "guard.verdict", "guard.watch"},
+    "guard.hooked": {"_C"},
+    "guard.handed": {
+        *("_C", "guard.batch", "guard.calls", "guard.hooked", "guard.verdict"),
+        "report",
+    },
+    "guard.forward": {
+        *("_C", "guard.calls", "guard.handed", "guard.hooked", "guard.verdict"),
+        "report",
+    },
+    "guard.backward": {"_C", "guard.calls", "guard.verdict"},
+    "guard.parameters": {
+        *("_C", "guard.calls", "guard.hooked", "guard.verdict", "report"),
+    },
+    "guard.remarks": {"_C", "guard.batch", "guard.verdict", "report"},
+    "guard.attribution": {
+        *("_C", "guard.backward", "guard.calls", "guard.forward"),
+        *("guard.parameters", "guard.remarks", "guard.verdict", "guard.watch"),
+        "report",
+    },
     "guard.origin": {"guard.verdict"},
     "guard.advice": {"guard.verdict"},
     "guard.report": {
@@ -89,7 +110,8 @@ ALLOWED = {
     "guard.decision": {
         *("_C", "guard.agreement", "guard.archive", "guard.attribution"),
         *("guard.learning", "guard.optimizers", "guard.options", "guard.report"),
-        *("guard.rounds", "guard.step_tensors", "guard.verdict", "guard.watch", "ops"),
+        *("guard.rounds", "guard.settings", "guard.step_tensors", "guard.verdict"),
+        *("guard.watch", "ops"),
     },
     "guard.judgement": {
         *("_C", "guard.buffers", "guard.cadence", "guard.decision"),

@@ -141,8 +141,10 @@ def test_a_bad_gradient_of_an_output_is_bracketed():
     # The hook spoils what fc1's own hook is then given.
     assert first.fqn == "blocks.1.fc1"
     assert verdict.maker == (
-        "the backward of blocks.1.act, whose own gradient was clean"
+        "between blocks.1.act and blocks.1.fc1: the backward of blocks.1.act or a hook "
+        "on the output of blocks.1.fc1"
     )
+    assert verdict.candidates == ["blocks.1.act", "blocks.1.fc1"]
     assert "blocks.1.fc1.weight" in verdict.dirty_gradients
     assert "blocks.1.fc2.weight" in verdict.clean_gradients
     assert "blocks.1.fc2.bias" not in verdict.clean_gradients  # not the nearest
@@ -169,7 +171,7 @@ def test_a_gradient_that_is_bad_by_itself():
     assert (verdict.first.kind, verdict.first.fqn) == ("gradient", "head.weight")
     assert verdict.dirty_gradients == ["head.weight"]
     assert verdict.clean_gradients == ["norm.bias", "head.bias"]
-    assert verdict.origin == "made"
+    assert verdict.candidates == ["head", "the loss", "code after backward"]
 
 
 def test_a_recorded_loss_is_seen():
@@ -293,7 +295,7 @@ def test_a_report_reads_as_text_and_as_json():
         "1 of its 32 float32 values is non-finite.\n"
         "Bad gradients: "
     )
-    assert "\nWhat blocks.1.fc2 was given was finite: it made the value" in paragraph
+    assert "\nWhat blocks.1.fc2 was given was finite: it arose in" in paragraph
     assert "\nWhat to try: " in paragraph
     assert frames.startswith("Detected inf/nan during batch_number=0\nLast 7 forward")
     data = json.loads(report.to_json())
@@ -402,4 +404,5 @@ def test_a_mask_is_no_alarm_and_not_blamed_in_vain(by_keyword):
     label = "input.mask" if by_keyword else "input[1]"
     assert report.verdict.maker == "attention"
     assert report.verdict.masks == [label]
-    assert f"was finite but for the -inf in {label}: it made the value" in flat(report)
+    said = f"was finite but for the -inf in {label}: it arose in attention's own code"
+    assert said in flat(report)

@@ -519,4 +519,4 @@ def test_what_is_allowed_is_said_where_it_did_harm():
         model(torch.full((1, 2), 3.0))
         report = guard.check()
     assert report.verdict.maker == "1"
-    assert "was finite but for what is allowed in input[0]: it made" in flat(report)
+    assert "was finite but for what is allowed in input[0]: it arose" in flat(report)

@@ -2,47 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-from torch import nn
+import dataclasses
+import logging
+from collections.abc import Sequence
 
 from .. import _C
 from ..report import entry_label, label_text
+from .backward import origin_of_gradient
+from .calls import Calls
+from .forward import key_of, origin_in_forward
+from .parameters import (
+    around_gradients,
+    given_weights,
+    origin_of_gradients,
+    origin_of_state,
+)
+from .remarks import remarks_on
 from .verdict import (
+    BATCH,
     FORWARDS,
+    LOSS,
     OF_CALLS,
     BadEntry,
     BadFrame,
     Headroom,
+    Origin,
     Verdict,
     headroom_of,
     kind_of,
 )
 from .watch import ModelWatch
 
+_log = logging.getLogger("overflow_fast")
 
-def judge(frames: Sequence[BadFrame]) -> Verdict:
+
+def judge(
+    frames: Sequence[BadFrame],
+    watches: Sequence[ModelWatch] = (),
+    is_check: bool = False,
+) -> Verdict:
     """Says what the bad frames of one step mean.
+
+    Incurs a CPU-GPU sync for each tensor on a device that is looked at again, if
+    something is bad.
 
     Args:
         frames: All bad frames of a step, in any order.
+        watches: All watched models; those of the frames if none are given.
+        is_check: Whether an optimizer that the guard does not know of may have stepped
+            since the frames of calls.
 
     Returns:
         The verdict; a clean one if there are no frames.
     """
     if not frames:
         return Verdict()
-    ordered = sorted(frames, key=lambda bad: bad.rank)
-    first = ordered[0]
-    place, entry = first.bad_entries()[0]
-    origin, source, maker = _origin(first, kind_of(entry[0]), ordered)
-    dirty, clean = _around_gradients(ordered)
+    ordered = sorted(frames, key=lambda bad: bad.rank[1 if is_check else 0 :])
+    first, (place, entry) = _first_of(ordered, is_check)
+    watches = watches or list(dict.fromkeys(bad.watch for bad in frames))
+    origin = _origin_or_why_not(first, place, ordered, watches)
+    dirty, clean = around_gradients(ordered)
     return Verdict(
         batch=first.frame.batch,
         first=_bad_entry(first, place, entry),
-        origin=origin,
-        source=source,
-        maker=maker,
+        **vars(origin),
         masks=_masks(first, are_masks=True),
         allowed=_masks(first, are_masks=False),
         headroom=_headroom_before(first, place),
@@ -52,6 +75,27 @@ def judge(frames: Sequence[BadFrame]) -> Verdict:
         is_recomputed=first.frame.is_recomputed,
         reaches_loss=any(map(_is_of_loss, frames)),
     )
+
+
+def _first_of(
+    ordered: Sequence[BadFrame], is_check: bool
+) -> tuple[BadFrame, tuple[int, _C.EntryTuple]]:
+    """The first bad frame and entry: a weight that was bad before the step, if any.
+
+    Weights are scanned where they are used, so a later module's come behind what an
+    earlier module has made.
+    """
+    earliest = ordered[0]
+    for bad in ordered:
+        weights = given_weights(bad)
+        is_of_step = not is_check or (
+            bad.frame.phase == _C.Phase.FORWARD
+            and (bad.watch, bad.frame.batch) == (earliest.watch, earliest.frame.batch)
+        )
+        if weights and is_of_step:
+            return bad, weights[0]
+    # A weight that the call may have written stands in front of what it was given.
+    return earliest, (earliest.bad_inputs() or earliest.bad_entries())[0]
 
 
 def _is_of_loss(bad: BadFrame) -> bool:
@@ -110,123 +154,67 @@ def _headroom_before(bad: BadFrame, place: int) -> Headroom | None:
 # Who made it.
 
 
-_Origin = tuple[str, str, str]
+def _origin_or_why_not(
+    first: BadFrame,
+    place: int,
+    ordered: Sequence[BadFrame],
+    watches: Sequence[ModelWatch],
+) -> Origin:
+    """Who made it; an alarm is raised although that may fail."""
+    try:
+        origin = _origin(first, place, ordered, watches)
+        is_of_call = first.is_of_call and origin.source != "weight"
+        remarks = remarks_on(first) if is_of_call else []
+        return dataclasses.replace(origin, remarks=remarks)
+    except Exception as error:
+        _log.warning("who made the value could not be found out", exc_info=True)
+        maker = f"looking for it failed ({type(error).__name__}: {error})"
+        return Origin("unclear", "unclear", maker)
 
 
-def _origin(first: BadFrame, kind: str, ordered: Sequence[BadFrame]) -> _Origin:
+def _origin(
+    first: BadFrame,
+    place: int,
+    ordered: Sequence[BadFrame],
+    watches: Sequence[ModelWatch],
+) -> Origin:
     phase = first.frame.phase
+    kind = kind_of(first.entries()[place][0])
     if kind in ("weight", "optimizer_state"):
-        return "given", kind, "an earlier optimizer step, or whoever loaded it"
-    if phase in FORWARDS:
-        return _origin_in_forward(first, ordered)
-    if phase == _C.Phase.BACKWARD:
-        return _origin_in_backward(first)
-    if phase == _C.Phase.GRADIENTS:
-        return _origin_of_gradients(first)
-    if phase == _C.Phase.RECORDED:
-        return "made", "loss", "what was computed after the model, which was finite"
-    return "unclear", "buffer", "whoever wrote to the buffer: no call was bad"
-
-
-def _origin_in_forward(first: BadFrame, ordered: Sequence[BadFrame]) -> _Origin:
-    name = _name(first.watch, first.frame.module)
-    if not first.has_bad_input:
-        buffer = _bad_buffer_of(first.watch, first.frame.module, ordered)
-        if buffer:
-            return "given", "buffer", f"its buffer {buffer}"
-        return "made", "module", name
-    module = first.watch.module_at(first.frame.module)
-    if getattr(module, "inplace", False):
-        return (
-            "unclear",
-            "unclear",
-            f"{name}, which writes to its input, or who called it",
+        return origin_of_state(
+            first, place, kind, _headroom_before(first, place) is not None
         )
-    for index in _ancestors(first.watch, first.frame.module):
-        caller = _frame_of(first.watch, index, first.frame, ordered)
-        if caller is None or not caller.has_bad_input:
-            where = _name(first.watch, index)
-            maker = f"{where}, between the calls of its submodules"
-            return "passed_on", "caller", maker
-    return "given", "batch", "the batch: the model's own input is bad"
+    if phase in FORWARDS:
+        bad = {key_of(each): each for each in ordered}
+        return origin_in_forward(first, bad, Calls(watches))
+    if phase == _C.Phase.BACKWARD:
+        return origin_of_gradient(first, Calls(watches, until=first.frame.order))
+    if phase == _C.Phase.GRADIENTS:
+        return origin_of_gradients(first, ordered)
+    if phase == _C.Phase.RECORDED:
+        return _origin_of_recorded(watches)
+    return _origin_of_buffer(first, place)
 
 
-def _bad_buffer_of(
-    watch: ModelWatch, index: int, ordered: Sequence[BadFrame]
-) -> str | None:
-    for bad in ordered:
-        if bad.watch is watch and bad.frame.phase == _C.Phase.BUFFERS:
-            for _, entry in bad.bad_entries():
-                label = label_text(entry[0])
-                if label.rpartition(".")[0] == watch.name_at(index):
-                    return label
-    return None
+def _origin_of_recorded(watches: Sequence[ModelWatch]) -> Origin:
+    candidates = [LOSS, BATCH]
+    is_seen = all(w.wanted.activations and w.selection.takes("") for w in watches)
+    if is_seen:
+        maker = (
+            "what was computed after the model, whose outputs were finite, or values "
+            "that never went through the model, such as labels"
+        )
+        return Origin("unclear", "loss", maker, candidates)
+    maker = "the model, the loss or the batch: the model's outputs were not looked at"
+    names = [watch.name_at(0) or "the model" for watch in watches]
+    return Origin("unclear", "unclear", maker, [*names, *candidates])
 
 
-def _origin_in_backward(first: BadFrame) -> _Origin:
-    for frame in reversed(first.watch.before):
-        if frame.phase == _C.Phase.BACKWARD:
-            name = _name(first.watch, frame.module)
-            maker = f"the backward of {name}, whose own gradient was clean"
-            return "passed_on", "unclear", maker
-        if frame.phase == _C.Phase.FORWARD:
-            break
-    return "passed_on", "loss", "the backward of the loss"
-
-
-def _origin_of_gradients(first: BadFrame) -> _Origin:
-    if not first.watch.wanted.grad_outputs:
-        return "unclear", "unclear", "its backward, or a module's after it"
-    maker = "its own backward: the gradients of all outputs were finite"
-    return "made", "unclear", maker
-
-
-def _name(watch: ModelWatch, index: int) -> str:
-    return watch.name_at(index) or "the model"
-
-
-def _ancestors(watch: ModelWatch, index: int) -> Iterator[int]:
-    """The indices of the modules around one, from the nearest out to the root."""
-    if index >= len(watch.names):
-        return
-    name = watch.names[index]
-    while name:
-        name = name.rpartition(".")[0]
-        if not watch.selection.takes(name):
-            continue
-        # A wrapper has the name of the module in it, which comes behind it.
-        for around in reversed(watch.modules.before(index)):
-            if watch.names[around] == name and _is_called(watch.module_at(around)):
-                yield around
-
-
-def _is_called(module: nn.Module | None) -> bool:
-    """Whether a module has a forward at all; a ModuleList has none."""
-    return module is None or type(module).forward is not nn.Module.forward
-
-
-def _frame_of(
-    watch: ModelWatch, index: int, inner: _C.Frame, ordered: Sequence[BadFrame]
-) -> BadFrame | None:
-    """The bad frame of a module's call that ended after a call within it."""
-    for bad in ordered:
-        frame = bad.frame
-        is_later = frame.batch == inner.batch and frame.order >= inner.order
-        if bad.watch is watch and frame.module == index and is_later:
-            return bad
-    return None
-
-
-def _around_gradients(ordered: Sequence[BadFrame]) -> tuple[list[str], list[str]]:
-    dirty: list[str] = []
-    clean: list[str] = []
-    for bad in ordered:
-        if bad.frame.phase != _C.Phase.GRADIENTS:
-            continue
-        entries = [(label_text(entry[0]), entry[5]) for entry in bad.entries()]
-        for i, (name, is_bad) in enumerate(entries):
-            if is_bad:
-                dirty.append(name)
-            elif any(is_near for _, is_near in entries[max(0, i - 1) : i + 2]):
-                clean.append(name)
-    return dirty, clean
+def _origin_of_buffer(first: BadFrame, place: int) -> Origin:
+    label = label_text(first.entries()[place][0])
+    owner = label.rpartition(".")[0] or "the model"
+    if _headroom_before(first, place) is None:
+        maker = f"{label}: it was never seen finite, and no call was bad"
+    else:
+        maker = f"whoever wrote to {label}, such as {owner}: no call was bad"
+    return Origin("unclear", "buffer", maker, [owner])

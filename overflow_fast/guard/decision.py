@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from torch.optim import Optimizer
+
 from .. import _C
 from ..ops import scan
 from .agreement import Agreement
@@ -18,6 +20,7 @@ from .optimizers import OptimizerGate
 from .options import ACTIONS, GuardOptions
 from .report import Cost, NonFiniteError, Report, frame_texts, least_headroom
 from .rounds import Rounds
+from .settings import bad_settings
 from .step_tensors import StepTensors
 from .verdict import BadFrame, Verdict, leading_frame
 from .watch import ModelWatch
@@ -102,6 +105,7 @@ class Decision:
         self._not_covered = not_covered
         self._in_row = 0
         self._places: Counter[tuple[str, str, str]] = Counter()
+        self.optimizers: Callable[[], Sequence[Optimizer]] = list
         self._num_frames = _C.Recorder.num_frames()
         self._archive = Archive(options, watches, cost)
         self._clean_line: tuple[int, Verdict, str | None] | None = None
@@ -135,7 +139,7 @@ class Decision:
                 found.frames, found.is_whole, is_skipped
             )
             found = dataclasses.replace(found, frames=frames)
-        verdict = judge(found.frames)
+        verdict = self._judge(found)
         report, is_own = self._agreed(found, verdict)
         if report is None:
             self._end_clean(found, verdict)
@@ -180,6 +184,13 @@ class Decision:
     def _log_line(self, step: int, verdict: Verdict, action: str | None) -> None:
         self._clean_line = None
         self._archive.log(step, verdict, action, self._rounds.num_skipped)
+
+    def _judge(self, found: Finding) -> Verdict:
+        verdict = judge(found.frames, self._watches, found.is_check)
+        if verdict.source not in ("weight", "optimizer_state"):
+            return verdict
+        settings = bad_settings(self.optimizers())
+        return dataclasses.replace(verdict, remarks=[*verdict.remarks, *settings])
 
     def _agreed(self, found: Finding, verdict: Verdict) -> tuple[Report | None, bool]:
         """The report to act on, and whether it is this process's own."""

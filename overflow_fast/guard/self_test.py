@@ -177,7 +177,7 @@ class SelfTest:
                     if loss.requires_grad:
                         loss.backward()  # type: ignore[no-untyped-call]
                 tensors.scan(None, Level.ALL)
-                return judge(collect(self._watches))
+                return judge(collect(self._watches), self._watches)
             finally:
                 collect(self._watches)
                 tensors.forget()

@@ -75,6 +75,7 @@ class Supervisor:
             lambda: self.coverage().gaps(),
         )
         self.decision.agreement.see(lambda: self.optimizers)
+        self.decision.optimizers = lambda: self.optimizers
         self.headroom = HeadroomKeeper(
             self.watches,
             options.headroom_bits,

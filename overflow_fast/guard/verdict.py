@@ -20,6 +20,26 @@ SOURCES = (
     *("after_backward", "unclear"),
 )
 
+# Of `Verdict.candidates`.
+BATCH = "the batch"
+LOSS = "the loss"
+LOOP = "the training loop"
+AFTER_BACKWARD = "code after backward"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value came from; the fields are those of `Verdict`."""
+
+    origin: str
+    source: str
+    maker: str
+    candidates: list[str] = field(default_factory=list)
+    after: str = ""
+    unwatched: list[str] = field(default_factory=list)
+    batch_places: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
 
 @dataclass(frozen=True)
 class BadEntry:
@@ -89,9 +109,16 @@ class Verdict:
             "after_backward" (gradients were changed between backward and the
             optimizer's step), or "unclear": one of `candidates`.
         maker: Who made it, in words; the qualified name where it is a module.
-        candidates: All who can have made it where that is not known: qualified names
-            for modules (their code or its backward), "the model", "the loss", "the
-            batch". Empty where `source` is known.
+        candidates: All who can have made it: qualified names for modules (their code,
+            its backward, or modules within), "the model", "the loss" (code after the
+            model), "the batch" (which includes labels), "the training loop", "code
+            after backward".
+        after: The module whose call, or the gradient of whose output, was the last one
+            seen before it where that is of use, or "".
+        unwatched: The modules within the maker that the guard does not look at.
+        batch_places: Where in the batch it is, such as "`input.labels`, sample 3 of 8",
+            if it is the batch's.
+        remarks: What else was seen that may have to do with it, in sentences.
         masks: The inputs of the first bad call that hold -inf and nothing worse; that
             is no alarm, since additive masks are made of it.
         allowed: Those that hold what a rule allows; see `allow` of `OverflowGuard`.
@@ -110,6 +137,10 @@ class Verdict:
     source: str = ""
     maker: str = ""
     candidates: list[str] = field(default_factory=list)
+    after: str = ""
+    unwatched: list[str] = field(default_factory=list)
+    batch_places: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
     masks: list[str] = field(default_factory=list)
     allowed: list[str] = field(default_factory=list)
     headroom: Headroom | None = None
@@ -168,7 +199,23 @@ class BadFrame:
     @property
     def has_bad_input(self) -> bool:
         """Whether the call was given something bad."""
-        return any(kind_of(entry[0]) == "input" for _, entry in self.bad_entries())
+        return bool(self.bad_inputs())
+
+    def bad_inputs(self) -> list[tuple[int, _C.EntryTuple]]:
+        """The bad ones among what a call was given, with their places."""
+        return [
+            (i, entry)
+            for i, entry in self.bad_entries()
+            if kind_of(entry[0]) == "input"
+        ]
+
+    def bad_weights(self) -> list[tuple[int, _C.EntryTuple]]:
+        """The bad ones among weights, with their places."""
+        return [
+            (i, entry)
+            for i, entry in self.bad_entries()
+            if kind_of(entry[0]) == "weight"
+        ]
 
 
 def collect(watches: Sequence[ModelWatch]) -> list[BadFrame]:

@@ -18,6 +18,7 @@ from ..names import is_sharded
 from ..selection import Named, NamedTensors, Selection
 from ..steps import StepHooks
 from ..tensors import loss_in
+from .batch import Given, weakly
 from .modules import ModuleIndex
 
 # So many copies of stats may be on their way before the host waits for one.
@@ -89,8 +90,11 @@ class ModelWatch(StepHooks):
         self._rules: MakeReader | None = None
         self.tensors = NamedTensors(prefix, selection)
         self.batches: dict[int, tuple[object, object]] = {}
+        self.given: dict[int, Given] = {}
+        self._given: Given = (None, None)
         self.before: list[_C.Frame] = []
         self.held: object = None
+        self._region: tuple[int, _C.Region] | None = None
         self.has_seen_loss = False
         self.has_unrooted_calls = False
         self.on_forward: Callable[[ModelWatch], None] | None = None
@@ -113,7 +117,6 @@ class ModelWatch(StepHooks):
         super()._start()
         self._max_in_flight = _MAX_IN_FLIGHT
 
-    before_root = _shielded(StepHooks.before_root)
     after_root = _shielded(StepHooks.after_root)
     root_ended = _shielded(StepHooks.root_ended)
     close_root = _shielded(StepHooks.close_root)
@@ -147,6 +150,15 @@ class ModelWatch(StepHooks):
         if self.modules.update(model):
             self.tensors.refresh()
             self.follow_rules(self._rules)
+
+    @_shielded
+    def before_root(
+        self, module: nn.Module, args: object, kwargs: object = None
+    ) -> None:
+        """Starts a step, and notes what the training loop hands to the model."""
+        super().before_root(module, args, kwargs)
+        if self._depth == 1 and self.wanted.activations:
+            self._given = weakly(args), weakly(kwargs)
 
     def _before_step(self) -> None:
         self._tell_of_forward()
@@ -249,6 +261,9 @@ class ModelWatch(StepHooks):
     def _record_root(
         self, module: nn.Module, args: object, kwargs: object, output: object
     ) -> None:
+        self.given[self.batch_number] = self._given
+        if len(self.given) > _MAX_BATCHES:
+            del self.given[next(iter(self.given))]
         if self._options["holds_tensors"]:
             self.batches[self.batch_number] = (args, kwargs)
             if len(self.batches) > _MAX_BATCHES:
@@ -334,6 +349,7 @@ class ModelWatch(StepHooks):
         gathered = self._recorder.take_gathered()
         if gathered.bad and not self._bad:
             self.before, self.held = gathered.before, gathered.held
+            self._region = gathered.bad[0].order, gathered.region
         self._bad += gathered.bad
         taken = [frame for frame in self._bad if is_wanted(frame)]
         if taken:
@@ -345,9 +361,11 @@ class ModelWatch(StepHooks):
         self._unjudged = 0
         self._recorder.end_step()
         self._recorder.clear_history()
+        self._recorder.forget_calls(not is_lagged)
         if not self._bad and not is_lagged:
-            self.before, self.held = [], None
+            self.before, self.held, self._region = [], None, None
             self.batches.clear()
+            self.given.clear()
         oldest = self.batch_number - 2 * _MAX_IN_FLIGHT
         self._evaluations = {batch for batch in self._evaluations if batch >= oldest}
         self._evaluated_weights = {
@@ -362,6 +380,12 @@ class ModelWatch(StepHooks):
     def names(self) -> list[str]:
         """The names of the modules in their model, by their index."""
         return self.modules.names
+
+    def region_of(self, frame: _C.Frame) -> _C.Region | None:
+        """The part of autograd's graph that computed a frame's gradient, if known."""
+        if self._region is None or self._region[0] != frame.order:
+            return None
+        return self._region[1] if self._region[1].is_known else None
 
     def name_at(self, index: int) -> str:
         """The qualified name of a module by its index."""

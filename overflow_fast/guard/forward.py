@@ -1,0 +1,144 @@
+"""Who made the first bad value of a forward, by what calls were given and returned."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import _C
+from ..report import label_text
+from .calls import Called, Calls, ancestors, joined, name_of, unwatched_in
+from .handed import Bad, handed, handed_minus_infs, minus_infs
+from .hooked import has_later_hooks, has_pre_hooks, never_writes
+from .verdict import BATCH, BadFrame, Origin
+
+
+def origin_in_forward(first: BadFrame, bad: Bad, calls: Calls) -> Origin:
+    """Who made what is bad in a call, which is the first bad one.
+
+    Args:
+        first: The call's frame.
+        bad: All bad frames, by `key_of`.
+        calls: The calls of all watched models.
+    """
+    called = calls.of_frame(first.watch, first.frame.order)
+    if not first.has_bad_input:
+        return _made_within(first, called, bad, calls)
+    name = name_of(first.watch, first.frame.module)
+    if called is None:
+        candidates = [name, *_names_around(first), BATCH]
+        return Origin("unclear", "unclear", "one of those around it", candidates)
+    writers = [name] if _may_change_input(first, called) else []
+    outermost = called
+    for around in calls.chain(called)[1:]:
+        frame = bad.get((id(around.watch), around.call.order))
+        if frame is None or not frame.has_bad_input:
+            return _between(called, around, frame, writers, bad, calls)
+        if _may_change_input(frame, around):
+            writers.append(around.name)
+        outermost = around
+    return handed(outermost, bad, calls)
+
+
+def key_of(frame: BadFrame) -> tuple[int, int]:
+    """What a bad frame is known by."""
+    return id(frame.watch), frame.frame.order
+
+
+def _made_within(
+    first: BadFrame, called: Called | None, bad: Bad, calls: Calls
+) -> Origin:
+    name = name_of(first.watch, first.frame.module)
+    buffer = _bad_buffer_of(first, bad)
+    if buffer and _reads_buffers_only(first):
+        return Origin("given", "buffer", f"its buffer {buffer}", [buffer])
+    if buffer:
+        maker = f"{name}, or its buffer {buffer}, which is non-finite too"
+        return Origin("unclear", "unclear", maker, [name, buffer])
+    if called is not None:
+        given = minus_infs(called, first, name, bad, calls)
+        given = given or handed_minus_infs(called, first, name, bad, calls)
+        if given is not None:
+            return given
+    last = None if called is None else calls.last_within(called)
+    unwatched = unwatched_in(first.watch, first.frame.module)
+    if called is not None:
+        unwatched += [c.name for c in calls.within(called) if _may_hide(c)]
+    after = "" if last is None else last.name
+    return Origin("made", "module", name, [name], after, unwatched)
+
+
+def _between(
+    called: Called,
+    around: Called,
+    frame: BadFrame | None,
+    writers: list[str],
+    bad: Bad,
+    calls: Calls,
+) -> Origin:
+    """It arose in a call, before a call within it was given it."""
+    name = around.name
+    given = None
+    if frame is not None:
+        given = minus_infs(around, frame, name, bad, calls)
+    if given is not None:
+        return given
+    before = calls.before(called, around)
+    unwatched = unwatched_in(around.watch, around.call.module)
+    unwatched += [
+        other.name
+        for other in calls.within(around)
+        if other.call.order < called.call.order and _may_hide(other)
+        if called not in calls.chain(other)
+    ]
+    candidates = list(dict.fromkeys([name, *writers, *unwatched]))
+    after = "" if before is None else before.name
+    if writers:
+        others = joined(writers)
+        maker = f"the code of {name}, or {others}, which may change its input"
+        return Origin("unclear", "unclear", maker, candidates, after, unwatched)
+    if unwatched:
+        maker = f"{name}, or what it calls that is not watched"
+        return Origin("passed_on", "caller", maker, candidates, after, unwatched)
+    maker = f"{name}, between the calls of its submodules"
+    return Origin("passed_on", "caller", maker, candidates, after)
+
+
+def _may_change_input(first: BadFrame, called: Called) -> bool:
+    """Whether the input that is bad behind a call may be none that it was given."""
+    module = first.watch.module_at(first.frame.module)
+    if has_pre_hooks(module):
+        return True
+    if never_writes(module):
+        return False
+    past = first.watch.recorder.inputs_past(first.frame)
+    is_written = any(past[place][0] for place, _ in first.bad_inputs())
+    return is_written or called.call.is_traced
+
+
+def _may_hide(called: Called) -> bool:
+    """Whether a call may have returned something bad that was not seen."""
+    module = called.watch.module_at(called.call.module)
+    return called.call.has_unseen or has_later_hooks(module)
+
+
+def _bad_buffer_of(first: BadFrame, bad: Bad) -> str | None:
+    name = first.watch.name_at(first.frame.module)
+    for frame in bad.values():
+        if frame.watch is first.watch and frame.frame.phase == _C.Phase.BUFFERS:
+            for _, entry in frame.bad_entries():
+                label = label_text(entry[0])
+                if label.rpartition(".")[0] == name:
+                    return label
+    return None
+
+
+def _reads_buffers_only(first: BadFrame) -> bool:
+    """Whether a module is known to leave its buffers alone in this call."""
+    module = first.watch.module_at(first.frame.module)
+    is_norm = isinstance(module, torch.nn.modules.batchnorm._NormBase)
+    return is_norm and module is not None and not module.training
+
+
+def _names_around(first: BadFrame) -> list[str]:
+    indices = ancestors(first.watch, first.frame.module)
+    return [name_of(first.watch, index) for index in indices]

@@ -1,0 +1,156 @@
+"""Bad values that a call was handed: by the batch, the training loop or a caller."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from .. import _C
+from ..report import entry_label, label_text
+from . import batch
+from .calls import Called, Calls, ancestors, joined, name_of
+from .hooked import never_writes
+from .verdict import BATCH, LOOP, BadFrame, Origin, kind_of
+
+Bad = Mapping[tuple[int, int], BadFrame]  # by watch and order
+
+
+def handed(outermost: Called, bad: Bad, calls: Calls) -> Origin:
+    """Who handed bad inputs to an outermost call: the batch, or the training loop."""
+    watch, call = outermost
+    frame = bad[id(watch), call.order]
+    around = list(ancestors(watch, call.module))
+    unwatched = [i for i in around if not watch.selection.takes(watch.names[i])]
+    if call.phase == _C.Phase.RECOMPUTED:
+        names = [name_of(watch, index) for index in around] or [outermost.name]
+        maker = f"code that backward ran again: {joined(names)}"
+        return Origin("unclear", "unclear", maker, names)
+    if unwatched or (not call.is_traced and _is_written(frame)):
+        names = [name_of(watch, index) for index in unwatched] or [outermost.name]
+        maker = f"{_batch_words(frame)}, or {joined(names)}"
+        return Origin("unclear", "unclear", maker, [*names, BATCH])
+    past = watch.recorder.inputs_past(frame.frame)
+    is_computed = all(past[place][1] for place, _ in frame.bad_inputs())
+    before = calls.before(outermost, None)
+    if is_computed:
+        after = "" if before is None else before.name
+        where = f"between {after} and" if after else "before"
+        maker = f"the training loop, {where} {outermost.name}"
+        return Origin("passed_on", "caller", maker, [LOOP], after)
+    if before is not None and not _is_again(before, outermost):
+        maker = f"the batch, or the training loop between {before.name} and it"
+        return Origin("unclear", "unclear", maker, [BATCH, LOOP], before.name)
+    places = [_place(frame, entry[0]) for _, entry in frame.bad_inputs()]
+    return _of_batch(places, outermost)
+
+
+def _is_written(frame: BadFrame) -> bool:
+    """Whether the model may have written to what it was handed."""
+    if never_writes(frame.watch.module_at(frame.frame.module)):
+        return False
+    past = frame.watch.recorder.inputs_past(frame.frame)
+    return any(
+        past[place][0] != (_held(frame, entry[0]).version or 0)
+        for place, entry in frame.bad_inputs()
+    )
+
+
+def _held(frame: BadFrame, path: _C.LabelPath) -> batch.Held:
+    """What a root was handed by the training loop."""
+    given = (
+        (None, None) if frame.frame.module else frame.watch.given.get(frame.frame.batch)
+    )
+    return batch.find(given or (None, None), path)
+
+
+def _is_again(before: Called, called: Called) -> bool:
+    is_same = before.call.module == called.call.module
+    return before.watch is called.watch and is_same
+
+
+def _of_batch(places: list[str], outermost: Called) -> Origin:
+    maker = f"the batch, as {outermost.name} was given it: {', '.join(places)}"
+    return Origin("given", "batch", maker, [BATCH], batch_places=places)
+
+
+def _batch_words(frame: BadFrame) -> str:
+    """The batch, by the labels of what is bad in it."""
+    labels = [entry_label(frame.frame.phase, e[0]) for _, e in frame.bad_inputs()]
+    return f"the batch ({', '.join(labels)})"
+
+
+def _place(frame: BadFrame, path: _C.LabelPath) -> str:
+    return f"`{label_text(path)}`{batch.samples(_held(frame, path).tensor())}"
+
+
+def minus_infs(
+    called: Called, frame: BadFrame, name: str, bad: Bad, calls: Calls
+) -> Origin | None:
+    """Where a call was given -inf: the batch, if that held it and it is no mask."""
+    if not _minus_inf_inputs(frame):
+        return None
+    outermost = calls.chain(called)[-1]
+    root = bad.get((id(outermost.watch), outermost.call.order))
+    if root is None or calls.before(outermost, None) is not None:
+        return None
+    paths = _minus_inf_inputs(root)
+    kinds = [_is_mask(root, path) for path in paths]
+    data = [p for p, kind in zip(paths, kinds, strict=True) if kind is False]
+    if data:
+        places = [f"{_place(root, path)}, which holds -inf" for path in data]
+        return _of_batch(places, outermost)
+    if None in kinds:
+        labels = ", ".join(label_text(path) for path in paths)
+        maker = f"{name}, or the batch, which holds -inf in {labels}"
+        return Origin("unclear", "unclear", maker, [name, BATCH])
+    return None
+
+
+def handed_minus_infs(
+    called: Called, frame: BadFrame, name: str, bad: Bad, calls: Calls
+) -> Origin | None:
+    """A call was given -inf that is no mask: by whom, or did that call's code do it?"""
+    paths = [
+        path for path in _minus_inf_inputs(frame) if _is_mask(frame, path) is False
+    ]
+    if not paths:
+        return None
+    giver = LOOP
+    for around in calls.chain(called)[1:]:
+        giver = around.name
+        outer = bad.get((id(around.watch), around.call.order))
+        if outer is None or not _minus_inf_inputs(outer):
+            break
+        giver = LOOP
+    labels = ", ".join(label_text(path) for path in paths)
+    maker = f"{giver}, which handed -inf to {name} in {labels}, or {name}"
+    return Origin("unclear", "unclear", maker, [giver, name])
+
+
+def _minus_inf_inputs(frame: BadFrame) -> list[_C.LabelPath]:
+    kinds = frame.watch.recorder.nonfinite_kinds(frame.frame)
+    return [
+        entry[0]
+        for kind, entry in zip(kinds, frame.entries(), strict=True)
+        if kind == _C.NEGATIVE_INF and not entry[5]
+        if kind_of(entry[0]) == "input"
+    ]
+
+
+def _is_mask(frame: BadFrame, path: _C.LabelPath) -> bool | None:
+    """Whether an input that holds -inf is an additive mask; None if it may be one.
+
+    A mask holds 0 besides, and comes with something to mask.
+    """
+    is_known = batch.is_mask(_held(frame, path).tensor())
+    others, lowest = 0, None
+    for entry in frame.entries():
+        if entry[0] == path and isinstance(entry[2], tuple):
+            lowest = entry[2][0]
+        elif isinstance(entry[2], tuple):
+            others += kind_of(entry[0]) == "input"
+    if is_known is not None:
+        return is_known and bool(others)
+    if not others or lowest not in (0, math.inf):
+        return False
+    return None

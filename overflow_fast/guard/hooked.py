@@ -1,0 +1,43 @@
+"""Modules that may change what they were given, or what they returned."""
+
+from __future__ import annotations
+
+import functools
+
+from torch import nn
+
+from .. import _C
+
+_OURS = (_C.run_hook, _C.run_paused)
+
+
+def never_writes(module: nn.Module | None) -> bool:
+    """Whether a module is known to leave its inputs as they are: a layer of torch's."""
+    return is_layer_of_torch(module) and not getattr(module, "inplace", False)
+
+
+def is_layer_of_torch(module: nn.Module | None) -> bool:
+    """Whether a module is one of torch.nn's, and has no submodules."""
+    if module is None or next(module.children(), None) is not None:
+        return False
+    return type(module).__module__.startswith("torch.nn.")
+
+
+def has_pre_hooks(module: nn.Module | None) -> bool:
+    """Whether somebody else's hook may replace a module's inputs."""
+    hooks = {} if module is None else module._forward_pre_hooks
+    return not all(map(_is_ours, hooks.values()))
+
+
+def has_later_hooks(module: nn.Module | None) -> bool:
+    """Whether somebody else's hook may replace an output after it was looked at."""
+    hooks = [] if module is None else list(module._forward_hooks.values())
+    ours = [i for i, hook in enumerate(hooks) if _is_ours(hook)]
+    return bool(ours) and not all(map(_is_ours, hooks[ours[0] :]))
+
+
+def _is_ours(hook: object) -> bool:
+    if isinstance(hook, functools.partial):
+        return hook.func in _OURS
+    owner = getattr(hook, "__self__", None)
+    return type(owner).__module__.startswith("overflow_fast.")

@@ -1,0 +1,115 @@
+"""Who made weights, or gradients of parameters, bad."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from .. import _C
+from ..report import label_text
+from .calls import joined, name_of
+from .hooked import is_layer_of_torch
+from .verdict import AFTER_BACKWARD, LOSS, BadFrame, Origin
+
+
+def given_weights(bad: BadFrame) -> list[tuple[int, _C.EntryTuple]]:
+    """The bad weights of a frame that its call cannot have written.
+
+    Weights are scanned when a call is over. Custom modules keep statistics in
+    parameters without a gradient, and change them when they are called.
+    """
+    module = bad.watch.module_at(bad.frame.module)
+    if not bad.is_of_call or module is None or is_layer_of_torch(module):
+        return bad.bad_weights()
+    owned = {name: p for name, p in module.named_parameters(recurse=False)}
+    return [
+        (place, entry)
+        for place, entry in bad.bad_weights()
+        if (p := owned.get(label_text(entry[0]))) is not None and p.requires_grad
+    ]
+
+
+def origin_of_state(first: BadFrame, place: int, kind: str, was_finite: bool) -> Origin:
+    """Who made a weight or a state of the optimizer bad, which is the first bad entry.
+
+    Args:
+        first: Its frame.
+        place: Its place there.
+        kind: "weight" or "optimizer_state".
+        was_finite: Whether it was seen finite before.
+    """
+    label = label_text(first.entries()[place][0])
+    owner = name_of(first.watch, first.frame.module)
+    if first.is_of_call:
+        label = f"{first.watch.name_at(first.frame.module)}.{label}".lstrip(".")
+        if place not in dict(given_weights(first)):
+            maker = f"{label} before the step, or {owner}, which may write to it"
+            return Origin("unclear", "unclear", maker, [label, owner])
+    if was_finite:
+        maker = "an optimizer step since it was last seen finite, or another write"
+    else:
+        maker = "initialization, a checkpoint or a write: it was never seen finite"
+    return Origin("given", kind, maker, [label])
+
+
+def origin_of_gradients(first: BadFrame, ordered: Sequence[BadFrame]) -> Origin:
+    """Who made gradients of parameters bad, while those of outputs were finite."""
+    bad, count = _bad_gradients(ordered)
+    owners = list(dict.fromkeys(n.rpartition(".")[0] or "the model" for n in bad))
+    others = [LOSS, AFTER_BACKWARD, *_other_ranks()]
+    if not any(c.phase == _C.Phase.BACKWARD for c in first.watch.recorder.calls()):
+        maker = (
+            "the loss, the backward of any module, or code after it: no gradient of an "
+            "output was looked at"
+        )
+        return Origin("unclear", "unclear", maker, [*owners, *others])
+    reduced = ", or what another rank had in its gradients" * bool(others[2:])
+    if len(bad) == count and len(owners) > 1:
+        maker = (
+            "code that changed gradients after backward (clipping by a non-finite norm "
+            "spreads to all), or a term of the loss that is computed from the weights: "
+            f"all {count} gradients are non-finite, and those of outputs were finite"
+            f"{reduced}"
+        )
+        candidates = [AFTER_BACKWARD, LOSS, *others[2:]]
+        return Origin("unclear", "after_backward", maker, candidates)
+    maker = (
+        f"the backward of {joined(owners)}, a term of the loss that is computed from "
+        "weights, or code that changed gradients after backward: the gradients of all "
+        f"watched outputs were finite{reduced}"
+    )
+    return Origin("unclear", "unclear", maker, [*owners, *others])
+
+
+def _other_ranks() -> list[str]:
+    """The candidate that collectives of the training add to gradients."""
+    is_there = dist.is_available() and dist.is_initialized()
+    return ["another rank"] if is_there and dist.get_world_size() > 1 else []
+
+
+def _bad_gradients(ordered: Sequence[BadFrame]) -> tuple[list[str], int]:
+    """The parameters whose gradients are bad, and how many gradients there are."""
+    entries = [
+        entry
+        for bad in ordered
+        if bad.frame.phase == _C.Phase.GRADIENTS
+        for entry in bad.entries()
+    ]
+    return [label_text(entry[0]) for entry in entries if entry[5]], len(entries)
+
+
+def around_gradients(ordered: Sequence[BadFrame]) -> tuple[list[str], list[str]]:
+    """The parameters whose gradients are bad, and the nearest whose are not."""
+    dirty: list[str] = []
+    clean: list[str] = []
+    for bad in ordered:
+        if bad.frame.phase != _C.Phase.GRADIENTS:
+            continue
+        entries = [(label_text(entry[0]), entry[5]) for entry in bad.entries()]
+        for i, (name, is_bad) in enumerate(entries):
+            if is_bad:
+                dirty.append(name)
+            elif any(is_near for _, is_near in entries[max(0, i - 1) : i + 2]):
+                clean.append(name)
+    return dirty, clean

@@ -1,0 +1,60 @@
+"""What else was seen at a bad call that may have to do with it."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import _C
+from ..report import entry_label
+from . import batch
+from .verdict import BadFrame, kind_of
+
+# Masks are filled with the lowest finite number, or with nearly that.
+_NEAR_MAX = 0.9
+
+
+def remarks_on(first: BadFrame) -> list[str]:
+    """What else was seen at the first bad call, in sentences.
+
+    Incurs a CPU-GPU sync for each running variance on a device.
+    """
+    return [*_sentinels(first), *_negative_variances(first)]
+
+
+def _sentinels(first: BadFrame) -> list[str]:
+    """Finite inputs that reach the end of their dtype, as finfo.min in a mask does."""
+    sentences = []
+    for entry in first.entries():
+        path, kind, stat, *_, dtype = entry
+        if kind != _C.EntryKind.TENSOR or kind_of(path) != "input":
+            continue
+        limit = _limit(dtype)
+        assert isinstance(stat, tuple)
+        abs_max, num_bad = stat[1], stat[2] + stat[3]
+        if abs_max is None or limit is None or num_bad or abs_max < _NEAR_MAX * limit:
+            continue
+        label = entry_label(first.frame.phase, path)
+        sentences.append(
+            f"`{label}` holds a magnitude of {abs_max:.3g}, at the end of {dtype}: a "
+            "fill value such as finfo.min overflows when something is added to it."
+        )
+    return sentences
+
+
+def _limit(dtype: str) -> float | None:
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        return None
+    return float(torch.finfo(found).max)
+
+
+def _negative_variances(first: BadFrame) -> list[str]:
+    module = first.watch.module_at(first.frame.module)
+    variance = getattr(module, "running_var", None)
+    if not batch.is_plain(variance):
+        return []
+    count = int((variance < 0).sum())
+    name = f"{first.watch.name_at(first.frame.module)}.running_var".lstrip(".")
+    return [f"{count} of {variance.numel()} values of {name} are negative."] * bool(
+        count
+    )

@@ -1,0 +1,57 @@
+"""Settings of optimizers that make weights non-finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+# What an optimizer divides by together with a root that may be 0.
+_EPS = ("eps", "epsilon")
+
+
+def bad_settings(optimizers: Sequence[Optimizer]) -> list[str]:
+    """What in `param_groups` can have made weights non-finite, in sentences.
+
+    A number that is non-finite, and an epsilon that is 0 in the dtype of a group's
+    parameters. Incurs a CPU-GPU sync for each setting that is a tensor on a device.
+    """
+    sentences = []
+    for optimizer in optimizers:
+        for i, group in enumerate(optimizer.param_groups):
+            of = f"of param_groups[{i}] of {type(optimizer).__name__}"
+            sentences += [f"{text} {of}." for text in _of_group(group)]
+    return list(dict.fromkeys(sentences))
+
+
+def _of_group(group: Mapping[str, Any]) -> Iterable[str]:
+    for name, value in group.items():
+        if name == "params":
+            continue
+        for number in _numbers(value):
+            if not math.isfinite(number):
+                yield f"It may come from {name}={number}"
+            elif name in _EPS:
+                yield from _vanishing(name, number, group["params"])
+
+
+def _vanishing(name: str, eps: float, parameters: Sequence[torch.Tensor]) -> list[str]:
+    dtypes = dict.fromkeys(p.dtype for p in parameters if p.is_floating_point())
+    return [
+        f"It may come from {name}={eps:g}, which is 0 in {str(dtype)[6:]}, the dtype"
+        for dtype in dtypes
+        if float(torch.tensor(eps, dtype=dtype)) == 0
+    ]
+
+
+def _numbers(value: object) -> Iterable[float]:
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _numbers(each)
+    elif isinstance(value, torch.Tensor) and value.numel() == 1:
+        yield float(value.detach())
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield float(value)

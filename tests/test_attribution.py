@@ -1,0 +1,751 @@
+"""Verdicts name a maker only where nothing else can have made the value."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from overflow_fast import OverflowGuard
+
+INF, NAN = math.inf, math.nan
+
+
+def verdict_of(model, loss_fn, optimizer=None, record=True, **arguments):
+    """The verdict of one step under a guard that only warns."""
+    models = model if isinstance(model, (list, tuple)) else [model]
+    parameters = [p for each in models for p in each.parameters()]
+    optimizer = optimizer or torch.optim.SGD(parameters, lr=0.1)
+    with OverflowGuard(model, optimizer, "warn", **arguments) as guard:
+        loss = loss_fn(model)
+        if record:
+            guard.record(loss=loss)
+        loss.backward()
+        optimizer.step()
+    return guard.last_report.verdict
+
+
+def inputs(seed=0, *shape):
+    return torch.randn(
+        *(shape or (4, 3)), generator=torch.Generator().manual_seed(seed)
+    )
+
+
+class SqrtAtZero(nn.Module):
+    """Finite, and its gradient is not."""
+
+    def forward(self, x):
+        return torch.sqrt(x * 0)
+
+
+class Inner(nn.Module):
+    """Holds the fault in one of several places."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.a, self.b, self.where = nn.Linear(3, 3), nn.Linear(3, 3), where
+        self.leaf = SqrtAtZero()
+
+    def forward(self, x):
+        if self.where == "leaf":
+            return self.b(self.leaf(self.a(x)))
+        if self.where == "between":
+            return self.b(torch.sqrt(self.a(x) * 0))
+        if self.where == "after":
+            return torch.sqrt(self.b(self.a(x)) * 0)
+        if self.where == "before":
+            return self.b(self.a(torch.sqrt(x * 0)))
+        if self.where == "trap":
+            h = self.a(x)
+            return self.b(torch.where(h * 0 > 0, (h * 0).sqrt(), h))
+        if self.where == "deviation":
+            h = self.a(x)
+            return self.b((h - h).var(1, keepdim=True).sqrt() + h)
+        if self.where == "gate":  # computed before b is called, and used after it
+            h = self.a(x)
+            gate = torch.sqrt(h * 0)
+            return self.b(h) * gate
+        return self.b(x) + torch.sqrt(self.a(x) * 0)  # residual
+
+
+class Outer(nn.Module):
+    def __init__(self, where):
+        super().__init__()
+        self.stem, self.p, self.head = nn.Linear(3, 3), Inner(where), nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.head(self.p(self.stem(x)))
+
+
+@pytest.mark.parametrize(
+    ("where", "at", "candidates"),
+    [
+        ("leaf", "p.a", {"p.leaf"}),
+        ("between", "p.a", {"p", "p.b"}),
+        ("after", "p.b", {"p"}),
+        ("before", "stem", {"p", "p.a"}),
+        ("trap", "p.a", {"p", "p.b"}),
+        ("deviation", "p.a", {"p", "p.b"}),
+        ("gate", "p.a", {"p", "p.b"}),
+        ("residual", "p.a", {"p"}),
+    ],
+)
+def test_who_can_have_made_a_gradient(where, at, candidates):
+    verdict = verdict_of(Outer(where), lambda m: m(inputs()).mean())
+    assert (verdict.first.kind, verdict.first.fqn) == ("grad_output", at)
+    found = set(verdict.candidates)
+    # The code between may stand before the call of `p`, in the model's.
+    assert candidates <= found <= candidates | {"the model"}
+    assert (verdict.source == "unclear") == (len(found) > 1)
+    if where == "leaf":
+        assert (verdict.origin, verdict.source) == ("passed_on", "module")
+        assert verdict.maker == "the backward of p.leaf"
+    if where in ("after", "residual"):
+        assert verdict.source == "caller"
+        assert verdict.maker == "the backward of p's own code"
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.good = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.bad = SqrtAtZero()
+
+    def forward(self, x):
+        h = self.stem(x)
+        return self.good(h) + self.bad(h)
+
+
+def test_the_branch_that_ran_last_is_not_blamed():
+    verdict = verdict_of(Branches(), lambda m: m(inputs()).mean())
+    assert set(verdict.candidates) == {"good", "bad"}
+    assert verdict.origin == "unclear"
+
+
+def test_a_branch_between_that_is_not_connected_is_no_candidate():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b1, self.b2 = (nn.Linear(3, 3) for _ in range(3))
+
+        def forward(self, x):
+            h = torch.sqrt(self.a(x).sub(self.a(x)).pow(2).sum(-1))
+            return h[:, None] + self.b2(torch.tanh(self.b1(x)))
+
+    verdict = verdict_of(
+        nn.Sequential(Two(), nn.Linear(3, 1)), lambda m: m(inputs()).mean()
+    )
+    assert verdict.first.fqn == "0.a"
+    assert "0" in verdict.candidates and "0.b2" not in verdict.candidates
+
+
+def test_attention_computed_by_the_parent():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v, self.o = (nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x):
+            scores = self.q(x) @ self.k(x).transpose(-1, -2)
+            weights = (scores * 0).sqrt().softmax(-1)
+            return self.o(weights @ self.v(x))
+
+    model = nn.Sequential(nn.Linear(4, 4), Attention())
+    verdict = verdict_of(model, lambda m: m(inputs(0, 2, 3, 4)).sum())
+    assert verdict.first.fqn in ("1.q", "1.k")
+    assert "1" in verdict.candidates and "0" not in verdict.candidates
+    assert "the code of 1" in verdict.maker
+
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(3, 4)
+        self.h1, self.h2 = nn.Linear(4, 2), nn.Linear(4, 1)
+
+    def forward(self, x):
+        y = self.body(x)
+        return self.h1(y), self.h2(y)
+
+
+def test_code_of_the_loss_behind_several_heads():
+    def loss_of(model):
+        a, b = model(inputs())
+        return torch.sqrt(a.sum() * 0) + b.mean()
+
+    verdict = verdict_of(Heads(), loss_of)
+    assert verdict.first.fqn == "h1"
+    assert (verdict.source, verdict.candidates) == ("loss", ["the loss"])
+
+
+def test_a_gradient_given_to_backward_is_not_a_modules():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        model(inputs()).backward(torch.full((4, 2), NAN))
+        optimizer.step()
+    verdict = guard.last_report.verdict
+    assert verdict.source == "loss" and "the loss" in verdict.candidates
+
+
+def test_a_hook_on_a_tensor_can_have_made_it():
+    def spoil(module, args, output):
+        output.register_hook(lambda gradient: gradient / 0)
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model[0].register_forward_hook(spoil)
+    verdict = verdict_of(model, lambda m: m(inputs()).mean())
+    assert verdict.first.fqn == "0"
+    assert verdict.origin == "unclear"
+    assert {"0", "1"} <= set(verdict.candidates)
+    assert "a hook on the output of 0" in verdict.maker
+
+
+def test_a_step_of_two_forwards_tells_their_nodes_apart():
+    model = Outer("leaf")
+
+    def loss_of(model):
+        model(inputs()).mean().backward()
+        model.p.where = "between"
+        return model(inputs()).mean()
+
+    verdict = verdict_of(model, loss_of)
+    assert verdict.candidates == ["p.leaf"]
+
+
+def test_gradients_that_arise_in_checkpointed_code():
+    from torch.utils.checkpoint import checkpoint
+
+    class Net(nn.Module):
+        def __init__(self, use_reentrant):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1)
+            self.use_reentrant = use_reentrant
+
+        def forward(self, x):
+            x = self.a(x)
+            x = checkpoint(self.b, x, use_reentrant=self.use_reentrant)
+            return self.c(torch.sqrt(x * 0))
+
+    for use_reentrant in (False, True):
+        verdict = verdict_of(Net(use_reentrant), lambda m: m(inputs()).mean())
+        assert verdict.first.fqn == "b"
+        assert "the model" in verdict.candidates
+        assert verdict.origin == "unclear"
+
+
+# Gradients of parameters, where those of outputs are finite.
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
+
+
+def clip(model):
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def spoil(model):
+    model[2].bias.grad[0] = NAN
+
+
+def divide(model):
+    for parameter in model.parameters():
+        parameter.grad.div_(0)
+
+
+@pytest.mark.parametrize("change", [[spoil, clip], [divide]])
+def test_all_gradients_bad_is_after_backward(change):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        model(inputs()).mean().backward()
+        for each in change:
+            each(model)
+        optimizer.step()
+    verdict = guard.last_report.verdict
+    assert verdict.source == "after_backward"
+    assert verdict.candidates == ["code after backward", "the loss"]
+    assert "its own backward" not in str(guard.last_report)
+
+
+def test_a_penalty_on_a_weight_is_among_the_candidates():
+    model = mlp()
+    nn.init.zeros_(model[2].weight)
+    verdict = verdict_of(
+        model, lambda m: m(inputs()).mean() + m[2].weight.pow(2).sum().sqrt()
+    )
+    assert verdict.origin == "unclear"
+    assert verdict.candidates == ["2", "the loss", "code after backward"]
+
+
+# The batch.
+
+
+class Tabular(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.f = nn.Linear(3, 1)
+
+    def forward(self, pixel_values, labels=None):
+        out = self.f(pixel_values)
+        loss = None if labels is None else F.mse_loss(out, labels)
+        return {"loss": loss, "logits": out}
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_a_bad_feature_is_the_batchs(value):
+    x = inputs()
+    x[3, 1] = value
+    verdict = verdict_of(
+        Tabular(), lambda m: m(pixel_values=x, labels=inputs(1, 4, 1))["loss"]
+    )
+    assert (verdict.origin, verdict.source) == ("given", "batch")
+    assert verdict.candidates == ["the batch"]
+    (place,) = verdict.batch_places
+    assert place.startswith("`input.pixel_values`, sample 3 of 4")
+
+
+def test_a_bad_label_of_a_model_that_computes_its_loss():
+    labels = inputs(1, 4, 1)
+    labels[2] = NAN
+    verdict = verdict_of(Tabular(), lambda m: m(inputs(), labels=labels)["loss"])
+    assert verdict.source == "batch"
+    assert verdict.batch_places == ["`input.labels`, sample 2 of 4 (from 0)"]
+
+
+def test_a_bad_label_outside_of_the_model_may_be_the_batchs():
+    verdict = verdict_of(
+        nn.Linear(3, 1), lambda m: F.mse_loss(m(inputs()), torch.full((4, 1), NAN))
+    )
+    assert verdict.source == "loss"
+    assert set(verdict.candidates) == {"the loss", "the batch"}
+    verdict = verdict_of(
+        nn.Linear(3, 1),
+        lambda m: F.mse_loss(m(inputs()), torch.full((4, 1), NAN)),
+        record=False,
+    )
+    assert {"the loss", "the batch"} <= set(verdict.candidates)
+
+
+def test_a_mask_of_minus_inf_is_not_blamed():
+    class Masked(nn.Module):
+        def forward(self, x, mask):
+            return (x.exp().exp().exp().exp() + mask).softmax(-1)
+
+    model = nn.ModuleDict({"a": Masked(), "b": nn.Linear(3, 3)})
+    model.forward = lambda x, mask: model["a"](model["b"](x), mask)
+    mask = torch.zeros(4, 3)
+    mask[:, 0] = -INF
+    verdict = verdict_of(model, lambda m: m(inputs() * 100, mask).sum())
+    assert verdict.source != "batch"
+    assert "a" in verdict.candidates
+
+
+def test_what_arises_between_two_models_is_not_the_batch():
+    first, second = nn.Linear(3, 3), nn.Linear(3, 1)
+    verdict = verdict_of([first, second], lambda m: m[1](m[0](inputs()) / 0).mean())
+    assert (verdict.source, verdict.candidates) == ("caller", ["the training loop"])
+    assert verdict.maker == "the training loop, between 0 and 1"
+    # Autograd knows nothing of it.
+    verdict = verdict_of(
+        [nn.Linear(3, 3), nn.Linear(3, 1)],
+        lambda m: m[1]((m[0](inputs()) / 0).detach()).mean(),
+    )
+    assert verdict.origin == "unclear"
+    assert verdict.candidates == ["the batch", "the training loop"]
+
+
+def test_what_arises_between_submodules_that_a_loop_calls_is_not_the_batch():
+    class Lit(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.decoder = nn.Linear(3, 3), nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.encoder(x)
+
+    model = Lit()
+    verdict = verdict_of(
+        model, lambda m: m.decoder(torch.log(m.encoder(inputs()) * 0)).mean()
+    )
+    assert verdict.first.fqn == "decoder"
+    assert verdict.candidates == ["the training loop", "decoder"]
+    verdict = verdict_of(
+        Lit(), lambda m: m.decoder(torch.log(m.encoder(inputs()) * 0 - 1)).mean()
+    )
+    assert verdict.candidates == ["the training loop"]
+    x = inputs()
+    x[0] = NAN
+    verdict = verdict_of(Lit(), lambda m: m.decoder(m.encoder(x)).mean())
+    assert verdict.first.fqn == "encoder"
+    assert "the batch" in verdict.candidates
+
+
+def test_a_model_that_writes_to_the_batch_is_not_overlooked():
+    class Normalizes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.fc(x.div_(x.std() * 0))
+
+    verdict = verdict_of(Normalizes(), lambda m: m(inputs()).mean())
+    assert verdict.origin == "unclear"
+    assert set(verdict.candidates) == {"the model", "the batch"}
+
+
+# Calls.
+
+
+def test_a_module_that_writes_to_its_input_is_a_candidate():
+    class InPlace(nn.Module):
+        def forward(self, x):
+            return x.mul_(INF)
+
+    verdict = verdict_of(
+        nn.Sequential(nn.Linear(3, 3), InPlace()), lambda m: m(inputs()).mean()
+    )
+    assert verdict.origin == "unclear"
+    assert "1" in verdict.candidates
+
+
+def test_what_is_not_watched_within_is_said():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.fc2(self.fc1(x) / 0)
+
+    model = nn.Sequential(Block(), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "warn", exclude=["0.fc*"]) as guard:
+        model(inputs()).mean().backward()
+        optimizer.step()
+    verdict = guard.last_report.verdict
+    assert verdict.maker == "0"
+    assert verdict.unwatched == ["0.fc1", "0.fc2"]
+    assert "not watched within it: 0.fc1, 0.fc2" in str(guard.last_report)
+
+
+def test_the_batch_is_not_blamed_for_what_is_not_watched():
+    verdict = verdict_of(
+        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)),
+        lambda m: m[1](m[0](inputs()) / 0).mean(),
+        include=["1"],
+    )
+    assert verdict.source == "unclear"
+    assert "the model" in verdict.candidates
+
+
+def test_a_parent_that_was_not_called_is_not_blamed():
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = Inner("between"), nn.Linear(3, 1)
+
+        def forward(self, x):  # calls its grandchild
+            return self.head(self.body.a(x / 0))
+
+    verdict = verdict_of(Root(), lambda m: m(inputs()).mean())
+    assert verdict.first.fqn == "body.a"
+    assert verdict.candidates == ["the model"]
+
+
+def test_a_container_says_after_which_call():
+    class Tail(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.qkv(x) / 0
+
+    model = nn.Sequential(nn.Linear(3, 3), Tail())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        model(inputs()).mean().backward()
+        optimizer.step()
+    assert guard.last_report.verdict.after == "1.qkv"
+    assert "It arose in 1's own code, after 1.qkv" in str(guard.last_report).replace(
+        "it arose", "It arose"
+    )
+
+
+def test_running_statistics_of_training_are_not_what_made_it():
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    verdict = verdict_of(model, lambda m: m(inputs() * 1e30).mean())
+    assert verdict.first.fqn != "0" or verdict.source != "buffer"
+
+
+# Weights.
+
+
+def test_a_weight_that_was_bad_comes_before_an_earlier_overflow():
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 1)).half()
+    with torch.no_grad():
+        model[0].weight.fill_(6e4)
+        model[2].weight[0, 0] = INF
+    verdict = verdict_of(model, lambda m: m(torch.ones(4, 3).half()).float().mean())
+    assert (verdict.first.kind, verdict.first.fqn) == ("weight", "2.weight")
+    assert (verdict.origin, verdict.source) == ("given", "weight")
+    assert "never seen finite" in verdict.maker
+
+
+def test_weights_that_a_bad_step_has_written_do_not_come_first():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = inputs()
+    x[1] = NAN
+    with OverflowGuard(model, on_overflow="warn") as guard:  # knows of no optimizer
+        model(x).mean().backward()
+        optimizer.step()
+        verdict = guard.check().verdict
+    assert verdict.source == "batch"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"lr": NAN}, "lr=nan"), ({"lr": 0.1, "weight_decay": INF}, "weight_decay=inf")],
+)
+def test_a_bad_setting_of_the_optimizer_is_looked_up(settings, said):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        for _ in range(2):
+            model(inputs()).mean().backward()
+            optimizer.step()
+            optimizer.param_groups[0].update(settings)
+            assert guard.last_report is None
+        model(inputs()).mean().backward()
+        optimizer.step()
+    verdict = guard.last_report.verdict
+    assert verdict.source == "weight"
+    assert "an optimizer step since" in verdict.maker
+    assert said in " ".join(verdict.remarks)
+
+
+def test_an_epsilon_that_vanishes_in_the_weights_dtype_is_looked_up():
+    model = nn.Linear(3, 1).half()
+    optimizer = torch.optim.Adam(model.parameters(), eps=1e-8, foreach=False)
+    model.weight.data[0, 0] = INF
+    verdict = verdict_of(model, lambda m: m(torch.ones(2, 3).half()).sum(), optimizer)
+    assert "eps=1e-08, which is 0 in float16" in " ".join(verdict.remarks)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters(), eps=1e-8)
+    model.weight.data[0, 0] = INF
+    assert not verdict_of(model, lambda m: m(inputs()).sum(), optimizer).remarks
+
+
+# What else was seen.
+
+
+def test_a_negative_running_variance_is_mentioned():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
+    model[1].running_var[0] = -1.0
+    verdict = verdict_of(model, lambda m: m(inputs()).mean())
+    assert verdict.maker == "1"
+    assert verdict.remarks == ["1 of 3 values of 1.running_var are negative."]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_fill_value_at_the_end_of_the_dtype_is_mentioned(dtype):
+    class Scores(nn.Module):
+        def forward(self, x, mask):
+            return x + mask + mask
+
+    model = nn.ModuleDict({"a": Scores(), "b": nn.Linear(3, 3)}).to(dtype)
+    model.forward = lambda x, mask: model["a"](model["b"](x), mask)
+    mask = torch.full((4, 3), torch.finfo(dtype).min, dtype=dtype)
+    verdict = verdict_of(model, lambda m: m(inputs().to(dtype), mask).float().sum())
+    assert verdict.maker == "a"
+    assert "finfo.min" in " ".join(verdict.remarks)
+
+
+# What cannot be seen.
+
+
+def test_a_hook_that_replaces_inputs_is_a_candidate():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model[1].register_forward_pre_hook(lambda module, args: (args[0] / 0,))
+    verdict = verdict_of(model, lambda m: m(inputs()).mean())
+    assert verdict.origin == "unclear"
+    assert {"the model", "1"} <= set(verdict.candidates)
+
+
+def test_a_hook_that_replaces_an_output_later_is_a_candidate():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        model[0].register_forward_hook(lambda module, args, output: output / 0)
+        model(inputs()).mean().backward()
+        optimizer.step()
+    assert "0" in guard.last_report.verdict.candidates
+
+
+def test_an_output_that_was_not_scanned_may_hold_it():
+    class Hidden:
+        def __init__(self, value):
+            self.value = value
+
+    class Hides(nn.Module):
+        def forward(self, x):
+            return Hidden(x / 0)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.hides, self.fc = Hides(), nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.fc(self.hides(x).value)
+
+    verdict = verdict_of(Net(), lambda m: m(inputs()).mean())
+    assert set(verdict.candidates) == {"the model", "hides"}
+
+
+@pytest.mark.parametrize("where", ["leaf", "between", "before", "residual"])
+def test_gradients_on_a_device_have_all_candidates(where):
+    truth = "p.leaf" if where == "leaf" else "p"
+    verdict = verdict_of(Outer(where), lambda m: m(inputs()).mean(), _defer=True)
+    assert verdict.origin == "unclear"
+    assert truth in verdict.candidates
+
+
+def test_calls_of_a_step_that_is_judged_late_are_still_known():
+    class Divides(nn.Module):
+        divisor = 1.0
+
+        def forward(self, x):
+            return x / self.divisor
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), Divides()
+            self.unused = nn.Linear(1, 1)
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.unused.parameters(), lr=0.1)
+    guard = OverflowGuard(model, optimizer, "warn", sync="lagged", _defer=True)
+    with guard:
+        for divisor in (1.0, 0.0, 1.0):
+            model.b.divisor = divisor
+            model(inputs()).mean().backward()
+            optimizer.step()
+    verdict = guard.last_report.verdict
+    assert (verdict.origin, verdict.candidates) == ("made", ["b"])
+
+
+def test_an_alarm_is_raised_although_its_maker_cannot_be_found_out(monkeypatch):
+    from overflow_fast.guard import attribution
+
+    def fail(*_):
+        raise ValueError("no calls")
+
+    monkeypatch.setattr(attribution, "origin_in_forward", fail)
+    x = inputs()
+    x[0] = NAN
+    verdict = verdict_of(mlp(), lambda m: m(x).mean())
+    assert verdict.first.kind == "input"
+    assert (verdict.origin, verdict.candidates) == ("unclear", [])
+
+
+def test_batches_are_not_kept_alive():
+    import weakref
+
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "warn"):
+        x = inputs()
+        held = weakref.ref(x)
+        loss = model(x).mean()
+        loss.backward()
+        del x
+        assert held() is None
+        optimizer.step()
+
+
+def test_a_caller_that_writes_to_its_input_is_a_candidate():
+    class Logs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.fc(x.mul_(INF))
+
+    model = nn.Sequential(nn.Linear(3, 3), Logs())
+    verdict = verdict_of(model, lambda m: m(inputs()).mean())
+    assert verdict.origin == "unclear" and "1" in verdict.candidates
+
+
+def test_statistics_in_a_parameter_are_not_what_was_there_before():
+    class Center(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.center = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+        def forward(self, x):
+            self.center.copy_(x.detach().mean(0))
+            return x - self.center
+
+    x = inputs()
+    x[1] = NAN
+    model = nn.Sequential(Center(), nn.Linear(3, 1))
+    verdict = verdict_of(model, lambda m: m(x).mean())
+    assert verdict.first.kind == "input"
+    assert verdict.source == "batch"
+    frozen = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 1))
+    frozen[0].weight.requires_grad_(False)[1] = NAN
+    verdict = verdict_of(frozen, lambda m: m(torch.arange(4)).mean())
+    assert (verdict.source, verdict.candidates) == ("weight", ["0.weight"])
+
+
+def test_gradients_of_outputs_that_nobody_saw_are_not_called_finite():
+    model = mlp()
+
+    def loss_of(model):
+        with torch.no_grad():
+            model(inputs())
+        return model[2].weight.pow(2).sum().sqrt() * NAN
+
+    verdict = verdict_of(model, loss_of, record=False)
+    assert verdict.origin == "unclear"
+    assert "no gradient of an output was looked at" in verdict.maker
+    assert "the loss" in verdict.candidates
+
+
+def test_many_alternatives_are_cut_in_words():
+    from overflow_fast.guard.calls import joined
+
+    assert joined(["a"]) == "a"
+    assert joined(["a", "b", "c"]) == "a, b or c"
+    assert joined("abcdefgh") == "a, b, c, d, e, f or one of 2 more"
+
+
+def test_who_used_what_an_identity_returned_on_a_device():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.bad, self.same = (
+                nn.Linear(3, 3),
+                SqrtAtZero(),
+                nn.Identity(),
+            )
+
+        def forward(self, x):
+            h = self.stem(x) * 2
+            return self.bad(h) + self.same(h)
+
+    verdict = verdict_of(Net(), lambda m: m(inputs()).mean(), _defer=True)
+    assert verdict.first.fqn == "same"
+    assert "bad" in verdict.candidates
