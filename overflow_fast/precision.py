@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
-from typing import Any
 
-import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
-from .names import named_modules
+from .float32 import FOLLOWS, RETURNS_HALF, STAYS, Float32Forward, Float32Weights
+from .names import has_base, is_sharded, named_modules
 from .selection import Selection, check_patterns
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class Fp32Handle:
-    """Takes back what `keep_in_fp32` did.
+    """Lets the modules that `keep_in_fp32` chose run as before.
 
     Attributes:
-        names: The qualified names of the modules that run in float32.
+        names: The qualified names of the modules that `names` chose, and of those that
+            share a weight with them. They run in float32.
     """
 
-    def __init__(self, names: list[str], handles: list[RemovableHandle]) -> None:
+    def __init__(self, names: list[str], forwards: list[Float32Forward]) -> None:
         self.names = names
-        self._handles = handles
+        self._forwards = forwards
 
     def remove(self) -> None:
-        """Lets the modules run as before; weights that were cast stay float32."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        """Puts the modules' forwards back; weights that were cast stay float32.
+
+        `model.half()` or `model.to(torch.bfloat16)` casts them back.
+        """
+        for forward in self._forwards:
+            forward.remove()
+        self._forwards.clear()
 
     def __enter__(self) -> Fp32Handle:
         return self
@@ -41,25 +39,40 @@ class Fp32Handle:
         self.remove()
 
 
-def keep_in_fp32(model: nn.Module, names: Iterable[str]) -> Fp32Handle:
-    """Runs modules in float32: autocast is off around their forward.
+def keep_in_fp32(
+    model: nn.Module, names: Iterable[str], until: Iterable[str] | None = None
+) -> Fp32Handle:
+    """Runs modules in float32: autocast is off in their forward.
 
-    Their half-precision inputs are cast to float32, and so are their half-precision
-    weights, in place, once. Under autocast their outputs stay float32. In a model that
-    is half precision itself they are cast back to the inputs' dtype, as the modules
-    that follow need it. Does not incur a CPU-GPU sync.
+    The half-precision inputs of the modules are cast to float32 at each call. Their
+    half-precision weights and buffers are cast once, in place: call it before the
+    optimizer is made and before DDP or FSDP wraps the model. A module elsewhere that
+    shares such a weight runs in float32, too. The forward is replaced on the instance,
+    which `torch.compile` traces without a graph break. Does not incur a CPU-GPU sync.
+
+    Under autocast outputs stay in float32. In a model that is half precision itself,
+    `until` decides. Without it, outputs are cast back to the dtype of the inputs as
+    soon as a module returns, and what is too large for float16 becomes inf there. With
+    it, outputs stay in float32 until they reach a module that `until` names, such as a
+    normalization: that one runs in float32 and returns half precision. Modules with
+    half-precision weights that the values reach before that belong in `names`.
 
     Args:
         model: The model.
         names: Qualified names of modules, or shell-style patterns of them, such as
-            `["encoder.block.4.layer.1.DenseReluDense"]` or `["*.norm"]`.
+            `["encoder.block.4.layer.1.DenseReluDense.wo"]` or `["*.wo"]`.
+        until: Names or patterns of the modules after which values are small enough for
+            half precision again, such as `["*layer_norm"]`; `[]` if outputs are never
+            cast back.
 
     Returns:
-        A handle whose `remove()` lets the modules run as before.
+        A handle whose `remove()` puts the modules' forwards back.
 
     Raises:
-        TypeError: If `model` is no module, or `names` is a single string.
-        ValueError: If a name is that of no module.
+        TypeError: If `model` is no module, or `names` or `until` is a single string.
+        ValueError: If a name is that of no module, or if a weight cannot be cast: it
+            is sharded, quantized or not initialized yet, or it is shared with a module
+            that has other half-precision weights.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2)).bfloat16()
@@ -68,70 +81,75 @@ def keep_in_fp32(model: nn.Module, names: Iterable[str]) -> Fp32Handle:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(names, str):
-        raise TypeError(f"names must be a list of names, got the str {names!r}")
-    names = list(names)
-    named = list(named_modules(model))
-    check_patterns("names", names, (name for name, _ in named))
-    selection = Selection(names, ())
-    chosen = [(name, module) for name, module in named if selection.takes(name)]
-    handles: list[RemovableHandle] = []
-    for _, module in chosen:
-        _cast_weights(module)
-        around = _Around()
-        handles += [
-            module.register_forward_pre_hook(around.enter, with_kwargs=True),
-            module.register_forward_hook(around.exit, always_call=True),
-        ]
-    return Fp32Handle([name for name, _ in chosen], handles)
-
-
-def _cast_weights(module: nn.Module) -> None:
-    for tensor in (*module.parameters(), *module.buffers()):
-        if tensor.dtype in _HALF:
-            tensor.data = tensor.data.float()
-
-
-class _Around:
-    """Switches autocast off around the calls of one module."""
-
-    def __init__(self) -> None:
-        self._calls: dict[int, list[tuple[Any, torch.dtype | None]]] = {}
-
-    def enter(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Goes to float32."""
-        tensors = [
-            leaf
-            for leaf in pytree.tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor)
-        ]
-        device = tensors[0].device.type if tensors else "cpu"
-        half = next((t.dtype for t in tensors if t.dtype in _HALF), None)
-        is_autocast = torch.is_autocast_enabled(device)
-        autocast = torch.autocast(device, enabled=False)
-        autocast.__enter__()  # type: ignore[no-untyped-call]
-        calls = self._calls.setdefault(threading.get_ident(), [])
-        calls.append((autocast, None if is_autocast else half))
-        args, kwargs = pytree.tree_map_only(torch.Tensor, _to_float32, (args, kwargs))
-        return args, kwargs
-
-    def exit(self, module: nn.Module, args: object, output: Any) -> Any:
-        """Goes back."""
-        calls = self._calls.get(threading.get_ident())
-        if not calls:
-            return output  # another hook raised before `enter`
-        autocast, dtype = calls.pop()
-        autocast.__exit__(None, None, None)
-        if dtype is None:
-            return output
-        return pytree.tree_map_only(
-            torch.Tensor,
-            lambda t: t.to(dtype) if t.dtype == torch.float32 else t,
-            output,
+    named = {module: name for name, module in named_modules(model)}
+    kept = _choose("names", names, named)
+    ends = set() if until is None else _choose("until", until, named)
+    outermost, outside = _split(model, kept | ends)
+    by_name = {named[module]: module for module in outermost}
+    weights = Float32Weights(model, by_name, _taken_by(model))
+    sharing = [module for module in outside if weights.are_of(module)]
+    _check_sharing(sharing, weights, named)
+    output = FOLLOWS if until is None else STAYS
+    forwards = [
+        Float32Forward(
+            module,
+            RETURNS_HALF if module in ends else output,
+            weights.half_of(module, or_models=module in ends),
         )
+        for module in outermost
+    ]
+    forwards += [
+        Float32Forward(module, FOLLOWS, weights.half_of(module)) for module in sharing
+    ]
+    weights.cast()
+    in_float32 = kept | set(sharing)
+    in_order = [name for module, name in named.items() if module in in_float32]
+    return Fp32Handle(in_order, forwards)
 
 
-def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in _HALF else tensor
+def _choose(
+    argument: str, patterns: Iterable[str], named: dict[nn.Module, str]
+) -> set[nn.Module]:
+    if isinstance(patterns, str):
+        raise TypeError(f"{argument} must be a list of names, got the str {patterns!r}")
+    patterns = list(patterns)
+    check_patterns(argument, patterns, named.values())
+    selection = Selection(patterns, ())
+    return {module for module, name in named.items() if selection.takes(name)}
+
+
+def _taken_by(model: nn.Module) -> str:
+    """What relies on the dtypes that weights have: they cannot be cast any more."""
+    if is_sharded(model):
+        return "FSDP or DTensor"
+    ddp = {"DistributedDataParallel"}
+    return "DDP" if any(has_base(type(m), ddp) for m in model.modules()) else ""
+
+
+def _split(
+    model: nn.Module, chosen: set[nn.Module]
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The chosen modules that are within no other, and the modules within none."""
+    outermost: dict[nn.Module, None] = {}
+    outside: dict[nn.Module, None] = {}
+    to_do = [model]
+    while to_do:
+        module = to_do.pop()
+        if module in chosen:
+            outermost[module] = None
+        elif module not in outside:
+            outside[module] = None
+            to_do += module.children()
+    return list(outermost), list(outside)
+
+
+def _check_sharing(
+    sharing: list[nn.Module], weights: Float32Weights, named: dict[nn.Module, str]
+) -> None:
+    for module in sharing:
+        other = weights.others_of(module)
+        if other:
+            raise ValueError(
+                f"{named[module] or 'the model'} shares a weight with a module of "
+                f"names, and its {other[0]} is half precision; add it to names"
+            )
