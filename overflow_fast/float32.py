@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,49 +11,41 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .replaced_forward import ReplacedForward
+
 _HALF = (torch.float16, torch.bfloat16)
 
-# What becomes of a float32 output in a model that is half precision itself.
-FOLLOWS = "follows"  # it gets the dtype of the inputs
+# The dtype of float32 outputs in a model that is half precision itself.
+RETURNS_HALF = "returns half"  # that of the module's weights, or of its inputs
+FOLLOWS = "follows"  # that of the inputs
 STAYS = "stays"
-RETURNS_HALF = "returns half"
 
 
-class Float32Forward:
-    """Stands in for a module's forward on the instance.
-
-    It is plain code without state between calls: dynamo traces it, threads share it,
-    and a copy of the module has a copy of it.
+class Float32Forward(ReplacedForward):
+    """A module's forward in float32, with autocast off.
 
     Args:
         module: The module.
-        output: `FOLLOWS`, `STAYS` or `RETURNS_HALF`.
-        half: The half-precision dtype to return where the inputs do not tell, or None.
+        output: `RETURNS_HALF`, `FOLLOWS` or `STAYS`.
+        half: The half-precision dtype that the module returned, as far as known.
     """
 
     def __init__(
         self, module: nn.Module, output: str, half: torch.dtype | None
     ) -> None:
-        self.module = module
-        self.is_active = True
         self._output = output
         self._half = half
-        self._is_first = "forward" not in module.__dict__
-        self.__wrapped__ = module.forward  # `inspect.signature` follows it
-        module.__dict__["forward"] = self
-        module.__dict__[_REPLICATE] = functools.partial(_replicate, module)
+        super().__init__(module)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward in float32."""
-        if not self.is_active:
-            return self.__wrapped__(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         dtypes = [leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)]
         half = next((dtype for dtype in dtypes if dtype in _HALF), None)
         if half is not None:
-            leaves = [_to_float32(leaf) for leaf in leaves]
+            leaves = [leaf.float() if _is_half(leaf) else leaf for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(leaves, spec)
-        device = self._autocast_device(leaves)
+        device = _autocast_device(self.module, leaves)
         if device is not None:
             with torch.autocast(device, enabled=False):
                 return self.__wrapped__(*args, **kwargs)
@@ -64,16 +53,6 @@ class Float32Forward:
         has_float = any(dtype.is_floating_point for dtype in dtypes)
         dtype = self._dtype_after(half, has_float)
         return output if dtype is None else _from_float32(output, dtype)
-
-    def _autocast_device(self, leaves: Sequence[object]) -> str | None:
-        """The type of device whose autocast is on."""
-        tensor = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
-        if tensor is None:
-            tensor = next(self.module.parameters(), None)
-        if tensor is None or not torch.amp.is_autocast_available(tensor.device.type):
-            return None
-        device = tensor.device.type
-        return device if torch.is_autocast_enabled(device) else None
 
     def _dtype_after(
         self, half: torch.dtype | None, has_float: bool
@@ -85,57 +64,26 @@ class Float32Forward:
             return self._half or half
         return half if has_float else self._half
 
-    def remove(self) -> None:
-        """Puts back the forward that was there; one put over this one stays."""
-        self.is_active = False
-        own = self.module.__dict__
-        over = own.get("forward")
-        if over is self:
-            own["forward"] = self.__wrapped__
-            if self._is_first:
-                del own["forward"]
-        while isinstance(over, Float32Forward):
-            if over.__wrapped__ is self:
-                over.__wrapped__, over._is_first = self.__wrapped__, self._is_first
-            over = over.__wrapped__
-        if not isinstance(own.get("forward"), Float32Forward):
-            own.pop(_REPLICATE, None)
 
-    def _bound_to(self, module: nn.Module) -> Float32Forward:
-        """A copy that runs another module, such as a replica of this one."""
-        bound = copy.copy(self)
-        bound.module = module
-        forward = self.__wrapped__
-        if isinstance(forward, Float32Forward):
-            bound.__wrapped__ = forward._bound_to(module)
-        elif isinstance(forward, types.MethodType) and forward.__self__ is self.module:
-            bound.__wrapped__ = types.MethodType(forward.__func__, module)
-        return bound
+def _autocast_device(module: nn.Module, leaves: Sequence[object]) -> str | None:
+    """The type of the device of a call, if its autocast is on."""
+    tensor = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+    if tensor is None:
+        tensor = next(module.parameters(), None)
+    if tensor is None or not torch.amp.is_autocast_available(tensor.device.type):
+        return None
+    device = tensor.device.type
+    return device if torch.is_autocast_enabled(device) else None
 
 
-_REPLICATE = "_replicate_for_data_parallel"  # which `nn.DataParallel` calls
+def _is_half(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dtype in _HALF
 
 
-def _replicate(module: nn.Module) -> nn.Module:
-    replica: nn.Module
-    replica = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
-    del replica.__dict__[_REPLICATE]
-    forward = module.__dict__.get("forward")
-    if isinstance(forward, Float32Forward):
-        replica.__dict__["forward"] = forward._bound_to(replica)
-    return replica
-
-
-def _to_float32(leaf: object) -> object:
-    if isinstance(leaf, Tensor) and leaf.dtype in _HALF:
-        return leaf.float()
-    return leaf
-
-
-def _from_float32(output: Any, dtype: torch.dtype) -> Any:
-    leaves, spec = pytree.tree_flatten(output)
+def _from_float32(tree: Any, dtype: torch.dtype) -> Any:
+    leaves, spec = pytree.tree_flatten(tree)
     if not any(_is_float32(leaf) for leaf in leaves):
-        return output
+        return tree
     return pytree.tree_unflatten(
         [leaf.to(dtype) if _is_float32(leaf) else leaf for leaf in leaves], spec
     )

@@ -6,7 +6,13 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from .float32 import FOLLOWS, RETURNS_HALF, STAYS, Float32Forward, Float32Weights
+from .float32 import (
+    FOLLOWS,
+    RETURNS_HALF,
+    STAYS,
+    Float32Forward,
+    Float32Weights,
+)
 from .names import has_base, is_sharded, named_modules
 from .selection import Selection, check_patterns
 
@@ -55,7 +61,8 @@ def keep_in_fp32(
     soon as a module returns, and what is too large for float16 becomes inf there. With
     it, outputs stay in float32 until they reach a module that `until` names, such as a
     normalization: that one runs in float32 and returns half precision. Modules with
-    half-precision weights that the values reach before that belong in `names`.
+    half-precision weights that the values reach before that belong in `names`, too. It
+    is simpler to name a module that ends with a normalization, without `until`.
 
     Args:
         model: The model.
@@ -89,11 +96,10 @@ def keep_in_fp32(
     weights = Float32Weights(model, by_name, _taken_by(model))
     sharing = [module for module in outside if weights.are_of(module)]
     _check_sharing(sharing, weights, named)
-    output = FOLLOWS if until is None else STAYS
     forwards = [
         Float32Forward(
             module,
-            RETURNS_HALF if module in ends else output,
+            RETURNS_HALF if until is None or module in ends else STAYS,
             weights.half_of(module, or_models=module in ends),
         )
         for module in outermost
@@ -102,9 +108,8 @@ def keep_in_fp32(
         Float32Forward(module, FOLLOWS, weights.half_of(module)) for module in sharing
     ]
     weights.cast()
-    in_float32 = kept | set(sharing)
-    in_order = [name for module, name in named.items() if module in in_float32]
-    return Fp32Handle(in_order, forwards)
+    kept |= set(sharing)
+    return Fp32Handle([named[module] for module in named if module in kept], forwards)
 
 
 def _choose(
