@@ -27,7 +27,9 @@ ALLOWED = {
     "names": set(),
     "selection": {"names"},
     "guard.modules": {"names", "selection"},
-    "float32": set(),
+    "replaced_forward": set(),
+    "float32": {"replaced_forward"},
+    "module_kinds": set(),
     "precision": {"float32", "names", "selection"},
     "guard.__init__": set(),
     "guard.cadence": set(),
@@ -70,10 +72,11 @@ ALLOWED = {
         "report",
     },
     "guard.origin": {"guard.verdict"},
-    "guard.advice": {"guard.verdict"},
+    "guard.remedy": {"_C", "guard.verdict", "guard.watch", "module_kinds", "names"},
+    "guard.advice": {"guard.remedy", "guard.verdict"},
     "guard.report": {
         *("_C", "debug", "lines", "report", "guard.advice", "guard.origin"),
-        *("guard.strict_json", "guard.verdict", "guard.watch"),
+        *("guard.remedy", "guard.strict_json", "guard.verdict", "guard.watch"),
     },
     "guard.meter": {"guard.report"},
     "guard.strict_json": set(),
@@ -110,8 +113,9 @@ ALLOWED = {
     },
     "guard.decision": {
         *("_C", "guard.agreement", "guard.archive", "guard.attribution"),
-        *("guard.learning", "guard.optimizers", "guard.options", "guard.report"),
-        *("guard.rounds", "guard.settings", "guard.step_tensors", "guard.verdict"),
+        *("guard.learning", "guard.optimizers", "guard.options", "guard.remedy"),
+        *("guard.report", "guard.rounds", "guard.settings", "guard.step_tensors"),
+        "guard.verdict",
         *("guard.watch", "ops"),
     },
     "guard.judgement": {
@@ -172,7 +176,7 @@ ALLOWED = {
     },
     "integrations.tensorboard": {"guard.metrics", "guard.options"},
     "integrations.prometheus": {"guard.metrics", "guard.options"},
-    "demo.__init__": {"debug", "demo.model"},
+    "demo.__init__": {"debug", "demo.model", "precision"},
     "demo.model": set(),
 }
 

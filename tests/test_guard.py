@@ -296,7 +296,7 @@ def test_a_report_reads_as_text_and_as_json():
         "Bad gradients: "
     )
     assert "\nWhat blocks.1.fc2 was given was finite: it arose in" in paragraph
-    assert "\nWhat to try: " in paragraph
+    assert "What to try: " not in paragraph  # nothing is known that helps
     assert frames.startswith("Detected inf/nan during batch_number=0\nLast 7 forward")
     data = json.loads(report.to_json())
     assert data == json.loads(json.dumps(report.to_dict()))

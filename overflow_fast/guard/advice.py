@@ -2,34 +2,54 @@
 
 from __future__ import annotations
 
+from .remedy import Remedy
 from .verdict import BadEntry, Verdict
 
-_HALF = ("float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")
 
+def advice_for(verdict: Verdict, step: int = 0, remedy: Remedy | None = None) -> str:
+    """Writes what to try, by what is bad and where it came from.
 
-def advice_for(first: BadEntry, verdict: Verdict) -> str:
-    """What to try, by what is bad and where it came from."""
-    if first.kind in ("weight", "optimizer_state"):
-        return "go back to the last checkpoint whose weights are finite"
-    if verdict.origin == "given":
-        return (
-            "look at the data that made this batch"
-            if "batch" in verdict.maker
-            else "set the buffer right, or go back to a checkpoint where it is finite"
-        )
-    lower = "lower the learning rate, or clip the gradients"
-    is_of_call = first.kind in ("input", "output")
-    if is_of_call and first.signs == "-" and not first.num_nan:
+    Args:
+        verdict: What was found, not clean.
+        step: The step's number; before the first one weights were bad from the start.
+        remedy: What to run in float32, or None.
+
+    Returns:
+        The sentence without its full stop; "" where nothing is known that may help.
+    """
+    first = verdict.first
+    assert first is not None
+    if first.kind == "optimizer_state":
+        return "load a checkpoint in which the optimizer's state is finite" * (step > 0)
+    if verdict.source in ("weight", "buffer"):
+        return _of_tensor(first, verdict, step)
+    if first.kind in ("input", "output") and first.signs == "-" and not first.num_nan:
         rule = {f"{first.fqn}:{first.label}": "-inf"}
-        return f"if this is meant, as a mask is, allow={rule}; else {lower}"
-    if first.kind in ("gradient", "grad_output"):
-        if first.dtype == "float16":
-            return f"scale the loss by less (torch.amp.GradScaler finds out), {lower}"
-        return f"{lower}; look for a division or a logarithm near 0 in what is named"
-    if first.dtype in _HALF and first.fqn:
+        return f"if this is meant, as a mask is, allow={rule}"
+    if verdict.source == "batch":
+        return "look at the data that made this batch"
+    if remedy is not None:
+        return _in_float32(remedy)
+    is_gradient = first.kind in ("gradient", "grad_output")
+    if is_gradient and first.dtype == "float16" and not first.num_nan:
         return (
-            "run this module in float32 "
-            f"(`overflow_fast.keep_in_fp32(model, [{first.fqn!r}])`) or in bfloat16, "
-            "lower the learning rate, or scale down what goes into it"
+            "if the loss is scaled by hand, `torch.amp.GradScaler`, which scales it by "
+            "less when gradients overflow"
         )
-    return f"{lower}; look for a division or a logarithm near 0 in what is named"
+    return ""
+
+
+def _of_tensor(first: BadEntry, verdict: Verdict, step: int) -> str:
+    name = f"`{first.fqn}`" if first.kind == verdict.source else verdict.maker
+    if step == 0:
+        return f"initialize {name} or load it again"
+    return f"load a checkpoint in which {name} is finite"
+
+
+def _in_float32(remedy: Remedy) -> str:
+    (name,) = remedy.names
+    if remedy.until:
+        how = f"{name} runs in float32, and so do its values until {remedy.end}"
+    else:
+        how = f"{name} runs in float32 up to its last normalization, {remedy.end}"
+    return f"`{remedy.code}`, which was not tried: {how}"

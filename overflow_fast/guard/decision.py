@@ -18,6 +18,7 @@ from .attribution import judge
 from .learning import Learning
 from .optimizers import OptimizerGate
 from .options import ACTIONS, GuardOptions
+from .remedy import Remedy, remedy_for
 from .report import Cost, NonFiniteError, Report, frame_texts, least_headroom
 from .rounds import Rounds
 from .settings import bad_settings
@@ -232,6 +233,7 @@ class Decision:
             cost=self._cost(),
             num_skipped=self._rounds.num_skipped,
             notes=list(found.notes),
+            remedy=_remedy(found.frames, verdict),
         )
         report.evidence = self._archive.keep(found.step, found.frames, found.tensors)
         if callable(policy):
@@ -327,6 +329,14 @@ def _ordinal(count: int) -> str:
     is_teen = count % 100 in (11, 12, 13)
     ending = "th" if is_teen else {1: "st", 2: "nd", 3: "rd"}.get(count % 10, "th")
     return f"{count}{ending}"
+
+
+def _remedy(frames: Sequence[BadFrame], verdict: Verdict) -> Remedy | None:
+    try:
+        return remedy_for(frames, verdict)
+    except Exception:  # an alarm is worth more than what to try
+        _log.warning("What to try could not be found out.", exc_info=True)
+        return None
 
 
 def _checked(action: object) -> str:

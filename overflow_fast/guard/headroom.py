@@ -17,6 +17,9 @@ _FLOAT16_MAX = 65504.0
 _FEW_ROWS = 24
 _FEW_NAMES = 3
 _LEAST_STEPS = 4
+_WIDER = (
+    "bfloat16 and float32 (`overflow_fast.keep_in_fp32`) hold magnitudes up to 3.4e38."
+)
 
 
 @dataclass(frozen=True)
@@ -236,8 +239,7 @@ class HeadroomKeeper:
             f"Step {step}{self._or_before} is finite, but close to an overflow:",
             *(f"{_short_text(row)}." for row in short[:_FEW_NAMES]),
             *([f"{more} more: see `guard.headroom()`."] if more > 0 else []),
-            "What to try: run what is named in float32 (`overflow_fast.keep_in_fp32`) "
-            "or in bfloat16, lower the learning rate, or clip.",
+            *([_WIDER] if any(row.dtype == "float16" for row in short) else []),
         ]
         _log.warning("%s", as_lines(sentences))
 

@@ -13,6 +13,7 @@ from ..lines import as_lines
 from ..report import frame_text, frames_text
 from .advice import advice_for
 from .origin import who_made_it
+from .remedy import Remedy
 from .strict_json import SCHEMA, dumps, to_plain
 from .verdict import BadEntry, Headroom, Verdict, headroom_of
 from .watch import ModelWatch
@@ -91,6 +92,7 @@ class Report:
             "check", or "" where it is of no step, or not decided yet.
         skipped_by: Who else has skipped the step: "GradScaler", or the optimizer's
             kernel on a device.
+        remedy: What to run in float32 where float16 overflowed, or None.
     """
 
     step: int
@@ -107,6 +109,7 @@ class Report:
     is_of_state: bool = False
     moment: str = ""
     skipped_by: str = ""
+    remedy: Remedy | None = None
 
     def __str__(self) -> str:
         """The report as text: a line for each sentence, then the frames."""
@@ -136,7 +139,7 @@ class Report:
         first = self.verdict.first
         if first is None:
             return [f"Step {self.step} is clean.", *self.notes]
-        advice = advice_for(first, self.verdict)
+        advice = advice_for(self.verdict, self.step, self.remedy)
         return [
             self.headline(),
             *self._outcome(),

@@ -1,0 +1,200 @@
+"""Which module to run in float32 so that a float16 overflow does not happen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from .. import _C
+from ..module_kinds import (
+    has_weights,
+    is_dropout,
+    is_linear,
+    is_normalization,
+    is_small_step,
+)
+from ..names import named_modules
+from .verdict import BadFrame, Verdict
+from .watch import ModelWatch
+
+_MUCH_ROOM = 4  # bits
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """The arguments of a `keep_in_fp32` that was not tried.
+
+    Attributes:
+        names: The qualified names of the modules to run in float32.
+        until: Those of the modules up to which values stay in float32; empty if `names`
+            ends with a module that makes them small.
+        end: The name of the normalization that makes them small.
+    """
+
+    names: list[str]
+    until: list[str] = field(default_factory=list)
+    end: str = ""
+
+    @property
+    def code(self) -> str:
+        """The call, where `model` is the watched model."""
+        until = f", until={self.until}" if self.until else ""
+        return f"overflow_fast.keep_in_fp32(model, {self.names}{until})"
+
+
+def remedy_for(frames: Sequence[BadFrame], verdict: Verdict) -> Remedy | None:
+    """Finds what to run in float32 where float16 has overflowed for certain.
+
+    A module that multiplies and adds, no more, has a finite float32 result if what it
+    was given is finite. The smallest module around it that ends with a normalization
+    computes in one dtype then, and returns small values.
+
+    Args:
+        frames: The bad frames of a step.
+        verdict: What they say.
+
+    Returns:
+        The remedy, or None if the overflow is not certain, or no such module is known.
+    """
+    first = min(frames, key=lambda bad: bad.rank, default=None)
+    model = None if first is None else first.watch.model
+    if first is None or model is None or not _is_overflow(first, verdict):
+        return None
+    return _Search(first, frames, model).remedy()
+
+
+def _is_overflow(first: BadFrame, verdict: Verdict) -> bool:
+    """Whether only float16's range can have made the first bad value."""
+    entry, module = verdict.first, first.watch.module_at(first.frame.module)
+    if entry is None or module is None or first.watch.prefix:
+        return False
+    is_output = first.frame.phase == _C.Phase.FORWARD and entry.kind == "output"
+    is_inf = entry.dtype == "float16" and entry.num_nan == 0
+    return (
+        (is_output and is_inf and verdict.source == "module")
+        and first.frame.module > 0
+        and (is_linear(module) or is_dropout(module))
+    )
+
+
+def _bad_outputs(bad: BadFrame) -> list[tuple[int, bool]]:
+    """The sizes of bad outputs, and whether they hold infs, as no norm returns."""
+    kinds = bad.watch.recorder.nonfinite_kinds(bad.frame)
+    infs = _C.POSITIVE_INF | _C.NEGATIVE_INF
+    return [
+        (entry[3], bool(kinds[place] & infs))
+        for place, entry in bad.bad_entries()
+        if entry[0][0][1] == "output"
+    ]
+
+
+def _room_of_outputs(watch: ModelWatch) -> dict[str, float]:
+    """How many bits outputs had left in the last steps, where they were finite."""
+    room: dict[str, float] = {}
+    for ((phase, module, path), _, limit, _), _, recent in watch.recorder.headroom():
+        if phase == _C.Phase.FORWARD and path[0][1] == "output":
+            abs_max = max(filter(math.isfinite, recent), default=0.0)
+            bits = math.log2(limit / abs_max) if abs_max else 0.0
+            name = watch.name_at(module)
+            room[name] = min(bits, room.get(name, math.inf))
+    return room
+
+
+class _Search:
+    """Looks for a normalization behind the first bad call."""
+
+    def __init__(
+        self, first: BadFrame, frames: Sequence[BadFrame], model: nn.Module
+    ) -> None:
+        self._watch = watch = first.watch
+        self._name = watch.name_at(first.frame.module)
+        self._modules = dict(named_modules(model))
+        batch = first.frame.batch
+        self._before = {
+            watch.name_at(frame.module)
+            for frame in watch.before
+            if frame.batch == batch and frame.phase == _C.Phase.FORWARD
+        }
+        calls = [
+            bad
+            for bad in sorted(frames, key=lambda bad: bad.rank)
+            if bad.watch is watch and bad.frame.batch == batch
+            if bad.frame.phase == _C.Phase.FORWARD
+        ]
+        self._after = [watch.name_at(bad.frame.module) for bad in calls[1:]]
+        self._returned = {
+            watch.name_at(bad.frame.module): _bad_outputs(bad) for bad in calls
+        }
+        self._room = _room_of_outputs(watch)
+
+    def remedy(self) -> Remedy | None:
+        """The smallest part of the model that can run in float32 by itself."""
+        end = self._end_in_sequence()
+        if end:
+            return Remedy([self._name], [end], end)
+        around = self._name.rpartition(".")[0]
+        while around:
+            end = self._end_of(around)
+            if end:
+                return Remedy([around], [], end)
+            around = around.rpartition(".")[0]
+        return None
+
+    def _end_in_sequence(self) -> str:
+        """The normalization behind it in an `nn.Sequential`, whose code is known."""
+        parent = self._name.rpartition(".")[0]
+        if type(self._modules[parent]) is not nn.Sequential:
+            return ""
+        children = list(self._children(parent))
+        place = [name for name, _ in children].index(self._name)
+        for name, module in children[place + 1 :]:
+            if is_normalization(module):
+                return name
+            if not is_small_step(module):
+                break
+        return ""
+
+    def _end_of(self, around: str) -> str:
+        """The normalization that ends a module's call, or ""."""
+        end = self._last_in(around)
+        return end if end and self._runs_last(end, around) else ""
+
+    def _last_in(self, around: str) -> str:
+        """The normalization behind which a module has no other weights, or ""."""
+        is_called = around in self._room or around in self._after
+        children = [child for child in self._children(around) if has_weights(child[1])]
+        if children and self._has_room_in(*children[-1]):
+            children.pop()
+        if not children or not is_called:
+            return ""
+        name, module = children[-1]
+        return name if is_normalization(module) else self._last_in(name)
+
+    def _has_room_in(self, name: str, module: nn.Module) -> bool:
+        """Whether it is a linear layer whose outputs have been far from overflowing."""
+        return is_linear(module) and self._room.get(name, 0.0) >= _MUCH_ROOM
+
+    def _runs_last(self, end: str, around: str) -> bool:
+        """Whether nothing that was seen to run speaks against it."""
+        if end in self._before:
+            return False
+        begin = self._after.index(end) if end in self._after else len(self._after)
+        behind = [name for name in self._after[begin:] if name.startswith(f"{around}.")]
+        sizes = {size for name in behind for size, _ in self._returned[name]}
+        return all(
+            size in sizes and not is_inf
+            for size, is_inf in self._returned.get(around, [])
+        ) and not any(self._computes(name) for name in behind[1:])
+
+    def _computes(self, name: str) -> bool:
+        """Whether a module of its own weights may make large values."""
+        module = self._modules[name]
+        has_own = any(True for _ in module.parameters(recurse=False))
+        return has_own and not self._has_room_in(name, module)
+
+    def _children(self, name: str) -> Iterator[tuple[str, nn.Module]]:
+        for key, child in self._modules[name].named_children():
+            yield f"{name}.{key}".lstrip("."), child
