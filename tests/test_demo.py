@@ -18,6 +18,13 @@ def test_finds_the_overflow_and_agrees(capsys, dtype):
     assert "Detected inf/nan during batch_number=0" in report
     assert "encoder.block.1.layer.1.dropout Dropout" in report
     assert table.count("ms") == 3
+    assert ("the same forward is finite" in table) == (dtype == "float16")
+
+
+def test_a_remedy_that_does_not_help_is_a_failure(monkeypatch, capsys):
+    monkeypatch.setattr(demo, "keep_in_fp32", lambda model, names: None)
+    assert show(TINY) == 1
+    assert "the same forward still overflows" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("lie", ["report", "error"])
