@@ -188,6 +188,12 @@ def test_the_announcement_is_laid_out_in_lines(caplog):
     assert all(len(line) <= 100 for line in lines)
 
 
+def test_float32_is_not_told_to_go_to_float32(said):
+    grown([3e38], headroom_bits=1.0, dtype=torch.float32)
+    assert "float32 ends at 3.4028e+38" in said()[0]
+    assert "What to try" not in said()[0]
+
+
 def test_lagged_stats_may_be_of_the_step_before(said):
     grown([1.0, 50000.0], headroom_bits=1.0, sync="lagged")
     assert said()[0].startswith("Step 1 or the one before is finite, but close to")

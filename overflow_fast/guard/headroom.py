@@ -18,7 +18,8 @@ _FEW_ROWS = 24
 _FEW_NAMES = 3
 _LEAST_STEPS = 4
 _WIDER = (
-    "bfloat16 and float32 (`overflow_fast.keep_in_fp32`) hold magnitudes up to 3.4e38."
+    "What to try: bfloat16 or float32 (`overflow_fast.keep_in_fp32`), which hold "
+    "magnitudes up to 3.4e38."
 )
 
 
