@@ -260,6 +260,26 @@ def test_nothing_is_advised_where_no_end_is_known(case):
     assert advice_of(report) == []
 
 
+class Clamps(FeedForward):
+    """It hides the inf from what follows, as transformers' T5 does."""
+
+    def forward(self, x):
+        return super().forward(x).clamp(-6e4, 6e4)
+
+
+def test_without_frames_a_norm_that_ran_first_is_not_taken_for_the_last():
+    for frames, seen in ((21, "norm"), (0, "")):
+        model, weight, scale = overflowing(lambda: Model(Clamps()), "body.0.wo")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        weight.data.div_(weight.abs().max()).mul_(scale)
+        with OverflowGuard(model, optimizer, "warn", max_frames=frames) as guard:
+            model(torch.arange(5)[None]).float().sum().backward()
+            optimizer.step()
+        assert guard.last_report.verdict.first.fqn == "body.0.wo"
+        assert seen in "".join(guard.last_report.frames)
+        assert advice_of(guard.last_report) == []
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_float32_is_not_advised_for_its_own_range(dtype):
     made = overflowing(OVERFLOWS["post"][0], "body.0.out.wo", dtype, scale=3e38)

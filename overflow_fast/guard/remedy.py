@@ -21,6 +21,7 @@ from .verdict import BadFrame, Verdict
 from .watch import ModelWatch
 
 _MUCH_ROOM = 4  # bits
+_LONG_HISTORY = 16  # frames: a norm that runs first in a block is among them
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,11 @@ def _is_overflow(first: BadFrame, verdict: Verdict) -> bool:
     if entry is None or module is None or first.watch.prefix:
         return False
     is_output = first.frame.phase == _C.Phase.FORWARD and entry.kind == "output"
+    is_child = first.watch.name_at(first.frame.module) != ""
     is_inf = entry.dtype == "float16" and entry.num_nan == 0
     return (
         (is_output and is_inf and verdict.source == "module")
-        and first.frame.module > 0
+        and is_child
         and (is_linear(module) or is_dropout(module))
     )
 
@@ -118,6 +120,9 @@ class _Search:
             for frame in watch.before
             if frame.batch == batch and frame.phase == _C.Phase.FORWARD
         }
+        self._is_history_long = len(watch.before) >= _LONG_HISTORY or any(
+            frame.opens_batch for frame in watch.before
+        )
         calls = [
             bad
             for bad in sorted(frames, key=lambda bad: bad.rank)
@@ -179,7 +184,8 @@ class _Search:
 
     def _runs_last(self, end: str, around: str) -> bool:
         """Whether nothing that was seen to run speaks against it."""
-        if end in self._before:
+        is_known = end in self._after or self._is_history_long
+        if end in self._before or not is_known:
             return False
         begin = self._after.index(end) if end in self._after else len(self._after)
         behind = [name for name in self._after[begin:] if name.startswith(f"{around}.")]
