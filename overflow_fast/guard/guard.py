@@ -104,14 +104,17 @@ class OverflowGuard:
         max_frames: How many frames before the bad one a report shows.
         memo: Scan a tensor that nobody wrote to only once in a forward; see
             `DebugUnderflowOverflow`.
-        evidence: A folder for what bad steps leave: report, offending tensors, batch.
+        evidence: A folder for what bad steps leave: report, offending tensors, batch,
+            in `overflow_fast/RUN/step-N/`; runs and ranks may share it.
             On a device, activations are gone when the step is judged; gradients,
             weights and the batch are there. Holds each batch until it is judged.
         evidence_mib: How many MiB of tensors a step may leave.
-        evidence_keep: How many steps' evidence is kept.
-        log: A file for one line of JSON for each judged step.
+        evidence_keep: How many steps' evidence of this run is kept. What was added to
+            or changed, and what other runs left, is never removed.
+        log: A file for one line of JSON for each judged step, behind a header for each
+            run.
         log_mib: How many MiB the file may have before a new one is begun.
-        log_keep: How many older files are kept.
+        log_keep: How many older files are kept; 0: no new one is begun.
         process_group: The ranks that decide together, a `ProcessGroup` or a
             `DeviceMesh`: each judged step they join one all-reduce of 64 bytes, and all
             act on the report of the rank that found the bad value first. None: all
