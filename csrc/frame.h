@@ -3,7 +3,6 @@
 
 #include <pybind11/pybind11.h>
 
-#include <algorithm>
 #include <vector>
 
 #include "device_slots.h"
@@ -100,14 +99,6 @@ struct Frame {
   bool is_recomputed() const { return phase == Phase::kRecomputed; }
   bool is_of_call() const { return phase < Phase::kRecorded; }
   bool is_of_gradients() const { return phase == Phase::kBackward || phase == Phase::kGradients; }
-  // But for the counts: where an expanded gradient is made contiguous, it has more of each.
-  bool has_same_stats(const Frame& other) const {
-    return std::equal(entries.begin(), entries.end(), other.entries.begin(), other.entries.end(),
-                      [](const Entry& a, const Entry& b) {
-                        return a.kind == b.kind && a.numel == b.numel && a.dtype == b.dtype &&
-                               a.stat.has_same_extremes(b.stat);
-                      });
-  }
 };
 
 // A module's call, or the gradient of its output, whether or not its frame is bad. Autograd numbers the nodes that a thread makes,

@@ -11,6 +11,7 @@
 #include "errors.h"
 #include "eval_frame.h"
 #include "hidden.h"
+#include "trace_mode.h"
 #include "walk.h"
 
 namespace overflow_fast {
@@ -125,6 +126,17 @@ void record(FrameHook* self, PyObject* module, PyObject* args, PyObject* kwargs,
   record_call(self, recorder, class_name_of(module), fill, tensors);
 }
 
+// Whoever exports a model watches nothing; any other trace may become what a training step runs.
+void count_traced_call(FrameHook* self) {
+  Recorder& recorder = recorder_of(self);
+  const auto compiler = py::module_::import("torch.compiler");
+  if (recorder.is_paused || compiler.attr("is_exporting")().cast<bool>()) return;
+  TracedCall call{};
+  call.items.emplace_back();
+  call.items.back().why = py::str("inside a trace of operations (make_fx)");
+  recorder.count_hidden(call);
+}
+
 void record_traced_frame(FrameHook* self, Recorder& recorder, const TracedCall& call,
                          at::TensorList tensors) {
   // The compiled code will write to them.
@@ -158,7 +170,12 @@ PyObject* run_hook(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
     return nullptr;
   }
   try {
-    record(reinterpret_cast<FrameHook*>(args[0]), args[1], args[2], args[3], args[4]);
+    auto* self = reinterpret_cast<FrameHook*>(args[0]);
+    if (is_traced()) {
+      count_traced_call(self);
+    } else {
+      record(self, args[1], args[2], args[3], args[4]);
+    }
   } catch (py::error_already_set& error) {
     error.restore();
     return nullptr;
@@ -169,12 +186,14 @@ PyObject* run_hook(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   Py_RETURN_NONE;
 }
 
-// run_paused(function, *args): calls it while torch.compile leaves Python frames alone.
+// run_paused(function, *args): calls it while torch.compile leaves Python frames alone. What a
+// trace runs is no step.
 PyObject* run_paused(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   if (nargs == 0) {
     PyErr_SetString(PyExc_TypeError, "run_paused takes a function");
     return nullptr;
   }
+  if (is_traced()) Py_RETURN_NONE;
   const EvalFramePause pause;
   const Hidden hidden;
   return PyObject_Vectorcall(args[0], args + 1, nargs - 1, nullptr);
@@ -199,7 +218,11 @@ void record_traced(const at::Tensor& ticket, const std::string& text, at::Tensor
   if (recorder.is_paused) return;
   const TracedCall& call = recorder.traced_call(text);
   try {
-    if (call.has_frame) record_traced_frame(self, recorder, call, tensors);
+    if (call.has_frame) {
+      record_traced_frame(self, recorder, call, tensors);
+    } else {
+      recorder.count_hidden(call);
+    }
   } catch (...) {
     call_root(self, "raised", call.is_root);
     throw;

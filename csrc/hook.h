@@ -9,7 +9,7 @@
 // module. It pickles and deep-copies as its two arguments.
 //
 // Compiled code knows a hook by its ticket, a tensor, because tensors are what modules that share
-// compiled code may differ in. The owner's `plan` says what to list, and its `device` where
+// compiled code may differ in, and an owner by the ticket of its `root_hook`. The owner's `plan` says what to list, and its `device` where
 // compiled code runs. Its `traced_root` stands for the root's hooks in compiled code: see
 // overflow_fast/traced_root.py.
 #pragma once

@@ -75,6 +75,14 @@ PyObject* get_ticket(PyObject* object, void*) {
   });
 }
 
+PyObject* get_owner_ticket(PyObject* object, void*) {
+  return guarded_get([&]() -> PyObject* {
+    const auto root_hook =
+        py::handle(reinterpret_cast<FrameHook*>(object)->owner).attr("root_hook");
+    return get_ticket(root_hook.ptr(), nullptr);
+  });
+}
+
 PyObject* get_plan(PyObject* object, void*) {
   return PyObject_GetAttrString(reinterpret_cast<FrameHook*>(object)->owner, "plan");
 }
@@ -141,6 +149,8 @@ PyMemberDef kMembers[] = {
 
 PyGetSetDef kGetters[] = {
     {"ticket", get_ticket, nullptr, "A tensor that compiled code knows the hook by.", nullptr},
+    {"owner_ticket", get_owner_ticket, nullptr, "A tensor that compiled code knows its owner by.",
+     nullptr},
     {"plan", get_plan, nullptr, "What its owner lists: see overflow_fast.traced.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };

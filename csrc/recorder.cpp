@@ -173,9 +173,11 @@ void Recorder::add_traced(Frame& frame, const TracedCall& call, at::TensorList t
     } else if (item.kind == EntryKind::kNotTensor) {
       add_not_tensor(frame, item.listing);
     } else if (item.kind == EntryKind::kNotScanned) {
+      ++coverage_.tensors_listed;
       add_not_scanned(frame, item.listing, item.why);
     } else if (item.is_new && next < tensors.size()) {
       const at::Tensor& tensor = tensors[next++];
+      if (item.is_returned && options_.watches_gradients) traced_.returned(tensor);
       const bool is_parameter = item.is_named && call.phase == Phase::kForward;
       if (!is_parameter || wants_parameter(tensor)) add_tensor(frame, item.listing, tensor);
       if (item.number >= 0) here.emplace_back(item.number, frame.entries.size() - 1);
@@ -194,7 +196,9 @@ void Recorder::add_traced(Frame& frame, const TracedCall& call, at::TensorList t
 void Recorder::add_known(Frame& frame, const TracedCall::Item& item, const Entry* known) {
   ++coverage_.tensors_listed;
   if (known == nullptr) {
-    return add_not_scanned(frame, item.listing, py::str("another thread ended the step meanwhile"));
+    return add_not_scanned(
+        frame, item.listing,
+        py::str("compiled code gave it to an earlier frame, whose stat is gone"));
   }
   frame.entries.push_back(Entry(*known));
   Entry& entry = frame.entries.back();
@@ -204,6 +208,13 @@ void Recorder::add_known(Frame& frame, const TracedCall::Item& item, const Entry
   const bool is_here = entry.slot >= 0 && entry.slot < Deferred::kFirstSlot;
   frame.is_bad |= is_here && entry.is_bad();
   frame.waits |= !is_here && entry.kind == EntryKind::kTensor;
+}
+
+void Recorder::count_hidden(const TracedCall& call) {
+  for (const TracedCall::Item& item : call.items) {
+    ++coverage_.tensors_listed;
+    coverage_.count(item.why);
+  }
 }
 
 bool Recorder::finish(Frame& frame) {
@@ -247,6 +258,7 @@ void Recorder::send() {
 
 void Recorder::watch_output(const Frame& frame, LabelId label, const at::Tensor& output) {
   if (!options_.watches_gradients || !output.requires_grad()) return;
+  if (traced_.has_returned(output)) return;
   if (class_names_.size() <= frame.module) class_names_.resize(frame.module + 1);
   class_names_[frame.module] = frame.class_name;
   watch_gradient(sink_, output, frame.module, label);
@@ -289,23 +301,7 @@ void Recorder::gather(Frame&& frame) {
     if (gathered_.bad.size() < kMaxGathered) gathered_.bad.push_back(frame);
   }
   if (!frame.is_of_call()) return;
-  if (frame.traced != nullptr && frame.phase == Phase::kBackward) drop_outer(frame);
   keep(std::move(frame));
-}
-
-// A compiled module's output has a gradient outside of the compiled code, where the module's hook
-// looks at it, and inside, where that of the innermost module which returned it does. Without
-// torch.compile these are one, and the innermost module has it.
-void Recorder::drop_outer(const Frame& inner) {
-  for (auto outer = history_.rbegin(); outer != history_.rend(); ++outer) {
-    if (outer->phase != Phase::kBackward || outer->traced != nullptr) return;
-    if (outer->module >= inner.module || !outer->has_same_stats(inner)) continue;
-    const int64_t order = outer->order;
-    history_.erase(std::next(outer).base());
-    gathered_.num_bad -= static_cast<int64_t>(
-        std::erase_if(gathered_.bad, [&](const Frame& bad) { return bad.order == order; }));
-    return;
-  }
 }
 
 Gathered Recorder::take_gathered() { return std::exchange(gathered_, {}); }

@@ -98,6 +98,8 @@ class Recorder {
   }
   // Fills the frame of a compiled call: see traced.h.
   void add_traced(Frame& frame, const TracedCall& call, at::TensorList tensors);
+  // Counts the tensors of calls that compiled code has no operator for.
+  void count_hidden(const TracedCall& call);
   const TracedCall& traced_call(const std::string& text) { return traced_.call_of(text, labels_); }
   void add_none(Frame& frame, Listing listing);
   void add_not_tensor(Frame& frame, Listing listing);
@@ -177,7 +179,6 @@ class Recorder {
   // True if the frame is bad or every frame is asked for; otherwise it goes into the history.
   bool judge(Frame& frame);
   void gather(Frame&& frame);
-  void drop_outer(const Frame& inner);
   void note_call(const Frame& frame);
   // A smaller tensor on the host is scanned again sooner than it is remembered: what remembering
   // costs is the tensor's own memory, which is given back only when the step ends.

@@ -19,10 +19,6 @@ struct Slot {
   // (number of infs << 2) | (any -inf << 1) | (any +inf), so that a slot stays 32 bytes.
   uint64_t infs = 0;
 
-  OF_HOST_DEVICE constexpr bool has_same_extremes(const Slot& other) const {
-    return min_key == other.min_key && max_key == other.max_key && has_nan() == other.has_nan() &&
-           has_inf() == other.has_inf();
-  }
   OF_HOST_DEVICE constexpr bool is_empty() const { return min_key > max_key; }
   OF_HOST_DEVICE constexpr bool has_nan() const { return num_nan != 0; }
   OF_HOST_DEVICE constexpr bool has_inf() const { return infs != 0; }

@@ -1,5 +1,7 @@
 #include "traced.h"
 
+#include <algorithm>
+
 #include "deferred.h"
 
 namespace overflow_fast {
@@ -30,6 +32,7 @@ TracedCall::Item item_of(const py::dict& parsed, LabelTable& labels) {
   item.number = parsed["number"].cast<int64_t>();
   item.is_new = parsed["is_new"].cast<bool>();
   item.is_named = parsed["is_named"].cast<bool>();
+  item.is_returned = parsed["is_returned"].cast<bool>();
   return item;
 }
 
@@ -62,7 +65,21 @@ void Traced::remember(const Frame& frame) {
 }
 
 void Traced::end_step() {
+  returned_.clear();
   if (known_.size() > kMaxThreads) known_.clear();
+}
+
+void Traced::returned(const at::Tensor& tensor) {
+  returned_.push_back({tensor.storage().getWeakStorageImpl(), tensor.const_data_ptr(),
+                       tensor.sizes().vec(), tensor.strides().vec()});
+}
+
+bool Traced::has_returned(const at::Tensor& tensor) const {
+  return std::any_of(returned_.begin(), returned_.end(), [&](const Returned& known) {
+    return known.data == tensor.const_data_ptr() && tensor.sizes() == known.sizes &&
+           tensor.strides() == known.strides &&
+           known.storage._unsafe_get_target() == tensor.storage().unsafeGetStorageImpl();
+  });
 }
 
 const Entry* Traced::find(int64_t number, int64_t num_sends) const {

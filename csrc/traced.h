@@ -27,11 +27,13 @@ struct TracedCall {
     int64_t number;
     bool is_new;
     bool is_named;  // its label is a name: a parameter's, say
+    // The compiled code returns the tensor, and watches its gradient.
+    bool is_returned;
   };
   Phase phase;
   py::object class_name;
   bool is_root;    // the root's call ends with it
-  bool has_frame;  // false: only that is told
+  bool has_frame;  // false: its items are only counted
   bool has_loss;   // a loss is among what the root returned
   std::vector<Item> items;
 };
@@ -48,6 +50,10 @@ class Traced {
   const Entry* find(int64_t number, int64_t num_sends) const;
   void end_step();
 
+  // Tensors that compiled code returns, and whose gradient it watches itself.
+  void returned(const at::Tensor& tensor);
+  bool has_returned(const at::Tensor& tensor) const;
+
  private:
   static constexpr size_t kMaxThreads = 16;
 
@@ -58,8 +64,16 @@ class Traced {
   // Threads may run the same code at the same time.
   using Numbered = std::unordered_map<int64_t, Known>;
 
+  // A weak reference keeps the address of a storage from being reused.
+  struct Returned {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    const void* data;
+    std::vector<int64_t> sizes, strides;
+  };
+
   std::unordered_map<std::string, TracedCall> calls_;
   std::unordered_map<std::thread::id, Numbered> known_;
+  std::vector<Returned> returned_;
 };
 
 }  // namespace overflow_fast

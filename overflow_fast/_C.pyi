@@ -179,6 +179,7 @@ class FrameHook:
     owner: object
     module: int
     ticket: torch.Tensor
+    owner_ticket: torch.Tensor
     plan: int
     def __init__(self, owner: object, module: int) -> None: ...
 

@@ -41,7 +41,6 @@ class Attachment:
 
     def __init__(self) -> None:
         self.handles: list[RemovableHandle] = []
-        self.rank = 0
 
     def attach(
         self,
@@ -54,14 +53,13 @@ class Attachment:
         What was compiled before is compiled again at its next call.
         """
         traced.register()
-        self.rank = _free_rank(model)
         for index, module in walk(model):
             if module is model or isinstance(module, torch.jit.ScriptModule):
                 continue  # TorchScript has no forward hooks
             hook = functools.partial(_C.run_hook, _C.FrameHook(owner, index))
             self.handles.append(module.register_forward_hook(hook, with_kwargs=True))
         before, after, ended = (
-            functools.partial(_C.run_paused, RootHook(owner, name, self.rank))
+            functools.partial(_C.run_paused, RootHook(owner, name))
             for name in ("before_root", "after_root", "root_ended")
         )
         self.handles += [
@@ -74,7 +72,7 @@ class Attachment:
 
     def add_before(self, owner: Any, name: str, module: nn.Module) -> None:
         """Has a method of the owner's called before each call of one more module."""
-        hook = functools.partial(_C.run_paused, RootHook(owner, name, self.rank))
+        hook = functools.partial(_C.run_paused, RootHook(owner, name))
         self.handles.append(module.register_forward_pre_hook(hook))
         put_first(module._forward_pre_hooks, self.handles[-1].id)
 
@@ -94,22 +92,15 @@ class RootHook:
     Args:
         owner: Who has the method.
         name: The method's.
-        rank: The owner's number among those that watch the model.
     """
 
-    def __init__(self, owner: Any, name: str, rank: int) -> None:
+    def __init__(self, owner: Any, name: str) -> None:
         self.owner = owner
         self.name = name
-        self.rank = rank
 
     def __call__(self, *arguments: Any) -> None:
         if not self.owner.is_paused:
             getattr(self.owner, self.name)(*arguments)
-
-
-def _free_rank(model: nn.Module) -> int:
-    taken = {hook.rank for hook in root_hooks(model)}
-    return next(rank for rank in range(len(taken) + 1) if rank not in taken)
 
 
 def root_hooks(model: nn.Module) -> Iterator[RootHook]:

@@ -12,7 +12,6 @@ from torch import nn
 from . import _C, traced
 from .coverage import Coverage, warn_of_scripted
 from .hooks import Attachment, modules_once, modules_per_parent
-from .traced_graph import RANK
 
 
 class HookOwner:
@@ -59,16 +58,14 @@ class HookOwner:
             "_options": self._options,
             "_total_calls": self.total_calls,
             "_handles": self._attachment.handles,
-            "_rank": self._attachment.rank,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         total_calls, handles = state.pop("_total_calls"), state.pop("_handles")
-        rank = state.pop("_rank")
         self.__dict__.update(state)
         self._model = lambda: None  # known again when the copy's root is called
         self._start()
-        self._attachment.handles, self._attachment.rank = handles, rank
+        self._attachment.handles = handles
         self.update_plan()
         self._recorder.total_calls = total_calls
         self._recorder.begin_batch(self.batch_number)
@@ -97,8 +94,7 @@ class HookOwner:
             traced.MASKS: options.get("gathers"),
             **self._root_plan(),
         }
-        rank = self._attachment.rank * RANK
-        self.plan = rank + sum(flag for flag, is_set in flags.items() if is_set)
+        self.plan = sum(flag for flag, is_set in flags.items() if is_set)
 
     @property
     def total_calls(self) -> int:

@@ -25,9 +25,11 @@ from .traced_graph import (
     Label,
     emit,
     emit_call,
+    emit_hidden,
     make_item,
     watch_gradient,
 )
+from .traced_place import EXPORT, step_in, step_out
 
 # What an owner's `plan` is made of: what its frames list, and where they look.
 PARAMETERS, CALLS, GRADIENTS, STRICT, KWARGS, MASKS, ROOT, LOSS = (
@@ -48,8 +50,10 @@ _OUTPUT: Label = ((NAME, "output"),)
 @functools.cache
 def register() -> None:
     """Has dynamo know the hooks. Imports dynamo."""
-    for function in (emit, emit_call, watch_gradient):
+    for function in (emit, emit_call, emit_hidden, watch_gradient):
         torch._dynamo.allow_in_graph(function)  # type: ignore[no-untyped-call]
+    for function in (step_in, step_out):
+        torch._dynamo.assume_constant_result(function)  # type: ignore[no-untyped-call]
     for called, traced in ((_C.run_hook, trace_call), (_C.run_paused, trace_root)):
         torch.compiler.substitute_in_graph(called, skip_signature_check=True)(traced)
     # So that compiled code drops none of them, and keeps their order.
@@ -79,22 +83,34 @@ def recompile() -> None:
 
 def trace_call(hook: Any, module: Any, args: Any, kwargs: Any, output: Any) -> None:
     """Stands for `_C.run_hook`."""
-    _trace(hook, module, args, kwargs, output, False, False)
+    place = step_out()
+    if place == "":
+        _trace(hook, module, args, kwargs, output, False, False)
+    elif place != EXPORT:
+        _hide(hook, module, args, kwargs, output, place)
+        step_in()
 
 
 def trace_root(root_hook: Any, *arguments: Any) -> None:
     """Stands for `_C.run_paused` of a `RootHook`."""
-    owner = root_hook.owner
-    hook = owner.root_hook
+    place = step_out()
+    if place == EXPORT:
+        return
+    hook = root_hook.owner.root_hook
     if root_hook.name == _AFTER:
         module, args, kwargs, output = arguments
-        has_loss = hook.plan & LOSS != 0 and traced_loss_in(output) is not None
-        _trace(hook, module, args, kwargs, output, True, has_loss)
-    elif root_hook.name in _METHODS:
+        if place == "":
+            has_loss = hook.plan & LOSS != 0 and traced_loss_in(output) is not None
+            _trace(hook, module, args, kwargs, output, True, has_loss)
+        elif hook.plan & ROOT:
+            _hide(hook, module, args, kwargs, output, place)
+    elif place == "" and root_hook.name in _METHODS:
         method = _METHODS[root_hook.name]
         if method == "ended" and not torch.is_grad_enabled():
             method = "evaluation_ended"
         emit_call(hook.ticket, method)
+    if place != "":
+        step_in()
 
 
 def _trace(
@@ -106,38 +122,61 @@ def _trace(
     is_root: bool,
     has_loss: bool,
 ) -> None:
-    plan, ticket = hook.plan, hook.ticket
+    plan, ticket, owner = hook.plan, hook.ticket, hook.owner_ticket
     name = authors_class(type(module)).__name__
     inputs: _Entries = []
     outputs: _Entries = []
     has_frame = not is_root or plan & ROOT != 0
-    if has_frame and plan & PARAMETERS:
-        for key, parameter in module.named_parameters(recurse=False):
-            inputs.append((make_item(((NAME, key),), is_named=True), parameter))
-    if has_frame and plan & CALLS:
-        _walk_inputs(plan, args, kwargs, inputs)
-        _walk_outputs(plan, output, outputs)
+    if has_frame:
+        _walk(plan, module, args, kwargs, output, inputs, outputs)
     if has_loss and not plan & CALLS:
         item = make_item(((NAME, "loss"),), is_named=True)
         _emit(
             ticket,
-            plan,
+            owner,
             ("RECORDED", "", False, True, False),
             [(item, traced_loss_in(output))],
         )
     if has_frame or is_root:
         header = ("FORWARD", name, is_root, has_frame, has_loss)
-        _emit(ticket, plan, header, inputs + outputs)
+        _emit(ticket, owner, header, inputs + outputs)
     if plan & GRADIENTS:
         for item, tensor in outputs:
             if tensor is not None and tensor.requires_grad:
-                watch_gradient(ticket, plan, name, item[0], tensor)
+                watch_gradient(ticket, owner, name, item[0], tensor)
 
 
-def _emit(ticket: Any, plan: int, header: Header, entries: _Entries) -> None:
+def _hide(
+    hook: Any, module: Any, args: Any, kwargs: Any, output: Any, why: str
+) -> None:
+    entries: _Entries = []
+    _walk(hook.plan, module, args, kwargs, output, entries, entries)
+    tensors = [tensor for _, tensor in entries if tensor is not None]
+    if len(tensors) > 0:
+        emit_hidden(hook.ticket, len(tensors), why)
+
+
+def _emit(ticket: Any, owner: Any, header: Header, entries: _Entries) -> None:
     items = tuple([item for item, _ in entries])
     tensors = [tensor for _, tensor in entries if tensor is not None]
-    emit(ticket, plan, header, items, tensors)
+    emit(ticket, owner, header, items, tensors)
+
+
+def _walk(
+    plan: int,
+    module: Any,
+    args: Any,
+    kwargs: Any,
+    output: Any,
+    inputs: _Entries,
+    outputs: _Entries,
+) -> None:
+    if plan & PARAMETERS:
+        for key, parameter in module.named_parameters(recurse=False):
+            inputs.append((make_item(((NAME, key),), is_named=True), parameter))
+    if plan & CALLS:
+        _walk_inputs(plan, args, kwargs, inputs)
+        _walk_outputs(plan, output, outputs)
 
 
 def _walk_inputs(plan: int, args: Any, kwargs: Any, entries: _Entries) -> None:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import urllib.parse
 import weakref
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.functional_tensor import (
     FunctionalTensor,
     FunctionalTensorMode,
 )
+from torch.fx import Interpreter
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,
@@ -26,7 +29,6 @@ from torch.utils._python_dispatch import (
 from . import _C
 from .tensors import NotScanned
 
-RANK = 1 << 8  # what of a plan is above tells owners apart
 NAME, INDEX, KEY, ATTRIBUTE = range(4)  # styles of labels
 
 Label = tuple[tuple[int, object], ...]
@@ -48,12 +50,23 @@ def make_item(
     return path, kind, is_quiet, allowed, is_input, is_named
 
 
-_numbers = itertools.count()
+class _Number(NamedTuple):
+    """The number of a value, in the trace that `mode` stands for."""
+
+    owner: weakref.ref[torch.Tensor]
+    mode: weakref.ref[FunctionalTensorMode]
+    call: int  # of the owner's root
+    number: int
+
+
+_counter = itertools.count()
+_ATTRIBUTE = "_overflow_fast"
+_BEFORE = "before"
 
 
 def emit(
     ticket: torch.Tensor,
-    plan: int,
+    owner: torch.Tensor,
     header: Header,
     items: tuple[Item, ...],
     tensors: list[torch.Tensor],
@@ -62,42 +75,69 @@ def emit(
 
     Args:
         ticket: The hook's `ticket`.
-        plan: The hook's `plan`.
+        owner: The hook's `owner_ticket`.
         header: What the frame is.
         items: The frame's entries.
         tensors: Those of the entries that are tensors, in order.
     """
-    if torch.compiler.is_exporting():
-        return  # what is exported runs without its hooks
     given: list[torch.Tensor] = []
     lines: list[tuple[object, ...]] = []
-    rest = iter(tensors)
+    rest = zip(tensors, _which_are_returned(len(tensors)), strict=True)
     for path, kind, *listing, is_named in items:
-        number, is_new, why = -1, False, ""
+        number, is_new, is_returned, why = -1, False, False, ""
         if kind == "TENSOR":
-            tensor = _readable(next(rest))
+            whole, is_returned = next(rest)
+            is_returned = is_returned and not listing[-1]  # not an input
+            tensor = _readable(whole)
             if isinstance(tensor, NotScanned):
                 kind, why = "NOT_SCANNED", str(tensor)
             else:
-                number, is_new = (-1, True) if is_named else _number_of(tensor, plan)
+                number, is_new = (-1, True) if is_named else _number_of(tensor, owner)
                 # What takes no gradient would be run in the forward.
-                if is_new or header[0] == "BACKWARD":
+                if is_returned or header[0] == "BACKWARD":
+                    is_new = True
+                if is_new:
                     given.append(tensor)
-        lines.append((path, kind, *listing, is_named, number, is_new, why))
+        entry = (path, kind, *listing, is_named, number, is_new, is_returned, why)
+        lines.append(entry)
+    _put(ticket, header, lines, given)
+
+
+def emit_hidden(ticket: torch.Tensor, count: int, why: str) -> None:
+    """Puts an operator into the graph that counts tensors as not scanned.
+
+    Args:
+        ticket: The hook's `ticket`.
+        count: How many tensors.
+        why: The reason.
+    """
+    path, kind, *listing = make_item(((NAME, "hidden"),), "NOT_SCANNED")
+    entry = (path, kind, *listing, -1, False, False, why)
+    _put(ticket, ("FORWARD", "", False, False, False), [entry] * count, [])
+
+
+def _put(
+    ticket: torch.Tensor,
+    header: Header,
+    lines: list[tuple[object, ...]],
+    tensors: list[torch.Tensor],
+) -> None:
     # Inductor's C++ wrapper writes the constant between quotes as it is.
     text = urllib.parse.quote(json.dumps([header, lines]), safe="[], ")
-    torch.ops.overflow_fast.frame(ticket, text, given)
+    torch.ops.overflow_fast.frame(ticket, text, tensors)
 
 
 def emit_call(ticket: torch.Tensor, method: str) -> None:
     """Puts the operator that calls a method of the hook's owner into the graph."""
-    if not torch.compiler.is_exporting():
-        torch.ops.overflow_fast.call(ticket, method)
+    if method == _BEFORE:
+        # What it was given before may belong to a step that is over when this runs.
+        setattr(ticket, _ATTRIBUTE, getattr(ticket, _ATTRIBUTE, 0) + 1)
+    torch.ops.overflow_fast.call(ticket, method)
 
 
 def watch_gradient(
     ticket: torch.Tensor,
-    plan: int,
+    owner: torch.Tensor,
     class_name: str,
     path: Label,
     tensor: torch.Tensor,
@@ -106,23 +146,23 @@ def watch_gradient(
 
     Args:
         ticket: The hook's `ticket`.
-        plan: The hook's `plan`.
+        owner: The hook's `owner_ticket`.
         class_name: The module's.
         path: The output's label.
         tensor: The output.
     """
     node = tensor.grad_fn
-    if node is None or torch.compiler.is_exporting():
+    if node is None:
         return
-    key = f"overflow_fast {plan // RANK} {tensor.output_nr}"
-    metadata: dict[str, object] = node.metadata  # type: ignore[assignment]
-    if key in metadata:
+    metadata: dict[str, Any] = node.metadata  # type: ignore[assignment]
+    watching = metadata.setdefault(f"{_ATTRIBUTE} {tensor.output_nr}", [])
+    if any(known() is owner for known in watching):
         return
-    metadata[key] = True
+    watching.append(weakref.ref(owner))
 
     def record(gradient: torch.Tensor) -> None:
         header = ("BACKWARD", class_name, False, True, False)
-        emit(ticket, plan, header, (make_item(path),), [gradient])
+        emit(ticket, owner, header, (make_item(path),), [gradient])
 
     tensor.register_hook(record)  # type: ignore[no-untyped-call]
 
@@ -142,27 +182,49 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
     return tensor
 
 
-def _number_of(tensor: torch.Tensor, plan: int) -> tuple[int, bool]:
-    """A value's number in the trace, and whether it was seen for the first time."""
+def _number_of(tensor: torch.Tensor, owner: torch.Tensor) -> tuple[int, bool]:
+    """A value's number in the trace, and whether its owner sees it for the first time.
+
+    The owner begins anew where a call of its root begins.
+    """
     mode = _functional_mode()
     if mode is None or not isinstance(tensor, FunctionalTensor):
         return -1, True
     torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]
     # What the tensor is right now: another one after each write to it.
     value = torch._from_functional_tensor(tensor.elem)
-    name = f"_overflow_fast_{plan // RANK}"
-    known = getattr(value, name, None)
-    if known is not None and known[0]() is mode:
-        return known[1], False
-    number = next(_numbers)
-    setattr(value, name, (weakref.ref(mode), number))
-    return number, True
+    call = getattr(owner, _ATTRIBUTE, 0)
+    numbers: list[_Number] = value.__dict__.setdefault(_ATTRIBUTE, [])
+    for known in numbers:
+        if known.owner() is owner and known.mode() is mode and known.call == call:
+            return known.number, False
+    numbers.append(_Number(weakref.ref(owner), weakref.ref(mode), call, next(_counter)))
+    return numbers[-1].number, True
 
 
 def _functional_mode() -> FunctionalTensorMode | None:
     modes = _get_current_dispatch_mode_stack()
     found = (mode for mode in modes if isinstance(mode, FunctionalTensorMode))
     return next(found, None)
+
+
+def _which_are_returned(count: int) -> list[bool]:
+    """Which of the tensors that `emit` was given its whole graph returns as they are.
+
+    The interpreter that runs the graph is found on the Python stack. Nobody runs one
+    where gradients are recorded, and in bodies of other graphs none is.
+    """
+    nodes = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is Interpreter.run_node.__code__:
+            nodes.append(frame.f_locals["n"])
+        frame = frame.f_back
+    if len(nodes) != 1 or nodes[0].target is not emit:
+        return [False] * count
+    (node,) = nodes
+    returned = set(node.graph.output_node().all_input_nodes)
+    return [tensor in returned for tensor in node.args[-1]]
 
 
 # What reads it again.
@@ -185,7 +247,7 @@ def parse(text: str) -> dict[str, object]:
 
 _FIELDS = (
     *("path", "kind", "is_quiet", "allowed", "is_input", "is_named"),
-    *("number", "is_new", "why"),
+    *("number", "is_new", "is_returned", "why"),
 )
 
 
