@@ -117,6 +117,9 @@ TORCH_LIBRARY(overflow_fast, m) {
   m.def("scan_composite(Tensor(a!) slots, int first, Tensor[] tensors) -> ()");
   // What compiled code does in place of a module's hook: see traced.h.
   m.def("frame(Tensor ticket, str traced, Tensor[] tensors) -> ()");
+  // The same without an effect that torch is told of, for graphs that can hold no effects.
+  m.def("plain_frame(Tensor ticket, str traced, Tensor[] tensors) -> ()");
+  m.def("plain_call(Tensor ticket, str method) -> ()", {at::Tag::cudagraph_unsafe});
   // Calls a method of the hook's owner. A CUDA graph cannot replay that.
   m.def("call(Tensor ticket, str method) -> ()", {at::Tag::cudagraph_unsafe});
 }
@@ -128,6 +131,8 @@ TORCH_LIBRARY_IMPL(overflow_fast, CompositeExplicitAutograd, m) {
   m.impl("scan_composite", scan_op_composite);
   m.impl("frame", frame_op);
   m.impl("call", call_op);
+  m.impl("plain_frame", frame_op);
+  m.impl("plain_call", call_op);
 }
 
 TORCH_LIBRARY_IMPL(overflow_fast, Meta, m) {
@@ -135,6 +140,8 @@ TORCH_LIBRARY_IMPL(overflow_fast, Meta, m) {
   m.impl("scan_composite", [](const at::Tensor&, int64_t, at::TensorList) {});
   m.impl("frame", [](const at::Tensor&, c10::string_view, at::TensorList) {});
   m.impl("call", [](const at::Tensor&, c10::string_view) {});
+  m.impl("plain_frame", [](const at::Tensor&, c10::string_view, at::TensorList) {});
+  m.impl("plain_call", [](const at::Tensor&, c10::string_view) {});
 }
 
 // A stat has no gradient: the scan looks at the values and leaves autograd's graph alone.
@@ -143,6 +150,8 @@ TORCH_LIBRARY_IMPL(overflow_fast, Autograd, m) {
   m.impl("scan_composite", torch::CppFunction::makeFallthrough());
   m.impl("frame", torch::CppFunction::makeFallthrough());
   m.impl("call", torch::CppFunction::makeFallthrough());
+  m.impl("plain_frame", torch::CppFunction::makeFallthrough());
+  m.impl("plain_call", torch::CppFunction::makeFallthrough());
 }
 
 }  // namespace overflow_fast

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _C, traced
+from . import _C, traced_walk
 from .coverage import Coverage, warn_of_scripted
 from .hooks import Attachment, modules_once, modules_per_parent
 
@@ -83,15 +83,15 @@ class HookOwner:
         return next((tensor.device for tensor in tensors), None)
 
     def update_plan(self) -> None:
-        """Says anew what compiled code is to list, as flags of `traced`."""
+        """Says anew what compiled code is to list, as flags of `traced_walk`."""
         options = self._options
         flags = {
-            traced.PARAMETERS: self._recorder.lists_parameters,
-            traced.CALLS: options.get("lists_calls", True),
-            traced.GRADIENTS: options.get("watches_gradients"),
-            traced.STRICT: options.get("strict_compat"),
-            traced.KWARGS: options.get("list_kwargs"),
-            traced.MASKS: options.get("gathers"),
+            traced_walk.PARAMETERS: self._recorder.lists_parameters,
+            traced_walk.CALLS: options.get("lists_calls", True),
+            traced_walk.GRADIENTS: options.get("watches_gradients"),
+            traced_walk.STRICT: options.get("strict_compat"),
+            traced_walk.KWARGS: options.get("list_kwargs"),
+            traced_walk.MASKS: options.get("gathers"),
             **self._root_plan(),
         }
         self.plan = sum(flag for flag, is_set in flags.items() if is_set)
@@ -114,4 +114,4 @@ class HookOwner:
 
     def _root_plan(self) -> dict[int, bool]:
         """What compiled code is to list of the root."""
-        return {traced.ROOT: True}
+        return {traced_walk.ROOT: True}

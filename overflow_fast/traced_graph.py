@@ -7,27 +7,21 @@ given, and a constant that says what they are, which `parse` reads when it first
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 import urllib.parse
 import weakref
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch._subclasses.functional_tensor import (
-    FunctionalTensor,
-    FunctionalTensorMode,
-)
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import Interpreter
-from torch.utils._python_dispatch import (
-    _get_current_dispatch_mode_stack,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _C
 from .tensors import NotScanned
+from .traced_numbers import begin_call, number_of
 
 NAME, INDEX, KEY, ATTRIBUTE = range(4)  # styles of labels
 
@@ -50,17 +44,6 @@ def make_item(
     return path, kind, is_quiet, allowed, is_input, is_named
 
 
-class _Number(NamedTuple):
-    """The number of a value, in the trace that `mode` stands for."""
-
-    owner: weakref.ref[torch.Tensor]
-    mode: weakref.ref[FunctionalTensorMode]
-    call: int  # of the owner's root
-    number: int
-
-
-_counter = itertools.count()
-_ATTRIBUTE = "_overflow_fast"
 _BEFORE = "before"
 
 
@@ -92,7 +75,7 @@ def emit(
             if isinstance(tensor, NotScanned):
                 kind, why = "NOT_SCANNED", str(tensor)
             else:
-                number, is_new = (-1, True) if is_named else _number_of(tensor, owner)
+                number, is_new = (-1, True) if is_named else number_of(tensor, owner)
                 # What takes no gradient would be run in the forward.
                 if is_returned or header[0] == "BACKWARD":
                     is_new = True
@@ -124,15 +107,17 @@ def _put(
 ) -> None:
     # Inductor's C++ wrapper writes the constant between quotes as it is.
     text = urllib.parse.quote(json.dumps([header, lines]), safe="[], ")
-    torch.ops.overflow_fast.frame(ticket, text, tensors)
+    operators = torch.ops.overflow_fast
+    (operators.plain_frame if _is_split() else operators.frame)(ticket, text, tensors)
 
 
 def emit_call(ticket: torch.Tensor, method: str) -> None:
     """Puts the operator that calls a method of the hook's owner into the graph."""
     if method == _BEFORE:
         # What it was given before may belong to a step that is over when this runs.
-        setattr(ticket, _ATTRIBUTE, getattr(ticket, _ATTRIBUTE, 0) + 1)
-    torch.ops.overflow_fast.call(ticket, method)
+        begin_call(ticket)
+    operators = torch.ops.overflow_fast
+    (operators.plain_call if _is_split() else operators.call)(ticket, method)
 
 
 def watch_gradient(
@@ -155,7 +140,7 @@ def watch_gradient(
     if node is None:
         return
     metadata: dict[str, Any] = node.metadata  # type: ignore[assignment]
-    watching = metadata.setdefault(f"{_ATTRIBUTE} {tensor.output_nr}", [])
+    watching = metadata.setdefault(f"overflow_fast {tensor.output_nr}", [])
     if any(known() is owner for known in watching):
         return
     watching.append(weakref.ref(owner))
@@ -165,6 +150,17 @@ def watch_gradient(
         emit(ticket, owner, header, (make_item(path),), [gradient])
 
     tensor.register_hook(record)  # type: ignore[no-untyped-call]
+
+
+def _is_split() -> bool:
+    """Whether DDPOptimizer has split the graph, for a backend that keeps tokens.
+
+    It takes the tokens of effects among a part's outputs for tensors of the program.
+    """
+    context = torch._guards.TracingContext.try_get()
+    config = torch._functorch.config
+    keeps_tokens = not getattr(config, "unlift_effect_tokens", True)
+    return keeps_tokens and getattr(context, "fakify_first_call", False)
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
@@ -180,32 +176,6 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
     if is_wrapper and not isinstance(tensor, FunctionalTensor):
         return NotScanned(f"tensor subclass {type(tensor).__name__}")
     return tensor
-
-
-def _number_of(tensor: torch.Tensor, owner: torch.Tensor) -> tuple[int, bool]:
-    """A value's number in the trace, and whether its owner sees it for the first time.
-
-    The owner begins anew where a call of its root begins.
-    """
-    mode = _functional_mode()
-    if mode is None or not isinstance(tensor, FunctionalTensor):
-        return -1, True
-    torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]
-    # What the tensor is right now: another one after each write to it.
-    value = torch._from_functional_tensor(tensor.elem)
-    call = getattr(owner, _ATTRIBUTE, 0)
-    numbers: list[_Number] = value.__dict__.setdefault(_ATTRIBUTE, [])
-    for known in numbers:
-        if known.owner() is owner and known.mode() is mode and known.call == call:
-            return known.number, False
-    numbers.append(_Number(weakref.ref(owner), weakref.ref(mode), call, next(_counter)))
-    return numbers[-1].number, True
-
-
-def _functional_mode() -> FunctionalTensorMode | None:
-    modes = _get_current_dispatch_mode_stack()
-    found = (mode for mode in modes if isinstance(mode, FunctionalTensorMode))
-    return next(found, None)
 
 
 def _which_are_returned(count: int) -> list[bool]:

@@ -30,9 +30,7 @@ def step_out() -> str:
         "" if one may, `EXPORT` if nothing is to be traced, else the reason why not.
     """
     try:
-        return _step_out(
-            torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
-        )
+        return _step_out(_running())
     except (AttributeError, IndexError):
         # Another version of dynamo: as if there were no bodies.
         _log.debug("dynamo's tracers are unknown", exc_info=True)
@@ -41,8 +39,11 @@ def step_out() -> str:
 
 def step_in() -> None:
     """Goes back to the body that `step_out` has left."""
-    tx: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
-    tx.output.tracers.pop()
+    _running().output.tracers.pop()
+
+
+def _running() -> Any:
+    return torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
 
 
 def _step_out(tx: Any) -> str:

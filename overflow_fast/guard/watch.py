@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .. import _C, traced
+from .. import _C, traced, traced_walk
 from ..hooks import CopiedHooks
 from ..names import is_sharded
 from ..selection import Named, NamedTensors, Selection
@@ -278,8 +278,8 @@ class ModelWatch(StepHooks):
     def _root_plan(self) -> dict[int, bool]:
         model = self.model
         return {
-            traced.ROOT: model is not None and self._needs_hook(0, model),
-            traced.LOSS: self.wanted.loss,
+            traced_walk.ROOT: model is not None and self._needs_hook(0, model),
+            traced_walk.LOSS: self.wanted.loss,
         }
 
     def note_loss(self, has_loss: bool) -> None:

@@ -1,0 +1,88 @@
+"""A watched model exports, and is traced, as if nobody watched it."""
+
+import pytest
+import torch
+from guarding import batches, make
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from overflow_fast import DebugUnderflowOverflow, OverflowGuard
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+WATCHES = [
+    lambda model: None,
+    DebugUnderflowOverflow,
+    lambda model: OverflowGuard(model, None, "warn"),
+]
+X, Y = batches(1)[0]
+
+
+def exported(model, is_strict):
+    program = torch.export.export(model, (X,), {"y": Y}, strict=is_strict)
+    nodes = [(node.op, node.name, str(node.target)) for node in program.graph.nodes]
+    return (
+        nodes,
+        str(program.graph_signature),
+        sorted(program.constants),
+        sorted(name for name, _ in program.graph_module.named_modules()),
+    )
+
+
+def run_as_fx(model):
+    graph = make_fx(lambda x: model(x, y=Y)["loss"])(X).graph
+    return [(node.op, node.name, str(node.target)) for node in graph.nodes]
+
+
+def run_pre_dispatch(model):
+    graph = make_fx(lambda x: model(x, y=Y)["loss"], pre_dispatch=True)(X).graph
+    return [(node.op, node.name, str(node.target)) for node in graph.nodes]
+
+
+def scripted(model):
+    graph = torch.jit.trace(model, (X, Y), strict=False).inlined_graph
+    return [node.kind() for node in graph.nodes()]
+
+
+FORMS = {
+    "strict": lambda model: exported(model, True),
+    "not strict": lambda model: exported(model, False),
+    "make_fx": run_as_fx,
+    "make_fx, before dispatch": run_pre_dispatch,
+    "torch.jit.trace": scripted,
+}
+
+
+@pytest.mark.parametrize("with_grad", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_what_comes_out_is_the_same(form, with_grad):
+    found = []
+    for watch in WATCHES:
+        torch._dynamo.reset()
+        model = make(depth=1)[0].eval()
+        watcher = watch(model)
+        with torch.set_grad_enabled(with_grad):
+            found.append(FORMS[form](model))
+        if watcher is not None:
+            watcher.remove()
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+
+
+def test_an_export_counts_nothing_and_a_step_after_it_is_watched():
+    model = make(depth=1)[0].eval()
+    with OverflowGuard(model, None, "warn") as guard:
+        torch.export.export(model, (X,), {"y": Y})
+        assert guard.coverage().tensors_listed == 0
+        assert guard.coverage().not_scanned == {}
+        model.head.weight.data.fill_(float("inf"))
+        model(X, y=Y)["loss"].backward()
+        assert guard.check().verdict.first.fqn == "head.weight"
+
+
+def test_a_trace_that_somebody_may_run_is_counted():
+    model = make(depth=1)[0].eval()
+    with OverflowGuard(model, None, "warn") as guard:
+        run_as_fx(model)
+        assert list(guard.coverage().not_scanned) == [
+            "inside a trace of operations (make_fx)"
+        ]
