@@ -46,8 +46,8 @@ ALLOWED = {
     "guard.optimizers": {"_C", "guard.nested", "guard.snapshot", "guard.strays"},
     "guard.rounds": {"guard.optimizers", "guard.report"},
     "guard.watch": {
-        *("_C", "guard.batch", "guard.modules", "hooks", "names", "selection"),
-        *("steps", "tensors", "traced", "traced_walk"),
+        *("_C", "guard.batch", "guard.loop_batches", "guard.modules", "hooks"),
+        *("names", "selection", "steps", "tensors", "traced", "traced_walk"),
     },
     "guard.coverage": {"coverage", "guard.watch"},
     "guard.buffers": {"guard.watch"},
@@ -56,6 +56,7 @@ ALLOWED = {
     },
     "guard.verdict": {"_C", "report", "guard.watch"},
     "guard.batch": {"_C"},
+    "guard.loop_batches": {"guard.batch"},
     "guard.settings": set(),
     "guard.calls": {"_C", "guard.verdict", "guard.watch"},
     "guard.hooked": {"_C"},
@@ -149,9 +150,9 @@ ALLOWED = {
     },
     "guard.supervisor": {
         *("_C", "guard.cadence", "guard.coverage", "guard.decision", "guard.headroom"),
-        *("guard.joining", "guard.judgement", "guard.meter", "guard.metrics"),
-        *("guard.optimizers", "guard.options", "guard.report", "guard.rounds"),
-        *("guard.rules", "guard.scalers", "guard.watch"),
+        *("guard.joining", "guard.judgement", "guard.loop_batches", "guard.meter"),
+        *("guard.metrics", "guard.optimizers", "guard.options", "guard.report"),
+        *("guard.rounds", "guard.rules", "guard.scalers", "guard.watch"),
     },
     "guard.services": {
         *("guard.fault_results", "guard.learning", "guard.options", "guard.report"),

@@ -17,7 +17,7 @@ from .parameters import (
     origin_of_gradients,
     origin_of_state,
 )
-from .remarks import remarks_on
+from .remarks import batch_remarks, remarks_on
 from .verdict import (
     BATCH,
     FORWARDS,
@@ -165,6 +165,8 @@ def _origin_or_why_not(
         origin = _origin(first, place, ordered, watches)
         is_of_call = first.is_of_call and origin.source != "weight"
         remarks = remarks_on(first) if is_of_call else []
+        if origin.source in ("unclear", "loss", "after_backward"):
+            remarks = [*remarks, *batch_remarks(first)]
         return dataclasses.replace(origin, remarks=remarks)
     except Exception as error:
         _log.warning("who made the value could not be found out", exc_info=True)

@@ -32,11 +32,19 @@ def handed(outermost: Called, bad: Bad, calls: Calls) -> Origin:
     past = watch.recorder.inputs_past(frame.frame)
     is_computed = all(past[place][1] for place, _ in frame.bad_inputs())
     before = calls.before(outermost, None)
-    if is_computed:
-        after = "" if before is None else before.name
-        where = f"between {after} and" if after else "before"
-        maker = f"the training loop, {where} {outermost.name}"
+    loop = watch.loop_batches.of(call.batch)
+    places = [_place_in_loop(frame, entry[0]) for _, entry in frame.bad_inputs()]
+    if all(places):
+        return _of_batch(places, outermost)
+    bad_places = None if loop is None else loop.bad_places()
+    after = "" if before is None else before.name
+    where = f"between {after} and" if after else "before"
+    maker = f"the training loop, {where} {outermost.name}"
+    if is_computed or bad_places == []:
         return Origin("passed_on", "caller", maker, [LOOP], after)
+    if loop is not None:
+        maker = f"the batch, or {maker}"
+        return Origin("unclear", "unclear", maker, [BATCH, LOOP], after)
     if before is not None and not _is_again(before, outermost):
         maker = f"the batch, or the training loop between {before.name} and it"
         return Origin("unclear", "unclear", maker, [BATCH, LOOP], before.name)
@@ -79,7 +87,15 @@ def _batch_words(frame: BadFrame) -> str:
     return f"the batch ({', '.join(labels)})"
 
 
+def _place_in_loop(frame: BadFrame, path: _C.LabelPath) -> str:
+    """Where an input of an outermost call is in the batch of the trainer, or ""."""
+    loop = frame.watch.loop_batches.of(frame.frame.batch)
+    return "" if loop is None else loop.place_of(_held(frame, path).tensor())
+
+
 def _place(frame: BadFrame, path: _C.LabelPath) -> str:
+    if place := _place_in_loop(frame, path):
+        return place
     return f"`{label_text(path)}`{batch.samples(_held(frame, path).tensor())}"
 
 
@@ -91,9 +107,13 @@ def minus_infs(
         return None
     outermost = calls.chain(called)[-1]
     root = bad.get((id(outermost.watch), outermost.call.order))
-    if root is None or calls.before(outermost, None) is not None:
+    if root is None:
         return None
     paths = _minus_inf_inputs(root)
+    if not all(_place_in_loop(root, path) for path in paths):
+        has_loop = root.watch.loop_batches.of(root.frame.batch) is not None
+        if has_loop or calls.before(outermost, None) is not None:
+            return None
     kinds = [_is_mask(root, path) for path in paths]
     data = [p for p, kind in zip(paths, kinds, strict=True) if kind is False]
     if data:

@@ -21,6 +21,16 @@ def remarks_on(first: BadFrame) -> list[str]:
     return [*_sentinels(first), *_negative_variances(first)]
 
 
+def batch_remarks(first: BadFrame) -> list[str]:
+    """Where the batch is non-finite that a trainer has noted, in sentences.
+
+    Incurs a CPU-GPU sync for each tensor of the batch.
+    """
+    noted = first.watch.loop_batches.of(first.frame.batch)
+    places = None if noted is None else noted.bad_places()
+    return [f"The batch is non-finite: {', '.join(places)}."] if places else []
+
+
 def _sentinels(first: BadFrame) -> list[str]:
     """Finite inputs that reach the end of their dtype, as finfo.min in a mask does."""
     sentences = []

@@ -18,6 +18,7 @@ from .decision import Decision, Finding
 from .headroom import HeadroomKeeper
 from .joining import GuardJoinable
 from .judgement import Judge
+from .loop_batches import LoopBatch
 from .meter import Meter
 from .metrics import Telling, exporters_of
 from .optimizers import OptimizerGate
@@ -146,6 +147,18 @@ class Supervisor:
         self.step = number
         if self.is_enabled:
             self._set_level(self._cadence.level(number))
+
+    def note_batch(self, batch: object) -> None:
+        """Notes the batch of a trainer's step, which calls the models.
+
+        Args:
+            batch: The batch, in any nesting. It is held weakly. None after the step.
+        """
+        with self._shield():
+            noted = None if batch is None else LoopBatch(batch)
+            for watch in self.watches:
+                number, num_calls = watch.batch_number, watch.total_calls
+                watch.loop_batches.note(number, num_calls, noted)
 
     # What the guard asks for.
 

@@ -19,6 +19,7 @@ from ..selection import Named, NamedTensors, Selection
 from ..steps import StepHooks
 from ..tensors import loss_in
 from .batch import Given, weakly
+from .loop_batches import LoopBatches
 from .modules import ModuleIndex
 
 # So many copies of stats may be on their way before the host waits for one.
@@ -92,6 +93,7 @@ class ModelWatch(StepHooks):
         self.batches: dict[int, tuple[object, object]] = {}
         self.given: dict[int, Given] = {}
         self._given: Given = (None, None)
+        self.loop_batches = LoopBatches()
         self.before: list[_C.Frame] = []
         self.held: object = None
         self._region: tuple[int, _C.Region] | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -35,11 +34,6 @@ class GuardOwner:
     """
 
     def __init__(self, *, learn: int | None = None, **arguments: Any) -> None:
-        # Each training reads iterators again.
-        arguments = {
-            name: list(value) if isinstance(value, Iterator) else value
-            for name, value in arguments.items()
-        }
         # Names of modules are not known yet.
         named = ("include", "exclude", "allow")
         arguments = kept(arguments)  # each training has a guard of its own

@@ -1,0 +1,114 @@
+"""The batches that a trainer takes from its loader, held weakly.
+
+`training_step()` of a LightningModule is no forward: only the trainer knows its batch.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections import UserDict
+from collections.abc import Iterator
+
+import torch
+
+from .batch import Held, is_plain, samples
+
+_MAX_BATCHES = 8
+_MAX_DEPTH = 6
+_HARMLESS = (str, bytes, int, float, complex, type(None))
+
+
+class LoopBatch:
+    """One batch: its tensors, by where they are in it.
+
+    Args:
+        batch: The batch, in any nesting.
+    """
+
+    def __init__(self, batch: object) -> None:
+        self._is_whole = True
+        self._tensors = dict(self._walk(batch, "batch", 0))
+
+    def _walk(
+        self, value: object, place: str, depth: int
+    ) -> Iterator[tuple[str, Held]]:
+        if isinstance(value, UserDict):  # such as transformers' BatchEncoding
+            value = value.data
+        if isinstance(value, torch.Tensor):
+            yield place, Held(weakref.ref(value), _version(value))
+        elif depth < _MAX_DEPTH and isinstance(value, dict):
+            for key, each in dict.items(value):
+                yield from self._walk(each, f"{place}[{key!r}]", depth + 1)
+        elif depth < _MAX_DEPTH and isinstance(value, (list, tuple)):
+            for i, each in enumerate(value):
+                yield from self._walk(each, f"{place}[{i}]", depth + 1)
+        elif not isinstance(value, _HARMLESS):
+            self._is_whole = False
+
+    def place_of(self, tensor: torch.Tensor | None) -> str:
+        """Where a tensor, or what it is a view of, is in the batch; "" if nowhere.
+
+        Incurs a CPU-GPU sync if it is there.
+        """
+        for is_same in (operator.is_, _shares_memory):
+            for place, held in self._tensors.items():
+                own = held.tensor()
+                is_there = own is not None and held.version == _version(own)
+                if is_there and is_same(own, tensor):
+                    return f"`{place}`{samples(own)}"
+        return ""
+
+    def bad_places(self) -> list[str] | None:
+        """Where the batch is non-finite; None if not all of it can be looked at.
+
+        Incurs a CPU-GPU sync for each tensor on a device.
+        """
+        places = []
+        for place, held in self._tensors.items():
+            tensor = held.tensor()
+            if tensor is None or held.version != _version(tensor):
+                return None
+            if not is_plain(tensor):
+                if tensor.is_floating_point() or tensor.is_complex():
+                    return None
+            elif not bool(torch.isfinite(tensor.detach()).all()):
+                places.append(f"`{place}`{samples(tensor)}")
+        return places if places or self._is_whole else None
+
+
+class LoopBatches:
+    """The last batches, by the forwards that belong to them."""
+
+    def __init__(self) -> None:
+        self._batches: dict[int, tuple[int, LoopBatch | None]] = {}
+
+    def note(self, number: int, num_calls: int, batch: LoopBatch | None) -> None:
+        """Notes which batch the forwards from a number on belong to.
+
+        Args:
+            number: The number of the next forward.
+            num_calls: How many calls of modules were recorded by now.
+            batch: The batch; None for none.
+        """
+        # Calls with this number may belong to the batch that was noted before.
+        is_ambiguous = self._batches.get(number, (num_calls,))[0] != num_calls
+        self._batches[number] = (-1, None) if is_ambiguous else (num_calls, batch)
+        if len(self._batches) > _MAX_BATCHES:
+            del self._batches[next(iter(self._batches))]
+
+    def of(self, number: int) -> LoopBatch | None:
+        """The batch of a forward, if it is known."""
+        numbers = [each for each in self._batches if each <= number]
+        return self._batches[max(numbers)][1] if numbers else None
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _shares_memory(own: object, other: object) -> bool:
+    if not is_plain(own) or not is_plain(other) or own.dtype != other.dtype:
+        return False
+    begin = own.untyped_storage().data_ptr()
+    return begin != 0 and begin == other.untyped_storage().data_ptr()
