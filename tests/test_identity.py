@@ -215,7 +215,9 @@ CYCLES = [(cycle_every, {"every": 2}), (cycle_by_hand, {})]
 
 @pytest.mark.parametrize("cycle, options", CYCLES)
 @pytest.mark.parametrize(
-    "change", [insert, wrap, adapt, replace, delete, share, swap], ids=str
+    "change",
+    [insert, wrap, adapt, replace, delete, share, swap],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_names_follow_the_model(change, cycle, options):
     model = Stack()
@@ -418,7 +420,9 @@ def two_layers():
 WAYS = [by_data, by_another_tensor, by_load_state_dict, by_numpy, by_swap]
 
 
-@pytest.mark.parametrize("change", WAYS, ids=str)
+@pytest.mark.parametrize(
+    "change", WAYS, ids=lambda value: getattr(value, "__name__", str(value))
+)
 @pytest.mark.parametrize("is_rooted", [True, False])
 def test_weights_that_turn_bad_between_evaluations(change, is_rooted):
     model = two_layers().eval()
@@ -433,7 +437,9 @@ def test_weights_that_turn_bad_between_evaluations(change, is_rooted):
     assert verdict.origin == "given"
 
 
-@pytest.mark.parametrize("change", WAYS, ids=str)
+@pytest.mark.parametrize(
+    "change", WAYS, ids=lambda value: getattr(value, "__name__", str(value))
+)
 def test_weights_that_turn_bad_around_an_evaluation(change):
     model = two_layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

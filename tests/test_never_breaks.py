@@ -238,7 +238,9 @@ class Takes(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "given", [nested("tuple", 2000), endless_list, endless_dict, doubling], ids=str
+    "given",
+    [nested("tuple", 2000), endless_list, endless_dict, doubling],
+    ids=lambda make: make.__name__,
 )
 def test_such_inputs(given):
     model = Takes()

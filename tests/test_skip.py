@@ -183,9 +183,7 @@ def implementations():
                 yield name, {flag: True}
 
 
-@pytest.mark.parametrize(
-    ("name", "flags"), implementations(), ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("name", "flags"), list(implementations()), ids=str)
 def test_every_optimizer_of_torch_in_each_implementation(name, flags):
     model = nn.Linear(6, 4, bias=name != "Muon")
     try:
