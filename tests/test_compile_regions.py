@@ -1,11 +1,11 @@
 """Compiled code with bodies of its own, or in parts; several watches; a last step."""
 
 import copy
-import re
 
 import pytest
 import torch
 from guarding import batches, make
+from test_compile import without_makers, without_times
 from torch import nn
 from torch._higher_order_ops.map import map as map_
 from torch._higher_order_ops.scan import scan
@@ -164,7 +164,7 @@ def test_parts_of_a_model_under_ddp(backend):
                 net[2].weight.data[0, 0] = float("inf")
                 compiled(torch.ones(2, width)).sum().backward()
                 report = guard.check()
-            text = re.sub(r" The guard takes .*", "", str(report))
+            text = without_times(report)
             found.append((text, guard.coverage().tensors_listed))
         assert found[0] == found[1]
         assert "2.weight" in found[0][0]
@@ -259,7 +259,7 @@ def test_a_root_that_computes_after_its_last_submodule(tail, form):
             out = out[0] if isinstance(out, tuple) else out
             (out * float("inf")).sum().backward()
             optimizer.step()
-        text = re.sub(r" The guard takes .*", "", str(guard.last_report))
+        text = without_makers(without_times(guard.last_report))
         return text, guard.coverage().tensors_listed
 
     assert report(True) == report(False)
