@@ -1,6 +1,7 @@
 """Which ranks decide together: all that process groups connect, and no other."""
 
 import functools
+from unittest import mock
 
 import pytest
 import ranks
@@ -16,8 +17,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.guard.peers import _num_passes
+from overflow_fast.guard.step_tensors import StepTensors
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.xdist_group("four ranks"),  # they share the start of the processes
+]
 BAD_RANK = 3
 
 
@@ -89,6 +94,14 @@ def sum_of(tensor):
 
 def plain(**arguments):
     return one_bad([make()], **arguments)
+
+
+def failing():
+    """The guard of the first rank fails in each step, before it has looked."""
+    if dist.get_rank() > 0:
+        return plain(process_group=dist.group.WORLD)
+    with mock.patch.object(StepTensors, "scan", side_effect=KeyError("a bug")):
+        return plain(process_group=dist.group.WORLD)
 
 
 def ddp_over_tensor_parallel():
@@ -302,6 +315,7 @@ SCENARIOS = {
     "replicate": replicated,
     "replicate, fsdp": replicated_by_fsdp,
     "replicate, joined": replicated_and_joined,
+    "failing": failing,
     "alone": plain,
     "alone, warn": functools.partial(plain, policy="warn"),
     "alone, told": functools.partial(plain, process_group=False),
@@ -354,6 +368,12 @@ def test_all_ranks_that_groups_connect_skip_what_one_has_found(scenario):
     for found in all_of(scenario):
         assert {name: found[name] for name in TOGETHER} == TOGETHER
         assert "is not finite on rank 3 of 4" in found["report"]
+
+
+def test_a_rank_whose_guard_fails_decides_with_the_others():
+    for rank, found in enumerate(all_of("failing")):
+        assert (found["skipped"], found["changed"]) == (1, [True, False, True])
+        assert found["failures"] == (3 if rank == 0 else 0)
 
 
 @pytest.mark.parametrize("bad_rank", [0, 2])

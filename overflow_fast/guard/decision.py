@@ -86,6 +86,9 @@ class Decision:
         rounds: Counts what becomes of the steps.
         cost: Says what the guard costs.
         not_covered: Says what was not looked at.
+
+    Attributes:
+        num_agreed: How often it has asked the other ranks.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class Decision:
         self._clean_line: tuple[int, Verdict, str | None] | None = None
         self.last_report: Report | None = None
         self.num_bad = 0
+        self.num_agreed = 0
         self.learning: Learning | None = None
         self._callables_error: Exception | None = None
 
@@ -196,6 +200,7 @@ class Decision:
     def _agreed(self, found: Finding, verdict: Verdict) -> tuple[Report | None, bool]:
         """The report to act on, and whether it is this process's own."""
         if found.is_of_step and self.agreement.is_needed:
+            self.num_agreed += 1
             begin, self._num_frames = self._num_frames, _C.Recorder.num_frames()
             first = min((bad.frame.order for bad in found.frames), default=begin)
             return self.agreement.agree(

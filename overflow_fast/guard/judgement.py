@@ -116,7 +116,7 @@ class Judge:
             found = Finding(
                 *(number, frames, not skipped_by, skipped_by, self.tensors),
                 gate=gate,
-                restore=self._restore,
+                restore=self.restore,
                 is_whole=is_whole,
             )
             report = self._decision.decide(found)
@@ -153,7 +153,7 @@ class Judge:
                 Finding(
                     *(number, frames, False, SCALER, self.tensors),
                     gate=gate,
-                    restore=self._restore,
+                    restore=self.restore,
                 )
             )
         finally:
@@ -169,7 +169,7 @@ class Judge:
         self._receive(is_lagged=False)
         self._take(_Step(0, _C.Recorder.num_frames()))
         if is_skipped:
-            self._restore()
+            self.restore()
         self._end(is_lagged=False)
 
     def judge_now(self, number: int, level: Level) -> Report | None:
@@ -315,7 +315,7 @@ class Judge:
             for frame in watch.take_bad(step.last_frame)
         ]
 
-    def _restore(self) -> list[str]:
+    def restore(self) -> list[str]:
         """Puts back what the forward changed; says what could not be."""
         return [] if self.buffers is None else self.buffers.restore()
 

@@ -276,7 +276,26 @@ class Supervisor:
         # Without a batch the gradients are those of an earlier step.
         is_shadowing = self.decision.agreement.is_shadowing
         level = Level.OFF if is_shadowing else self.level
-        return self._judge.judge_step(gate, scaler, self.step, level, others)
+        num_agreed = self.decision.num_agreed
+        try:
+            return self._judge.judge_step(gate, scaler, self.step, level, others)
+        except NonFiniteError:
+            raise
+        except Exception as error:
+            if self.decision.num_agreed > num_agreed or self.decision.is_foreign(error):
+                raise
+            self._note_failure(error)
+            return self._join_others(gate)
+
+    def _join_others(self, gate: OptimizerGate) -> bool:
+        """Decides with the other ranks, which wait, without a finding of one's own."""
+        if not self.decision.agreement.is_needed:
+            return False
+        restore = self._judge.restore
+        report = self.decision.decide(
+            Finding(self.step, [], gate=gate, restore=restore)
+        )
+        return report is not None and report.action == "skip"
 
     def _pass_over(self, gate: OptimizerGate, report: Report) -> bool:
         """Has the verdict of a round that is bad hold for another of its steps."""
@@ -388,10 +407,13 @@ class Supervisor:
         except Exception as error:
             if self.decision.is_foreign(error):
                 raise
-            self.num_failures += 1
-            if self.num_failures == 1:
-                _log.warning(
-                    "The guard failed, and what it was to judge is not judged. Said "
-                    "once; see `coverage()`.",
-                    exc_info=True,
-                )
+            self._note_failure(error)
+
+    def _note_failure(self, error: Exception) -> None:
+        self.num_failures += 1
+        if self.num_failures == 1:
+            _log.warning(
+                "The guard failed, and what it was to judge is not judged. Said "
+                "once; see `coverage()`.",
+                exc_info=error,
+            )
