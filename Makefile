@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 CXX ?= g++
+# How many processes run the tests.
+JOBS ?= auto
 RUN := $(VENV)/bin/python
 CORE := $(wildcard csrc/*.h csrc/cpu/*)
 CUDA := $(wildcard csrc/cuda/*)
@@ -31,7 +33,7 @@ demo: build
 	$(RUN) -m overflow_fast demo
 
 test: build
-	$(RUN) -m pytest -q
+	$(RUN) -m pytest -q -n $(JOBS) --dist loadgroup
 
 bench: build
 	$(RUN) benchmarks/run.py

@@ -35,9 +35,9 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def _run(rank, world, port, folder, function, arguments):
+def _run(rank, world, folder, function, arguments):
     torch.set_num_threads(1)
-    url = f"tcp://127.0.0.1:{port}"
+    url = f"file://{folder}/store"
     dist.init_process_group(
         backend(), init_method=url, rank=rank, world_size=world, timeout=PATIENCE
     )
@@ -58,7 +58,7 @@ def on_ranks(world, function, *arguments):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.multiprocessing.spawn(
-            _run, (world, free_port(), folder, function, arguments), nprocs=world
+            _run, (world, folder, function, arguments), nprocs=world
         )
         return [torch.load(folder / str(rank)) for rank in range(world)]
 
