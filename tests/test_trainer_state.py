@@ -185,6 +185,18 @@ def test_a_mock_of_a_method_counts_and_goes(tmp_path):
     assert "save_checkpoint" not in vars(trainer)
 
 
+def test_a_mock_of_an_optimizers_class_is_called_as_without_the_guard():
+    from unittest import mock
+
+    with mock.patch.object(torch.optim.SGD, "step") as step:
+        layer = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(layer.parameters())
+        with OverflowGuard(layer, optimizer, "skip"):
+            optimizer.step()
+            optimizer.step(closure=lambda: layer(torch.ones(1)))
+    assert step.call_args_list == [mock.call(), mock.call(closure=mock.ANY)]
+
+
 def test_a_fit_inside_of_a_fit_leaves_the_outer_one_guarded(tmp_path):
     callback = guard_callback(on_overflow="skip")
     guards = []

@@ -171,7 +171,7 @@ class OptimizerGate:
         original = stepper.step
 
         def unbound(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            whole = replaced or functools.partial(type(optimizer).step, optimizer)
+            whole = replaced or _class_step(optimizer)
             return self._run(whole, args, kwargs)
 
         @functools.wraps(original)
@@ -280,6 +280,16 @@ def _leave_alone(function: Callable[..., Any]) -> None:
     """
     disable: Any = torch.compiler.disable
     disable(function, recursive=False)
+
+
+def _class_step(optimizer: Any) -> Callable[..., Any]:
+    """The class's `step`, bound as Python binds it; a mock of it is not."""
+    step: Any = inspect.getattr_static(type(optimizer), "step")
+    bind = getattr(type(step), "__get__", None)
+    bound: Callable[..., Any] = (
+        step if bind is None else bind(step, optimizer, type(optimizer))
+    )
+    return bound
 
 
 def _tell_of_skip(step: Any) -> None:
