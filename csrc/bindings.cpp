@@ -182,26 +182,7 @@ void add_recorder(py::module_& m) {
       .def_readonly("ends_before", &Call::ends_before)
       .def_readonly("is_traced", &Call::is_traced)
       .def_readonly("has_unseen", &Call::has_unseen);
-  py::class_<Region::Node>(m, "RegionNode")
-      .def_readonly("name", &Region::Node::name)
-      .def_readonly("thread", &Region::Node::thread)
-      .def_readonly("sequence", &Region::Node::sequence)
-      .def_readonly("consumers", &Region::Node::consumers)
-      .def_readonly("has_foreign_hooks", &Region::Node::has_foreign_hooks)
-      .def_property_readonly("outputs", [](const Region::Node& self) {
-        std::vector<std::pair<uintptr_t, uint32_t>> outputs;
-        for (const auto& [recorder, module] : self.outputs) {
-          outputs.emplace_back(reinterpret_cast<uintptr_t>(recorder), module);
-        }
-        return outputs;
-      });
-  py::class_<Region>(m, "Region")
-      .def_readonly("nodes", &Region::nodes)
-      .def_readonly("is_known", &Region::is_known)
-      .def_readonly("reaches_root", &Region::reaches_root)
-      .def_readonly("has_foreign_hooks", &Region::has_foreign_hooks);
   py::class_<Gathered>(m, "Gathered")
-      .def_readonly("region", &Gathered::region)
       .def_readonly("before", &Gathered::before)
       .def_readonly("bad", &Gathered::bad)
       .def_property_readonly(

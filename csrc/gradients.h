@@ -21,24 +21,6 @@ struct GradientSink {
   Recorder* recorder;  // null once it is gone or does not want to know; read under the GIL
 };
 
-// What a gradient was computed by: the part of autograd's graph between it and the gradients of
-// outputs that were looked at before, which were finite if it is the first bad one.
-struct Region {
-  struct Node {
-    std::string name;
-    uint64_t thread;
-    uint64_t sequence;
-    std::vector<size_t> consumers;  // the nodes that gave it a gradient which nobody looked at
-    // Whose outputs it made, where their gradients were looked at.
-    std::vector<std::pair<const Recorder*, uint32_t>> outputs;
-    bool has_foreign_hooks;  // somebody else's, which may change gradients
-  };
-  std::vector<Node> nodes;
-  bool is_known = false;
-  bool reaches_root = false;       // the gradient that backward was called with is a part of it
-  bool has_foreign_hooks = false;  // on the gradient itself
-};
-
 // Records the gradient of `output` as a frame of `module` when backward computes it, unless a hook
 // of the same sink is there already: the innermost module that returned the tensor has it.
 void watch_gradient(const std::shared_ptr<GradientSink>& sink, const at::Tensor& output,

@@ -264,16 +264,13 @@ void Recorder::watch_output(const Frame& frame, LabelId label, const at::Tensor&
   watch_gradient(sink_, output, frame.module, label);
 }
 
-void Recorder::record_gradient(uint32_t module, LabelId label, const at::Tensor& gradient,
-                               const std::function<Region()>& find_region) {
+void Recorder::record_gradient(uint32_t module, LabelId label, const at::Tensor& gradient) {
   const Stopwatch watch(seconds);
   try {
     const bool wants_it = wants_tensors();
-    const bool was_bad = is_bad();
     Frame frame = begin_frame(module, class_names_[module], Phase::kBackward);
     add_tensor(frame, {label}, gradient);
     finish(frame);
-    if (!was_bad && is_bad()) gathered_.region = find_region();
     if (wants_it && is_bad()) hold(py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient)));
   } catch (...) {
     coverage_.count(current_exception_text());

@@ -65,7 +65,6 @@ struct Gathered {
   std::vector<Frame> before;  // the history when the first bad frame came
   std::vector<Frame> bad;     // the first of them, in execution order
   int64_t num_bad = 0;
-  Region region;    // of bad[0], if that is the gradient of an output and was here
   py::object held;  // (args, kwargs, output) or a gradient, of bad[0]; null if it is not known
 };
 
@@ -110,9 +109,7 @@ class Recorder {
   void record(Phase phase, const std::vector<py::str>& names,
               const std::vector<at::Tensor>& tensors);
   // Records the gradient of an output. Never throws what is not an interrupt.
-  // find_region() is asked for what computed it if it is the first bad frame.
-  void record_gradient(uint32_t module, LabelId label, const at::Tensor& gradient,
-                       const std::function<Region()>& find_region);
+  void record_gradient(uint32_t module, LabelId label, const at::Tensor& gradient);
   // What was to be recorded is not, and the watched program goes on.
   void note_failure(const py::object& why) { coverage_.count(why); }
   void note_compiled_autograd() {

@@ -78,22 +78,7 @@ class Call:
     is_traced: bool
     has_unseen: bool
 
-class RegionNode:
-    name: str
-    thread: int
-    sequence: int
-    consumers: list[int]
-    outputs: list[tuple[int, int]]  # a recorder's id, a module's index
-    has_foreign_hooks: bool
-
-class Region:
-    nodes: list[RegionNode]
-    is_known: bool
-    reaches_root: bool
-    has_foreign_hooks: bool
-
 class Gathered:
-    region: Region
     before: list[Frame]
     bad: list[Frame]
     held: object

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from guarding import batches, make
-from test_compile import without_makers, without_times
+from test_compile import without_times
 from torch import nn
 from torch._higher_order_ops.map import map as map_
 from torch._higher_order_ops.scan import scan
@@ -259,7 +259,7 @@ def test_a_root_that_computes_after_its_last_submodule(tail, form):
             out = out[0] if isinstance(out, tuple) else out
             (out * float("inf")).sum().backward()
             optimizer.step()
-        text = without_makers(without_times(guard.last_report))
+        text = without_times(guard.last_report)
         return text, guard.coverage().tensors_listed
 
     assert report(True) == report(False)

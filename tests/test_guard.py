@@ -141,10 +141,12 @@ def test_a_bad_gradient_of_an_output_is_bracketed():
     # The hook spoils what fc1's own hook is then given.
     assert first.fqn == "blocks.1.fc1"
     assert verdict.maker == (
-        "between blocks.1.act and blocks.1.fc1: the backward of blocks.1.act or a hook "
-        "on the output of blocks.1.fc1"
+        "between blocks.1.act and blocks.1.fc1: the code of blocks.1, the backward of "
+        "blocks.1.act, the backward of blocks.1.fc2, code that uses what blocks.1 kept "
+        "in attributes or a hook on that gradient"
     )
-    assert verdict.candidates == ["blocks.1.act", "blocks.1.fc1"]
+    assert verdict.candidates[:3] == ["blocks.1.act", "blocks.1.fc2", "blocks.1"]
+    assert "blocks.1.fc1" in verdict.candidates  # for a hook on its output
     assert "blocks.1.fc1.weight" in verdict.dirty_gradients
     assert "blocks.1.fc2.weight" in verdict.clean_gradients
     assert "blocks.1.fc2.bias" not in verdict.clean_gradients  # not the nearest

@@ -1,132 +1,133 @@
-"""Who can have made the first bad gradient, by autograd's graph and the calls."""
+"""Who can have made the first bad gradient of an output, by the order of calls."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from torch import nn
 
 from .. import _C
 from .calls import Called, Calls, ancestors, joined, name_of
-from .verdict import BATCH, LOOP, LOSS, BadFrame, Origin
-
-_Owner = Called | str
+from .verdict import BATCH, LOSS, BadFrame, Origin
 
 
 def origin_of_gradient(first: BadFrame, calls: Calls) -> Origin:
     """Who made the gradient of an output, which is the first bad one.
 
+    It is a sum over all that was computed from the output, and no hook tells which of
+    these parts is bad. All gradients that were looked at before it are finite.
+
     Args:
-        first: Its frame. All gradients of outputs that were looked at before it are
-            finite.
+        first: Its frame.
         calls: The calls of all watched models.
 
     Returns:
-        The one who must have made it, or all who can have.
+        The loss, where nothing else can have used the output, or all who can have.
     """
-    region = first.watch.region_of(first.frame)
-    here = name_of(first.watch, first.frame.module)
-    if region is None or calls.has_traced:
-        return _by_order(first, calls, here)
-    walk = _Owners(region, calls)
-    owners = walk.all()
-    if region.reaches_root and LOSS not in owners:
-        owners.append(LOSS)
-    if region.reaches_root and _is_recomputed(first, calls):
-        owners += list(_around(first))
-    names = list(dict.fromkeys(_name(owner) for owner in owners))
-    if region.has_foreign_hooks and here not in names:
-        names.append(here)
-    is_sure = not region.has_foreign_hooks and not walk.has_foreign_hooks
-    if len(names) == 1 and is_sure:
-        return _fact(owners[0], walk, first)
-    return _unclear(names, owners, walk, here, region.has_foreign_hooks)
+    frame = first.frame
+    found = calls.in_backward(first.watch, frame.module, frame.order)
+    is_known = len(found) == 1 and found[0].call.phase != _C.Phase.RECOMPUTED
+    if not is_known:
+        return _any_of(found, first, calls)
+    users = _Users(found[0], calls, frame.order)
+    if not (users.makers or users.code or _is_unwatched_around(first)):
+        return loss_origin(first, "the backward of the loss")
+    return users.origin(first)
 
 
-class _Owners:
-    """The owners of a region's nodes: those whose code made them.
+class _Users:
+    """What can have used the output of a call, directly or through others.
 
     Attributes:
-        own: The calls that made nodes between or after the calls of their submodules.
-        near: The modules whose outputs' gradients bound the region.
+        makers: The modules whose backward can have made its gradient.
+        code: The modules whose own code can have.
+        scope: The nearest call around it whose own gradients were all finite, or None.
     """
 
-    def __init__(self, region: _C.Region, calls: Calls) -> None:
-        self._region = region
+    def __init__(self, called: Called, calls: Calls, before: int) -> None:
+        self._called = called
         self._calls = calls
-        self._known: dict[tuple[int, int], bool] = {}
-        self.own: set[str] = set()
-        self.near: list[str] = []
-        self.has_foreign_hooks = any(n.has_foreign_hooks for n in region.nodes)
+        self._before = before
+        found = calls.gradients(called.call.order, before)
+        self._seen = {(each.watch, each.call.module): each for each in found}
+        self.makers: list[str] = []
+        self.code: list[str] = []
+        self.scope: Called | None = None
+        inner = called
+        for around in calls.chain(called)[1:]:
+            self._add(inner, around)
+            if self._is_clean(around):
+                self.scope = around
+                return
+            inner = around
+        self._add(inner, None)
 
-    def all(self) -> list[_Owner]:
-        """Each owner once, the nearest to the gradient first."""
-        owners: dict[str, _Owner] = {}
-        for place, node in enumerate(self._region.nodes):
-            for owner in self._of_node(place, node):
-                owners.setdefault(_name(owner), owner)
-            for name in self._calls.names_of_outputs(node.outputs):
-                if name not in self.near:
-                    self.near.append(name)
-        return list(owners.values())
+    def _add(self, inner: Called, around: Called | None) -> None:
+        """Adds what can have used a call's output within the call around it.
 
-    def _of_node(self, place: int, node: _C.RegionNode) -> list[_Owner]:
-        found = self._calls.around_node(node.thread, node.sequence)
-        inside = [o for o in found if self._is_inside(place, o)]
-        owners = inside[:1] or found
-        for owner in owners:
-            if isinstance(owner, Called) and self._calls.last_within(owner):
-                self.own.add(owner.name)
-        return owners
+        What has used it has had a gradient itself by then, or what it returned has.
+        """
+        later = self._calls.after(inner, around, self._before)
+        if around is not None and _hands_on(around):
+            later = later[:1]  # it gives each module's output to the next one alone
+        used = [each for each in later if self._has_gradient(each)]
+        for user in used:
+            names = [c.name for c in (user, *self._calls.within(user))]
+            self.makers += [name for name in names if name not in self.makers]
+        if around is None or _hands_on(around):
+            return
+        if used or self._is_seen(around) or around.call.has_unseen:
+            self.code.append(around.name)
 
-    def _is_inside(self, start: int, called: _Owner) -> bool:
-        """Whether all that a node led to went out through a call's own output."""
-        if isinstance(called, str):
-            return False
-        nodes = self._region.nodes
-        module = called.watch.recorder.id, called.call.module
-        todo, seen, has_exit = [start], {start}, False
-        while todo:
-            node = nodes[todo.pop()]
-            call = called.call
-            if not call.begins_after <= node.sequence < call.ends_before:
-                return False
-            if node.thread != call.thread or any(out != module for out in node.outputs):
-                return False
-            if not node.outputs and not node.consumers:
-                return False
-            has_exit |= bool(node.outputs)
-            todo += [c for c in node.consumers if c not in seen]
-            seen.update(node.consumers)
-        return has_exit
+    def _has_gradient(self, called: Called) -> bool:
+        inside = (called, *self._calls.within(called))
+        return any(self._is_seen(each) or each.call.has_unseen for each in inside)
 
+    def _is_seen(self, called: Called) -> bool:
+        return (called.watch, called.call.module) in self._seen
 
-def _fact(owner: _Owner, walk: _Owners, first: BadFrame) -> Origin:
-    if isinstance(owner, str):
-        return loss_origin(first, "the backward of the loss")
-    name = _name(owner)
-    if name in walk.own:
-        maker = f"the backward of {name}'s own code"
-        return Origin("passed_on", "caller", maker, [name], _near(walk, name))
-    return Origin("passed_on", "module", f"the backward of {name}", [name])
+    def _is_clean(self, around: Called) -> bool:
+        watch, module = around.watch, around.call.module
+        is_one = len(self._calls.in_backward(watch, module, self._before)) == 1
+        is_whole = not (around.call.has_unseen or around.may_pass_through)
+        return self._is_seen(around) and is_one and is_whole
 
-
-def _unclear(
-    names: list[str], owners: list[_Owner], walk: _Owners, here: str, has_hook: bool
-) -> Origin:
-    words = []
-    for name in names:
-        if name == here and has_hook:
-            words.append(f"a hook on the output of {here}")
-        elif name in (LOSS, LOOP):
-            words.append(name)
-        elif name in walk.own:
-            words.append(f"the code of {name}")
+    def origin(self, first: BadFrame) -> Origin:
+        here, near = self._called.name, self._near()
+        words = [f"the code of {name}" for name in self.code]
+        words += [f"the backward of {name}" for name in self.makers]
+        names = [*self.makers, *self.code]
+        if self.scope is None:
+            words.append(LOSS)
         else:
-            words.append(f"the backward of {name}")
-    if LOSS in names:
-        names = [*names, BATCH]
-    near = _near(walk, here)
-    between = f"between {near} and {here}: " if near else ""
-    return Origin("unclear", "unclear", f"{between}{joined(words)}", names, near)
+            words.append(f"code that uses what {self.scope.name} kept in attributes")
+        words.append("a hook on that gradient")
+        names += [*loss_origin(first, "").candidates, here]
+        between = f"between {near} and {here}: " if near else ""
+        names = list(dict.fromkeys(names))
+        return Origin("unclear", "unclear", f"{between}{joined(words)}", names, near)
+
+    def _near(self) -> str:
+        """The module whose finite gradient came last, if it can bound what is bad."""
+        last = next(reversed(self._seen), None)
+        if last is None:
+            return ""
+        name = name_of(*last)
+        bounds = [*self.makers, *([self.scope.name] if self.scope else [])]
+        return name if name in bounds else ""
+
+
+def _is_unwatched_around(first: BadFrame) -> bool:
+    """Whether the code of a module around it that is not looked at may have used it."""
+    watch = first.watch
+    around = ancestors(watch, first.frame.module)
+    return any(not watch.selection.takes(watch.names[index]) for index in around)
+
+
+def _hands_on(called: Called) -> bool:
+    """Whether a module's own code does nothing but call its submodules in a row."""
+    module = called.watch.module_at(called.call.module)
+    if not isinstance(module, nn.Sequential) or "forward" in vars(module):
+        return False
+    return type(module).forward is nn.Sequential.forward
 
 
 def loss_origin(first: BadFrame, maker: str) -> Origin:
@@ -137,29 +138,15 @@ def loss_origin(first: BadFrame, maker: str) -> Origin:
     return Origin("passed_on", "loss", maker, [LOSS, BATCH])
 
 
-def _by_order(first: BadFrame, calls: Calls, here: str) -> Origin:
-    """All who can have made it, by the order of calls alone."""
-    called = calls.last_of(first.watch, first.frame.module, first.frame.order)
-    names = list(_around(first)) if called is None else calls.users(called)
-    names = list(dict.fromkeys([*names, *loss_origin(first, "").candidates]))
+def _any_of(found: list[Called], first: BadFrame, calls: Calls) -> Origin:
+    """Where it is not known of which call the gradient is, or the call ran again."""
+    here = name_of(first.watch, first.frame.module)
+    around = [
+        name_of(first.watch, index)
+        for index in ancestors(first.watch, first.frame.module)
+    ]
+    users = calls.users(found[0]) if found else []
+    names = [*users, *around, *loss_origin(first, "").candidates]
+    names = list(dict.fromkeys(names))
     maker = f"what was computed from the output of {here}: {joined(names)}"
     return Origin("unclear", "unclear", maker, names)
-
-
-def _near(walk: _Owners, besides: str) -> str:
-    return next((name for name in walk.near if name != besides), "")
-
-
-def _name(owner: _Owner) -> str:
-    return owner if isinstance(owner, str) else owner.name
-
-
-def _around(first: BadFrame) -> Iterable[str]:
-    indices = ancestors(first.watch, first.frame.module)
-    return (name_of(first.watch, index) for index in indices)
-
-
-def _is_recomputed(first: BadFrame, calls: Calls) -> bool:
-    """Whether its graph may be one that backward computed, which has a root inside."""
-    called = calls.last_of(first.watch, first.frame.module, first.frame.order)
-    return called is None or called.call.phase == _C.Phase.RECOMPUTED

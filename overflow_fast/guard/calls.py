@@ -1,4 +1,4 @@
-"""The calls of a step's modules: who called whom, and whose code made a node."""
+"""The calls of a step's modules: who called whom, in which order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from .. import _C
-from .verdict import FORWARDS, LOOP, LOSS
+from .verdict import FORWARDS
 from .watch import ModelWatch
 
 
@@ -54,16 +54,14 @@ class Calls:
             for watch in watches
             for call in watch.recorder.calls()
             if until is None or call.order < until
-            if call.phase in FORWARDS
         ]
-        self._all = sorted(found, key=lambda called: called.call.order)
-        self._threads: dict[int, list[Called]] = {}
+        found.sort(key=_order)
+        self._all = [each for each in found if each.call.phase in FORWARDS]
+        self._gradients = [each for each in found if each.call.phase not in FORWARDS]
         self._modules: dict[tuple[int, int], list[Called]] = {}
         for called in self._all:
             watch, call = called
-            self._threads.setdefault(call.thread, []).append(called)
             self._modules.setdefault((id(watch), call.module), []).append(called)
-        self.has_traced = any(called.call.is_traced for called in self._all)
         self._callers: dict[int, Called | None] = {}
 
     def of_frame(self, watch: ModelWatch, order: int) -> Called | None:
@@ -131,36 +129,46 @@ class Calls:
             start = 0
         return list(dict.fromkeys(other.name for other in self._all[start:]))
 
-    def names_of_outputs(self, outputs: Sequence[tuple[int, int]]) -> list[str]:
-        """Names of modules by their recorders' ids and their indices."""
-        watches = {called.watch.recorder.id: called.watch for called in self._all}
-        return [name_of(watches[i], module) for i, module in outputs if i in watches]
+    def after(self, called: Called, within: Called | None, before: int) -> list[Called]:
+        """What the same outer call has called later, of what ended before a frame."""
+        start = bisect.bisect_right(self._all, called.call.order, key=_order)
+        if called.may_pass_through:
+            start = 0
+        end = bisect.bisect_left(self._all, before, key=_order)
+        around = None if within is None else within.call.order
+        return [
+            other
+            for other in self._all[start:end]
+            if other != called and _order_of(self.caller(other)) == around
+        ]
 
-    def around_node(self, thread: int, sequence: int) -> list[Called | str]:
-        """Whose code can have made a node of autograd's graph, from the innermost.
+    def in_backward(self, watch: ModelWatch, module: int, before: int) -> list[Called]:
+        """The calls of a module that one backward may run through, before a frame.
 
-        A call, `LOOP` for code between outermost calls, or `LOSS` for code after all.
+        Those since the last gradient of an output before its last call.
         """
-        calls = self._threads.get(thread, [])
-        place = bisect.bisect_right(calls, sequence, key=_ends_before)
-        if place == len(calls):
-            return [LOSS]
-        running = self.chain(calls[place - 1]) if place else []
-        found: list[Called | str] = []
-        for called in self.chain(calls[place]):
-            if called.call.begins_after <= sequence:
-                found.append(called)
-            if called in running:
-                return found
-        return [*found, LOOP]
+        last = self.last_of(watch, module, before)
+        if last is None:
+            return []
+        place = bisect.bisect_left(self._gradients, last.call.order, key=_order)
+        begin = self._gradients[place - 1].call.order if place else -1
+        found = self._modules[id(watch), module]
+        return [c for c in found if begin < c.call.order < before]
+
+    def gradients(self, begin: int, end: int) -> list[Called]:
+        """The gradients of outputs that came between two frames."""
+        first = bisect.bisect_right(self._gradients, begin, key=_order)
+        return self._gradients[
+            first : bisect.bisect_left(self._gradients, end, key=_order)
+        ]
 
 
 def _order(called: Called) -> int:
     return called.call.order
 
 
-def _ends_before(called: Called) -> int:
-    return called.call.ends_before
+def _order_of(called: Called | None) -> int | None:
+    return None if called is None else called.call.order
 
 
 def name_of(watch: ModelWatch, index: int) -> str:

@@ -96,7 +96,6 @@ class ModelWatch(StepHooks):
         self.loop_batches = LoopBatches()
         self.before: list[_C.Frame] = []
         self.held: object = None
-        self._region: tuple[int, _C.Region] | None = None
         self.has_seen_loss = False
         self.has_unrooted_calls = False
         self.on_forward: Callable[[ModelWatch], None] | None = None
@@ -351,7 +350,6 @@ class ModelWatch(StepHooks):
         gathered = self._recorder.take_gathered()
         if gathered.bad and not self._bad:
             self.before, self.held = gathered.before, gathered.held
-            self._region = gathered.bad[0].order, gathered.region
         self._bad += gathered.bad
         taken = [frame for frame in self._bad if is_wanted(frame)]
         if taken:
@@ -365,7 +363,7 @@ class ModelWatch(StepHooks):
         self._recorder.clear_history()
         self._recorder.forget_calls(not is_lagged)
         if not self._bad and not is_lagged:
-            self.before, self.held, self._region = [], None, None
+            self.before, self.held = [], None
             self.batches.clear()
             self.given.clear()
         oldest = self.batch_number - 2 * _MAX_IN_FLIGHT
@@ -382,12 +380,6 @@ class ModelWatch(StepHooks):
     def names(self) -> list[str]:
         """The names of the modules in their model, by their index."""
         return self.modules.names
-
-    def region_of(self, frame: _C.Frame) -> _C.Region | None:
-        """The part of autograd's graph that computed a frame's gradient, if known."""
-        if self._region is None or self._region[0] != frame.order:
-            return None
-        return self._region[1] if self._region[1].is_known else None
 
     def name_at(self, index: int) -> str:
         """The qualified name of a module by its index."""
