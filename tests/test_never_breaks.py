@@ -646,3 +646,14 @@ def test_one_guard_after_another_says_nothing(caplog):
     with OverflowGuard(model, optimizer, "warn"), OverflowGuard(*make(), "warn"):
         pass
     assert "Another OverflowGuard" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList, None])
+def test_models_that_are_false_or_have_no_length(kind, caplog):
+    model = torch.compile(nn.Linear(2, 2)) if kind is None else kind()
+    with OverflowGuard(model, None, "warn") as guard:
+        with OverflowGuard(model, None, "warn"):
+            pass
+        assert guard.coverage().failures == 0
+    assert "The guard failed" not in caplog.text
+    assert "Another OverflowGuard watches this" in caplog.text

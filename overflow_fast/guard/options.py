@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import (
@@ -220,15 +221,19 @@ def warn_of_others(watches: Sequence[ModelWatch], others: Sequence[ModelWatch]) 
         watches: The guard's.
         others: Those of the other guards.
     """
-    for model in filter(None, (watch.model for watch in watches)):
-        for other in filter(None, (watch.model for watch in others)):
-            if other in set(model.modules()) or model in set(other.modules()):
-                _log.warning(
-                    "Another OverflowGuard watches this %s already. Both work, each by "
-                    "its own policy. Call remove() on the other to replace it.",
-                    type(model).__name__,
-                )
-                return
+    for model, other in itertools.product(*map(_models_of, (watches, others))):
+        if other in set(model.modules()) or model in set(other.modules()):
+            _log.warning(
+                "Another OverflowGuard watches this %s already. Both work, each by "
+                "its own policy. Call remove() on the other to replace it.",
+                type(model).__name__,
+            )
+            return
+
+
+def _models_of(watches: Sequence[ModelWatch]) -> list[nn.Module]:
+    """The models that are still there; some have a length, and may be false."""
+    return [model for watch in watches if (model := watch.model) is not None]
 
 
 def optimizers_of(optimizer: Any) -> list[Optimizer]:
