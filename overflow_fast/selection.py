@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -105,7 +106,7 @@ class NamedTensors:
         named: dict[int, tuple[str, torch.Tensor]] = {}
         for fqn, is_selected, module in self._walk(model):
             if is_selected or all_modules:
-                for key, tensor in module.__dict__[kind].items():
+                for key, tensor in _own(module, kind):
                     if tensor is not None and id(tensor) not in named:
                         named[id(tensor)] = self._name(fqn, key), tensor
         pairs = named.values()
@@ -128,3 +129,12 @@ class NamedTensors:
             name = f"{self._prefix}{fqn}.{key}" if fqn else f"{self._prefix}{key}"
             self._names[fqn, key] = name
         return name
+
+
+def _own(module: nn.Module, kind: str) -> Iterable[tuple[str, Any]]:
+    """A module's own parameters or buffers; TorchScript keeps its elsewhere."""
+    if isinstance(module, torch.jit.ScriptModule):
+        is_buffers = kind == "_buffers"
+        named = module.named_buffers if is_buffers else module.named_parameters
+        return list(named(recurse=False))
+    return module.__dict__[kind].items()  # type: ignore[no-any-return]

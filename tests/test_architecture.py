@@ -41,7 +41,7 @@ ALLOWED = {
     "guard.cadence": set(),
     "guard.scalers": {"guard.verdict"},
     "guard.snapshot": {"guard.nested"},
-    "guard.strays": set(),
+    "guard.strays": {"guard.snapshot"},
     "guard.nested": set(),
     "guard.optimizers": {"_C", "guard.nested", "guard.snapshot", "guard.strays"},
     "guard.rounds": {"guard.optimizers", "guard.report"},

@@ -587,3 +587,198 @@ def test_two_guards_both_judge_a_step_that_one_of_them_skips():
             assert guard.last_report.step == 0
             assert (guard.step, guard.last_step_skipped) == (2, False)
     assert "step" not in vars(optimizer)
+
+
+class Calls(FirstDevice):
+    """Does something of its own with what `step` is given."""
+
+    def __init__(self, parameters, call):
+        super().__init__(parameters)
+        self.call = call
+
+    def step(self, given=None):
+        self.result = self.call(given)
+        descend(self)
+
+
+@pytest.mark.parametrize("policy", ["warn", "skip"])
+@pytest.mark.parametrize(
+    ("call", "given"),
+    [
+        (lambda f: f(3), lambda t: t + 1),
+        (lambda f: len(list(f.parameters())), nn.Linear(2, 2)),
+        (lambda f: f(backward=True), lambda backward: backward),
+    ],
+)
+def test_what_is_callable_and_no_closure_is_handed_on(call, given, policy):
+    model = nn.Linear(6, 1)
+    optimizer = Calls(model.parameters(), call)
+    expected = call(given)
+    with OverflowGuard(model, optimizer, policy):
+        model(X).sum().backward()
+        optimizer.step(given)
+    assert optimizer.result == expected
+
+
+def test_a_closure_may_take_arguments_and_have_attributes():
+    class Asks(FirstDevice):
+        def step(self, closure):
+            assert closure.name == "mine"
+            return closure(backward=True)
+
+    model = nn.Linear(6, 1)
+    optimizer = Asks(model.parameters())
+
+    def closure(backward):
+        loss = model(BAD).sum()
+        if backward:
+            loss.backward()
+        return loss
+
+    closure.name = "mine"
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        assert optimizer.step(closure).isnan()
+        assert guard.num_skipped == 1
+
+
+def test_an_inner_optimizer_that_is_stepped_by_itself():
+    """As by `second_step` of SAM."""
+
+    class Sam(FirstDevice):
+        def __init__(self, parameters):
+            super().__init__(parameters)
+            self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+
+        def step(self, closure=None):
+            raise NotImplementedError
+
+        def second_step(self):
+            self.base.step()
+
+    model = nn.Linear(6, 1)
+    optimizer = Sam(model.parameters())
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        for x in (X, BAD, X):
+            before = model.weight.detach().clone()
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.second_step()
+            assert before.equal(model.weight) == (x is BAD)
+        assert (guard.step, guard.num_skipped) == (3, 1)
+
+
+def test_lbfgs_by_a_method_that_was_taken_before():
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=4)
+    taken, calls = optimizer.step, []
+
+    def closure():
+        calls.append(1)
+        optimizer.zero_grad()
+        loss = (model(BAD if len(calls) > 2 else X) ** 2).sum()
+        loss.backward()
+        return loss
+
+    before = snapshot(model, optimizer)
+    with OverflowGuard(model, optimizer, "skip"):
+        with pytest.raises(RuntimeError, match="No weight has changed"):
+            taken(closure)
+    assert_same(snapshot(model, optimizer), before)
+
+
+def test_a_step_that_was_wrapped_before_is_undone_too():
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner = optimizer.step
+
+    def decayed(closure=None):
+        with torch.no_grad():
+            model.weight.mul_(0.9)
+        return inner(closure)
+
+    def closure():
+        loss = model(BAD).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step = decayed
+    before = model.weight.detach().clone()
+    with OverflowGuard(model, optimizer, "raise"):
+        with pytest.raises(NonFiniteError):
+            optimizer.step(closure)
+    assert before.equal(model.weight)
+
+
+def test_closures_with_what_cannot_be_copied():
+    model = nn.LazyLinear(1)
+    optimizer = TwoPasses(model.parameters())
+    optimizer.wide = torch.zeros(1).expand(4)
+
+    def closure(x=X):
+        optimizer.zero_grad()
+        loss = model(x).sum()
+        loss.backward()
+        return loss
+
+    class Plain(FirstDevice):
+        def step(self, closure):
+            loss = closure()
+            descend(self)
+            return loss
+
+    optimizer = Plain(model.parameters())
+    optimizer.wide = torch.zeros(1).expand(4)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        optimizer.step(closure)
+        before = model.weight.detach().clone()
+        optimizer.step(lambda: closure(BAD))
+        assert guard.num_skipped == 1
+        assert before.equal(model.weight)
+
+
+def test_a_wrapper_that_hands_attributes_on():
+    class Proxy:
+        def __init__(self, optimizer):
+            object.__setattr__(self, "optimizer", optimizer)
+
+        def __setattr__(self, name, value):
+            setattr(self.optimizer, name, value)
+
+        def __getattr__(self, name):
+            return getattr(self.optimizer, name)
+
+        def step(self):
+            self.optimizer.step()
+
+    model = nn.Linear(6, 1)
+    optimizer = Proxy(torch.optim.SGD(model.parameters(), lr=0.1))
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        run(model, optimizer)
+        before = model.weight.detach().clone()
+        run(model, optimizer, BAD)
+        assert before.equal(model.weight)
+        assert guard.num_skipped == 1
+    assert "step" not in vars(optimizer.optimizer)
+
+
+def test_a_mock_in_the_place_of_step():
+    from unittest import mock
+
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step = mock.Mock()
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        run(model, optimizer, BAD)
+        assert guard.num_skipped == 1
+        run(model, optimizer)
+    assert optimizer.step.call_count == 1
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_guards_that_are_removed_in_any_order_give_step_back(order):
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guards = [OverflowGuard(model, optimizer, "warn") for _ in range(2)]
+    for i in order:
+        guards[i].remove()
+    assert "step" not in vars(optimizer)

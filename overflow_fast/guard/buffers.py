@@ -52,6 +52,11 @@ class BufferSnapshot:
         if not (point.is_firm or _is_transformed()):
             point.take(is_firm=torch.is_grad_enabled())
 
+    def after_forward(self, watch: ModelWatch) -> None:
+        """Takes in what a forward itself has written to, as far as autograd notices."""
+        for kept in self._of_watch[watch].kept:
+            kept.end_forward()
+
     def hold(self, watch: ModelWatch) -> None:
         """Keeps the restore point before a forward without autograd: it was bad."""
         self._of_watch[watch].is_firm = self._of_watch[watch].is_taken
@@ -70,10 +75,16 @@ class BufferSnapshot:
     def restore(self) -> list[str]:
         """Puts the buffers back. Incurs a CPU-GPU sync for each.
 
+        The next forward makes a restore point of its own; in the middle of a backward,
+        what that computes again may change them once more.
+
         Returns:
             What could not be put back, in sentences.
         """
-        return [text for point in self._points for text in point.restore()]
+        texts = [text for point in self._points for text in point.restore()]
+        for point in self._points:
+            point.release(is_over=torch._C._current_graph_task_id() < 0)
+        return texts
 
     def restore_where(self, flag: torch.Tensor) -> None:
         """Puts them back where a flag on the device is not 0. Does not incur a sync."""
@@ -87,7 +98,7 @@ class _Point:
     def __init__(self, watch: ModelWatch) -> None:
         self._watch = watch
         self._known: dict[tuple[int, str], _Kept] = {}
-        self._kept: list[_Kept] = []
+        self.kept: list[_Kept] = []
         self.is_taken = False
         self.is_firm = False
 
@@ -95,10 +106,10 @@ class _Point:
     def take(self, is_firm: bool) -> None:
         self.is_taken = self.is_firm = False  # until all of it is copied
         model = self._watch.model
-        self._kept = [] if model is None else list(map(self._keep, _slots(model)))
-        if len(self._known) > len(self._kept):
-            self._known = {kept.slot: kept for kept in self._kept}
-        _copy([kept for kept in self._kept if kept.needs_copy()])
+        self.kept = [] if model is None else list(map(self._keep, _slots(model)))
+        if len(self._known) > len(self.kept):
+            self._known = {kept.slot: kept for kept in self.kept}
+        _copy([kept for kept in self.kept if kept.needs_copy()])
         self.is_taken, self.is_firm = True, is_firm
 
     def _keep(self, found: tuple[nn.Module, str, str]) -> _Kept:
@@ -111,11 +122,18 @@ class _Point:
 
     @torch.no_grad()
     def keep(self, looks: bool) -> None:
-        for kept in self._kept:
+        for kept in self.kept:
             kept.end(looks)
-        self._kept = []
+        self.kept = []
         self.is_taken = self.is_firm = False
         self.prepare()
+
+    def release(self, is_over: bool) -> None:
+        """Lets the next forward make a restore point."""
+        self.is_firm = False
+        if is_over:
+            self.is_taken = False
+            self.prepare()
 
     def prepare(self) -> None:
         """Makes the buffers the restore point where no hook tells of a forward."""
@@ -127,7 +145,8 @@ class _Point:
     def restore(self) -> Iterator[str]:
         if not self.is_taken:
             return
-        for kept in self._kept:
+        self._remove_new()
+        for kept in self.kept:
             try:
                 why = kept.restore()
             except Exception as error:
@@ -135,9 +154,17 @@ class _Point:
             if why:
                 yield f"{self._name(kept)} could not be put back ({why})."
 
+    def _remove_new(self) -> None:
+        """Removes buffers that the forward has registered."""
+        model = self._watch.model
+        known = {kept.slot for kept in self.kept}
+        for module, table, name in [] if model is None else list(_slots(model)):
+            if table == "_buffers" and (id(module), name) not in known:
+                del module.__dict__[table][name]
+
     @torch.no_grad()
     def restore_where(self, flag: torch.Tensor) -> None:
-        for kept in self._kept if self.is_taken else []:
+        for kept in self.kept if self.is_taken else []:
             kept.restore_where(flag)
 
     def _name(self, kept: _Kept) -> str:
@@ -164,12 +191,18 @@ class _Kept:
         self._home: weakref.ref[torch.Tensor] | None = None  # the last step's
         self._changes = False
         self._is_replaced = False
+        self._is_written = False  # in place, by this step's forward
+        self._memory: torch.Tensor | None = None  # what was the tensor's
         self._was_lazy = False
 
     def begin(self, tensor: torch.Tensor | None) -> None:
         """Takes in which tensor it is now."""
         self.tensor = tensor
         self._was_lazy = tensor is not None and is_lazy(tensor)
+        self._is_written = False
+        self._memory = None
+        if tensor is not None and not self._was_lazy and _has_pointer(tensor):
+            self._memory = tensor.data
         if self._home is None and tensor is not None:
             self._home = weakref.ref(tensor)
 
@@ -195,9 +228,15 @@ class _Kept:
         assert self.tensor is not None
         self._of, self._version = weakref.ref(self.tensor), version
 
+    def end_forward(self) -> None:
+        """Takes in whether a forward has written to it."""
+        if self.tensor is not None and not self._was_lazy:
+            self._is_written |= _version_of(self.tensor) != self._version
+
     def end(self, looks: bool) -> None:
         """Takes in whether a step has changed it."""
         before, now, self.tensor = self.tensor, self._current(), None
+        self._memory = None
         self._home = None if now is None else weakref.ref(now)
         if before is None:
             return
@@ -217,9 +256,14 @@ class _Kept:
         now = self._current()
         if now is not before:
             self._put_in_place(module, now, before)
-            return ""  # its contents are somebody else's since: a batch's, say
-        if before is None or before.is_meta or self._is_replaced:
+        if before is None or before.is_meta:
             return ""
+        if self._memory is not None and _pointer(before) != _pointer(self._memory):
+            before.data = self._memory
+        elif now is before and not self._is_replaced:
+            pass
+        elif not self._is_written:
+            return ""  # its contents are somebody else's since: a batch's, say
         is_written = _version_of(before) != self._version
         if self.copy is None:
             return "it is large, and had not changed before" if is_written else ""
@@ -239,7 +283,8 @@ class _Kept:
     ) -> None:
         # For one call, functional_call has tensors in place that it takes away again.
         is_home = now is not None and self._home is not None and self._home() is now
-        if self.table == "_buffers" and not is_home:
+        is_plain = all(type(each) is nn.Parameter for each in (now, before))
+        if not is_home and (is_plain or self.table == "_buffers"):
             module.__dict__[self.table][self.name] = before
 
     @property
@@ -257,7 +302,7 @@ class _Kept:
             return
         if self._is_certain or _version_of(now) != self._version:
             is_bad = flag.to(now.device, non_blocking=True) != 0
-            now.copy_(torch.where(is_bad, self.copy, now))
+            now.data.copy_(torch.where(is_bad, self.copy, now))
 
     def _current(self) -> torch.Tensor | None:
         module = self.module()
@@ -293,6 +338,8 @@ def _slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
     waiting, seen = [model], {id(model)}
     while waiting:
         module = waiting.pop()
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # its tensors are TorchScript's
         own = module.__dict__
         for name in own["_buffers"]:
             yield module, "_buffers", name
@@ -339,13 +386,22 @@ def _write(tensor: torch.Tensor, copy: torch.Tensor) -> None:
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor, copy = tensor.narrow(dim, 0, 1), copy.narrow(dim, 0, 1)
-    tensor.detach().copy_(copy)
+    tensor.data.copy_(copy)  # autograd may have saved it, and is not to notice
 
 
 def _like(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(copy, requires_grad=False)
     return copy
+
+
+def _has_pointer(tensor: torch.Tensor | None) -> bool:
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
+    return is_plain and tensor is not None and tensor.layout is torch.strided
+
+
+def _pointer(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr()
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

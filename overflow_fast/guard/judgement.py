@@ -227,7 +227,8 @@ class Judge:
         """
         frames = [BadFrame(watch, frame) for frame in watch.take_evaluated()]
         if frames:
-            if self.buffers is not None:
+            model = watch.model
+            if self.buffers is not None and model is not None and model.training:
                 self.buffers.hold(watch)
             self._decision.decide(Finding(number, frames, is_of_step=False))
 

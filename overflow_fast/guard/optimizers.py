@@ -23,6 +23,9 @@ from .strays import StraySteps
 _DECIDES = ("scaler", "loss_scaler", "loss_scale", "cur_scale", "_strategy")
 
 
+_MAX_WRAPPED = 100
+
+
 class OptimizerGate:
     """Takes the place of one optimizer's `step` while it is attached.
 
@@ -105,7 +108,7 @@ class OptimizerGate:
             return
         self._is_attached = True
         _leave_alone(OptimizerGate._run)
-        self._strays.attach(optimizer)
+        self._strays.attach(each for _, each in optimizers_in(self._wrapper()))
         self.cover()
 
     def cover(self) -> None:
@@ -119,8 +122,8 @@ class OptimizerGate:
         replaced = vars(stepper).get("step")
         if replaced is not self._step or replaced is None:
             step = self._make_step(stepper, replaced)
-            with contextlib.suppress(AttributeError):  # then its steps are strays
-                stepper.step = self._step = step
+            # Not by setattr(): wrappers may hand that on to what they wrap.
+            vars(stepper)["step"] = self._step = step
 
     def detach(self) -> None:
         """Gives `step` back what was there; where somebody has wrapped it, it passes
@@ -130,9 +133,14 @@ class OptimizerGate:
         stepper: Any = self._stepper()
         is_there = stepper is not None and self._step is not None
         if is_there and vars(stepper).get("step") is self._step:
-            del stepper.step
-            if self._step.replaced is not None:
-                stepper.step = self._step.replaced
+            replaced = self._step.replaced
+            while isinstance(gate := _gate_of(replaced), OptimizerGate):
+                if gate._is_attached:
+                    break
+                replaced = replaced.replaced  # it is switched off
+            del vars(stepper)["step"]
+            if replaced is not None:
+                vars(stepper)["step"] = replaced
         self._step = None
         self._drop_found_inf()
 
@@ -235,12 +243,14 @@ class OptimizerGate:
         closure = args[place] if isinstance(place, int) else kwargs[place]
         stepper: Any = self._stepper()
         snapshot = None
-        if self._may_call_off and not _calls_closure_first(stepper):
-            snapshot = OptimizerSnapshot(stepper)
+        if self._may_call_off and not _calls_closure_first(stepper, step):
+            with _C.Hidden():
+                snapshot = OptimizerSnapshot(stepper)
         self.has_snapshot = snapshot is not None
 
-        def judged() -> Any:
-            loss = closure()
+        @functools.wraps(closure)
+        def judged(*given: Any, **named: Any) -> Any:
+            loss = closure(*given, **named)
             try:
                 is_skipped = self._is_skipped()
             except BaseException as error:
@@ -257,7 +267,8 @@ class OptimizerGate:
             return step(*args, **kwargs), False
         except _CalledOff as off:
             if snapshot is not None:
-                snapshot.restore()
+                with _C.Hidden():
+                    snapshot.restore()
             if off.error is not None:
                 raise off.error from None
             return off.loss, True
@@ -294,13 +305,19 @@ def _class_step(optimizer: Any) -> Callable[..., Any]:
 
 def _tell_of_skip(step: Any) -> None:
     """Has the gates of other guards judge, which a skipped step does not reach."""
-    while step is not None:
-        gate = getattr(step, "gate", None)
+    for _ in range(_MAX_WRAPPED):
+        gate = _gate_of(step)
         if gate is not None:
             gate.judge_called_off()
             step = gate.behind
         else:
             step = getattr(step, "__wrapped__", None)
+
+
+def _gate_of(step: Any) -> OptimizerGate | None:
+    """The gate that a function leads through, or None; of a mock, too."""
+    gate = getattr(step, "gate", None)
+    return gate if isinstance(gate, OptimizerGate) else None
 
 
 class _CalledOff(BaseException):
@@ -335,25 +352,31 @@ def stepper_of(optimizer: Any) -> Any:
 def _place_of_closure(
     step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int | str | None:
-    """Where among the arguments a closure is, by its name or its place; or None."""
+    """Where among the arguments a closure is, by its name; or None."""
     if callable(kwargs.get("closure")):
         return "closure"
     if not any(map(callable, args)):
         return None
     try:
-        names = list(inspect.signature(step).parameters)
+        parameters = inspect.signature(step).parameters.values()
     except (TypeError, ValueError):
-        names = []
-    place = names.index("closure") if "closure" in names else 0
-    return place if place < len(args) and callable(args[place]) else None
+        return 0 if callable(args[0]) else None
+    for place, parameter in enumerate(parameters):
+        is_any = parameter.kind is parameter.VAR_POSITIONAL
+        if is_any or parameter.name == "closure":
+            return place if place < len(args) and callable(args[place]) else None
+    return None
 
 
-def _calls_closure_first(optimizer: Any) -> bool:
+def _calls_closure_first(optimizer: Any, step: Any) -> bool:
     """Whether a step evaluates its closure once, before it touches anything.
 
     All of torch's do, but LBFGS; of others, and of step hooks, it is not known.
     """
+    code = getattr(step, "__code__", None)
+    is_wrapped = code is not None and "lr_scheduler" not in code.co_filename
     is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
+    is_torchs = is_torchs and not is_wrapped
     num_hooks = len(getattr(optimizer, "_optimizer_step_pre_hooks", ()))
     has_hooks = num_hooks > 1 or bool(_global_optimizer_pre_hooks)  # one is the gate's
     return is_torchs and not has_hooks and not isinstance(optimizer, torch.optim.LBFGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -80,10 +81,15 @@ class OptimizerSnapshot:
 
 
 def _of_tensor(tensor: torch.Tensor) -> _Restore:
-    copied = tensor.detach().clone()
+    try:
+        copied = tensor.detach().clone()
+    except Exception:  # not initialized yet, say
+        return lambda: tensor
 
     def restore() -> torch.Tensor:
-        tensor.detach().copy_(copied)
+        # What cannot be written to was not written to: an expanded tensor, say.
+        with contextlib.suppress(RuntimeError):
+            tensor.detach().copy_(copied)
         return tensor
 
     return restore

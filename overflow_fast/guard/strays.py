@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+
+from .snapshot import OptimizerSnapshot
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -36,17 +38,20 @@ class StraySteps:
         self._handles: list[RemovableHandle] = []
         self._is_running = False
         self._is_skipped = False
+        self._snapshot: OptimizerSnapshot | None = None
         self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
-    def attach(self, optimizer: Optimizer) -> None:
-        """Puts the hooks on, which torch.compile leaves alone."""
+    def attach(self, optimizers: Iterable[Any]) -> None:
+        """Puts the hooks on what has step hooks; torch.compile leaves them alone."""
         disable: Any = torch.compiler.disable  # not at import: it imports torch._dynamo
         self._begin_unseen = disable(self._begin)
         self._end_unseen = disable(self._end)
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
-        ]
+        for optimizer in optimizers:
+            if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+                self._handles += [
+                    optimizer.register_step_pre_hook(self._before),
+                    optimizer.register_step_post_hook(self._after),
+                ]
 
     def detach(self) -> None:
         """Takes the hooks off."""
@@ -79,6 +84,9 @@ class StraySteps:
             self._is_running = True
             return None
 
+        if isinstance(optimizer, torch.optim.LBFGS):  # it moves weights meanwhile
+            self._snapshot = OptimizerSnapshot(optimizer)
+
         def judged() -> Any:
             loss = closure()
             self._decide(optimizer)
@@ -93,7 +101,10 @@ class StraySteps:
         if not self._judge():
             return
         self._is_skipped = True
-        if not type(optimizer).step.__module__.startswith("torch.optim."):
+        is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
+        if self._snapshot is not None or not is_torchs:
+            if self._snapshot is not None:
+                self._snapshot.restore()
             self._end()
             raise RuntimeError(
                 f"The step of {type(optimizer).__name__} is to be skipped, and was "
@@ -111,4 +122,5 @@ class StraySteps:
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden = []
+        self._snapshot = None
         self._on_stepped(self._is_skipped)

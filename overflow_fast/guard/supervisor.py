@@ -90,6 +90,7 @@ class Supervisor:
             watch.shield = self.shield
             if may_skip:
                 watch.on_forward = self._before_forward
+                watch.on_forward_end = self._after_forward
         self._judge.want_flags(self._gates)
         self._cadence = Cadence(
             options.every, options.warmup, options.ranges, options.budget
@@ -245,6 +246,11 @@ class Supervisor:
             if self._judge.buffers is not None:
                 self._judge.buffers.before_forward(watch)
 
+    def _after_forward(self, watch: ModelWatch) -> None:
+        with self._shield():
+            if self._judge.buffers is not None:
+                self._judge.buffers.after_forward(watch)
+
     def _before_step(self, gate: OptimizerGate) -> bool:
         if self.rounds.has_stepped(gate):
             self._end_round()
@@ -315,10 +321,6 @@ class Supervisor:
             self._end_round()
 
     def _end_round(self) -> None:
-        buffers = self._judge.buffers
-        if buffers is not None and self.rounds.is_skipped:
-            with self._shield():
-                buffers.keep()
         self.rounds.end()
         self.decision.end_round()
         level, step = self.level, self.step

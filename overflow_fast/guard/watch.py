@@ -99,6 +99,7 @@ class ModelWatch(StepHooks):
         self.has_seen_loss = False
         self.has_unrooted_calls = False
         self.on_forward: Callable[[ModelWatch], None] | None = None
+        self.on_forward_end: Callable[[ModelWatch], None] | None = None
         self.shield: Callable[[], AbstractContextManager[None]] = nullcontext
         self._bad: list[_C.Frame] = []
         self._evaluations: set[int] = set()
@@ -302,6 +303,8 @@ class ModelWatch(StepHooks):
 
     def _end_step(self, is_recomputed: bool = False) -> None:
         super()._end_step(is_recomputed)
+        if self.on_forward_end is not None and not is_recomputed:
+            self.on_forward_end(self)
         if not torch.is_grad_enabled() and not is_recomputed:
             self._evaluations.add(self._recorder.last_batch)
             self._scan_shards()
@@ -311,7 +314,9 @@ class ModelWatch(StepHooks):
     def _scan_shards(self) -> None:
         """Scans the weights where the modules' calls do not list them."""
         model = self.model
-        if self.wanted.weights and not self._recorder.lists_parameters and model:
+        if not self.wanted.weights or self._recorder.lists_parameters:
+            return
+        if model is not None:
             self.record(_C.Phase.WEIGHTS, self.tensors.parameters(model))
             order = _C.Recorder.num_frames()
             self._evaluated_weights[order] = self._recorder.last_batch
