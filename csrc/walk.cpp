@@ -37,15 +37,8 @@ Shape shape_of(PyObject* object) {
   return Shape::kLeaf;
 }
 
-// Whether reading an attribute of this type runs code of the user's, as a property does.
-bool runs_code(PyTypeObject* type, PyObject* name) {
-  PyObject* found = _PyType_Lookup(type, name);
-  if (found == nullptr || Py_TYPE(found) == &PyMemberDescr_Type) return false;
-  return Py_TYPE(found)->tp_descr_get != nullptr;
-}
-
 // Calls visit(style, key, index, child) for each child of a container. None of the user's code
-// runs.
+// runs, but for properties in the place of a dataclass's fields.
 template <class Visit>
 void for_each_child(PyObject* object, Shape shape, Visit visit_borrowed) {
   // Large scans let go of the GIL, and another thread may drop the child meanwhile.
@@ -68,7 +61,6 @@ void for_each_child(PyObject* object, Shape shape, Visit visit_borrowed) {
     const auto fields =
         py::handle(reinterpret_cast<PyObject*>(Py_TYPE(object))).attr("__dataclass_fields__");
     for (const auto& name : py::reinterpret_borrow<py::dict>(fields)) {
-      if (runs_code(Py_TYPE(object), name.first.ptr())) continue;
       const auto value =
           py::reinterpret_steal<py::object>(PyObject_GenericGetAttr(object, name.first.ptr()));
       if (!value) {
