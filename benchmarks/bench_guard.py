@@ -42,6 +42,7 @@ NOTES = (
 )
 GUARDS: dict[str, dict[str, Any]] = {
     "everything": {},
+    "everything, skip": {"on_overflow": "skip"},  # buffers are copied
     "gradients, loss, weights": {"watch": PROTECTION},
     "gradients": {"watch": ("gradients",)},
     "budget 1 %": {"budget": 0.01},
