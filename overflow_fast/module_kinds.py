@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 from torch import nn
@@ -20,6 +21,18 @@ _NORMALIZATIONS = (
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_FUSED = {"layer_norm", "rms_norm", "group_norm", "super"}
+_ROOTS = {"rsqrt", "sqrt", "std", "norm", "vector_norm"}
+_MEASURES = _ROOTS | {
+    "var",
+    "var_mean",
+    "std_mean",
+    "mean",
+    "sum",
+    "abs",
+    "amax",
+    "max",
+}
 _NORMALIZATION_NAME = re.compile(r"(Layer|RMS|Group)_?Norm(\w*[a-z0-9])?$")
 
 
@@ -49,14 +62,36 @@ def is_normalization(module: nn.Module) -> bool:
     """Tells whether a module returns small values whatever it is given.
 
     So do torch's normalizations; batch norms in training alone. Classes of others are
-    recognized by their names, if they have no submodules.
+    recognized by their names and their code, if they have no submodules.
     """
     if isinstance(module, _BATCH_NORMS):
-        return module.training
+        return module.training and is_of_torch(module)
     if isinstance(module, _NORMALIZATIONS):
-        return True
+        return is_of_torch(module) or _normalizes_once(module)
     is_named = _NORMALIZATION_NAME.search(type(module).__name__) is not None
-    return is_named and not any(True for _ in module.children())
+    has_children = any(True for _ in module.children())
+    return is_named and not has_children and _normalizes_once(module)
+
+
+def is_of_torch(module: nn.Module) -> bool:
+    """Tells whether a module's forward is torch's, and nobody has changed it."""
+    place = str(getattr(type(module).forward, "__module__", ""))
+    return place.startswith("torch.nn.") and _is_plain(module)
+
+
+def _normalizes_once(module: nn.Module) -> bool:
+    """Tells whether a forward takes one tensor, and divides by one measure of it.
+
+    What takes a second tensor, or measures what a fused normalization was given, may
+    scale its output by that.
+    """
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None or "forward" in module.__dict__ or code.co_argcount != 2:
+        return False
+    names = set(code.co_names)
+    if names & _FUSED:
+        return not names & _MEASURES
+    return len(names & _ROOTS) == 1
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -260,6 +260,127 @@ def test_nothing_is_advised_where_no_end_is_known(case):
     assert advice_of(report) == []
 
 
+class Plain(nn.Module):
+    def __init__(self, norm=nn.LayerNorm):
+        super().__init__()
+        self.wo, self.n = nn.Linear(WIDTH, WIDTH), norm(WIDTH)
+
+    def forward(self, x):
+        return self.n(self.wo(x))
+
+
+class Highway(Plain):
+    def forward(self, x):
+        y = self.wo(x)
+        return y + self.n(y)
+
+
+class Rescales(Plain):
+    def forward(self, x):
+        y = self.wo(x)
+        return self.n(y) * y.std(-1, keepdim=True)
+
+
+class Casts(Plain):
+    def forward(self, x):
+        return self.n(to_half(self.wo(x)).to(self.n.weight.dtype))
+
+
+class Exponential(Plain):
+    def forward(self, x):
+        return self.n(self.wo(x).exp())
+
+
+class ComparesDtypes(Plain):
+    def forward(self, x):
+        y = self.wo(x)
+        is_half = y.dtype == torch.float16 or y.dtype in (torch.float16, torch.half)
+        return self.n(y * 1 if is_half else y)
+
+
+def to_half(x):
+    return x.to(torch.float16)
+
+
+class AdaLayerNorm(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x) * x.std(-1, keepdim=True)
+
+
+class GatedRMSNorm(Norm):
+    def __init__(self, width):
+        super().__init__()
+
+    def forward(self, x, gate=None):
+        return super().forward(x)
+
+
+class Branches(nn.Module):
+    """Both overflow, and one is named first."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Plain(), Plain()
+        self.a.wo.weight = self.b.wo.weight
+
+    def forward(self, x):
+        return self.a(x) + self.b(x)
+
+
+class IteratedSequence(Model):
+    """It adds what its sequence never does."""
+
+    def forward(self, ids):
+        linear, norm = self.body[0]
+        y = linear(self.embed(ids))
+        return self.head(y + norm(y))
+
+
+class TiedHead(Model):
+    """Its head has little room, and shares its weight with the body."""
+
+    def __init__(self):
+        super().__init__(Plain())
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.body[0].wo.weight
+
+
+NO_HELP = {
+    "adds": lambda: Model(Highway()),
+    "rescales": lambda: Model(Rescales()),
+    "casts": lambda: Model(Casts()),
+    "exponential": lambda: Model(Exponential()),
+    "norm that rescales": lambda: Model(Plain(AdaLayerNorm)),
+    "norm with a gate": lambda: Model(Plain(GatedRMSNorm)),
+    "two branches": lambda: Model(Branches()),
+    "tied head": TiedHead,
+}
+
+
+@pytest.mark.parametrize("case", list(NO_HELP))
+def test_nothing_is_advised_that_would_not_help(case):
+    layer = "body.0.a.wo" if case == "two branches" else "body.0.wo"
+    report = run(*overflowing(NO_HELP[case], layer), is_autocast=False)
+    assert report.verdict.first.dtype == "float16"
+    assert advice_of(report) == []
+
+
+def test_nothing_is_advised_for_a_sequence_that_was_not_called():
+    def make_model():
+        return IteratedSequence(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+        )
+
+    report = run(*overflowing(make_model, "body.0.0"), is_autocast=False)
+    assert report.verdict.first.fqn == "body.0.0"
+    assert advice_of(report) == []
+
+
+def test_a_dtype_that_is_only_compared_is_no_cast():
+    made = overflowing(lambda: Model(ComparesDtypes()), "body.0.wo")
+    assert code_of(run(*made, is_autocast=False)) is not None
+
+
 class Clamps(FeedForward):
     """It hides the inf from what follows, as transformers' T5 does."""
 

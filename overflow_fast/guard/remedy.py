@@ -14,13 +14,16 @@ from ..module_kinds import (
     is_dropout,
     is_linear,
     is_normalization,
+    is_of_torch,
     is_small_step,
 )
 from ..names import named_modules
+from .half_casts import may_leave_float32
 from .verdict import BadFrame, Verdict
 from .watch import ModelWatch
 
 _MUCH_ROOM = 4  # bits
+_Course = tuple[float, ...]  # the largest magnitude of each of the last steps
 _LONG_HISTORY = 16  # frames: a norm that runs first in a block is among them
 
 
@@ -105,6 +108,29 @@ def _room_of_outputs(watch: ModelWatch) -> dict[str, float]:
     return room
 
 
+def _made_in_steps(watch: ModelWatch) -> dict[str, set[_Course]]:
+    """The largest magnitudes of each module's outputs in the last finite steps."""
+    made: dict[str, set[_Course]] = {}
+    for ((phase, module, path), *_), _, recent in watch.recorder.headroom():
+        if phase == _C.Phase.FORWARD and path[0][1] == "output":
+            made.setdefault(watch.name_at(module), set()).add(tuple(recent))
+    return made
+
+
+def _aligned(made: _Course, course: _Course) -> Iterator[tuple[_Course, _Course]]:
+    """The same steps of two courses, the second of which may have one step more.
+
+    So has that of a module that was called twice in the last step, and once was finite.
+    """
+    pairs = [(made, course), (made, course[:-1]), (made[1:], course[:-1])]
+    yield from (pair for pair in pairs if pair[0] and len(pair[0]) == len(pair[1]))
+
+
+def _is_origin(bad: BadFrame) -> bool:
+    """Whether a call returned something bad, and was given nothing bad."""
+    return bool(_bad_outputs(bad)) and not bad.has_bad_input and not bad.bad_weights()
+
+
 class _Search:
     """Looks for a normalization behind the first bad call."""
 
@@ -134,16 +160,23 @@ class _Search:
             watch.name_at(bad.frame.module): _bad_outputs(bad) for bad in calls
         }
         self._room = _room_of_outputs(watch)
+        self._made = _made_in_steps(watch)
+        self._origins = [
+            name
+            for bad in calls
+            if _is_origin(bad) and (name := watch.name_at(bad.frame.module))
+            if not any(each.startswith(f"{name}.") for each in self._returned)
+        ]
 
     def remedy(self) -> Remedy | None:
         """The smallest part of the model that can run in float32 by itself."""
         end = self._end_in_sequence()
-        if end:
+        if end and self._is_whole([self._name, end]):
             return Remedy([self._name], [end], end)
         around = self._name.rpartition(".")[0]
         while around:
             end = self._end_of(around)
-            if end:
+            if end and self._is_whole([around]):
                 return Remedy([around], [], end)
             around = around.rpartition(".")[0]
         return None
@@ -151,12 +184,13 @@ class _Search:
     def _end_in_sequence(self) -> str:
         """The normalization behind it in an `nn.Sequential`, whose code is known."""
         parent = self._name.rpartition(".")[0]
-        if type(self._modules[parent]) is not nn.Sequential:
+        is_sequence = type(self._modules[parent]) is nn.Sequential
+        if not is_sequence or not self._is_called(parent):
             return ""
         children = list(self._children(parent))
         place = [name for name, _ in children].index(self._name)
         for name, module in children[place + 1 :]:
-            if is_normalization(module):
+            if self._normalizes(name, module):
                 return name
             if not is_small_step(module):
                 break
@@ -165,18 +199,95 @@ class _Search:
     def _end_of(self, around: str) -> str:
         """The normalization that ends a module's call, or ""."""
         end = self._last_in(around)
-        return end if end and self._runs_last(end, around) else ""
+        is_last = end and self._runs_last(end, around) and self._returns(end, around)
+        return end if is_last else ""
 
     def _last_in(self, around: str) -> str:
         """The normalization behind which a module has no other weights, or ""."""
-        is_called = around in self._room or around in self._after
         children = [child for child in self._children(around) if has_weights(child[1])]
         if children and self._has_room_in(*children[-1]):
             children.pop()
-        if not children or not is_called:
+        if not children or not self._is_called(around):
             return ""
         name, module = children[-1]
-        return name if is_normalization(module) else self._last_in(name)
+        return name if self._normalizes(name, module) else self._last_in(name)
+
+    def _normalizes(self, name: str, module: nn.Module) -> bool:
+        """Whether a module's class is a normalization's, and its outputs have been."""
+        if not is_normalization(module):
+            return False
+        if is_of_torch(module):
+            return True
+        weights = list(module.parameters())
+        sizes = [float(weight.detach().abs().max()) for weight in weights]
+        width = max((weight.numel() for weight in weights), default=0)
+        most = math.sqrt(width) * (1.01 + sum(sizes))
+        made = self._made.get(name, set())
+        return bool(made) and all(each <= most for recent in made for each in recent)
+
+    def _is_called(self, name: str) -> bool:
+        return name in self._room or name in self._after
+
+    def _is_whole(self, names: Sequence[str]) -> bool:
+        """Whether modules stay in float32, and nothing else needs to.
+
+        Another call that made something bad of finite values overflows again. A layer
+        elsewhere that shares a weight, as a tied head does, runs in float32, too, and
+        its outputs are cast back: they must have been far from overflowing.
+        """
+        inside = {each for name in names for each in self._modules[name].modules()}
+        weights = {id(p) for module in inside for p in module.parameters()}
+        large = {id(p) for p in self._modules[self._name].parameters()}
+        sharing = {
+            name: {id(p) for p in module.parameters(recurse=False)}
+            for name, module in self._modules.items()
+            if module not in inside and not isinstance(module, nn.Embedding)
+        }
+        is_shared = any(
+            shared & weights
+            and (shared & large or not self._has_room_in(name, self._modules[name]))
+            for name, shared in sharing.items()
+        )
+        return (
+            not is_shared
+            and all(self._modules[name] in inside for name in self._origins)
+            and not any(may_leave_float32(self._modules[name]) for name in names)
+        )
+
+    def _returns(self, end: str, around: str) -> bool:
+        """Whether a module has returned what its normalization did, as far as seen.
+
+        Behind the normalization there may be a dropout, or a linear layer with room.
+        """
+        made = self._made.get(around, set())
+        known = set(self._made.get(end, ()))
+        for name, module in self._modules.items():
+            if name.startswith(f"{around}.") and name in self._made:
+                is_drop = is_dropout(module) and self._is_dropped(name, end)
+                if is_drop or self._has_room_in(name, module):
+                    known |= self._of_same_steps(made, self._made[name])
+        return bool(made) and made <= known
+
+    def _of_same_steps(self, made: set[_Course], courses: set[_Course]) -> set[_Course]:
+        """What was made that courses show, too, but for their last step."""
+        return {
+            one
+            for one in made
+            for course in courses
+            if any(a == b for a, b in _aligned(one, course))
+        }
+
+    def _is_dropped(self, name: str, end: str) -> bool:
+        """Whether a dropout has returned what may be a normalization's output."""
+        module = self._modules[name]
+        p = getattr(module, "p", 1.0)
+        most = 1.01 / (1 - p) if module.training and p < 1 else 1.0
+        return any(
+            all(b <= most * a for a, b in zip(*pair, strict=True))
+            for made in self._made.get(end, ())
+            for course in self._made.get(name, ())
+            for pair in _aligned(made, course)
+        )
 
     def _has_room_in(self, name: str, module: nn.Module) -> bool:
         """Whether it is a linear layer whose outputs have been far from overflowing."""
