@@ -84,7 +84,7 @@ ALLOWED = {
         *("_C", "guard.half_casts", "guard.verdict", "guard.watch"),
         *("module_kinds", "names"),
     },
-    "guard.advice": {"guard.remedy", "guard.verdict"},
+    "guard.advice": {"guard.remedy", "guard.settings", "guard.verdict"},
     "guard.report": {
         *("_C", "debug", "lines", "report", "guard.advice", "guard.origin"),
         *("guard.remedy", "guard.strict_json", "guard.verdict", "guard.watch"),

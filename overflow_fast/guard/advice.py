@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .remedy import Remedy
+from .settings import nonfinite_settings
 from .verdict import BadEntry, Verdict
 
 
@@ -28,21 +29,22 @@ def advice_for(verdict: Verdict, step: int = 0, remedy: Remedy | None = None) ->
         return f"if this is meant, as a mask is, allow={rule}"
     if verdict.source == "batch":
         return "look at the data that made this batch"
-    if remedy is not None:
-        return _in_float32(remedy)
-    is_gradient = first.kind in ("gradient", "grad_output")
-    if is_gradient and first.dtype == "float16" and not first.num_nan:
-        return (
-            "if the loss is scaled by hand, `torch.amp.GradScaler`, which scales it by "
-            "less when gradients overflow"
-        )
-    return ""
+    return "" if remedy is None else _in_float32(remedy)
 
 
 def _of_tensor(first: BadEntry, verdict: Verdict, step: int) -> str:
     name = f"`{first.fqn}`" if first.kind == verdict.source else verdict.maker
+    settings = nonfinite_settings(verdict.remarks)
+    if settings:
+        return f"set {' and '.join(settings)} to a finite number first; {_load(name)}"
+    if step == 0 and verdict.source == "buffer":
+        return ""  # the forward may write it, initialized or not
     if step == 0:
         return f"initialize {name} or load it again"
+    return _load(name)
+
+
+def _load(name: str) -> str:
     return f"load a checkpoint in which {name} is finite"
 
 

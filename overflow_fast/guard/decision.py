@@ -194,7 +194,8 @@ class Decision:
         verdict = judge(found.frames, self._watches, found.is_check)
         if verdict.source not in ("weight", "optimizer_state"):
             return verdict
-        settings = bad_settings(self.optimizers())
+        had_finite = not self._in_row and all(w.wanted.gradients for w in self._watches)
+        settings = bad_settings(self.optimizers(), had_finite)
         return dataclasses.replace(verdict, remarks=[*verdict.remarks, *settings])
 
     def _agreed(self, found: Finding, verdict: Verdict) -> tuple[Report | None, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,30 +12,41 @@ from torch.optim import Optimizer
 
 # What an optimizer divides by together with a root that may be 0.
 _EPS = ("eps", "epsilon")
+_NONFINITE = re.compile(r"It may come from (\w+)=(?:nan|-?inf)( of param_groups.*)\.$")
 
 
-def bad_settings(optimizers: Sequence[Optimizer]) -> list[str]:
+def bad_settings(
+    optimizers: Sequence[Optimizer], had_finite_gradients: bool = True
+) -> list[str]:
     """What in `param_groups` can have made weights non-finite, in sentences.
 
     A number that is non-finite, and an epsilon that is 0 in the dtype of a group's
-    parameters. Incurs a CPU-GPU sync for each setting that is a tensor on a device.
+    parameters. The latter is told only where the gradients of the step before were
+    finite. Incurs a CPU-GPU sync for each setting that is a tensor on a device.
     """
     sentences = []
     for optimizer in optimizers:
         for i, group in enumerate(optimizer.param_groups):
             of = f"of param_groups[{i}] of {type(optimizer).__name__}"
-            sentences += [f"{text} {of}." for text in _of_group(group)]
+            sentences += [
+                f"{text} {of}." for text in _of_group(group, had_finite_gradients)
+            ]
     return list(dict.fromkeys(sentences))
 
 
-def _of_group(group: Mapping[str, Any]) -> Iterable[str]:
+def nonfinite_settings(sentences: Iterable[str]) -> list[str]:
+    """The settings that are no finite numbers, by what `bad_settings()` has said."""
+    return [match[1] + match[2] for match in map(_NONFINITE.match, sentences) if match]
+
+
+def _of_group(group: Mapping[str, Any], had_finite_gradients: bool) -> Iterable[str]:
     for name, value in group.items():
         if name == "params":
             continue
         for number in _numbers(value):
             if not math.isfinite(number):
                 yield f"It may come from {name}={number}"
-            elif name in _EPS:
+            elif name in _EPS and had_finite_gradients:
                 yield from _vanishing(name, number, group["params"])
 
 
