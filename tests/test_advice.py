@@ -460,8 +460,9 @@ def test_a_bad_batch(value):
     x, y = batches(1)[0]
     x[2, 3] = value
     report = warned(model, optimizer, (x, y))
-    assert report.verdict.source == "batch"
-    assert advice_of(report) == ["What to try: look at the data that made this batch."]
+    assert report.verdict.batch_places == ["`input[0]`, sample 2 of 4 (from 0)"]
+    place = "`input[0]`, sample 2 of 4 (from 0)"
+    assert advice_of(report) == [f"What to try: look at {place}."]
 
 
 class Tower(nn.Module):

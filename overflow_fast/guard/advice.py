@@ -29,6 +29,8 @@ def advice_for(verdict: Verdict, step: int = 0, remedy: Remedy | None = None) ->
         return f"if this is meant, as a mask is, allow={rule}"
     if verdict.source == "batch":
         return "look at the data that made this batch"
+    if verdict.batch_places:
+        return f"look at {', '.join(verdict.batch_places)}"
     return "" if remedy is None else _in_float32(remedy)
 
 

@@ -9,7 +9,7 @@ from ..report import label_text
 from .calls import Called, Calls, ancestors, joined, name_of, unwatched_in
 from .handed import Bad, handed, handed_minus_infs, minus_infs
 from .hooked import has_later_hooks, has_pre_hooks, never_writes
-from .verdict import BATCH, BadFrame, Origin
+from .verdict import BATCH, LOOP, BadFrame, Origin
 
 
 def origin_in_forward(first: BadFrame, bad: Bad, calls: Calls) -> Origin:
@@ -25,7 +25,7 @@ def origin_in_forward(first: BadFrame, bad: Bad, calls: Calls) -> Origin:
         return _made_within(first, called, bad, calls)
     name = name_of(first.watch, first.frame.module)
     if called is None:
-        candidates = [name, *_names_around(first), BATCH]
+        candidates = [name, *_names_around(first), BATCH, LOOP]
         return Origin("unclear", "unclear", "one of those around it", candidates)
     writers = [name] if _may_change_input(first, called) else []
     outermost = called

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from .. import _C
 from ..report import entry_label, label_text
@@ -27,29 +28,23 @@ def handed(outermost: Called, bad: Bad, calls: Calls) -> Origin:
         return Origin("unclear", "unclear", maker, names)
     if unwatched or (not call.is_traced and _is_written(frame)):
         names = [name_of(watch, index) for index in unwatched] or [outermost.name]
-        maker = f"{_batch_words(frame)}, or {joined(names)}"
-        return Origin("unclear", "unclear", maker, [*names, BATCH])
+        maker = f"{_batch_words(frame)}, the training loop, or {joined(names)}"
+        return Origin("unclear", "unclear", maker, [*names, BATCH, LOOP])
     past = watch.recorder.inputs_past(frame.frame)
     is_computed = all(past[place][1] for place, _ in frame.bad_inputs())
-    before = calls.before(outermost, None)
-    loop = watch.loop_batches.of(call.batch)
     places = [_place_in_loop(frame, entry[0]) for _, entry in frame.bad_inputs()]
     if all(places):
         return _of_batch(places, outermost)
-    bad_places = None if loop is None else loop.bad_places()
+    before = calls.before(outermost, None)
     after = "" if before is None else before.name
-    where = f"between {after} and" if after else "before"
-    maker = f"the training loop, {where} {outermost.name}"
-    if is_computed or bad_places == []:
+    loop = watch.loop_batches.of(call.batch)
+    if is_computed or (loop is not None and loop.bad_places() == []):
+        where = f"between {after} and" if after else "before"
+        maker = f"the training loop, {where} {outermost.name}"
         return Origin("passed_on", "caller", maker, [LOOP], after)
-    if loop is not None:
-        maker = f"the batch, or {maker}"
-        return Origin("unclear", "unclear", maker, [BATCH, LOOP], after)
-    if before is not None and not _is_again(before, outermost):
-        maker = f"the batch, or the training loop between {before.name} and it"
-        return Origin("unclear", "unclear", maker, [BATCH, LOOP], before.name)
     places = [_place(frame, entry[0]) for _, entry in frame.bad_inputs()]
-    return _of_batch(places, outermost)
+    origin = _of_batch_or_loop(places, outermost, after)
+    return origin if loop is None else replace(origin, batch_places=[])
 
 
 def _is_written(frame: BadFrame) -> bool:
@@ -71,14 +66,19 @@ def _held(frame: BadFrame, path: _C.LabelPath) -> batch.Held:
     return batch.find(given or (None, None), path)
 
 
-def _is_again(before: Called, called: Called) -> bool:
-    is_same = before.call.module == called.call.module
-    return before.watch is called.watch and is_same
-
-
 def _of_batch(places: list[str], outermost: Called) -> Origin:
     maker = f"the batch, as {outermost.name} was given it: {', '.join(places)}"
     return Origin("given", "batch", maker, [BATCH], batch_places=places)
+
+
+def _of_batch_or_loop(places: list[str], outermost: Called, after: str) -> Origin:
+    """What the loop hands over may be the batch, or be computed from anything."""
+    maker = "the batch or from the training loop"
+    maker += f" after {after}" if after else ""
+    maker += f", as {outermost.name} was given it" if outermost.call.module else ""
+    maker += f": {', '.join(places)}"
+    candidates = [BATCH, LOOP]
+    return Origin("given", "unclear", maker, candidates, after, batch_places=places)
 
 
 def _batch_words(frame: BadFrame) -> str:

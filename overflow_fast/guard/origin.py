@@ -17,6 +17,8 @@ def _sentence(first: BadEntry, verdict: Verdict) -> str:
     if verdict.origin == "made":
         given = f"What {maker} was given was finite{_exceptions(verdict)}"
         return f"{given}: it arose in {_code_of(maker, verdict)}."
+    if verdict.origin == "given" and verdict.source == "unclear":
+        return f"It was non-finite when the model was given it: it came from {maker}."
     if verdict.origin == "given":
         return f"It was non-finite before the step: it came from {maker}."
     if verdict.origin == "unclear":

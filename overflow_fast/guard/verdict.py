@@ -104,7 +104,7 @@ class Verdict:
         source: What made it or held it first, where that is known, out of `SOURCES`:
             "module" (the code of one module's call), "caller" (a module's own code
             between the calls of its submodules), "loss" (code after the model),
-            "batch" (what the training loop handed to the outermost forward),
+            "batch" (the batch that a trainer took from its loader),
             "weight", "buffer" and "optimizer_state" (non-finite before the step),
             "after_backward" (gradients were changed between backward and the
             optimizer's step), or "unclear": one of `candidates`.
@@ -116,8 +116,8 @@ class Verdict:
         after: The module whose call, or the gradient of whose output, was the last one
             seen before it where that is of use, or "".
         unwatched: The modules within the maker that the guard does not look at.
-        batch_places: Where in the batch it is, such as "`input.labels`, sample 3 of 8",
-            if it is the batch's.
+        batch_places: Where in the batch it is, or in what else the training loop handed
+            to the model, such as "`input.labels`, sample 3 of 8".
         remarks: What else was seen that may have to do with it, in sentences.
         masks: The inputs of the first bad call that hold -inf and nothing worse; that
             is no alarm, since additive masks are made of it.
