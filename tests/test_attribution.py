@@ -410,6 +410,60 @@ def refilled_in_place(model):
     return model(static.div_(0))
 
 
+class Ravels(nn.Module):
+    """Takes whatever shapes there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(1, 1)
+
+    def forward(self, x, y=None):
+        return self.fc(x.reshape(-1, 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "others"),
+    [
+        (lambda: nn.GRU(4, 5), (10, 3, 4), []),
+        (Ravels, (10, 4), [torch.ones(3, 4)]),
+        (Ravels, (10,), []),
+    ],
+)
+def test_an_index_is_not_called_a_sample_where_that_is_not_known(make, shape, others):
+    x = torch.ones(shape)
+    x[7] = NAN
+    verdict = verdict_of(make(), lambda m: m(x, *others)[0].sum())
+    place = "`input[0]`, index 7 of 10 in dimension 0 (from 0)"
+    assert verdict.batch_places == [place]
+    x[2] = NAN
+    assert (
+        "indices 2, 7 of 10"
+        in verdict_of(make(), lambda m: m(x, *others)[0].sum()).batch_places[0]
+    )
+
+
+def test_a_batch_that_was_written_to_since_is_not_read_for_its_place():
+    x = inputs()
+    x[1] = NAN
+
+    def loss_of(model):
+        loss = model(x).mean()
+        x.copy_(inputs())[2] = NAN
+        return loss
+
+    verdict = verdict_of(nn.Sequential(Doubles()), loss_of)
+    assert verdict.batch_places == ["`input[0]`"]
+
+
+class Doubles(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x.clone() * self.scale
+
+
 @pytest.mark.parametrize("compute", [roll_out, frozen_teacher, refilled_in_place])
 def test_what_the_loop_computed_is_not_said_to_be_the_batchs(compute):
     model = nn.Linear(3, 3)

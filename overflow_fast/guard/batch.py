@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -22,16 +22,28 @@ class Held(NamedTuple):
     tensor: Callable[[], torch.Tensor | None]
     version: int | None
 
+    def unchanged(self) -> torch.Tensor | None:
+        """The tensor as it was; None if it is gone or may have been written to."""
+        tensor = self.tensor()
+        if tensor is None or self.version is None or tensor._version != self.version:
+            return None
+        return tensor
+
 
 # The positional and the keyword inputs of a call, as `weakly()` holds them.
 Given = tuple[Any, Any]
 
 
+def hold(tensor: torch.Tensor) -> Held:
+    """Holds a tensor weakly, as it is now."""
+    version = None if tensor.is_inference() else tensor._version
+    return Held(weakref.ref(tensor), version)
+
+
 def weakly(value: object, depth: int = 0) -> Any:
     """The tensors of a nesting as `Held`, in dicts and lists like it."""
     if isinstance(value, torch.Tensor):
-        version = None if value.is_inference() else value._version
-        return Held(weakref.ref(value), version)
+        return hold(value)
     if depth == _MAX_DEPTH:
         return None
     # The types' own methods: those of subclasses may do anything.
@@ -60,10 +72,14 @@ def find(given: Given, path: _C.LabelPath) -> Held:
     return found if isinstance(found, Held) else Held(lambda: None, None)
 
 
-def samples(tensor: torch.Tensor | None) -> str:
+def samples(tensor: torch.Tensor | None, are_samples: bool) -> str:
     """Which entries of a tensor's first dimension are non-finite, unless all, in words.
 
     Incurs a CPU-GPU sync.
+
+    Args:
+        tensor: The tensor; None for none.
+        are_samples: Whether nothing contradicts that the first dimension is the batch.
     """
     if not is_plain(tensor) or tensor.dim() == 0 or len(tensor) < 2:
         return ""
@@ -73,7 +89,35 @@ def samples(tensor: torch.Tensor | None) -> str:
     if not found or len(found) == len(tensor):
         return ""
     shown = ", ".join(map(str, found[:_FEW])) + " ..." * (len(found) > _FEW)
-    return f", sample{'s' * (len(found) > 1)} {shown} of {len(tensor)} (from 0)"
+    if are_samples:
+        return f", sample{'s' * (len(found) > 1)} {shown} of {len(tensor)} (from 0)"
+    word = "indices" if len(found) > 1 else "index"
+    return f", {word} {shown} of {len(tensor)} in dimension 0 (from 0)"
+
+
+def share_first(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Whether tensors agree in the size of dimension 0, and one has dimensions besides.
+
+    Args:
+        tensors: Those of a batch; None for one that is gone.
+    """
+    shapes = [t.shape for t in tensors if t is not None and t.dim()]
+    return len({shape[0] for shape in shapes}) == 1 and max(map(len, shapes)) > 1
+
+
+def is_batch_first(model: torch.nn.Module | None) -> bool:
+    """Whether no module has another dimension for the batch, as far as they tell."""
+    modules = [] if model is None else model.modules()
+    return all(getattr(each, "batch_first", True) is not False for each in modules)
+
+
+def tensors_in(held: object) -> Iterator[torch.Tensor | None]:
+    """The tensors in what `weakly()` has returned; None for those that are gone."""
+    if isinstance(held, Held):
+        yield held.tensor()
+    elif isinstance(held, (dict, list, tuple)):
+        for each in held.values() if isinstance(held, dict) else held:
+            yield from tensors_in(each)
 
 
 def is_mask(tensor: torch.Tensor | None) -> bool | None:

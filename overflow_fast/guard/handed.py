@@ -60,10 +60,13 @@ def _is_written(frame: BadFrame) -> bool:
 
 def _held(frame: BadFrame, path: _C.LabelPath) -> batch.Held:
     """What a root was handed by the training loop."""
-    given = (
-        (None, None) if frame.frame.module else frame.watch.given.get(frame.frame.batch)
-    )
-    return batch.find(given or (None, None), path)
+    return batch.find(_given(frame), path)
+
+
+def _given(frame: BadFrame) -> batch.Given:
+    """All that a root was handed by the training loop."""
+    given = None if frame.frame.module else frame.watch.given.get(frame.frame.batch)
+    return given or (None, None)
 
 
 def _of_batch(places: list[str], outermost: Called) -> Origin:
@@ -90,13 +93,20 @@ def _batch_words(frame: BadFrame) -> str:
 def _place_in_loop(frame: BadFrame, path: _C.LabelPath) -> str:
     """Where an input of an outermost call is in the batch of the trainer, or ""."""
     loop = frame.watch.loop_batches.of(frame.frame.batch)
-    return "" if loop is None else loop.place_of(_held(frame, path).tensor())
+    if loop is None:
+        return ""
+    is_batch_first = batch.is_batch_first(frame.watch.model)
+    return loop.place_of(_held(frame, path).tensor(), is_batch_first)
 
 
 def _place(frame: BadFrame, path: _C.LabelPath) -> str:
     if place := _place_in_loop(frame, path):
         return place
-    return f"`{label_text(path)}`{batch.samples(_held(frame, path).tensor())}"
+    are_samples = batch.is_batch_first(frame.watch.model) and batch.share_first(
+        batch.tensors_in(_given(frame))
+    )
+    tensor = _held(frame, path).unchanged()
+    return f"`{label_text(path)}`{batch.samples(tensor, are_samples)}"
 
 
 def minus_infs(
@@ -162,7 +172,7 @@ def _is_mask(frame: BadFrame, path: _C.LabelPath) -> bool | None:
 
     A mask holds 0 besides, and comes with something to mask.
     """
-    is_known = batch.is_mask(_held(frame, path).tensor())
+    is_known = batch.is_mask(_held(frame, path).unchanged())
     others, lowest = 0, None
     for entry in frame.entries():
         if entry[0] == path and isinstance(entry[2], tuple):

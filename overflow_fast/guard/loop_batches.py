@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import operator
-import weakref
 from collections import UserDict
 from collections.abc import Iterator
 
 import torch
 
-from .batch import Held, is_plain, samples
+from .batch import Held, hold, is_plain, samples, share_first
 
 _MAX_BATCHES = 8
 _MAX_DEPTH = 6
@@ -36,7 +35,7 @@ class LoopBatch:
         if isinstance(value, UserDict):  # such as transformers' BatchEncoding
             value = value.data
         if isinstance(value, torch.Tensor):
-            yield place, Held(weakref.ref(value), _version(value))
+            yield place, hold(value)
         elif depth < _MAX_DEPTH and isinstance(value, dict):
             for key, each in dict.items(value):
                 yield from self._walk(each, f"{place}[{key!r}]", depth + 1)
@@ -46,35 +45,46 @@ class LoopBatch:
         elif not isinstance(value, _HARMLESS):
             self._is_whole = False
 
-    def place_of(self, tensor: torch.Tensor | None) -> str:
+    def place_of(self, tensor: torch.Tensor | None, is_batch_first: bool = True) -> str:
         """Where a tensor, or what it is a view of, is in the batch; "" if nowhere.
 
         Incurs a CPU-GPU sync if it is there.
+
+        Args:
+            tensor: The tensor; None for none.
+            is_batch_first: Whether no module has another dimension for the batch.
         """
+        are_samples = is_batch_first and self._share_first()
         for is_same in (operator.is_, _shares_memory):
             for place, held in self._tensors.items():
-                own = held.tensor()
-                is_there = own is not None and held.version == _version(own)
-                if is_there and is_same(own, tensor):
-                    return f"`{place}`{samples(own)}"
+                own = held.unchanged()
+                if own is not None and is_same(own, tensor):
+                    return f"`{place}`{samples(own, are_samples)}"
         return ""
 
-    def bad_places(self) -> list[str] | None:
+    def bad_places(self, is_batch_first: bool = True) -> list[str] | None:
         """Where the batch is non-finite; None if not all of it can be looked at.
 
         Incurs a CPU-GPU sync for each tensor on a device.
+
+        Args:
+            is_batch_first: Whether no module has another dimension for the batch.
         """
         places = []
+        are_samples = is_batch_first and self._share_first()
         for place, held in self._tensors.items():
-            tensor = held.tensor()
-            if tensor is None or held.version != _version(tensor):
+            tensor = held.unchanged()
+            if tensor is None:
                 return None
             if not is_plain(tensor):
                 if tensor.is_floating_point() or tensor.is_complex():
                     return None
             elif not bool(torch.isfinite(tensor.detach()).all()):
-                places.append(f"`{place}`{samples(tensor)}")
+                places.append(f"`{place}`{samples(tensor, are_samples)}")
         return places if places or self._is_whole else None
+
+    def _share_first(self) -> bool:
+        return share_first(held.tensor() for held in self._tensors.values())
 
 
 class LoopBatches:
@@ -101,10 +111,6 @@ class LoopBatches:
         """The batch of a forward, if it is known."""
         numbers = [each for each in self._batches if each <= number]
         return self._batches[max(numbers)][1] if numbers else None
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
 
 
 def _shares_memory(own: object, other: object) -> bool:
