@@ -370,7 +370,7 @@ def test_what_arises_between_submodules_that_a_loop_calls_is_not_the_batch():
         model, lambda m: m.decoder(torch.log(m.encoder(inputs()) * 0)).mean()
     )
     assert verdict.first.fqn == "decoder"
-    assert verdict.candidates == ["the training loop", "decoder"]
+    assert verdict.candidates == ["the training loop"]
     verdict = verdict_of(
         Lit(), lambda m: m.decoder(torch.log(m.encoder(inputs()) * 0 - 1)).mean()
     )
@@ -408,6 +408,44 @@ def refilled_in_place(model):
     static = inputs()
     model(static)
     return model(static.div_(0))
+
+
+def test_minus_inf_in_a_feature_of_a_linear_layer_was_handed_over():
+    x = inputs()
+    x[3, 1] = -INF
+    verdict = verdict_of(nn.Linear(3, 1), lambda m: m(x).mean())
+    assert verdict.candidates == HANDED_OVER
+    assert verdict.batch_places == ["`input[0]`, sample 3 of 4 (from 0)"]
+
+
+class Biased(nn.Module):
+    """Overflows by itself, next to a bias that holds -inf."""
+
+    def __init__(self, is_inner):
+        super().__init__()
+        self.q, self.is_inner = nn.Linear(5, 5), is_inner
+
+    def forward(self, x, bias):
+        if self.is_inner:
+            return self.q(((x * 1e30).exp() + bias).exp())
+        return (self.q(x) * 1e30 + bias).exp()
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+@pytest.mark.parametrize("is_root", [False, True])
+def test_minus_inf_in_a_bias_is_a_possibility(is_root, is_inner):
+    k = torch.arange(5)
+    bias = -(k[:, None] - k).abs() * 0.1
+    bias = bias.masked_fill(k > k[:, None], -INF)
+    model = Biased(is_inner)
+    if not is_root:
+        model = nn.ModuleDict({"attn": model})
+        model.forward = lambda x, bias: model["attn"](x, bias)
+    verdict = verdict_of(model, lambda m: m(torch.ones(5, 5), bias).mean())
+    assert verdict.origin == "unclear"
+    name = "the model" if is_root else "attn"
+    assert set(verdict.candidates) >= {name, *HANDED_OVER}
+    assert "which handed over -inf in `input[1]`" in verdict.maker
 
 
 class Ravels(nn.Module):
@@ -657,6 +695,14 @@ def test_a_hook_that_replaces_inputs_is_a_candidate():
     verdict = verdict_of(model, lambda m: m(inputs()).mean())
     assert verdict.origin == "unclear"
     assert {"the model", "1"} <= set(verdict.candidates)
+
+
+@pytest.mark.parametrize("value", [NAN, -INF])
+def test_a_hook_that_replaces_inputs_of_the_model_is_a_candidate(value):
+    model = nn.Linear(3, 3)
+    model.register_forward_pre_hook(lambda module, args: (args[0].clamp(max=value),))
+    verdict = verdict_of(model, lambda m: m(inputs()).mean())
+    assert set(verdict.candidates) >= {"the model", *HANDED_OVER}
 
 
 def test_a_hook_that_replaces_an_output_later_is_a_candidate():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from .. import _C
 from ..report import label_text
 from .calls import Called, Calls, ancestors, joined, name_of, unwatched_in
-from .handed import Bad, handed, handed_minus_infs, minus_infs
+from .handed import Bad, handed, minus_infs
 from .hooked import has_later_hooks, has_pre_hooks, never_writes
 from .verdict import BATCH, LOOP, BadFrame, Origin
 
@@ -56,7 +58,6 @@ def _made_within(
         return Origin("unclear", "unclear", maker, [name, buffer])
     if called is not None:
         given = minus_infs(called, first, name, bad, calls)
-        given = given or handed_minus_infs(called, first, name, bad, calls)
         if given is not None:
             return given
     last = None if called is None else calls.last_within(called)
@@ -77,11 +78,6 @@ def _between(
 ) -> Origin:
     """It arose in a call, before a call within it was given it."""
     name = around.name
-    given = None
-    if frame is not None:
-        given = minus_infs(around, frame, name, bad, calls)
-    if given is not None:
-        return given
     before = calls.before(called, around)
     unwatched = unwatched_in(around.watch, around.call.module)
     unwatched += [
@@ -92,6 +88,10 @@ def _between(
     ]
     candidates = list(dict.fromkeys([name, *writers, *unwatched]))
     after = "" if before is None else before.name
+    given = None if frame is None else minus_infs(around, frame, name, bad, calls)
+    if given is not None:
+        candidates = list(dict.fromkeys([*candidates, *given.candidates]))
+        return replace(given, candidates=candidates, unwatched=unwatched)
     if writers:
         others = joined(writers)
         maker = f"the code of {name}, or {others}, which may change its input"

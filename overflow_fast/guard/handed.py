@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
+from torch import nn
 
 from .. import _C
 from ..report import entry_label, label_text
 from . import batch
 from .calls import Called, Calls, ancestors, joined, name_of
-from .hooked import never_writes
+from .hooked import has_pre_hooks, never_writes
 from .verdict import BATCH, LOOP, BadFrame, Origin, kind_of
 
+Inputs = Sequence[tuple[int, "_C.LabelPath"]]  # places and labels
 Bad = Mapping[tuple[int, int], BadFrame]  # by watch and order
 
 
@@ -26,23 +29,32 @@ def handed(outermost: Called, bad: Bad, calls: Calls) -> Origin:
         names = [name_of(watch, index) for index in around] or [outermost.name]
         maker = f"code that backward ran again: {joined(names)}"
         return Origin("unclear", "unclear", maker, names)
-    if unwatched or (not call.is_traced and _is_written(frame)):
+    is_hooked = has_pre_hooks(watch.module_at(call.module))
+    if unwatched or is_hooked or (not call.is_traced and _is_written(frame)):
         names = [name_of(watch, index) for index in unwatched] or [outermost.name]
         maker = f"{_batch_words(frame)}, the training loop, or {joined(names)}"
         return Origin("unclear", "unclear", maker, [*names, BATCH, LOOP])
-    past = watch.recorder.inputs_past(frame.frame)
-    is_computed = all(past[place][1] for place, _ in frame.bad_inputs())
-    places = [_place_in_loop(frame, entry[0]) for _, entry in frame.bad_inputs()]
+    inputs = [(place, entry[0]) for place, entry in frame.bad_inputs()]
+    return _handed_over(outermost, frame, inputs, calls)
+
+
+def _handed_over(
+    outermost: Called, frame: BadFrame, inputs: Inputs, calls: Calls
+) -> Origin:
+    """The batch if a trainer has noted that it was bad, else what the loop may do."""
+    places = [_place_in_loop(frame, path) for _, path in inputs]
     if all(places):
         return _of_batch(places, outermost)
+    past = frame.watch.recorder.inputs_past(frame.frame)
+    is_computed = all(past[place][1] for place, _ in inputs)
     before = calls.before(outermost, None)
     after = "" if before is None else before.name
-    loop = watch.loop_batches.of(call.batch)
+    loop = frame.watch.loop_batches.of(outermost.call.batch)
     if is_computed or (loop is not None and loop.bad_places() == []):
         where = f"between {after} and" if after else "before"
         maker = f"the training loop, {where} {outermost.name}"
         return Origin("passed_on", "caller", maker, [LOOP], after)
-    places = [_place(frame, entry[0]) for _, entry in frame.bad_inputs()]
+    places = [_place(frame, path) for _, path in inputs]
     origin = _of_batch_or_loop(places, outermost, after)
     return origin if loop is None else replace(origin, batch_places=[])
 
@@ -112,56 +124,37 @@ def _place(frame: BadFrame, path: _C.LabelPath) -> str:
 def minus_infs(
     called: Called, frame: BadFrame, name: str, bad: Bad, calls: Calls
 ) -> Origin | None:
-    """Where a call was given -inf: the batch, if that held it and it is no mask."""
-    if not _minus_inf_inputs(frame):
+    """A call was given -inf that may be no mask: it, or who handed it that?"""
+    inputs = _minus_inf_inputs(frame)
+    if not inputs:
         return None
-    outermost = calls.chain(called)[-1]
+    around = calls.chain(called)[1:]
+    outermost = around[-1] if around else called
     root = bad.get((id(outermost.watch), outermost.call.order))
-    if root is None:
+    module = called.watch.module_at(called.call.module)
+    if not around and isinstance(module, nn.Linear) and not has_pre_hooks(module):
+        return _handed_over(called, frame, inputs, calls)  # nothing finite comes of it
+    paths = [path for _, path in inputs if _is_mask(frame, path) is False]
+    givers = [each.name for each in around] if paths else []
+    places = []
+    if root is not None:
+        handed_over = [path for _, path in _minus_inf_inputs(root)]
+        paths = [path for path in handed_over if _is_mask(root, path) is not True]
+        places = [_place(root, path) for path in paths]
+    if not places and not givers:
         return None
-    paths = _minus_inf_inputs(root)
-    if not all(_place_in_loop(root, path) for path in paths):
-        has_loop = root.watch.loop_batches.of(root.frame.batch) is not None
-        if has_loop or calls.before(outermost, None) is not None:
-            return None
-    kinds = [_is_mask(root, path) for path in paths]
-    data = [p for p, kind in zip(paths, kinds, strict=True) if kind is False]
-    if data:
-        places = [f"{_place(root, path)}, which holds -inf" for path in data]
-        return _of_batch(places, outermost)
-    if None in kinds:
-        labels = ", ".join(label_text(path) for path in paths)
-        maker = f"{name}, or the batch, which holds -inf in {labels}"
-        return Origin("unclear", "unclear", maker, [name, BATCH])
-    return None
+    outside = [BATCH, LOOP] if places or root is None else []
+    candidates = list(dict.fromkeys([name, *givers, *outside]))
+    maker = f"{name}, or {joined(candidates[1:])}, which handed over -inf"
+    maker += f" in {', '.join(places)}" if places else ""
+    return Origin("unclear", "unclear", maker, candidates, batch_places=places)
 
 
-def handed_minus_infs(
-    called: Called, frame: BadFrame, name: str, bad: Bad, calls: Calls
-) -> Origin | None:
-    """A call was given -inf that is no mask: by whom, or did that call's code do it?"""
-    paths = [
-        path for path in _minus_inf_inputs(frame) if _is_mask(frame, path) is False
-    ]
-    if not paths:
-        return None
-    giver = LOOP
-    for around in calls.chain(called)[1:]:
-        giver = around.name
-        outer = bad.get((id(around.watch), around.call.order))
-        if outer is None or not _minus_inf_inputs(outer):
-            break
-        giver = LOOP
-    labels = ", ".join(label_text(path) for path in paths)
-    maker = f"{giver}, which handed -inf to {name} in {labels}, or {name}"
-    return Origin("unclear", "unclear", maker, [giver, name])
-
-
-def _minus_inf_inputs(frame: BadFrame) -> list[_C.LabelPath]:
+def _minus_inf_inputs(frame: BadFrame) -> Inputs:
     kinds = frame.watch.recorder.nonfinite_kinds(frame.frame)
     return [
-        entry[0]
-        for kind, entry in zip(kinds, frame.entries(), strict=True)
+        (place, entry[0])
+        for place, (kind, entry) in enumerate(zip(kinds, frame.entries(), strict=True))
         if kind == _C.NEGATIVE_INF and not entry[5]
         if kind_of(entry[0]) == "input"
     ]
