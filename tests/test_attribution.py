@@ -1,6 +1,7 @@
 """Verdicts name a maker only where nothing else can have made the value."""
 
 import math
+from collections import UserDict
 
 import pytest
 import torch
@@ -446,6 +447,86 @@ def test_minus_inf_in_a_bias_is_a_possibility(is_root, is_inner):
     name = "the model" if is_root else "attn"
     assert set(verdict.candidates) >= {name, *HANDED_OVER}
     assert "which handed over -inf in `input[1]`" in verdict.maker
+
+
+class Data:
+    """A batch that no walk looks into."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+class Reads(nn.Module):
+    """Takes its values out of whatever it was given."""
+
+    def __init__(self, has_layer):
+        super().__init__()
+        self.fc = nn.Linear(3, 3) if has_layer else None
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, d):
+        x = inputs() * d if isinstance(d, float) else getattr(d, "x", d)
+        x = torch.as_tensor(x["x"] if isinstance(x, UserDict) else x) * self.scale
+        return x if self.fc is None else self.fc(x)
+
+
+@pytest.mark.parametrize("is_keyword", [False, True])
+@pytest.mark.parametrize("has_layer", [False, True])
+@pytest.mark.parametrize("wrap", [Data, lambda x: UserDict(x=x), torch.Tensor.numpy, 0])
+def test_what_nobody_looked_into_is_not_called_finite(wrap, has_layer, is_keyword):
+    x = inputs()
+    x[2] = NAN
+    batch = wrap(x) if wrap else NAN
+    arguments = {"d": batch} if is_keyword else {}
+    positional = () if is_keyword else (batch,)
+    model = Reads(has_layer)
+    verdict = verdict_of(model, lambda m: m(*positional, **arguments).mean())
+    assert verdict.origin == "unclear"
+    assert set(verdict.candidates) == {"the model", *HANDED_OVER}
+    label = "input.d" if is_keyword else "input[0]"
+    assert f"{label} of the model was not looked into" in verdict.maker
+    if is_keyword:
+        return
+    model = nn.Sequential(Reads(has_layer))
+    verdict = verdict_of(model, lambda m: m(*positional).mean())
+    assert set(verdict.candidates) == {"0", "the model", *HANDED_OVER}
+
+
+def test_an_object_that_the_model_made_may_hold_it():
+    class Wraps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.reads = nn.Linear(3, 3), Reads(False)
+
+        def forward(self, x):
+            return self.reads(Data(self.fc(x) / 0))
+
+    verdict = verdict_of(Wraps(), lambda m: m(inputs()).mean())
+    assert verdict.candidates == ["reads", "the model"]
+
+
+def test_plain_arguments_of_the_model_hold_nothing_bad():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x, *_, **__):
+            return self.fc(x) / 0
+
+    plain = (
+        torch.arange(3),
+        torch.ones(2, dtype=torch.bool),
+        1,
+        2.0,
+        "a",
+        True,
+        None,
+        torch.float16,
+        [1, {"a": 0.5}],
+    )
+    verdict = verdict_of(Scaled(), lambda m: m(inputs(), *plain, key=1e3).mean())
+    assert (verdict.origin, verdict.candidates) == ("made", ["the model"])
 
 
 class Ravels(nn.Module):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import cmath
+import dataclasses
+import enum
 import itertools
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeGuard
@@ -14,6 +18,11 @@ from .. import _C
 _MAX_DEPTH = 4
 _FEW = 4
 _MAX_ITEMS = 64
+_HARMLESS = (
+    *(str, bytes, int, type(None), torch.dtype, torch.device, torch.layout, range),
+    *(slice, type, enum.Enum, types.FunctionType, torch.Generator),
+)
+_UNSEEN = object()
 
 
 class Held(NamedTuple):
@@ -41,18 +50,47 @@ def hold(tensor: torch.Tensor) -> Held:
 
 
 def weakly(value: object, depth: int = 0) -> Any:
-    """The tensors of a nesting as `Held`, in dicts and lists like it."""
+    """The tensors of a nesting as `Held`, in dicts and lists like it.
+
+    What may hold values and is no such nesting is marked: nobody looks into it.
+    """
     if isinstance(value, torch.Tensor):
         return hold(value)
-    if depth == _MAX_DEPTH:
+    if isinstance(value, _HARMLESS) or _is_finite_number(value):
         return None
+    if depth == _MAX_DEPTH:
+        return _UNSEEN
     # The types' own methods: those of subclasses may do anything.
     if isinstance(value, dict):
         return {key: weakly(each, depth + 1) for key, each in dict.items(value)}
     if isinstance(value, (list, tuple)):
         few = itertools.islice(value, _MAX_ITEMS)
         return [weakly(each, depth + 1) for each in few]
-    return None
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {n: weakly(getattr(value, n, None), depth + 1) for n in names}
+    return _UNSEEN
+
+
+def _is_finite_number(value: object) -> bool:
+    """Whether it is a finite number of Python."""
+    return isinstance(value, (float, complex)) and cmath.isfinite(value)
+
+
+def unseen(given: Given) -> list[str]:
+    """The inputs of a call that nobody has looked into: objects, arrays, nan itself."""
+    args, kwargs = given
+    labels = {f"input[{i}]": each for i, each in enumerate(args or [])}
+    labels |= {f"input.{key}": each for key, each in (kwargs or {}).items()}
+    return [label for label, each in labels.items() if _holds_unseen(each)]
+
+
+def _holds_unseen(held: object) -> bool:
+    if isinstance(held, dict):
+        return any(map(_holds_unseen, held.values()))
+    if isinstance(held, list):
+        return any(map(_holds_unseen, held))
+    return held is _UNSEEN
 
 
 def find(given: Given, path: _C.LabelPath) -> Held:

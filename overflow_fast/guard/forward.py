@@ -9,7 +9,7 @@ import torch
 from .. import _C
 from ..report import label_text
 from .calls import Called, Calls, ancestors, joined, name_of, unwatched_in
-from .handed import Bad, handed, minus_infs
+from .handed import Bad, handed, handed_unseen, minus_infs
 from .hooked import has_later_hooks, has_pre_hooks, never_writes
 from .verdict import BATCH, LOOP, BadFrame, Origin
 
@@ -58,6 +58,7 @@ def _made_within(
         return Origin("unclear", "unclear", maker, [name, buffer])
     if called is not None:
         given = minus_infs(called, first, name, bad, calls)
+        given = given or handed_unseen(called, first, name, calls)
         if given is not None:
             return given
     last = None if called is None else calls.last_within(called)
@@ -89,6 +90,7 @@ def _between(
     candidates = list(dict.fromkeys([name, *writers, *unwatched]))
     after = "" if before is None else before.name
     given = None if frame is None else minus_infs(around, frame, name, bad, calls)
+    given = given or handed_unseen(around, frame, name, calls)
     if given is not None:
         candidates = list(dict.fromkeys([*candidates, *given.candidates]))
         return replace(given, candidates=candidates, unwatched=unwatched)

@@ -12,7 +12,7 @@ from .. import _C
 from ..report import entry_label, label_text
 from . import batch
 from .calls import Called, Calls, ancestors, joined, name_of
-from .hooked import has_pre_hooks, never_writes
+from .hooked import has_pre_hooks, is_layer_of_torch, never_writes
 from .verdict import BATCH, LOOP, BadFrame, Origin, kind_of
 
 Inputs = Sequence[tuple[int, "_C.LabelPath"]]  # places and labels
@@ -119,6 +119,54 @@ def _place(frame: BadFrame, path: _C.LabelPath) -> str:
     )
     tensor = _held(frame, path).unchanged()
     return f"`{label_text(path)}`{batch.samples(tensor, are_samples)}"
+
+
+def handed_unseen(
+    called: Called, frame: BadFrame | None, name: str, calls: Calls
+) -> Origin | None:
+    """A call may have been given it in what nobody has looked into: by whom?"""
+    if is_layer_of_torch(called.watch.module_at(called.call.module)):
+        return None
+    around = calls.chain(called)[1:]
+    outermost = around[-1] if around else called
+    given = None
+    if not outermost.call.module:
+        given = outermost.watch.given.get(outermost.call.batch)
+    labels = batch.unseen(given or (None, None))
+    is_known = bool(given) and not around
+    own = [] if frame is None else _unseen_inputs(frame, is_known)
+    if not labels and not own:
+        return None
+    outside = [BATCH, LOOP] if labels or not given else []
+    hidden = [
+        each.name
+        for each in calls.within(outermost)
+        if each.call.has_unseen and each.call.order < called.call.order
+        if called not in calls.chain(each)
+    ]
+    givers = [each.name for each in around]
+    candidates = list(dict.fromkeys([name, *givers, *hidden, *outside]))
+    where = ", ".join(labels or own)
+    of = outermost.name if labels else name
+    maker = f"{joined(candidates)}; {where} of {of} was not looked into"
+    return Origin("unclear", "unclear", maker, candidates)
+
+
+def _unseen_inputs(frame: BadFrame, is_known: bool) -> list[str]:
+    """What was not looked into of what a call was given, where that may be the data.
+
+    Tensors that are not scanned are; what is no tensor, where nothing else was given
+    and its type is not known.
+    """
+    entries = [e for e in frame.entries() if kind_of(e[0]) == "input"]
+    odd = [e[0] for e in entries if e[1] == _C.EntryKind.NOT_SCANNED]
+    if (
+        not odd
+        and not is_known
+        and not any(e[1] == _C.EntryKind.TENSOR for e in entries)
+    ):
+        odd = [e[0] for e in entries if e[1] == _C.EntryKind.NOT_TENSOR]
+    return [label_text(path) for path in odd]
 
 
 def minus_infs(
