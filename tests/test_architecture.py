@@ -64,8 +64,13 @@ ALLOWED = {
         *("_C", "guard.batch", "guard.calls", "guard.hooked", "guard.verdict"),
         "report",
     },
+    "guard.kept": {
+        *("_C", "guard.batch", "guard.calls", "guard.handed", "guard.verdict"),
+        *("guard.watch", "report"),
+    },
     "guard.forward": {
-        *("_C", "guard.calls", "guard.handed", "guard.hooked", "guard.verdict"),
+        *("_C", "guard.calls", "guard.handed", "guard.hooked", "guard.kept"),
+        "guard.verdict",
         "report",
     },
     "guard.backward": {"_C", "guard.calls", "guard.verdict"},

@@ -957,3 +957,54 @@ def test_who_used_what_an_identity_returned_on_a_device():
     verdict = verdict_of(Net(), lambda m: m(inputs()).mean(), _defer=True)
     assert verdict.first.fqn == "same"
     assert "bad" in verdict.candidates
+
+
+# Buffers.
+
+
+class Adds(nn.Module):
+    """Adds a buffer of its own, or lets a child that has none add it."""
+
+    def __init__(self, through_child=False):
+        super().__init__()
+        self.register_buffer("pos", torch.full((3,), NAN), persistent=False)
+        self.embed, self.norm = nn.Linear(3, 3), nn.LayerNorm(3)
+        self.child = Reads(self) if through_child else None
+
+    def forward(self, x):
+        h = self.embed(x)
+        return self.norm(h + self.pos if self.child is None else self.child(h))
+
+
+class Reads(nn.Module):
+    def __init__(self, owner):
+        super().__init__()
+        self.owner = [owner]
+
+    def forward(self, x):
+        return x + self.owner[0].pos
+
+
+@pytest.mark.parametrize("watch", [["activations"], ["activations", "buffers"]])
+@pytest.mark.parametrize(("through_child", "code"), [(False, ""), (True, "child")])
+def test_a_bad_buffer_of_any_module_is_a_candidate(through_child, code, watch):
+    model = Adds(through_child)
+    verdict = verdict_of(model, lambda m: m(inputs()).mean(), watch=watch)
+    assert verdict.origin == "unclear"
+    assert verdict.candidates == [code or "the model", "pos"]
+
+
+def test_a_bad_buffer_that_a_layer_of_torch_does_not_read_is_no_candidate():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("unused", torch.full((3,), NAN))
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.fc(x)
+
+    model = Net()
+    nn.init.ones_(model.fc.weight)
+    verdict = verdict_of(model, lambda m: m(torch.full((4, 3), 3e38)).mean())
+    assert (verdict.origin, verdict.candidates) == ("made", ["fc"])

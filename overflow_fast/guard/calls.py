@@ -46,9 +46,13 @@ class Calls:
     Args:
         watches: The watched models.
         until: The order of the frame before which they have ended; None for all.
+
+    Attributes:
+        watches: The watched models.
     """
 
     def __init__(self, watches: Sequence[ModelWatch], until: int | None = None) -> None:
+        self.watches = watches
         found = [
             Called(watch, call)
             for watch in watches

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 
 import torch
 
@@ -10,7 +10,13 @@ from .. import _C
 from ..report import label_text
 from .calls import Called, Calls, ancestors, joined, name_of, unwatched_in
 from .handed import Bad, handed, handed_unseen, minus_infs
-from .hooked import has_later_hooks, has_pre_hooks, never_writes
+from .hooked import (
+    has_later_hooks,
+    has_pre_hooks,
+    is_layer_of_torch,
+    never_writes,
+)
+from .kept import bad_buffers
 from .verdict import BATCH, LOOP, BadFrame, Origin
 
 
@@ -22,6 +28,41 @@ def origin_in_forward(first: BadFrame, bad: Bad, calls: Calls) -> Origin:
         bad: All bad frames, by `key_of`.
         calls: The calls of all watched models.
     """
+    origin = _by_calls(first, bad, calls)
+    if origin.origin == "given":
+        return origin
+    return _unless(_others(first, origin, bad, calls), origin)
+
+
+def _others(
+    first: BadFrame, origin: Origin, bad: Bad, calls: Calls
+) -> list[tuple[str, str]]:
+    """Who else can have made it, that no call tells of: candidates, and words."""
+    module = first.watch.module_at(first.frame.module)
+    buffers = bad_buffers(first, bad, calls)
+    if origin.source == "module" and is_layer_of_torch(module):
+        # It reads no others.
+        own = first.watch.name_at(first.frame.module)
+        buffers = [name for name in buffers if name.rpartition(".")[0] == own]
+    return [(name, f"the buffer {name}, which is non-finite too") for name in buffers]
+
+
+def _unless(others: list[tuple[str, str]], origin: Origin) -> Origin:
+    """An origin, which is unclear if others can have made it too."""
+    if not others:
+        return origin
+    maker = f"the code of {origin.maker}" if origin.origin == "made" else origin.maker
+    names = dict.fromkeys([*origin.candidates, *(name for name, _ in others)])
+    return dataclasses.replace(
+        origin,
+        origin="unclear",
+        source="unclear",
+        maker=f"{maker}, or {joined(words for _, words in others)}",
+        candidates=list(names),
+    )
+
+
+def _by_calls(first: BadFrame, bad: Bad, calls: Calls) -> Origin:
     called = calls.of_frame(first.watch, first.frame.order)
     if not first.has_bad_input:
         return _made_within(first, called, bad, calls)
@@ -50,12 +91,9 @@ def _made_within(
     first: BadFrame, called: Called | None, bad: Bad, calls: Calls
 ) -> Origin:
     name = name_of(first.watch, first.frame.module)
-    buffer = _bad_buffer_of(first, bad)
-    if buffer and _reads_buffers_only(first):
-        return Origin("given", "buffer", f"its buffer {buffer}", [buffer])
+    buffer = _bad_buffer_of(first, bad) if _reads_buffers_only(first) else None
     if buffer:
-        maker = f"{name}, or its buffer {buffer}, which is non-finite too"
-        return Origin("unclear", "unclear", maker, [name, buffer])
+        return Origin("given", "buffer", f"its buffer {buffer}", [buffer])
     if called is not None:
         given = minus_infs(called, first, name, bad, calls)
         given = given or handed_unseen(called, first, name, calls)
@@ -93,7 +131,7 @@ def _between(
     given = given or handed_unseen(around, frame, name, calls)
     if given is not None:
         candidates = list(dict.fromkeys([*candidates, *given.candidates]))
-        return replace(given, candidates=candidates, unwatched=unwatched)
+        return dataclasses.replace(given, candidates=candidates, unwatched=unwatched)
     if writers:
         others = joined(writers)
         maker = f"the code of {name}, or {others}, which may change its input"

@@ -1,0 +1,75 @@
+"""What modules keep that any code may have read: non-finite buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from .. import _C
+from ..report import label_text
+from .batch import is_plain
+from .calls import Calls
+from .handed import Bad
+from .verdict import BadFrame
+from .watch import ModelWatch
+
+
+def bad_buffers(first: BadFrame, bad: Bad, calls: Calls) -> list[str]:
+    """The non-finite buffers that code may have read before a call ended.
+
+    Incurs a CPU-GPU sync for each buffer on a device.
+
+    Args:
+        first: The call's frame.
+        bad: All bad frames.
+        calls: The calls of all watched models.
+
+    Returns:
+        Their names; not of those that only -inf makes non-finite, as masks are filled.
+    """
+    found = {name: True for watch in calls.watches for name in _with_nan(watch)}
+    for frame in bad.values():
+        if frame.frame.phase == _C.Phase.BUFFERS:
+            for place, entry in frame.bad_entries():
+                was_finite = frame.watch.recorder.last_peak(frame.frame, place)
+                found[label_text(entry[0])] = was_finite is None
+    owners = _owners(calls)
+    return [
+        name
+        for name, was_bad in found.items()
+        if _may_be_read(owners.get(name.rpartition(".")[0]), was_bad, first, calls)
+    ]
+
+
+def _with_nan(watch: ModelWatch) -> Iterator[str]:
+    """The buffers that hold a nan, also where buffers are not looked at."""
+    model = watch.model
+    if model is not None:
+        for name, buffer in zip(*watch.tensors.buffers(model, True), strict=True):
+            if is_plain(buffer) and bool(buffer.isnan().any()):
+                yield name
+
+
+def _owners(calls: Calls) -> dict[str, tuple[ModelWatch, int]]:
+    return {
+        watch.name_at(index): (watch, index)
+        for watch in calls.watches
+        for index in watch.modules.order
+    }
+
+
+def _may_be_read(
+    owner: tuple[ModelWatch, int] | None, was_bad: bool, first: BadFrame, calls: Calls
+) -> bool:
+    if owner is None:
+        return True
+    watch, index = owner
+    module = watch.module_at(index)
+    is_norm = isinstance(module, torch.nn.modules.batchnorm._NormBase)
+    if is_norm and module is not None and module.training:
+        return False  # its statistics are only written to
+    before = calls.last_of(watch, index, first.frame.order + 1)
+    after = calls.last_of(watch, index, _C.Recorder.num_frames())
+    # Where it was finite, and its owner only called later, that has made it bad.
+    return was_bad or before is not None or after is None
