@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from overflow_fast import OverflowGuard
-from overflow_fast.hooks import put_first
 
 INF, NAN = float("inf"), float("nan")
 
@@ -102,19 +101,19 @@ class plant:
         spoiled.view(-1)[self.at] = self.value
         return spoiled
 
-    def _hook(self, module, args, output):
+    def _forward(self, *args, **kwargs):
+        output = type(self.module).forward(self.module, *args, **kwargs)
         if not self.backward:
             return self._spoil(output)
         output.register_hook(self._spoil)
-        return None
+        return output
 
     def __enter__(self):
-        self.handle = self.module.register_forward_hook(self._hook)
-        put_first(self.module._forward_hooks, self.handle.id)
+        self.module.forward = self._forward
         return self
 
     def __exit__(self, *exception):
-        self.handle.remove()
+        del self.module.forward
 
 
 def flat(text):

@@ -263,7 +263,9 @@ def test_all_gradients_bad_is_after_backward(change):
         optimizer.step()
     verdict = guard.last_report.verdict
     assert verdict.source == "after_backward"
-    assert verdict.candidates == ["code after backward", "the loss"]
+    assert verdict.candidates == [
+        *("code after backward", "the loss", "a hook", "gradients from before")
+    ]
     assert "its own backward" not in str(guard.last_report)
 
 
@@ -274,7 +276,9 @@ def test_a_penalty_on_a_weight_is_among_the_candidates():
         model, lambda m: m(inputs()).mean() + m[2].weight.pow(2).sum().sqrt()
     )
     assert verdict.origin == "unclear"
-    assert verdict.candidates == ["2", "the loss", "code after backward"]
+    assert verdict.candidates == [
+        *("2", "the loss", "code after backward", "a hook", "gradients from before")
+    ]
 
 
 # The batch.
@@ -1008,3 +1012,87 @@ def test_a_bad_buffer_that_a_layer_of_torch_does_not_read_is_no_candidate():
     nn.init.ones_(model.fc.weight)
     verdict = verdict_of(model, lambda m: m(torch.full((4, 3), 3e38)).mean())
     assert (verdict.origin, verdict.candidates) == ("made", ["fc"])
+
+
+# Modules that others have too.
+
+
+class Half(nn.Module):
+    def __init__(self, shared, is_bad=False):
+        super().__init__()
+        self.shared, self.is_bad = shared, is_bad
+
+    def forward(self, x):
+        return self.shared(torch.log(-x.abs()) if self.is_bad else x)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_all_who_have_a_shared_module_are_candidates(bad):
+    shared = nn.Linear(3, 3)
+    model = nn.Sequential(*(Half(shared, i == bad) for i in range(2)))
+    verdict = verdict_of(model, lambda m: m(inputs()).mean())
+    assert str(bad) in verdict.candidates
+    assert verdict.origin == "unclear"
+
+
+def test_a_bad_batch_is_the_batchs_where_modules_are_shared():
+    shared = nn.Linear(3, 3)
+    model = nn.Sequential(Half(shared), Half(shared))
+    verdict = verdict_of(model, lambda m: m(inputs() * NAN).mean())
+    assert verdict.candidates == ["the batch"]
+
+
+def test_a_module_that_two_models_share_may_have_been_called_by_either():
+    shared = nn.Linear(3, 3)
+    a, b = Half(shared), Half(shared, is_bad=True)
+    optimizer = torch.optim.SGD(shared.parameters(), lr=0.1)
+    verdict = verdict_of([a, b], lambda _: b(a(inputs())).mean(), optimizer)
+    assert verdict.origin == "unclear"
+    assert "1" in verdict.candidates
+
+
+# Hooks of others, and gradients that were there before.
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+def test_a_hook_that_runs_before_an_output_is_looked_at_is_a_candidate(is_global):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+
+    def spoil(module, args, output):
+        return output * NAN if module is model[0] else None
+
+    register = (
+        nn.modules.module.register_module_forward_hook
+        if is_global
+        else model[0].register_forward_hook
+    )
+    handle = register(spoil)
+    try:
+        verdict = verdict_of(model, lambda m: m(inputs()).mean())
+    finally:
+        handle.remove()
+    assert (verdict.origin, verdict.candidates) == ("unclear", ["0", "a hook"])
+
+
+def test_a_hook_on_a_tensor_in_the_model_is_a_candidate():
+    class Hooks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 1)
+
+        def forward(self, x):
+            h = self.a(x)
+            h.register_hook(lambda gradient: gradient * NAN)
+            return self.b(h)
+
+    verdict = verdict_of(Hooks(), lambda m: m(inputs()).mean())
+    assert verdict.first.kind == "gradient"
+    assert "a hook" in verdict.candidates
+
+
+def test_gradients_that_were_there_before_are_candidates():
+    model = mlp()
+    model[0].weight.grad = torch.full((3, 3), NAN)
+    verdict = verdict_of(model, lambda m: m(inputs()).mean())
+    assert "gradients from before" in verdict.candidates
+    assert "gradients that were there before this backward" in verdict.maker

@@ -173,7 +173,9 @@ def test_a_gradient_that_is_bad_by_itself():
     assert (verdict.first.kind, verdict.first.fqn) == ("gradient", "head.weight")
     assert verdict.dirty_gradients == ["head.weight"]
     assert verdict.clean_gradients == ["norm.bias", "head.bias"]
-    assert verdict.candidates == ["head", "the loss", "code after backward"]
+    assert verdict.candidates == [
+        *("head", "the loss", "code after backward", "a hook", "gradients from before")
+    ]
 
 
 def test_a_recorded_loss_is_seen():

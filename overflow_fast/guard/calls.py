@@ -104,6 +104,32 @@ class Calls:
             around = self.caller(around)
         return chain
 
+    def other_callers(self, called: Called) -> list[str]:
+        """The modules that share a call's module, which may have called it too.
+
+        A module that others hold as well is named by the first of them.
+        """
+        module = called.watch.module_at(called.call.module)
+        by_name = set(ancestors(called.watch, called.call.module))
+        return [
+            name_of(watch, index)
+            for watch in self.watches
+            for index, other in watch.modules.present()
+            if other is not module and _is_called(other)
+            if not (watch is called.watch and index in by_name)
+            if any(each is module for each in other.modules())
+            if self._may_be_around(watch, index, called)
+        ]
+
+    def _may_be_around(self, watch: ModelWatch, index: int, called: Called) -> bool:
+        found = self._modules.get((id(watch), index), [])
+        if not watch.selection.takes(watch.names[index]):
+            return True
+        place = bisect.bisect_right(found, called.call.order, key=_order)
+        if watch is called.watch:
+            return any(each.encloses(called) for each in found[place:])
+        return place < len(found)
+
     def before(self, called: Called, within: Called | None) -> Called | None:
         """The last call that ended before one began, within the same outer call."""
         end = bisect.bisect_left(self._all, called.call.order, key=_order)

@@ -11,13 +11,14 @@ from ..report import label_text
 from .calls import Called, Calls, ancestors, joined, name_of, unwatched_in
 from .handed import Bad, handed, handed_unseen, minus_infs
 from .hooked import (
+    has_earlier_hooks,
     has_later_hooks,
     has_pre_hooks,
     is_layer_of_torch,
     never_writes,
 )
 from .kept import bad_buffers
-from .verdict import BATCH, LOOP, BadFrame, Origin
+from .verdict import BATCH, HOOK, LOOP, BadFrame, Origin
 
 
 def origin_in_forward(first: BadFrame, bad: Bad, calls: Calls) -> Origin:
@@ -29,7 +30,7 @@ def origin_in_forward(first: BadFrame, bad: Bad, calls: Calls) -> Origin:
         calls: The calls of all watched models.
     """
     origin = _by_calls(first, bad, calls)
-    if origin.origin == "given":
+    if origin.source == "buffer":
         return origin
     return _unless(_others(first, origin, bad, calls), origin)
 
@@ -39,12 +40,30 @@ def _others(
 ) -> list[tuple[str, str]]:
     """Who else can have made it, that no call tells of: candidates, and words."""
     module = first.watch.module_at(first.frame.module)
-    buffers = bad_buffers(first, bad, calls)
+    buffers = [] if origin.source == "batch" else bad_buffers(first, bad, calls)
     if origin.source == "module" and is_layer_of_torch(module):
         # It reads no others.
         own = first.watch.name_at(first.frame.module)
         buffers = [name for name in buffers if name.rpartition(".")[0] == own]
-    return [(name, f"the buffer {name}, which is non-finite too") for name in buffers]
+    found = [(name, f"the buffer {name}, which is non-finite too") for name in buffers]
+    if origin.source == "module" and has_earlier_hooks(module):
+        found.append((HOOK, f"a forward hook on {origin.maker}"))
+    called = calls.of_frame(first.watch, first.frame.order)
+    if called is None or not first.has_bad_input:
+        return found
+    # What the root was given it was given, whoever called what is in it.
+    if origin.source != "batch" or calls.chain(called)[-1].call.module:
+        found += _other_callers(called, calls)
+    return found
+
+
+def _other_callers(called: Called, calls: Calls) -> list[tuple[str, str]]:
+    """Those who share a module, and may have called it with what is bad."""
+    return [
+        (name, f"{name}, which has {around.name} too and may have called it")
+        for around in calls.chain(called)
+        for name in calls.other_callers(around)
+    ]
 
 
 def _unless(others: list[tuple[str, str]], origin: Origin) -> Origin:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from torch import nn
+from torch.nn.modules import module as of_all
 
 from .. import _C
 
@@ -26,7 +27,17 @@ def is_layer_of_torch(module: nn.Module | None) -> bool:
 def has_pre_hooks(module: nn.Module | None) -> bool:
     """Whether somebody else's hook may replace a module's inputs."""
     hooks = {} if module is None else module._forward_pre_hooks
-    return not all(map(_is_ours, hooks.values()))
+    every = (*hooks.values(), *of_all._global_forward_pre_hooks.values())
+    return not all(map(_is_ours, every))
+
+
+def has_earlier_hooks(module: nn.Module | None) -> bool:
+    """Whether somebody else's hook may replace an output before it is looked at."""
+    hooks = [] if module is None else list(module._forward_hooks.values())
+    ours = next((i for i, hook in enumerate(hooks) if _is_ours(hook)), len(hooks))
+    return not all(
+        map(_is_ours, (*of_all._global_forward_hooks.values(), *hooks[:ours]))
+    )
 
 
 def has_later_hooks(module: nn.Module | None) -> bool:

@@ -10,7 +10,14 @@ from .. import _C
 from ..report import label_text
 from .calls import joined, name_of
 from .hooked import is_layer_of_torch
-from .verdict import AFTER_BACKWARD, LOSS, BadFrame, Origin
+from .verdict import (
+    AFTER_BACKWARD,
+    EARLIER_GRADIENTS,
+    HOOK,
+    LOSS,
+    BadFrame,
+    Origin,
+)
 
 
 def given_weights(bad: BadFrame) -> list[tuple[int, _C.EntryTuple]]:
@@ -57,26 +64,29 @@ def origin_of_gradients(first: BadFrame, ordered: Sequence[BadFrame]) -> Origin:
     """Who made gradients of parameters bad, while those of outputs were finite."""
     bad, count = _bad_gradients(ordered)
     owners = list(dict.fromkeys(n.rpartition(".")[0] or "the model" for n in bad))
-    others = [LOSS, AFTER_BACKWARD, *_other_ranks()]
+    others = [LOSS, AFTER_BACKWARD, HOOK, EARLIER_GRADIENTS, *_other_ranks()]
     if not any(c.phase == _C.Phase.BACKWARD for c in first.watch.recorder.calls()):
         maker = (
-            "the loss, the backward of any module, or code after it: no gradient of an "
-            "output was looked at"
+            "the loss, the backward of any module, a hook on a gradient, gradients "
+            "that were there before, or code after it: no gradient of an output was "
+            "looked at"
         )
         return Origin("unclear", "unclear", maker, [*owners, *others])
-    reduced = ", or what another rank had in its gradients" * bool(others[2:])
+    reduced = ", or what another rank had in its gradients" * bool(_other_ranks())
     if len(bad) == count and len(owners) > 1:
         maker = (
             "code that changed gradients after backward (clipping by a non-finite norm "
-            "spreads to all), or a term of the loss that is computed from the weights: "
+            "spreads to all), gradients that were there before this backward, hooks on "
+            "gradients, or a term of the loss that is computed from the weights: "
             f"all {count} gradients are non-finite, and those of outputs were finite"
             f"{reduced}"
         )
-        candidates = [AFTER_BACKWARD, LOSS, *others[2:]]
+        candidates = [AFTER_BACKWARD, *dict.fromkeys([LOSS, *others[2:]])]
         return Origin("unclear", "after_backward", maker, candidates)
     maker = (
         f"the backward of {joined(owners)}, a term of the loss that is computed from "
-        "weights, or code that changed gradients after backward: the gradients of all "
+        "weights, a hook on a gradient, gradients that were there before this "
+        "backward, or code that changed gradients after backward: the gradients of all "
         f"watched outputs were finite{reduced}"
     )
     return Origin("unclear", "unclear", maker, [*owners, *others])

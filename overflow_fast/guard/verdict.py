@@ -25,6 +25,8 @@ BATCH = "the batch"
 LOSS = "the loss"
 LOOP = "the training loop"
 AFTER_BACKWARD = "code after backward"
+HOOK = "a hook"
+EARLIER_GRADIENTS = "gradients from before"
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Verdict:
         candidates: All who can have made it: qualified names for modules (their code,
             its backward, or modules within), "the model", "the loss" (code after the
             model), "the batch" (which includes labels), "the training loop", "code
-            after backward".
+            after backward", "a hook", "gradients from before" (this backward).
         after: The module whose call, or the gradient of whose output, was the last one
             seen before it where that is of use, or "".
         unwatched: The modules within the maker that the guard does not look at.
