@@ -73,9 +73,16 @@ ALLOWED = {
         "guard.verdict",
         "report",
     },
-    "guard.backward": {"_C", "guard.calls", "guard.verdict"},
+    "guard.backward": {"_C", "guard.calls", "guard.hooked", "guard.verdict"},
     "guard.parameters": {
-        *("_C", "guard.calls", "guard.hooked", "guard.verdict", "report"),
+        *(
+            "_C",
+            "guard.batch",
+            "guard.calls",
+            "guard.hooked",
+            "guard.verdict",
+            "report",
+        ),
     },
     "guard.remarks": {"_C", "guard.batch", "guard.verdict", "report"},
     "guard.attribution": {

@@ -1096,3 +1096,38 @@ def test_gradients_that_were_there_before_are_candidates():
     verdict = verdict_of(model, lambda m: m(inputs()).mean())
     assert "gradients from before" in verdict.candidates
     assert "gradients that were there before this backward" in verdict.maker
+
+
+# Weights that may have been written or replaced within the step.
+
+
+def test_a_weight_that_stands_in_for_a_finite_one_was_not_bad_before():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+
+    def loss_of(model):
+        fast = {name: p * NAN for name, p in model.named_parameters()}
+        return torch.func.functional_call(model, fast, (inputs(),)).mean()
+
+    verdict = verdict_of(model, loss_of)
+    assert (verdict.origin, verdict.source) == ("unclear", "unclear")
+    assert "0.weight is finite now" in verdict.maker
+
+
+def test_a_weight_that_a_forward_wrote_was_not_bad_before():
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 1)
+
+        def forward(self, x):
+            self.fc.weight.data.mul_(NAN)
+            return self.fc(x)
+
+    model = Writes()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        model(inputs()).mean().backward()
+        optimizer.step()
+    verdict = guard.last_report.verdict
+    assert verdict.candidates == ["fc.weight", "the model"]
+    assert "It was non-finite when the call used it" in str(guard.last_report)

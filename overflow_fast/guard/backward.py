@@ -6,6 +6,7 @@ from torch import nn
 
 from .. import _C
 from .calls import Called, Calls, ancestors, joined, name_of
+from .hooked import hands_on
 from .verdict import BATCH, LOSS, BadFrame, Origin
 
 
@@ -66,13 +67,13 @@ class _Users:
         What has used it has had a gradient itself by then, or what it returned has.
         """
         later = self._calls.after(inner, around, self._before)
-        if around is not None and _hands_on(around):
+        if around is not None and hands_on(_module_of(around)):
             later = later[:1]  # it gives each module's output to the next one alone
         used = [each for each in later if self._has_gradient(each)]
         for user in used:
             names = [c.name for c in (user, *self._calls.within(user))]
             self.makers += [name for name in names if name not in self.makers]
-        if around is None or _hands_on(around):
+        if around is None or hands_on(_module_of(around)):
             return
         if used or self._is_seen(around) or around.call.has_unseen:
             self.code.append(around.name)
@@ -122,12 +123,8 @@ def _is_unwatched_around(first: BadFrame) -> bool:
     return any(not watch.selection.takes(watch.names[index]) for index in around)
 
 
-def _hands_on(called: Called) -> bool:
-    """Whether a module's own code does nothing but call its submodules in a row."""
-    module = called.watch.module_at(called.call.module)
-    if not isinstance(module, nn.Sequential) or "forward" in vars(module):
-        return False
-    return type(module).forward is nn.Sequential.forward
+def _module_of(called: Called) -> nn.Module | None:
+    return called.watch.module_at(called.call.module)
 
 
 def loss_origin(first: BadFrame, maker: str) -> Origin:

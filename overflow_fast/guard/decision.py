@@ -29,7 +29,7 @@ from .watch import ModelWatch
 _log = logging.getLogger("overflow_fast")
 _MAX_PLACES = 10_000
 _BEYOND_REPAIR = (
-    "It was non-finite before this step: skipping steps cannot repair it. Load a "
+    "It stays non-finite without this step: skipping steps cannot repair it. Load a "
     "checkpoint in which it is finite."
 )
 

@@ -24,6 +24,19 @@ def is_layer_of_torch(module: nn.Module | None) -> bool:
     return type(module).__module__.startswith("torch.nn.")
 
 
+def hands_on(module: nn.Module | None) -> bool:
+    """Whether a module's own code does nothing but call its submodules in a row."""
+    if not isinstance(module, nn.Sequential) or "forward" in vars(module):
+        return False
+    return type(module).forward is nn.Sequential.forward
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody else's code runs around a module's forward."""
+    every = (has_pre_hooks, has_earlier_hooks, has_later_hooks)
+    return any(has_any(module) for has_any in every)
+
+
 def has_pre_hooks(module: nn.Module | None) -> bool:
     """Whether somebody else's hook may replace a module's inputs."""
     hooks = {} if module is None else module._forward_pre_hooks

@@ -8,12 +8,14 @@ import torch.distributed as dist
 
 from .. import _C
 from ..report import label_text
+from .batch import is_plain
 from .calls import joined, name_of
-from .hooked import is_layer_of_torch
+from .hooked import hands_on, has_hooks, is_layer_of_torch
 from .verdict import (
     AFTER_BACKWARD,
     EARLIER_GRADIENTS,
     HOOK,
+    LOOP,
     LOSS,
     BadFrame,
     Origin,
@@ -53,11 +55,41 @@ def origin_of_state(first: BadFrame, place: int, kind: str, was_finite: bool) ->
         if place not in dict(given_weights(first)):
             maker = f"{label} before the step, or {owner}, which may write to it"
             return Origin("unclear", "unclear", maker, [label, owner])
+    if first.is_of_call and not _is_bad_now(first, label):
+        maker = f"{label} is finite now: something else stood in for it, or it changed"
+        return Origin("unclear", "unclear", maker, [label, *_writers(first), LOOP])
+    if first.is_of_call and (writers := _writers(first)):
+        maker = (
+            f"it is not known whether {label} was so before the step, or was written "
+            "within it"
+        )
+        return Origin("unclear", kind, maker, [label, *writers])
     if was_finite:
         maker = "an optimizer step since it was last seen finite, or another write"
     else:
         maker = "initialization, a checkpoint or a write: it was never seen finite"
     return Origin("given", kind, maker, [label])
+
+
+def _is_bad_now(first: BadFrame, label: str) -> bool:
+    """Whether the model's own weight of that name is bad; incurs a CPU-GPU sync."""
+    model = first.watch.model
+    if model is None:
+        return False
+    named = dict(zip(*first.watch.tensors.parameters(model, True), strict=True))
+    weight = named.get(label)
+    return weight is not None and not (
+        is_plain(weight) and bool(weight.isfinite().all())
+    )
+
+
+def _writers(first: BadFrame) -> list[str]:
+    """The modules whose own code, or hooks, may write to weights."""
+    return [
+        name_of(first.watch, index)
+        for index, module in first.watch.modules.present()
+        if has_hooks(module) or not (hands_on(module) or is_layer_of_torch(module))
+    ]
 
 
 def origin_of_gradients(first: BadFrame, ordered: Sequence[BadFrame]) -> Origin:
