@@ -66,7 +66,7 @@ ALLOWED = {
     },
     "guard.kept": {
         *("_C", "guard.batch", "guard.calls", "guard.handed", "guard.verdict"),
-        *("guard.watch", "report"),
+        *("guard.watch", "report", "tensors"),
     },
     "guard.forward": {
         *("_C", "guard.calls", "guard.handed", "guard.hooked", "guard.kept"),

@@ -980,7 +980,7 @@ class Adds(nn.Module):
         return self.norm(h + self.pos if self.child is None else self.child(h))
 
 
-class Reads(nn.Module):
+class ReadsOwners(nn.Module):
     def __init__(self, owner):
         super().__init__()
         self.owner = [owner]
@@ -1131,3 +1131,27 @@ def test_a_weight_that_a_forward_wrote_was_not_bad_before():
     verdict = guard.last_report.verdict
     assert verdict.candidates == ["fc.weight", "the model"]
     assert "It was non-finite when the call used it" in str(guard.last_report)
+
+
+# Values that a module leaves in an attribute.
+
+
+@pytest.mark.parametrize("in_a_list", [False, True])
+def test_a_module_that_left_a_nan_in_an_attribute_is_a_candidate(in_a_list):
+    class Gate(nn.Module):
+        def forward(self, x):
+            aux = (x.detach() * INF - INF).sum()
+            self.aux = [aux] if in_a_list else aux
+            return x
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.head = Gate(), nn.Linear(3, 1)
+
+        def forward(self, x):
+            y = self.head(self.gate(x)).mean()
+            return y + (self.gate.aux[0] if in_a_list else self.gate.aux)
+
+    verdict = verdict_of(Net(), lambda m: m(inputs()))
+    assert (verdict.origin, verdict.candidates) == ("unclear", ["the model", "gate"])

@@ -17,7 +17,7 @@ from .hooked import (
     is_layer_of_torch,
     never_writes,
 )
-from .kept import bad_buffers
+from .kept import bad_attributes, bad_buffers
 from .verdict import BATCH, HOOK, LOOP, BadFrame, Origin
 
 
@@ -46,6 +46,12 @@ def _others(
         own = first.watch.name_at(first.frame.module)
         buffers = [name for name in buffers if name.rpartition(".")[0] == own]
     found = [(name, f"the buffer {name}, which is non-finite too") for name in buffers]
+    is_alone = origin.source == "module" and is_layer_of_torch(module)
+    if origin.source != "batch" and not is_alone:
+        found += [
+            (owner or "the model", f"a value kept in {label}, which holds nan")
+            for owner, label in bad_attributes(first, calls)
+        ]
     if origin.source == "module" and has_earlier_hooks(module):
         found.append((HOOK, f"a forward hook on {origin.maker}"))
     called = calls.of_frame(first.watch, first.frame.order)

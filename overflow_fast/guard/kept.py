@@ -1,4 +1,4 @@
-"""What modules keep that any code may have read: non-finite buffers."""
+"""What modules keep that any code may have read: non-finite buffers and attributes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from .. import _C
 from ..report import label_text
+from ..tensors import tensors_in
 from .batch import is_plain
 from .calls import Calls
 from .handed import Bad
@@ -49,6 +50,28 @@ def _with_nan(watch: ModelWatch) -> Iterator[str]:
         for name, buffer in zip(*watch.tensors.buffers(model, True), strict=True):
             if is_plain(buffer) and bool(buffer.isnan().any()):
                 yield name
+
+
+def bad_attributes(first: BadFrame, calls: Calls) -> list[tuple[str, str]]:
+    """The modules that keep a nan in an attribute which is no buffer, and its name.
+
+    Not those that were only called later. Incurs a CPU-GPU sync for each tensor.
+    """
+    return [
+        (name, f"{name}.{key}".lstrip("."))
+        for name, (watch, index) in _owners(calls).items()
+        if _may_be_read((watch, index), False, first, calls)
+        if (module := watch.module_at(index)) is not None
+        for key, value in vars(module).items()
+        if not key.startswith("_") and _holds_nan(value)
+    ]
+
+
+def _holds_nan(value: object) -> bool:
+    return any(
+        is_plain(tensor) and bool(tensor.detach().isnan().any())
+        for _, tensor in tensors_in(value)
+    )
 
 
 def _owners(calls: Calls) -> dict[str, tuple[ModelWatch, int]]:
