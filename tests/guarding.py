@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from overflow_fast import OverflowGuard
+from overflow_fast.hooks import put_first
 
 INF, NAN = float("inf"), float("nan")
 
@@ -101,19 +102,19 @@ class plant:
         spoiled.view(-1)[self.at] = self.value
         return spoiled
 
-    def _forward(self, *args, **kwargs):
-        output = type(self.module).forward(self.module, *args, **kwargs)
+    def _hook(self, module, args, output):
         if not self.backward:
             return self._spoil(output)
         output.register_hook(self._spoil)
-        return output
+        return None
 
     def __enter__(self):
-        self.module.forward = self._forward
+        self.handle = self.module.register_forward_hook(self._hook)
+        put_first(self.module._forward_hooks, self.handle.id)
         return self
 
     def __exit__(self, *exception):
-        del self.module.forward
+        self.handle.remove()
 
 
 def flat(text):

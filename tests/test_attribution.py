@@ -973,7 +973,7 @@ class Adds(nn.Module):
         super().__init__()
         self.register_buffer("pos", torch.full((3,), NAN), persistent=False)
         self.embed, self.norm = nn.Linear(3, 3), nn.LayerNorm(3)
-        self.child = Reads(self) if through_child else None
+        self.child = ReadsOwners(self) if through_child else None
 
     def forward(self, x):
         h = self.embed(x)
@@ -1039,7 +1039,7 @@ def test_a_bad_batch_is_the_batchs_where_modules_are_shared():
     shared = nn.Linear(3, 3)
     model = nn.Sequential(Half(shared), Half(shared))
     verdict = verdict_of(model, lambda m: m(inputs() * NAN).mean())
-    assert verdict.candidates == ["the batch"]
+    assert verdict.candidates == ["the batch", "the training loop"]
 
 
 def test_a_module_that_two_models_share_may_have_been_called_by_either():
@@ -1055,7 +1055,7 @@ def test_a_module_that_two_models_share_may_have_been_called_by_either():
 
 
 @pytest.mark.parametrize("is_global", [False, True])
-def test_a_hook_that_runs_before_an_output_is_looked_at_is_a_candidate(is_global):
+def test_a_hook_that_runs_before_an_output_is_looked_at_is_named(is_global):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
 
     def spoil(module, args, output):
@@ -1071,7 +1071,8 @@ def test_a_hook_that_runs_before_an_output_is_looked_at_is_a_candidate(is_global
         verdict = verdict_of(model, lambda m: m(inputs()).mean())
     finally:
         handle.remove()
-    assert (verdict.origin, verdict.candidates) == ("unclear", ["0", "a hook"])
+    assert (verdict.origin, verdict.candidates) == ("made", ["0"])
+    assert verdict.unwatched == ["a forward hook on it"]
 
 
 def test_a_hook_on_a_tensor_in_the_model_is_a_candidate():

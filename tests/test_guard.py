@@ -105,7 +105,7 @@ def test_a_bad_weight_comes_first():
     verdict = verdict_of(model, optimizer, batches(1)[0])
     assert verdict.first.kind == "weight"
     assert verdict.first.fqn == "blocks.1.fc1.weight"
-    assert verdict.origin == "unclear"
+    assert verdict.origin == "given"
 
 
 def test_a_bad_weight_that_no_call_uses_is_found():

@@ -18,7 +18,7 @@ from .hooked import (
     never_writes,
 )
 from .kept import bad_attributes, bad_buffers
-from .verdict import BATCH, HOOK, LOOP, BadFrame, Origin
+from .verdict import BATCH, LOOP, BadFrame, Origin
 
 
 def origin_in_forward(first: BadFrame, bad: Bad, calls: Calls) -> Origin:
@@ -40,25 +40,23 @@ def _others(
 ) -> list[tuple[str, str]]:
     """Who else can have made it, that no call tells of: candidates, and words."""
     module = first.watch.module_at(first.frame.module)
-    buffers = [] if origin.source == "batch" else bad_buffers(first, bad, calls)
+    buffers = [] if origin.origin == "given" else bad_buffers(first, bad, calls)
     if origin.source == "module" and is_layer_of_torch(module):
         # It reads no others.
         own = first.watch.name_at(first.frame.module)
         buffers = [name for name in buffers if name.rpartition(".")[0] == own]
     found = [(name, f"the buffer {name}, which is non-finite too") for name in buffers]
     is_alone = origin.source == "module" and is_layer_of_torch(module)
-    if origin.source != "batch" and not is_alone:
+    if origin.origin != "given" and not is_alone:
         found += [
             (owner or "the model", f"a value kept in {label}, which holds nan")
             for owner, label in bad_attributes(first, calls)
         ]
-    if origin.source == "module" and has_earlier_hooks(module):
-        found.append((HOOK, f"a forward hook on {origin.maker}"))
     called = calls.of_frame(first.watch, first.frame.order)
     if called is None or not first.has_bad_input:
         return found
     # What the root was given it was given, whoever called what is in it.
-    if origin.source != "batch" or calls.chain(called)[-1].call.module:
+    if origin.origin != "given" or calls.chain(called)[-1].call.module:
         found += _other_callers(called, calls)
     return found
 
@@ -128,6 +126,8 @@ def _made_within(
     unwatched = unwatched_in(first.watch, first.frame.module)
     if called is not None:
         unwatched += [c.name for c in calls.within(called) if _may_hide(c)]
+    if has_earlier_hooks(first.watch.module_at(first.frame.module)):
+        unwatched.append("a forward hook on it")
     after = "" if last is None else last.name
     return Origin("made", "module", name, [name], after, unwatched)
 

@@ -19,10 +19,10 @@ def _sentence(first: BadEntry, verdict: Verdict) -> str:
         return f"{given}: it arose in {_code_of(maker, verdict)}."
     if verdict.origin == "given" and verdict.source == "unclear":
         return f"It was non-finite when the model was given it: it came from {maker}."
+    if verdict.source == "weight" and len(verdict.candidates) > 1:
+        return f"It was non-finite when the call used it: {maker}."
     if verdict.origin == "given":
         return f"It was non-finite before the step: it came from {maker}."
-    if verdict.origin == "unclear" and verdict.source == "weight":
-        return f"It was non-finite when the call used it: {maker}."
     if verdict.origin == "unclear":
         return f"It is not known who created it: {maker}."
     if first.kind == "input" and verdict.source == "caller":

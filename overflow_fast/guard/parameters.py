@@ -63,7 +63,7 @@ def origin_of_state(first: BadFrame, place: int, kind: str, was_finite: bool) ->
             f"it is not known whether {label} was so before the step, or was written "
             "within it"
         )
-        return Origin("unclear", kind, maker, [label, *writers])
+        return Origin("given", kind, maker, [label, *writers])
     if was_finite:
         maker = "an optimizer step since it was last seen finite, or another write"
     else:
