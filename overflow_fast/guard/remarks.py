@@ -10,7 +10,7 @@ from . import batch
 from .verdict import BadFrame, kind_of
 
 # Masks are filled with the lowest finite number, or with nearly that.
-_NEAR_MAX = 0.9
+_NEAR_MAX = 0.999  # -3.4e38 is meant, and not what comes near by itself
 
 
 def remarks_on(first: BadFrame) -> list[str]:
