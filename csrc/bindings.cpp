@@ -219,8 +219,6 @@ void add_recorder(py::module_& m) {
              }
              return past;
            })
-      .def_property_readonly(
-          "id", [](const Recorder& self) { return reinterpret_cast<uintptr_t>(&self); })
       .def("calls", &Recorder::calls)
       .def("forget_calls", &Recorder::forget_calls)
       .def("history",

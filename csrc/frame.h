@@ -101,8 +101,9 @@ struct Frame {
   bool is_of_gradients() const { return phase == Phase::kBackward || phase == Phase::kGradients; }
 };
 
-// A module's call, or the gradient of its output, whether or not its frame is bad. Autograd numbers the nodes that a thread makes,
-// so a node that the call made has a number of at least `begins_after` and below `ends_before`.
+// A module's call, or the gradient of its output, whether or not its frame is bad. Autograd numbers
+// the nodes that a thread makes, so a node that the call made has a number of at least
+// `begins_after` and below `ends_before`.
 struct Call {
   uint32_t module;
   Phase phase;

@@ -11,7 +11,6 @@ namespace overflow_fast {
 
 namespace {
 
-using torch::autograd::Node;
 using torch::autograd::variable_list;
 
 struct GradientHook : torch::autograd::FunctionPreHook {

@@ -11,7 +11,6 @@
 
 #include <chrono>
 #include <deque>
-#include <functional>
 #include <optional>
 #include <unordered_map>
 #include <vector>

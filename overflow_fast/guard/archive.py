@@ -1,4 +1,4 @@
-"""What a guard writes to disk: evidence of bad steps, and a line for each step."""
+"""Evidence of bad steps, and a line for each step: all that a guard writes to disk."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def _origin_or_why_not(
     ordered: Sequence[BadFrame],
     watches: Sequence[ModelWatch],
 ) -> Origin:
-    """Who made it; an alarm is raised although that may fail."""
+    """Finds who made it; an alarm is raised although that may fail."""
     try:
         origin = _origin(first, place, ordered, watches)
         is_of_call = first.is_of_call and origin.source != "weight"

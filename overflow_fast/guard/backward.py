@@ -1,4 +1,4 @@
-"""Who can have made the first bad gradient of an output, by the order of calls."""
+"""The candidates for the first bad gradient of an output, by the order of calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .verdict import BATCH, LOSS, BadFrame, Origin
 
 
 def origin_of_gradient(first: BadFrame, calls: Calls) -> Origin:
-    """Who made the gradient of an output, which is the first bad one.
+    """Finds who made the gradient of an output, which is the first bad one.
 
     It is a sum over all that was computed from the output, and no hook tells which of
     these parts is bad. All gradients that were looked at before it are finite.
@@ -35,7 +35,7 @@ def origin_of_gradient(first: BadFrame, calls: Calls) -> Origin:
 
 
 class _Users:
-    """What can have used the output of a call, directly or through others.
+    """The users of the output of a call, direct or through others.
 
     Attributes:
         makers: The modules whose backward can have made its gradient.
@@ -128,7 +128,7 @@ def _module_of(called: Called) -> nn.Module | None:
 
 
 def loss_origin(first: BadFrame, maker: str) -> Origin:
-    """What arose after the model: in the loss, or in what it was given besides."""
+    """The origin of what arose after the model: in the loss, or in its other inputs."""
     if first.watch.has_seen_loss:
         return Origin("passed_on", "loss", maker, [LOSS])
     maker = f"{maker}, or values that never went through the model, such as labels"

@@ -1,4 +1,4 @@
-"""What the training loop handed to a model: held weakly, searched when it is bad."""
+"""The batches that a training loop hands to a model: held weakly, searched late."""
 
 from __future__ import annotations
 

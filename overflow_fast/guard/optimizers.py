@@ -21,9 +21,7 @@ from .strays import StraySteps
 # A wrapper that has one of these decides by itself whether its optimizer steps: loss
 # scalers, Accelerate's, Lightning's.
 _DECIDES = ("scaler", "loss_scaler", "loss_scale", "cur_scale", "_strategy")
-
-
-_MAX_WRAPPED = 100
+_MAX_WRAPPED = 100  # a mock's attributes have no end
 
 
 class OptimizerGate:
