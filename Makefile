@@ -55,7 +55,7 @@ build/scan_core_%: tests/cpp/scan_core_test.cpp tests/cpp/reference.h $(CORE)
 build/cuda_kernel_%: $(wildcard tests/cpp/*) $(wildcard tests/cpp/cuda_emulation/*) $(CORE) $(CUDA)
 	@mkdir -p build
 	$(SANITIZED) -fsanitize=$(subst +,$(comma),$*) -fno-strict-aliasing -Wno-unknown-pragmas \
-	  -Itests/cpp/cuda_emulation -o $@ tests/cpp/cuda_kernel_test.cpp $(wildcard csrc/cpu/*.cpp) \
+	  -Itests/cpp/cuda_emulation -o $@ tests/cpp/cuda_kernel_test.cpp \
 	  -x c++ $(wildcard csrc/cuda/*.cu)
 
 sanitize: build/scan_core_address+undefined build/scan_core_thread build/cuda_kernel_address+undefined
@@ -67,9 +67,10 @@ sanitize: build/scan_core_address+undefined build/scan_core_thread build/cuda_ke
 cuda-check: $(VENV)/ready
 	$(RUN) tests/cuda_check.py
 
-# Builds, tests and measures on a machine with a GPU, with the Python that has torch there.
+# Tests and measures on a machine with a GPU, with the Python that has torch there;
+# ARGS="--minutes 20 --resume", for example: `benchmarks/check --help`.
 gpu-check:
-	bash benchmarks/gpu/check.sh
+	$(PYTHON) benchmarks/check $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info overflow_fast/_C*.so

@@ -1,27 +1,42 @@
-// The CUDA kernel's source, run by the emulation, against the scalar reference: lists of tensors
-// of any dtype and layout, each in a heap block that ends with its last byte.
+// The CUDA kernels against the scalar reference, without torch: on a GPU where nvcc compiles this
+// file (benchmarks/check_kernel.py), in the emulation where g++ does. Prints PASS or the first
+// mismatch. `few` checks a part: for slow tools around it.
 #include <cstdio>
 #include <memory>
 
-#include "../../csrc/cpu/scan_cpu.h"
 #include "../../csrc/cuda/scan_kernel.h"
+#include "device_memory.h"
+#include "planted.h"
 #include "reference.h"
 
 namespace {
 
 using namespace overflow_fast;
 
+bool checks_few = false;
+int64_t num_tensors = 0;
+
 struct Tensor {
   Tensor(Dtype dtype, Shape drawn, int64_t offset, bool keep_small)
-      : shape(std::move(drawn)), block(offset + shape.span * dtype_info(dtype).itemsize) {
+      : shape(std::move(drawn)),
+        block(offset + shape.span * dtype_info(dtype).itemsize),
+        copy(device::allocate(block.bytes)),
+        first(block.memory + offset),
+        view{copy + offset, dtype, shape.sizes.data(), shape.strides.data(),
+             static_cast<int64_t>(shape.sizes.size())} {
     fill(block, keep_small);
-    view = {block.memory + offset, dtype, shape.sizes.data(), shape.strides.data(),
-            static_cast<int64_t>(shape.sizes.size())};
   }
+  ~Tensor() { device::release(copy); }
+  char* at(int64_t element) { return first + element * dtype_info(view.dtype).itemsize; }
+  void send() { device::write(copy, block.memory, block.bytes); }
+
   Shape shape;
-  Block block;
+  Block block;  // what the host sees
+  char* copy;   // what the kernel sees
+  char* first;
   View view;
 };
+using Tensors = std::vector<std::unique_ptr<Tensor>>;
 
 std::unique_ptr<Tensor> draw_tensor(int64_t max_numel) {
   const auto dtype = static_cast<Dtype>(draw(0, static_cast<int64_t>(Dtype::kCount) - 1));
@@ -30,19 +45,71 @@ std::unique_ptr<Tensor> draw_tensor(int64_t max_numel) {
   return std::make_unique<Tensor>(dtype, draw_shape(max_numel), offset, draw(0, 2) != 0);
 }
 
-// Of a complex tensor the CPU's scan is the reference: magnitudes must agree to the bit.
-Slot expected_slot(const View& view) {
-  Slot slot;
-  if (dtype_info(view.dtype).is_complex()) {
-    cpu::scan(view, {1, nullptr}, slot);
-  } else {
-    reference(view, 0, static_cast<const char*>(view.data), slot);
-  }
-  return slot;
+std::vector<Slot> scan(const std::vector<View>& views, cuda::Target target) {
+  const auto bytes = static_cast<int64_t>(views.size() * sizeof(Slot));
+  std::vector<Slot> slots(views.size());
+  auto* on_device = reinterpret_cast<Slot*>(device::allocate(bytes));
+  device::write(on_device, slots.data(), bytes);
+  device::check(
+      cuda::launch_scan(views.data(), static_cast<int64_t>(views.size()), on_device, target),
+      "the launch");
+  device::read(slots.data(), on_device, bytes);
+  device::release(on_device);
+  return slots;
 }
 
+cuda::Target draw_target() {
+  const int multiprocessors =
+      draw(0, 1) ? device::num_multiprocessors() : static_cast<int>(draw(1, 5));
+  return {nullptr, multiprocessors, static_cast<int>(draw(1, cuda::kBlocksPerMultiprocessor)),
+          draw(0, 1) == 1 && device::takes_large_lists()};
+}
+
+bool is_near(uint64_t a, uint64_t b) { return (a > b ? a - b : b - a) <= 2; }
+
+// A GPU's hypot and its fused multiply-adds may round a complex magnitude otherwise.
+bool agree(const DtypeInfo& info, const Slot& a, const Slot& b) {
+  if (device::kIsEmulated || !info.is_complex()) return same(a, b);
+  return is_near(a.min_key, b.min_key) && is_near(a.max_key, b.max_key) && a.num_nan == b.num_nan &&
+         a.infs == b.infs;
+}
+
+void print(const char* who, const Slot& slot) {
+  std::printf(
+      "  %s: min key %llx, max key %llx, %llu nan, infs %llx\n", who,
+      static_cast<unsigned long long>(slot.min_key), static_cast<unsigned long long>(slot.max_key),
+      static_cast<unsigned long long>(slot.num_nan), static_cast<unsigned long long>(slot.infs));
+}
+
+void require(const char* what, const View& view, const Slot& found, const Slot& expected) {
+  ++num_tensors;
+  if (agree(dtype_info(view.dtype), found, expected)) return;
+  std::printf("FAIL: %s: dtype %d (csrc/dtype.h), address %% 16 = %d, sizes and strides", what,
+              static_cast<int>(view.dtype),
+              static_cast<int>(reinterpret_cast<uintptr_t>(view.data) % 16));
+  for (int64_t i = 0; i < view.ndim; ++i) {
+    std::printf(" %lld/%lld", static_cast<long long>(view.sizes[i]),
+                static_cast<long long>(view.strides[i]));
+  }
+  std::printf("\n");
+  print("found", found);
+  print("expected", expected);
+  std::exit(1);
+}
+
+void check_tensors(const char* what, Tensors& tensors, std::vector<View> views) {
+  for (auto& tensor : tensors) tensor->send();
+  const std::vector<Slot> slots = scan(views, draw_target());
+  for (size_t i = 0; i < views.size(); ++i) {
+    Slot expected;
+    if (views[i].data != nullptr) reference(views[i], 0, tensors[i]->first, expected);
+    require(what, views[i], slots[i], expected);
+  }
+}
+
+// Tensors of any dtype and layout, some of them empty.
 void check_list(int64_t count, int64_t max_numel) {
-  std::vector<std::unique_ptr<Tensor>> tensors;
+  Tensors tensors;
   std::vector<View> views;
   const int64_t none = 0, one = 1;
   for (int64_t i = 0; i < count; ++i) {
@@ -50,18 +117,55 @@ void check_list(int64_t count, int64_t max_numel) {
     views.push_back(tensors.back()->view);
     if (draw(0, 9) == 0) views.back() = {nullptr, Dtype::kFloat32, &none, &one, 1};
   }
-  std::vector<Slot> slots(count);
-  const cuda::Target target{nullptr, static_cast<int>(draw(1, 5)), 1, draw(0, 1) == 1};
-  if (cuda::launch_scan(views.data(), count, slots.data(), target) != cudaSuccess) std::exit(1);
-  for (int64_t i = 0; i < count; ++i) {
-    const Slot expected = expected_slot(views[i]);
-    if (same(slots[i], expected)) continue;
-    std::printf("tensor %ld of %ld, dtype %d, %ld dims: found %lx %lx %lx %lx, expected %lx %lx\n",
-                i, count, static_cast<int>(views[i].dtype), views[i].ndim, slots[i].min_key,
-                slots[i].max_key, slots[i].num_nan, slots[i].infs, expected.min_key,
-                expected.max_key);
-    std::exit(1);
+  check_tensors("a list", tensors, views);
+}
+
+void check_lists() {
+  for (const int64_t count : {0, 1, 4, 5, 87, 88, 89, 983, 984, 985, 1100}) {
+    if (!checks_few || count < 100) check_list(count, 100);
   }
+  const int rounds = checks_few ? 20 : 400;
+  for (int round = 0; round < rounds; ++round) {
+    check_list(draw(1, round % 10 == 9 ? 200 : 6), round % 20 == 0 ? 60000 : 3000);
+  }
+}
+
+// Every planted value at every place of tensors that begin anywhere in a vector. The emulation
+// plants every fifth, at offsets in turn; both steps have no divisor in common with the number of
+// values, so that each value gets its turn.
+void check_planted(Dtype dtype) {
+  const DtypeInfo& info = dtype_info(dtype);
+  const int64_t item = info.itemsize;
+  const std::vector<int64_t> offsets = {0, item, 16 - item, 1, 16 + 3 * item};
+  const int64_t step = checks_few ? 17 : device::kIsEmulated ? 5 : 1;
+  Tensors tensors;
+  std::vector<View> views;
+  const auto finish = [&] {
+    check_tensors("a planted value", tensors, views);
+    tensors.clear();
+    views.clear();
+  };
+  int64_t turn = 0;
+  for (const int64_t numel : planted_sizes(info)) {
+    if (numel == 0) continue;
+    for (const int64_t place : planted_positions(info, numel)) {
+      for (const uint64_t bits : planted_bits(info)) {
+        if (++turn % step != 0) continue;
+        for (int64_t i = 0; i < static_cast<int64_t>(offsets.size()); ++i) {
+          if (step != 1 && i != turn / step % 5) continue;
+          auto tensor =
+              std::make_unique<Tensor>(dtype, Shape{{numel}, {1}, numel}, offsets[i], true);
+          // The real or the imaginary part of a complex element.
+          const int64_t part = info.is_complex() && turn / step % 2 ? info.key_bytes : 0;
+          std::memcpy(tensor->at(place) + part, &bits, info.key_bytes);
+          views.push_back(tensor->view);
+          tensors.push_back(std::move(tensor));
+          if (views.size() == 80) finish();
+        }
+      }
+    }
+  }
+  finish();
 }
 
 // A run that many blocks share, with a nan before its first vector and one behind its last: each
@@ -70,47 +174,75 @@ void check_ends(Dtype dtype) {
   const DtypeInfo& info = dtype_info(dtype);
   const int64_t numel = 100001;
   Tensor tensor(dtype, {{numel}, {1}, numel}, info.itemsize, true);
-  char* first = tensor.block.memory + info.itemsize;
-  std::memcpy(first, &info.first_nan, info.itemsize);
-  std::memcpy(first + (numel - 1) * info.itemsize, &info.first_nan, info.itemsize);
-  Slot slot;
-  if (cuda::launch_scan(&tensor.view, 1, &slot, {nullptr, 5, 1, true}) != cudaSuccess ||
-      slot.num_nan != 2) {
-    std::printf("dtype %d: %ld nans found, expected 2\n", static_cast<int>(dtype), slot.num_nan);
-    std::exit(1);
-  }
+  std::memcpy(tensor.at(0), &info.first_nan, info.itemsize);
+  std::memcpy(tensor.at(numel - 1), &info.first_nan, info.itemsize);
+  tensor.send();
+  Slot expected;
+  reference(tensor.view, 0, tensor.first, expected);
+  require("nans at both ends", tensor.view, scan({tensor.view}, {nullptr, 5, 1, false})[0],
+          expected);
 }
 
+// More elements than 32 bits count, with nans at the end and where 32 bits overflow.
+bool check_huge() {
+  const int64_t numel = (int64_t{1} << 31) + 5, stride = 1;
+  if (checks_few || device::free_bytes() < numel + (int64_t{1} << 29)) return false;
+  const DtypeInfo& info = dtype_info(Dtype::kFloat8E5M2);
+  char* memory = device::allocate(numel);
+  device::set(memory, 0x11, numel);
+  const auto nan = static_cast<unsigned char>(info.first_nan);
+  const auto inf = static_cast<unsigned char>(info.inf_key);
+  device::write(memory + (int64_t{1} << 31) - 1, &nan, 1);
+  device::write(memory + (int64_t{1} << 31), &inf, 1);
+  device::write(memory + numel - 1, &nan, 1);
+  const View view{memory, info.dtype, &numel, &stride, 1};
+  const Slot expected{0x11, nan, 2, Slot::kOneInf | Slot::kPositiveInf};
+  const cuda::Target target{nullptr, device::num_multiprocessors(), cuda::kBlocksPerMultiprocessor,
+                            device::takes_large_lists()};
+  require("2**31 + 5 elements", view, scan({view}, target)[0], expected);
+  device::release(memory);
+  return true;
+}
+
+#if !defined(__CUDACC__)
 void check_num_launches(int64_t count, bool takes_large_lists, int expected) {
   const float ones[4] = {1, 1, 1, 1};
   const int64_t size = 4, stride = 1;
   const std::vector<View> views(count, {ones, Dtype::kFloat32, &size, &stride, 1});
-  std::vector<Slot> slots(count);
   emulation::num_launches = 0;
-  cuda::launch_scan(views.data(), count, slots.data(), {nullptr, 1, 1, takes_large_lists});
+  scan(views, {nullptr, 1, 1, takes_large_lists});
   if (emulation::num_launches == expected) return;
-  std::printf("%ld tensors took %d launches, not %d\n", count, emulation::num_launches, expected);
+  std::printf("FAIL: %ld tensors took %d launches, not %d\n", count, emulation::num_launches,
+              expected);
   std::exit(1);
 }
 
-}  // namespace
-
-int main() {
+void check_launches() {
   check_num_launches(0, true, 0);
   for (const int64_t count : {1, 4, 5, 88}) check_num_launches(count, true, 1);
   check_num_launches(1000, true, 2);
   check_num_launches(1000, false, 12);
-  for (int i = 0; i < static_cast<int>(Dtype::kCount); ++i) {
-    const DtypeInfo& info = kDtypes[i];
-    if (info.first_nan != kNoKey && !info.is_complex()) check_ends(info.dtype);
-  }
+}
+#else
+void check_launches() {}
+#endif
 
-  int64_t num_tensors = 0;
-  for (int round = 0; round < 400; ++round) {
-    const int64_t count = round % 100 == 99 ? draw(985, 1100) : draw(1, round % 10 == 9 ? 200 : 6);
-    check_list(count, count > 100 ? 100 : round % 20 == 0 ? 60000 : 3000);
-    num_tensors += count;
+}  // namespace
+
+int main(int argc, char** argv) {
+  checks_few = argc > 1 && std::strcmp(argv[1], "few") == 0;
+  char device_name[300];
+  device::describe(device_name, sizeof device_name);
+  std::printf("%s\n", device_name);
+  std::fflush(stdout);
+  check_launches();
+  for (const DtypeInfo& info : kDtypes) {
+    if (info.first_nan != kNoKey && !info.is_complex()) check_ends(info.dtype);
+    check_planted(info.dtype);
   }
-  std::printf("CUDA kernel, emulated: %ld tensors passed\n", num_tensors);
+  check_lists();
+  const bool has_huge = check_huge();
+  std::printf("PASS: %lld tensors on %s%s\n", static_cast<long long>(num_tensors), device_name,
+              has_huge ? ", one of 2**31 + 5 elements" : "; none of 2**31 + 5 elements");
   return 0;
 }

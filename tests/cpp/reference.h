@@ -2,11 +2,13 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <random>
 #include <vector>
 
+#include "../../csrc/half.h"
 #include "../../csrc/layout.h"
 #include "../../csrc/stat.h"
 
@@ -52,7 +54,45 @@ inline uint64_t reference_key(const DtypeInfo& info, const char* element) {
   }
 }
 
+// The key of |z|, of finite parts: rounded once, from double for the narrower formats.
+inline uint64_t magnitude_key(const DtypeInfo& info, uint64_t re_key, uint64_t im_key) {
+  const double re = decode_key(info, re_key), im = decode_key(info, im_key);
+  uint64_t key = 0;
+  if (info.key_bytes == 8) {
+    const double wide = std::hypot(re, im);
+    std::memcpy(&key, &wide, sizeof wide);
+    return key;
+  }
+  const auto narrow = static_cast<float>(std::sqrt(re * re + im * im));
+  std::memcpy(&key, &narrow, sizeof narrow);
+  return info.key_bytes == 4 ? key : float_to_half_bits(static_cast<uint32_t>(key));
+}
+
+// nan where either part is, inf where either part is; an inf makes the magnitude inf.
+inline void reference_complex(const DtypeInfo& info, const char* element, Slot& slot) {
+  const uint64_t sign = uint64_t{1} << (8 * info.key_bytes - 1);
+  Slot one{0, 0, 0, 0};
+  uint64_t keys[2];
+  bool has_nan = false, has_inf = false;
+  for (int part = 0; part < 2; ++part) {
+    const uint64_t bits = read_bits(element + part * info.key_bytes, info.key_bytes);
+    keys[part] = bits & (sign - 1);
+    has_nan |= keys[part] >= info.first_nan;
+    if (keys[part] != info.inf_key) continue;
+    has_inf = true;
+    one.infs |= bits & sign ? Slot::kNegativeInf : Slot::kPositiveInf;
+  }
+  one.min_key = has_inf   ? info.inf_key
+                : has_nan ? info.first_nan
+                          : magnitude_key(info, keys[0], keys[1]);
+  one.max_key = one.min_key;
+  one.num_nan = has_nan;
+  if (has_inf) one.infs |= Slot::kOneInf;
+  combine(slot, one);
+}
+
 inline void reference_element(const DtypeInfo& info, const char* element, Slot& slot) {
+  if (info.is_complex()) return reference_complex(info, element, slot);
   const uint64_t key = reference_key(info, element);
   Slot one{key, key, 0, 0};
   if (info.first_nan != kNoKey && key >= info.first_nan) {
