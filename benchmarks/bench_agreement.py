@@ -16,7 +16,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from common import QUICK, progress, write
+from common import progress, write
+from timing import QUICK
 from torch import nn
 
 from overflow_fast import OverflowGuard

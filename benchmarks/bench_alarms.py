@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from common import QUICK, progress, silence, write
+from common import progress, silence, write
+from timing import QUICK
 from workloads import WORKLOADS
 
 from overflow_fast import NonFiniteError, OverflowGuard

@@ -11,9 +11,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import transformers as hf
-from bench_models import MODELS, Batch
-from common import QUICK, plain_read, progress, race, ratio, summary, write
+from common import progress, write
+from floor import plain_read
+from models import ON_CPU, Batch
+from timing import QUICK, race, ratio, summary
 from torch import nn
 
 from overflow_fast import OverflowGuard
@@ -62,7 +63,7 @@ def step_of(model: nn.Module, batch: Batch, optimizer: Any) -> Callable[[], obje
 
 def measure(name: str, dtype: torch.dtype, rounds: int) -> list[dict[str, Any]]:
     torch.manual_seed(0)
-    model, batch = MODELS[name]()
+    model, batch = ON_CPU[name]()
     model = model.to(dtype).train()
     batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -144,7 +145,6 @@ def comparison(
 
 
 def main() -> None:
-    hf.logging.set_verbosity_error()
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
         progress(f"GPT-2 small, {dtype}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from common import QUICK, plain_read, progress, race, ratio, size_text, summary, write
+from common import Results, progress, require_kernels, size_text
+from floor import floor_kind, plain_read
+from timing import DEVICE, ON_GPU, QUICK, free_bytes, race, ratio, summary
 
 from overflow_fast import scan
 
@@ -17,40 +17,54 @@ NOTES = (
 )
 
 
+def side() -> int:
+    """Rows and columns: 1 GiB on a GPU that has room for it, 64 MiB on the CPU."""
+    if QUICK:
+        return 512
+    return 16384 if ON_GPU and free_bytes() > 2**33 else 4096
+
+
 def cases() -> dict[str, torch.Tensor]:
-    side = 512 if QUICK else 4096
-    base = torch.rand(side, side)
-    nan = torch.full((side, side), torch.nan)
+    n = side()
+    base = torch.rand(n, n, device=DEVICE)
+    nan = torch.full((n, n), torch.nan, device=DEVICE)
     one = base.clone()
-    one[side // 2, 7] = torch.inf
+    one[n // 2, 7] = torch.inf
     return {
         "contiguous": base,
         "transposed": base.t(),
+        "from the second element on": base.flatten()[1:],
         "every second row": base[::2],
-        "left half of each row": base[:, : side // 2],
+        "left half of each row": base[:, : n // 2],
         "64 bytes of each row": base[:, :16],
         "every second element": base[:, ::2],
-        "expanded 8 times": base.expand(8, side, side),
+        "expanded 8 times": base.expand(8, n, n),
         "one inf": one,
         "all nan": nan,
     }
 
 
+def check(tensor: torch.Tensor) -> None:
+    """Correctness before speed."""
+    low, high = tensor.abs().aminmax()
+    stat = scan([tensor])[0]
+    found = torch.tensor([stat.abs_min, stat.abs_max])
+    expected = torch.stack([low, high]).cpu()
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
 def main() -> None:
+    require_kernels()
     op, read = torch.ops.overflow_fast.scan.default, plain_read()
-    rows: list[dict[str, Any]] = []
+    results = Results("layouts", "Scan by layout and content", NOTES, COLUMNS)
+    results.lacks(floor_kind())
     for name, tensor in cases().items():
         progress(name)
         kept = tensor[0] if name.startswith("expanded") else tensor
         num_bytes = kept.numel() * kept.element_size()
-        flat = torch.rand(kept.numel())
-        slots = torch.tensor([[-1, 0, 0, 0]])
-        low, high = tensor.abs().aminmax()
-        stat = scan([tensor])[0]
-        assert torch.equal(
-            torch.tensor([stat.abs_min, stat.abs_max]).nan_to_num(),
-            torch.stack([low, high]).nan_to_num(),
-        )
+        flat = torch.rand(kept.numel(), device=DEVICE)
+        slots = torch.tensor([[-1, 0, 0, 0]], device=DEVICE)
+        check(tensor)
         times = race(
             {
                 "scan": lambda t=tensor, s=slots: op(s, 0, [t]),
@@ -58,7 +72,7 @@ def main() -> None:
             }
         )
         spread = summary(times["scan"])
-        rows.append(
+        results.add(
             {
                 "case": name,
                 "bytes looked at": size_text(num_bytes),
@@ -67,7 +81,9 @@ def main() -> None:
                 "seconds": spread,
             }
         )
-    write("layouts", "Scan by layout and content", NOTES, rows, COLUMNS)
+    slowest = min(results.rows, key=lambda row: float(row[COLUMNS[-1]]))
+    results.headline(f"slowest layout: {slowest['case']}, {slowest['GB/s']} GB/s")
+    results.finish()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 import transformers as hf
-from common import QUICK, progress, size_text, write
+from common import progress, size_text, write
+from timing import QUICK
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers.debug_utils import DebugUnderflowOverflow as Original

@@ -1,56 +1,34 @@
-"""What the benchmarks share: the machine, paired timing, results as JSON and tables."""
+"""What the benchmarks share: the machine, the original, results as JSON and tables."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
 import io
-import json
 import os
 import platform
-import random
 import re
-import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils.cpp_extension
+from check.record import commit, nvidia_smi, source_hash, write_json, write_whole
+from check.stages import SKIPPED
+from timing import ON_GPU, QUICK
 from torch import nn
-from transformers.debug_utils import DebugUnderflowOverflow as Original
 
 import overflow_fast
 from overflow_fast import _C
 
+try:
+    from transformers.debug_utils import DebugUnderflowOverflow as Original
+except ImportError:
+    Original = None
+
 HERE = Path(__file__).parent
-QUICK = "--quick" in sys.argv
-FLAGS = ["-std=c++20", "-O3", "-march=native", "-Wno-psabi"]
-
-
-@functools.cache
-def plain_read() -> Callable[[torch.Tensor], int]:
-    """Compiles and returns the function that reads every byte of a tensor once."""
-    # The compiler driver finds ninja beside the interpreter.
-    folder = os.path.dirname(sys.executable)
-    os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
-    build = HERE.parent / "build" / "benchmarks"
-    build.mkdir(parents=True, exist_ok=True)
-    module = torch.utils.cpp_extension.load(
-        "overflow_fast_plain_read",
-        [str(HERE / "plain_read.cpp")],
-        extra_cflags=FLAGS,
-        build_directory=str(build),
-    )
-    check = torch.zeros(1 << 20, dtype=torch.uint8)
-    check[-1] = 5
-    assert module.plain_read(check) == 5
-    return module.plain_read
+NO_ORIGINAL = "transformers is missing: the original is not measured"
 
 
 def cache_size(level: int) -> str:
@@ -62,13 +40,10 @@ def cache_size(level: int) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """The processor, the software and the commit that a result belongs to."""
-    git = functools.partial(subprocess.run, cwd=HERE, capture_output=True, text=True)
+    """The processor, the GPU, the software and the commit that a result belongs to."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    sources = ["../csrc", "../overflow_fast", ".", ":!results"]
-    status = git(["git", "status", "--porcelain", "-uno", "--", *sources])
-    return {
+    facts = {
         "cpu": cpu.group(1) if cpu else platform.processor(),
         "cores": os.cpu_count(),
         "memory_gib": round(pages / 2**30),
@@ -79,16 +54,26 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "overflow_fast": overflow_fast.__version__,
-        "commit": git(["git", "rev-parse", "--short", "HEAD"]).stdout.strip(),
-        "is_clean": status.stdout == "",
+        "commit": commit(),
+        "sources": source_hash(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
+    if not ON_GPU:
+        return facts
+    properties = torch.cuda.get_device_properties(0)
+    facts |= {"gpu": properties.name, "cuda": torch.version.cuda}
+    facts["multiprocessors"] = properties.multi_processor_count
+    facts["gpu_gib"] = round(properties.total_memory / 2**30)
+    return facts | nvidia_smi()
 
 
-def slug() -> str:
+def slug(facts: dict[str, Any]) -> str:
     """A short name for the machine's kind, for file names."""
-    name = machine()["cpu"].lower().replace("(r)", "")
-    return re.sub(r"[^a-z0-9]+", "-", f"{name} {os.cpu_count()} cores").strip("-")
+    if "gpu" in facts:
+        name = facts["gpu"].lower()
+    else:
+        name = f"{facts['cpu'].lower().replace('(r)', '')} {facts['cores']} cores"
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
 
 @contextlib.contextmanager
@@ -121,70 +106,6 @@ def original(model: nn.Module) -> Iterator[None]:
             module._forward_hooks.clear()
 
 
-def _once(function: Callable[[], object], calls: int) -> float:
-    gc.collect()
-    gc.disable()
-    try:
-        begin = time.perf_counter()
-        for _ in range(calls):
-            function()
-        return (time.perf_counter() - begin) / calls
-    finally:
-        gc.enable()
-
-
-def _calls_in(function: Callable[[], object], seconds: float) -> int:
-    """How often a warm function is called in this time, at least once."""
-    function()
-    calls = 1
-    while (each := _once(function, calls)) * calls < seconds / 4:
-        calls *= 4
-    return max(1, int(seconds / each))
-
-
-def race(
-    competitors: dict[str, Callable[[], object]],
-    rounds: int = 9,
-    min_seconds: float = 2e-3,
-    around: dict[str, Callable[[], AbstractContextManager[object]]] | None = None,
-) -> dict[str, list[float]]:
-    """Times functions in turn, in a new order each round.
-
-    A function that is shorter than `min_seconds` is called as often as fills that
-    time, so a small buffer is warm in cache. Entering and leaving what `around` has
-    for a name is not timed.
-
-    Returns:
-        For each name its seconds per call, one figure a round.
-    """
-    rounds = 3 if QUICK else rounds
-    around = around or {}
-    calls = {}
-    for name, function in competitors.items():
-        with around.get(name, contextlib.nullcontext)():
-            calls[name] = _calls_in(function, min_seconds)
-    times: dict[str, list[float]] = {name: [] for name in competitors}
-    order = list(competitors)
-    for _ in range(rounds):
-        random.shuffle(order)
-        for name in order:
-            with around.get(name, contextlib.nullcontext)():
-                times[name].append(_once(competitors[name], calls[name]))
-    return times
-
-
-def ratio(times: dict[str, list[float]], name: str, to: str) -> float:
-    """The median over the rounds of one competitor's time over another's."""
-    pairs = zip(times[name], times[to], strict=True)
-    return statistics.median(a / b for a, b in pairs)
-
-
-def summary(seconds: list[float]) -> dict[str, float]:
-    """Median and quartiles."""
-    low, middle, high = statistics.quantiles(seconds, n=4)
-    return {"median": middle, "lower_quartile": low, "upper_quartile": high}
-
-
 def size_text(num_bytes: float) -> str:
     """A number of bytes in its natural unit."""
     for unit in ("B", "KiB", "MiB"):
@@ -199,25 +120,89 @@ def progress(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
 
 
+def require_kernels() -> None:
+    """Ends a script whose figures would not be those of the kernels."""
+    if ON_GPU and not _C.has_kernels("cuda"):
+        print("skipped: the extension was built without CUDA kernels")
+        sys.exit(SKIPPED)
+
+
+class Results:
+    """Rows of a result. Within a check each row is on disk as soon as it is there.
+
+    Args:
+        name: Of the files.
+        title: Of the table.
+        notes: The sentences above the table.
+        columns: The keys of a row that the table shows.
+    """
+
+    def __init__(self, name: str, title: str, notes: str, columns: list[str]) -> None:
+        self.name, self.title, self.notes, self.columns = name, title, notes, columns
+        self.machine = machine()
+        self.rows: list[dict[str, Any]] = []
+        self.headlines: list[str] = []
+        self.lacking: list[str] = []
+        self.folder = os.environ.get("CHECK_OUT")
+
+    def add(self, *rows: dict[str, Any]) -> None:
+        """Appends rows."""
+        self.rows += rows
+        self._save(is_complete=False)
+
+    def headline(self, text: str) -> None:
+        """Appends a line to the key figures of a check."""
+        self.headlines.append(text)
+        self._save(is_complete=False)
+
+    def lacks(self, text: str | None) -> None:
+        """Notes what could not be measured, and why."""
+        if text and text not in self.lacking:
+            self.lacking.append(text)
+            progress(text)
+
+    def finish(self) -> None:
+        """Prints the table, and writes it and the JSON where results belong."""
+        print(self.table())
+        if self.folder:
+            return self._save(is_complete=True)
+        if not QUICK:
+            stem = HERE / "results" / f"{self.name}-{slug(self.machine)}"
+            write_whole(stem.with_name(f"{stem.name}.md"), self.table())
+            write_json(stem.with_name(f"{stem.name}.json"), self._json(True))
+
+    def _json(self, is_complete: bool) -> dict[str, Any]:
+        names = ("machine", "title", "notes", "headlines", "lacking", "rows")
+        part = {name: getattr(self, name) for name in names}
+        return part | {"is_complete": is_complete}
+
+    def _save(self, is_complete: bool) -> None:
+        if self.folder:
+            path = Path(self.folder) / f"{self.name}.json"
+            write_json(path, self._json(is_complete))
+            write_whole(path.with_suffix(".md"), self.table())
+
+    def table(self) -> str:
+        """The rows in Markdown."""
+        used = [c for c in self.columns if any(c in row for row in self.rows)]
+        lines = [f"# {self.title}", "", self.notes, ""]
+        lines.append(" | ".join(["", *used, ""]).strip())
+        lines.append("|" + "---|" * len(used))
+        for row in self.rows:
+            cells = [str(row.get(column, "")) for column in used]
+            lines.append("| " + " | ".join(cells) + " |")
+        lines += ["", *self.lacking]
+        lines += [
+            ", ".join(f"{key} {value}" for key, value in self.machine.items()),
+            "",
+        ]
+        return "\n".join(lines)
+
+
 def write(
     name: str, title: str, notes: str, rows: list[dict[str, Any]], columns: list[str]
 ) -> None:
-    """Writes a result's JSON and its table, and prints the table."""
-    where = machine()
-    lines = [f"# {title}", "", notes, ""]
-    lines.append(" | ".join(["", *columns, ""]).strip())
-    lines.append("|" + "---|" * len(columns))
-    for row in rows:
-        cells = [str(row.get(column, "")) for column in columns]
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", ", ".join(f"{key} {value}" for key, value in where.items()), ""]
-    text = "\n".join(lines)
-    print(text)
-    if QUICK:
-        return
-    folder = HERE / "results"
-    folder.mkdir(exist_ok=True)
-    stem = f"{name}-{slug()}"
-    (folder / f"{stem}.md").write_text(text)
-    result = {"machine": where, "title": title, "notes": notes, "rows": rows}
-    (folder / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
+    """Writes a result of which all rows are there."""
+    results = Results(name, title, notes, columns)
+    results.add(*rows)
+    results.finish()

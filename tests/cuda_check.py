@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 KERNELS = [ROOT / "csrc/cuda/scan_kernel.cu", ROOT / "csrc/cuda/scan_kernel_large.cu"]
 WITH_TORCH = ROOT / "csrc/cuda/cuda_device.cpp"
-OF_BENCHMARKS = sorted((ROOT / "benchmarks/gpu").glob("*.cu"))
+OF_BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.cu"))
 SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 

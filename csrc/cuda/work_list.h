@@ -12,7 +12,7 @@
 
 namespace overflow_fast::cuda {
 
-// Defined elsewhere only to measure other values (benchmarks/gpu/variants.py).
+// Defined elsewhere only to measure other values (benchmarks/bench_constants.py).
 #if !defined(OF_CUDA_THREADS)
 #define OF_CUDA_THREADS 256
 #define OF_CUDA_UNROLL 4

@@ -1,0 +1,18 @@
+// The scan kernel with other constants, to measure.
+#include "../../csrc/cuda/scan_kernel.cu"
+#include "../../csrc/cuda/scan_kernel_large.cu"
+
+using overflow_fast::Slot;
+
+// Scans `count` contiguous tensors of `numel` elements each, one behind the other.
+extern "C" int scan_variant(const char* data, int64_t numel, int dtype, int64_t count, Slot* slots,
+                            int multiprocessors, int large, cudaStream_t stream) {
+  using namespace overflow_fast;
+  const int64_t stride = 1, bytes = numel * kDtypes[dtype].itemsize;
+  View views[1024];
+  for (int64_t i = 0; i < count; ++i) {
+    views[i] = {data + i * bytes, static_cast<Dtype>(dtype), &numel, &stride, 1};
+  }
+  return cuda::launch_scan(views, count, slots,
+                           {stream, multiprocessors, cuda::kBlocksPerMultiprocessor, large != 0});
+}
