@@ -24,8 +24,8 @@ NOTES = (
     "the CPU with all threads and with memory that the C library does not give back in "
     "between. `floor` is a plain read of as many bytes as the guard scans in a "
     "step. `eager` is the bare step without torch.compile. `kernels` is how many "
-    "inductor has made for forward and backward: what is looked at cannot be fused away. Goal: "
-    "under 10 % with module outputs and gradients."
+    "inductor has made for forward and backward: what is looked at cannot be fused "
+    "away. Goal: under 10 % with module outputs and gradients."
 )
 OUTPUTS = ("activations", "grad_outputs", "gradients", "loss")
 GUARDS: dict[str, dict[str, Any] | None] = {

@@ -14,8 +14,8 @@ BYTES = 4096  # of a tensor
 COLUMNS = ["tensors", "scan us", "scan us of the host", "foreach_norm / scan"]
 NOTES = (
     "float32, 4 KiB each. The first time is the device's (on the CPU there is only "
-    "one). Lists of up to 4, of up to 88 and of up to 984 tensors are one launch each, with "
-    "parameters of another size."
+    "one). Lists of up to 4, of up to 88 and of up to 984 tensors are one launch "
+    "each, with parameters of another size."
 )
 
 

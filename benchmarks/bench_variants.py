@@ -1,7 +1,7 @@
 """Which variants of the device code win: each value of each decision, by its rule.
 
 Each value is measured in a process of its own, with the variable of the environment
-that selects it; the default twice, of which the better run counts: noise changes nothing.
+that selects it; the default twice, of which the better run counts.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ print(_C.has_kernels("cuda"))
 
 
 def environment(device: str) -> dict[str, str]:
-    """Builds only for the GPU's own architecture, if nvcc knows it: the time is short."""
+    """Asks for the GPU's own architecture only, if nvcc knows it: the time is short."""
     settings = os.environ | {"OVERFLOW_FAST_CUDA": "1" if device == "cuda" else "0"}
     nvcc = find_nvcc() if device == "cuda" else None
     found = capability() if nvcc else None
