@@ -142,9 +142,11 @@ def aminmax_and_isfinite(tensor: torch.Tensor) -> None:
         bool(is_finite)
 
 
-def unscale(tensor: torch.Tensor) -> None:
+def unscaler() -> Callable[[torch.Tensor], object]:
+    """GradScaler's check of gradients, which writes them, too."""
     found, scale = (torch.ones(1, device=DEVICE) for _ in range(2))
-    torch._amp_foreach_non_finite_check_and_unscale_([tensor], found, scale)
+    unscale = torch._amp_foreach_non_finite_check_and_unscale_
+    return lambda tensor: unscale([tensor], found, scale)
 
 
 ALTERNATIVES: dict[str, Callable[[torch.Tensor], object]] = {
@@ -153,7 +155,7 @@ ALTERNATIVES: dict[str, Callable[[torch.Tensor], object]] = {
 }
 if ON_GPU:
     ALTERNATIVES["foreach_norm"] = lambda t: torch._foreach_norm([t], torch.inf)
-    ALTERNATIVES["unscale"] = unscale
+    ALTERNATIVES["unscale"] = unscaler()
 
 
 def is_supported(function: Any, tensor: torch.Tensor) -> bool:
