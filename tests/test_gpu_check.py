@@ -242,5 +242,8 @@ def test_the_check_runs_on_the_cpu(tmp_path):
     assert "PASS: " in done.stdout and "ns a module" in done.stdout
     result = json.loads((tmp_path / "cpu.json").read_text())
     assert result["facts"]["commit"] and result["facts"]["sources"]
-    assert result["stages"]["hooks"]["hooks.json"]["is_complete"]
+    hooks, kernel = (
+        result["stages"][name][f"{name}.json"] for name in ("hooks", "kernel")
+    )
+    assert hooks["is_complete"] and hooks["machine"]["commit"] == kernel["commit"]
     assert result["stages"]["sanitizer"]["status"] == NOT_RUN

@@ -17,6 +17,7 @@ def pytest_runtest_logreport(report: Any) -> None:
     if "CHECK_OUT" not in os.environ or is_worker or not (is_end or report.failed):
         return
     row = {"test": report.nodeid, "outcome": report.outcome}
+    row["commit"] = os.environ.get("COMMIT", "unknown")
     row["seconds"] = round(report.duration, 3)
     if report.failed:
         row["error"] = str(report.longrepr)[-1500:]

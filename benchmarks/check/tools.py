@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
-from check.record import ROOT, find_nvcc, nvidia_smi, said, write_json
+from check.record import ROOT, commit, find_nvcc, nvidia_smi, said, write_json
 from check.stages import SKIPPED
 
 BUILD = ROOT / "build"
@@ -37,7 +37,8 @@ def skip(reason: str) -> NoReturn:
 def save(name: str, part: dict[str, Any]) -> None:
     """Writes a part of the results, where the check runs this command."""
     if os.environ.get("CHECK_OUT"):
-        write_json(Path(os.environ["CHECK_OUT"]) / f"{name}.json", part)
+        path = Path(os.environ["CHECK_OUT"]) / f"{name}.json"
+        write_json(path, {"commit": commit(), **part})
 
 
 def capability() -> str | None:
