@@ -70,9 +70,13 @@ constexpr bool kIsEmulated = true;
 
 inline char* allocate(int64_t bytes) { return static_cast<char*>(std::malloc(bytes)); }
 inline void release(void* memory) { std::free(memory); }
-inline void write(void* to, const void* from, int64_t bytes) { std::memcpy(to, from, bytes); }
+inline void write(void* to, const void* from, int64_t bytes) {
+  if (bytes != 0) std::memcpy(to, from, bytes);
+}
 inline void set(void* to, int value, int64_t bytes) { std::memset(to, value, bytes); }
-inline void read(void* to, const void* from, int64_t bytes) { std::memcpy(to, from, bytes); }
+inline void read(void* to, const void* from, int64_t bytes) {
+  if (bytes != 0) std::memcpy(to, from, bytes);
+}
 inline int64_t free_bytes() { return 0; }
 inline int num_multiprocessors() { return 4; }
 inline bool takes_large_lists() { return true; }
