@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from processes import start_method
 
-PATIENCE = datetime.timedelta(seconds=60)  # until a collective counts as hung
+PATIENCE = datetime.timedelta(minutes=30)  # until a collective counts as hung
 
 
 def backend():
@@ -57,8 +58,11 @@ def on_ranks(world, function, *arguments):
         pytest.skip("no gloo: torch was built without it")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        torch.multiprocessing.spawn(
-            _run, (world, folder, function, arguments), nprocs=world
+        torch.multiprocessing.start_processes(
+            _run,
+            (world, folder, function, arguments),
+            nprocs=world,
+            start_method=start_method(),
         )
         return [torch.load(folder / str(rank)) for rank in range(world)]
 

@@ -9,45 +9,33 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 
 ROOT = Path(__file__).parent.parent
 
 
-def setup_py(tmp_path, *, cxx=None, cuda=None, torch_version=None):
+def setup_py(*, cxx=None, cuda=None):
     """Exit status and last line of `setup.py --version`, which checks everything."""
     environment = {k: v for k, v in os.environ.items() if k != "OVERFLOW_FAST_CUDA"}
     if cxx is not None:
         environment["CXX"] = cxx
     if cuda is not None:
         environment["OVERFLOW_FAST_CUDA"] = cuda
-    if torch_version is not None:
-        package = tmp_path / "torch" / "utils"
-        package.mkdir(parents=True)
-        (tmp_path / "torch" / "__init__.py").write_text(torch_version)
-        (package / "__init__.py").write_text("")
-        (package / "cpp_extension.py").write_text("")
-        environment["PYTHONPATH"] = str(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "setup.py", "--version"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    done = python("setup.py", "--version", cwd=ROOT, environment=environment)
     return done.returncode, (done.stdout + done.stderr).strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize("cuda", [None, "auto", "0"])
-def test_builds_without_cuda_where_torch_has_none(tmp_path, cuda):
+def test_builds_without_cuda_where_torch_has_none(cuda):
     if torch.version.cuda is not None:
         pytest.skip("torch has CUDA")
-    assert setup_py(tmp_path, cuda=cuda)[0] == 0
+    assert setup_py(cuda=cuda)[0] == 0
 
 
-def test_cuda_asked_for_in_vain(tmp_path):
+def test_cuda_asked_for_in_vain():
     if torch.version.cuda is not None:
         pytest.skip("torch has CUDA")
-    status, message = setup_py(tmp_path, cuda="1")
+    status, message = setup_py(cuda="1")
     assert status == 1
     assert message == (
         "overflow_fast: OVERFLOW_FAST_CUDA=1 asks for the CUDA part, but torch "
@@ -55,25 +43,44 @@ def test_cuda_asked_for_in_vain(tmp_path):
     )
 
 
-def test_unknown_wish(tmp_path):
-    status, message = setup_py(tmp_path, cuda="yes")
+def test_unknown_wish():
+    status, message = setup_py(cuda="yes")
     assert status == 1
     assert message == (
         "overflow_fast: OVERFLOW_FAST_CUDA must be auto, 0 or 1, got 'yes'."
     )
 
 
-def test_no_compiler(tmp_path):
-    status, message = setup_py(tmp_path, cxx="no-such-compiler -m64")
+def test_no_compiler():
+    status, message = setup_py(cxx="no-such-compiler -m64")
     assert status == 1
     assert "no C++ compiler: `no-such-compiler -m64` was not found" in message
     assert "apt install g++" in message
 
 
+def setup_py_with_torch(tmp_path, torch, cpp_extension="", **variables):
+    """Exit status and lines of `setup.py --version`, run with this as torch."""
+    utils = tmp_path / "torch" / "utils"
+    utils.mkdir(parents=True, exist_ok=True)
+    (utils.parent / "__init__.py").write_text(torch)
+    (utils / "__init__.py").write_text("")
+    (utils / "cpp_extension.py").write_text(cpp_extension)
+    names = ("TORCH_CUDA_ARCH_LIST", "OVERFLOW_FAST_CUDA")
+    environment = {k: v for k, v in os.environ.items() if k not in names}
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--version"],
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": str(tmp_path)} | variables,
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, (done.stdout + done.stderr).strip().splitlines()
+
+
 def test_torch_is_too_old(tmp_path):
-    status, message = setup_py(tmp_path, torch_version="__version__ = '2.9.1+cu128'")
+    status, lines = setup_py_with_torch(tmp_path, "__version__ = '2.9.1+cu128'")
     assert status == 1
-    assert message == (
+    assert lines[-1] == (
         "overflow_fast: torch >= 2.10 is needed, found 2.9.1+cu128. "
         "Run `pip install 'torch>=2.10'`."
     )
@@ -81,10 +88,10 @@ def test_torch_is_too_old(tmp_path):
 
 def test_torch_is_missing(tmp_path):
     broken = "raise ImportError('no libtorch.so')"
-    status, message = setup_py(tmp_path, torch_version=broken)
+    status, lines = setup_py_with_torch(tmp_path, broken)
     assert status == 1
-    assert "torch is not importable while building (no libtorch.so)" in message
-    assert "pip install --no-build-isolation ." in message
+    assert "torch is not importable while building (no libtorch.so)" in lines[-1]
+    assert "pip install --no-build-isolation ." in lines[-1]
 
 
 HEADERS = ("cuda.h", "cuda_runtime.h", "cuda_runtime_api.h")
@@ -110,9 +117,6 @@ def setup_with_cuda(tmp_path, torch_cuda, toolkit, headers=HEADERS, **variables)
     """Exit status and lines of setup.py with a torch and a toolkit for CUDA."""
     package = tmp_path / "torch" / "utils"
     (package / "bin").mkdir(parents=True)
-    (package.parent / "__init__.py").write_text(CUDA_TORCH.format(torch_cuda))
-    (package / "__init__.py").write_text("")
-    (package / "cpp_extension.py").write_text(CUDA_EXTENSION)
     nvcc = package / "bin" / "nvcc"
     nvcc.write_text(
         f"#!/bin/sh\necho 'Cuda compilation tools, release {toolkit}, V1'\n"
@@ -121,16 +125,9 @@ def setup_with_cuda(tmp_path, torch_cuda, toolkit, headers=HEADERS, **variables)
     (package / "include").mkdir()
     for header in headers:
         (package / "include" / header).write_text("")
-    names = ("TORCH_CUDA_ARCH_LIST", "OVERFLOW_FAST_CUDA")
-    environment = {k: v for k, v in os.environ.items() if k not in names}
-    done = subprocess.run(
-        [sys.executable, "setup.py", "--version"],
-        cwd=ROOT,
-        env=environment | {"PYTHONPATH": str(tmp_path)} | variables,
-        capture_output=True,
-        text=True,
+    return setup_py_with_torch(
+        tmp_path, CUDA_TORCH.format(torch_cuda), CUDA_EXTENSION, **variables
     )
-    return done.returncode, (done.stdout + done.stderr).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -201,6 +198,16 @@ def test_headers_where_the_compiler_looks_by_itself(tmp_path):
     assert lines[0].startswith("8.0;9.0;10.0+PTX")
 
 
+# An editable installation would find the extension where it is.
+IMPORTS_ANEW = """
+import sys
+sys.meta_path = [each for each in sys.meta_path if "editable" not in repr(each)]
+for name in [name for name in sys.modules if name.startswith("overflow_fast")]:
+    del sys.modules[name]
+import overflow_fast
+"""
+
+
 def package_without_its_extension(tmp_path, files=()):
     """What importing a copy of the package's Python files says."""
     package = tmp_path / "overflow_fast"
@@ -213,17 +220,9 @@ def package_without_its_extension(tmp_path, files=()):
     )
     for name in files:
         (tmp_path / name).write_text("")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    # An editable installation would find the extension where it is.
-    script = (
-        "import sys; sys.meta_path = [finder for finder in sys.meta_path "
-        "if 'editable' not in repr(finder)]; import overflow_fast"
-    )
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True
-    )
-    return done.stderr.strip().splitlines()[-1]
+    script = tmp_path / "script.py"
+    script.write_text(IMPORTS_ANEW)
+    return python(str(script), cwd=tmp_path).stderr.strip().splitlines()[-1]
 
 
 def test_a_checkout_that_is_not_built(tmp_path):

@@ -1,10 +1,10 @@
 """python -m overflow_fast, as a user calls it."""
 
-import subprocess
 import sys
 
 import pytest
 import torch
+from processes import python
 
 from overflow_fast.__main__ import main
 
@@ -18,12 +18,7 @@ sys.exit(int(sys.argv[1]))
 
 
 def command(*arguments, cwd=None):
-    return subprocess.run(
-        [sys.executable, "-m", "overflow_fast", *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-    )
+    return python("-m", "overflow_fast", *arguments, cwd=cwd)
 
 
 @pytest.fixture

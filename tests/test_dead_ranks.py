@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from guarding import batches, make, train_step
+from processes import context
 from ranks import free_port
 
 from overflow_fast import OverflowGuard
@@ -52,11 +52,10 @@ def _train(rank, port, folder, fate):
 def test_the_others_get_the_groups_own_error(fate):
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("no gloo: torch was built without it")
-    context = torch.multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), free_port()
         processes = [
-            context.Process(target=_train, args=(rank, port, folder, fate))
+            context().Process(target=_train, args=(rank, port, folder, fate))
             for rank in range(WORLD)
         ]
         for process in processes:

@@ -4,13 +4,11 @@ import json
 import os
 import platform
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from guarding import INF, NAN, batches, make, plant, train, train_step
+from processes import context
 from test_guard_disk import no_file_beyond
 from torch import nn
 
@@ -237,9 +235,9 @@ def test_a_file_that_is_no_log_is_left_alone(tmp_path, caplog):
 # Other writers.
 
 
-def log_of(path, name, max_bytes=10**9):
+def log_of(path, name, max_bytes=10**9, num_files=3):
     header = {"kind": "run", "overflow_fast": "", "run": name}
-    return JsonLog(path, name, lambda: header, max_bytes, 3)
+    return JsonLog(path, name, lambda: header, max_bytes, num_files)
 
 
 def test_two_writers_share_a_file(tmp_path):
@@ -259,25 +257,23 @@ def test_two_writers_share_a_file(tmp_path):
         assert steps == list(range(steps[0], 40)) and len(steps) > 20
 
 
-WRITER = """
-import sys
-from overflow_fast.guard.json_log import JsonLog
-name, path = sys.argv[1:]
-header = lambda: {"kind": "run", "overflow_fast": "", "run": name}
-log = JsonLog(path, name, header, 200_000, 50)
-for step in range(200):
-    log.write({"kind": "step", "run": name, "step": step, "text": "x" * (step * 50)})
-"""
+def write_200_lines(name, path):
+    log = log_of(path, name, max_bytes=200_000, num_files=50)
+    for step in range(200):
+        text = "x" * (step * 50)
+        log.write({"kind": "step", "run": name, "step": step, "text": text})
 
 
 def test_two_processes_share_a_file(tmp_path):
     path = tmp_path / "guard.jsonl"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    processes = [
-        subprocess.Popen([sys.executable, "-c", WRITER, name, path], env=environment)
-        for name in ("a", "b")
+    writers = [
+        context().Process(target=write_200_lines, args=(name, path)) for name in "ab"
     ]
-    assert [process.wait() for process in processes] == [0, 0]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0, 0]
     lines = [line for file in tmp_path.iterdir() for line in all_lines_of(file)]
     steps = [(line["run"], line["step"]) for line in lines if line["kind"] == "step"]
     assert sorted(steps) == [(name, step) for name in "ab" for step in range(200)]
