@@ -1,6 +1,12 @@
 """Which tests need a GPU, and the emulated one for those that do not."""
 
+import os
 import sys
+
+# Before torch is imported, also for the processes that tests start. Tests that need
+# threads ask for them; small models need no pool of processes to be compiled.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch

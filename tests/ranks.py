@@ -3,7 +3,6 @@
 import datetime
 import functools
 import importlib
-import socket
 import tempfile
 import traceback
 from pathlib import Path
@@ -27,13 +26,6 @@ def device():
     if dist.get_backend() == "gloo":
         return torch.device("cpu")
     return torch.device("cuda", dist.get_rank())
-
-
-def free_port():
-    """A TCP port that nobody listens to."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _run(rank, world, folder, function, arguments):

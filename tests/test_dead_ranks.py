@@ -3,7 +3,6 @@
 import datetime
 import os
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -11,35 +10,36 @@ import torch
 import torch.distributed as dist
 from guarding import batches, make, train_step
 from processes import context
-from ranks import free_port
+from ranks import PATIENCE
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from overflow_fast import OverflowGuard
 
 WORLD = 4
-TIMEOUT = datetime.timedelta(seconds=4)
-PATIENCE = 60  # seconds until a process counts as hung
 
 
-def _train(rank, port, folder, fate):
+def _train(rank, folder, fate, are_others_done):
     """Trains four steps, of which the last rank makes two; writes what was raised."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
+        init_method=f"file://{folder}/store",
         rank=rank,
         world_size=WORLD,
-        timeout=TIMEOUT,
+        timeout=PATIENCE,
     )
     model, optimizer = make()
     guard = OverflowGuard(model, optimizer, process_group=dist.group.WORLD)
     error = None
     try:
         for step, batch in enumerate(batches(4)):
-            if rank == WORLD - 1 and step == 2:
+            if step == 2 and rank == WORLD - 1:
                 if fate == "dies":
                     os._exit(7)
-                time.sleep(3 * TIMEOUT.total_seconds())
+                are_others_done.wait()
                 os._exit(8)
+            if step == 2 and fate == "hangs":  # nobody answers, however long one waits
+                _set_pg_timeout(datetime.timedelta(seconds=1), dist.group.WORLD)
             train_step(model, optimizer, batch)
     except Exception as caught:
         error = caught
@@ -53,16 +53,20 @@ def test_the_others_get_the_groups_own_error(fate):
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("no gloo: torch was built without it")
     with tempfile.TemporaryDirectory() as name:
-        folder, port = Path(name), free_port()
+        folder = Path(name)
+        are_others_done = context().Event()
         processes = [
-            context().Process(target=_train, args=(rank, port, folder, fate))
+            context().Process(target=_train, args=(rank, folder, fate, are_others_done))
             for rank in range(WORLD)
         ]
         for process in processes:
             process.start()
-        for process in processes:
-            process.join(PATIENCE)
-        hung = [process for process in processes if process.is_alive()]
+        *others, last = processes
+        for process in others:
+            process.join(PATIENCE.total_seconds())
+        are_others_done.set()
+        last.join()
+        hung = [process for process in others if process.is_alive()]
         for process in hung:
             process.kill()
         assert not hung

@@ -253,7 +253,15 @@ def test_more_than_2_to_the_33_elements_on_the_gpu():
     assert scan([tensor[: 2**33].view(2, -1)[:, ::2]])[0].is_finite
 
 
-def test_large_tensors_use_every_thread_and_lose_nothing():
+@pytest.fixture
+def several_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_large_tensors_use_every_thread_and_lose_nothing(several_threads):
     tensor = torch.ones(3_000_001, dtype=torch.bfloat16)
     for position in [0, 1_500_000, 1_500_001, 3_000_000]:
         tensor[position] = math.nan
