@@ -9,7 +9,7 @@ RUN := $(VENV)/bin/python
 CORE := $(wildcard csrc/*.h csrc/cpu/*)
 CUDA := $(wildcard csrc/cuda/*)
 
-.PHONY: build demo test bench lint sanitize cuda-check gpu-check clean
+.PHONY: build demo test test-quick bench lint sanitize cuda-check gpu-check clean
 
 $(VENV)/ready: pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "overflow_fast: $(PYTHON) was not found; install Python 3.10 or newer, or set PYTHON."; exit 1; }
@@ -34,6 +34,9 @@ demo: build
 
 test: build
 	$(RUN) -m pytest -q -n $(JOBS) --dist loadgroup
+
+test-quick: build
+	$(RUN) -m pytest -q -n $(JOBS) --dist loadgroup --quick
 
 bench: build
 	$(RUN) benchmarks/run.py

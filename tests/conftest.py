@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 # Before torch is imported, also for the processes that tests start. Tests that need
 # threads ask for them; small models need no pool of processes to be compiled.
@@ -12,8 +13,32 @@ import pytest
 import torch
 from emulation import emulated_device, emulation
 
+# `make test-quick` leaves these out, and the tests marked slow: they start processes,
+# compile, or train with other libraries, whose imports alone take seconds.
+SLOW = {
+    "test_agreement.py",
+    "test_build.py",
+    "test_command_line.py",
+    "test_compile_regions.py",
+    "test_dead_ranks.py",
+    "test_demo.py",
+    "test_environments.py",
+    "test_export.py",
+    "test_gpu_check.py",
+    "test_groups.py",
+    "test_guard_self_test.py",
+    "test_guard_trainers.py",
+    "test_integrations.py",
+    "test_parallel.py",
+    "test_parity_models.py",
+    "test_precision.py",
+    "test_readme.py",
+    "test_trainer_state.py",
+}
+
 
 def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help="leave out what is slow")
     parser.addoption(
         "--require-cuda",
         action="store_true",
@@ -23,9 +48,20 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs a GPU")
+    config.addinivalue_line("markers", "slow: left out with --quick")
+    gone = SLOW - {path.name for path in Path(__file__).parent.rglob("test_*.py")}
+    if gone:
+        raise pytest.UsageError(f"SLOW in tests/conftest.py names {sorted(gone)}")
+
+
+def pytest_ignore_collect(collection_path, config):
+    is_slow = collection_path.name in SLOW and config.getoption("--quick")
+    return True if is_slow else None  # None: others may say
 
 
 def pytest_runtest_setup(item):
+    if item.get_closest_marker("slow") and item.config.getoption("--quick"):
+        pytest.skip("slow")
     if item.get_closest_marker("cuda") is None or torch.cuda.is_available():
         return
     if item.config.getoption("--require-cuda"):

@@ -21,7 +21,7 @@ from torch.distributed.algorithms.join import Join
 
 from overflow_fast import NonFiniteError, OverflowGuard
 
-pytestmark = pytest.mark.xdist_group("four ranks")  # see ranks.all_of
+pytestmark = pytest.mark.xdist_group("processes")  # see ranks.all_of
 
 
 def sgd(model):

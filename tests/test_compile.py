@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 import logging
 import re
 import threading
 
+import guarding
 import pytest
 import torch
 import torch._dynamo.utils
@@ -18,7 +20,6 @@ from guarding import (
     assert_same,
     batches,
     hooks_of,
-    make,
     plant,
     state_of,
     train,
@@ -29,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from overflow_fast import DebugUnderflowOverflow, NonFiniteError, OverflowGuard
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("compiled")]
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +57,7 @@ def in_a_function(model, **options):
 
 FORMS = [wrapped, in_place, in_a_function]
 BACKENDS = ["aot_eager", "inductor"]
+make = functools.partial(guarding.make, depth=2)  # to compile takes most of the time
 
 
 def without_times(report):
@@ -85,12 +87,15 @@ def detected(model, data, compile_, **options):
     return printed.getvalue(), frames, detector.total_calls, detector.batch_number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_bad", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend, form",
+    [*(("aot_eager", form) for form in FORMS), ("inductor", wrapped)],
+)
 def test_the_detectors_report_is_that_of_eager(backend, form, is_bad):
     def model():
-        net = make()[0].eval()
+        net = guarding.make()[0].eval()
         if is_bad:
             net.blocks[1].fc2.weight.data[0, 0] = INF
         return net
@@ -136,27 +141,39 @@ def guarded_report(fault, compile_, policy="warn", **options):
     return without_times(report), guard.coverage().tensors_listed
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("form", FORMS)
+# How the root is called matters to what it is given and returns.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "form, fault",
+    [
+        *((wrapped, fault) for fault in FAULTS),
+        *((form, fault) for form in FORMS[1:] for fault in ("none", "the batch")),
+        *((form, fault) for form in FORMS[1:] for fault in ("a gradient", "the loss")),
+    ],
+)
 def test_the_guards_report_is_that_of_eager(fault, form):
     compiled = guarded_report(fault, form, backend="aot_eager", fullgraph=True)
     assert compiled == guarded_report(fault, eager)
 
 
-@pytest.mark.parametrize("fault", ["none", "a module", "a gradient", "between"])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["none", "a gradient", "between"])
 def test_the_guards_report_is_that_of_eager_on_inductor(fault):
     compiled = guarded_report(fault, wrapped, fullgraph=True)
     assert compiled == guarded_report(fault, eager)
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_modes_of_inductor(mode):
-    compiled = guarded_report("a module", in_place, mode=mode, fullgraph=True)
+@pytest.mark.slow
+def test_a_mode_of_inductor():
+    options = {"mode": "reduce-overhead", "fullgraph": True}
+    compiled = guarded_report("a module", in_place, **options)
     assert compiled == guarded_report("a module", eager)
 
 
+@pytest.mark.slow
 def test_the_wrapper_of_inductor_in_cpp():
-    with torch._inductor.config.patch(cpp_wrapper=True):
+    options = {"cpp_wrapper": True, "cpp_cache_precompile_headers": False}
+    with torch._inductor.config.patch(options):
         compiled = guarded_report("a module", wrapped, fullgraph=True)
     assert compiled == guarded_report("a module", eager)
 
@@ -195,6 +212,7 @@ class Inner(nn.Module):
         return Result(hidden, [parts[1]["k"], {"a": hidden.sum(), "b": "text"}])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_strict", [False, True])
 @pytest.mark.parametrize("lists_kwargs", [False, True])
 def test_any_nesting_is_listed_as_in_eager(is_strict, lists_kwargs):
@@ -231,6 +249,7 @@ class Scale(nn.Module):
         return x * 2 + 1
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_memory_that_compiled_code_uses_again_is_scanned_again():
     def frames(compile_, **options):
@@ -242,6 +261,7 @@ def test_memory_that_compiled_code_uses_again_is_scanned_again():
     assert frames(wrapped, fullgraph=True) == frames(eager)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_gradient_from_outside_is_that_of_the_module_within(form):
     """The root returns what its head made: eager mode lists that gradient once."""
@@ -262,6 +282,7 @@ def test_a_gradient_from_outside_is_that_of_the_module_within(form):
         assert (text, verdict) == report(eager)
 
 
+@pytest.mark.slow
 def test_dynamic_shapes():
     model, optimizer = make()
     with OverflowGuard(model, optimizer, "warn") as guard:
@@ -320,8 +341,11 @@ def test_a_compiled_submodule_called_on_its_own_is_a_step():
         assert frames(form, backend="aot_eager") == frames(eager)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "form, backend",
+    [(wrapped, "aot_eager"), (in_place, "eager"), (in_a_function, "eager")],
+)
 def test_hooks_that_come_late_take_effect(form, backend, caplog):
     model, optimizer = make()
     compiled = form(model, backend=backend)
@@ -340,6 +364,7 @@ def test_hooks_that_come_late_take_effect(form, backend, caplog):
     assert guard.coverage().tensors_listed == calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [{"every": 2}, {"warmup": 1}, {"budget": 0.01}])
 def test_steps_that_are_not_watched_compile_nothing_again(arguments):
     model, optimizer = make()
@@ -361,6 +386,7 @@ def test_steps_that_are_not_watched_compile_nothing_again(arguments):
     assert guard.last_report.verdict.maker == "head"
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_watched_is_not_recorded():
     model, optimizer = make()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -388,6 +414,7 @@ def test_a_cadence_leaves_alone_what_else_is_compiled(monkeypatch):
     assert hooks_of(model, optimizer) == 0
 
 
+@pytest.mark.slow
 def test_two_watches_of_one_model():
     model, optimizer = make()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -408,6 +435,7 @@ def test_two_watches_of_one_model():
 # It changes nothing.
 
 
+@pytest.mark.slow
 def test_training_is_the_same_in_every_bit():
     def result(is_watched):
         torch._dynamo.reset()
@@ -422,6 +450,7 @@ def test_training_is_the_same_in_every_bit():
     assert_same(result(True), result(False))
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_compiled_forward_ends_its_step():
     class Picky(Net):
         def forward(self, x, y=None):
@@ -440,10 +469,10 @@ def test_an_exception_in_a_compiled_forward_ends_its_step():
     assert "batch number=2" in "\n".join(detector.frames)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_guard_raises_and_skips_as_in_eager(form):
+@pytest.mark.slow
+def test_a_guard_raises_and_skips_as_in_eager():
     model, optimizer = make()
-    compiled = form(model, backend="aot_eager", fullgraph=True)
+    compiled = wrapped(model, backend="aot_eager", fullgraph=True)
     with OverflowGuard(model, optimizer, "skip") as guard:
         train(compiled, optimizer, batches(2))
         before = state_of(model, optimizer)
@@ -457,11 +486,11 @@ def test_a_guard_raises_and_skips_as_in_eager(form):
                 train_step(compiled, optimizer, batches(1)[0])
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_evidence_of_a_compiled_step(form, tmp_path):
+@pytest.mark.slow
+def test_evidence_of_a_compiled_step(tmp_path):
     load_file = pytest.importorskip("safetensors.torch").load_file
     model, optimizer = make()
-    compiled = form(model, backend="aot_eager")
+    compiled = in_place(model, backend="aot_eager")
     with OverflowGuard(model, optimizer, "warn", evidence=tmp_path):
         with plant(model.blocks[1].fc1, INF):
             train_step(compiled, optimizer, batches(1)[0])
@@ -470,6 +499,7 @@ def test_evidence_of_a_compiled_step(form, tmp_path):
     assert any(tensor.isinf().any() for tensor in tensors.values())
 
 
+@pytest.mark.slow
 def test_checkpointing_in_compiled_code():
     class Checkpointed(Net):
         def forward(self, x, y=None):
@@ -494,6 +524,7 @@ def test_checkpointing_in_compiled_code():
         assert listed < report(eager)[1]
 
 
+@pytest.mark.slow
 def test_a_compiled_block_that_is_checkpointed():
     class Checkpointed(Net):
         def forward(self, x, y=None):
@@ -514,6 +545,7 @@ def test_a_compiled_block_that_is_checkpointed():
     assert detector.batch_number == 1
 
 
+@pytest.mark.slow
 def test_threads_run_compiled_code():
     model, optimizer = make()
     model.eval()
@@ -521,10 +553,13 @@ def test_threads_run_compiled_code():
     with OverflowGuard(model, optimizer, "warn") as guard, torch.no_grad():
         x, y = batches(1)[0]
         compiled(x, y=y)
-        threads = [
-            threading.Thread(target=lambda: [compiled(x, y=y) for _ in range(20)])
-            for _ in range(4)
-        ]
+
+        @torch.no_grad()  # each thread has a grad mode of its own
+        def run():
+            for _ in range(20):
+                compiled(x, y=y)
+
+        threads = [threading.Thread(target=run) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from overflow_fast import DebugUnderflowOverflow, OverflowGuard
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("compiled")]
 
 BODIES = {
     "torch.cond": (

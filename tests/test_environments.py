@@ -11,7 +11,7 @@ from torch import nn
 
 from overflow_fast import DebugUnderflowOverflow, OverflowGuard
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("compiled")]
 
 
 def frames_of(model, *args, **kwargs):
@@ -240,7 +240,7 @@ def test_a_device_map_of_accelerate():
 def test_compiled_autograd_is_told_of_where_it_leaves_gradients_out(caplog):
     def run(is_compiled):
         torch._dynamo.reset()
-        model, optimizer = make()
+        model, optimizer = make(depth=1)
         with OverflowGuard(model, optimizer, "warn") as guard:
             for x, y in batches(2):
                 loss = model(x, y=y)["loss"]

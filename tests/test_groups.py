@@ -21,7 +21,7 @@ from overflow_fast.guard.step_tensors import StepTensors
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.xdist_group("four ranks"),  # they share the start of the processes
+    pytest.mark.xdist_group("processes"),  # they share the start of the processes
 ]
 BAD_RANK = 3
 

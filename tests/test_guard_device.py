@@ -250,6 +250,7 @@ def test_a_flag_is_dropped_where_the_step_did_not_end():
         assert not before.equal(model.head.bias)
 
 
+@pytest.mark.slow
 def test_forwards_without_autograd_pile_up_nowhere(emulated):
     model, optimizer = make()
     x, y = batches(1)[0]

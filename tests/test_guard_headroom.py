@@ -234,6 +234,7 @@ def test_a_bad_step_is_not_called_finite(said):
     assert not any("is finite, but close" in line for line in said())
 
 
+@pytest.mark.slow
 def test_more_places_than_have_a_course(said):
     class Wide(nn.Module):
         def forward(self, x):

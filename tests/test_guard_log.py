@@ -264,6 +264,8 @@ def write_200_lines(name, path):
         log.write({"kind": "step", "run": name, "step": step, "text": text})
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("processes")
 def test_two_processes_share_a_file(tmp_path):
     path = tmp_path / "guard.jsonl"
     writers = [

@@ -193,6 +193,7 @@ def test_a_fused_optimizer_steps_where_what_its_kernels_see_is_allowed():
     assert before.equal(model.out.weight)
 
 
+@pytest.mark.slow
 def test_rules_hold_in_compiled_code():
     model, optimizer = attention()
     compiled = torch.compile(model, backend="aot_eager")

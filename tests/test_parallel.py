@@ -12,9 +12,12 @@ from torch import nn
 
 from overflow_fast import OverflowGuard
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.xdist_group("processes"),
+]
 
-DEPTH = 3
+DEPTH = 2
 
 
 class Net(nn.Module):

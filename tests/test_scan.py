@@ -271,6 +271,7 @@ def test_large_tensors_use_every_thread_and_lose_nothing(several_threads):
     check(tensor[:3_000_000].view(1_000_000, 3).t()[:2])
 
 
+@pytest.mark.slow
 def test_more_than_2_to_the_31_elements():
     tensor = torch.ones(2**31 + 7, dtype=torch.float8_e5m2)
     tensor.view(torch.uint8)[-1] = 0x7C

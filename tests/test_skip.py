@@ -326,6 +326,7 @@ def test_accelerates_wrapper_with_a_scaler(is_fused, comes):
     guard.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after", "as step", "in a function"])
 def test_compiled_steps(when):
     torch._dynamo.reset()
