@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import os
 import shlex
@@ -38,11 +39,17 @@ class State(ctypes.Structure):
 
 def build():
     """Compiles the emulation unless it is newer than its sources; returns its path."""
+    LIBRARY.parent.mkdir(exist_ok=True)
+    with LIBRARY.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the workers of xdist want it at once
+        return _build()
+
+
+def _build():
     sources = [*ROOT.glob("csrc/*.h"), *ROOT.glob("csrc/cuda/*")]
     sources += [SOURCE, *ROOT.glob("tests/cpp/cuda_emulation/*")]
     newest = max(path.stat().st_mtime for path in sources)
     if not LIBRARY.exists() or LIBRARY.stat().st_mtime < newest:
-        LIBRARY.parent.mkdir(exist_ok=True)
         compiler = shlex.split(os.environ.get("CXX", "g++"))
         flags = "-std=c++20 -O2 -fno-strict-aliasing -fPIC -shared -Wno-unknown-pragmas"
         include = f"-I{ROOT / 'tests/cpp/cuda_emulation'}"

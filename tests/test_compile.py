@@ -172,8 +172,7 @@ def test_a_mode_of_inductor():
 
 @pytest.mark.slow
 def test_the_wrapper_of_inductor_in_cpp():
-    options = {"cpp_wrapper": True, "cpp_cache_precompile_headers": False}
-    with torch._inductor.config.patch(options):
+    with torch._inductor.config.patch(cpp_wrapper=True):
         compiled = guarded_report("a module", wrapped, fullgraph=True)
     assert compiled == guarded_report("a module", eager)
 
