@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from processes import start_method
 
-PATIENCE = datetime.timedelta(minutes=30)  # until a collective counts as hung
+PATIENCE = datetime.timedelta(minutes=5)  # until a collective counts as hung
 
 
 def backend():

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.xdist_group("processes"),
 ]
 
-DEPTH = 2
+DEPTH = 3
 
 
 class Net(nn.Module):
