@@ -10,6 +10,7 @@
 #include "scan.h"
 #include "stat_binding.h"
 #include "tensor_view.h"
+#include "torch_scan.h"
 
 namespace overflow_fast {
 
@@ -31,8 +32,8 @@ class HiddenScope {
   std::optional<Hidden> hidden_;
 };
 
-// For each tensor its stat as (abs_min, abs_max, num_nan, num_inf), or its Readability if that is
-// not kReadable.
+// For each tensor its stat as (abs_min, abs_max, num_nan, num_inf), its Readability if that is not
+// kReadable, or a text that says why its device could not scan it.
 py::list scan_tensors(const py::list& tensors, ScanBackend backend) {
   py::list stats(tensors.size());
   std::vector<ToScan> others;
@@ -46,7 +47,7 @@ py::list scan_tensors(const py::list& tensors, ScanBackend backend) {
     } else if (tensor.is_cpu() && backend == ScanBackend::kAuto) {
       stats[i] = stat_tuple(scan_here(tensor, view), view.dtype);
     } else {
-      others.push_back({tensor, view, {}});
+      others.push_back({tensor, view, {}, {}});
       places.push_back(i);
     }
   }
@@ -56,7 +57,9 @@ py::list scan_tensors(const py::list& tensors, ScanBackend backend) {
     scan_on_devices(others, backend == ScanBackend::kComposite);
   }
   for (size_t i = 0; i < others.size(); ++i) {
-    stats[places[i]] = stat_tuple(others[i].slot, others[i].view.dtype);
+    const ToScan& other = others[i];
+    stats[places[i]] = other.why.empty() ? py::object(stat_tuple(other.slot, other.view.dtype))
+                                         : py::object(py::str(other.why));
   }
   return stats;
 }
@@ -311,6 +314,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // For a device whose kernels are in another library: the address of an OpenDevice.
   m.def("register_device_type", [](const std::string& type, uintptr_t open) {
     register_device_type(c10::Device(type).type(), reinterpret_cast<OpenDevice>(open));
+  });
+  // The same for one whose tensors only torch can address; None takes the function back.
+  m.def("register_scan", [](const std::string& type, py::object function) {
+    register_scan(c10::Device(type).type(), std::move(function));
   });
   m.def("isa", [] { return cpu::kernels().isa; });
   // Kinds of non-finite values, for rules.

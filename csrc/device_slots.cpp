@@ -1,7 +1,6 @@
 #include "device_slots.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 
 #include "device_registry.h"
 #include "errors.h"
+#include "torch_scan.h"
 #include "unseen.h"
 
 namespace overflow_fast {
@@ -119,19 +119,27 @@ void DeviceSlots::queue(std::vector<Unscanned>& tensors) {
   }
 }
 
+// In one call for each chunk that the slots lie in.
 void DeviceSlots::scan_by_torch(std::vector<Unscanned>& tensors) {
   const Unseen unseen;
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("overflow_fast::scan_composite", "")
-                             .typed<void(const at::Tensor&, int64_t, at::TensorList)>();
+  std::vector<Unscanned*> some;
+  const auto scan_some = [&] {
+    std::vector<at::Tensor> values;
+    for (const Unscanned* each : some) values.push_back(each->tensor.detach());
+    const int64_t first = some.front()->slot;
+    const std::vector<std::string> why =
+        try_scan_there(step_.chunks[first / kChunk], first % kChunk, values, TorchScan::kAuto);
+    for (size_t i = 0; i < some.size(); ++i) {
+      if (!why[i].empty()) some[i]->error = py::str(why[i]);
+    }
+    some.clear();
+  };
   for (Unscanned& tensor : tensors) {
     if (tensor.tensor.device() != device_) continue;
-    try {
-      op.call(step_.chunks[tensor.slot / kChunk], tensor.slot % kChunk, {tensor.tensor.detach()});
-    } catch (...) {  // a dtype that this device's operations do not know, say
-      tensor.error = current_exception_text();
-    }
+    if (!some.empty() && tensor.slot % kChunk == 0) scan_some();
+    some.push_back(&tensor);
   }
+  if (!some.empty()) scan_some();
 }
 
 void DeviceSlots::grow(Pool& pool) {

@@ -110,7 +110,7 @@ class DeviceSlots {
   at::Tensor host_buffer();
 
   at::Device device_;
-  Device* api_;  // null: torch operations scan, and every copy waits
+  Device* api_;  // null: torch scans (torch_scan.h), and every copy waits
   Pool step_;
   Pool captured_;
   py::object growth_error_;  // this step's: the allocator has been asked in vain

@@ -8,6 +8,7 @@
 #include "hook.h"
 #include "scan.h"
 #include "tensor_view.h"
+#include "torch_scan.h"
 
 namespace overflow_fast {
 
@@ -66,29 +67,24 @@ void scan_op_cpu(const at::Tensor& slots, int64_t first, at::TensorList tensors)
   for (const at::Tensor& tensor : tensors) scan_cpu(readable_view(tensor), *slot++);
 }
 
-// `slots` as unsigned minimum, unsigned maximum, sum, and sum with sign bits or-ed.
-void combine_composite(at::Tensor slot, const at::Tensor& stat) {
-  constexpr int64_t kFlip = std::numeric_limits<int64_t>::min();  // orders unsigned as signed
-  const auto flipped = [](const at::Tensor& word) { return word.bitwise_xor(kFlip); };
-  slot[0].copy_(flipped(at::minimum(flipped(slot[0]), flipped(stat[0]))));
-  slot[1].copy_(flipped(at::maximum(flipped(slot[1]), flipped(stat[1]))));
-  slot[2].add_(stat[2]);
-  const at::Tensor signs = slot[3].bitwise_or(stat[3]).bitwise_and(3);
-  slot[3].copy_((slot[3].bitwise_and(~3) + stat[3].bitwise_and(~3)).bitwise_or(signs));
+void scan_op_torch(const at::Tensor& slots, int64_t first, at::TensorList tensors, TorchScan how) {
+  check_arguments(slots, first, tensors);
+  std::vector<at::Tensor> values;
+  for (const at::Tensor& tensor : tensors) {
+    readable_view(tensor);
+    values.push_back(tensor.detach());
+  }
+  scan_there(slots, first, values, how);
 }
 
 void scan_op_composite(const at::Tensor& slots, int64_t first, at::TensorList tensors) {
-  check_arguments(slots, first, tensors);
-  for (const at::Tensor& tensor : tensors) {
-    readable_view(tensor);
-    combine_composite(slots[first++], stat_composite(tensor.detach()));
-  }
+  scan_op_torch(slots, first, tensors, TorchScan::kComposite);
 }
 
 // With the kernels of the device, where there are some; does not synchronise.
 void scan_op_device(const at::Tensor& slots, int64_t first, at::TensorList tensors) {
   Device* device = find_device(slots.device());
-  if (device == nullptr) return scan_op_composite(slots, first, tensors);
+  if (device == nullptr) return scan_op_torch(slots, first, tensors, TorchScan::kAuto);
   check_arguments(slots, first, tensors);
   std::vector<View> views;
   for (const at::Tensor& tensor : tensors) views.push_back(readable_view(tensor));

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <string>
 #include <vector>
 
 #include "layout.h"
@@ -16,18 +17,20 @@ void scan_cpu(const View& view, Slot& slot);
 // The stat of a readable CPU tensor. Called with the GIL, which a large scan lets go.
 Slot scan_here(const at::Tensor& tensor, const View& view);
 
-// The stat of any readable tensor by torch operations on its own device, as a [4] int64 tensor
-// there. Allocates temporaries of the tensor's size; does not incur a CPU-GPU sync.
-at::Tensor stat_composite(const at::Tensor& tensor);
+// The stats of readable tensors on one device by torch operations there, as an int64 tensor of
+// shape [n, 4] on it. At most one temporary of a tensor's size, and none beyond 64 MiB; does not
+// incur a CPU-GPU sync.
+at::Tensor stats_composite(at::TensorList tensors);
 
 struct ToScan {
   at::Tensor tensor;
   View view;
   Slot slot;
+  std::string why;  // it could not be scanned, if so
 };
 
 // Scans readable tensors, all those on a device together, by its kernels if it has some and
-// `by_torch` does not ask for torch operations. Incurs one sync per device.
-void scan_on_devices(std::vector<ToScan>& tensors, bool by_torch);
+// `by_composite` does not ask for torch operations. Incurs one sync per device.
+void scan_on_devices(std::vector<ToScan>& tensors, bool by_composite);
 
 }  // namespace overflow_fast

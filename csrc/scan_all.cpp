@@ -5,25 +5,41 @@
 #include "device_registry.h"
 #include "device_slots.h"
 #include "scan.h"
+#include "torch_scan.h"
 #include "unseen.h"
 
 namespace overflow_fast {
 
 namespace {
 
-// The stats of some tensors on one device, as a [n, 4] int64 tensor there.
-at::Tensor stats_on(at::Device device, Device* api, const std::vector<at::Tensor>& tensors,
-                    const std::vector<View>& views) {
-  if (api == nullptr) {
-    std::vector<at::Tensor> stats;
-    for (const at::Tensor& tensor : tensors) stats.push_back(stat_composite(tensor.detach()));
-    return at::stack(stats);
+// Tensors on one device.
+struct Group {
+  std::vector<ToScan*> members;
+  std::vector<at::Tensor> tensors;
+  std::vector<View> views;
+
+  void add(ToScan& one) {
+    members.push_back(&one);
+    tensors.push_back(one.tensor.detach());
+    views.push_back(one.view);
   }
-  const auto count = static_cast<int64_t>(views.size());
+};
+
+void scan_group(at::Device device, Group& group, bool by_composite) {
+  const auto count = static_cast<int64_t>(group.members.size());
   at::Tensor slots = at::empty({count, 4}, at::TensorOptions().dtype(at::kLong).device(device));
   reset_slots(slots);
-  api->scan(views.data(), count, static_cast<Slot*>(slots.mutable_data_ptr()));
-  return slots;
+  Device* api = by_composite ? nullptr : find_device(device);
+  if (api != nullptr) {
+    api->scan(group.views.data(), count, static_cast<Slot*>(slots.mutable_data_ptr()));
+  } else {
+    const TorchScan how = by_composite ? TorchScan::kComposite : TorchScan::kAuto;
+    const std::vector<std::string> why = try_scan_there(slots, 0, group.tensors, how);
+    for (size_t i = 0; i < why.size(); ++i) group.members[i]->why = why[i];
+  }
+  const at::Tensor host = slots.cpu();
+  const auto* found = static_cast<const Slot*>(host.const_data_ptr());
+  for (ToScan* one : group.members) one->slot = *found++;
 }
 
 // Another thread that waits for the GIL keeps it for up to its switch interval (5 ms), so it is
@@ -44,26 +60,19 @@ Slot scan_here(const at::Tensor& tensor, const View& view) {
   return slot;
 }
 
-void scan_on_devices(std::vector<ToScan>& all, bool by_torch) {
+void scan_on_devices(std::vector<ToScan>& all, bool by_composite) {
   const Unseen unseen;
   std::vector<bool> is_done(all.size());
   for (size_t first = 0; first < all.size(); ++first) {
     if (is_done[first]) continue;
     const at::Device device = all[first].tensor.device();
-    std::vector<at::Tensor> tensors;
-    std::vector<View> views;
-    std::vector<Slot*> slots;
+    Group group;
     for (size_t i = first; i < all.size(); ++i) {
       if (all[i].tensor.device() != device) continue;
       is_done[i] = true;
-      tensors.push_back(all[i].tensor);
-      views.push_back(all[i].view);
-      slots.push_back(&all[i].slot);
+      group.add(all[i]);
     }
-    Device* api = by_torch ? nullptr : find_device(device);
-    const at::Tensor host = stats_on(device, api, tensors, views).cpu();
-    const auto* found = static_cast<const Slot*>(host.const_data_ptr());
-    for (size_t i = 0; i < slots.size(); ++i) *slots[i] = found[i];
+    scan_group(device, group, by_composite);
   }
 }
 

@@ -80,3 +80,12 @@ def warn_of_no_kernels() -> None:
         "by torch operations, which takes several times as long. Build it again with "
         "OVERFLOW_FAST_CUDA=1, which says what is missing."
     )
+
+
+def warn_of_lack(why: str) -> None:
+    """Logs why tensors of a dtype are not scanned on a kind of device."""
+    _log.warning(
+        "Tensors are not scanned where torch lacks an operation for it: %s. Said once "
+        "for each dtype and kind of device.",
+        why,
+    )

@@ -51,7 +51,8 @@ def scan(tensors: Iterable[torch.Tensor], *, backend: str = "auto") -> list[Stat
     a device that has no kernel the stats come from torch operations. Magnitudes of
     complex numbers are moduli. The elements of sparse tensors are their values, those
     of a DTensor its local part. What cannot be scanned (meta, fake and quantized
-    tensors, unknown subclasses) gets a stat whose `not_scanned` says why.
+    tensors, unknown subclasses, dtypes that a device's torch operations do not
+    know) gets a stat whose `not_scanned` says why.
 
     Incurs one CPU-GPU sync for each device that holds some of them; none for the CPU.
 
@@ -90,14 +91,14 @@ _BACKENDS = {"auto": _C.ScanBackend.AUTO, "composite": _C.ScanBackend.COMPOSITE}
 
 def _scan(tensors: list[torch.Tensor], backend: _C.ScanBackend) -> list[Stat]:
     found = _C.scan_tensors(tensors, backend)
-    not_read = {i: r for i, r in enumerate(found) if not isinstance(r, tuple)}
+    not_read = {i: r for i, r in enumerate(found) if isinstance(r, _C.Readability)}
     reasons = _scan_values(tensors, found, not_read, backend) if not_read else {}
     return [_stat(tensor, found[i], reasons.get(i)) for i, tensor in enumerate(tensors)]
 
 
 def _scan_values(
     tensors: list[torch.Tensor],
-    found: list[_C.StatTuple | _C.Readability],
+    found: list[_C.StatTuple | _C.Readability | str],
     not_read: dict[int, _C.Readability],
     backend: _C.ScanBackend,
 ) -> dict[int, NotScanned]:
@@ -116,19 +117,20 @@ def _scan_values(
     results = _C.scan_tensors(list(values.values()), backend)
     for (i, inner), result in zip(values.items(), results, strict=True):
         found[i] = result
-        if not isinstance(result, tuple):
+        if isinstance(result, _C.Readability):
             reasons[i] = reason(inner, result)
     return reasons
 
 
 def _stat(
     tensor: torch.Tensor,
-    found: _C.StatTuple | _C.Readability,
+    found: _C.StatTuple | _C.Readability | str,
     why: NotScanned | None,
 ) -> Stat:
     numel, dtype = _numel(tensor), tensor.dtype
     if not isinstance(found, tuple):
-        return Stat(None, None, False, False, numel, dtype, str(why))
+        text = found if isinstance(found, str) else str(why)
+        return Stat(None, None, False, False, numel, dtype, text)
     abs_min, abs_max, num_nan, num_inf = found
     return Stat(abs_min, abs_max, num_nan > 0, num_inf > 0, numel, dtype)
 

@@ -1,0 +1,33 @@
+// Scans on devices that have no kernels of ours behind `Device` (device.h): by the function that
+// Python has registered for the device's type, MPS's kernel, else by torch operations.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
+
+#include <string>
+#include <vector>
+
+namespace overflow_fast {
+
+enum class TorchScan : uint8_t {
+  kAuto,       // the registered function, else torch operations
+  kComposite,  // torch operations
+};
+
+// `function(slots, first, tensors)` does what the operator overflow_fast::scan does. None takes
+// it back. Called with the GIL.
+void register_scan(c10::DeviceType type, pybind11::object function);
+bool has_scan(c10::DeviceType type);
+
+// Combines the stat of tensors[i], all readable and on the device of `slots`, into
+// slots[first + i]. Throws what the device throws; does not incur a sync.
+void scan_there(const at::Tensor& slots, int64_t first, const std::vector<at::Tensor>& tensors,
+                TorchScan how);
+
+// The same, but returns for each tensor why it could not be scanned, empty if it was. A dtype
+// that a type of device once could not scan is logged, and not tried there again.
+std::vector<std::string> try_scan_there(const at::Tensor& slots, int64_t first,
+                                        const std::vector<at::Tensor>& tensors, TorchScan how);
+
+}  // namespace overflow_fast
