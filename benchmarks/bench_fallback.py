@@ -1,4 +1,4 @@
-"""How slow torch operations are on a device without a kernel, and what they allocate."""
+"""How slow torch operations are where no kernel is, and what they allocate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTES = (
     "The operator `scan_composite`, which serves devices without a kernel, on one "
     "thread of the CPU beside the CPU's kernel and the shortest line of torch that "
     "gives both extremes. The last column is the most that torch's allocator has given "
-    "out at once; goal: 1 at most, and 64 MiB at most."
+    "out at once; goal: 1 at most (of small tensors 64 KiB), and 64 MiB at most."
 )
 DTYPES = [
     *(torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn),
