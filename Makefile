@@ -8,8 +8,9 @@ JOBS ?= auto
 RUN := $(VENV)/bin/python
 CORE := $(wildcard csrc/*.h csrc/cpu/*)
 CUDA := $(wildcard csrc/cuda/*)
+METAL := overflow_fast/metal/scan.metal $(wildcard csrc/mps/*)
 
-.PHONY: build demo test test-quick bench lint sanitize cuda-check gpu-check clean
+.PHONY: build demo test test-quick bench lint sanitize cuda-check gpu-check mps-check clean
 
 $(VENV)/ready: pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "overflow_fast: $(PYTHON) was not found; install Python 3.10 or newer, or set PYTHON."; exit 1; }
@@ -22,7 +23,7 @@ $(VENV)/ready: pyproject.toml
 	$(RUN) -m pip install -q --group dev
 	@touch $@
 
-$(VENV)/built: $(VENV)/ready setup.py $(CORE) $(wildcard csrc/*.cpp) $(CUDA)
+$(VENV)/built: $(VENV)/ready setup.py $(CORE) $(wildcard csrc/*.cpp) $(CUDA) $(METAL)
 	@echo "overflow_fast: compiling the extension (about a minute)"
 	$(RUN) -m pip install -q --no-build-isolation --no-deps -e .
 	@touch $@
@@ -48,7 +49,7 @@ lint: $(VENV)/ready
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*' 'tests/cpp/*')
 
 # The torch-free core under AddressSanitizer with UndefinedBehaviorSanitizer, and ThreadSanitizer;
-# the CUDA kernels, emulated on the CPU, under the former.
+# the kernels of CUDA and MPS, emulated on the CPU, under the former.
 SANITIZED = $(CXX) -std=c++20 -O1 -g -Wno-psabi -fno-sanitize-recover=all -pthread
 comma := ,
 build/scan_core_%: tests/cpp/scan_core_test.cpp tests/cpp/reference.h $(CORE)
@@ -61,10 +62,17 @@ build/cuda_kernel_%: $(wildcard tests/cpp/*) $(wildcard tests/cpp/cuda_emulation
 	  -Itests/cpp/cuda_emulation -o $@ tests/cpp/cuda_kernel_test.cpp \
 	  -x c++ $(wildcard csrc/cuda/*.cu)
 
-sanitize: build/scan_core_address+undefined build/scan_core_thread build/cuda_kernel_address+undefined
+build/metal_kernel_%: $(wildcard tests/cpp/*) $(wildcard tests/cpp/*/*) $(CORE) $(METAL)
+	@mkdir -p build
+	$(SANITIZED) -fsanitize=$(subst +,$(comma),$*) -fno-strict-aliasing -Wno-attributes \
+	  -Itests/cpp/metal_emulation -o $@ tests/cpp/metal_kernel_test.cpp
+
+sanitize: build/scan_core_address+undefined build/scan_core_thread \
+    build/cuda_kernel_address+undefined build/metal_kernel_address+undefined
 	for program in $(filter build/scan_core%,$^); do for isa in baseline avx2 avx512; do \
 	  OVERFLOW_FAST_ISA=$$isa $$program || exit 1; done; done
 	build/cuda_kernel_address+undefined
+	build/metal_kernel_address+undefined
 
 # Compiles the CUDA sources for every architecture, where nvcc is found; needs no GPU.
 cuda-check: $(VENV)/ready
@@ -74,6 +82,10 @@ cuda-check: $(VENV)/ready
 # ARGS="--minutes 20 --resume", for example: `benchmarks/check --help`.
 gpu-check:
 	$(PYTHON) benchmarks/check $(ARGS)
+
+# Builds, tests and measures on a Mac with MPS; writes build/mps-check.json, a file to send.
+mps-check: build
+	$(RUN) benchmarks/mps_check.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info overflow_fast/_C*.so

@@ -136,7 +136,7 @@ def extension(with_cuda: bool) -> object:
         "overflow_fast._C",
         sources("", "cpu", "cuda") if with_cuda else sources("", "cpu"),
         extra_compile_args=compile_args,
-        extra_link_args=["-Wl,--as-needed"],
+        extra_link_args=["-Wl,--as-needed"] if sys.platform == "linux" else [],
     )
 
 

@@ -6,6 +6,7 @@
 #include "device_registry.h"
 #include "hidden.h"
 #include "hook.h"
+#include "metal_launches.h"
 #include "recorder.h"
 #include "scan.h"
 #include "stat_binding.h"
@@ -319,6 +320,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("register_scan", [](const std::string& type, py::object function) {
     register_scan(c10::Device(type).type(), std::move(function));
   });
+  add_metal(m);
   m.def("isa", [] { return cpu::kernels().isa; });
   // Kinds of non-finite values, for rules.
   m.attr("POSITIVE_INF") = static_cast<int>(Slot::kPositiveInf);

@@ -1,5 +1,5 @@
 // What the recorder needs of a device that has kernels of ours, free of torch. CUDA's stands in
-// cuda/; a device without one is scanned by torch operations.
+// cuda/; for a device without one see torch_scan.h.
 #pragma once
 
 #include <cstdint>

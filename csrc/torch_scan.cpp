@@ -81,8 +81,6 @@ void register_scan(c10::DeviceType type, py::object function) {
   std::erase_if(registry().lacking, [&](const auto& entry) { return entry.first.first == type; });
 }
 
-bool has_scan(c10::DeviceType type) { return function_for(type) != nullptr; }
-
 void scan_there(const at::Tensor& slots, int64_t first, const std::vector<at::Tensor>& tensors,
                 TorchScan how) {
   if (tensors.empty()) return;

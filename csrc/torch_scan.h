@@ -18,7 +18,6 @@ enum class TorchScan : uint8_t {
 // `function(slots, first, tensors)` does what the operator overflow_fast::scan does. None takes
 // it back. Called with the GIL.
 void register_scan(c10::DeviceType type, pybind11::object function);
-bool has_scan(c10::DeviceType type);
 
 // Combines the stat of tensors[i], all readable and on the device of `slots`, into
 // slots[first + i]. Throws what the device throws; does not incur a sync.

@@ -191,7 +191,13 @@ def register_scan(
     type: str,
     function: Callable[[torch.Tensor, int, list[torch.Tensor]], None] | None,
 ) -> None: ...
+def metal_launches(
+    tensors: list[torch.Tensor],
+) -> tuple[list[tuple[int, int, list[int], int]], list[int]]: ...
 def isa() -> str: ...
+
+METAL_THREADS: int
+METAL_MAX_TENSORS: int
 
 POSITIVE_INF: int
 NEGATIVE_INF: int

@@ -25,7 +25,10 @@ except ImportError as error:
         f"overflow_fast is not built: there is no extension in {_here}; {_build}"
     ) from error
 
-from . import log  # noqa: F401  (its lines begin with the package's name)
+from . import (
+    log,  # noqa: F401  (its lines begin with the package's name)
+    metal,
+)
 from .coverage import Coverage
 from .debug import DebugUnderflowOverflow, detect_overflow, get_abs_min_max
 from .guard.coverage import GuardCoverage
@@ -50,3 +53,5 @@ __all__ = [
     "scan",
 ]
 __version__ = "0.1.0"
+
+metal.register()

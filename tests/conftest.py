@@ -48,6 +48,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs a GPU")
+    config.addinivalue_line("markers", "mps: needs a Mac with MPS")
     config.addinivalue_line("markers", "slow: left out with --quick")
     gone = SLOW - {path.name for path in Path(__file__).parent.rglob("test_*.py")}
     if gone:
@@ -62,6 +63,8 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_runtest_setup(item):
     if item.get_closest_marker("slow") and item.config.getoption("--quick"):
         pytest.skip("slow")
+    if item.get_closest_marker("mps") and not torch.backends.mps.is_available():
+        pytest.skip("needs MPS")
     if item.get_closest_marker("cuda") is None or torch.cuda.is_available():
         return
     if item.config.getoption("--require-cuda"):

@@ -2,30 +2,49 @@
 
 import pytest
 import torch
+from emulation import emulation_off
+from metal import metal, metal_scan
 
 from overflow_fast import _C, scan
 from overflow_fast.ops import _scan
 
-# The CPU's kernels, torch operations, CUDA's kernels emulated, and CUDA's on a GPU.
+# The CPU's kernels, torch operations, CUDA's and MPS's kernels emulated, and on a GPU.
 BACKENDS = [
     "auto",
     "composite",
     "emulated",
+    "metal",
     pytest.param("cuda", marks=pytest.mark.cuda),
+    pytest.param("mps", marks=pytest.mark.mps),
 ]
 
 
-def on_cuda(tensor):
-    """The tensor on the GPU with the same strides, offset and surroundings."""
-    storage = tensor.untyped_storage().cuda()
-    empty = torch.empty(0, dtype=tensor.dtype, device="cuda")
+def on_device(tensor, device):
+    """The tensor there with the same strides, offset and surroundings."""
+    storage = tensor.untyped_storage().to(device=device)
+    empty = torch.empty(0, dtype=tensor.dtype, device=device)
     return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def on_mps(tensor):
+    """The tensor on MPS; skips the test if there is no such dtype there."""
+    try:
+        return on_device(tensor, "mps")
+    except (TypeError, RuntimeError) as error:
+        pytest.skip(f"MPS has no {tensor.dtype}: {error}")
 
 
 def scan_on(tensors, backend):
     """The stats of CPU tensors by a backend; "emulated" needs its fixture."""
     if backend == "emulated":
         return _scan(tensors, _C.ScanBackend.DEVICE)
+    if backend == "metal":
+        with emulation_off(), metal():
+            stats = _scan(tensors, _C.ScanBackend.DEVICE)
+        assert metal_scan()._kernels or not tensors, "torch operations scanned instead"
+        return stats
+    if backend == "mps":
+        return scan([on_mps(tensor) for tensor in tensors])
     if backend == "cuda":
-        return scan([on_cuda(tensor) for tensor in tensors])
+        return scan([on_device(tensor, backend) for tensor in tensors])
     return scan(tensors, backend=backend)

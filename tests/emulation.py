@@ -99,3 +99,16 @@ def emulation(wanted=True):
     finally:
         if wanted:
             emulated_device().unregister()
+
+
+@contextlib.contextmanager
+def emulation_off():
+    """Takes the emulation from the CPU meanwhile, if it is registered there."""
+    is_on = _C.has_kernels("cpu")
+    if is_on:
+        _C.register_device_type("cpu", 0)
+    try:
+        yield
+    finally:
+        if is_on:
+            emulated_device().register()

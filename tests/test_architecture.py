@@ -13,6 +13,7 @@ PACKAGE = ROOT / "overflow_fast"
 ALLOWED = {
     "tensors": {"_C"},
     "ops": {"_C", "tensors"},
+    "metal.__init__": {"_C"},
     "report": {"_C"},
     "traced_numbers": set(),
     "traced_graph": {"_C", "tensors", "traced_numbers"},
@@ -182,7 +183,7 @@ ALLOWED = {
         "guard.supervisor",
     },
     "__init__": {
-        *("_C", "coverage", "debug", "log", "ops", "precision"),
+        *("_C", "coverage", "debug", "log", "metal", "ops", "precision"),
         *("guard.coverage", "guard.guard", "guard.report", "guard.state"),
     },
     "__main__": {"_C", "__version__", "demo", "integrations.transformers"},
@@ -236,6 +237,7 @@ TORCH_FREE = [
     *(ROOT / "csrc" / name for name in ("dtype.h", "stat.h", "layout.h", "half.h")),
     ROOT / "csrc" / "device.h",
     *(ROOT / "csrc" / "cpu").glob("*"),
+    *(ROOT / "csrc" / "mps").glob("*"),
     *(path for path in (ROOT / "csrc" / "cuda").glob("*") if path.suffix != ".cpp"),
 ]
 
