@@ -8,7 +8,7 @@ JOBS ?= auto
 RUN := $(VENV)/bin/python
 CORE := $(wildcard csrc/*.h csrc/cpu/*)
 CUDA := $(wildcard csrc/cuda/*)
-METAL := overflow_fast/metal/scan.metal $(wildcard csrc/mps/*)
+METAL := $(wildcard overflow_fast/metal/*.metal csrc/mps/*)
 
 .PHONY: build demo test test-quick bench lint sanitize cuda-check gpu-check mps-check clean
 

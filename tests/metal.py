@@ -12,12 +12,11 @@ from pathlib import Path
 import torch
 
 from overflow_fast import _C
-from overflow_fast.metal import MetalScan
+from overflow_fast.metal import MetalScan, source
 
 ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "build" / "emulated_metal.so"
 SOURCE = ROOT / "tests/cpp/emulated_metal.cpp"
-KERNEL = ROOT / "overflow_fast/metal/scan.metal"
 
 
 @functools.cache
@@ -31,7 +30,11 @@ def library():
 
 
 def build():
-    sources = [SOURCE, KERNEL, *ROOT.glob("tests/cpp/metal_emulation/*")]
+    sources = [
+        SOURCE,
+        *ROOT.glob("overflow_fast/metal/*"),
+        *ROOT.glob("tests/cpp/metal_emulation/*"),
+    ]
     sources += ROOT.glob("tests/cpp/cuda_emulation/*")
     newest = max(path.stat().st_mtime for path in sources)
     if not LIBRARY.exists() or LIBRARY.stat().st_mtime < newest:
@@ -72,8 +75,8 @@ class Kernel:
 class ShaderLibrary:
     """What the stand-in for compile_shader returns."""
 
-    def __init__(self, source):
-        assert source == KERNEL.read_text()
+    def __init__(self, text):
+        assert text == source()
         self.scan_4, self.scan_24 = Kernel(4), Kernel(24)
 
     @property

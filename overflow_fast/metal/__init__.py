@@ -16,7 +16,7 @@ import torch
 from .. import _C
 
 _log = logging.getLogger("overflow_fast")
-_SOURCE = Path(__file__).with_name("scan.metal")
+_HERE = Path(__file__).parent
 
 
 class MetalScan:
@@ -54,7 +54,7 @@ class MetalScan:
 
     def _tried_kernels(self, device: torch.device) -> dict[int, Any] | None:
         try:
-            library = self._compile(_SOURCE.read_text())
+            library = self._compile(source())
             kernels = {4: library.scan_4, _C.METAL_MAX_TENSORS: library.scan_24}
             if _agrees(kernels, device):
                 return kernels
@@ -67,6 +67,11 @@ class MetalScan:
             why,
         )
         return None
+
+
+def source() -> str:
+    """The text that is compiled: torch takes one, without files of ours to include."""
+    return "\n".join((_HERE / f"{name}.metal").read_text() for name in ("keys", "scan"))
 
 
 def register() -> None:

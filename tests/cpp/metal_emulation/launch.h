@@ -4,7 +4,10 @@
 #include <metal_stdlib>
 
 namespace metal_kernels {
+// clang-format off: the second needs the first
+#include "../../../overflow_fast/metal/keys.metal"
 #include "../../../overflow_fast/metal/scan.metal"
+// clang-format on
 }  // namespace metal_kernels
 
 #include <utility>
