@@ -105,10 +105,10 @@ void Deferred::send() {
   in_flight_.push_back(std::move(flight));
 }
 
-// What of each slot of the step makes a flag: see DeviceSlots::send.
+// What of each slot of the step makes a flag: see StepEnder.
 std::vector<int64_t> Deferred::masks_of(size_t device) const {
   const auto used = static_cast<size_t>(devices_[device].used());
-  std::vector<int64_t> masks(used * DeviceSlots::kNumFlags);
+  std::vector<int64_t> masks(used * kNumFlags);
   for (const Frame& frame : waiting_) {
     const bool is_gradient = frame.is_of_gradients();
     for (const Entry& entry : frame.entries) {

@@ -13,11 +13,6 @@
 
 namespace overflow_fast {
 
-void reset_slots(at::Tensor& slots) {
-  slots.zero_();
-  slots.select(1, 0).fill_(-1);
-}
-
 namespace {
 
 // A captured scan writes its slots whenever the graph is replayed, by whoever still has it: their
@@ -29,29 +24,8 @@ void keep_for_ever(const std::vector<at::Tensor>& chunks) {
 
 }  // namespace
 
-bool Transfer::has_arrived() {
-  try {
-    return !event_ || event_->has_passed();
-  } catch (...) {
-    return true;  // wait() will say what is wrong
-  }
-}
-
-void Transfer::wait() {
-  if (!event_) return;
-  try {
-    event_->wait();
-  } catch (...) {
-    const py::gil_scoped_acquire gil;
-    error = current_exception_text();
-  }
-}
-
-const Slot& Transfer::slot(int64_t index) const {
-  return slots_[index / DeviceSlots::kChunk][index % DeviceSlots::kChunk];
-}
-
-DeviceSlots::DeviceSlots(at::Device device) : device_(device), api_(find_device(device)) {}
+DeviceSlots::DeviceSlots(at::Device device)
+    : device_(device), api_(find_device(device)), step_end_(device, api_) {}
 
 DeviceSlots::~DeviceSlots() {
   if (captured_.used > 0) keep_for_ever(captured_.chunks);
@@ -209,9 +183,10 @@ Transfer DeviceSlots::send(Pool& pool, const std::vector<int64_t>& masks) {
     const Unseen unseen;
     // A graph may have been replayed on any stream.
     if (&pool == &captured_) api_->synchronize();
-    start_copy(pool, transfer, masks);
+    wait_for_lanes();
+    step_end_.queue(pool.chunks, masks, transfer);
     mark_reset();
-    transfer.event_ = last_reset_;
+    transfer.follow(last_reset_);
   } catch (...) {
     transfer.error = current_exception_text();
     // Slots that may not have been reset would tell of this step in the next one. Those of
@@ -222,64 +197,16 @@ Transfer DeviceSlots::send(Pool& pool, const std::vector<int64_t>& masks) {
   return transfer;
 }
 
-void DeviceSlots::start_copy(const Pool& pool, Transfer& transfer,
-                             const std::vector<int64_t>& masks) {
-  if (api_ != nullptr) {
-    const int64_t stream = current_stream();
-    for (const Lane& lane : lanes_) {
-      if (lane.stream == stream) continue;
-      const auto written = api_->make_event();
-      written->record(lane.stream);
-      written->hold_up(stream);
-    }
+// The current stream waits for those that wrote slots.
+void DeviceSlots::wait_for_lanes() {
+  if (api_ == nullptr) return;
+  const int64_t stream = current_stream();
+  for (const Lane& lane : lanes_) {
+    if (lane.stream == stream) continue;
+    const auto written = api_->make_event();
+    written->record(lane.stream);
+    written->hold_up(stream);
   }
-  const at::Tensor device_masks = masks.empty() ? at::Tensor() : masks_here(masks);
-  for (int64_t begin = 0; begin < pool.used; begin += kChunk) {
-    const int64_t count = std::min(kChunk, pool.used - begin);
-    at::Tensor slots = pool.chunks[begin / kChunk].narrow(0, 0, count);
-    if (device_masks.defined()) fold_flags(slots, device_masks.narrow(1, begin, count));
-    transfer.host_.push_back(host_buffer());
-    transfer.slots_.push_back(static_cast<const Slot*>(transfer.host_.back().const_data_ptr()));
-    transfer.host_.back().narrow(0, 0, count).copy_(slots, /*non_blocking=*/api_ != nullptr);
-    reset_slots(slots);
-  }
-}
-
-// The same from step to step, as a rule, so that nothing has to be sent to the device.
-at::Tensor DeviceSlots::masks_here(const std::vector<int64_t>& masks) {
-  if (masks != masks_) {
-    const auto columns = static_cast<int64_t>(masks.size()) / kNumFlags;
-    device_masks_ = at::tensor(masks, at::kLong).view({kNumFlags, columns}).to(device_);
-    masks_ = masks;
-  }
-  return device_masks_;
-}
-
-void DeviceSlots::fold_flags(const at::Tensor& slots, const at::Tensor& masks) {
-  const c10::InferenceMode normal(false);
-  // The kinds of each slot: the two signs of inf, and nan in the bit above.
-  const auto signs = static_cast<int64_t>(Slot::kPositiveInf | Slot::kNegativeInf);
-  const at::Tensor infs = slots.select(1, 3).bitwise_and(signs);
-  const at::Tensor nans = slots.select(1, 2).ne(0).to(at::kLong) * int64_t{Slot::kNan};
-  const at::Tensor flags = (infs + nans).bitwise_and(masks).ne(0).any(1).to(at::kFloat);
-  flags_ = flags_.defined() ? at::maximum(flags_, flags) : flags;
-}
-
-at::Tensor DeviceSlots::host_buffer() {
-  if (!spare_.empty()) {
-    at::Tensor buffer = std::move(spare_.back());
-    spare_.pop_back();
-    return buffer;
-  }
-  const c10::InferenceMode normal(false);
-  const bool is_pinned = api_ != nullptr && !device_.is_cpu();
-  return at::empty({kChunk, 4}, at::TensorOptions().dtype(at::kLong).pinned_memory(is_pinned));
-}
-
-void DeviceSlots::recycle(Transfer&& transfer) {
-  if (transfer.error) return;  // a copy may still be on its way into the memory
-  for (at::Tensor& buffer : transfer.host_) spare_.push_back(std::move(buffer));
-  transfer.host_.clear();
 }
 
 }  // namespace overflow_fast

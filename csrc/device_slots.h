@@ -16,13 +16,9 @@
 #include <vector>
 
 #include "device.h"
+#include "step_end.h"
 
 namespace overflow_fast {
-
-namespace py = pybind11;
-
-// Makes slots of shape [n, 4] empty.
-void reset_slots(at::Tensor& slots);
 
 // A tensor that waits for its scan. The view borrows from the tensor.
 struct Unscanned {
@@ -32,28 +28,8 @@ struct Unscanned {
   py::object error;   // why it could not be
 };
 
-// Slots on their way to the host.
-class Transfer {
- public:
-  bool has_arrived();
-  // Incurs the sync, unless the slots have arrived. Call without the GIL.
-  void wait();
-  const Slot& slot(int64_t index) const;
-  // Why nothing arrived, or null.
-  py::object error;
-
- private:
-  friend class DeviceSlots;
-  int64_t count_ = 0;
-  std::vector<at::Tensor> host_;  // one for each chunk
-  std::vector<const Slot*> slots_;
-  std::shared_ptr<DeviceEvent> event_;
-};
-
 class DeviceSlots {
  public:
-  static constexpr int64_t kChunk = 4096;
-  static constexpr int64_t kNumFlags = 2;
   // Slot numbers from here on are a captured scan's.
   static constexpr int64_t kCaptured = int64_t{1} << 47;
 
@@ -70,18 +46,13 @@ class DeviceSlots {
   // fit in, and tells each its slot, or why not.
   void scan(std::vector<Unscanned>& tensors);
 
-  // Starts the copy of the step's slots, resets them, and does not wait. With `masks`, also folds
-  // them into the flags (see below): masks[row * n + i] says what of slot i of the n used counts
-  // for flag `row`: which kinds of non-finite values, as bits of Slot.
+  // Starts the copy of the step's slots, resets them, and does not wait; see StepEnder.
   Transfer send(const std::vector<int64_t>& masks = {});
-  // On the device, float32 [kNumFlags]: 1 where something that counts was bad since the last call.
-  // Undefined if nothing was folded.
-  at::Tensor take_flags() { return std::exchange(flags_, {}); }
+  at::Tensor take_flags() { return step_end_.take_flags(); }
   int64_t used() const { return step_.used; }
   // The same for the captured scans' slots. Incurs a sync.
   Transfer send_captured();
-  // Gives a transfer's memory back for later ones.
-  void recycle(Transfer&& transfer);
+  void recycle(Transfer&& transfer) { step_end_.recycle(std::move(transfer)); }
 
   at::Device device() const { return device_; }
 
@@ -104,10 +75,7 @@ class DeviceSlots {
   void join_current_stream();
   void mark_reset();
   Transfer send(Pool& pool, const std::vector<int64_t>& masks);
-  void start_copy(const Pool& pool, Transfer& transfer, const std::vector<int64_t>& masks);
-  void fold_flags(const at::Tensor& slots, const at::Tensor& masks);
-  at::Tensor masks_here(const std::vector<int64_t>& masks);
-  at::Tensor host_buffer();
+  void wait_for_lanes();
 
   at::Device device_;
   Device* api_;  // null: torch scans (torch_scan.h), and every copy waits
@@ -121,11 +89,8 @@ class DeviceSlots {
   int64_t reset_stream_ = 0;
   int64_t a_stream_ = 0;  // the last one that touched the slots
   int64_t streams_seen_ = 0;
-  std::vector<at::Tensor> spare_;
   std::vector<View> views_;  // memory for one launch's
-  at::Tensor flags_;
-  std::vector<int64_t> masks_;  // the ones that are on the device
-  at::Tensor device_masks_;
+  StepEnder step_end_;
 };
 
 }  // namespace overflow_fast

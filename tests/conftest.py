@@ -11,7 +11,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch
-from emulation import emulated_device, emulation
+from emulation import VARIANTS, emulated_device, emulation
 
 # `make test-quick` leaves these out, and the tests marked slow: they start processes,
 # compile, or train with other libraries, whose imports alone take seconds.
@@ -84,6 +84,14 @@ def emulated():
     """The CPU as a CUDA device, for detectors made with `_defer=True`."""
     with emulation():
         yield emulated_device()
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request, monkeypatch):
+    """Each way to do what only a GPU can decide between, by its name."""
+    for variable, value in VARIANTS[request.param].items():
+        monkeypatch.setenv(variable, value)
+    return request.param
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-KERNELS = [ROOT / "csrc/cuda/scan_kernel.cu", ROOT / "csrc/cuda/scan_kernel_large.cu"]
+KERNELS = sorted((ROOT / "csrc/cuda").glob("*.cu"))
 WITH_TORCH = ROOT / "csrc/cuda/cuda_device.cpp"
 OF_BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.cu"))
 SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")

@@ -13,8 +13,21 @@ from overflow_fast import _C
 
 ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "build" / "emulated_device.so"
-KERNELS = [ROOT / "csrc/cuda/scan_kernel.cu", ROOT / "csrc/cuda/scan_kernel_large.cu"]
-SOURCE = ROOT / "tests/cpp/emulated_device.cpp"
+KERNELS = sorted((ROOT / "csrc/cuda").glob("*.cu"))
+SOURCES = [ROOT / "tests/cpp/emulated_device.cpp", ROOT / "csrc/variants.cpp"]
+
+
+# Environment variables that choose other ways to do the same thing: csrc/variants.h.
+VARIANTS = {
+    "default": {},
+    "kernel": {"OVERFLOW_FAST_STEP_END": "kernel"},
+    "mapped": {"OVERFLOW_FAST_STEP_END": "mapped"},
+    "lists": {
+        "OVERFLOW_FAST_CUDA_SMALL_LISTS": "0",
+        "OVERFLOW_FAST_CUDA_LARGE_LISTS": "0",
+        "OVERFLOW_FAST_CUDA_BLOCKS": "1",
+    },
+}
 
 
 class State(ctypes.Structure):
@@ -29,7 +42,9 @@ class State(ctypes.Structure):
             "fails_scans",
             "fails_events",
             "fails_streams",
+            "fails_ends",
             "num_scans",
+            "num_ends",
             "num_waits",
             "num_hold_ups",
             "num_synchronizations",
@@ -47,13 +62,13 @@ def build():
 
 def _build():
     sources = [*ROOT.glob("csrc/*.h"), *ROOT.glob("csrc/cuda/*")]
-    sources += [SOURCE, *ROOT.glob("tests/cpp/cuda_emulation/*")]
+    sources += [*SOURCES, *ROOT.glob("tests/cpp/cuda_emulation/*")]
     newest = max(path.stat().st_mtime for path in sources)
     if not LIBRARY.exists() or LIBRARY.stat().st_mtime < newest:
         compiler = shlex.split(os.environ.get("CXX", "g++"))
         flags = "-std=c++20 -O2 -fno-strict-aliasing -fPIC -shared -Wno-unknown-pragmas"
         include = f"-I{ROOT / 'tests/cpp/cuda_emulation'}"
-        command = [*compiler, *flags.split(), include, SOURCE, "-x", "c++", *KERNELS]
+        command = [*compiler, *flags.split(), include, *SOURCES, "-x", "c++", *KERNELS]
         subprocess.run([*command, "-o", LIBRARY], check=True)
     return LIBRARY
 

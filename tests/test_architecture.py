@@ -235,7 +235,7 @@ def test_every_module_has_its_place():
 
 TORCH_FREE = [
     *(ROOT / "csrc" / name for name in ("dtype.h", "stat.h", "layout.h", "half.h")),
-    ROOT / "csrc" / "device.h",
+    *(ROOT / "csrc" / name for name in ("device.h", "variants.h", "variants.cpp")),
     *(ROOT / "csrc" / "cpu").glob("*"),
     *(ROOT / "csrc" / "mps").glob("*"),
     *(path for path in (ROOT / "csrc" / "cuda").glob("*") if path.suffix != ".cpp"),

@@ -18,6 +18,8 @@ SYNCS = ["step", "lagged", "frame"]
 CLEAN, BAD = torch.ones(3, 4), torch.tensor([[1.0, 2.0, 3.0, torch.inf]])
 
 pytestmark = pytest.mark.usefixtures("emulated")
+STEP_ENDS = ["default", "kernel", "mapped"]
+by_every_step_end = pytest.mark.parametrize("variant", STEP_ENDS, indirect=True)
 
 
 def watch(model, **options):
@@ -31,8 +33,9 @@ def printed(function):
     return text, error is not None
 
 
+@by_every_step_end
 @pytest.mark.parametrize("sync", SYNCS)
-def test_every_sync_gives_the_same_report(sync):
+def test_every_sync_gives_the_same_report(sync, variant):
     def report(**options):
         torch.manual_seed(0)
         model = small_model()
@@ -59,9 +62,10 @@ def test_a_frame_is_one_launch(emulated):
     assert emulated.state.num_scans == len(list(model.modules())) - 2
 
 
+@by_every_step_end
 @torch.no_grad()
 @pytest.mark.parametrize("sync, waits", [("step", 1), ("lagged", 0), ("frame", 5)])
-def test_how_often_the_host_waits(emulated, sync, waits):
+def test_how_often_the_host_waits(emulated, sync, waits, variant):
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     detector = watch(model, sync=sync)
     emulated.state.holds_events = True
@@ -71,7 +75,8 @@ def test_how_often_the_host_waits(emulated, sync, waits):
     assert emulated.state.num_waits == max(1, waits)
 
 
-def test_lagged_tells_when_the_stats_have_come(emulated):
+@by_every_step_end
+def test_lagged_tells_when_the_stats_have_come(emulated, variant):
     model = nn.Linear(4, 4)
     watch(model, sync="lagged")
     emulated.state.holds_events = True
@@ -130,8 +135,9 @@ def test_the_users_exception_is_not_replaced_by_a_late_verdict(emulated, capsys)
     assert "Detected inf/nan" in capsys.readouterr().out
 
 
+@by_every_step_end
 @pytest.mark.parametrize("sync", SYNCS)
-def test_slots_are_clean_in_the_next_step(sync):
+def test_slots_are_clean_in_the_next_step(sync, variant):
     model = nn.Linear(4, 4)
     detector = watch(model, sync=sync)
     assert printed(lambda: (model(BAD), detector.check()))[1]
@@ -192,8 +198,16 @@ class Many(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 4, 5, 89, 4097])
-def test_a_frame_of_any_number_of_tensors(count):
+@pytest.mark.parametrize(
+    "variant, count",
+    [
+        *(("default", count) for count in (1, 4, 5, 89)),
+        *(("lists", count) for count in (1, 5, 180)),
+        ("mapped", 4097),
+    ],
+    indirect=["variant"],
+)
+def test_a_frame_of_any_number_of_tensors(count, variant):
     model = Many(count)
     detector = watch(model, max_frames_to_save=None)
     for _ in range(2):
@@ -215,8 +229,9 @@ def captured(emulated, model, static, **options):
     return detector
 
 
+@by_every_step_end
 @pytest.mark.parametrize("sync", SYNCS)
-def test_a_replay_is_judged_by_check(emulated, sync):
+def test_a_replay_is_judged_by_check(emulated, sync, variant):
     static = CLEAN.clone()
     model = nn.Linear(4, 4)
     detector = captured(emulated, model, static, sync=sync)
@@ -329,8 +344,11 @@ def test_a_launch_that_fails_is_told_and_the_program_goes_on(emulated, caplog):
         model(BAD)
 
 
+@by_every_step_end
 @pytest.mark.parametrize("sync", SYNCS)
-def test_a_device_that_is_lost_is_told_and_leaves_no_stale_slots(emulated, sync):
+def test_a_device_that_is_lost_is_told_and_leaves_no_stale_slots(
+    emulated, sync, variant
+):
     model = nn.Linear(4, 4)
     detector = watch(model, sync=sync)
     model(CLEAN)
@@ -354,7 +372,8 @@ def test_a_device_that_is_lost_before_the_check_of_a_graph_is_told(emulated):
     assert detector.coverage.not_scanned == {"device lost": 4}
 
 
-def test_slots_that_could_not_be_sent_are_not_used_again(emulated):
+@by_every_step_end
+def test_slots_that_could_not_be_sent_are_not_used_again(emulated, variant):
     model = nn.Sequential(nn.Linear(4, 4))
     lost = model.register_forward_hook(
         lambda *_: setattr(emulated.state, "fails_streams", 1)
@@ -368,7 +387,10 @@ def test_slots_that_could_not_be_sent_are_not_used_again(emulated):
     assert "inf" not in detector.frames[-1]
 
 
-def test_memory_that_cannot_be_had_is_told_and_asked_for_in_the_next_step(emulated):
+@by_every_step_end
+def test_memory_that_cannot_be_had_is_told_and_asked_for_in_the_next_step(
+    emulated, variant
+):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     detector = watch(model)
     emulated.state.fails_events = True  # a new chunk is reset and its reset is marked
@@ -413,8 +435,9 @@ def test_a_slot_that_nobody_wrote_is_not_clean(emulated):
     assert set(detector.coverage.not_scanned) == {"its scan did not run"}
 
 
+@by_every_step_end
 @torch.no_grad()
-def test_streams_wait_for_each_other(emulated):
+def test_streams_wait_for_each_other(emulated, variant):
     class TwoStreams(nn.Module):
         def __init__(self):
             super().__init__()

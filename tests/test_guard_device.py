@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from emulation import VARIANTS
 from guarding import (
     INF,
     NAN,
@@ -26,12 +27,25 @@ FUSED = {
 }
 
 
-@pytest.fixture(params=["torch operations", "kernels", "kernels, late"])
-def device(request):
+DEVICES = {
+    "torch operations": None,
+    "kernels": "default",
+    "kernels, late": "default",
+    "one kernel": "kernel",
+    "mapped": "mapped",
+    "mapped, late": "mapped",
+}
+
+
+@pytest.fixture(params=DEVICES)
+def device(request, monkeypatch):
     """How stats come: by operations that are done at once, or from a device."""
-    if request.param != "torch operations":
+    variant = DEVICES[request.param]
+    if variant is not None:
+        for variable, value in VARIANTS[variant].items():
+            monkeypatch.setenv(variable, value)
         emulated = request.getfixturevalue("emulated")
-        emulated.state.holds_events = request.param == "kernels, late"
+        emulated.state.holds_events = request.param.endswith("late")
     return request.param
 
 
@@ -90,7 +104,7 @@ def test_lagged_the_optimizers_kernel_skips(device, kind, policy):
     train_step(model, optimizer, data[0])
     before = state_of(model, optimizer)
     model.eval()
-    is_late = device == "kernels, late"
+    is_late = device.endswith("late")
     bad = (
         pytest.raises(NonFiniteError) if policy == "raise" else contextlib.nullcontext()
     )
@@ -195,7 +209,7 @@ def test_check_brings_the_last_verdict(device):
     with OverflowGuard(model, optimizer, "skip", sync="lagged", _defer=True) as guard:
         with plant(model.head, INF):
             train_step(model, optimizer, batches(1)[0])
-        assert (guard.last_report is None) == (device == "kernels, late")
+        assert (guard.last_report is None) == (device.endswith("late"))
         guard.check()
         assert guard.num_skipped == 1
 

@@ -4,11 +4,12 @@
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
-#include <cstdlib>
 #include <optional>
 
 #include "../device_registry.h"
+#include "../variants.h"
 #include "scan_kernel.h"
+#include "step_end_kernel.h"
 
 namespace overflow_fast {
 
@@ -27,6 +28,7 @@ class CudaEvent final : public DeviceEvent {
     C10_CUDA_CHECK(cudaEventRecord(event_, handle(stream)));
   }
   bool has_passed() override {
+    if (is_polled()) return has_number();
     const cudaError_t error = cudaEventQuery(event_);
     if (error == cudaErrorNotReady) {
       (void)cudaGetLastError();
@@ -35,7 +37,11 @@ class CudaEvent final : public DeviceEvent {
     C10_CUDA_CHECK(error);
     return true;
   }
-  void wait() override { C10_CUDA_CHECK(cudaEventSynchronize(event_)); }
+  void wait() override {
+    if (is_polled() && has_number()) return;
+    C10_CUDA_CHECK(cudaEventSynchronize(event_));
+    TORCH_CHECK(!is_polled() || has_number(), "the slots did not come to the host");
+  }
   void hold_up(int64_t stream) override {
     const c10::cuda::CUDAGuard guard(index_);
     C10_CUDA_CHECK(cudaStreamWaitEvent(handle(stream), event_, 0));
@@ -59,6 +65,13 @@ class CudaDevice final : public Device {
     const c10::cuda::CUDAGuard guard(index_);
     C10_CUDA_CHECK(cuda::launch_scan(views, count, slots, target()));
   }
+  void end_step(const SlotsEnd& end) override {
+    const c10::cuda::CUDAGuard guard(index_);
+    SlotsEnd seen = end;
+    seen.host = as_seen_here(end.host);
+    seen.epoch = as_seen_here(end.epoch);
+    C10_CUDA_CHECK(cuda::launch_step_end(seen, c10::cuda::getCurrentCUDAStream(index_)));
+  }
   int64_t current_stream() override { return c10::cuda::getCurrentCUDAStream(index_).id(); }
   bool is_capturing() override {
     const c10::cuda::CUDAGuard guard(index_);
@@ -73,6 +86,17 @@ class CudaDevice final : public Device {
   }
 
  private:
+  // The address at which the GPU writes to pinned memory.
+  template <class T>
+  static T* as_seen_here(T* host) {
+    if (host == nullptr) return nullptr;
+    cudaPointerAttributes attributes{};
+    C10_CUDA_CHECK(cudaPointerGetAttributes(&attributes, host));
+    TORCH_CHECK(attributes.type == cudaMemoryTypeHost && attributes.devicePointer != nullptr,
+                "this GPU cannot write to pinned memory");
+    return static_cast<T*>(attributes.devicePointer);
+  }
+
   cuda::Target target() {
     if (!properties_) properties_ = ask();
     cuda::Target target = *properties_;
@@ -86,10 +110,11 @@ class CudaDevice final : public Device {
                                           cudaDevAttrMultiProcessorCount, index_));
     int driver = 0;
     C10_CUDA_CHECK(cudaDriverGetVersion(&driver));
-    target.takes_large_lists = driver >= 12010;
-    const char* asked = std::getenv("OVERFLOW_FAST_CUDA_BLOCKS");
-    const int blocks = asked == nullptr ? 0 : std::atoi(asked);
-    target.blocks_per_multiprocessor = blocks > 0 ? blocks : cuda::kBlocksPerMultiprocessor;
+    const Variants variants = read_variants();
+    target.takes_small_lists = variants.has_small_lists;
+    target.takes_large_lists = variants.has_large_lists && driver >= 12010;
+    target.blocks_per_multiprocessor =
+        variants.cuda_blocks > 0 ? variants.cuda_blocks : cuda::kBlocksPerMultiprocessor;
     return target;
   }
 

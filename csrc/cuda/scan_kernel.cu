@@ -4,7 +4,7 @@
 namespace overflow_fast::cuda {
 
 cudaError_t launch_scan(const View* views, int64_t count, Slot* slots, const Target& target) {
-  if (count <= SmallList::kMaxItems) {
+  if (count <= SmallList::kMaxItems && target.takes_small_lists) {
     SmallList list;
     if (plan(views, count, slots, list) == count) return launch(list, target);
   }

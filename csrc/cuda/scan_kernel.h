@@ -11,7 +11,8 @@ struct Target {
   cudaStream_t stream;
   int num_multiprocessors;
   int blocks_per_multiprocessor;
-  bool takes_large_lists;  // kernel parameters of 32 KiB: a driver for CUDA 12.1 or newer
+  bool takes_large_lists;         // kernel parameters of 32 KiB: a driver for CUDA 12.1 or newer
+  bool takes_small_lists = true;  // of their own
 };
 
 // Combines the stat of views[i] into slots[i], device memory, when `stream` gets there; does not

@@ -7,7 +7,9 @@
 #include <vector>
 
 #include "../../csrc/cuda/scan_kernel.h"
+#include "../../csrc/cuda/step_end_kernel.h"
 #include "../../csrc/device.h"
+#include "../../csrc/variants.h"
 
 namespace {
 
@@ -20,7 +22,9 @@ struct State {
   int64_t fails_scans;
   int64_t fails_events;
   int64_t fails_streams;
+  int64_t fails_ends;
   int64_t num_scans;
+  int64_t num_ends;
   int64_t num_waits;  // the host's, for events that had not passed
   int64_t num_hold_ups;
   int64_t num_synchronizations;
@@ -34,11 +38,14 @@ class EmulatedEvent final : public DeviceEvent {
     if (state.fails_events) throw std::runtime_error("device lost\nwith details");
     has_passed_ = false;
   }
-  bool has_passed() override { return has_passed_ |= !state.holds_events; }
+  bool has_passed() override {
+    return has_passed_ |= !state.holds_events && (!is_polled() || has_number());
+  }
   void wait() override {
     if (state.fails_events) throw std::runtime_error("device lost\nwith details");
     if (state.is_capturing) throw std::runtime_error("a wait during a capture");
     state.num_waits += !has_passed();
+    if (is_polled() && !has_number()) throw std::runtime_error("the slots did not come");
     has_passed_ = true;
   }
   void hold_up(int64_t) override { ++state.num_hold_ups; }
@@ -59,7 +66,10 @@ struct OwnView {
 };
 
 void launch(const View* views, int64_t count, Slot* slots) {
-  if (cuda::launch_scan(views, count, slots, {nullptr, 2, 2, true}) != cudaSuccess) std::abort();
+  const Variants variants = read_variants();
+  const int blocks = variants.cuda_blocks > 0 ? variants.cuda_blocks : 2;
+  const cuda::Target target{nullptr, 2, blocks, variants.has_large_lists, variants.has_small_lists};
+  if (cuda::launch_scan(views, count, slots, target) != cudaSuccess) std::abort();
 }
 
 class EmulatedDevice final : public Device {
@@ -73,6 +83,11 @@ class EmulatedDevice final : public Device {
       for (const OwnView& view : own) captured.push_back(view.get());
       launch(captured.data(), count, slots);
     });
+  }
+  void end_step(const SlotsEnd& end) override {
+    if (state.fails_ends) throw std::runtime_error("launch failed\nwith details");
+    ++state.num_ends;
+    if (cuda::launch_step_end(end, nullptr) != cudaSuccess) std::abort();
   }
   int64_t current_stream() override {
     if (state.fails_streams) throw std::runtime_error("device lost");
@@ -93,6 +108,12 @@ extern "C" Device* emulated_open(int64_t) {
   return &device;
 }
 extern "C" State* emulated_state() { return &state; }
+extern "C" void emulated_step_end(Slot* slots, int64_t count, const int64_t* masks, int64_t stride,
+                                  float* flags, bool sets_flags, Slot* host, uint64_t* epoch,
+                                  uint64_t number) {
+  const SlotsEnd end{slots, count, masks, stride, flags, sets_flags, host, epoch, number};
+  if (cuda::launch_step_end(end, nullptr) != cudaSuccess) std::abort();
+}
 extern "C" void emulated_replay() {
   for (const auto& node : graph) node();
 }

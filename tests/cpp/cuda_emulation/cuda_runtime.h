@@ -129,6 +129,7 @@ inline int __syncthreads_or(int predicate) {
   __syncthreads();
   return emulation::voted;
 }
+inline void __threadfence_system() {}
 inline uint64_t __shfl_xor_sync(unsigned, uint64_t value, int distance) {
   return emulation::exchange(value)[(threadIdx.x % 32) ^ distance];
 }

@@ -1,0 +1,38 @@
+// Ways to do the same thing that only a GPU can decide between, free of torch. Each is chosen by
+// an environment variable, for the measurement; benchmarks/decisions.py lists them with the rule
+// that decides. Without a variable the first value holds.
+//
+// | variable                       | values                | what it chooses                        |
+// |--------------------------------|-----------------------|----------------------------------------|
+// | OVERFLOW_FAST_CUDA_BLOCKS      | 4, any number above 0 | blocks on each multiprocessor          |
+// | OVERFLOW_FAST_CUDA_SMALL_LISTS | 1, 0                  | parameters for 4 tensors, beside 88    |
+// | OVERFLOW_FAST_CUDA_LARGE_LISTS | 1, 0                  | parameters for 984 tensors, beside 88  |
+// | OVERFLOW_FAST_STEP_END         | torch, kernel, mapped | see StepEnd                            |
+//
+// A block's threads and a thread's loads are compiled in (OF_CUDA_* in cuda/work_list.h).
+#pragma once
+
+#include <cstdint>
+
+namespace overflow_fast {
+
+// How a step's slots leave the device: folded into flags, copied to the host, reset.
+enum class StepEnd : uint8_t {
+  kTorch,   // torch operations for each of the three
+  kKernel,  // a copy, then one kernel that folds and resets
+  kMapped,  // one kernel for all: it writes the slots into mapped pinned memory, then a number
+            // that the host polls without asking the driver
+};
+
+struct Variants {
+  int cuda_blocks = 0;  // 0: the kernel's own number
+  bool has_small_lists = true;
+  bool has_large_lists = true;
+  StepEnd step_end = StepEnd::kTorch;
+};
+
+// Throws std::invalid_argument for a value that means nothing: a measurement of something else
+// than was asked for would decide wrongly. Whoever has slots or launches reads them once.
+Variants read_variants();
+
+}  // namespace overflow_fast
