@@ -63,8 +63,8 @@ class DeviceEvent {
 class Device {
  public:
   virtual ~Device() = default;
-  // Queues the scan of views[i] into slots[i], device memory, on the current stream.
-  virtual void scan(const View* views, int64_t count, Slot* slots) = 0;
+  // Queues the scan of views[i] into slots[i], device memory, on a stream.
+  virtual void scan(const View* views, int64_t count, Slot* slots, int64_t stream) = 0;
   // Queues what is done with a step's slots on the current stream.
   virtual void end_step(const SlotsEnd& end) = 0;
   virtual int64_t current_stream() = 0;

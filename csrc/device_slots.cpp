@@ -25,7 +25,10 @@ void keep_for_ever(const std::vector<at::Tensor>& chunks) {
 }  // namespace
 
 DeviceSlots::DeviceSlots(at::Device device)
-    : device_(device), api_(find_device(device)), step_end_(device, api_) {}
+    : device_(device),
+      api_(find_device(device)),
+      step_end_(device, api_),
+      held_(read_variants().held_frames) {}
 
 DeviceSlots::~DeviceSlots() {
   if (captured_.used > 0) keep_for_ever(captured_.chunks);
@@ -59,9 +62,9 @@ bool DeviceSlots::is_capturing_now() {
   }
 }
 
-void DeviceSlots::scan(std::vector<Unscanned>& tensors) {
+void DeviceSlots::scan(std::vector<Unscanned>& tensors, bool may_wait) {
   try {
-    queue(tensors);
+    queue(tensors, may_wait);
   } catch (...) {
     const py::object why = current_exception_text();
     for (Unscanned& tensor : tensors) {
@@ -70,7 +73,7 @@ void DeviceSlots::scan(std::vector<Unscanned>& tensors) {
   }
 }
 
-void DeviceSlots::queue(std::vector<Unscanned>& tensors) {
+void DeviceSlots::queue(std::vector<Unscanned>& tensors, bool may_wait) {
   Pool& pool = is_capturing_ ? captured_ : step_;
   const int64_t first = pool.used;
   views_.clear();
@@ -84,13 +87,39 @@ void DeviceSlots::queue(std::vector<Unscanned>& tensors) {
   if (!is_capturing_) join_current_stream();
   pool.used += count;  // also if a launch fails: some of the slots may have been written
   if (api_ == nullptr) return scan_by_torch(tensors);
+  if (held_.is_wanted() && !is_capturing_) return hold(tensors, first, may_wait);
+  launch(pool, views_, first, is_capturing_ ? api_->current_stream() : a_stream_);
+}
+
+void DeviceSlots::launch(Pool& pool, const std::vector<View>& views, int64_t first,
+                         int64_t stream) {
+  const auto count = static_cast<int64_t>(views.size());
   for (int64_t done = 0; done < count;) {
     const int64_t row = (first + done) % kChunk;
     const int64_t some = std::min(count - done, kChunk - row);
-    at::Tensor& chunk = pool.chunks[(first + done) / kChunk];
-    api_->scan(views_.data() + done, some, static_cast<Slot*>(chunk.mutable_data_ptr()) + row);
+    auto* slots = static_cast<Slot*>(pool.chunks[(first + done) / kChunk].mutable_data_ptr());
+    api_->scan(views.data() + done, some, slots + row, stream);
     done += some;
   }
+}
+
+void DeviceSlots::hold(const std::vector<Unscanned>& tensors, int64_t first, bool may_wait) {
+  if (!held_.is_empty() && held_.stream() != a_stream_) launch_held();
+  held_.begin_frame(first, a_stream_);
+  for (const Unscanned& tensor : tensors) {
+    if (tensor.tensor.device() == device_) held_.add(tensor.tensor, tensor.view);
+  }
+  if (!may_wait || held_.is_full()) launch_held();
+}
+
+void DeviceSlots::launch_held() {
+  if (held_.is_empty()) return;
+  try {
+    launch(step_, held_.views(), held_.first_slot(), held_.stream());
+  } catch (...) {
+    current_exception_text();  // an empty slot says that its scan did not run
+  }
+  held_.clear();
 }
 
 // In one call for each chunk that the slots lie in.
@@ -155,6 +184,7 @@ void DeviceSlots::join_current_stream() {
 }
 
 Transfer DeviceSlots::send(const std::vector<int64_t>& masks) {
+  launch_held();
   Transfer transfer = send(step_, masks);
   lanes_.clear();
   // A capture may come next, and can then not ask for memory.

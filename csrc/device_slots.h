@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "device.h"
+#include "held_scans.h"
 #include "step_end.h"
 
 namespace overflow_fast {
@@ -43,8 +44,9 @@ class DeviceSlots {
   bool is_capturing_now();
 
   // Queues the scans of those of `tensors` that are on this device, in as few launches as they
-  // fit in, and tells each its slot, or why not.
-  void scan(std::vector<Unscanned>& tensors);
+  // fit in, and tells each its slot, or why not. With `may_wait` they may wait for later frames
+  // (held_scans.h), if that is asked for: their version counters tell of writes.
+  void scan(std::vector<Unscanned>& tensors, bool may_wait);
 
   // Starts the copy of the step's slots, resets them, and does not wait; see StepEnder.
   Transfer send(const std::vector<int64_t>& masks = {});
@@ -69,7 +71,10 @@ class DeviceSlots {
   };
 
   int64_t current_stream();
-  void queue(std::vector<Unscanned>& tensors);
+  void queue(std::vector<Unscanned>& tensors, bool may_wait);
+  void launch(Pool& pool, const std::vector<View>& views, int64_t first, int64_t stream);
+  void hold(const std::vector<Unscanned>& tensors, int64_t first, bool may_wait);
+  void launch_held();
   void scan_by_torch(std::vector<Unscanned>& tensors);
   void grow(Pool& pool);
   void join_current_stream();
@@ -91,6 +96,7 @@ class DeviceSlots {
   int64_t streams_seen_ = 0;
   std::vector<View> views_;  // memory for one launch's
   StepEnder step_end_;
+  HeldScans held_;
 };
 
 }  // namespace overflow_fast

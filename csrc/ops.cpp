@@ -89,7 +89,7 @@ void scan_op_device(const at::Tensor& slots, int64_t first, at::TensorList tenso
   std::vector<View> views;
   for (const at::Tensor& tensor : tensors) views.push_back(readable_view(tensor));
   device->scan(views.data(), static_cast<int64_t>(views.size()),
-               static_cast<Slot*>(slots.mutable_data_ptr()) + first);
+               static_cast<Slot*>(slots.mutable_data_ptr()) + first, device->current_stream());
 }
 
 void frame_op(const at::Tensor& ticket, c10::string_view traced, at::TensorList tensors) {

@@ -31,7 +31,8 @@ void scan_group(at::Device device, Group& group, bool by_composite) {
   reset_slots(slots);
   Device* api = by_composite ? nullptr : find_device(device);
   if (api != nullptr) {
-    api->scan(group.views.data(), count, static_cast<Slot*>(slots.mutable_data_ptr()));
+    api->scan(group.views.data(), count, static_cast<Slot*>(slots.mutable_data_ptr()),
+              api->current_stream());
   } else {
     const TorchScan how = by_composite ? TorchScan::kComposite : TorchScan::kAuto;
     const std::vector<std::string> why = try_scan_there(slots, 0, group.tensors, how);

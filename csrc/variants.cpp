@@ -52,6 +52,7 @@ Variants read_variants() {
   variants.has_large_lists = choice("OVERFLOW_FAST_CUDA_LARGE_LISTS", {"1", "0"}) == 0;
   variants.step_end =
       static_cast<StepEnd>(choice("OVERFLOW_FAST_STEP_END", {"torch", "kernel", "mapped"}));
+  variants.held_frames = std::max(1, number("OVERFLOW_FAST_HELD_FRAMES", 1));
   return variants;
 }
 

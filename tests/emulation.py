@@ -44,6 +44,7 @@ class State(ctypes.Structure):
             "fails_streams",
             "fails_ends",
             "num_scans",
+            "scanned_on",
             "num_ends",
             "num_waits",
             "num_hold_ups",

@@ -2,6 +2,8 @@
 
 import ctypes
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 
 from overflow_fast import DebugUnderflowOverflow
 
+READER = Path(__file__).parent.parent / "csrc/variants.cpp"
 EMPTY = [-1, 0, 0, 0]
 POSITIVE_INF, NEGATIVE_INF, NAN = 1, 2, 4  # kinds, as in csrc/stat.h
 
@@ -45,7 +48,8 @@ def test_a_value_that_means_nothing_is_told(emulated, monkeypatch, variable, val
 
 def test_every_variable_is_decided():
     decided = {decision.variable for decision in DECISIONS}
-    assert {name for variant in VARIANTS.values() for name in variant} == decided
+    assert {name for variant in VARIANTS.values() for name in variant} <= decided
+    assert set(re.findall(r"OVERFLOW_FAST_\w+", READER.read_text())) == decided
     assert all(decision.margin >= 0 for decision in DECISIONS)
 
 
@@ -146,3 +150,100 @@ def test_masks_say_what_puts_up_a_flag(emulated, at, mask, is_up, sets_flags, be
     end_step(emulated, slots_of(1300), masks[:, 10:], flags, sets_flags, None, None, 1)
     kept = 0.0 if sets_flags else before
     assert flags.tolist() == [kept, 1.0 if is_up else kept]
+
+
+# Frames that share a launch: what is exact about it, and what is said where it is not.
+
+
+@pytest.fixture
+def held(emulated, monkeypatch):
+    """The emulated device, where a launch serves four frames."""
+    monkeypatch.setenv("OVERFLOW_FAST_HELD_FRAMES", "4")
+    return emulated
+
+
+class Chain(nn.Module):
+    """Identities of new tensors; something is done between the second and the third."""
+
+    def __init__(self, between=lambda x: None, length=6):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Identity() for _ in range(length))
+        self.between = between
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            x = layer(x + 1)
+            if i == 1:
+                self.between(x)
+        return x
+
+
+def frames_of(between=lambda x: None, start=1.0, **options):
+    model = Chain(between)
+    detector = DebugUnderflowOverflow(model, _defer=True, **options)
+    model(torch.full((2, 4), start))
+    return detector
+
+
+@pytest.mark.parametrize("memo, launches", [(True, 2), (False, 7)])
+def test_held_frames_share_launches(held, memo, launches):
+    detector = frames_of(memo=memo)
+    assert held.state.num_scans == launches  # the root's output is known by then
+    assert not detector.coverage.not_scanned
+    found = list(detector.frames)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("OVERFLOW_FAST_HELD_FRAMES")
+        assert list(frames_of(memo=memo).frames) == found
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda x: x.mul_(2),
+        lambda x: x.untyped_storage().resize_(1 << 16),
+    ],
+    ids=["a write", "other memory"],
+)
+def test_what_changed_while_it_was_held_is_listed_as_not_scanned(held, between):
+    detector = frames_of(between)
+    assert set(detector.coverage.not_scanned) == {"its scan did not run"}
+
+
+def test_a_held_tensor_that_is_let_go_is_scanned(held):
+    def let_go(x):
+        x.data = torch.zeros(5, 4)
+
+    detector = frames_of(let_go)
+    assert not detector.coverage.not_scanned
+    assert "3.00e+00 3.00e+00 output" in "".join(detector.frames[1].split("\n")[-1:])
+
+
+def test_held_scans_run_on_their_own_stream(held):
+    model, streams = Chain(lambda x: setattr(held.state, "stream", 7)), []
+    detector = DebugUnderflowOverflow(model, _defer=True)
+    model.layers[2].register_forward_hook(
+        lambda *_: streams.append((held.state.num_scans, held.state.scanned_on))
+    )
+    model(torch.ones(2, 4))
+    assert streams == [(1, 0)]  # the other stream's scan waits
+    assert (held.state.num_scans, held.state.scanned_on) == (3, 7)
+    assert not detector.coverage.not_scanned
+
+
+def test_no_graph_gets_the_scans_that_were_held(held):
+    model = Chain()
+    detector = DebugUnderflowOverflow(model, _defer=True)
+    model(torch.ones(2, 4))
+    scans = held.state.num_scans
+    model.between = lambda x: setattr(held.state, "is_capturing", 1)
+    model(torch.ones(2, 4))
+    held.state.is_capturing = 0
+    assert held.state.num_scans == scans + 5  # of the graph, one for each frame
+    detector.check()
+    assert held.state.num_scans == scans + 6
+    assert not detector.coverage.not_scanned
+
+
+def test_a_bad_value_is_found_though_its_tensor_was_held(held):
+    with pytest.raises(ValueError, match="inf/nan detected"):
+        frames_of(lambda x: x.detach().clone(), start=torch.inf)

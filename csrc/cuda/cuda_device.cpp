@@ -15,6 +15,11 @@ namespace overflow_fast {
 
 namespace {
 
+cudaStream_t stream_of(c10::DeviceIndex index, int64_t id) {
+  const c10::Device device(c10::DeviceType::CUDA, index);
+  return c10::cuda::CUDAStream(c10::Stream(c10::Stream::UNSAFE, device, id)).stream();
+}
+
 class CudaEvent final : public DeviceEvent {
  public:
   explicit CudaEvent(c10::DeviceIndex index) : index_(index) {
@@ -48,10 +53,7 @@ class CudaEvent final : public DeviceEvent {
   }
 
  private:
-  cudaStream_t handle(int64_t stream) const {
-    const c10::Device device(c10::DeviceType::CUDA, index_);
-    return c10::cuda::CUDAStream(c10::Stream(c10::Stream::UNSAFE, device, stream)).stream();
-  }
+  cudaStream_t handle(int64_t stream) const { return stream_of(index_, stream); }
 
   c10::DeviceIndex index_;
   cudaEvent_t event_{};
@@ -61,9 +63,9 @@ class CudaDevice final : public Device {
  public:
   explicit CudaDevice(int64_t index) : index_(static_cast<c10::DeviceIndex>(index)) {}
 
-  void scan(const View* views, int64_t count, Slot* slots) override {
+  void scan(const View* views, int64_t count, Slot* slots, int64_t stream) override {
     const c10::cuda::CUDAGuard guard(index_);
-    C10_CUDA_CHECK(cuda::launch_scan(views, count, slots, target()));
+    C10_CUDA_CHECK(cuda::launch_scan(views, count, slots, target(stream)));
   }
   void end_step(const SlotsEnd& end) override {
     const c10::cuda::CUDAGuard guard(index_);
@@ -97,10 +99,10 @@ class CudaDevice final : public Device {
     return static_cast<T*>(attributes.devicePointer);
   }
 
-  cuda::Target target() {
+  cuda::Target target(int64_t stream) {
     if (!properties_) properties_ = ask();
     cuda::Target target = *properties_;
-    target.stream = c10::cuda::getCurrentCUDAStream(index_);
+    target.stream = stream_of(index_, stream);
     return target;
   }
 

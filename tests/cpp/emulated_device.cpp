@@ -24,6 +24,7 @@ struct State {
   int64_t fails_streams;
   int64_t fails_ends;
   int64_t num_scans;
+  int64_t scanned_on;  // the last one's stream
   int64_t num_ends;
   int64_t num_waits;  // the host's, for events that had not passed
   int64_t num_hold_ups;
@@ -74,9 +75,10 @@ void launch(const View* views, int64_t count, Slot* slots) {
 
 class EmulatedDevice final : public Device {
  public:
-  void scan(const View* views, int64_t count, Slot* slots) override {
+  void scan(const View* views, int64_t count, Slot* slots, int64_t stream) override {
     if (state.fails_scans) throw std::runtime_error("launch failed\nwith details");
     ++state.num_scans;
+    state.scanned_on = stream;
     if (!state.is_capturing) return launch(views, count, slots);
     graph.push_back([own = std::vector<OwnView>(views, views + count), count, slots] {
       std::vector<View> captured;
