@@ -7,7 +7,6 @@ stays. What lost is removed.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 
@@ -19,8 +18,8 @@ class Decision(NamedTuple):
         variable: The environment variable that makes it.
         values: Its values, the default first.
         metric: What `bench_variants.py` measures to decide it; smaller is better.
-        margin: The share by which another value must beat the default; inf where none
-            may become it.
+        margin: The share by which another value must beat the default; 1 where none may
+            become it.
         reason: The advantage expected of another value, and what it costs.
     """
 
@@ -46,7 +45,7 @@ DECISIONS = (
         "OVERFLOW_FAST_CUDA_SMALL_LISTS",
         ("1", "0"),
         "frame_host_us",
-        0.0,
+        0.02,
         "Without it one kernel fewer is loaded, and each launch hands over 4 KiB.",
     ),
     Decision(
@@ -54,7 +53,7 @@ DECISIONS = (
         "OVERFLOW_FAST_CUDA_LARGE_LISTS",
         ("1", "0"),
         "scan_us_small",
-        0.0,
+        0.02,
         "Without it no launch hands over 32 KiB; 1,000 tensors take 12 launches.",
     ),
     Decision(
@@ -71,7 +70,7 @@ DECISIONS = (
         "OVERFLOW_FAST_HELD_FRAMES",
         ("1", "4", "16"),
         "small_model_step_us",
-        math.inf,
+        1.0,
         "Fewer launches where they bound the step. Only measured, never a default: "
         "what is written to a tensor meanwhile is missed or, where its version counter "
         "tells, the tensor is listed as not scanned (csrc/held_scans.h).",

@@ -12,6 +12,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import pytest
 import torch
 from emulation import VARIANTS, emulated_device, emulation
+from gpus import GPUS, Cuda, Emulated
 
 # `make test-quick` leaves these out, and the tests marked slow: they start processes,
 # compile, or train with other libraries, whose imports alone take seconds.
@@ -84,6 +85,14 @@ def emulated():
     """The CPU as a CUDA device, for detectors made with `_defer=True`."""
     with emulation():
         yield emulated_device()
+
+
+@pytest.fixture(params=GPUS)
+def gpu(request):
+    """A GPU, emulated or real: see gpus.py."""
+    if request.param == "cuda":
+        return Cuda()
+    return Emulated(request.getfixturevalue("emulated"))
 
 
 @pytest.fixture(params=VARIANTS)

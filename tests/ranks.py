@@ -28,21 +28,23 @@ def device():
     return torch.device("cuda", dist.get_rank())
 
 
-def _run(rank, world, folder, function, arguments):
+def _run(rank, world, folder, over, function, arguments):
     torch.set_num_threads(1)
     url = f"file://{folder}/store"
-    dist.init_process_group(
-        backend(), init_method=url, rank=rank, world_size=world, timeout=PATIENCE
-    )
-    if backend() == "nccl":
+    if over == "nccl":
         torch.cuda.set_device(rank)
+    dist.init_process_group(
+        over, init_method=url, rank=rank, world_size=world, timeout=PATIENCE
+    )
     torch.save(function(*arguments), folder / str(rank))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def on_ranks(world, function, *arguments):
+def on_ranks(world, function, *arguments, over=None):
     """What a function of a test module returns on each rank, in order.
+
+    They communicate by the backend `over`, or by the one that backend() names.
 
     The first rank's error fails the test.
     """
@@ -52,7 +54,7 @@ def on_ranks(world, function, *arguments):
         folder = Path(name)
         torch.multiprocessing.start_processes(
             _run,
-            (world, folder, function, arguments),
+            (world, folder, over or backend(), function, arguments),
             nprocs=world,
             start_method=start_method(),
         )
