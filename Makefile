@@ -5,6 +5,7 @@ TORCH ?= torch==2.13.0
 CXX ?= g++
 # How many processes run the tests.
 JOBS ?= auto
+WORKERS = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 RUN := $(VENV)/bin/python
 CORE := $(wildcard csrc/*.h csrc/cpu/*)
 CUDA := $(wildcard csrc/cuda/*)
@@ -34,10 +35,10 @@ demo: build
 	$(RUN) -m overflow_fast demo
 
 test: build
-	$(RUN) -m pytest -q -n $(JOBS) --dist loadgroup
+	$(RUN) -m pytest -q $(WORKERS)
 
 test-quick: build
-	$(RUN) -m pytest -q -n $(JOBS) --dist loadgroup --quick
+	$(RUN) -m pytest -q $(WORKERS) --quick
 
 bench: build
 	$(RUN) benchmarks/run.py

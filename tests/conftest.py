@@ -38,6 +38,38 @@ SLOW = {
 }
 
 
+# Files that share what takes long to start go to one worker of xdist each, and first.
+GROUPS = {
+    "test_agreement.py": "processes",
+    "test_build.py": "processes",
+    "test_command_line.py": "processes",
+    "test_dead_ranks.py": "processes",
+    "test_groups.py": "processes",
+    "test_parallel.py": "processes",
+    "test_compile.py": "compiled",
+    "test_compile_regions.py": "compiled",
+    "test_environments.py": "compiled",
+    "test_export.py": "compiled",
+    "test_precision.py": "compiled",
+}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByGroup(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.split("::")[0]
+            return GROUPS.get(Path(file).name, file)
+
+    return ByGroup(config, log)
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in GROUPS)
+
+
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="leave out what is slow")
     parser.addoption(
@@ -51,9 +83,11 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs a GPU")
     config.addinivalue_line("markers", "mps: needs a Mac with MPS")
     config.addinivalue_line("markers", "slow: left out with --quick")
-    gone = SLOW - {path.name for path in Path(__file__).parent.rglob("test_*.py")}
+    gone = SLOW.union(GROUPS) - {
+        path.name for path in Path(__file__).parent.rglob("test_*.py")
+    }
     if gone:
-        raise pytest.UsageError(f"SLOW in tests/conftest.py names {sorted(gone)}")
+        raise pytest.UsageError(f"tests/conftest.py names {sorted(gone)}")
 
 
 def pytest_ignore_collect(collection_path, config):

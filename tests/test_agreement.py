@@ -21,8 +21,6 @@ from torch.distributed.algorithms.join import Join
 
 from overflow_fast import NonFiniteError, OverflowGuard
 
-pytestmark = pytest.mark.xdist_group("processes")  # see ranks.all_of
-
 
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)

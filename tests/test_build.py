@@ -11,8 +11,6 @@ import pytest
 import torch
 from processes import python
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 ROOT = Path(__file__).parent.parent
 
 

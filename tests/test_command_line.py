@@ -8,8 +8,6 @@ from processes import python
 
 from overflow_fast.__main__ import main
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 SCRIPT = """
 import sys
 from transformers.debug_utils import DebugUnderflowOverflow

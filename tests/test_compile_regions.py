@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from overflow_fast import DebugUnderflowOverflow, OverflowGuard
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("compiled")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 BODIES = {
     "torch.cond": (

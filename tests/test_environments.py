@@ -11,7 +11,7 @@ from torch import nn
 
 from overflow_fast import DebugUnderflowOverflow, OverflowGuard
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("compiled")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def frames_of(model, *args, **kwargs):

@@ -19,10 +19,7 @@ from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.guard.peers import _num_passes
 from overflow_fast.guard.step_tensors import StepTensors
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.xdist_group("processes"),  # they share the start of the processes
-]
+pytestmark = pytest.mark.filterwarnings("ignore")
 BAD_RANK = 3
 
 

@@ -265,7 +265,6 @@ def write_200_lines(name, path):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("processes")
 def test_two_processes_share_a_file(tmp_path):
     path = tmp_path / "guard.jsonl"
     writers = [

@@ -439,7 +439,6 @@ def transformers_on_a_rank(folder):
     return callback.guard.num_skipped, model.linear.weight.detach(), callback.guard.step
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.filterwarnings("ignore")
 def test_ranks_of_transformers_trainer_decide_together(tmp_path):
     first, second = on_ranks(2, transformers_on_a_rank, tmp_path)

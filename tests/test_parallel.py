@@ -12,10 +12,7 @@ from torch import nn
 
 from overflow_fast import OverflowGuard
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.xdist_group("processes"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 DEPTH = 3
 

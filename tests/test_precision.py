@@ -13,8 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from overflow_fast import OverflowGuard, keep_in_fp32
 
-pytestmark = pytest.mark.xdist_group("compiled")
-
 
 class Seen(nn.Linear):
     def forward(self, x, scale=None):

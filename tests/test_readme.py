@@ -138,7 +138,6 @@ def a_rank(folder):
     return known["guard"].step
 
 
-@pytest.mark.xdist_group("processes")
 def test_ddp(tmp_path):
     assert on_ranks(2, a_rank, tmp_path) == [3, 3]
     names = sorted(path.name for path in tmp_path.iterdir())
