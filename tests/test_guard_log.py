@@ -257,7 +257,8 @@ def test_two_writers_share_a_file(tmp_path):
         assert steps == list(range(steps[0], 40)) and len(steps) > 20
 
 
-def write_200_lines(name, path):
+def write_200_lines(name, path, are_both_there):
+    are_both_there.wait()
     log = log_of(path, name, max_bytes=200_000, num_files=50)
     for step in range(200):
         text = "x" * (step * 50)
@@ -267,8 +268,10 @@ def write_200_lines(name, path):
 @pytest.mark.slow
 def test_two_processes_share_a_file(tmp_path):
     path = tmp_path / "guard.jsonl"
+    are_both_there = context().Barrier(2)
     writers = [
-        context().Process(target=write_200_lines, args=(name, path)) for name in "ab"
+        context().Process(target=write_200_lines, args=(name, path, are_both_there))
+        for name in "ab"
     ]
     for writer in writers:
         writer.start()

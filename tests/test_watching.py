@@ -162,7 +162,7 @@ def test_models_watched_in_threads_of_their_own():
 
     threads = [in_thread(lambda seed=seed: work(seed)) for seed in range(3)]
     for thread, results in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=600)
         assert not thread.is_alive()
         assert isinstance(results[0], ValueError) and DETECTED in str(results[0])
 
@@ -177,7 +177,7 @@ def test_one_watched_model_called_from_many_threads():
 
     threads = [in_thread(work) for _ in range(4)]
     for thread, results in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=600)
         assert not thread.is_alive() and results == [None]
     assert detector.total_calls == 4 * 15 * 4
 
