@@ -115,8 +115,8 @@ ALLOWED = {
     "guard.rules": {"_C", "guard.verdict", "guard.watch", "report", "selection"},
     "guard.headroom": {"_C", "guard.verdict", "guard.watch", "lines"},
     "guard.options": {
-        *("guard.metrics", "guard.optimizers", "guard.report", "guard.rules"),
-        *("guard.watch", "names", "selection"),
+        *("guard.metrics", "guard.optimizers", "guard.policy", "guard.report"),
+        *("guard.rules", "guard.watch", "names", "selection"),
     },
     "guard.archive": {
         *("guard.evidence", "guard.json_log", "guard.options", "guard.report"),
@@ -135,15 +135,26 @@ ALLOWED = {
     "guard.learning": {
         *("_C", "guard.agreement", "guard.rules", "guard.verdict", "guard.watch"),
     },
+    "guard.policy": set(),
+    "guard.alarms": {"guard.report"},
+    "guard.step_result": {
+        *("guard.optimizers", "guard.step_tensors", "guard.verdict"),
+    },
+    "guard.step_report": {
+        *("guard.archive", "guard.options", "guard.policy", "guard.remedy"),
+        *("guard.report", "guard.step_result", "guard.verdict", "guard.watch", "ops"),
+    },
+    "guard.device_flags": {"guard.optimizers", "guard.options", "guard.watch"},
+    "guard.isolation": {"_C", "guard.meter", "guard.report"},
     "guard.decision": {
-        *("_C", "guard.agreement", "guard.archive", "guard.attribution"),
-        *("guard.learning", "guard.optimizers", "guard.options", "guard.remedy"),
-        *("guard.report", "guard.rounds", "guard.settings", "guard.step_tensors"),
-        "guard.verdict",
-        *("guard.watch", "ops"),
+        *("_C", "guard.agreement", "guard.alarms", "guard.archive"),
+        *("guard.attribution", "guard.learning", "guard.optimizers", "guard.options"),
+        *("guard.policy", "guard.report", "guard.rounds", "guard.settings"),
+        *("guard.step_report", "guard.step_result", "guard.verdict", "guard.watch"),
     },
     "guard.judgement": {
         *("_C", "guard.buffers", "guard.cadence", "guard.decision"),
+        *("guard.device_flags", "guard.step_result"),
         *("guard.optimizers", "guard.options", "guard.report", "guard.scalers"),
         *("guard.step_tensors", "guard.verdict", "guard.watch"),
     },
@@ -170,16 +181,14 @@ ALLOWED = {
         *("guard.joining", "guard.judgement", "guard.loop_batches", "guard.meter"),
         *("guard.metrics", "guard.optimizers", "guard.options", "guard.report"),
         *("guard.rounds", "guard.rules", "guard.scalers", "guard.watch"),
-    },
-    "guard.services": {
-        *("guard.fault_results", "guard.learning", "guard.options", "guard.report"),
-        *("guard.self_test", "guard.state", "guard.supervisor"),
+        *("guard.fault_results", "guard.isolation", "guard.learning"),
+        *("guard.self_test", "guard.step_result"),
     },
     "guard.guard": {
         *("_C", "guard.cadence", "guard.coverage", "guard.fault_results"),
         *("guard.headroom", "guard.joining"),
         *("guard.metrics", "guard.options", "guard.report", "guard.rules"),
-        *("guard.run_lines", "guard.self_test", "guard.services"),
+        *("guard.learning", "guard.run_lines", "guard.self_test", "guard.state"),
         "guard.supervisor",
     },
     "__init__": {

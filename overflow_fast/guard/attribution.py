@@ -36,7 +36,7 @@ from .watch import ModelWatch
 _log = logging.getLogger("overflow_fast")
 
 
-def judge(
+def attribute(
     frames: Sequence[BadFrame],
     watches: Sequence[ModelWatch] = (),
     is_check: bool = False,

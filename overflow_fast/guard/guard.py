@@ -11,12 +11,12 @@ import torch
 from torch.optim import Optimizer
 
 from .. import _C
-from . import services
 from .cadence import Level
 from .coverage import GuardCoverage
 from .fault_results import SelfTestResult
 from .headroom import HeadroomTable
 from .joining import GuardJoinable
+from .learning import check_can_learn
 from .metrics import Exporter
 from .options import (
     EVERYTHING,
@@ -36,6 +36,7 @@ from .report import Cost, NonFiniteError, Report
 from .rules import Allow
 from .run_lines import log_begin, log_end
 from .self_test import Loss
+from .state import state_report
 from .supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def _shielded(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def shielded(self: OverflowGuard, *args: Any, **kwargs: Any) -> Any:
-        with self._supervisor.shield():
+        with self._supervisor.isolation.isolated():
             return method(self, *args, **kwargs)
 
     return cast(_Method, shielded)
@@ -349,9 +350,9 @@ class OverflowGuard:
 
     def coverage(self) -> GuardCoverage:
         """What was looked at so far, and what was not, with the reasons."""
-        with self._supervisor.shield():
+        with self._supervisor.isolation.isolated():
             return self._supervisor.coverage()
-        return GuardCoverage.unknown(self._supervisor.num_failures)
+        return GuardCoverage.unknown(self._supervisor.isolation.num_failures)
 
     def headroom(self) -> HeadroomTable:
         """How many bits everything has left in its dtype and in float16, and its trend.
@@ -359,7 +360,7 @@ class OverflowGuard:
         Of what modules returned, weights, buffers and gradients, as they last were;
         with `underflow_every` also zeros and subnormals. Incurs no CPU-GPU sync.
         """
-        with self._supervisor.shield():
+        with self._supervisor.isolation.isolated():
             return self._supervisor.headroom.table()
         return HeadroomTable([])
 
@@ -372,7 +373,7 @@ class OverflowGuard:
         and, with `underflow_every`, the shares `gradient_zeros`, `gradient_subnormals`,
         `activation_zeros` and `activation_subnormals`. No CPU-GPU sync.
         """
-        with self._supervisor.shield():
+        with self._supervisor.isolation.isolated():
             return self._supervisor.metrics()
         return {}
 
@@ -389,9 +390,9 @@ class OverflowGuard:
             adopt: Whether the guard follows the rules from then on.
         """
         check_int("steps", steps, 1)
-        services.check_learning(self._supervisor)
-        with self._supervisor.shield():
-            services.learn(self._supervisor, steps, adopt)
+        check_can_learn(self._supervisor.options.wanted)
+        with self._supervisor.isolation.isolated():
+            self._supervisor.learn(steps, adopt)
 
     def self_test(
         self,
@@ -435,7 +436,7 @@ class OverflowGuard:
             )
         asked = kept(layers)
         check_names("layers", asked, optional=True)
-        result = services.self_test(self._supervisor, batch, loss, asked, max_layers)
+        result = self._supervisor.self_test(batch, loss, asked, max_layers)
         print(result)
         return result
 
@@ -464,12 +465,17 @@ class OverflowGuard:
         Raises:
             NonFiniteError: If something is not finite; its report names what.
         """
-        services.assert_finite_state(
-            self._supervisor,
-            None if model is None else named_models(model),
-            None if optimizer is None else optimizers_of(optimizer),
-            joint,
+        supervisor = self._supervisor
+        report = state_report(
+            supervisor.models() if model is None else named_models(model),
+            supervisor.optimizers if optimizer is None else optimizers_of(optimizer),
+            supervisor.rules,
+            supervisor.step,
         )
+        if joint:
+            report = supervisor.decision.agreement.agree_on(supervisor.step, report)
+        if report is not None:
+            raise NonFiniteError(report)
 
     @property
     def joinable(self) -> GuardJoinable:
@@ -500,7 +506,7 @@ class OverflowGuard:
                 raise TypeError(
                     f"{name} must be a torch.Tensor, got {type(tensor).__name__}"
                 )
-        with self._supervisor.shield():
+        with self._supervisor.isolation.isolated():
             if self._supervisor.level is Level.ALL:
                 watch = self._supervisor.watches[0]
                 watch.has_seen_loss |= "loss" in tensors

@@ -6,18 +6,19 @@ import collections
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .. import _C
 from .buffers import BufferSnapshot
 from .cadence import Level
-from .decision import Decision, Finding
+from .decision import Decision
+from .device_flags import DeviceFlags
 from .optimizers import OptimizerGate
 from .options import GuardOptions
 from .report import Report
 from .scalers import SCALER, has_found_inf, without_scalers
+from .step_result import StepResult
 from .step_tensors import StepTensors
 from .verdict import BadFrame
 from .watch import ModelWatch
@@ -46,6 +47,7 @@ class Judge:
 
     Attributes:
         buffers: The restore point of skipped steps, or None.
+        flags: Skip steps on the device.
         has_scaler: Whether a GradScaler has called an optimizer.
     """
 
@@ -60,7 +62,7 @@ class Judge:
         self._watches = watches
         self._decision = decision
         self._steps: collections.deque[_Step] = collections.deque()
-        self._has_flags = False
+        self.flags = DeviceFlags(options, watches)
         self.has_scaler = False
         self.tensors = StepTensors(watches)
         self.buffers = BufferSnapshot(watches) if may_skip else None
@@ -93,10 +95,13 @@ class Judge:
         is_lagged = self._is_lagged(gate)
         self._send(is_lagged)
         if self._decision.is_learning:
-            self._drop_flags()
+            self.flags.drop()
         step = _Step(number, _C.Recorder.num_frames(), gate, scaler)
-        if is_lagged and self._has_flags and self._skip_on_device(gate, scaler):
+        flag = self.flags.hand_over(gate, scaler is not None) if is_lagged else None
+        if flag is not None:
             step.skipped_by = "optimizer's kernel"
+            if self.buffers is not None:
+                self.buffers.restore_where(flag)
         try:
             self._receive(is_lagged)
             # Ranks decide together, once for each step.
@@ -113,7 +118,7 @@ class Judge:
                 if not frames:
                     return False
             step.is_decided = True
-            found = Finding(
+            found = StepResult(
                 *(number, frames, not skipped_by, skipped_by, self.tensors),
                 gate=gate,
                 restore=self.restore,
@@ -150,7 +155,7 @@ class Judge:
             if scaler.get_scale() > 1:
                 frames, _ = without_scalers(frames, has_found_inf=True)
             self._decision.decide(
-                Finding(
+                StepResult(
                     *(number, frames, False, SCALER, self.tensors),
                     gate=gate,
                     restore=self.restore,
@@ -196,7 +201,7 @@ class Judge:
                 for watch in self._watches
                 for frame in watch.take_evaluated()
             ]
-            found = Finding(
+            found = StepResult(
                 number,
                 frames,
                 tensors=self.tensors,
@@ -230,7 +235,7 @@ class Judge:
             model = watch.model
             if self.buffers is not None and model is not None and model.training:
                 self.buffers.hold(watch)
-            self._decision.decide(Finding(number, frames, is_of_step=False))
+            self._decision.decide(StepResult(number, frames, is_of_step=False))
 
     def forget(self) -> None:
         """Forgets what has run and was not judged."""
@@ -241,17 +246,6 @@ class Judge:
             watch.take_evaluated()
         self._end(is_lagged=False)
 
-    def want_flags(self, gates: Sequence[OptimizerGate]) -> None:
-        """Has devices make flags for those optimizers that can skip by them."""
-        is_of_use = self._options.sync == "lagged" and self._options.on_overflow in (
-            "skip",
-            "raise",
-        )
-        if is_of_use and any(gate.skips_on_device for gate in gates):
-            self._has_flags = True
-            for watch in self._watches:
-                watch.recorder.want_flags()
-
     # How it is done.
 
     def _is_lagged(self, gate: OptimizerGate) -> bool:
@@ -259,7 +253,7 @@ class Judge:
         if self._options.sync != "lagged" or callable(self._options.on_overflow):
             return False
         # The flags of devices do not know what is being learned.
-        if self._decision.is_learning and self._has_flags:
+        if self._decision.is_learning and self.flags.are_made:
             return False
         return self._options.on_overflow != "skip" or gate.skips_on_device
 
@@ -268,25 +262,6 @@ class Judge:
             watch.send()
             if not is_lagged:  # the host waits for what graphs have replayed
                 watch.recorder.send_captured()
-
-    def _drop_flags(self) -> None:
-        for watch in self._watches:
-            watch.recorder.take_flags()
-
-    def _skip_on_device(self, gate: OptimizerGate, scaler: GradScaler | None) -> bool:
-        """Has the optimizer's kernels skip the step if a flag says so; no sync."""
-        flags = [f for watch in self._watches for f in watch.recorder.take_flags()]
-        if not flags or not gate.skips_on_device:
-            return False
-        # Of gradients the scaler's own flag tells.
-        parts = [flag[0] if scaler is not None else flag.amax() for flag in flags]
-        first, *others = parts
-        for other in others:
-            first = torch.maximum(first, other.to(first.device, non_blocking=True))
-        gate.set_found_inf(first)
-        if self.buffers is not None:
-            self.buffers.restore_where(first)
-        return True
 
     def _receive(self, is_lagged: bool) -> None:
         for watch in self._watches:
@@ -301,7 +276,7 @@ class Judge:
             if frames:
                 skipped_by = skipped_by or step.skipped_by
             if frames or not step.is_decided:
-                found = Finding(
+                found = StepResult(
                     *(step.number, frames),
                     skipped_by=skipped_by,
                     gate=step.gate,

@@ -9,9 +9,18 @@ from collections.abc import Iterable, Sequence
 from .agreement import Agreement
 from .rules import KINDS, EntryName, Rules, entry_name, kinds_text
 from .verdict import FORWARDS, BadFrame
-from .watch import ModelWatch
+from .watch import ModelWatch, Wanted
 
 _log = logging.getLogger("overflow_fast")
+
+
+def check_can_learn(wanted: Wanted) -> None:
+    """Raises ValueError if a guard does not look at what it would learn from."""
+    if not (wanted.activations and wanted.gradients):
+        raise ValueError(
+            "learn() needs a guard whose watch holds 'activations' and 'gradients': "
+            "those tell what is not finite, and that it is harmless"
+        )
 
 
 class Learning:

@@ -25,6 +25,7 @@ from ..names import named_modules
 from ..selection import Selection, check_patterns, full_name
 from .metrics import exporters_of
 from .optimizers import innermost
+from .policy import ACTIONS
 from .report import Report
 from .rules import Allow, Rules
 from .watch import ModelWatch, Wanted
@@ -33,7 +34,6 @@ _log = logging.getLogger("overflow_fast")
 Policy = str | Callable[[Report], str | None]
 Path = str | os.PathLike[str]
 Models = nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module]
-ACTIONS = ("raise", "warn", "skip")
 EVERYTHING = tuple(name for name in Wanted._fields if name != "optimizer_state")
 
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ..selection import Selection, check_patterns
 from ..tensors import loss_in
-from .attribution import judge
+from .attribution import attribute
 from .cadence import Level
 from .fault_results import DIRECTIONS, FAULTS, FaultResult, SelfTestResult
 from .faults import Fault, everything_kept, first_float
@@ -177,7 +177,7 @@ class SelfTest:
                     if loss.requires_grad:
                         loss.backward()  # type: ignore[no-untyped-call]
                 tensors.scan(None, Level.ALL)
-                return judge(collect(self._watches), self._watches)
+                return attribute(collect(self._watches), self._watches)
             finally:
                 collect(self._watches)
                 tensors.forget()

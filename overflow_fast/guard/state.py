@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..selection import Selection
-from .attribution import judge
+from .attribution import attribute
 from .cadence import Level
 from .optimizers import innermost
 from .options import Models, named_models, optimizers_of
@@ -88,7 +88,7 @@ def state_report(
     if not frames:
         return None
     notes = [f"Not finite in all: {_names(frames)}.", "This is nothing to be saved."]
-    verdict = judge(frames)
+    verdict = attribute(frames)
     return Report(step, "raise", verdict, notes=notes, is_of_state=True)
 
 

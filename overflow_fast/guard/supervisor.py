@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from .. import _C
 from . import scalers
 from .cadence import Cadence, Level
 from .coverage import GuardCoverage
-from .decision import Decision, Finding
+from .decision import Decision
+from .fault_results import SelfTestResult
 from .headroom import HeadroomKeeper
+from .isolation import ErrorIsolation
 from .joining import GuardJoinable
 from .judgement import Judge
+from .learning import Learning
 from .loop_batches import LoopBatch
 from .meter import Meter
 from .metrics import Telling, exporters_of
@@ -26,9 +29,9 @@ from .options import GuardOptions, make_watches
 from .report import NonFiniteError, Report
 from .rounds import Rounds
 from .rules import Rules
+from .self_test import Loss, SelfTest
+from .step_result import StepResult
 from .watch import ModelWatch
-
-_log = logging.getLogger("overflow_fast")
 
 
 class Supervisor:
@@ -75,6 +78,7 @@ class Supervisor:
             lambda: self.meter.cost,
             lambda: self.coverage().gaps(),
         )
+        self.isolation = ErrorIsolation(self.meter, self.decision.is_foreign)
         self.decision.agreement.see(lambda: self.optimizers)
         self.decision.optimizers = lambda: self.optimizers
         self.headroom = HeadroomKeeper(
@@ -87,18 +91,17 @@ class Supervisor:
         may_skip = options.may_skip and bool(self._gates)
         self._judge = Judge(options, self.watches, self.decision, may_skip)
         for watch in self.watches:
-            watch.shield = self.shield
+            watch.shield = self.isolation.isolated
             if may_skip:
                 watch.on_forward = self._before_forward
                 watch.on_forward_end = self._after_forward
-        self._judge.want_flags(self._gates)
+        self._judge.flags.want(self._gates)
         self._cadence = Cadence(
             options.every, options.warmup, options.ranges, options.budget
         )
         self._has_budget = options.budget is not None
         self._called: set[OptimizerGate] = set()
         self._last_seen: Report | None = None
-        self.num_failures = 0
         self.step = 0
         self._num_steps = 0
         self.level = Level.OFF
@@ -155,7 +158,7 @@ class Supervisor:
         Args:
             batch: The batch, in any nesting. It is held weakly. None after the step.
         """
-        with self._shield():
+        with self.isolation.measured():
             noted = None if batch is None else LoopBatch(batch)
             for watch in self.watches:
                 number, num_calls = watch.batch_number, watch.total_calls
@@ -195,7 +198,7 @@ class Supervisor:
             self._num_steps,
             self.meter.num_watched,
             self._judge.tensors.without_gradient,
-            self.num_failures,
+            self.isolation.num_failures,
             self.rules.unused(),
         )
 
@@ -205,8 +208,40 @@ class Supervisor:
         found = [gate.optimizer for gate in self._gates]
         return [optimizer for optimizer in found if optimizer is not None]
 
+    def models(self) -> dict[str, nn.Module]:
+        """The watched models by the prefix of their modules' names.
+
+        Raises:
+            RuntimeError: If none of them is there any more.
+        """
+        models = {w.prefix: w.model for w in self.watches if w.model is not None}
+        if not models:
+            raise RuntimeError(
+                "the model is gone: the guard holds it weakly, so keep it yourself"
+            )
+        return models
+
+    def learn(self, steps: int, adopt: bool) -> None:
+        """Learns from the next clean steps what is not finite by design."""
+        self.decision.learning = Learning(
+            steps, adopt, self.rules, self.watches, self.decision.agreement
+        )
+
+    def self_test(
+        self, batch: Any, loss: Loss | None, layers: Sequence[str] | None, most: int
+    ) -> SelfTestResult:
+        """Plants faults under watches like the guard's, which pauses meanwhile."""
+        options = dataclasses.replace(self.options, evidence=None)
+        watches = make_watches(
+            self.models(), options, self.rules, lambda _: None, self.defer
+        )
+        gather = self.decision.agreement.gather
+        test = SelfTest(watches, batch, loss, layers, most, gather)
+        with self.suspended():
+            return test.run()
+
     @contextlib.contextmanager
-    def looking_away(self) -> Iterator[None]:
+    def suspended(self) -> Iterator[None]:
         """Sees nothing meanwhile; what was found before is judged as ever."""
         for watch in self.watches:
             watch.rest()
@@ -242,12 +277,12 @@ class Supervisor:
     # What the hooks call.
 
     def _before_forward(self, watch: ModelWatch) -> None:
-        with self._shield():
+        with self.isolation.measured():
             if self._judge.buffers is not None:
                 self._judge.buffers.before_forward(watch)
 
     def _after_forward(self, watch: ModelWatch) -> None:
-        with self._shield():
+        with self.isolation.measured():
             if self._judge.buffers is not None:
                 self._judge.buffers.after_forward(watch)
 
@@ -260,7 +295,7 @@ class Supervisor:
             self.rounds.note_unwatched(gate)
             return False
         try:
-            with self._shield():
+            with self.isolation.measured():
                 is_skipped = self._judge_step(gate)
                 gate.tell_wrapper(is_skipped)
                 return is_skipped
@@ -290,7 +325,7 @@ class Supervisor:
         except Exception as error:
             if self.decision.num_agreed > num_agreed or self.decision.is_foreign(error):
                 raise
-            self._note_failure(error)
+            self.isolation.note(error)
             return self._join_others(gate)
 
     def _join_others(self, gate: OptimizerGate) -> bool:
@@ -299,7 +334,7 @@ class Supervisor:
             return False
         restore = self._judge.restore
         report = self.decision.decide(
-            Finding(self.step, [], gate=gate, restore=restore)
+            StepResult(self.step, [], gate=gate, restore=restore)
         )
         return report is not None and report.action == "skip"
 
@@ -315,7 +350,7 @@ class Supervisor:
     def _after_step(self, gate: OptimizerGate, is_skipped: bool) -> None:
         buffers = self._judge.buffers
         if buffers is not None and not is_skipped:
-            with self._shield():
+            with self.isolation.measured():
                 buffers.keep()
         if self.rounds.note_step(gate):
             self._end_round()
@@ -339,7 +374,7 @@ class Supervisor:
         self._set_level(self._cadence.level(self.step))
 
     def _end_headroom(self, step: int, is_bad: bool) -> None:
-        with self._shield():
+        with self.isolation.measured():
             self.headroom.end_step(step, self._judge.has_scaler, is_bad)
 
     def before_scaler_step(self, optimizer: Optimizer) -> None:
@@ -359,7 +394,7 @@ class Supervisor:
             self.rounds.begin()
             try:
                 if self.level is not Level.OFF or self._joins_every_step:
-                    with self._shield():
+                    with self.isolation.measured():
                         self._judge_scaler_skip(gate, scaler)
             finally:
                 self._after_step(gate, is_skipped=self.rounds.is_skipped)
@@ -377,45 +412,17 @@ class Supervisor:
         try:
             if self.level is not Level.OFF or self._joins_every_step:
                 self.rounds.begin()
-                with self._shield():
+                with self.isolation.measured():
                     gate = self._gates[0] if self._gates else None
-                    self.decision.decide(Finding(self.step, [], gate=gate))
+                    self.decision.decide(StepResult(self.step, [], gate=gate))
         finally:
             self._end_round()
 
     def _on_evaluated(self, watch: ModelWatch) -> None:
-        with self._shield():
+        with self.isolation.measured():
             self._judge.judge_evaluated(watch, self.step)
 
     @property
     def _joins_every_step(self) -> bool:
         """Whether other ranks may watch a step that this one does not."""
         return self._has_budget and self.decision.agreement.is_needed
-
-    @contextlib.contextmanager
-    def _shield(self) -> Iterator[None]:
-        """Measures what the guard does, and lets no error of its own out."""
-        with self.shield(), self.meter:
-            yield
-
-    @contextlib.contextmanager
-    def shield(self) -> Iterator[None]:
-        """Lets no error of the guard's own out, and no mode of the user's see it."""
-        try:
-            with _C.Hidden():
-                yield
-        except NonFiniteError:
-            raise
-        except Exception as error:
-            if self.decision.is_foreign(error):
-                raise
-            self._note_failure(error)
-
-    def _note_failure(self, error: Exception) -> None:
-        self.num_failures += 1
-        if self.num_failures == 1:
-            _log.warning(
-                "The guard failed, and what it was to judge is not judged. Said "
-                "once; see `coverage()`.",
-                exc_info=error,
-            )

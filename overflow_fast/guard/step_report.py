@@ -1,0 +1,124 @@
+"""The report of a bad step, with the action that the policy chooses."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from ..ops import scan
+from .archive import Archive
+from .options import GuardOptions
+from .policy import Situation, checked_action, choose
+from .remedy import Remedy, remedy_for
+from .report import Cost, Report, frame_texts, least_headroom
+from .step_result import StepResult
+from .verdict import BadFrame, Verdict, leading_frame
+from .watch import ModelWatch
+
+_log = logging.getLogger("overflow_fast")
+
+
+class StepReporter:
+    """Makes the reports of a guard's bad steps.
+
+    Args:
+        options: The guard's.
+        watches: The watched models.
+        archive: Keeps the evidence.
+        cost: Returns the guard's cost.
+        not_covered: Returns what was not looked at, in sentences.
+
+    Attributes:
+        callables_error: The last error that the user's policy raised, or None.
+    """
+
+    def __init__(
+        self,
+        options: GuardOptions,
+        watches: Sequence[ModelWatch],
+        archive: Archive,
+        cost: Callable[[], Cost],
+        not_covered: Callable[[], list[str]],
+    ) -> None:
+        self._options = options
+        self._watches = watches
+        self._archive = archive
+        self._cost = cost
+        self._not_covered = not_covered
+        self.callables_error: Exception | None = None
+
+    def make(self, found: StepResult, verdict: Verdict, num_skipped: int) -> Report:
+        """Makes the report of a bad step, with the action that the policy chooses.
+
+        Keeps the step's evidence. Calls the policy if it is the user's callable.
+        """
+        policy = self._options.on_overflow
+        report = Report(
+            step=found.step,
+            action=policy if isinstance(policy, str) else "warn",
+            verdict=verdict,
+            least_headroom=least_headroom(self._watches),
+            frames=self._frames(found.frames),
+            not_covered=self._not_covered(),
+            cost=self._cost(),
+            num_skipped=num_skipped,
+            notes=list(found.notes),
+            remedy=_remedy(found.frames, verdict),
+        )
+        report.evidence = self._archive.keep(found.step, found.frames, found.tensors)
+        if callable(policy):
+            report.action = self._ask(policy, report)
+        choice = choose(report.action, self._situation(found, report))
+        report.action = choice.action
+        report.notes += choice.notes
+        # A callable is given a report that says nothing of what it is to decide.
+        report.moment, report.skipped_by = found.moment, found.skipped_by
+        return report
+
+    def _situation(self, found: StepResult, report: Report) -> Situation:
+        return Situation(
+            can_skip=found.can_skip,
+            is_skipped=bool(found.skipped_by),
+            is_undone=found.gate is not None and found.gate.has_snapshot,
+            is_beyond_repair=report.action == "skip"
+            and self._is_beyond_repair(report.verdict),
+        )
+
+    def _is_beyond_repair(self, verdict: Verdict) -> bool:
+        """Whether what is bad was bad before the step, and stays so without it."""
+        assert verdict.first is not None
+        if verdict.first.kind == "optimizer_state":
+            return True
+        # Weights may also be somebody's for one call only (functional_call).
+        return verdict.first.kind == "weight" and any(
+            stat.has_nan or stat.has_inf
+            for watch in self._watches
+            if (model := watch.model) is not None
+            for stat in scan(model.parameters())
+        )
+
+    def _ask(self, policy: Callable[[Report], str | None], report: Report) -> str:
+        try:
+            return checked_action(policy(report))
+        except Exception as error:
+            self.callables_error = error
+            raise
+
+    def _frames(self, frames: Sequence[BadFrame]) -> list[str]:
+        """The frames up to the first call that was bad."""
+        leading = leading_frame(frames)
+        shown = list(leading.watch.before)
+        if not leading.watch.wanted.activations:
+            return []
+        if leading.is_of_call:
+            shown.append(leading.frame)
+        most = self._options.max_frames
+        return frame_texts(leading.watch, shown[-most:] if most else [])
+
+
+def _remedy(frames: Sequence[BadFrame], verdict: Verdict) -> Remedy | None:
+    try:
+        return remedy_for(frames, verdict)
+    except Exception:  # an alarm is worth more than what to try
+        _log.warning("What to try could not be found out.", exc_info=True)
+        return None
