@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .replaced_forward import ReplacedForward
+from .torch_internals.tensors import is_wrapper, pytree
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -161,7 +160,7 @@ def _is_castable(name: str, tensor: Tensor, fixed_by: str) -> bool:
         why = "is not initialized yet: run the model once first"
     elif fixed_by:
         why = f"belongs to {fixed_by} already: call keep_in_fp32 before that"
-    elif is_traceable_wrapper_subclass(tensor):
+    elif is_wrapper(tensor):
         why = f"is a {type(tensor).__name__}, which cannot be cast in place"
     else:
         return True

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from . import _C, traced
+from .torch_internals.modules import forward_hooks, forward_pre_hooks
 
 _MODULE_CALL = nn.Module._wrapped_call_impl.__code__
 
@@ -67,14 +68,14 @@ class Attachment:
             model.register_forward_pre_hook(before, with_kwargs=True),
             model.register_forward_hook(ended, always_call=True),
         ]
-        put_first(model._forward_pre_hooks, self.handles[-2].id)
+        put_first(forward_pre_hooks(model), self.handles[-2].id)
         traced.recompile()
 
     def add_before(self, owner: Any, name: str, module: nn.Module) -> None:
         """Has a method of the owner's called before each call of one more module."""
         hook = functools.partial(_C.run_paused, RootHook(owner, name))
         self.handles.append(module.register_forward_pre_hook(hook))
-        put_first(module._forward_pre_hooks, self.handles[-1].id)
+        put_first(forward_pre_hooks(module), self.handles[-1].id)
 
     def remove(self) -> None:
         """Removes every hook; calling it again does nothing."""
@@ -105,7 +106,7 @@ class RootHook:
 
 def root_hooks(model: nn.Module) -> Iterator[RootHook]:
     """Yields the hooks of all owners that have this model as their root."""
-    for hooks in (model._forward_pre_hooks, model._forward_hooks):
+    for hooks in (forward_pre_hooks(model), forward_hooks(model)):
         for hook in list(hooks.values()):
             if _is_partial_of(hook, _C.run_paused):
                 yield hook.args[0]
@@ -191,7 +192,7 @@ def outermost_call(
 
 def hook_of(owner: object, module: nn.Module) -> _C.FrameHook | None:
     """The frame hook of an owner on a module, or None."""
-    for hook in module._forward_hooks.values():
+    for hook in forward_hooks(module).values():
         if _is_partial_of(hook, _C.run_hook) and hook.args[0].owner is owner:
             found: _C.FrameHook = hook.args[0]
             return found

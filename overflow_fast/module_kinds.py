@@ -8,6 +8,8 @@ import re
 from torch import nn
 from torch.nn.utils import parametrize
 
+from .torch_internals.modules import forward_pre_hooks
+
 _LINEAR = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -98,6 +100,6 @@ def _is_plain(module: nn.Module) -> bool:
     """Tells whether nobody has changed what the module computes."""
     return not (
         "forward" in module.__dict__
-        or module._forward_pre_hooks
+        or forward_pre_hooks(module)
         or parametrize.is_parametrized(module)
     )

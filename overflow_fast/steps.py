@@ -6,13 +6,13 @@ import logging
 import weakref
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from . import _C
 from .coverage import NotScannedWarning
 from .hooks import hook_of, index_of, is_dry_run, is_running, outermost_call
 from .owner import HookOwner
+from .torch_internals.running import call_after_backward
 from .traced_root import TracedRoot
 
 _RECOMPUTED, _ENDS_STEP = 1, 2
@@ -259,8 +259,7 @@ class StepHooks(HookOwner):
         if self._unrooted_call != ("backward", graph_task_id):
             self._unrooted_call = ("backward", graph_task_id)
             self._recorder.end_step()
-            callback = torch.autograd.Variable._execution_engine.queue_callback
-            callback(self.on_recomputed_end)
+            call_after_backward(self.on_recomputed_end)
         return _RECOMPUTED
 
     def _begin_unrooted(self, call: object, index: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from . import _C
+from .torch_internals.tensors import is_in_transform
 
 
 class NotScanned(str):
@@ -23,7 +24,7 @@ def _type_name(tensor: torch.Tensor) -> str:
 
 def _values_of(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
     """Finds the values of a tensor that has no strided memory of its own."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if is_in_transform(tensor):
         return NotScanned("inside a torch.func transform")
     if tensor.is_meta:
         return NotScanned("meta tensor")

@@ -15,6 +15,7 @@ import torch
 from . import _C
 from .names import authors_class
 from .tensors import traced_loss_in
+from .torch_internals.compiler import has_compiled, keep_in_order, recompile_all
 from .traced_graph import (
     NAME,
     Header,
@@ -36,22 +37,16 @@ _METHODS = {"before_root": "before", "root_ended": "ended"}  # of TracedRoot
 def register() -> None:
     """Has dynamo know the hooks. Imports dynamo."""
     for function in (emit, emit_call, emit_hidden, watch_gradient):
-        torch._dynamo.allow_in_graph(function)  # type: ignore[no-untyped-call]
+        torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
     for constant in (step_in, step_out):
-        torch._dynamo.assume_constant_result(constant)  # type: ignore[no-untyped-call]
+        torch.compiler.assume_constant_result(constant)  # type: ignore[no-untyped-call]
     for called, traced in ((_C.run_hook, trace_call), (_C.run_paused, trace_root)):
         torch.compiler.substitute_in_graph(called, skip_signature_check=True)(traced)
     # So that compiled code drops none of them, and keeps their order.
     for name in ("frame", "call"):
-        effect = torch._library.effects.EffectType.ORDERED
-        torch.library._register_effectful_op(f"overflow_fast::{name}", effect)
+        keep_in_order(f"overflow_fast::{name}")
         plain = getattr(torch.ops.overflow_fast, f"plain_{name}")
         torch.fx.node.has_side_effect(plain.default)
-
-
-def has_compiled() -> bool:
-    """Whether dynamo has compiled anything in this process."""
-    return bool(torch._dynamo.convert_frame.input_codes.seen)
 
 
 def recompile() -> None:
@@ -61,7 +56,7 @@ def recompile() -> None:
     """
     if not has_compiled():
         return
-    torch._dynamo.reset_code_caches()
+    recompile_all()
     _log.info("Hooks were put on: compiled code is compiled again at its next call.")
 
 

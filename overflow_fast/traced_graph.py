@@ -15,12 +15,12 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import Interpreter
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _C
 from .tensors import NotScanned
+from .torch_internals.compiler import is_functional, is_split_for_ddp
+from .torch_internals.tensors import is_batched, is_wrapper
 from .traced_numbers import begin_call, number_of
 
 NAME, INDEX, KEY, ATTRIBUTE = range(4)  # styles of labels
@@ -108,7 +108,9 @@ def _put(
     # Inductor's C++ wrapper writes the constant between quotes as it is.
     text = urllib.parse.quote(json.dumps([header, lines]), safe="[], ")
     operators = torch.ops.overflow_fast
-    (operators.plain_frame if _is_split() else operators.frame)(ticket, text, tensors)
+    (operators.plain_frame if is_split_for_ddp() else operators.frame)(
+        ticket, text, tensors
+    )
 
 
 def emit_call(ticket: torch.Tensor, method: str) -> None:
@@ -117,7 +119,7 @@ def emit_call(ticket: torch.Tensor, method: str) -> None:
         # What it was given before may belong to a step that is over when this runs.
         begin_call(ticket)
     operators = torch.ops.overflow_fast
-    (operators.plain_call if _is_split() else operators.call)(ticket, method)
+    (operators.plain_call if is_split_for_ddp() else operators.call)(ticket, method)
 
 
 def watch_gradient(
@@ -152,28 +154,16 @@ def watch_gradient(
     tensor.register_hook(record)  # type: ignore[no-untyped-call]
 
 
-def _is_split() -> bool:
-    """Whether DDPOptimizer has split the graph, for a backend that keeps tokens.
-
-    It takes the tokens of effects among a part's outputs for tensors of the program.
-    """
-    context = torch._guards.TracingContext.try_get()
-    config = torch._functorch.config
-    keeps_tokens = not getattr(config, "unlift_effect_tokens", True)
-    return keeps_tokens and getattr(context, "fakify_first_call", False)
-
-
 def _readable(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
     """What of a tensor in a trace the operator can be given."""
     local = getattr(tensor, "_local_tensor", None)  # DTensor
     if isinstance(local, torch.Tensor):
         return local
-    if torch._C._functorch.is_batchedtensor(tensor):
+    if is_batched(tensor):
         return NotScanned("inside a torch.func transform")
     if tensor.layout is not torch.strided:
         return NotScanned(f"layout {tensor.layout} in compiled code")
-    is_wrapper = is_traceable_wrapper_subclass(tensor)
-    if is_wrapper and not isinstance(tensor, FunctionalTensor):
+    if is_wrapper(tensor) and not is_functional(tensor):
         return NotScanned(f"tensor subclass {type(tensor).__name__}")
     return tensor
 

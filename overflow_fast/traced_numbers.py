@@ -7,11 +7,8 @@ import weakref
 from typing import NamedTuple
 
 import torch
-from torch._subclasses.functional_tensor import (
-    FunctionalTensor,
-    FunctionalTensorMode,
-)
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from .torch_internals.compiler import functional_mode, is_functional, traced_value
 
 _counter = itertools.count()
 _ATTRIBUTE = "_overflow_fast"
@@ -21,7 +18,7 @@ class _Number(NamedTuple):
     """The number of a value, in the trace that `mode` stands for."""
 
     owner: weakref.ref[torch.Tensor]
-    mode: weakref.ref[FunctionalTensorMode]
+    mode: weakref.ref[object]
     call: int  # of the owner's root
     number: int
 
@@ -45,12 +42,10 @@ def number_of(tensor: torch.Tensor, owner: torch.Tensor) -> tuple[int, bool]:
     Returns:
         The number, or -1 where AOTAutograd does not trace, and whether it is new.
     """
-    mode = _functional_mode()
-    if mode is None or not isinstance(tensor, FunctionalTensor):
+    mode = functional_mode()
+    if mode is None or not is_functional(tensor):
         return -1, True
-    torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]
-    # What the tensor is right now: another one after each write to it.
-    value = torch._from_functional_tensor(tensor.elem)
+    value = traced_value(tensor)
     call = getattr(owner, _ATTRIBUTE, 0)
     numbers: list[_Number] = value.__dict__.setdefault(_ATTRIBUTE, [])
     for known in numbers:
@@ -58,9 +53,3 @@ def number_of(tensor: torch.Tensor, owner: torch.Tensor) -> tuple[int, bool]:
             return known.number, False
     numbers.append(_Number(weakref.ref(owner), weakref.ref(mode), call, next(_counter)))
     return numbers[-1].number, True
-
-
-def _functional_mode() -> FunctionalTensorMode | None:
-    modes = _get_current_dispatch_mode_stack()
-    found = (mode for mode in modes if isinstance(mode, FunctionalTensorMode))
-    return next(found, None)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .torch_internals.compiler import dynamo_translator
+
 EXPORT = "export"
 _log = logging.getLogger("overflow_fast")
 
@@ -30,7 +32,7 @@ def step_out() -> str:
         "" if one may, `EXPORT` if nothing is to be traced, else the reason why not.
     """
     try:
-        return _step_out(_running())
+        return _step_out(dynamo_translator())
     except (AttributeError, IndexError):
         # Another version of dynamo: as if there were no bodies.
         _log.debug("dynamo's tracers are unknown", exc_info=True)
@@ -39,11 +41,7 @@ def step_out() -> str:
 
 def step_in() -> None:
     """Goes back to the body that `step_out` has left."""
-    _running().output.tracers.pop()
-
-
-def _running() -> Any:
-    return torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
+    dynamo_translator().output.tracers.pop()
 
 
 def _step_out(tx: Any) -> str:

@@ -9,6 +9,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "overflow_fast"
 
+# Torch's private APIs: any module may use it, and it uses none.
+ROOM = "torch_internals"
 # A module may import those in its own line, and nothing else of the package.
 ALLOWED = {
     "tensors": {"_C"},
@@ -235,11 +237,15 @@ def imports_of(name, path):
 
 @pytest.mark.parametrize("name, path", list(modules()), ids=str)
 def test_imports_run_one_way(name, path):
-    assert imports_of(name, path) <= ALLOWED[name]
+    found = {i for i in imports_of(name, path) if not i.startswith(ROOM)}
+    if name.startswith(ROOM):
+        assert imports_of(name, path) <= {f"{ROOM}.registry"}
+    else:
+        assert found <= ALLOWED[name]
 
 
 def test_every_module_has_its_place():
-    assert {name for name, _ in modules()} == set(ALLOWED)
+    assert {n for n, _ in modules() if not n.startswith(ROOM)} == set(ALLOWED)
 
 
 TORCH_FREE = [

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 
 from .. import _C
+from ..torch_internals.tensors import version_of
 
 _MAX_DEPTH = 4
 _FEW = 4
@@ -34,7 +35,7 @@ class Held(NamedTuple):
     def unchanged(self) -> torch.Tensor | None:
         """The tensor as it was; None if it is gone or may have been written to."""
         tensor = self.tensor()
-        if tensor is None or self.version is None or tensor._version != self.version:
+        if tensor is None or self.version is None or version_of(tensor) != self.version:
             return None
         return tensor
 
@@ -45,7 +46,7 @@ Given = tuple[Any, Any]
 
 def hold(tensor: torch.Tensor) -> Held:
     """Holds a tensor weakly, as it is now."""
-    version = None if tensor.is_inference() else tensor._version
+    version = None if tensor.is_inference() else version_of(tensor)
     return Held(weakref.ref(tensor), version)
 
 

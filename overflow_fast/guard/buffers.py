@@ -9,6 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ..torch_internals.modules import BUFFERS, MODULES, PARAMETERS
+from ..torch_internals.running import graph_task_id, is_jit_tracing, is_transforming
+from ..torch_internals.tensors import copy_all, version_of
 from .watch import ModelWatch
 
 # Up to so many bytes a tensor is copied in each step. A larger one only once it has
@@ -83,7 +86,7 @@ class BufferSnapshot:
         """
         texts = [text for point in self._points for text in point.restore()]
         for point in self._points:
-            point.release(is_over=torch._C._current_graph_task_id() < 0)
+            point.release(is_over=graph_task_id() < 0)
         return texts
 
     def restore_where(self, flag: torch.Tensor) -> None:
@@ -323,11 +326,7 @@ class _Kept:
 
 def _is_transformed() -> bool:
     """Whether what runs is traced, or inside a torch.func transform."""
-    return (
-        torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.compiler.is_exporting()
-    )
+    return is_jit_tracing() or is_transforming() or torch.compiler.is_exporting()
 
 
 def _slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
@@ -341,12 +340,12 @@ def _slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
         if isinstance(module, torch.jit.ScriptModule):
             continue  # its tensors are TorchScript's
         own = module.__dict__
-        for name in own["_buffers"]:
-            yield module, "_buffers", name
-        for name, parameter in own["_parameters"].items():
+        for name in own[BUFFERS]:
+            yield module, BUFFERS, name
+        for name, parameter in own[PARAMETERS].items():
             if parameter is not None and not parameter.requires_grad:
-                yield module, "_parameters", name
-        for child in own["_modules"].values():
+                yield module, PARAMETERS, name
+        for child in own[MODULES].values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 waiting.append(child)
@@ -365,7 +364,7 @@ def _copy(kept: list[_Kept]) -> None:
             to.append(copy)
             of.append(tensor)
     if to:
-        torch._foreach_copy_(to, of)
+        copy_all(to, of)
 
 
 def _is_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -409,7 +408,7 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 
 def _version_of(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+    return None if tensor.is_inference() else version_of(tensor)
 
 
 def _reset(module: nn.Module) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from .. import ops
+from ..torch_internals.tensors import pytree
 
 
 def choose(

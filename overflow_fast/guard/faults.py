@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..hooks import put_first
+from ..torch_internals.modules import forward_hooks, own_buffers
+from ..torch_internals.tensors import pytree, version_of
 
 
 class Fault:
@@ -35,7 +36,7 @@ class Fault:
 
     def __enter__(self) -> Fault:
         self._handle = self._module.register_forward_hook(self._on_forward)
-        put_first(self._module._forward_hooks, self._handle.id)
+        put_first(forward_hooks(self._module), self._handle.id)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -92,10 +93,10 @@ def everything_kept(models: Sequence[nn.Module]) -> Iterator[None]:
     buffers = [
         (module, name, _Kept(buffer))
         for module in modules
-        for name, buffer in module._buffers.items()
+        for name, buffer in own_buffers(module).items()
     ]
     stepped = [_Kept(p) for p in parameters if p._post_accumulate_grad_hooks]
-    versions = [each._version for each in parameters]
+    versions = [version_of(each) for each in parameters]
     devices = {each.device.index for each in parameters if each.is_cuda}
     for each in parameters:
         each.grad = None
@@ -103,12 +104,12 @@ def everything_kept(models: Sequence[nn.Module]) -> Iterator[None]:
         with torch.random.fork_rng(devices), _other_random_states_kept():
             yield
     finally:
-        is_written = versions != [each._version for each in parameters]
+        is_written = versions != [version_of(each) for each in parameters]
         is_written |= any(kept.has_changed() for kept in stepped)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.tensor
         for module, name, buffer in buffers:
-            module._buffers[name] = buffer.tensor
+            own_buffers(module)[name] = buffer.tensor
         kept = [*gradients, *stepped, *(buffer for _, _, buffer in buffers)]
         failures = [error for each in kept if (error := each.put_back()) is not None]
     if failures:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
-
 from .. import _C
 from ..report import label_text
+from ..torch_internals.modules import is_batch_norm
 from .calls import Called, Calls, ancestors, joined, name_of, unwatched_in
 from .handed import Bad, handed, handed_unseen, minus_infs
 from .hooked import (
@@ -200,7 +199,7 @@ def _bad_buffer_of(first: BadFrame, bad: Bad) -> str | None:
 def _reads_buffers_only(first: BadFrame) -> bool:
     """Whether a module is known to leave its buffers alone in this call."""
     module = first.watch.module_at(first.frame.module)
-    is_norm = isinstance(module, torch.nn.modules.batchnorm._NormBase)
+    is_norm = is_batch_norm(module)
     return is_norm and module is not None and not module.training
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..names import has_base
+from ..torch_internals.modules import own_buffers, own_parameters, replicate_state
 from .nested import optimizers_in
 
 _DATA_PARALLEL = {"DistributedDataParallel", "FullyShardedDataParallel"}
@@ -72,9 +73,7 @@ def _groups_of(module: nn.Module) -> Sequence[Any]:
 
 
 def _groups_of_replicated(module: nn.Module) -> Sequence[Any]:
-    from torch.distributed._composable.replicate import replicate
-
-    state = replicate.state(module)
+    state = replicate_state(module)
     if state is None:
         return []
     made = getattr(state, "_ddp", None)  # at the first forward
@@ -88,7 +87,7 @@ def _groups_of_replicated(module: nn.Module) -> Sequence[Any]:
 
 
 def _meshes_of(module: nn.Module) -> Iterator[Any]:
-    own = (module._parameters, module._buffers, vars(module))
+    own = (own_parameters(module), own_buffers(module), vars(module))
     yield from _meshes_of_tensors(value for each in own for value in each.values())
     if has_base(type(module), {"FSDPModule"}):
         # Between forward and backward the parameters may be whole tensors.

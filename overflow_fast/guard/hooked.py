@@ -5,9 +5,14 @@ from __future__ import annotations
 import functools
 
 from torch import nn
-from torch.nn.modules import module as of_all
 
 from .. import _C
+from ..torch_internals.modules import (
+    forward_hooks,
+    forward_pre_hooks,
+    global_forward_hooks,
+    global_forward_pre_hooks,
+)
 
 _OURS = (_C.run_hook, _C.run_paused)
 
@@ -39,23 +44,21 @@ def has_hooks(module: nn.Module) -> bool:
 
 def has_pre_hooks(module: nn.Module | None) -> bool:
     """Whether somebody else's hook may replace a module's inputs."""
-    hooks = {} if module is None else module._forward_pre_hooks
-    every = (*hooks.values(), *of_all._global_forward_pre_hooks.values())
+    hooks = {} if module is None else forward_pre_hooks(module)
+    every = (*hooks.values(), *global_forward_pre_hooks().values())
     return not all(map(_is_ours, every))
 
 
 def has_earlier_hooks(module: nn.Module | None) -> bool:
     """Whether somebody else's hook may replace an output before it is looked at."""
-    hooks = [] if module is None else list(module._forward_hooks.values())
+    hooks = [] if module is None else list(forward_hooks(module).values())
     ours = next((i for i, hook in enumerate(hooks) if _is_ours(hook)), len(hooks))
-    return not all(
-        map(_is_ours, (*of_all._global_forward_hooks.values(), *hooks[:ours]))
-    )
+    return not all(map(_is_ours, (*global_forward_hooks().values(), *hooks[:ours])))
 
 
 def has_later_hooks(module: nn.Module | None) -> bool:
     """Whether somebody else's hook may replace an output after it was looked at."""
-    hooks = [] if module is None else list(module._forward_hooks.values())
+    hooks = [] if module is None else list(forward_hooks(module).values())
     ours = [i for i, hook in enumerate(hooks) if _is_ours(hook)]
     return bool(ours) and not all(map(_is_ours, hooks[ours[0] :]))
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
 from .. import _C
 from ..report import label_text
 from ..tensors import tensors_in
+from ..torch_internals.modules import is_batch_norm
 from .batch import is_plain
 from .calls import Calls
 from .handed import Bad
@@ -89,7 +88,7 @@ def _may_be_read(
         return True
     watch, index = owner
     module = watch.module_at(index)
-    is_norm = isinstance(module, torch.nn.modules.batchnorm._NormBase)
+    is_norm = is_batch_norm(module)
     if is_norm and module is not None and module.training:
         return False  # its statistics are only written to
     before = calls.last_of(watch, index, first.frame.order + 1)

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from .. import _C
+from ..torch_internals.modules import has_step_hooks, num_step_hooks
 from .nested import optimizers_in
 from .snapshot import OptimizerSnapshot
 from .strays import StraySteps
@@ -329,7 +329,7 @@ class _CalledOff(BaseException):
 def innermost(optimizer: Any) -> Optimizer:
     """The optimizer inside wrappers such as Accelerate's, which has the step hooks."""
     for _, each in optimizers_in(optimizer):
-        if hasattr(each, "_optimizer_step_pre_hooks"):
+        if has_step_hooks(each):
             return each  # type: ignore[no-any-return]
     raise AttributeError(f"{type(optimizer).__name__} holds no torch.optim.Optimizer")
 
@@ -375,6 +375,5 @@ def _calls_closure_first(optimizer: Any, step: Any) -> bool:
     is_wrapped = code is not None and "lr_scheduler" not in code.co_filename
     is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
     is_torchs = is_torchs and not is_wrapped
-    num_hooks = len(getattr(optimizer, "_optimizer_step_pre_hooks", ()))
-    has_hooks = num_hooks > 1 or bool(_global_optimizer_pre_hooks)  # one is the gate's
+    has_hooks = num_step_hooks(optimizer) > 1  # one is the gate's
     return is_torchs and not has_hooks and not isinstance(optimizer, torch.optim.LBFGS)

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..selection import Selection, check_patterns
 from ..tensors import loss_in
+from ..torch_internals.tensors import pytree
 from .attribution import attribute
 from .cadence import Level
 from .fault_results import DIRECTIONS, FAULTS, FaultResult, SelfTestResult

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import _C
 from ..selection import Named
 from ..tensors import tensors_in
+from ..torch_internals.tensors import is_wrapper, version_of
 from .cadence import Level
 from .nested import optimizers_in
 from .watch import ModelWatch
@@ -124,7 +124,7 @@ class StepTensors:
         if gradient is None:
             return False
         last, version = self._last_gradients.get(id(parameter), (None, -1))
-        return last is None or last() is not gradient or version != gradient._version
+        return last is None or last() is not gradient or version != version_of(gradient)
 
     def _gradients(self, named: Iterable[tuple[str, torch.Tensor]]) -> Named:
         names: list[str] = []
@@ -190,8 +190,7 @@ def _parts(value: object) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that a tensor is made of, by what is behind its name."""
     if not isinstance(value, torch.Tensor):
         return
-    is_wrapper = is_traceable_wrapper_subclass(value)
-    if not is_wrapper or hasattr(value, "_local_tensor"):
+    if not is_wrapper(value) or hasattr(value, "_local_tensor"):
         yield "", value
         return
     for key in value.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
@@ -203,7 +202,7 @@ def _seen(parameter: torch.Tensor) -> tuple[int, _Seen]:
     gradient = parameter.grad
     if gradient is None:
         return id(parameter), (None, -1)
-    return id(parameter), (weakref.ref(gradient), gradient._version)
+    return id(parameter), (weakref.ref(gradient), version_of(gradient))
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ..torch_internals.modules import has_step_hooks
 from .snapshot import OptimizerSnapshot
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -47,7 +48,7 @@ class StraySteps:
         self._begin_unseen = disable(self._begin)
         self._end_unseen = disable(self._end)
         for optimizer in optimizers:
-            if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            if has_step_hooks(optimizer):
                 self._handles += [
                     optimizer.register_step_pre_hook(self._before),
                     optimizer.register_step_post_hook(self._after),

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .. import _C, traced, traced_walk
+from .. import _C, traced_walk
 from ..hooks import CopiedHooks
 from ..names import is_sharded
 from ..selection import Named, NamedTensors, Selection
 from ..steps import StepHooks
 from ..tensors import loss_in
+from ..torch_internals.compiler import has_compiled
+from ..torch_internals.modules import own_parameters
 from .batch import Given, weakly
 from .loop_batches import LoopBatches
 from .modules import ModuleIndex
@@ -195,7 +197,7 @@ class ModelWatch(StepHooks):
         self.has_unrooted_calls = True
         module = self.module_at(index)
         is_new = self.on_forward is not None and module not in self._entries
-        if is_new and module is not None and not traced.has_compiled():
+        if is_new and module is not None and not has_compiled():
             self._entries.add(module)
             self._attachment.add_before(self, "before_entry", module)
 
@@ -205,7 +207,7 @@ class ModelWatch(StepHooks):
         Where there is compiled code they stay and do nothing: all of it would be
         compiled again when they are put back.
         """
-        if not traced.has_compiled():
+        if not has_compiled():
             self._remove_hooks()
         self._silence()
 
@@ -233,7 +235,7 @@ class ModelWatch(StepHooks):
     def _needs_hook(self, index: int, module: nn.Module) -> bool:
         # A weight is scanned where it is used, because it is in the cache there.
         is_of_use = self.wanted.activations or (
-            self.wanted.weights and bool(module._parameters)
+            self.wanted.weights and bool(own_parameters(module))
         )
         return is_of_use and self.selection.takes(self.names[index])
 

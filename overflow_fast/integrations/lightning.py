@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..guard.guard import OverflowGuard
+from ..torch_internals.modules import share_tensors, submodules
 from .guarded import GuardOwner, check_before_saving
 from .stand_in import StandIn
 
@@ -203,10 +204,10 @@ def _models_in(pl_module: LightningModule) -> Any:
     for name, part in pl_module.named_children():
         # TorchScript has no hooks.
         is_scripted = isinstance(part, torch.jit.ScriptModule)
-        (own._modules if is_scripted else parts)[name] = part
+        (submodules(own) if is_scripted else parts)[name] = part
     if not parts:
         return pl_module
-    own._parameters, own._buffers = pl_module._parameters, pl_module._buffers
+    share_tensors(own, pl_module)
     return {**parts, "": own}
 
 

@@ -1,0 +1,1 @@
+"""The private APIs of torch that the package uses, each behind a function."""

@@ -1,0 +1,104 @@
+"""Private APIs of torch.compile. None imports torch._dynamo before it is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .registry import internal
+
+
+@internal(
+    "torch._dynamo.convert_frame.input_codes.seen",
+    "hooks in compiled code are guards of it: taking them off compiles it again",
+    "Hooks stay on while `every` looks away",
+    True,
+)
+def has_compiled() -> bool:
+    """Returns True if dynamo has compiled anything in this process."""
+    return bool(torch._dynamo.convert_frame.input_codes.seen)
+
+
+@internal(
+    "torch._dynamo.reset_code_caches",
+    "dynamo does not notice a hook on a module that had none",
+    "Make the guard before the first compiled call",
+)
+def recompile_all() -> None:
+    """Has all compiled code compiled again at its next call."""
+    torch._dynamo.reset_code_caches()
+
+
+@internal(
+    "torch.library._register_effectful_op",
+    "compiled code drops operators without outputs, or changes their order",
+    "Compiled modules are not watched",
+)
+def keep_in_order(operator: str) -> None:
+    """Has compiled code keep an operator, and its order among others like it."""
+    effect = torch._library.effects.EffectType.ORDERED
+    torch.library._register_effectful_op(operator, effect)
+
+
+@internal(
+    "torch._guards.TracingContext",
+    "DDPOptimizer takes effects' tokens for tensors of the program",
+    "Compiled DDP may fail under the guard",
+    False,
+)
+def is_split_for_ddp() -> bool:
+    """Returns True if DDPOptimizer has split the graph for a backend with tokens."""
+    context = torch._guards.TracingContext.try_get()
+    config = torch._functorch.config
+    keeps_tokens = not getattr(config, "unlift_effect_tokens", True)
+    return keeps_tokens and getattr(context, "fakify_first_call", False)
+
+
+@internal(
+    "torch._subclasses.functional_tensor.FunctionalTensor",
+    "the tensors of AOTAutograd's trace stand for values",
+    "Compiled modules list a tensor anew in each frame",
+    False,
+)
+def is_functional(tensor: object) -> bool:
+    """Returns True for a tensor that AOTAutograd traces with."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(tensor, FunctionalTensor)
+
+
+@internal(
+    "torch._subclasses.functional_tensor.FunctionalTensorMode",
+    "the trace that a value belongs to",
+    "Compiled modules list a tensor anew in each frame",
+)
+def functional_mode() -> Any:
+    """The mode of the AOTAutograd trace that runs, or None."""
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    modes = _get_current_dispatch_mode_stack()
+    found = (mode for mode in modes if isinstance(mode, FunctionalTensorMode))
+    return next(found, None)
+
+
+@internal(
+    "torch._from_functional_tensor",
+    "a value of the trace, whose tensor changes with each write",
+    "Compiled modules list a tensor anew in each frame",
+)
+def traced_value(tensor: Any) -> Any:
+    """The value that a functional tensor holds at this moment."""
+    torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]
+    return torch._from_functional_tensor(tensor.elem)
+
+
+@internal(
+    "torch._dynamo.symbolic_convert.InstructionTranslator",
+    "bodies of higher-order operators cannot hold an operator with effects",
+    "torch.cond, map and while_loop may fail to compile under the guard",
+)
+def dynamo_translator() -> Any:
+    """Dynamo's translator of the code that it traces."""
+    return torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()

@@ -1,0 +1,139 @@
+"""Private APIs of modules and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .registry import INTERNALS, Internal, internal
+
+# Their names in a module's `__dict__`, for loops that must be fast.
+PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
+
+
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """The parameters that a module itself holds, by name; None values are in it."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Any]:
+    """The buffers that a module itself holds, by name; None values are in it."""
+    return module._buffers
+
+
+def submodules(module: nn.Module) -> dict[str, Any]:
+    """The modules that a module itself holds, by name; None values are in it."""
+    return module._modules
+
+
+def share_tensors(module: nn.Module, source: nn.Module) -> None:
+    """Has a module hold the very parameters and buffers of another, later ones too."""
+    module._parameters, module._buffers = source._parameters, source._buffers
+
+
+for _name, _noun in (
+    ("own_parameters", "parameters"),
+    ("own_buffers", "buffers"),
+    ("submodules", "modules"),
+):
+    INTERNALS[_name] = Internal(
+        f"torch.nn.Module._{_noun}",
+        "the dict can be assigned to, holds None, and costs no walk",
+        "The guard cannot work without it",
+    )
+
+
+@internal(
+    "torch.nn.Module._forward_hooks",
+    "the order of hooks, and whose they are",
+    "Hooks of others around a module are not noticed",
+    {},
+)
+def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """A module's forward hooks, in the order of their calls."""
+    return module._forward_hooks
+
+
+@internal(
+    "torch.nn.Module._forward_pre_hooks",
+    "the order of hooks, and whose they are",
+    "Hooks of others around a module are not noticed",
+    {},
+)
+def forward_pre_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """A module's forward pre-hooks, in the order of their calls."""
+    return module._forward_pre_hooks
+
+
+@internal(
+    "torch.nn.modules.module._global_forward_hooks",
+    "whether a hook on all modules may replace an output",
+    "Global hooks are not noticed",
+    {},
+)
+def global_forward_hooks() -> Mapping[int, Callable[..., Any]]:
+    """The forward hooks that run around every module."""
+    return torch.nn.modules.module._global_forward_hooks
+
+
+@internal(
+    "torch.nn.modules.module._global_forward_pre_hooks",
+    "whether a hook on all modules may replace an input",
+    "Global hooks are not noticed",
+    {},
+)
+def global_forward_pre_hooks() -> Mapping[int, Callable[..., Any]]:
+    """The forward pre-hooks that run around every module."""
+    return torch.nn.modules.module._global_forward_pre_hooks
+
+
+@internal(
+    "torch.nn.modules.batchnorm._NormBase",
+    "which modules only write to their statistics in training",
+    "Batch norms are taken for any other module",
+    False,
+)
+def is_batch_norm(module: object) -> bool:
+    """Returns True for torch's batch and instance norms, of any dimension."""
+    return isinstance(module, torch.nn.modules.batchnorm._NormBase)
+
+
+def has_step_hooks(optimizer: object) -> bool:
+    """Returns True for an optimizer that has torch's step hooks."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
+INTERNALS["has_step_hooks"] = Internal(
+    "torch.optim.SGD._optimizer_step_pre_hooks",
+    "which of several wrapped objects is the optimizer",
+    "No optimizer is recognized",
+)
+
+
+@internal(
+    "torch.optim.optimizer._global_optimizer_pre_hooks",
+    "whether other code may change weights before a closure is called",
+    "Such steps are judged behind their closure",
+    1,
+)
+def num_step_hooks(optimizer: Any) -> int:
+    """The number of step pre-hooks that run around a step of an optimizer."""
+    from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+    own = getattr(optimizer, "_optimizer_step_pre_hooks", ())
+    return len(own) + len(_global_optimizer_pre_hooks)
+
+
+@internal(
+    "torch.distributed._composable.replicate.replicate",
+    "the ranks that a replicated module is shared by",
+    "Give process_group= for modules under replicate()",
+)
+def replicate_state(module: nn.Module) -> Any:
+    """The state of a module under composable `replicate()`, or None."""
+    from torch.distributed._composable.replicate import replicate
+
+    return replicate.state(module)

@@ -1,0 +1,100 @@
+"""The table of the private APIs of torch, and what happens where one is missing.
+
+A function whose API is missing logs one line, returns its fallback and leaves one
+feature off; nothing here breaks an import. `INTERNALS` is the table of them; the tests
+resolve each entry against the installed torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import nn
+
+_log = logging.getLogger("overflow_fast")
+MISSING = (AttributeError, ImportError)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class Internal(NamedTuple):
+    """A private API.
+
+    Attributes:
+        api: Its dotted name, from `torch` on; `Class.attribute` of an instance where
+            the last part is set in `__init__`.
+        reason: The use that the package makes of it; no public API does the same.
+        without: The behaviour where it is missing.
+    """
+
+    api: str
+    reason: str
+    without: str
+
+
+INTERNALS: dict[str, Internal] = {}
+_missing: set[str] = set()
+
+
+def internal(
+    api: str, reason: str, without: str, fallback: Any = None
+) -> Callable[[_Function], _Function]:
+    """Registers a function that uses a private API, and gives it its fallback."""
+
+    def register(function: _Function) -> _Function:
+        name = function.__name__
+        INTERNALS[name] = Internal(api, reason, without)
+
+        @functools.wraps(function)
+        def guarded(*arguments: Any) -> Any:
+            try:
+                return function(*arguments)
+            except MISSING as error:
+                note_missing(name, error)
+                return fallback
+
+        return cast(_Function, guarded)
+
+    return register
+
+
+def note_missing(name: str, error: Exception) -> None:
+    """Logs once that a private API is missing, and what is off for that."""
+    if name not in _missing:
+        _missing.add(name)
+        api, _, without = INTERNALS[name]
+        _log.warning("torch has changed: %s (%s). %s.", api, error, without)
+
+
+def is_there(internal: Internal) -> bool:
+    """Returns True if the API is in the installed torch."""
+    parts = internal.api.split(".")
+    for split in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:split]))
+        except ImportError:
+            continue
+        for part in parts[split:]:
+            if isinstance(found, type) and not hasattr(found, part):
+                return part in _instance_of(found).__dict__
+            found = getattr(found, part, None)
+        return found is not None
+    return False
+
+
+def _instance_of(kind: type) -> Any:
+    if issubclass(kind, torch.optim.Optimizer):
+        return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    return kind()
+
+
+def table() -> Iterator[str]:
+    """Yields the rows of the table of internals in Markdown, as CONTRIBUTING has it."""
+    yield "| API | used for | without it |"
+    yield "|---|---|---|"
+    for api, reason, without in sorted(set(INTERNALS.values())):
+        yield f"| `{api}` | {reason} | {without} |"

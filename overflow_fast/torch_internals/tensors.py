@@ -1,0 +1,80 @@
+"""Private APIs of tensors."""
+
+from __future__ import annotations
+
+import torch
+import torch.utils._pytree
+
+from .registry import INTERNALS, MISSING, Internal, internal, note_missing
+
+
+@internal(
+    "torch.Tensor._version",
+    "whether somebody has written to a tensor since",
+    "Writes are not noticed",
+    0,
+)
+def version_of(tensor: torch.Tensor) -> int:
+    """The number of writes to a tensor; inference tensors have none and raise."""
+    return tensor._version
+
+
+@internal(
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
+    "the inner tensors of wrapper subclasses",
+    "Wrapper subclasses are not scanned",
+    False,
+)
+def is_wrapper(tensor: object) -> bool:
+    """Returns True for a wrapper subclass that flattens into inner tensors."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return is_traceable_wrapper_subclass(tensor)
+
+
+@internal(
+    "torch._C._functorch.is_functorch_wrapped_tensor",
+    "tensors inside torch.func transforms have no memory of their own",
+    "Tensors inside torch.func transforms are not scanned, for another reason",
+    False,
+)
+def is_in_transform(tensor: torch.Tensor) -> bool:
+    """Returns True for a tensor that torch.func has wrapped."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+@internal(
+    "torch._C._functorch.is_batchedtensor",
+    "tensors inside vmap cannot be given to an operator",
+    "Compiled vmap may fail under the guard",
+    False,
+)
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Returns True for a tensor inside vmap."""
+    return torch._C._functorch.is_batchedtensor(tensor)
+
+
+def copy_all(to: list[torch.Tensor], of: list[torch.Tensor]) -> None:
+    """Copies tensors into others of the same shapes, in few kernels."""
+    try:
+        torch._foreach_copy_(to, of)
+    except MISSING as error:
+        note_missing("copy_all", error)
+        for target, source in zip(to, of, strict=True):
+            target.copy_(source)
+
+
+INTERNALS["copy_all"] = Internal(
+    "torch._foreach_copy_",
+    "few kernels for many buffers",
+    "Buffers are copied one by one",
+)
+
+
+# Takes nested arguments apart as torch does; `torch.utils.pytree` gives no paths.
+pytree = torch.utils._pytree
+INTERNALS["pytree"] = Internal(
+    "torch.utils._pytree.tree_flatten_with_path",
+    "nested arguments as torch takes them apart, classes that libraries register too",
+    "The package cannot work without it",
+)
