@@ -56,7 +56,7 @@ inline Role role_of(Phase phase) {
 // How an entry is listed.
 struct Listing {
   LabelId label;
-  bool is_quiet = false;      // only when it is bad
+  bool only_if_bad = false;   // it is listed
   uint64_t allowed = 0;       // the kinds of non-finite values that are no alarm, as bits of Slot
   Role role = Role::kOutput;  // set by the recorder
   // Of an input: how often it had been written to in place when the call was over.

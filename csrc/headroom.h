@@ -28,7 +28,7 @@ class Headroom {
   };
 
   // One entry over the steps.
-  class Course {
+  class History {
    public:
     Peak last;         // the last finite one
     uint64_t highest;  // of all steps
@@ -76,8 +76,8 @@ class Headroom {
         add({place, entry.dtype, entry.stat.max_key});
       } else if (entry.is_bad() && !frame.is_of_gradients()) {  // those a GradScaler may scale
         is_spent_ = true;
-        const auto found = courses_.find(place);
-        if (found != courses_.end()) found->second.has_overflowed = true;
+        const auto found = histories_.find(place);
+        if (found != histories_.end()) found->second.has_overflowed = true;
       }
     }
   }
@@ -96,16 +96,16 @@ class Headroom {
   void set_low(double bits) { low_bits_ = bits; }
   const std::vector<Place>& low() const { return low_; }
 
-  // The course of an entry, or null.
-  const Course* find(const Place& place) const {
-    const auto found = courses_.find(place);
-    return found == courses_.end() ? nullptr : &found->second;
+  // The history of an entry, or null.
+  const History* find(const Place& place) const {
+    const auto found = histories_.find(place);
+    return found == histories_.end() ? nullptr : &found->second;
   }
-  const std::unordered_map<Place, Course, PlaceHash>& courses() const { return courses_; }
+  const std::unordered_map<Place, History, PlaceHash>& histories() const { return histories_; }
 
  private:
   // Labels that never repeat must not fill the memory of a long run.
-  static constexpr size_t kMaxCourses = 1 << 16;
+  static constexpr size_t kMaxHistories = 1 << 16;
   static constexpr size_t kMaxLow = 1 << 12;
 
   void add(const Peak& peak) {
@@ -115,11 +115,11 @@ class Headroom {
       if (!least_ || bits < least_->bits()) least_ = peak;
       if (bits < low_bits_ && low_.size() < kMaxLow) low_.push_back(peak.place);
     }
-    const auto found = courses_.find(peak.place);
-    if (found != courses_.end()) {
+    const auto found = histories_.find(peak.place);
+    if (found != histories_.end()) {
       found->second.add(peak, step_);
-    } else if (courses_.size() < kMaxCourses) {
-      courses_[peak.place].add(peak, step_);
+    } else if (histories_.size() < kMaxHistories) {
+      histories_[peak.place].add(peak, step_);
     }
   }
 
@@ -128,7 +128,7 @@ class Headroom {
   double low_bits_ = -1;
   std::optional<Peak> least_;
   std::vector<Place> low_;
-  std::unordered_map<Place, Course, PlaceHash> courses_;
+  std::unordered_map<Place, History, PlaceHash> histories_;
 };
 
 }  // namespace overflow_fast

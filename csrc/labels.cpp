@@ -1,5 +1,7 @@
 #include "labels.h"
 
+#include <algorithm>
+
 namespace overflow_fast {
 
 LabelTable::LabelTable() {
@@ -47,14 +49,22 @@ LabelId LabelTable::key(LabelId parent, LabelStyle style, PyObject* key) {
   return id;
 }
 
-py::tuple LabelTable::path(LabelId id, Role role) const {
-  py::list reversed;
+Label LabelTable::label(LabelId id, Role role) const {
+  Label label{role, {}, {}};
   for (; nodes_[id].parent != kNoParent; id = nodes_[id].parent) {
-    reversed.append(py::make_tuple(static_cast<int>(nodes_[id].style), nodes_[id].value));
+    label.parts.push_back({nodes_[id].style, nodes_[id].value});
   }
-  reversed.append(py::make_tuple(role, nodes_[id].value));
-  reversed.attr("reverse")();
-  return py::tuple(reversed);
+  std::reverse(label.parts.begin(), label.parts.end());
+  label.name = nodes_[id].value;
+  return label;
+}
+
+bool Label::operator==(const Label& other) const {
+  const auto is_same = [](const LabelPart& a, const LabelPart& b) {
+    return a.style == b.style && a.value.equal(b.value);
+  };
+  return role == other.role && name.equal(other.name) &&
+         std::equal(parts.begin(), parts.end(), other.parts.begin(), other.parts.end(), is_same);
 }
 
 }  // namespace overflow_fast

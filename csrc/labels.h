@@ -31,6 +31,18 @@ enum class Role : uint8_t {
   kRecorded,
 };
 
+// A label written out.
+struct LabelPart {
+  LabelStyle style;
+  py::object value;
+};
+struct Label {
+  Role role;
+  py::object name;  // of its root
+  std::vector<LabelPart> parts;
+  bool operator==(const Label& other) const;
+};
+
 using LabelId = uint32_t;
 constexpr LabelId kInputLabel = 0;
 constexpr LabelId kOutputLabel = 1;
@@ -49,8 +61,8 @@ class LabelTable {
   // What of a call has this label.
   Role role(LabelId id) const { return nodes_[id].role; }
 
-  // The path as a tuple: (role, name) of the root, then (style, value) of each part.
-  py::tuple path(LabelId id, Role role) const;
+  // The label of an entry with this role.
+  Label label(LabelId id, Role role) const;
 
  private:
   static constexpr LabelId kNoParent = ~LabelId{0};

@@ -92,16 +92,16 @@ void Recorder::add_tensor(Frame& frame, Listing listing, const at::Tensor& tenso
     View view{};
     const Readability readability = view_of(tensor, view);
     if (readability == Readability::kReadable) return add_scanned(frame, listing, tensor, view);
-    if (readability != Readability::kIndirect) {
+    if (readability != Readability::kWrapper) {
       return add_not_scanned(frame, listing, reason_for(tensor, readability));
     }
-    add_indirect(frame, listing, tensor);
+    add_wrapper(frame, listing, tensor);
   } catch (...) {
     add_not_scanned(frame, listing, current_exception_text());
   }
 }
 
-void Recorder::add_indirect(Frame& frame, Listing listing, const at::Tensor& tensor) {
+void Recorder::add_wrapper(Frame& frame, Listing listing, const at::Tensor& tensor) {
   const py::object values = resolver()(py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)));
   if (!THPVariable_Check(values.ptr())) return add_not_scanned(frame, listing, values);
   const at::Tensor& inner = THPVariable_Unpack(values.ptr());

@@ -74,6 +74,7 @@ class Recorder {
 
   const Options& options() const { return options_; }
   LabelTable& labels() { return labels_; }
+  const LabelTable& labels() const { return labels_; }
 
   // A frame is built by add_*() calls on it and given back by finish(). finish() returns true if
   // the frame was judged and somebody should look at it; it is the caller's to keep() then.
@@ -188,7 +189,7 @@ class Recorder {
   void add_unscanned(Frame& frame, Listing listing, const at::Tensor& tensor, const View& view);
   void add_scanned(Frame& frame, Listing listing, const at::Tensor& tensor, const View& view);
   void add_stat(Frame& frame, Listing listing, const at::Tensor& tensor, Memo::Known known);
-  void add_indirect(Frame& frame, Listing listing, const at::Tensor& tensor);
+  void add_wrapper(Frame& frame, Listing listing, const at::Tensor& tensor);
   void add_known(Frame& frame, const TracedCall::Item& item, const Entry* known);
   // Compiled code writes to its tensors without their version counters.
   bool uses_memo(const Frame& frame) const { return options_.use_memo && frame.traced == nullptr; }

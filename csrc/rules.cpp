@@ -2,6 +2,7 @@
 
 #include "eval_frame.h"
 #include "hidden.h"
+#include "records.h"
 
 namespace overflow_fast {
 
@@ -23,9 +24,7 @@ uint64_t Rules::allowed_at(const Frame& frame, const Listing& listing, const Lab
   if (found != known_.end()) return found->second;
   const EvalFramePause pause;
   const Hidden hidden;
-  const auto allowed =
-      function_(frame.phase, frame.module, labels.path(listing.label, listing.role))
-          .cast<uint64_t>();
+  const auto allowed = function_(named(labels, place, listing.role)).cast<uint64_t>();
   if (known_.size() < kMaxPlaces) known_.emplace(place, allowed);
   return allowed;
 }

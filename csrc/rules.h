@@ -9,7 +9,7 @@ namespace overflow_fast {
 
 class Rules {
  public:
-  // Calls function(phase, module, label path) for the kinds that are expected there, as bits of
+  // Calls function(place) for the kinds that are expected there, as bits of
   // Slot; None for no rules. What was known of places is forgotten.
   void set(py::object function) {
     function_ = std::move(function);

@@ -35,14 +35,14 @@ namespace {
 
 // Tensors whose dispatch keys say that their values are not (only) in their own storage.
 bool is_indirect(const at::TensorBase& tensor) {
-  static const c10::DispatchKeySet kIndirect =
+  static const c10::DispatchKeySet kWrapper =
       c10::DispatchKeySet(c10::DispatchKey::Python) |
       c10::DispatchKeySet(c10::DispatchKey::ZeroTensor) |
       c10::DispatchKeySet(c10::DispatchKey::Functionalize) |
       c10::DispatchKeySet(c10::DispatchKey::FuncTorchBatched) |
       c10::DispatchKeySet(c10::DispatchKey::FuncTorchGradWrapper);
   const auto* impl = tensor.unsafeGetTensorImpl();
-  return impl->key_set().has_any(kIndirect) || !impl->has_storage() ||
+  return impl->key_set().has_any(kWrapper) || !impl->has_storage() ||
          impl->layout() != c10::kStrided || impl->is_meta() ||
          c10::isQIntType(impl->dtype().toScalarType());
 }
@@ -58,7 +58,7 @@ int64_t span(const at::TensorBase& tensor) {
 }  // namespace
 
 Readability view_of(const at::Tensor& tensor, View& view) {
-  if (!tensor.defined() || is_indirect(tensor)) return Readability::kIndirect;
+  if (!tensor.defined() || is_indirect(tensor)) return Readability::kWrapper;
   const auto dtype = to_dtype(tensor.scalar_type());
   if (!dtype) return Readability::kUnsupported;
   const c10::Storage& storage = tensor.storage();

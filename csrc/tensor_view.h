@@ -16,7 +16,7 @@ enum class Readability : uint8_t {
   kReadable,     // strided memory of a dtype that a scan understands
   kUnsupported,  // strided memory of another dtype
   kFreed,        // strided, but its storage is smaller than its sizes say (FSDP frees so)
-  kIndirect,     // no strided memory of its own: a wrapper, sparse, nested, meta, quantized ...
+  kWrapper,      // no strided memory of its own: a wrapper, sparse, nested, meta, quantized ...
 };
 
 // Classifies `tensor`, and for kReadable fills `view`, which borrows from the tensor. Neither

@@ -11,27 +11,24 @@ namespace {
 // From the dict that overflow_fast.traced_graph.parse makes of the text.
 TracedCall::Item item_of(const py::dict& parsed, LabelTable& labels) {
   TracedCall::Item item{};
-  LabelId label = kInputLabel;
-  for (const auto& part : parsed["path"]) {
-    const auto pair = py::reinterpret_borrow<py::tuple>(part);
-    const auto style = static_cast<LabelStyle>(pair[0].cast<int>());
-    const py::object value = pair[1];
-    if (style == LabelStyle::kName) {
-      label = parsed["is_named"].cast<bool>() ? labels.name(value.ptr())
-              : value.equal(py::str("input")) ? kInputLabel
-                                              : kOutputLabel;
-    } else if (style == LabelStyle::kIndex) {
-      label = labels.index(label, value.cast<int64_t>());
+  const auto role = parsed["role"].cast<Role>();
+  item.is_named = role != Role::kInput && role != Role::kOutput;
+  LabelId label = role == Role::kInput ? kInputLabel : kOutputLabel;
+  for (const py::handle each : parsed["path"]) {
+    const auto& part = each.cast<const LabelPart&>();
+    if (part.style == LabelStyle::kName) {
+      if (item.is_named) label = labels.name(part.value.ptr());
+    } else if (part.style == LabelStyle::kIndex) {
+      label = labels.index(label, part.value.cast<int64_t>());
     } else {
-      label = labels.key(label, style, value.ptr());
+      label = labels.key(label, part.style, part.value.ptr());
     }
   }
-  item.listing = {label, parsed["is_quiet"].cast<bool>(), parsed["allowed"].cast<uint64_t>()};
+  item.listing = {label, parsed["only_if_bad"].cast<bool>(), parsed["allowed"].cast<uint64_t>()};
   item.kind = parsed["kind"].cast<EntryKind>();
   item.why = parsed["why"];
   item.number = parsed["number"].cast<int64_t>();
   item.is_new = parsed["is_new"].cast<bool>();
-  item.is_named = parsed["is_named"].cast<bool>();
   item.is_returned = parsed["is_returned"].cast<bool>();
   return item;
 }

@@ -66,8 +66,8 @@ std::vector<Underflow::Counts> Underflow::take() {
     const auto* values = here.const_data_ptr<int64_t>();
     for (size_t i = 0; i < places.size(); ++i) {
       Counts& counts = pending[places[i]].counts;
-      counts.zeros = values[2 * i];
-      counts.subnormals = values[2 * i + 1] - values[2 * i];
+      counts.num_zero = values[2 * i];
+      counts.num_subnormal = values[2 * i + 1] - values[2 * i];
     }
   }
   std::vector<Counts> taken;

@@ -16,8 +16,8 @@ class Underflow {
     Place place;
     Dtype dtype;
     int64_t numel;
-    int64_t zeros;
-    int64_t subnormals;
+    int64_t num_zero;
+    int64_t num_subnormal;
   };
 
   // Counts the zeros and subnormals of a tensor of real numbers, on its device. Allocates

@@ -122,20 +122,20 @@ struct Walker {
   Opened& opened;
   // For inputs that transformers never looks at: listed only when bad, and an additive mask's
   // -inf is no alarm there.
-  bool is_quiet;
+  bool only_if_bad;
   uint64_t allowed;  // see Listing
   bool is_input;
 
   void tensor(PyObject* object, LabelId label) {
     const at::Tensor& tensor = THPVariable_Unpack(object);
-    recorder.add_tensor(frame, {label, is_quiet, allowed}, tensor);
+    recorder.add_tensor(frame, {label, only_if_bad, allowed}, tensor);
     if (!is_input) recorder.watch_output(frame, label, tensor);
   }
 
   void value(PyObject* object, LabelId label, int depth) {
     const Shape shape = shape_of(object);
     if (shape == Shape::kTensor) return tensor(object, label);
-    if (contents(object, shape, label, depth) || is_quiet) return;
+    if (contents(object, shape, label, depth) || only_if_bad) return;
     if (shape == Shape::kNone) return recorder.add_none(frame, {label});
     recorder.add_not_tensor(frame, {label});
   }
@@ -155,7 +155,7 @@ struct Walker {
           });
     }
     if (rest == Content::kTooMuch) {
-      recorder.add_not_scanned(frame, {label, is_quiet},
+      recorder.add_not_scanned(frame, {label, only_if_bad},
                                py::str("nested too deep, or too many values"));
     }
     return true;

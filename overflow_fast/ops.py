@@ -98,7 +98,7 @@ def _scan(tensors: list[torch.Tensor], backend: _C.ScanBackend) -> list[Stat]:
 
 def _scan_values(
     tensors: list[torch.Tensor],
-    found: list[_C.StatTuple | _C.Readability | str],
+    found: list[_C.Stat | _C.Readability | str],
     not_read: dict[int, _C.Readability],
     backend: _C.ScanBackend,
 ) -> dict[int, NotScanned]:
@@ -106,7 +106,7 @@ def _scan_values(
     reasons: dict[int, NotScanned] = {}
     values: dict[int, torch.Tensor] = {}
     for i, readability in not_read.items():
-        if readability != _C.Readability.INDIRECT:
+        if readability != _C.Readability.WRAPPER:
             reasons[i] = reason(tensors[i], readability)
             continue
         inner = resolve(tensors[i])
@@ -124,15 +124,15 @@ def _scan_values(
 
 def _stat(
     tensor: torch.Tensor,
-    found: _C.StatTuple | _C.Readability | str,
+    found: _C.Stat | _C.Readability | str,
     why: NotScanned | None,
 ) -> Stat:
     numel, dtype = _numel(tensor), tensor.dtype
-    if not isinstance(found, tuple):
+    if not isinstance(found, _C.Stat):
         text = found if isinstance(found, str) else str(why)
         return Stat(None, None, False, False, numel, dtype, text)
-    abs_min, abs_max, num_nan, num_inf = found
-    return Stat(abs_min, abs_max, num_nan > 0, num_inf > 0, numel, dtype)
+    has_nan, has_inf = found.num_nan > 0, found.num_inf > 0
+    return Stat(found.abs_min, found.abs_max, has_nan, has_inf, numel, dtype)
 
 
 def _numel(tensor: torch.Tensor) -> int:

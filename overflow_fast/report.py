@@ -11,14 +11,21 @@ PREFIX = " " * 17
 COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
 
 _BRACKETS = re.compile(r"""\[['"]?(.*?)['"]?\]""")
-_BACKWARD = " (backward)"
-_STYLES = {1: "[{}]", 2: "[{!r}]", 3: ".{}"}
+_STYLES = {
+    _C.LabelStyle.INDEX: "[{}]",
+    _C.LabelStyle.KEY: "[{!r}]",
+    _C.LabelStyle.ATTRIBUTE: ".{}",
+}
 
 
-def label_text(path: _C.LabelPath) -> str:
-    """Writes a label's path as text, such as `output[0]['logits']`."""
-    (_, root), *rest = path
-    return f"{root}" + "".join(_STYLES[style].format(value) for style, value in rest)
+class BackwardFrame(str):
+    """The text of a frame of the gradient of an output."""
+
+
+def label_text(label: _C.Label) -> str:
+    """Writes a label as text, such as `output[0]['logits']`."""
+    parts = (_STYLES[part.style].format(part.value) for part in label.parts)
+    return f"{label.name}{''.join(parts)}"
 
 
 def dotted(label: str) -> str:
@@ -26,9 +33,9 @@ def dotted(label: str) -> str:
     return _BRACKETS.sub(r".\1", label)
 
 
-def entry_label(phase: _C.Phase, path: _C.LabelPath) -> str:
+def entry_label(place: _C.Place) -> str:
     """Writes an entry's label; a gradient's is that of the output it belongs to."""
-    return f"{'grad_' * (phase == _C.Phase.BACKWARD)}{label_text(path)}"
+    return f"{'grad_' * (place.phase == _C.Phase.BACKWARD)}{label_text(place.label)}"
 
 
 def batch_header(number: int) -> list[str]:
@@ -43,18 +50,16 @@ def stat_line(abs_min: float | None, abs_max: float | None, label: str) -> str:
     return f"{abs_min:8.2e} {abs_max:8.2e} {label}"
 
 
-def _entry_line(phase: _C.Phase, entry: _C.EntryTuple) -> str | None:
-    path, kind, value, _, is_quiet, is_bad, _ = entry
-    if is_quiet and not is_bad:
+def _entry_line(entry: _C.Entry) -> str | None:
+    if entry.only_if_bad and not entry.is_bad:
         return None
-    label = entry_label(phase, path)
-    if kind == _C.EntryKind.TENSOR:
-        assert isinstance(value, tuple)
-        return stat_line(value[0], value[1], label)
-    if kind == _C.EntryKind.NONE:
+    label, stat = entry_label(entry.place), entry.stat
+    if stat is not None:
+        return stat_line(stat.abs_min, stat.abs_max, label)
+    if entry.kind == _C.EntryKind.NONE:
         return f"{'None':>17} {label}"
-    if kind == _C.EntryKind.NOT_SCANNED:
-        why = str(value).partition("\n")[0]
+    if entry.kind == _C.EntryKind.NOT_SCANNED:
+        why = str(entry.reason).partition("\n")[0]
         return f"{'not scanned':>17} {label}: {why}"
     return f"{'not a tensor':>17} {label}"
 
@@ -71,20 +76,21 @@ def frame_text(
         weights: Lines to put in front of the entries.
 
     Returns:
-        The text, without a newline at its end.
+        The text, without a newline at its end; a `BackwardFrame` for a gradient's.
     """
     lines = batch_header(frame.batch) if frame.opens_batch else []
-    mark = _BACKWARD if frame.phase == _C.Phase.BACKWARD else ""
-    mark = " (recomputed)" if frame.is_recomputed else mark
+    is_backward = frame.phase == _C.Phase.BACKWARD
+    mark = " (backward)" * is_backward + " (recomputed)" * frame.is_recomputed
     lines.append(f"{PREFIX} {fqn} {frame.class_name}{mark}")
-    entries = (_entry_line(frame.phase, entry) for entry in recorder.entries(frame))
+    entries = map(_entry_line, recorder.entries(frame))
     lines += [*weights, *(line for line in entries if line is not None)]
-    return "\n".join(lines)
+    text = "\n".join(lines)
+    return BackwardFrame(text) if is_backward else text
 
 
 def frames_text(batch: int, frames: Sequence[str]) -> list[str]:
     """The lines of a report: its header and the frames."""
-    has_backward = any(_BACKWARD in frame for frame in frames)
+    has_backward = any(isinstance(frame, BackwardFrame) for frame in frames)
     return [
         f"Detected inf/nan during batch_number={batch}",
         f"Last {len(frames)} {'' if has_backward else 'forward '}frames:",
@@ -96,13 +102,13 @@ def frames_text(batch: int, frames: Sequence[str]) -> list[str]:
 def nonfinite_lines(recorder: _C.Recorder, frame: _C.Frame) -> list[str]:
     """What is said as soon as a bad entry is looked at, such as `output has infs`."""
     lines = []
-    for path, _, value, _, _, is_bad, _ in recorder.entries(frame):
-        if not is_bad:
+    for entry in recorder.entries(frame):
+        if not entry.is_bad:
             continue
-        assert isinstance(value, tuple)
-        label = label_text(path)
-        if value[2]:
+        assert entry.stat is not None
+        label = label_text(entry.label)
+        if entry.stat.num_nan:
             lines.append(f"{label} has nans")
-        if value[3]:
+        if entry.stat.num_inf:
             lines.append(f"{label} has infs")
     return lines

@@ -112,7 +112,7 @@ def _trace(
     if has_frame:
         walk(plan, module, args, kwargs, output, inputs, outputs)
     if has_loss and not plan & CALLS:
-        item = make_item(((NAME, "loss"),), is_named=True)
+        item = make_item(((NAME, "loss"),), role="RECORDED")
         _emit(
             ticket,
             owner,

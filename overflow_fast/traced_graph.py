@@ -23,11 +23,13 @@ from .torch_internals.compiler import is_functional, is_split_for_ddp
 from .torch_internals.tensors import is_batched, is_wrapper
 from .traced_numbers import begin_call, number_of
 
-NAME, INDEX, KEY, ATTRIBUTE = range(4)  # styles of labels
+# Styles of labels, as numbers that dynamo takes for constants.
+NAME, INDEX, KEY, ATTRIBUTE = map(int, _C.LabelStyle.__members__.values())
 
 Label = tuple[tuple[int, object], ...]
-# An entry as it is traced: the path of its label, its kind, and how it is listed.
-Item = tuple[Label, str, bool, int, bool, bool]
+# An entry as it is traced: the path of its label, its kind, whether it is listed only
+# if it is bad, what is allowed there, and the name of its role.
+Item = tuple[Label, str, bool, int, str]
 # The phase, the class's name, whether the root's call ends, whether there is a frame,
 # whether a loss is among what the root returned.
 Header = tuple[str, str, bool, bool, bool]
@@ -36,12 +38,11 @@ Header = tuple[str, str, bool, bool, bool]
 def make_item(
     path: Label,
     kind: str = "TENSOR",
-    is_quiet: bool = False,
+    only_if_bad: bool = False,
     allowed: int = 0,
-    is_input: bool = False,
-    is_named: bool = False,
+    role: str = "OUTPUT",
 ) -> Item:
-    return path, kind, is_quiet, allowed, is_input, is_named
+    return path, kind, only_if_bad, allowed, role
 
 
 _BEFORE = "before"
@@ -66,23 +67,24 @@ def emit(
     given: list[torch.Tensor] = []
     lines: list[tuple[object, ...]] = []
     rest = zip(tensors, _which_are_returned(len(tensors)), strict=True)
-    for path, kind, *listing, is_named in items:
+    for path, kind, only_if_bad, allowed, role in items:
         number, is_new, is_returned, why = -1, False, False, ""
         if kind == "TENSOR":
             whole, is_returned = next(rest)
-            is_returned = is_returned and not listing[-1]  # not an input
+            is_returned = is_returned and role != "INPUT"
             tensor = _readable(whole)
             if isinstance(tensor, NotScanned):
                 kind, why = "NOT_SCANNED", str(tensor)
             else:
+                is_named = role not in ("INPUT", "OUTPUT")
                 number, is_new = (-1, True) if is_named else number_of(tensor, owner)
                 # What takes no gradient would be run in the forward.
                 if is_returned or header[0] == "BACKWARD":
                     is_new = True
                 if is_new:
                     given.append(tensor)
-        entry = (path, kind, *listing, is_named, number, is_new, is_returned, why)
-        lines.append(entry)
+        listing = (path, kind, only_if_bad, allowed, role)
+        lines.append((*listing, number, is_new, is_returned, why))
     _put(ticket, header, lines, given)
 
 
@@ -94,8 +96,8 @@ def emit_hidden(ticket: torch.Tensor, count: int, why: str) -> None:
         count: How many tensors.
         why: The reason.
     """
-    path, kind, *listing = make_item(((NAME, "hidden"),), "NOT_SCANNED")
-    entry = (path, kind, *listing, -1, False, False, why)
+    item = make_item(((NAME, "hidden"),), "NOT_SCANNED")
+    entry = (*item, -1, False, False, why)
     _put(ticket, ("FORWARD", "", False, False, False), [entry] * count, [])
 
 
@@ -206,12 +208,16 @@ def parse(text: str) -> dict[str, object]:
 
 
 _FIELDS = (
-    *("path", "kind", "is_quiet", "allowed", "is_input", "is_named"),
+    *("path", "kind", "only_if_bad", "allowed", "role"),
     *("number", "is_new", "is_returned", "why"),
 )
 
 
 def _parse_item(line: list[Any]) -> dict[str, object]:
     item = dict(zip(_FIELDS, line, strict=True))
-    path = tuple(map(tuple, item["path"]))
-    return {**item, "path": path, "kind": getattr(_C.EntryKind, item["kind"])}
+    return {
+        **item,
+        "path": [_C.LabelPart(_C.LabelStyle(s), value) for s, value in item["path"]],
+        "kind": getattr(_C.EntryKind, item["kind"]),
+        "role": getattr(_C.Role, item["role"]),
+    }

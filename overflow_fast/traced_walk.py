@@ -34,15 +34,15 @@ def walk(
     """Lists a call: its module's parameters and what it was given, and its outputs."""
     if plan & PARAMETERS:
         for key, parameter in module.named_parameters(recurse=False):
-            inputs.append((make_item(((NAME, key),), is_named=True), parameter))
+            inputs.append((make_item(((NAME, key),), role="WEIGHT"), parameter))
     if plan & CALLS:
         _walk_inputs(plan, args, kwargs, inputs)
         _walk_outputs(plan, output, outputs)
 
 
 def _walk_inputs(plan: int, args: Any, kwargs: Any, entries: Entries) -> None:
-    listed = _Walk(entries, False, _C.NEGATIVE_INF if plan & MASKS else 0, True)
-    quiet = _Walk(entries, not plan & KWARGS, _C.NEGATIVE_INF, True)
+    listed = _Walk(entries, False, _C.NEGATIVE_INF if plan & MASKS else 0, "INPUT")
+    within = _Walk(entries, not plan & KWARGS, _C.NEGATIVE_INF, "INPUT")
     if not isinstance(args, tuple):
         listed.flat(args, _INPUT)
     else:
@@ -51,16 +51,16 @@ def _walk_inputs(plan: int, args: Any, kwargs: Any, entries: Entries) -> None:
             listed.flat(value, label)
             is_open = not plan & STRICT and not isinstance(value, torch.Tensor)
             if is_open and _holds_tensor(value, 1):
-                quiet.children(value, label, 1)
+                within.children(value, label, 1)
     if plan & STRICT or not isinstance(kwargs, dict):
         return
     for name, value in kwargs.items():
         if _holds_tensor(value, 1):
-            quiet.value(value, (*_INPUT, (ATTRIBUTE, name)), 1)
+            within.value(value, (*_INPUT, (ATTRIBUTE, name)), 1)
 
 
 def _walk_outputs(plan: int, output: Any, entries: Entries) -> None:
-    walk = _Walk(entries, False, 0, False)
+    walk = _Walk(entries, False, 0, "OUTPUT")
     if not isinstance(output, tuple):
         walk.output(plan, output, _OUTPUT, 1)
         return
@@ -79,29 +79,29 @@ class _Walk:
     def __init__(
         self,
         entries: Entries,
-        is_quiet: bool,
+        only_if_bad: bool,
         allowed: int,
-        is_input: bool,
+        role: str,
     ) -> None:
         self.entries = entries
-        self.is_quiet = is_quiet
+        self.only_if_bad = only_if_bad
         self.allowed = allowed
-        self.is_input = is_input
+        self.role = role
 
     def flat(self, value: Any, label: Label) -> None:
         if isinstance(value, torch.Tensor):
-            listing = (self.is_quiet, self.allowed, self.is_input)
+            listing = (self.only_if_bad, self.allowed, self.role)
             self.entries.append((make_item(label, "TENSOR", *listing), value))
         else:
             kind = "NONE" if value is None else "NOT_TENSOR"
-            self.entries.append((make_item(label, kind), None))
+            self.entries.append((make_item(label, kind, role=self.role), None))
 
     def value(self, value: Any, label: Label, depth: int) -> None:
         if isinstance(value, torch.Tensor):
             self.flat(value, label)
         elif _holds_tensor(value, depth):
             self.children(value, label, depth)
-        elif not self.is_quiet:
+        elif not self.only_if_bad:
             self.flat(value, label)
 
     def output(self, plan: int, value: Any, label: Label, depth: int) -> None:

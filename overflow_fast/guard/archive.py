@@ -13,7 +13,7 @@ from .options import GuardOptions
 from .report import Cost, Report, least_headroom, place_of
 from .run import Run
 from .step_tensors import StepTensors
-from .verdict import BadFrame, Verdict, leading_frame
+from .verdict import BadFrame, Verdict, kind_of, leading_frame
 from .watch import ModelWatch
 
 _MIB = 2**20
@@ -139,9 +139,9 @@ def _offending(
     for bad in frames:
         if bad.is_of_call or tensors is None:
             continue
-        for _, entry in bad.bad_entries():
-            label = str(entry[0][0][1])
-            tensor = tensors.find(bad.frame.phase, label)
+        for entry in bad.bad_entries():
+            name = entry.label.name
+            tensor = tensors.find(bad.frame.phase, name)
             if tensor is not None:
-                found[f"{bad.kind} of {label}"] = tensor
+                found[f"{kind_of(entry.role)} of {name}"] = tensor
     return found

@@ -58,17 +58,17 @@ def attribute(
     if not frames:
         return Verdict()
     ordered = sorted(frames, key=lambda bad: bad.rank[1 if is_check else 0 :])
-    first, (place, entry) = _first_of(ordered, is_check)
+    first, entry = _first_of(ordered, is_check)
     watches = watches or list(dict.fromkeys(bad.watch for bad in frames))
-    origin = _origin_or_why_not(first, place, ordered, watches)
+    origin = _origin_or_why_not(first, entry, ordered, watches)
     dirty, clean = around_gradients(ordered)
     return Verdict(
         batch=first.frame.batch,
-        first=_bad_entry(first, place, entry),
+        first=_bad_entry(first, entry),
         **vars(origin),
         masks=_masks(first, are_masks=True),
         allowed=_masks(first, are_masks=False),
-        headroom=_headroom_before(first, place),
+        headroom=_headroom_before(first, entry),
         num_bad_frames=len(frames),
         dirty_gradients=dirty,
         clean_gradients=clean,
@@ -77,9 +77,7 @@ def attribute(
     )
 
 
-def _first_of(
-    ordered: Sequence[BadFrame], is_check: bool
-) -> tuple[BadFrame, tuple[int, _C.EntryTuple]]:
+def _first_of(ordered: Sequence[BadFrame], is_check: bool) -> tuple[BadFrame, _C.Entry]:
     """The first bad frame and entry: a weight that was bad before the step, if any.
 
     Weights are scanned where they are used, so a later module's come behind what an
@@ -100,30 +98,29 @@ def _first_of(
 
 def _is_of_loss(bad: BadFrame) -> bool:
     """Whether it is of a loss, or of what a model returned."""
-    kinds = [kind_of(entry[0]) for _, entry in bad.bad_entries()]
+    roles = [entry.role for entry in bad.bad_entries()]
     is_root = bad.frame.module == 0 and bad.is_of_call
-    return "recorded" in kinds or (is_root and "output" in kinds)
+    return _C.Role.RECORDED in roles or (is_root and _C.Role.OUTPUT in roles)
 
 
-def _bad_entry(bad: BadFrame, place: int, entry: _C.EntryTuple) -> BadEntry:
-    path, _, stat, numel, _, _, dtype = entry
-    assert isinstance(stat, tuple)
-    label = entry_label(bad.frame.phase, path)
-    kind = kind_of(path)
-    is_of_call = kind in OF_CALLS
+def _bad_entry(bad: BadFrame, entry: _C.Entry) -> BadEntry:
+    stat = entry.stat
+    assert stat is not None
+    label = entry_label(entry.place)
+    is_of_call = entry.role in OF_CALLS
     fqn = bad.watch.name_at(bad.frame.module)
-    if kind == "weight" and bad.is_of_call:
+    if entry.role == _C.Role.WEIGHT and bad.is_of_call:
         label = f"{fqn}.{label}".lstrip(".")
     return BadEntry(
-        kind,
+        kind_of(entry.role),
         fqn if is_of_call else label,
         bad.frame.class_name if is_of_call else "",
         label,
-        dtype,
-        stat[2],
-        stat[3],
-        numel,
-        _signs(bad.watch.recorder.nonfinite_kinds(bad.frame)[place]),
+        entry.dtype,
+        stat.num_nan,
+        stat.num_inf,
+        entry.numel,
+        _signs(entry.nonfinite_kinds),
     )
 
 
@@ -137,17 +134,16 @@ def _signs(kinds: int) -> str:
 
 def _masks(bad: BadFrame, are_masks: bool) -> list[str]:
     """The labels of inputs that are not finite and not bad, by whether all is -inf."""
-    kinds = bad.watch.recorder.nonfinite_kinds(bad.frame)
     return [
-        entry_label(bad.frame.phase, path)
-        for kind, (path, *_, is_bad, _) in zip(kinds, bad.entries(), strict=True)
-        if kind_of(path) == "input" and kind and not is_bad
-        if (kind == _C.NEGATIVE_INF) == are_masks
+        entry_label(entry.place)
+        for entry in bad.entries()
+        if entry.role == _C.Role.INPUT and entry.nonfinite_kinds and not entry.is_bad
+        if (entry.nonfinite_kinds == _C.NEGATIVE_INF) == are_masks
     ]
 
 
-def _headroom_before(bad: BadFrame, place: int) -> Headroom | None:
-    peak = bad.watch.recorder.last_peak(bad.frame, place)
+def _headroom_before(bad: BadFrame, entry: _C.Entry) -> Headroom | None:
+    peak = bad.watch.recorder.last_peak(entry.place)
     return None if peak is None else headroom_of(bad.watch, peak)
 
 
@@ -156,13 +152,13 @@ def _headroom_before(bad: BadFrame, place: int) -> Headroom | None:
 
 def _origin_or_why_not(
     first: BadFrame,
-    place: int,
+    entry: _C.Entry,
     ordered: Sequence[BadFrame],
     watches: Sequence[ModelWatch],
 ) -> Origin:
     """Finds who made it; an alarm is raised although that may fail."""
     try:
-        origin = _origin(first, place, ordered, watches)
+        origin = _origin(first, entry, ordered, watches)
         is_of_call = first.is_of_call and origin.source != "weight"
         remarks = remarks_on(first) if is_of_call else []
         if origin.source in ("unclear", "loss", "after_backward"):
@@ -176,16 +172,14 @@ def _origin_or_why_not(
 
 def _origin(
     first: BadFrame,
-    place: int,
+    entry: _C.Entry,
     ordered: Sequence[BadFrame],
     watches: Sequence[ModelWatch],
 ) -> Origin:
     phase = first.frame.phase
-    kind = kind_of(first.entries()[place][0])
-    if kind in ("weight", "optimizer_state"):
-        return origin_of_state(
-            first, place, kind, _headroom_before(first, place) is not None
-        )
+    if entry.role in (_C.Role.WEIGHT, _C.Role.OPTIMIZER_STATE):
+        was_finite = _headroom_before(first, entry) is not None
+        return origin_of_state(first, entry, was_finite)
     if phase in FORWARDS:
         bad = {key_of(each): each for each in ordered}
         return origin_in_forward(first, bad, Calls(watches))
@@ -195,11 +189,11 @@ def _origin(
         return origin_of_gradients(first, ordered)
     if phase == _C.Phase.RECORDED:
         return _origin_of_recorded(watches)
-    return _origin_of_buffer(first, place)
+    return _origin_of_buffer(first, entry)
 
 
 def _origin_of_recorded(watches: Sequence[ModelWatch]) -> Origin:
-    candidates = [LOSS, BATCH]
+    candidates: list[str] = [LOSS, BATCH]
     is_seen = all(w.wanted.activations and w.selection.takes("") for w in watches)
     if is_seen:
         maker = (
@@ -212,10 +206,10 @@ def _origin_of_recorded(watches: Sequence[ModelWatch]) -> Origin:
     return Origin("unclear", "unclear", maker, [*names, *candidates])
 
 
-def _origin_of_buffer(first: BadFrame, place: int) -> Origin:
-    label = label_text(first.entries()[place][0])
+def _origin_of_buffer(first: BadFrame, entry: _C.Entry) -> Origin:
+    label = label_text(entry.label)
     owner = label.rpartition(".")[0] or "the model"
-    if _headroom_before(first, place) is None:
+    if _headroom_before(first, entry) is None:
         maker = f"{label}: it was never seen finite, and no call was bad"
     else:
         maker = f"whoever wrote to {label}, such as {owner}: no call was bad"

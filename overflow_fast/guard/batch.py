@@ -94,14 +94,14 @@ def _holds_unseen(held: object) -> bool:
     return held is _UNSEEN
 
 
-def find(given: Given, path: _C.LabelPath) -> Held:
+def find(given: Given, label: _C.Label) -> Held:
     """The tensor of an input's label.
 
     Args:
         given: The inputs of the call.
-        path: The label's.
+        label: The label.
     """
-    steps = [value for _, value in path[1:]]
+    steps: list[Any] = [part.value for part in label.parts]
     found: Any = given[bool(steps) and not isinstance(steps[0], int)]
     for step in steps:
         try:

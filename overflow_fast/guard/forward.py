@@ -174,8 +174,7 @@ def _may_change_input(first: BadFrame, called: Called) -> bool:
         return True
     if never_writes(module):
         return False
-    past = first.watch.recorder.inputs_past(first.frame)
-    is_written = any(past[place][0] for place, _ in first.bad_inputs())
+    is_written = any(entry.version for entry in first.bad_inputs())
     return is_written or called.call.is_traced
 
 
@@ -189,8 +188,8 @@ def _bad_buffer_of(first: BadFrame, bad: Bad) -> str | None:
     name = first.watch.name_at(first.frame.module)
     for frame in bad.values():
         if frame.watch is first.watch and frame.frame.phase == _C.Phase.BUFFERS:
-            for _, entry in frame.bad_entries():
-                label = label_text(entry[0])
+            for entry in frame.bad_entries():
+                label = label_text(entry.label)
                 if label.rpartition(".")[0] == name:
                     return label
     return None

@@ -13,9 +13,8 @@ from ..report import entry_label, label_text
 from . import batch
 from .calls import Called, Calls, ancestors, joined, name_of
 from .hooked import has_pre_hooks, is_layer_of_torch, never_writes
-from .verdict import BATCH, LOOP, BadFrame, Origin, kind_of
+from .verdict import BATCH, LOOP, BadFrame, Origin
 
-Inputs = Sequence[tuple[int, "_C.LabelPath"]]  # places and labels
 Bad = Mapping[tuple[int, int], BadFrame]  # by watch and order
 
 
@@ -34,19 +33,17 @@ def handed(outermost: Called, bad: Bad, calls: Calls) -> Origin:
         names = [name_of(watch, index) for index in unwatched] or [outermost.name]
         maker = f"{_batch_words(frame)}, the training loop, or {joined(names)}"
         return Origin("unclear", "unclear", maker, [*names, BATCH, LOOP])
-    inputs = [(place, entry[0]) for place, entry in frame.bad_inputs()]
-    return _handed_over(outermost, frame, inputs, calls)
+    return _handed_over(outermost, frame, frame.bad_inputs(), calls)
 
 
 def _handed_over(
-    outermost: Called, frame: BadFrame, inputs: Inputs, calls: Calls
+    outermost: Called, frame: BadFrame, inputs: Sequence[_C.Entry], calls: Calls
 ) -> Origin:
     """The batch if a trainer has noted that it was bad, else what the loop may do."""
-    places = [_place_in_loop(frame, path) for _, path in inputs]
+    places = [_place_in_loop(frame, entry.label) for entry in inputs]
     if all(places):
         return _of_batch(places, outermost)
-    past = frame.watch.recorder.inputs_past(frame.frame)
-    is_computed = all(past[place][1] for place, _ in inputs)
+    is_computed = all(entry.is_computed for entry in inputs)
     before = calls.before(outermost, None)
     after = "" if before is None else before.name
     loop = frame.watch.loop_batches.of(outermost.call.batch)
@@ -54,7 +51,7 @@ def _handed_over(
         where = f"between {after} and" if after else "before"
         maker = f"the training loop, {where} {outermost.name}"
         return Origin("passed_on", "caller", maker, [LOOP], after)
-    places = [_place(frame, path) for _, path in inputs]
+    places = [_place(frame, entry.label) for entry in inputs]
     origin = _of_batch_or_loop(places, outermost, after)
     return origin if loop is None else replace(origin, batch_places=[])
 
@@ -63,16 +60,15 @@ def _is_written(frame: BadFrame) -> bool:
     """Whether the model may have written to what it was handed."""
     if never_writes(frame.watch.module_at(frame.frame.module)):
         return False
-    past = frame.watch.recorder.inputs_past(frame.frame)
     return any(
-        past[place][0] != (_held(frame, entry[0]).version or 0)
-        for place, entry in frame.bad_inputs()
+        entry.version != (_held(frame, entry.label).version or 0)
+        for entry in frame.bad_inputs()
     )
 
 
-def _held(frame: BadFrame, path: _C.LabelPath) -> batch.Held:
+def _held(frame: BadFrame, label: _C.Label) -> batch.Held:
     """What a root was handed by the training loop."""
-    return batch.find(_given(frame), path)
+    return batch.find(_given(frame), label)
 
 
 def _given(frame: BadFrame) -> batch.Given:
@@ -92,33 +88,33 @@ def _of_batch_or_loop(places: list[str], outermost: Called, after: str) -> Origi
     maker += f" after {after}" if after else ""
     maker += f", as {outermost.name} was given it" if outermost.call.module else ""
     maker += f": {', '.join(places)}"
-    candidates = [BATCH, LOOP]
+    candidates: list[str] = [BATCH, LOOP]
     return Origin("given", "unclear", maker, candidates, after, batch_places=places)
 
 
 def _batch_words(frame: BadFrame) -> str:
     """The batch, by the labels of what is bad in it."""
-    labels = [entry_label(frame.frame.phase, e[0]) for _, e in frame.bad_inputs()]
+    labels = [entry_label(entry.place) for entry in frame.bad_inputs()]
     return f"the batch ({', '.join(labels)})"
 
 
-def _place_in_loop(frame: BadFrame, path: _C.LabelPath) -> str:
+def _place_in_loop(frame: BadFrame, label: _C.Label) -> str:
     """Where an input of an outermost call is in the batch of the trainer, or ""."""
     loop = frame.watch.loop_batches.of(frame.frame.batch)
     if loop is None:
         return ""
     is_batch_first = batch.is_batch_first(frame.watch.model)
-    return loop.place_of(_held(frame, path).tensor(), is_batch_first)
+    return loop.place_of(_held(frame, label).tensor(), is_batch_first)
 
 
-def _place(frame: BadFrame, path: _C.LabelPath) -> str:
-    if place := _place_in_loop(frame, path):
+def _place(frame: BadFrame, label: _C.Label) -> str:
+    if place := _place_in_loop(frame, label):
         return place
     are_samples = batch.is_batch_first(frame.watch.model) and batch.share_first(
         batch.tensors_in(_given(frame))
     )
-    tensor = _held(frame, path).unchanged()
-    return f"`{label_text(path)}`{batch.samples(tensor, are_samples)}"
+    tensor = _held(frame, label).unchanged()
+    return f"`{label_text(label)}`{batch.samples(tensor, are_samples)}"
 
 
 def handed_unseen(
@@ -158,15 +154,15 @@ def _unseen_inputs(frame: BadFrame, is_known: bool) -> list[str]:
     Tensors that are not scanned are; what is no tensor, where nothing else was given
     and its type is not known.
     """
-    entries = [e for e in frame.entries() if kind_of(e[0]) == "input"]
-    odd = [e[0] for e in entries if e[1] == _C.EntryKind.NOT_SCANNED]
-    if (
-        not odd
-        and not is_known
-        and not any(e[1] == _C.EntryKind.TENSOR for e in entries)
-    ):
-        odd = [e[0] for e in entries if e[1] == _C.EntryKind.NOT_TENSOR]
-    return [label_text(path) for path in odd]
+    inputs = [each for each in frame.entries() if each.role == _C.Role.INPUT]
+    odd = _of_kind(inputs, _C.EntryKind.NOT_SCANNED)
+    if not (odd or is_known or _of_kind(inputs, _C.EntryKind.TENSOR)):
+        odd = _of_kind(inputs, _C.EntryKind.NOT_TENSOR)
+    return [label_text(entry.label) for entry in odd]
+
+
+def _of_kind(entries: Sequence[_C.Entry], kind: _C.EntryKind) -> list[_C.Entry]:
+    return [entry for entry in entries if entry.kind == kind]
 
 
 def minus_infs(
@@ -182,13 +178,13 @@ def minus_infs(
     module = called.watch.module_at(called.call.module)
     if not around and isinstance(module, nn.Linear) and not has_pre_hooks(module):
         return _handed_over(called, frame, inputs, calls)  # nothing finite comes of it
-    paths = [path for _, path in inputs if _is_mask(frame, path) is False]
-    givers = [each.name for each in around] if paths else []
+    is_given = any(_is_mask(frame, entry.label) is False for entry in inputs)
+    givers = [each.name for each in around] if is_given else []
     places = []
     if root is not None:
-        handed_over = [path for _, path in _minus_inf_inputs(root)]
-        paths = [path for path in handed_over if _is_mask(root, path) is not True]
-        places = [_place(root, path) for path in paths]
+        labels = [entry.label for entry in _minus_inf_inputs(root)]
+        labels = [label for label in labels if _is_mask(root, label) is not True]
+        places = [_place(root, label) for label in labels]
     if not places and not givers:
         return None
     outside = [BATCH, LOOP] if places or root is None else []
@@ -198,28 +194,27 @@ def minus_infs(
     return Origin("unclear", "unclear", maker, candidates, batch_places=places)
 
 
-def _minus_inf_inputs(frame: BadFrame) -> Inputs:
-    kinds = frame.watch.recorder.nonfinite_kinds(frame.frame)
+def _minus_inf_inputs(frame: BadFrame) -> list[_C.Entry]:
     return [
-        (place, entry[0])
-        for place, (kind, entry) in enumerate(zip(kinds, frame.entries(), strict=True))
-        if kind == _C.NEGATIVE_INF and not entry[5]
-        if kind_of(entry[0]) == "input"
+        entry
+        for entry in frame.entries()
+        if entry.nonfinite_kinds == _C.NEGATIVE_INF and not entry.is_bad
+        if entry.role == _C.Role.INPUT
     ]
 
 
-def _is_mask(frame: BadFrame, path: _C.LabelPath) -> bool | None:
+def _is_mask(frame: BadFrame, label: _C.Label) -> bool | None:
     """Whether an input that holds -inf is an additive mask; None if it may be one.
 
     A mask holds 0 besides, and comes with something to mask.
     """
-    is_known = batch.is_mask(_held(frame, path).unchanged())
+    is_known = batch.is_mask(_held(frame, label).unchanged())
     others, lowest = 0, None
     for entry in frame.entries():
-        if entry[0] == path and isinstance(entry[2], tuple):
-            lowest = entry[2][0]
-        elif isinstance(entry[2], tuple):
-            others += kind_of(entry[0]) == "input"
+        if entry.stat is not None and entry.label == label:
+            lowest = entry.stat.abs_min
+        elif entry.stat is not None:
+            others += entry.role == _C.Role.INPUT
     if is_known is not None:
         return is_known and bool(others)
     if not others or lowest not in (0, math.inf):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from .. import _C
 from ..lines import as_lines
-from .verdict import GRADIENTS, Headroom, headroom_of, kind_of
+from .verdict import GRADIENTS, Headroom, headroom_of, where_of
 from .watch import ModelWatch
 
 _log = logging.getLogger("overflow_fast")
@@ -17,6 +17,12 @@ _FLOAT16_MAX = 65504.0
 _FEW_ROWS = 24
 _FEW_NAMES = 3
 _LEAST_STEPS = 4
+# What a total is counted of.
+_TOTALS = {
+    _C.Role.GRADIENT: "gradient",
+    _C.Role.GRAD_OUTPUT: "gradient",
+    _C.Role.OUTPUT: "activation",
+}
 _WIDER = (
     "What to try: bfloat16 or float32 (`overflow_fast.keep_in_fp32`), which hold "
     "magnitudes up to 3.4e38."
@@ -37,9 +43,17 @@ class Underflow:
     zeros: int
     subnormals: int
 
+    def __add__(self, other: Underflow) -> Underflow:
+        """The counts of several tensors together."""
+        return Underflow(
+            self.numel + other.numel,
+            self.zeros + other.zeros,
+            self.subnormals + other.subnormals,
+        )
+
 
 @dataclass(frozen=True)
-class Course(Headroom):
+class HeadroomHistory(Headroom):
     """The headroom of an entry over the steps; `abs_max` is of the last one.
 
     Attributes:
@@ -84,7 +98,7 @@ class HeadroomTable:
         rows: A row for each entry, those with the fewest bits left first.
     """
 
-    rows: list[Course]
+    rows: list[HeadroomHistory]
 
     @property
     def fits_float16(self) -> bool:
@@ -118,7 +132,7 @@ class HeadroomTable:
         return "\n".join(lines)
 
 
-class HeadroomKeeper:
+class HeadroomTracker:
     """Warns of what runs out of headroom, and counts underflow when it is due.
 
     Args:
@@ -167,7 +181,7 @@ class HeadroomKeeper:
             is_bad: Whether there is a report of the step already.
         """
         peaks = (watch.recorder.least_headroom() for watch in self._watches)
-        bits = (math.log2(peak[2] / peak[1]) for peak in peaks if peak and peak[1])
+        bits = (math.log2(p.limit / p.abs_max) for p in peaks if p and p.abs_max)
         self._least = min(bits, default=math.inf)
         if any(watch.recorder.is_headroom_spent for watch in self._watches):
             self._least = 0.0
@@ -180,24 +194,22 @@ class HeadroomKeeper:
             watch.recorder.begin_headroom()
 
     def _take_underflow(self) -> None:
-        sums = {"gradient": [0, 0, 0], "activation": [0, 0, 0]}
+        totals = dict.fromkeys(_TOTALS.values(), Underflow(0, 0, 0))
         for watch in self._watches:
-            for place, dtype, *counts in watch.recorder.take_underflow():
-                where = headroom_of(watch, (place, 0.0, 1.0, dtype)).where
-                self._counted[where] = Underflow(*counts)
-                kind = kind_of(place[2])
-                kind = "gradient" if kind in ("gradient", "grad_output") else kind
-                total = sums.get("activation" if kind == "output" else kind, [0, 0, 0])
-                total[:] = [a + b for a, b in zip(total, counts, strict=True)]
-        for kind, each in sums.items():
-            self._totals[kind] = Underflow(*each)
+            for each in watch.recorder.take_underflow():
+                counts = Underflow(each.numel, each.num_zero, each.num_subnormal)
+                self._counted[where_of(watch, each.place)] = counts
+                kind = _TOTALS.get(each.place.label.role)
+                if kind is not None:
+                    totals[kind] += counts
+        self._totals = totals
 
     def table(self) -> HeadroomTable:
         """The headroom of every entry."""
         rows = [
-            self._row(watch, course)
+            self._row(watch, history)
             for watch in self._watches
-            for course in watch.recorder.headroom()
+            for history in watch.recorder.headroom()
         ]
         return HeadroomTable(sorted(rows, key=lambda row: (row.bits, row.where)))
 
@@ -210,29 +222,28 @@ class HeadroomKeeper:
                 values[f"{kind}_subnormals"] = counts.subnormals / counts.numel
         return values
 
-    def _row(self, watch: ModelWatch, course: _C.CourseTuple) -> Course:
-        peak, highest, recent = course
-        last = headroom_of(watch, peak)
+    def _row(self, watch: ModelWatch, found: _C.HeadroomHistory) -> HeadroomHistory:
+        last = headroom_of(watch, found.last)
         counted = self._counted.get(last.where)
-        return Course(
-            last.where, last.abs_max, last.limit, last.dtype, highest, recent, counted
+        return HeadroomHistory(
+            **vars(last), highest=found.highest, recent=found.recent, underflow=counted
         )
 
-    def _short(self, has_scaler: bool) -> list[Course]:
+    def _short(self, has_scaler: bool) -> list[HeadroomHistory]:
         """What is short of room, and was not told of, or has lost half since."""
-        short: dict[tuple[float, str], Course] = {}
+        short: dict[tuple[float, str], HeadroomHistory] = {}
         for watch in self._watches:
-            for course in watch.recorder.low_headroom():
-                if has_scaler and course[0][0][0] in GRADIENTS:
+            for history in watch.recorder.low_headroom():
+                if has_scaler and history.last.place.phase in GRADIENTS:
                     continue
-                row = self._row(watch, course)
+                row = self._row(watch, history)
                 if row.bits <= self._told.get(row.where, math.inf) / 2:
                     self._told[row.where] = row.bits
                     # A module may return what one within it returned, before it.
                     short.setdefault((row.abs_max, row.dtype), row)
         return sorted(short.values(), key=lambda row: row.bits)
 
-    def _warn(self, step: int, short: Sequence[Course]) -> None:
+    def _warn(self, step: int, short: Sequence[HeadroomHistory]) -> None:
         if not short:
             return
         more = len(short) - _FEW_NAMES
@@ -245,12 +256,12 @@ class HeadroomKeeper:
         _log.warning("%s", as_lines(sentences))
 
 
-def _drift(row: Course) -> float:
+def _drift(row: HeadroomHistory) -> float:
     """How many bits a step gives, without the sign of a 0."""
     return round(-row.trend, 2) + 0.0
 
 
-def _short_text(row: Course) -> str:
+def _short_text(row: HeadroomHistory) -> str:
     text = (
         f"{row.where} has {row.bits:.1f} bits left (its largest magnitude is "
         f"{row.abs_max:.3g}, {row.dtype} ends at {row.limit:.5g})"

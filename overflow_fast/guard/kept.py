@@ -31,9 +31,9 @@ def bad_buffers(first: BadFrame, bad: Bad, calls: Calls) -> list[str]:
     found = {name: True for watch in calls.watches for name in _with_nan(watch)}
     for frame in bad.values():
         if frame.frame.phase == _C.Phase.BUFFERS:
-            for place, entry in frame.bad_entries():
-                was_finite = frame.watch.recorder.last_peak(frame.frame, place)
-                found[label_text(entry[0])] = was_finite is None
+            for entry in frame.bad_entries():
+                was_finite = frame.watch.recorder.last_peak(entry.place)
+                found[label_text(entry.label)] = was_finite is None
     owners = _owners(calls)
     return [
         name

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 
+from .. import _C
 from .agreement import Agreement
 from .rules import KINDS, EntryName, Rules, entry_name, kinds_text
 from .verdict import FORWARDS, BadFrame
@@ -88,14 +89,14 @@ class Learning:
         found: dict[EntryName, int] = {}
         for bad in frames:
             names, frame = bad.watch.all_names(), bad.frame
-            kinds = bad.watch.recorder.nonfinite_kinds(frame)
-            for place, entry in bad.bad_entries():
-                name = entry_name(names, frame.phase, frame.module, entry[0])
-                is_scalar = entry[3] == 1  # a loss, for all that is known
-                is_meant = _is_activation(name) and not kinds[place] & KINDS["nan"]
+            for entry in bad.bad_entries():
+                kinds = entry.nonfinite_kinds
+                is_scalar = entry.numel == 1  # a loss, for all that is known
+                is_meant = _is_activation(entry.label) and not kinds & KINDS["nan"]
                 if frame.phase not in FORWARDS or is_scalar or not is_meant:
                     return None
-                found[name] = found.get(name, 0) | kinds[place]
+                name = entry_name(names, entry.place)
+                found[name] = found.get(name, 0) | kinds
         return found
 
     def end_step(self, is_clean: bool, step: int | None) -> None:
@@ -167,8 +168,10 @@ class Learning:
         )
 
 
-def _is_activation(name: EntryName) -> bool:
-    return name.label.startswith(("input", "output")) and "loss" not in name.label
+def _is_activation(label: _C.Label) -> bool:
+    """Whether it is of a call, and its author has not called it a loss."""
+    is_loss = any("loss" in str(part.value) for part in label.parts)
+    return label.role in (_C.Role.INPUT, _C.Role.OUTPUT) and not is_loss
 
 
 def _as_regex(wide: str) -> str:

@@ -17,12 +17,14 @@ from .verdict import (
     HOOK,
     LOOP,
     LOSS,
+    OTHER_RANK,
     BadFrame,
     Origin,
+    kind_of,
 )
 
 
-def given_weights(bad: BadFrame) -> list[tuple[int, _C.EntryTuple]]:
+def given_weights(bad: BadFrame) -> list[_C.Entry]:
     """The bad weights of a frame that its call cannot have written.
 
     Weights are scanned when a call is over. Custom modules keep statistics in
@@ -33,26 +35,25 @@ def given_weights(bad: BadFrame) -> list[tuple[int, _C.EntryTuple]]:
         return bad.bad_weights()
     owned = {name: p for name, p in module.named_parameters(recurse=False)}
     return [
-        (place, entry)
-        for place, entry in bad.bad_weights()
-        if (p := owned.get(label_text(entry[0]))) is not None and p.requires_grad
+        entry
+        for entry in bad.bad_weights()
+        if (p := owned.get(label_text(entry.label))) is not None and p.requires_grad
     ]
 
 
-def origin_of_state(first: BadFrame, place: int, kind: str, was_finite: bool) -> Origin:
+def origin_of_state(first: BadFrame, entry: _C.Entry, was_finite: bool) -> Origin:
     """Who made a weight or a state of the optimizer bad, which is the first bad entry.
 
     Args:
         first: Its frame.
-        place: Its place there.
-        kind: "weight" or "optimizer_state".
+        entry: The entry.
         was_finite: Whether it was seen finite before.
     """
-    label = label_text(first.entries()[place][0])
+    label, kind = label_text(entry.label), kind_of(entry.role)
     owner = name_of(first.watch, first.frame.module)
     if first.is_of_call:
         label = f"{first.watch.name_at(first.frame.module)}.{label}".lstrip(".")
-        if place not in dict(given_weights(first)):
+        if all(entry.label != given.label for given in given_weights(first)):
             maker = f"{label} before the step, or {owner}, which may write to it"
             return Origin("unclear", "unclear", maker, [label, owner])
     if first.is_of_call and not _is_bad_now(first, label):
@@ -127,7 +128,7 @@ def origin_of_gradients(first: BadFrame, ordered: Sequence[BadFrame]) -> Origin:
 def _other_ranks() -> list[str]:
     """The candidate that collectives of the training add to gradients."""
     is_there = dist.is_available() and dist.is_initialized()
-    return ["another rank"] if is_there and dist.get_world_size() > 1 else []
+    return [OTHER_RANK] if is_there and dist.get_world_size() > 1 else []
 
 
 def _bad_gradients(ordered: Sequence[BadFrame]) -> tuple[list[str], int]:
@@ -138,7 +139,7 @@ def _bad_gradients(ordered: Sequence[BadFrame]) -> tuple[list[str], int]:
         if bad.frame.phase == _C.Phase.GRADIENTS
         for entry in bad.entries()
     ]
-    return [label_text(entry[0]) for entry in entries if entry[5]], len(entries)
+    return [label_text(each.label) for each in entries if each.is_bad], len(entries)
 
 
 def around_gradients(ordered: Sequence[BadFrame]) -> tuple[list[str], list[str]]:
@@ -148,7 +149,7 @@ def around_gradients(ordered: Sequence[BadFrame]) -> tuple[list[str], list[str]]
     for bad in ordered:
         if bad.frame.phase != _C.Phase.GRADIENTS:
             continue
-        entries = [(label_text(entry[0]), entry[5]) for entry in bad.entries()]
+        entries = [(label_text(e.label), e.is_bad) for e in bad.entries()]
         for i, (name, is_bad) in enumerate(entries):
             if is_bad:
                 dirty.append(name)

@@ -7,7 +7,7 @@ import torch
 from .. import _C
 from ..report import entry_label
 from . import batch
-from .verdict import BadFrame, kind_of
+from .verdict import BadFrame
 
 # Masks are filled with the lowest finite number, or with nearly that.
 _NEAR_MAX = 0.999  # -3.4e38 is meant, and not what comes near by itself
@@ -36,15 +36,14 @@ def _sentinels(first: BadFrame) -> list[str]:
     """Finite inputs that reach the end of their dtype, as finfo.min in a mask does."""
     sentences = []
     for entry in first.entries():
-        path, kind, stat, *_, dtype = entry
-        if kind != _C.EntryKind.TENSOR or kind_of(path) != "input":
+        stat, dtype = entry.stat, entry.dtype
+        if stat is None or entry.role != _C.Role.INPUT:
             continue
-        limit = _limit(dtype)
-        assert isinstance(stat, tuple)
-        abs_max, num_bad = stat[1], stat[2] + stat[3]
+        limit, abs_max = _limit(dtype), stat.abs_max
+        num_bad = stat.num_nan + stat.num_inf
         if abs_max is None or limit is None or num_bad or abs_max < _NEAR_MAX * limit:
             continue
-        label = entry_label(first.frame.phase, path)
+        label = entry_label(entry.place)
         sentences.append(
             f"`{label}` holds a magnitude of {abs_max:.3g}, at the end of {dtype}: a "
             "fill value such as finfo.min overflows when something is added to it."

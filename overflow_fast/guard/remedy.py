@@ -87,34 +87,39 @@ def _is_overflow(first: BadFrame, verdict: Verdict) -> bool:
 
 def _bad_outputs(bad: BadFrame) -> list[tuple[int, bool]]:
     """The sizes of bad outputs, and whether they hold infs, as no norm returns."""
-    kinds = bad.watch.recorder.nonfinite_kinds(bad.frame)
     infs = _C.POSITIVE_INF | _C.NEGATIVE_INF
     return [
-        (entry[3], bool(kinds[place] & infs))
-        for place, entry in bad.bad_entries()
-        if entry[0][0][1] == "output"
+        (entry.numel, bool(entry.nonfinite_kinds & infs))
+        for entry in bad.bad_entries()
+        if entry.role == _C.Role.OUTPUT
     ]
 
 
 def _room_of_outputs(watch: ModelWatch) -> dict[str, float]:
     """How many bits outputs had left in the last steps, where they were finite."""
     room: dict[str, float] = {}
-    for ((phase, module, path), _, limit, _), _, recent in watch.recorder.headroom():
-        if phase == _C.Phase.FORWARD and path[0][1] == "output":
-            abs_max = max(filter(math.isfinite, recent), default=0.0)
-            bits = math.log2(limit / abs_max) if abs_max else 0.0
-            name = watch.name_at(module)
-            room[name] = min(bits, room.get(name, math.inf))
+    for name, history in _of_outputs(watch):
+        abs_max = max(filter(math.isfinite, history.recent), default=0.0)
+        bits = math.log2(history.last.limit / abs_max) if abs_max else 0.0
+        room[name] = min(bits, room.get(name, math.inf))
     return room
 
 
 def _made_in_steps(watch: ModelWatch) -> dict[str, set[_Course]]:
     """The largest magnitudes of each module's outputs in the last finite steps."""
     made: dict[str, set[_Course]] = {}
-    for ((phase, module, path), *_), _, recent in watch.recorder.headroom():
-        if phase == _C.Phase.FORWARD and path[0][1] == "output":
-            made.setdefault(watch.name_at(module), set()).add(tuple(recent))
+    for name, history in _of_outputs(watch):
+        made.setdefault(name, set()).add(tuple(history.recent))
     return made
+
+
+def _of_outputs(watch: ModelWatch) -> Iterator[tuple[str, _C.HeadroomHistory]]:
+    """The histories of what forwards returned, with the modules' names."""
+    for history in watch.recorder.headroom():
+        place = history.last.place
+        is_output = place.label.role == _C.Role.OUTPUT
+        if place.phase == _C.Phase.FORWARD and is_output:
+            yield watch.name_at(place.module), history
 
 
 def _aligned(made: _Course, course: _Course) -> Iterator[tuple[_Course, _Course]]:

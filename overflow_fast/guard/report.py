@@ -260,7 +260,7 @@ def frame_texts(watch: ModelWatch, frames: list[_C.Frame]) -> list[str]:
 def _weight_lines(watch: ModelWatch, frame: _C.Frame) -> list[str]:
     module = watch.module_at(frame.module)
     entries = watch.recorder.entries(frame)
-    has_weights = any(entry[0][0][0] == _C.Role.WEIGHT for entry in entries)
+    has_weights = any(entry.role == _C.Role.WEIGHT for entry in entries)
     if module is None or has_weights or frame.phase == _C.Phase.BACKWARD:
         return []
     named = module.named_parameters(recurse=False)

@@ -21,10 +21,7 @@ KINDS = {
     "inf": _C.NEGATIVE_INF | _C.POSITIVE_INF,
     "nan": _C.NAN,
 }
-_ROOTS = (
-    *OF_CALLS,
-    *("weight", "buffer", "gradient", "optimizer_state", "recorded"),
-)
+_ROOTS = [kind_of(role) for role in _C.Role.__members__.values()]
 
 
 class EntryName(NamedTuple):
@@ -42,26 +39,23 @@ class EntryName(NamedTuple):
         return f"{self.fqn}:{self.label}"
 
 
-def entry_name(
-    names: Sequence[str], phase: _C.Phase, module: int, path: _C.LabelPath
-) -> EntryName:
+def entry_name(names: Sequence[str], place: _C.Place) -> EntryName:
     """Names an entry of a recorder as rules do.
 
     Args:
         names: The qualified names of the model's modules, by index.
-        phase: The frame's.
-        module: The frame's.
-        path: The entry's label.
+        place: The entry's.
     """
-    kind, label = kind_of(path), entry_label(phase, path)
-    fqn = names[module] if module < len(names) else ""
-    if kind in OF_CALLS:
+    role, label = place.label.role, entry_label(place)
+    kind = kind_of(role)
+    fqn = names[place.module] if place.module < len(names) else ""
+    if role in OF_CALLS:
         return EntryName(fqn, label)
-    if phase in FORWARDS:
+    if place.phase in FORWARDS:
         return EntryName(fqn, f"{kind}.{label}")
     # A tensor by its qualified name: that of its module, and its own.
     owners = [name for name in names if label.startswith(f"{name}.")]
-    fqn = max(owners, key=len, default="") if kind != "recorded" else ""
+    fqn = max(owners, key=len, default="") if role != _C.Role.RECORDED else ""
     own = label[len(fqn) + 1 :] if fqn else label
     return EntryName(fqn, f"{kind}.{own}")
 
@@ -136,13 +130,9 @@ class Rules:
         """Has a watch's recorder follow the rules."""
         watch.follow_rules(self._reader if self else None)
 
-    def _reader(
-        self, names: Sequence[str]
-    ) -> Callable[[_C.Phase, int, _C.LabelPath], int]:
+    def _reader(self, names: Sequence[str]) -> Callable[[_C.Place], int]:
         # Must not lead back to the recorder, which the collector cannot look into.
-        return lambda phase, module, path: self.allowed(
-            entry_name(names, phase, module, path)
-        )
+        return lambda place: self.allowed(entry_name(names, place))
 
 
 def kinds_text(kinds: int) -> str | list[str]:

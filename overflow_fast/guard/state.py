@@ -16,7 +16,7 @@ from .options import Models, named_models, optimizers_of
 from .report import NonFiniteError, Report, some
 from .rules import Allow, Rules
 from .step_tensors import StepTensors
-from .verdict import BadFrame, collect
+from .verdict import BadFrame, collect, kind_of
 from .watch import ModelWatch, Wanted
 
 _STATE = Wanted(weights=True, buffers=True, optimizer_state=True)
@@ -108,8 +108,8 @@ def _tell_of_gaps(watches: Sequence[ModelWatch]) -> None:
 def _names(frames: Sequence[BadFrame]) -> str:
     return some(
         [
-            f"{bad.kind.replace('_', ' ')} {entry[0][0][1]}"
+            f"{kind_of(entry.role).replace('_', ' ')} {entry.label.name}"
             for bad in frames
-            for _, entry in bad.bad_entries()
+            for entry in bad.bad_entries()
         ]
     )

@@ -33,7 +33,7 @@ class StepTensors:
         self._watches = watches
         self._wanted = watches[0].wanted
         self._has_scanned_weights = False
-        self._scanned: list[tuple[str, Named]] = []
+        self._scanned: list[tuple[_C.Phase, Named]] = []
         self._last_gradients: dict[int, _Seen] = {}
         self.without_gradient = 0
 
@@ -50,7 +50,7 @@ class StepTensors:
     def find(self, phase: _C.Phase, name: str) -> torch.Tensor | None:
         """A tensor of the last scan, until `forget()`."""
         for scanned, (names, tensors) in self._scanned:
-            if scanned == phase.name and name in names:
+            if scanned == phase and name in names:
                 return tensors[names.index(name)]
         return None
 
@@ -86,7 +86,7 @@ class StepTensors:
             self._record(self._watches[0], _C.Phase.OPTIMIZER_STATE, state)
 
     def _record(self, watch: ModelWatch, phase: _C.Phase, named: Named) -> None:
-        self._scanned.append((phase.name, named))
+        self._scanned.append((phase, named))
         watch.record(phase, named)
 
     def _scan_models(self, listed: _Listed) -> None:

@@ -16,7 +16,7 @@ from .cadence import Cadence, Level
 from .coverage import GuardCoverage
 from .decision import Decision
 from .fault_results import SelfTestResult
-from .headroom import HeadroomKeeper
+from .headroom import HeadroomTracker
 from .isolation import ErrorIsolation
 from .joining import GuardJoinable
 from .judgement import Judge
@@ -81,7 +81,7 @@ class Supervisor:
         self.isolation = ErrorIsolation(self.meter, self.decision.is_foreign)
         self.decision.agreement.see(lambda: self.optimizers)
         self.decision.optimizers = lambda: self.optimizers
-        self.headroom = HeadroomKeeper(
+        self.headroom = HeadroomTracker(
             self.watches,
             options.headroom_bits,
             options.underflow_every,

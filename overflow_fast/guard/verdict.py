@@ -10,8 +10,8 @@ from .. import _C
 from ..report import entry_label
 from .watch import ModelWatch
 
-# Kinds of entries that are of a call.
-OF_CALLS = ("input", "output", "grad_output")
+# Roles of entries that are of a call.
+OF_CALLS = (_C.Role.INPUT, _C.Role.OUTPUT, _C.Role.GRAD_OUTPUT)
 FORWARDS = (_C.Phase.FORWARD, _C.Phase.RECOMPUTED)
 GRADIENTS = (_C.Phase.BACKWARD, _C.Phase.GRADIENTS)
 
@@ -20,13 +20,18 @@ SOURCES = (
     *("after_backward", "unclear"),
 )
 
-# Of `Verdict.candidates`.
-BATCH = "the batch"
-LOSS = "the loss"
-LOOP = "the training loop"
-AFTER_BACKWARD = "code after backward"
-HOOK = "a hook"
-EARLIER_GRADIENTS = "gradients from before"
+
+class Outsider(str):
+    """One of `Verdict.candidates` that is no module."""
+
+
+BATCH = Outsider("the batch")
+LOSS = Outsider("the loss")
+LOOP = Outsider("the training loop")
+AFTER_BACKWARD = Outsider("code after backward")
+HOOK = Outsider("a hook")
+EARLIER_GRADIENTS = Outsider("gradients from before")
+OTHER_RANK = Outsider("another rank")
 
 
 @dataclass(frozen=True)
@@ -185,39 +190,26 @@ class BadFrame:
         """Whether it is of gradients: of an output, or of parameters."""
         return self.frame.phase in GRADIENTS
 
-    @property
-    def kind(self) -> str:
-        """What its entries are, where it is of no call: see `BadEntry.kind`."""
-        return kind_of(self.entries()[0][0])
-
-    def entries(self) -> list[_C.EntryTuple]:
+    def entries(self) -> list[_C.Entry]:
         """The frame's entries."""
         return self.watch.recorder.entries(self.frame)
 
-    def bad_entries(self) -> list[tuple[int, _C.EntryTuple]]:
-        """The bad ones, with their places."""
-        return [(i, entry) for i, entry in enumerate(self.entries()) if entry[5]]
+    def bad_entries(self) -> list[_C.Entry]:
+        """The bad ones."""
+        return [entry for entry in self.entries() if entry.is_bad]
 
     @property
     def has_bad_input(self) -> bool:
         """Whether the call was given something bad."""
         return bool(self.bad_inputs())
 
-    def bad_inputs(self) -> list[tuple[int, _C.EntryTuple]]:
-        """The bad ones among what a call was given, with their places."""
-        return [
-            (i, entry)
-            for i, entry in self.bad_entries()
-            if kind_of(entry[0]) == "input"
-        ]
+    def bad_inputs(self) -> list[_C.Entry]:
+        """The bad ones among what a call was given."""
+        return [each for each in self.bad_entries() if each.role == _C.Role.INPUT]
 
-    def bad_weights(self) -> list[tuple[int, _C.EntryTuple]]:
-        """The bad ones among weights, with their places."""
-        return [
-            (i, entry)
-            for i, entry in self.bad_entries()
-            if kind_of(entry[0]) == "weight"
-        ]
+    def bad_weights(self) -> list[_C.Entry]:
+        """The bad ones among weights."""
+        return [each for each in self.bad_entries() if each.role == _C.Role.WEIGHT]
 
 
 def collect(watches: Sequence[ModelWatch]) -> list[BadFrame]:
@@ -236,17 +228,20 @@ def leading_frame(frames: Sequence[BadFrame]) -> BadFrame:
     return min(frames, key=lambda bad: (not bad.is_of_call, bad.rank))
 
 
-def kind_of(path: _C.LabelPath) -> str:
-    """The role of the entry that has this label: see `BadEntry.kind`."""
-    return path[0][0].name.lower()
+def kind_of(role: _C.Role) -> str:
+    """What has this role: see `BadEntry.kind`."""
+    return role.name.lower()
 
 
-def headroom_of(watch: ModelWatch, peak: _C.PeakTuple) -> Headroom:
+def headroom_of(watch: ModelWatch, peak: _C.Peak) -> Headroom:
     """Names a recorder's peak."""
-    (phase, module, path), abs_max, limit, dtype = peak
-    text = entry_label(phase, path)
-    if phase in (_C.Phase.FORWARD, _C.Phase.RECOMPUTED, _C.Phase.BACKWARD):
-        text = f"{text} of {watch.name_at(module) or 'the model'}"
-    elif phase == _C.Phase.GRADIENTS:
-        text = f"gradient of {text}"
-    return Headroom(text, abs_max, limit, dtype)
+    where = where_of(watch, peak.place)
+    return Headroom(where, peak.abs_max, peak.limit, peak.dtype)
+
+
+def where_of(watch: ModelWatch, place: _C.Place) -> str:
+    """Names where an entry stands: see `Headroom.where`."""
+    text = entry_label(place)
+    if place.phase in (*FORWARDS, _C.Phase.BACKWARD):
+        return f"{text} of {watch.name_at(place.module) or 'the model'}"
+    return f"gradient of {text}" if place.phase == _C.Phase.GRADIENTS else text

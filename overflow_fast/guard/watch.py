@@ -36,7 +36,7 @@ _log = logging.getLogger("overflow_fast")
 
 
 # See `ModelWatch.follow_rules()`.
-MakeReader = Callable[[Sequence[str]], "Callable[[_C.Phase, int, _C.LabelPath], int]"]
+MakeReader = Callable[[Sequence[str]], Callable[[_C.Place], int]]
 
 
 class Wanted(NamedTuple):
