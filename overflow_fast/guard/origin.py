@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .verdict import LOOP, BadEntry, Verdict
+from .verdict import BadEntry, Outsider, Verdict
 
 _FEW = 4
 
@@ -27,7 +27,7 @@ def _sentence(first: BadEntry, verdict: Verdict) -> str:
         return f"It is not known who created it: {maker}."
     if first.kind == "input" and verdict.source == "caller":
         name, *others = verdict.candidates
-        if name != LOOP and not others:
+        if not isinstance(name, Outsider) and not others:
             return f"It arrived non-finite. It arose in {_code_of(name, verdict)}."
     return f"It arrived non-finite. It arose in {maker}."
 

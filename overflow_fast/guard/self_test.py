@@ -21,7 +21,6 @@ from .verdict import Verdict, collect
 from .watch import ModelWatch
 
 Loss = Callable[[Any], torch.Tensor]
-_GRADIENT = "gradient "
 _Layer = tuple[ModelWatch, int]
 _SEEN_BY = ("activations", "grad_outputs")
 
@@ -64,8 +63,7 @@ class SelfTest:
         with self._attached():
             with self._noting(called):
                 clean = self._judge_run()
-            found = "" if clean.first is None else _where(clean)
-            found, chosen = self._agreed(found, self._choose(list(called)))
+            found, chosen = self._agreed(clean, self._choose(list(called)))
             faults = [
                 self._try(watch, index, way, value)
                 for watch, index in chosen
@@ -92,15 +90,17 @@ class SelfTest:
 
     # Which layers.
 
-    def _agreed(self, found: str, chosen: list[_Layer]) -> tuple[str, list[_Layer]]:
+    def _agreed(self, clean: Verdict, chosen: list[_Layer]) -> tuple[str, list[_Layer]]:
         """What all ranks do: nothing if one has found something, else the same."""
         numbered = [(self._watches.index(watch), index) for watch, index in chosen]
-        of_ranks = self._gather((found, numbered))
-        dirty = [found for found, _ in of_ranks if found]
+        of_ranks = self._gather((clean, numbered))
+        dirty = [verdict for verdict, _ in of_ranks if not verdict.is_clean]
         # What DDP has mixed into gradients is bad on every rank.
-        found = min(dirty, key=lambda text: text.startswith(_GRADIENT), default="")
-        same = of_ranks[0][1] if not found else []
-        return found, [(self._watches[which], index) for which, index in same]
+        worst = min(dirty, key=_is_of_gradient, default=None)
+        if worst is not None:
+            return _where(worst), []
+        _, same = of_ranks[0]
+        return "", [(self._watches[which], index) for which, index in same]
 
     @contextlib.contextmanager
     def _noting(self, called: dict[_Layer, bool]) -> Iterator[None]:
@@ -207,6 +207,10 @@ class SelfTest:
                 "which there is none"
             )
         return torch.stack([each.float().sum() for each in floats]).sum()
+
+
+def _is_of_gradient(verdict: Verdict) -> bool:
+    return verdict.first is not None and verdict.first.kind == "gradient"
 
 
 def _checked(loss: object) -> torch.Tensor:

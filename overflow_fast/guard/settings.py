@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,16 @@ from torch.optim import Optimizer
 
 # What an optimizer divides by together with a root that may be 0.
 _EPS = ("eps", "epsilon")
-_NONFINITE = re.compile(r"It may come from (\w+)=(?:nan|-?inf)( of param_groups.*)\.$")
+
+
+class SettingRemark(str):
+    """A sentence on a setting that is no finite number.
+
+    Attributes:
+        setting: The setting, in words.
+    """
+
+    setting: str
 
 
 def bad_settings(
@@ -24,30 +32,33 @@ def bad_settings(
     parameters. The latter is told only where the gradients of the step before were
     finite. Incurs a CPU-GPU sync for each setting that is a tensor on a device.
     """
-    sentences = []
+    sentences: list[str] = []
     for optimizer in optimizers:
         for i, group in enumerate(optimizer.param_groups):
             of = f"of param_groups[{i}] of {type(optimizer).__name__}"
-            sentences += [
-                f"{text} {of}." for text in _of_group(group, had_finite_gradients)
-            ]
+            sentences += _of_group(group, of, had_finite_gradients)
     return list(dict.fromkeys(sentences))
 
 
-def nonfinite_settings(sentences: Iterable[str]) -> list[str]:
-    """The settings that are no finite numbers, by what `bad_settings()` has said."""
-    return [match[1] + match[2] for match in map(_NONFINITE.match, sentences) if match]
+def nonfinite_settings(remarks: Iterable[str]) -> list[str]:
+    """The settings that are no finite numbers, of what `bad_settings()` has said."""
+    return [each.setting for each in remarks if isinstance(each, SettingRemark)]
 
 
-def _of_group(group: Mapping[str, Any], had_finite_gradients: bool) -> Iterable[str]:
+def _of_group(
+    group: Mapping[str, Any], of: str, had_finite_gradients: bool
+) -> Iterable[str]:
     for name, value in group.items():
         if name == "params":
             continue
         for number in _numbers(value):
             if not math.isfinite(number):
-                yield f"It may come from {name}={number}"
+                remark = SettingRemark(f"It may come from {name}={number} {of}.")
+                remark.setting = f"{name} {of}"
+                yield remark
             elif name in _EPS and had_finite_gradients:
-                yield from _vanishing(name, number, group["params"])
+                for text in _vanishing(name, number, group["params"]):
+                    yield f"{text} {of}."
 
 
 def _vanishing(name: str, eps: float, parameters: Sequence[torch.Tensor]) -> list[str]:
