@@ -108,9 +108,8 @@ void bind_labels(py::module_& m) {
       .attribute("label", &NamedPlace::label);
 }
 
-std::optional<Stat> stat_of(const Entry& entry) {
-  if (entry.kind != EntryKind::kTensor) return std::nullopt;
-  return Stat{entry.stat, entry.dtype};
+py::object stat_of(const Entry& entry) {
+  return entry.kind == EntryKind::kTensor ? make_stat(entry.stat, entry.dtype) : py::none();
 }
 
 py::object reason_of(const Entry& entry) {
@@ -118,11 +117,6 @@ py::object reason_of(const Entry& entry) {
 }
 
 void bind_entry(py::module_& m) {
-  Bound<Stat>(m, "Stat")
-      .attribute("abs_min", &Stat::abs_min)
-      .attribute("abs_max", &Stat::abs_max)
-      .attribute("num_nan", &Stat::num_nan)
-      .attribute("num_inf", &Stat::num_inf);
   Bound<Named<Entry>>(m, "Entry")
       .attribute("place", &Named<Entry>::place)
       .attribute("kind", &Entry::kind)
@@ -214,14 +208,6 @@ void bind_frames(py::module_& m) {
 }  // namespace
 
 const char* name_of(Dtype dtype) { return kDtypeNames[static_cast<size_t>(dtype)]; }
-
-py::object Stat::number(uint64_t key) const {
-  const DtypeInfo& info = dtype_info(dtype);
-  if (slot.is_empty()) return py::none();
-  if (info.is_integer()) return py::int_(key);
-  const bool is_nan = slot.max_key >= info.first_nan && info.first_nan != kNoKey;
-  return py::float_(decode_key(info, is_nan ? info.first_nan : key));
-}
 
 void bind_records(py::module_& m) {
   bind_enums(m);

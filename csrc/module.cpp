@@ -45,7 +45,7 @@ py::list scan_tensors(const py::list& tensors, ScanBackend backend) {
     if (readability != Readability::kReadable) {
       stats[i] = readability;
     } else if (tensor.is_cpu() && backend == ScanBackend::kAuto) {
-      stats[i] = py::cast(Stat{scan_here(tensor, view), view.dtype});
+      stats[i] = make_stat(scan_here(tensor, view), view.dtype);
     } else {
       others.push_back({tensor, view, {}, {}});
       places.push_back(i);
@@ -58,7 +58,7 @@ py::list scan_tensors(const py::list& tensors, ScanBackend backend) {
   }
   for (size_t i = 0; i < others.size(); ++i) {
     const ToScan& other = others[i];
-    stats[places[i]] = other.why.empty() ? py::cast(Stat{other.slot, other.view.dtype})
+    stats[places[i]] = other.why.empty() ? make_stat(other.slot, other.view.dtype)
                                          : py::object(py::str(other.why));
   }
   return stats;
@@ -77,6 +77,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init<>())
       .def("__enter__", &HiddenScope::enter)
       .def("__exit__", &HiddenScope::exit);
+  bind_stat(m);
   bind_records(m);
   bind_recorder(m);
   add_frame_hook(m);

@@ -12,18 +12,7 @@ const char* name_of(Dtype dtype);
 
 // A slot in the numbers of its dtype. There is no extreme where there is no element, and both are
 // nan where there is a nan: as in torch, a nan is any tensor's minimum and maximum.
-struct Stat {
-  Slot slot;
-  Dtype dtype;
-
-  py::object abs_min() const { return number(slot.min_key); }
-  py::object abs_max() const { return number(slot.max_key); }
-  uint64_t num_nan() const { return slot.num_nan; }
-  uint64_t num_inf() const { return slot.num_inf(); }
-
- private:
-  py::object number(uint64_t key) const;
-};
+py::object make_stat(const Slot& slot, Dtype dtype);
 
 struct NamedPlace {
   Place place;
@@ -40,6 +29,7 @@ inline NamedPlace named(const LabelTable& labels, const Place& place, Role role)
   return {place, labels.label(place.label, role)};
 }
 
+void bind_stat(py::module_& m);
 void bind_records(py::module_& m);
 void bind_recorder(py::module_& m);
 

@@ -117,7 +117,7 @@ def _scan_values(
     results = _C.scan_tensors(list(values.values()), backend)
     for (i, inner), result in zip(values.items(), results, strict=True):
         found[i] = result
-        if isinstance(result, _C.Readability):
+        if not isinstance(result, _C.Stat):
             reasons[i] = reason(inner, result)
     return reasons
 
