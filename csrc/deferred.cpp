@@ -10,15 +10,8 @@ namespace overflow_fast {
 
 namespace {
 
-size_t device_of(int64_t slot) { return slot / Deferred::kFirstSlot - 1; }
-int64_t index_of(int64_t slot) {
-  return slot % Deferred::kFirstSlot & (DeviceSlots::kCaptured - 1);
-}
-bool is_captured(int64_t slot) {
-  return (slot % Deferred::kFirstSlot & DeviceSlots::kCaptured) != 0;
-}
 bool is_deferred(const Entry& entry) {
-  return entry.kind == EntryKind::kTensor && entry.slot >= Deferred::kFirstSlot;
+  return entry.kind == EntryKind::kTensor && entry.slot.is_on_device();
 }
 
 }  // namespace
@@ -35,16 +28,16 @@ size_t Deferred::number_of(at::Device device) {
   return at;
 }
 
-bool Deferred::is_outdated(int64_t slot, size_t mark) {
-  if (slot < kFirstSlot) return false;
-  DeviceSlots& device = devices_[device_of(slot)];
+bool Deferred::is_outdated(SlotRef slot, size_t mark) {
+  if (!slot.is_on_device()) return false;
+  DeviceSlots& device = devices_[slot.device];
   device.notice_capture(mark);
-  return device.is_capturing() != is_captured(slot);
+  return device.is_capturing() != slot.is_captured();
 }
 
 void Deferred::scan(Frame& frame, Memo* memo, size_t mark) {
   for (Unscanned& tensor : frame.unscanned) {
-    if (tensor.slot >= 0 || tensor.error) continue;
+    if (tensor.slot.is_on_device() || tensor.error) continue;
     try {
       DeviceSlots& device = devices_[number_of(tensor.tensor.device())];
       device.notice_capture(mark);
@@ -56,10 +49,10 @@ void Deferred::scan(Frame& frame, Memo* memo, size_t mark) {
   for (Entry& entry : frame.entries) {
     if (is_deferred(entry) && frame.sends != num_sends_) {
       coverage_.give_up(entry, py::str("another thread ended the step meanwhile"));
-    } else if (entry.kind == EntryKind::kTensor && entry.slot < 0) {
-      settle(entry, frame.unscanned[-1 - entry.slot]);
+    } else if (entry.kind == EntryKind::kTensor && entry.slot.kind == SlotRef::Kind::kUnscanned) {
+      settle(entry, frame.unscanned[entry.slot.index]);
     }
-    if (is_deferred(entry) && is_captured(entry.slot)) frame.capture = step_;
+    if (is_deferred(entry) && entry.slot.is_captured()) frame.capture = step_;
   }
   for (Unscanned& tensor : frame.unscanned) {
     if (tensor.error) continue;
@@ -70,8 +63,10 @@ void Deferred::scan(Frame& frame, Memo* memo, size_t mark) {
   frame.unscanned.clear();
 }
 
-int64_t Deferred::slot_of(const Unscanned& tensor) {
-  return kFirstSlot * static_cast<int64_t>(number_of(tensor.tensor.device()) + 1) + tensor.slot;
+SlotRef Deferred::slot_of(const Unscanned& tensor) {
+  SlotRef slot = tensor.slot;
+  slot.device = static_cast<uint16_t>(number_of(tensor.tensor.device()));
+  return slot;
 }
 
 // Tells an entry what became of its tensor's scan.
@@ -112,11 +107,11 @@ std::vector<int64_t> Deferred::masks_of(size_t device) const {
   for (const Frame& frame : waiting_) {
     const bool is_gradient = frame.is_of_gradients();
     for (const Entry& entry : frame.entries) {
-      if (!is_deferred(entry) || is_captured(entry.slot) || device_of(entry.slot) != device) {
+      if (!is_deferred(entry) || entry.slot.is_captured() || entry.slot.device != device) {
         continue;
       }
       constexpr uint64_t kAll = Slot::kPositiveInf | Slot::kNegativeInf | Slot::kNan;
-      masks[is_gradient * used + index_of(entry.slot)] |=
+      masks[is_gradient * used + entry.slot.index] |=
           static_cast<int64_t>(kAll & ~entry.listing.allowed);
     }
   }
@@ -172,12 +167,12 @@ std::vector<Frame> Deferred::receive(size_t max_in_flight) {
 void Deferred::decode(Frame& frame, const std::vector<Transfer>& transfers) {
   for (Entry& entry : frame.entries) {
     if (!is_deferred(entry)) continue;
-    const Transfer& transfer = transfers[device_of(entry.slot)];
+    const Transfer& transfer = transfers[entry.slot.device];
     if (transfer.error) {
       coverage_.give_up(entry, transfer.error);
       continue;
     }
-    entry.stat = transfer.slot(index_of(entry.slot));
+    entry.stat = transfer.slot(entry.slot.index);
     if (entry.stat.is_empty() && entry.numel != 0) {
       coverage_.give_up(entry, py::str("its scan did not run"));
     }
@@ -191,8 +186,8 @@ void Deferred::drop_idle_graphs(Flight& flight) const {
   for (const Frame& frame : flight.frames) {
     for (const Entry& entry : frame.entries) {
       if (!is_deferred(entry)) continue;
-      const Transfer& transfer = flight.transfers[device_of(entry.slot)];
-      if (transfer.error || !transfer.slot(index_of(entry.slot)).is_empty()) {
+      const Transfer& transfer = flight.transfers[entry.slot.device];
+      if (transfer.error || !transfer.slot(entry.slot.index).is_empty()) {
         replayed.insert(frame.capture);
       }
     }

@@ -16,14 +16,11 @@ namespace overflow_fast {
 
 class Deferred {
  public:
-  // Slot numbers from here on are a device's: its number in the bits above, its slot below.
-  static constexpr int64_t kFirstSlot = int64_t{1} << 48;
-
   explicit Deferred(Coverage& coverage) : coverage_(coverage) {}
 
   // Whether a graph's capture has begun or ended since the scan that filled `slot`, so that the
   // stat there is not this frame's.
-  bool is_outdated(int64_t slot, size_t mark);
+  bool is_outdated(SlotRef slot, size_t mark);
   void begin(Frame& frame) { frame.sends = num_sends_; }
   // Launches the scans of frame.unscanned, one launch per device as a rule, and tells the entries
   // their slots. What cannot be scanned says so.
@@ -61,7 +58,7 @@ class Deferred {
   };
 
   size_t number_of(at::Device device);
-  int64_t slot_of(const Unscanned& tensor);
+  SlotRef slot_of(const Unscanned& tensor);
   void settle(Entry& entry, const Unscanned& tensor);
   void decode(Frame& frame, const std::vector<Transfer>& transfers);
   void drop_idle_graphs(Flight& flight) const;

@@ -79,7 +79,8 @@ void DeviceSlots::queue(std::vector<Unscanned>& tensors, bool may_wait) {
   views_.clear();
   for (Unscanned& tensor : tensors) {
     if (tensor.tensor.device() != device_) continue;
-    tensor.slot = first + static_cast<int64_t>(views_.size()) + (is_capturing_ ? kCaptured : 0);
+    tensor.slot.kind = is_capturing_ ? SlotRef::Kind::kCaptured : SlotRef::Kind::kDevice;
+    tensor.slot.index = static_cast<uint32_t>(first + static_cast<int64_t>(views_.size()));
     views_.push_back(tensor.view);
   }
   const auto count = static_cast<int64_t>(views_.size());
@@ -129,7 +130,7 @@ void DeviceSlots::scan_by_torch(std::vector<Unscanned>& tensors) {
   const auto scan_some = [&] {
     std::vector<at::Tensor> values;
     for (const Unscanned* each : some) values.push_back(each->tensor.detach());
-    const int64_t first = some.front()->slot;
+    const auto first = static_cast<int64_t>(some.front()->slot.index);
     const std::vector<std::string> why =
         try_scan_there(step_.chunks[first / kChunk], first % kChunk, values, TorchScan::kAuto);
     for (size_t i = 0; i < some.size(); ++i) {
@@ -139,7 +140,7 @@ void DeviceSlots::scan_by_torch(std::vector<Unscanned>& tensors) {
   };
   for (Unscanned& tensor : tensors) {
     if (tensor.tensor.device() != device_) continue;
-    if (!some.empty() && tensor.slot % kChunk == 0) scan_some();
+    if (!some.empty() && tensor.slot.index % kChunk == 0) scan_some();
     some.push_back(&tensor);
   }
   if (!some.empty()) scan_some();

@@ -17,6 +17,7 @@
 
 #include "device.h"
 #include "held_scans.h"
+#include "slot_ref.h"
 #include "step_end.h"
 
 namespace overflow_fast {
@@ -25,14 +26,12 @@ namespace overflow_fast {
 struct Unscanned {
   at::Tensor tensor;
   View view;
-  int64_t slot = -1;  // its number, once its scan is queued
-  py::object error;   // why it could not be
+  SlotRef slot;      // once its scan is queued
+  py::object error;  // why it could not be
 };
 
 class DeviceSlots {
  public:
-  // Slot numbers from here on are a captured scan's.
-  static constexpr int64_t kCaptured = int64_t{1} << 47;
 
   explicit DeviceSlots(at::Device device);
   DeviceSlots(const DeviceSlots&) = delete;
@@ -44,8 +43,9 @@ class DeviceSlots {
   bool is_capturing_now();
 
   // Queues the scans of those of `tensors` that are on this device, in as few launches as they
-  // fit in, and tells each its slot, or why not. With `may_wait` they may wait for later frames
-  // (held_scans.h), if that is asked for: their version counters tell of writes.
+  // fit in, and tells each its slot, but for the device's number, or why not. With `may_wait` they
+  // may wait for later frames (held_scans.h), if that is asked for: their version counters tell of
+  // writes.
   void scan(std::vector<Unscanned>& tensors, bool may_wait);
 
   // Starts the copy of the step's slots, resets them, and does not wait; see StepEnder.

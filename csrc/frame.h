@@ -7,6 +7,7 @@
 
 #include "device_slots.h"
 #include "labels.h"
+#include "slot_ref.h"
 #include "stat.h"
 
 namespace overflow_fast {
@@ -65,8 +66,8 @@ struct Listing {
 };
 
 struct Entry {
-  Slot stat;       // filled when the frame is judged
-  int64_t slot;    // Recorder's on the host; Deferred's on a device, or -1 - i: unscanned[i]
+  Slot stat;  // filled when the frame is judged
+  SlotRef slot;
   py::object why;  // kNotScanned: the reason
   int64_t numel;
   Listing listing;

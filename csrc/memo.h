@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "dtype.h"
+#include "slot_ref.h"
 
 namespace overflow_fast {
 
@@ -45,7 +46,7 @@ class Memo {
   };
 
   struct Known {
-    int64_t slot;
+    SlotRef slot;
     Dtype dtype;
   };
 

@@ -63,17 +63,17 @@ Frame Recorder::begin_frame(uint32_t module, py::object class_name, Phase phase)
 
 void Recorder::add_none(Frame& frame, Listing listing) {
   listing.role = role_of(frame.phase, listing.label);
-  frame.entries.push_back({{}, 0, {}, 0, listing, EntryKind::kNone, {}});
+  frame.entries.push_back({{}, {}, {}, 0, listing, EntryKind::kNone, {}});
 }
 
 void Recorder::add_not_tensor(Frame& frame, Listing listing) {
   listing.role = role_of(frame.phase, listing.label);
-  frame.entries.push_back({{}, 0, {}, 0, listing, EntryKind::kNotTensor, {}});
+  frame.entries.push_back({{}, {}, {}, 0, listing, EntryKind::kNotTensor, {}});
 }
 
 void Recorder::add_not_scanned(Frame& frame, Listing listing, py::object why) {
   listing.role = role_of(frame.phase, listing.label);
-  frame.entries.push_back({{}, 0, {}, 0, listing, EntryKind::kTensor, {}});
+  frame.entries.push_back({{}, {}, {}, 0, listing, EntryKind::kTensor, {}});
   coverage_.give_up(frame.entries.back(), std::move(why));
 }
 
@@ -133,7 +133,7 @@ void Recorder::add_unscanned(Frame& frame, Listing listing, const at::Tensor& te
   while (at < frame.unscanned.size() && !frame.unscanned[at].tensor.is_same(tensor)) ++at;
   if (at == frame.unscanned.size()) frame.unscanned.push_back({tensor, view});
   frame.entries.push_back({{},
-                           -1 - static_cast<int64_t>(at),
+                           {SlotRef::Kind::kUnscanned, 0, static_cast<uint32_t>(at)},
                            {},
                            tensor.numel(),
                            listing,
@@ -144,8 +144,8 @@ void Recorder::add_unscanned(Frame& frame, Listing listing, const at::Tensor& te
 
 void Recorder::add_stat(Frame& frame, Listing listing, const at::Tensor& tensor,
                         Memo::Known known) {
-  const bool is_here = known.slot < Deferred::kFirstSlot;
-  frame.entries.push_back({is_here ? host_slots_[known.slot] : Slot{},
+  const bool is_here = known.slot.is_on_host();
+  frame.entries.push_back({is_here ? host_slots_[known.slot.index] : Slot{},
                            known.slot,
                            {},
                            tensor.numel(),
@@ -156,10 +156,10 @@ void Recorder::add_stat(Frame& frame, Listing listing, const at::Tensor& tensor,
   frame.waits |= !is_here;
 }
 
-int64_t Recorder::scan_to_slot(const at::Tensor& tensor, const View& view) {
+SlotRef Recorder::scan_to_slot(const at::Tensor& tensor, const View& view) {
   coverage_.scanned(tensor);
   host_slots_.push_back(scan_here(tensor, view));
-  return static_cast<int64_t>(host_slots_.size()) - 1;
+  return {SlotRef::Kind::kHost, 0, static_cast<uint32_t>(host_slots_.size() - 1)};
 }
 
 void Recorder::add_traced(Frame& frame, const TracedCall& call, at::TensorList tensors) {
@@ -204,7 +204,7 @@ void Recorder::add_known(Frame& frame, const TracedCall::Item& item, const Entry
   entry.listing = item.listing;
   entry.listing.role = role_of(frame.phase, item.listing.label);
   if (entry.kind == EntryKind::kNotScanned) coverage_.count(entry.why);
-  const bool is_here = entry.slot >= 0 && entry.slot < Deferred::kFirstSlot;
+  const bool is_here = entry.slot.is_on_host();
   frame.is_bad |= is_here && entry.is_bad();
   frame.waits |= !is_here && entry.kind == EntryKind::kTensor;
 }

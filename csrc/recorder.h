@@ -185,7 +185,7 @@ class Recorder {
 
   // Whether a tensor's stat is known as soon as it is scanned.
   bool is_here(const at::Tensor& tensor) const { return tensor.is_cpu() && !options_.defer; }
-  int64_t scan_to_slot(const at::Tensor& tensor, const View& view);
+  SlotRef scan_to_slot(const at::Tensor& tensor, const View& view);
   void add_unscanned(Frame& frame, Listing listing, const at::Tensor& tensor, const View& view);
   void add_scanned(Frame& frame, Listing listing, const at::Tensor& tensor, const View& view);
   void add_stat(Frame& frame, Listing listing, const at::Tensor& tensor, Memo::Known known);

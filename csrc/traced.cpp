@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "deferred.h"
-
 namespace overflow_fast {
 
 namespace {
@@ -84,7 +82,7 @@ const Entry* Traced::find(int64_t number, int64_t num_sends) const {
   if (numbered == known_.end()) return nullptr;
   const auto known = numbered->second.find(number);
   if (known == numbered->second.end()) return nullptr;
-  const bool is_on_device = known->second.entry.slot >= Deferred::kFirstSlot;
+  const bool is_on_device = known->second.entry.slot.is_on_device();
   if (is_on_device && known->second.sends != num_sends) return nullptr;
   return &known->second.entry;
 }
