@@ -101,11 +101,12 @@ def find(given: Given, label: _C.Label) -> Held:
         given: The inputs of the call.
         label: The label.
     """
-    steps: list[Any] = [part.value for part in label.parts]
-    found: Any = given[bool(steps) and not isinstance(steps[0], int)]
-    for step in steps:
+    args, kwargs = given
+    is_by_name = bool(label.parts) and label.parts[0].style != _C.LabelStyle.INDEX
+    found: Any = kwargs if is_by_name else args
+    for part in label.parts:
         try:
-            found = found[step]
+            found = found[part.value]
         except (KeyError, IndexError, TypeError):
             break
     return found if isinstance(found, Held) else Held(lambda: None, None)
