@@ -11,10 +11,11 @@ from guarding import INF, batches, make, plant, train
 from torch import nn
 
 from overflow_fast import _C, OverflowGuard
+from overflow_fast.guard import remedy
 from overflow_fast.guard.origin import who_made_it
 from overflow_fast.guard.report import Report
 from overflow_fast.guard.settings import bad_settings, nonfinite_settings
-from overflow_fast.guard.verdict import LOOP, BadEntry, Verdict
+from overflow_fast.guard.verdict import LOOP, BadEntry, BadFrame, Verdict
 from overflow_fast.report import BackwardFrame, frames_text
 
 STUB = Path(_C.__file__).parent / "_C.pyi"
@@ -117,6 +118,14 @@ def test_a_role_is_no_name(watch):
         ("output", _C.Role.OUTPUT),
         ("output", _C.Role.OUTPUT),
     ]
+
+
+def test_a_parameter_called_output_is_no_output(watch):
+    watch, bad = watch
+    finite = {history.last.place.label.name for history in watch.recorder.headroom()}
+    assert "output" in finite  # the parameter; what was returned is inf
+    assert list(remedy._of_outputs(watch)) == []
+    assert [size for size, _ in remedy._bad_outputs(BadFrame(watch, bad[0]))] == [8]
 
 
 def test_labels_are_equal_by_role_and_parts(watch):
