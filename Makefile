@@ -10,6 +10,7 @@ RUN := $(VENV)/bin/python
 CORE := $(wildcard csrc/*.h csrc/cpu/*)
 CUDA := $(wildcard csrc/cuda/*)
 METAL := $(wildcard overflow_fast/metal/*.metal csrc/mps/*)
+TORCH_SIDE := $(wildcard csrc/*.cpp csrc/torch_internals/*)
 
 .PHONY: build demo test test-quick bench lint sanitize cuda-check gpu-check mps-check clean
 
@@ -24,7 +25,7 @@ $(VENV)/ready: pyproject.toml
 	$(RUN) -m pip install -q --group dev
 	@touch $@
 
-$(VENV)/built: $(VENV)/ready setup.py $(CORE) $(wildcard csrc/*.cpp) $(CUDA) $(METAL)
+$(VENV)/built: $(VENV)/ready setup.py $(CORE) $(TORCH_SIDE) $(CUDA) $(METAL)
 	@echo "overflow_fast: compiling the extension (about a minute)"
 	$(RUN) -m pip install -q --no-build-isolation --no-deps -e .
 	@touch $@

@@ -127,6 +127,7 @@ def sources(*folders: str) -> list[str]:
 def extension(with_cuda: bool) -> object:
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
+    folders = ["", "torch_internals", "cpu", *(["cuda"] if with_cuda else [])]
     compile_args = {"cxx": CXX_FLAGS}
     if with_cuda:
         compile_args["nvcc"] = ["-std=c++20", "-O3"]
@@ -134,7 +135,7 @@ def extension(with_cuda: bool) -> object:
     kind = CUDAExtension if with_cuda else CppExtension
     return kind(
         "overflow_fast._C",
-        sources("", "cpu", "cuda") if with_cuda else sources("", "cpu"),
+        sources(*folders),
         extra_compile_args=compile_args,
         extra_link_args=["-Wl,--as-needed"] if sys.platform == "linux" else [],
     )

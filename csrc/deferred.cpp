@@ -4,7 +4,7 @@
 #include <set>
 
 #include "device_registry.h"
-#include "errors.h"
+#include "torch_internals/errors.h"
 
 namespace overflow_fast {
 

@@ -7,9 +7,9 @@
 #include <stdexcept>
 
 #include "device_registry.h"
-#include "errors.h"
+#include "torch_internals/errors.h"
+#include "torch_internals/unseen.h"
 #include "torch_scan.h"
-#include "unseen.h"
 
 namespace overflow_fast {
 

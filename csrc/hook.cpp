@@ -1,17 +1,16 @@
 #include "hook.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/python_variable.h>
 
-#include <array>
-#include <string_view>
 #include <utility>
 
-#include "errors.h"
-#include "eval_frame.h"
-#include "hidden.h"
-#include "trace_mode.h"
+#include "torch_internals/autograd_graph.h"
+#include "torch_internals/errors.h"
+#include "torch_internals/eval_frame.h"
+#include "torch_internals/hidden.h"
+#include "torch_internals/modules.h"
+#include "torch_internals/python_tensor.h"
+#include "torch_internals/trace_mode.h"
 #include "walk.h"
 
 namespace overflow_fast {
@@ -20,9 +19,6 @@ namespace {
 
 constexpr long kRecomputed = 1;
 constexpr long kEndsStep = 2;
-// What composable functions put first among a class's bases, and before its name.
-constexpr std::array<std::pair<std::string_view, std::string_view>, 3> kComposed = {
-    {{"DDP", "DDP"}, {"FSDPModule", "FSDP"}, {"ReplicateModule", "Replicate"}}};
 
 // What cannot be walked becomes a line that says so: the watched program goes on.
 template <class Walk>
@@ -61,7 +57,7 @@ void record_call(FrameHook* self, Recorder& recorder, py::object class_name, Fil
   if (recorder.options().gathers) watch.emplace(recorder.seconds);
   long flags = 0;
   if (!recorder.in_step) {
-    const int64_t graph_task = torch::autograd::get_current_graph_task_id();
+    const int64_t graph_task = graph_task_id();
     flags = call_owner(self, "on_unrooted", self->module, graph_task).template cast<long>();
   }
   const bool wants_tensors = recorder.wants_tensors();
@@ -78,25 +74,6 @@ void record_call(FrameHook* self, Recorder& recorder, py::object class_name, Fil
   }
   if (recorder.should_fetch()) call_owner(self, "on_waiting");
   if (flags & kEndsStep) call_owner(self, "on_unrooted_end");
-}
-
-// FSDP2 and composable replicate() derive a module's class from theirs and the author's,
-// and put a prefix before the author's name.
-PyTypeObject* authors_type(PyTypeObject* type) {
-  const auto base = [type](Py_ssize_t place) {
-    return reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(type->tp_mro, place));
-  };
-  const Py_ssize_t num_bases = PyTuple_GET_SIZE(type->tp_mro);
-  if (num_bases < 3) return type;
-  for (const auto& [theirs, prefix] : kComposed) {
-    if (theirs != base(1)->tp_name) continue;
-    std::string_view name = type->tp_name;
-    if (name.substr(0, prefix.size()) != prefix) continue;
-    name.remove_prefix(prefix.size());
-    for (Py_ssize_t place = 2; place < num_bases; ++place)
-      if (name == base(place)->tp_name) return base(place);
-  }
-  return type;
 }
 
 py::object class_name_of(PyObject* module) {
@@ -142,10 +119,7 @@ void record_traced_frame(FrameHook* self, Recorder& recorder, const TracedCall& 
   // The compiled code will write to them.
   const auto copies = [&]() -> py::object {
     py::list list;
-    for (const at::Tensor& tensor : tensors) {
-      PyObject* copy = THPVariable_Wrap(tensor.detach().clone());
-      list.append(py::reinterpret_steal<py::object>(copy));
-    }
+    for (const at::Tensor& tensor : tensors) list.append(to_python(tensor.detach().clone()));
     return std::move(list);
   };
   const auto fill = [&](Frame& frame) { recorder.add_traced(frame, call, tensors); };

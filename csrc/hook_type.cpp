@@ -3,15 +3,15 @@
 #include <Python.h>
 #include <c10/core/InferenceMode.h>
 #include <structmember.h>
-#include <torch/csrc/Device.h>
-#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <cstddef>
 #include <unordered_map>
 
-#include "eval_frame.h"
 #include "hook.h"
-#include "unseen.h"
+#include "torch_internals/eval_frame.h"
+#include "torch_internals/python_tensor.h"
+#include "torch_internals/unseen.h"
 
 namespace overflow_fast {
 
@@ -33,24 +33,22 @@ at::Tensor make_ticket(const at::Device& device) {
 
 at::Device device_of(FrameHook* self) {
   const auto device = py::handle(self->owner).attr("device");
-  return device.is_none() ? at::Device(at::kCPU)
-                          : reinterpret_cast<THPDevice*>(device.cast<py::object>().ptr())->device;
+  return device.is_none() ? at::Device(at::kCPU) : device.cast<at::Device>();
 }
 
 // Made when a hook is first traced.
 const at::Tensor& ticket_of(FrameHook* self) {
   if (self->ticket == nullptr) {
     const EvalFramePause pause;
-    self->ticket = THPVariable_Wrap(make_ticket(device_of(self)));
-    if (self->ticket == nullptr) throw py::error_already_set();
-    hooks()[THPVariable_Unpack(self->ticket).const_data_ptr()] = self;
+    self->ticket = to_python(make_ticket(device_of(self))).release().ptr();
+    hooks()[tensor_of(self->ticket).const_data_ptr()] = self;
   }
-  return THPVariable_Unpack(self->ticket);
+  return tensor_of(self->ticket);
 }
 
 void forget_ticket(FrameHook* self) {
   if (self->ticket == nullptr) return;
-  hooks().erase(THPVariable_Unpack(self->ticket).const_data_ptr());
+  hooks().erase(tensor_of(self->ticket).const_data_ptr());
   Py_CLEAR(self->ticket);
 }
 

@@ -12,17 +12,15 @@
 
 #include "dtype.h"
 #include "slot_ref.h"
+#include "torch_internals/tensor_state.h"
 
 namespace overflow_fast {
-
-// Lets the tensor go and keeps its address from being given to another one.
-using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
 class Memo {
  public:
   // What is known of a tensor at this moment. Valid while the tensor is.
   struct Key {
-    c10::TensorImpl* impl;
+    TensorId id;
     const void* data;
     int64_t numel;
     uint64_t layout;
@@ -30,17 +28,12 @@ class Memo {
     bool is_inference;
 
     static Key of(const at::Tensor& tensor) {
-      auto* impl = tensor.unsafeGetTensorImpl();
-      const bool is_inference = impl->is_inference();
-      return {impl,
-              impl->storage().data(),
-              impl->numel(),
-              layout_of(tensor),
-              is_inference ? 0 : static_cast<uint32_t>(impl->version_counter().current_version()),
-              is_inference};
+      const std::optional<uint32_t> version = version_of(tensor);
+      return {id_of(tensor),     storage_data(tensor), tensor.numel(),
+              layout_of(tensor), version.value_or(0),  !version};
     }
     bool operator==(const Key& other) const {
-      return impl == other.impl && version == other.version && data == other.data &&
+      return id == other.id && version == other.version && data == other.data &&
              numel == other.numel && layout == other.layout;
     }
   };
@@ -54,11 +47,11 @@ class Memo {
   // it is known again only from `frame_start` on, within the frame that scanned it.
   const Known* find(const at::Tensor& tensor, size_t frame_start) const {
     if (table_.empty()) return nullptr;
-    const auto* impl = tensor.unsafeGetTensorImpl();
-    for (size_t at = place(impl);; at = (at + 1) & (table_.size() - 1)) {
+    const TensorId id = id_of(tensor);
+    for (size_t at = place(id);; at = (at + 1) & (table_.size() - 1)) {
       if (table_[at] == 0) return nullptr;
       const Entry& entry = entries_[table_[at] - 1];
-      if (entry.key.impl != impl) continue;
+      if (entry.key.id != id) continue;
       const bool is_fresh = !entry.key.is_inference || entry.frame_mark >= frame_start;
       return is_fresh && entry.key == Key::of(tensor) ? &entry.known : nullptr;
     }
@@ -66,16 +59,16 @@ class Memo {
 
   void insert(const at::Tensor& tensor, const Key& key, Known known, size_t frame_mark) {
     if ((entries_.size() + 1) * 2 > table_.size()) grow();
-    size_t at = place(key.impl);
+    size_t at = place(key.id);
     for (; table_[at] != 0; at = (at + 1) & (table_.size() - 1)) {
       Entry& entry = entries_[table_[at] - 1];
-      if (entry.key.impl != key.impl) continue;
+      if (entry.key.id != key.id) continue;
       entry.key = key;
       entry.known = known;
       entry.frame_mark = frame_mark;
       return;
     }
-    entries_.push_back({key, known, frame_mark, WeakTensor(tensor.getIntrusivePtr())});
+    entries_.push_back({key, known, frame_mark, weak_tensor(tensor)});
     table_[at] = static_cast<uint32_t>(entries_.size());
   }
 
@@ -102,15 +95,15 @@ class Memo {
     return hash;
   }
 
-  size_t place(const c10::TensorImpl* impl) const {
-    const auto bits = reinterpret_cast<uintptr_t>(impl) * 0x9e3779b97f4a7c15;
+  size_t place(TensorId id) const {
+    const auto bits = reinterpret_cast<uintptr_t>(id) * 0x9e3779b97f4a7c15;
     return (bits >> 32) & (table_.size() - 1);
   }
 
   void grow() {
     table_.assign(std::max<size_t>(256, table_.size() * 2), 0);
     for (size_t i = 0; i < entries_.size(); ++i) {
-      size_t at = place(entries_[i].key.impl);
+      size_t at = place(entries_[i].key.id);
       while (table_[at] != 0) at = (at + 1) & (table_.size() - 1);
       table_[at] = static_cast<uint32_t>(i + 1);
     }

@@ -4,12 +4,12 @@
 
 #include "cpu/kernels.h"
 #include "device_registry.h"
-#include "hidden.h"
 #include "hook.h"
 #include "metal_launches.h"
 #include "records.h"
 #include "scan.h"
 #include "tensor_view.h"
+#include "torch_internals/hidden.h"
 #include "torch_scan.h"
 
 namespace overflow_fast {

@@ -1,14 +1,12 @@
 #include "recorder.h"
 
-#include <ATen/record_function.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/python_variable.h>
-
 #include <algorithm>
 
-#include "errors.h"
 #include "scan.h"
 #include "tensor_view.h"
+#include "torch_internals/autograd_graph.h"
+#include "torch_internals/errors.h"
+#include "torch_internals/python_tensor.h"
 
 namespace overflow_fast {
 
@@ -22,20 +20,18 @@ const py::object& resolver() {
 
 // Takes down what tells later where an input can have come from.
 void note_input(Frame& frame, Listing& listing, const at::Tensor& tensor) {
-  auto* impl = tensor.unsafeGetTensorImpl();
-  listing.version = impl->is_inference() ? 1 : impl->version_counter().current_version();
-  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
-  const auto* node = meta == nullptr ? nullptr : meta->grad_fn_.get();
-  if (node == nullptr) return;
+  listing.version = version_of(tensor).value_or(1);
+  const std::optional<NodeId> node = node_of(tensor);
+  if (!node) return;
   listing.is_computed = true;
-  if (node->thread_id() == at::RecordFunction::currentThreadId()) {
-    frame.newest_input = std::max(frame.newest_input, node->sequence_nr() + 1);
+  if (node->thread == graph_thread()) {
+    frame.newest_input = std::max(frame.newest_input, node->number + 1);
   }
 }
 
 py::object reason_for(const at::Tensor& tensor, Readability readability) {
   return py::module_::import("overflow_fast.tensors")
-      .attr("reason")(py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)), readability);
+      .attr("reason")(to_python(tensor), readability);
 }
 
 }  // namespace
@@ -101,9 +97,9 @@ void Recorder::add_tensor(Frame& frame, Listing listing, const at::Tensor& tenso
 }
 
 void Recorder::add_wrapper(Frame& frame, Listing listing, const at::Tensor& tensor) {
-  const py::object values = resolver()(py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)));
-  if (!THPVariable_Check(values.ptr())) return add_not_scanned(frame, listing, values);
-  const at::Tensor& inner = THPVariable_Unpack(values.ptr());
+  const py::object values = resolver()(to_python(tensor));
+  if (!is_tensor(values.ptr())) return add_not_scanned(frame, listing, values);
+  const at::Tensor& inner = tensor_of(values.ptr());
   View view{};
   const Readability readability = view_of(inner, view);
   if (readability == Readability::kReadable) return add_scanned(frame, listing, inner, view);

@@ -83,8 +83,7 @@ class Recorder {
   // Whether a module's parameter is to be listed in the frame of its call.
   bool wants_parameter(const at::Tensor& parameter) {
     if (!options_.parameters_once) return true;
-    const auto* impl = parameter.unsafeGetTensorImpl();
-    return seen_.try_emplace(impl, WeakTensor(parameter.getIntrusivePtr())).second;
+    return seen_.try_emplace(id_of(parameter), weak_tensor(parameter)).second;
   }
   void forget_parameters() { seen_.clear(); }
   // Has the gradient of an output looked at when backward computes it, if that is wanted.
@@ -209,7 +208,7 @@ class Recorder {
   Traced traced_;
   std::vector<py::object> class_names_;  // of the modules, by their index
   // Parameters; what is held weakly keeps its address to itself.
-  std::unordered_map<const c10::TensorImpl*, WeakTensor> seen_;
+  std::unordered_map<TensorId, WeakTensor> seen_;
   std::shared_ptr<GradientSink> sink_ = std::make_shared<GradientSink>(this);
   Gathered gathered_;
   std::vector<Call> calls_;

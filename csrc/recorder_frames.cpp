@@ -1,12 +1,10 @@
 // What becomes of a recorder's frames once they are listed: they are judged, gathered, kept.
-#include <ATen/SequenceNumber.h>
-#include <ATen/record_function.h>
-#include <torch/csrc/autograd/python_variable.h>
-
 #include <algorithm>
 
-#include "errors.h"
 #include "recorder.h"
+#include "torch_internals/autograd_graph.h"
+#include "torch_internals/errors.h"
+#include "torch_internals/python_tensor.h"
 
 namespace overflow_fast {
 
@@ -30,9 +28,8 @@ void Recorder::note_call(const Frame& frame) {
         return entry.kind == EntryKind::kNotScanned ||
                (entry.kind == EntryKind::kNotTensor && entry.listing.role != Role::kInput);
       });
-  calls_.push_back({frame.module, frame.phase, frame.order, frame.batch,
-                    at::RecordFunction::currentThreadId(), frame.newest_input,
-                    at::sequence_number::peek(), frame.traced != nullptr, has_unseen});
+  calls_.push_back({frame.module, frame.phase, frame.order, frame.batch, graph_thread(),
+                    frame.newest_input, next_node_number(), frame.traced != nullptr, has_unseen});
 }
 
 void Recorder::forget_calls(bool forgets_all) {
@@ -64,7 +61,7 @@ void Recorder::record_gradient(uint32_t module, LabelId label, const at::Tensor&
     Frame frame = begin_frame(module, class_names_[module], Phase::kBackward);
     add_tensor(frame, {label}, gradient);
     finish(frame);
-    if (wants_it && is_bad()) hold(py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient)));
+    if (wants_it && is_bad()) hold(to_python(gradient));
   } catch (...) {
     coverage_.count(current_exception_text());
   }

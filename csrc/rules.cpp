@@ -1,8 +1,8 @@
 #include "rules.h"
 
-#include "eval_frame.h"
-#include "hidden.h"
 #include "records.h"
+#include "torch_internals/eval_frame.h"
+#include "torch_internals/hidden.h"
 
 namespace overflow_fast {
 

@@ -5,8 +5,8 @@
 #include "device_registry.h"
 #include "device_slots.h"
 #include "scan.h"
+#include "torch_internals/unseen.h"
 #include "torch_scan.h"
-#include "unseen.h"
 
 namespace overflow_fast {
 

@@ -1,6 +1,6 @@
 #include "tensor_view.h"
 
-#include <c10/core/DispatchKeySet.h>
+#include "torch_internals/tensor_state.h"
 
 namespace overflow_fast {
 
@@ -32,20 +32,6 @@ std::optional<Dtype> to_dtype(at::ScalarType type) {
 }
 
 namespace {
-
-// Tensors whose dispatch keys say that their values are not (only) in their own storage.
-bool is_indirect(const at::TensorBase& tensor) {
-  static const c10::DispatchKeySet kWrapper =
-      c10::DispatchKeySet(c10::DispatchKey::Python) |
-      c10::DispatchKeySet(c10::DispatchKey::ZeroTensor) |
-      c10::DispatchKeySet(c10::DispatchKey::Functionalize) |
-      c10::DispatchKeySet(c10::DispatchKey::FuncTorchBatched) |
-      c10::DispatchKeySet(c10::DispatchKey::FuncTorchGradWrapper);
-  const auto* impl = tensor.unsafeGetTensorImpl();
-  return impl->key_set().has_any(kWrapper) || !impl->has_storage() ||
-         impl->layout() != c10::kStrided || impl->is_meta() ||
-         c10::isQIntType(impl->dtype().toScalarType());
-}
 
 // Elements from the first to the last that the strides reach, both included.
 int64_t span(const at::TensorBase& tensor) {

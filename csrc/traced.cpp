@@ -65,15 +65,14 @@ void Traced::end_step() {
 }
 
 void Traced::returned(const at::Tensor& tensor) {
-  returned_.push_back({tensor.storage().getWeakStorageImpl(), tensor.const_data_ptr(),
-                       tensor.sizes().vec(), tensor.strides().vec()});
+  returned_.push_back({weak_storage(tensor), tensor.const_data_ptr(), tensor.sizes().vec(),
+                       tensor.strides().vec()});
 }
 
 bool Traced::has_returned(const at::Tensor& tensor) const {
   return std::any_of(returned_.begin(), returned_.end(), [&](const Returned& known) {
     return known.data == tensor.const_data_ptr() && tensor.sizes() == known.sizes &&
-           tensor.strides() == known.strides &&
-           known.storage._unsafe_get_target() == tensor.storage().unsafeGetStorageImpl();
+           tensor.strides() == known.strides && has_storage(tensor, known.storage);
   });
 }
 

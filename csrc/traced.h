@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "frame.h"
+#include "torch_internals/tensor_state.h"
 
 namespace overflow_fast {
 
@@ -66,7 +67,7 @@ class Traced {
 
   // A weak reference keeps the address of a storage from being reused.
   struct Returned {
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    WeakStorage storage;
     const void* data;
     std::vector<int64_t> sizes, strides;
   };

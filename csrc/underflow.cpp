@@ -5,8 +5,8 @@
 #include <limits>
 #include <utility>
 
-#include "errors.h"
-#include "unseen.h"
+#include "torch_internals/errors.h"
+#include "torch_internals/unseen.h"
 
 namespace overflow_fast {
 

@@ -1,6 +1,7 @@
 #include "walk.h"
 
-#include <torch/csrc/autograd/python_variable.h>
+#include "torch_internals/modules.h"
+#include "torch_internals/python_tensor.h"
 
 namespace overflow_fast {
 
@@ -19,19 +20,19 @@ PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); 
 // the fields that are None, so its items are what counts.
 bool is_dataclass(PyObject* object) {
   static PyObject* const kFields = interned("__dataclass_fields__");
-  return _PyType_Lookup(Py_TYPE(object), kFields) != nullptr;
+  return class_attribute(Py_TYPE(object), kFields) != nullptr;
 }
 
 Shape shape_of(PyObject* object) {
   // The plain cases first: asking whether any other object is a tensor is an isinstance().
-  if (THPVariable_CheckExact(object)) return Shape::kTensor;
+  if (is_plain_tensor(object)) return Shape::kTensor;
   if (object == Py_None) return Shape::kNone;
   if (PyTuple_Check(object) || PyList_Check(object)) return Shape::kSequence;
   if (PyLong_CheckExact(object) || PyFloat_CheckExact(object) || PyBool_Check(object) ||
       PyUnicode_CheckExact(object)) {
     return Shape::kLeaf;
   }
-  if (THPVariable_Check(object)) return Shape::kTensor;
+  if (is_tensor(object)) return Shape::kTensor;
   if (PyDict_Check(object)) return Shape::kDict;
   if (!PyType_Check(object) && is_dataclass(object)) return Shape::kAttributes;
   return Shape::kLeaf;
@@ -127,7 +128,7 @@ struct Walker {
   bool is_input;
 
   void tensor(PyObject* object, LabelId label) {
-    const at::Tensor& tensor = THPVariable_Unpack(object);
+    const at::Tensor& tensor = tensor_of(object);
     recorder.add_tensor(frame, {label, only_if_bad, allowed}, tensor);
     if (!is_input) recorder.watch_output(frame, label, tensor);
   }
@@ -175,25 +176,13 @@ bool has_own_named_parameters(PyObject* module) {
   static PyObject* const kName = interned("named_parameters");
   static PyObject* const kModuleType =
       py::object(py::module_::import("torch.nn").attr("Module")).release().ptr();
-  return _PyType_Lookup(Py_TYPE(module), kName) !=
-         _PyType_Lookup(reinterpret_cast<PyTypeObject*>(kModuleType), kName);
-}
-
-py::object parameters_of(PyObject* module) {
-  static PyObject* const kParameters = interned("_parameters");
-  // Around nn.Module's __getattr__, which is asked only for what is not there.
-  PyObject* found = PyObject_GenericGetAttr(module, kParameters);
-  if (found == nullptr) {
-    PyErr_Clear();
-    found = PyObject_GetAttr(module, kParameters);
-  }
-  if (found == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(found);
+  return class_attribute(Py_TYPE(module), kName) !=
+         class_attribute(reinterpret_cast<PyTypeObject*>(kModuleType), kName);
 }
 
 void record_parameter(Recorder& recorder, Frame& frame, PyObject* name, PyObject* parameter) {
-  if (!THPVariable_Check(parameter)) return;
-  const at::Tensor& tensor = THPVariable_Unpack(parameter);
+  if (!is_tensor(parameter)) return;
+  const at::Tensor& tensor = tensor_of(parameter);
   if (recorder.wants_parameter(tensor)) {
     recorder.add_tensor(frame, {recorder.labels().name(name)}, tensor);
   }
@@ -211,7 +200,7 @@ void record_parameters(Recorder& recorder, Frame& frame, PyObject* module) {
     }
     return;
   }
-  const py::object parameters = parameters_of(module);
+  const py::object parameters = own_parameters(module);
   if (!PyDict_Check(parameters.ptr()) || PyDict_GET_SIZE(parameters.ptr()) == 0) return;
   // named_parameters() lists a parameter that has two names once.
   std::vector<PyObject*> seen;

@@ -8,9 +8,12 @@ namespace overflow_fast {
 
 class EvalFramePause {
  public:
-  EvalFramePause() : before_(setter()(pybind11::none())) {}
+  EvalFramePause() {
+    if (!setter().is_none()) before_ = setter()(pybind11::none());
+  }
   EvalFramePause(const EvalFramePause&) = delete;
   ~EvalFramePause() {
+    if (!before_) return;
     const pybind11::error_scope scope;  // the call's own exception stays
     try {
       setter()(before_);
@@ -20,11 +23,22 @@ class EvalFramePause {
   }
 
  private:
+  // None where torch has no such function: a line is logged, and nothing is paused.
   static const pybind11::object& setter() {
     static const auto* function =  // never freed: the interpreter may be gone by then
-        new pybind11::object(
-            pybind11::module_::import("torch._C._dynamo.eval_frame").attr("set_eval_frame"));
+        new pybind11::object(find_setter());
     return *function;
+  }
+
+  static pybind11::object find_setter() {
+    using pybind11::module_;
+    try {
+      return module_::import("torch._C._dynamo.eval_frame").attr("set_eval_frame");
+    } catch (pybind11::error_already_set& error) {
+      module_::import("overflow_fast.torch_internals.registry")
+          .attr("note_missing")("EvalFramePause", error.value());
+      return pybind11::none();
+    }
   }
 
   pybind11::object before_;

@@ -1,0 +1,77 @@
+// The graph of autograd: which node computed a tensor, which backward runs, and hooks on nodes.
+// The public hooks are Python's, one call of the interpreter each, and change what a view's
+// gradient function is.
+#pragma once
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+namespace overflow_fast {
+
+// The number of the backward that runs in this thread, or -1.
+inline int64_t graph_task_id() { return torch::autograd::get_current_graph_task_id(); }
+
+// The thread, and the number that the next node made in it gets.
+inline uint64_t graph_thread() { return at::RecordFunction::currentThreadId(); }
+inline uint64_t next_node_number() { return at::sequence_number::peek(); }
+
+// A node of the graph, by the thread that made it and its number there.
+struct NodeId {
+  uint64_t thread;
+  uint64_t number;
+};
+
+// The node that computed a tensor, if one is there; Tensor::grad_fn() makes a view's anew.
+inline std::optional<NodeId> node_of(const at::TensorBase& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  const auto* node = meta == nullptr ? nullptr : meta->grad_fn_.get();
+  if (node == nullptr) return std::nullopt;
+  return NodeId{node->thread_id(), node->sequence_nr()};
+}
+
+// Looks at the gradient of one output of a node, and hands it on as it is.
+class NodeHook : public torch::autograd::FunctionPreHook {
+ public:
+  explicit NodeHook(uint32_t index) : index(index) {}
+
+  // Called for a gradient that is defined, by the thread that runs backward, without the GIL.
+  virtual void look(const at::Tensor& gradient) = 0;
+  // Called where compiled autograd has left the hook out of what it compiles.
+  virtual void left_out() const = 0;
+
+  torch::autograd::variable_list operator()(
+      const torch::autograd::variable_list& gradients) override {
+    if (gradients[index].defined()) look(gradients[index]);
+    return gradients;
+  }
+  // Compiled autograd asks for what it needs to run it, gets nothing, and leaves it out.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { left_out(); }
+
+  const uint32_t index;  // which of the node's outputs
+};
+
+// Puts make(index) on the node that computed `output`, unless is_known(hook) is true for a hook of
+// this kind that is there already for the same output.
+template <class Hook, class IsKnown, class Make>
+void hook_node_of(const at::Tensor& output, IsKnown is_known, Make make) {
+  const auto& node = output.grad_fn();
+  if (!node) return;
+  const auto index = static_cast<uint32_t>(output.output_nr());
+  auto& hooks = node->tensor_pre_hooks();
+  const bool is_there = std::any_of(hooks.begin(), hooks.end(), [&](const auto& known) {
+    const auto* hook = dynamic_cast<const Hook*>(known.get());
+    return hook != nullptr && hook->index == index && is_known(*hook);
+  });
+  if (!is_there) node->add_tensor_pre_hook(make(index));
+}
+
+}  // namespace overflow_fast

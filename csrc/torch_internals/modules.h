@@ -1,0 +1,52 @@
+// nn.Module as its class lays it out. Whatever asks the module itself may run the user's code.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <array>
+#include <string_view>
+#include <utility>
+
+namespace overflow_fast {
+
+// An attribute of an object's class or its bases, borrowed, or null. CPython's; it alone takes no
+// reference, runs no descriptor and raises nothing.
+inline PyObject* class_attribute(PyTypeObject* type, PyObject* name) {
+  return _PyType_Lookup(type, name);
+}
+
+// The dict of the parameters that a module itself holds (nn.Module._parameters).
+inline pybind11::object own_parameters(PyObject* module) {
+  static PyObject* const kName = PyUnicode_InternFromString("_parameters");
+  // Around nn.Module's __getattr__, which is asked only for what is not there.
+  PyObject* found = PyObject_GenericGetAttr(module, kName);
+  if (found == nullptr) {
+    PyErr_Clear();
+    found = PyObject_GetAttr(module, kName);
+  }
+  if (found == nullptr) throw pybind11::error_already_set();
+  return pybind11::reinterpret_steal<pybind11::object>(found);
+}
+
+// FSDP2 and composable replicate() derive a module's class from theirs and the author's, and put a
+// prefix before the author's name. Theirs are known by name: importing them is left to the user.
+inline PyTypeObject* authors_type(PyTypeObject* type) {
+  constexpr std::array<std::pair<std::string_view, std::string_view>, 3> kComposed = {
+      {{"DDP", "DDP"}, {"FSDPModule", "FSDP"}, {"ReplicateModule", "Replicate"}}};
+  const auto base = [type](Py_ssize_t place) {
+    return reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(type->tp_mro, place));
+  };
+  const Py_ssize_t num_bases = PyTuple_GET_SIZE(type->tp_mro);
+  if (num_bases < 3) return type;
+  for (const auto& [theirs, prefix] : kComposed) {
+    if (theirs != base(1)->tp_name) continue;
+    std::string_view name = type->tp_name;
+    if (name.substr(0, prefix.size()) != prefix) continue;
+    name.remove_prefix(prefix.size());
+    for (Py_ssize_t place = 2; place < num_bases; ++place)
+      if (name == base(place)->tp_name) return base(place);
+  }
+  return type;
+}
+
+}  // namespace overflow_fast

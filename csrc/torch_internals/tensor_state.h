@@ -1,0 +1,59 @@
+// What TensorImpl and StorageImpl know besides a tensor's values. at::Tensor tells part of it
+// through virtual calls, and gives no weak reference.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKeySet.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace overflow_fast {
+
+// Tells a tensor from all others that are alive or held weakly.
+using TensorId = const void*;
+
+inline TensorId id_of(const at::TensorBase& tensor) { return tensor.unsafeGetTensorImpl(); }
+
+// Lets the tensor go and keeps its address from being given to another one.
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+inline WeakTensor weak_tensor(const at::TensorBase& tensor) {
+  return WeakTensor(tensor.getIntrusivePtr());
+}
+
+// How often autograd knows a tensor to have been written to; inference tensors do not count it.
+inline std::optional<uint32_t> version_of(const at::TensorBase& tensor) {
+  auto* impl = tensor.unsafeGetTensorImpl();
+  if (impl->is_inference()) return std::nullopt;
+  return static_cast<uint32_t>(impl->version_counter().current_version());
+}
+
+// Where a tensor's memory begins; unlike data_ptr() it does not make a lazy copy a real one.
+inline const void* storage_data(const at::TensorBase& tensor) {
+  return tensor.unsafeGetTensorImpl()->storage().data();
+}
+
+// The same for the memory of tensors.
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+
+inline WeakStorage weak_storage(const at::TensorBase& tensor) {
+  return tensor.storage().getWeakStorageImpl();
+}
+
+inline bool has_storage(const at::TensorBase& tensor, const WeakStorage& storage) {
+  return storage._unsafe_get_target() == tensor.storage().unsafeGetStorageImpl();
+}
+
+// Whether the values of a tensor are not (only) in its own strided memory, by its dispatch keys.
+inline bool is_indirect(const at::TensorBase& tensor) {
+  constexpr c10::DispatchKeySet kWrapper(
+      {c10::DispatchKey::Python, c10::DispatchKey::ZeroTensor, c10::DispatchKey::Functionalize,
+       c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper});
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  return impl->key_set().has_any(kWrapper) || !impl->has_storage() ||
+         impl->layout() != c10::kStrided || impl->is_meta() ||
+         c10::isQIntType(impl->dtype().toScalarType());
+}
+
+}  // namespace overflow_fast
