@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any, TypeGuard
 
 import torch
@@ -14,8 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _C, traced
 from .torch_internals.modules import forward_hooks, forward_pre_hooks
-
-_MODULE_CALL = nn.Module._wrapped_call_impl.__code__
+from .torch_internals.running import running_modules
 
 
 def modules_once(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
@@ -160,14 +157,11 @@ class CopiedHooks:
         return 0
 
 
-def outermost_call(
-    is_watched: Callable[[nn.Module], bool], skip: int = 0
-) -> tuple[int, nn.Module]:
+def outermost_call(is_watched: Callable[[nn.Module], bool]) -> tuple[int, nn.Module]:
     """Finds the outermost running call of a watched module, from the Python stack.
 
     Args:
         is_watched: Says which modules count.
-        skip: How many of the innermost such calls to leave out.
 
     Returns:
         An identity of that call, equal as long as it runs, and its module.
@@ -175,19 +169,10 @@ def outermost_call(
     Raises:
         LookupError: If no such call is running.
     """
-    found: tuple[FrameType, nn.Module] | None = None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _MODULE_CALL:
-            module = frame.f_locals.get("self")
-            if isinstance(module, nn.Module) and is_watched(module):
-                if skip == 0:
-                    found = frame, module
-                skip = max(0, skip - 1)
-        frame = frame.f_back
-    if found is None:
+    calls = [call for call in running_modules() or () if is_watched(call[1])]
+    if not calls:
         raise LookupError("no watched module is running")
-    return id(found[0]), found[1]
+    return calls[-1]
 
 
 def hook_of(owner: object, module: nn.Module) -> _C.FrameHook | None:
@@ -205,22 +190,7 @@ def index_of(owner: object, module: nn.Module) -> int:
     return -1 if hook is None else hook.module
 
 
-def is_dry_run() -> bool:
-    """Whether a pipeline runs its stage to learn shapes, with unset memory."""
-    stage = sys.modules.get("torch.distributed.pipelining.stage")
-    file = getattr(stage, "__file__", None)
-    frame: FrameType | None = None if stage is None else sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename == file and "inference" in code.co_name:
-            return True
-        frame = frame.f_back
-    return False
-
-
 def is_running(module: nn.Module) -> bool:
-    """Whether a call of a module runs around the one that asks."""
-    try:
-        return outermost_call(lambda m: m is module, skip=1) is not None
-    except LookupError:
-        return False
+    """Whether a call of a module runs around the one that asks; True if not known."""
+    calls = running_modules()
+    return calls is None or sum(each is module for _, each in calls) > 1

@@ -6,18 +6,9 @@ from collections.abc import Container, Iterator
 
 from torch import nn
 
-# What wrapper classes of torch's call the module that they wrap.
-_WRAPPED = {
-    "CheckpointWrapper": "_checkpoint_wrapped_module",
-    "DataParallel": "module",
-    "DistributedDataParallel": "module",
-    "FullyShardedDataParallel": "_fsdp_wrapped_module",
-    "OptimizedModule": "_orig_mod",  # of torch.compile
-}
+from .torch_internals.wrappers import COMPOSED, WRAPPED, local_tensor
 
 _FSDP = {"FSDPModule", "FullyShardedDataParallel"}
-# What composable functions put first among a class's bases, and before its name.
-_COMPOSED = {"DDP": "DDP", "FSDPModule": "FSDP", "ReplicateModule": "Replicate"}
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -53,13 +44,13 @@ def is_sharded(model: nn.Module) -> bool:
     """
     if any(has_base(each, _FSDP) for each in {type(m) for m in model.modules()}):
         return True
-    return any(hasattr(parameter, "_local_tensor") for parameter in model.parameters())
+    return any(local_tensor(each) is not None for each in model.parameters())
 
 
 def authors_class(cls: type) -> type:
     """A module's class without the one that FSDP2 or `replicate()` puts over it."""
     own, *bases = cls.__mro__
-    prefix = _COMPOSED.get(bases[0].__name__) if bases else None
+    prefix = COMPOSED.get(bases[0].__name__) if bases else None
     for base in bases[1:]:
         if prefix is not None and own.__name__ == prefix + base.__name__:
             return base
@@ -68,6 +59,6 @@ def authors_class(cls: type) -> type:
 
 def _wrapped_by(module: nn.Module) -> str | None:
     for cls in type(module).__mro__:
-        if cls.__name__ in _WRAPPED and cls.__module__.startswith("torch."):
-            return _WRAPPED[cls.__name__]
+        if cls.__name__ in WRAPPED and cls.__module__.startswith("torch."):
+            return WRAPPED[cls.__name__]
     return None

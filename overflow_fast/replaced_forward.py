@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-_REPLICATE = "_replicate_for_data_parallel"  # which `nn.DataParallel` calls
+from .torch_internals.modules import REPLICATE, replicate
 
 
 class ReplacedForward:
@@ -28,7 +28,7 @@ class ReplacedForward:
         self._is_first = "forward" not in module.__dict__
         self.__wrapped__ = module.forward  # `inspect.signature` follows it
         module.__dict__["forward"] = self
-        module.__dict__[_REPLICATE] = functools.partial(_replicate, module)
+        module.__dict__[REPLICATE] = functools.partial(_replicate, module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs what stands in, or after `remove()` what was there."""
@@ -54,7 +54,7 @@ class ReplacedForward:
                 over.__wrapped__, over._is_first = self.__wrapped__, self._is_first
             over = over.__wrapped__
         if not isinstance(own.get("forward"), ReplacedForward):
-            own.pop(_REPLICATE, None)
+            own.pop(REPLICATE, None)
 
     def _bound_to(self, module: nn.Module) -> ReplacedForward:
         """A copy that runs another module, such as a replica of this one."""
@@ -69,9 +69,8 @@ class ReplacedForward:
 
 
 def _replicate(module: nn.Module) -> nn.Module:
-    replica: nn.Module
-    replica = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
-    del replica.__dict__[_REPLICATE]
+    replica = replicate(module)
+    del replica.__dict__[REPLICATE]
     forward = module.__dict__.get("forward")
     if isinstance(forward, ReplacedForward):
         replica.__dict__["forward"] = forward._bound_to(replica)

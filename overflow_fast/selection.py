@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .names import named_modules
+from .torch_internals.modules import BUFFERS, PARAMETERS
 
 Named = tuple[list[str], list[torch.Tensor]]
 
@@ -96,11 +97,11 @@ class NamedTensors:
 
     def parameters(self, model: nn.Module, all_modules: bool = False) -> Named:
         """Each parameter of the selected, or all, modules once, with its first name."""
-        return self._list(model, "_parameters", all_modules)
+        return self._list(model, PARAMETERS, all_modules)
 
     def buffers(self, model: nn.Module, all_modules: bool = False) -> Named:
         """Each buffer of the selected, or all, modules once, with its first name."""
-        return self._list(model, "_buffers", all_modules)
+        return self._list(model, BUFFERS, all_modules)
 
     def _list(self, model: nn.Module, kind: str, all_modules: bool) -> Named:
         named: dict[int, tuple[str, torch.Tensor]] = {}
@@ -134,7 +135,7 @@ class NamedTensors:
 def _own(module: nn.Module, kind: str) -> Iterable[tuple[str, Any]]:
     """A module's own parameters or buffers; TorchScript keeps its elsewhere."""
     if isinstance(module, torch.jit.ScriptModule):
-        is_buffers = kind == "_buffers"
+        is_buffers = kind == BUFFERS
         named = module.named_buffers if is_buffers else module.named_parameters
         return list(named(recurse=False))
     return module.__dict__[kind].items()  # type: ignore[no-any-return]

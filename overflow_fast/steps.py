@@ -10,9 +10,10 @@ from torch import nn
 
 from . import _C
 from .coverage import NotScannedWarning
-from .hooks import hook_of, index_of, is_dry_run, is_running, outermost_call
+from .hooks import hook_of, index_of, is_running, outermost_call
 from .owner import HookOwner
 from .torch_internals.running import call_after_backward
+from .torch_internals.wrappers import is_dry_run
 from .traced_root import TracedRoot
 
 _RECOMPUTED, _ENDS_STEP = 1, 2

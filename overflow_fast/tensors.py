@@ -11,7 +11,14 @@ from typing import Any
 import torch
 
 from . import _C
-from .torch_internals.tensors import is_in_transform
+from .torch_internals.tensors import (
+    has_holes,
+    is_fake,
+    is_in_transform,
+    is_zero_tensor,
+    sparse_values,
+)
+from .torch_internals.wrappers import arrived, local_tensor
 
 
 class NotScanned(str):
@@ -28,24 +35,23 @@ def _values_of(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
         return NotScanned("inside a torch.func transform")
     if tensor.is_meta:
         return NotScanned("meta tensor")
-    if hasattr(tensor, "fake_mode"):
+    if is_fake(tensor):
         return NotScanned("fake tensor")
     if tensor.is_quantized:
         return NotScanned("quantized")
     if tensor.layout is torch.sparse_coo:
-        return tensor._values()
+        return sparse_values(tensor)
     if tensor.layout in _COMPRESSED_LAYOUTS:
         return tensor.values()
     if tensor.is_nested:
         return _nested_values(tensor)
-    local = getattr(tensor, "_local_tensor", None)  # DTensor
-    if isinstance(local, torch.Tensor):
+    local = local_tensor(tensor)
+    if local is not None:
         return local if type(local) is torch.Tensor else _values_of(local)
-    if _type_name(tensor) == "AsyncCollectiveTensor":
-        # The stream waits for the collective, or the host where there is no stream.
-        arrived: torch.Tensor = tensor.trigger_wait()  # type: ignore[attr-defined]
-        return arrived
-    if tensor._is_zerotensor():
+    result = arrived(tensor)
+    if result is not None:
+        return result
+    if is_zero_tensor(tensor):
         return torch.zeros((), dtype=tensor.dtype, device=tensor.device)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return NotScanned(f"tensor subclass {_type_name(tensor)}")
@@ -61,7 +67,7 @@ _COMPRESSED_LAYOUTS = {
 
 
 def _nested_values(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
-    if getattr(tensor, "_lengths", None) is not None:
+    if has_holes(tensor):
         return NotScanned("nested tensor with holes")
     values: torch.Tensor = tensor.values()
     return values

@@ -35,18 +35,38 @@ _METHODS = {"before_root": "before", "root_ended": "ended"}  # of TracedRoot
 
 @functools.cache
 def register() -> None:
-    """Has dynamo know the hooks. Imports dynamo."""
+    """Registers the hooks with dynamo. Imports dynamo. Never raises.
+
+    Where torch has changed, a line is logged, and dynamo leaves hooks out of what it
+    compiles, or breaks its graphs where they run.
+    """
+    try:
+        _register()
+    except Exception as error:
+        _log.warning(
+            "torch has changed: torch.compile cannot trace hooks (%s: %s). Graphs "
+            "break there.",
+            type(error).__name__,
+            error,
+        )
+
+
+def _register() -> None:
     for function in (emit, emit_call, emit_hidden, watch_gradient):
         torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
     for constant in (step_in, step_out):
         torch.compiler.assume_constant_result(constant)  # type: ignore[no-untyped-call]
-    for called, traced in ((_C.run_hook, trace_call), (_C.run_paused, trace_root)):
-        torch.compiler.substitute_in_graph(called, skip_signature_check=True)(traced)
     # So that compiled code drops none of them, and keeps their order.
-    for name in ("frame", "call"):
-        keep_in_order(f"overflow_fast::{name}")
+    names = ("frame", "call")
+    are_kept = all([keep_in_order(f"overflow_fast::{name}") for name in names])
+    for name in names:
         plain = getattr(torch.ops.overflow_fast, f"plain_{name}")
         torch.fx.node.has_side_effect(plain.default)
+    for called, traced in ((_C.run_hook, trace_call), (_C.run_paused, trace_root)):
+        substitute = torch.compiler.substitute_in_graph(
+            called, skip_signature_check=True
+        )
+        substitute(traced if are_kept else trace_nothing)
 
 
 def recompile() -> None:
@@ -71,6 +91,10 @@ def trace_call(hook: Any, module: Any, args: Any, kwargs: Any, output: Any) -> N
     elif place != EXPORT:
         _hide(hook, module, args, kwargs, output, place)
         step_in()
+
+
+def trace_nothing(*_: Any) -> None:
+    """Stands for either where compiled code might drop the operators."""
 
 
 def trace_root(root_hook: Any, *arguments: Any) -> None:

@@ -8,19 +8,18 @@ given, and a constant that says what they are, which `parse` reads when it first
 from __future__ import annotations
 
 import json
-import sys
 import urllib.parse
 import weakref
-from types import FrameType
 from typing import Any
 
 import torch
-from torch.fx import Interpreter
 
 from . import _C
 from .tensors import NotScanned
 from .torch_internals.compiler import is_functional, is_split_for_ddp
+from .torch_internals.running import running_nodes
 from .torch_internals.tensors import is_batched, is_wrapper
+from .torch_internals.wrappers import local_tensor
 from .traced_numbers import begin_call, number_of
 
 # Styles of labels, as numbers that dynamo takes for constants.
@@ -158,8 +157,8 @@ def watch_gradient(
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
     """What of a tensor in a trace the operator can be given."""
-    local = getattr(tensor, "_local_tensor", None)  # DTensor
-    if isinstance(local, torch.Tensor):
+    local = local_tensor(tensor)
+    if local is not None:
         return local
     if is_batched(tensor):
         return NotScanned("inside a torch.func transform")
@@ -176,12 +175,7 @@ def _which_are_returned(count: int) -> list[bool]:
     The interpreter that runs the graph is found on the Python stack. Nobody runs one
     where gradients are recorded, and in bodies of other graphs none is.
     """
-    nodes = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is Interpreter.run_node.__code__:
-            nodes.append(frame.f_locals["n"])
-        frame = frame.f_back
+    nodes = running_nodes()
     if len(nodes) != 1 or nodes[0].target is not emit:
         return [False] * count
     (node,) = nodes

@@ -1,4 +1,4 @@
-"""The place in a program that dynamo traces. The only use of dynamo's internals."""
+"""The place in a program that dynamo traces."""
 
 from __future__ import annotations
 

@@ -3,22 +3,54 @@
 import ast
 import logging
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import overflow_fast
-from overflow_fast.torch_internals import modules, registry, running, tensors
+from overflow_fast import _C, traced
+from overflow_fast.torch_internals import (
+    modules,
+    registry,
+    running,
+    tensors,
+    wrappers,
+)
 
 PACKAGE = Path(overflow_fast.__file__).parent
 ROOM = PACKAGE / "torch_internals"
+PYTHON = [path for path in PACKAGE.rglob("*.py") if ROOM not in path.parents]
 PRIVATE = re.compile(
     r"""torch\._(?!_)|torch(\.\w+)+\._(?!_)|_subclasses|_functorch
     |\.(_version|_parameters|_buffers|_modules)\b
     |\._?(forward|global|optimizer)\w*_(pre_)?hooks\b""",
     re.VERBOSE,
+)
+# Of namedtuples, CPython, Lightning and transformers.
+NOT_OF_TORCH = {
+    *("_fields", "_asdict", "_getframe", "_overflow_fast_original"),
+    *("_batches_that_stepped", "_should_accumulate", "_logger_connector"),
+}
+CSRC = PACKAGE.parent / "csrc"
+CPP_ROOM = CSRC / "torch_internals"
+CPP = [path for path in CSRC.rglob("*.*") if CPP_ROOM not in path.parents]
+# What torch/extension.h offers, and the ABI that torch keeps stable.
+CPP_PUBLIC = {"torch/csrc/utils/pybind.h", "torch/csrc/stable/c/shim.h"}
+CPP_PRIVATE_HEADER = re.compile(
+    r"torch/csrc/|c10/core/impl/|c10/core/DispatchKeySet"
+    r"|ATen/(SequenceNumber|record_function|PythonTorchFunctionTLS)"
+)
+CPP_PRIVATE_NAME = re.compile(
+    r"\bTHP\w+|(c10|at)::impl\b|torch::(autograd|dynamo|impl|torch_dispatch_mode)\b"
+    r"|_PyType_Lookup|unsafeGet|_unsafe_|getIntrusivePtr|version_counter|DispatchKeySet"
 )
 
 
@@ -28,10 +60,8 @@ def test_torch_has_it(name):
     assert registry.is_there(internal), f"torch changed {internal.api}"
 
 
-@pytest.mark.parametrize("path", list(PACKAGE.rglob("*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", PYTHON, ids=lambda p: p.stem)
 def test_no_other_room_uses_a_private_api(path):
-    if ROOM in path.parents:
-        return
     own = {"self", "guard", "cls"}
     tree = ast.parse(path.read_text())
     texts = [
@@ -47,6 +77,59 @@ def test_no_other_room_uses_a_private_api(path):
         for alias in node.names
     ]
     assert [text for text in texts if PRIVATE.search(text)] == []
+
+
+def private_attributes(tree):
+    """Names of private attributes that are read, also by `getattr` and `hasattr`."""
+    for node in ast.walk(tree):
+        name = node.attr if isinstance(node, ast.Attribute) else None
+        if isinstance(node, ast.Call) and len(node.args) > 1:
+            called, key = ast.unparse(node.func), node.args[1]
+            if called in ("getattr", "hasattr") and isinstance(key, ast.Constant):
+                name = key.value
+        if name is not None and re.match("_[a-z]", name, re.IGNORECASE):
+            yield name
+
+
+def defined_names(tree):
+    """Names that a module defines: functions, classes, variables and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.alias):
+            yield node.asname or node.name
+
+
+def test_private_attributes_are_of_the_package_itself():
+    trees = {path: ast.parse(path.read_text()) for path in PYTHON}
+    known = NOT_OF_TORCH.union(*map(defined_names, trees.values()))
+    foreign = {
+        (path.name, name)
+        for path, tree in trees.items()
+        for name in private_attributes(tree)
+        if name not in known
+    }
+    assert foreign == set()
+
+
+@pytest.mark.parametrize("path", CPP, ids=lambda p: p.name)
+def test_no_other_folder_of_the_extension_uses_a_private_api(path):
+    text = path.read_text()
+    headers = set(re.findall(r"#include <(.+)>", text)) - CPP_PUBLIC
+    assert [each for each in headers if CPP_PRIVATE_HEADER.match(each)] == []
+    assert CPP_PRIVATE_NAME.findall(text) == []
+
+
+@pytest.mark.parametrize("path", sorted(CPP_ROOM.iterdir()), ids=lambda p: p.name)
+def test_the_extensions_room_uses_no_other_folder(path):
+    included = re.findall(r'#include "(.+)"', path.read_text())
+    assert [each for each in included if not (CPP_ROOM / each).exists()] == []
+    named = "\n| `" + path.with_suffix(".h").name + "` |"
+    assert named in (PACKAGE.parent / "CONTRIBUTING.md").read_text()
 
 
 def test_a_missing_one_is_said_once_and_costs_one_feature(monkeypatch, caplog):
@@ -67,6 +150,9 @@ def test_a_missing_one_is_said_once_and_costs_one_feature(monkeypatch, caplog):
         (torch._C._functorch, "peek_interpreter_stack"),
         (torch._guards, "TracingContext"),
         (torch, "_foreach_copy_"),
+        (nn.Module, "_wrapped_call_impl"),
+        (nn.modules.dropout, "_DropoutNd"),
+        (torch.fx.Interpreter, "run_node"),
     ],
 )
 def test_the_guard_works_without_it(monkeypatch, owner, name):
@@ -135,11 +221,11 @@ def test_transforms_and_traces_are_told():
     torch.func.vmap(look)(torch.ones(2))
     look(torch.ones(2))
     assert seen == [(True, True, True), (False, False, False)]
-    traced = []
+    in_trace = []
     torch.jit.trace(
-        lambda x: (traced.append(running.is_jit_tracing()), x)[1], 1 * torch.ones(1)
+        lambda x: (in_trace.append(running.is_jit_tracing()), x)[1], 1 * torch.ones(1)
     )
-    assert any(traced) and not running.is_jit_tracing()
+    assert any(in_trace) and not running.is_jit_tracing()
 
 
 def test_the_end_of_a_backward_calls_back():
@@ -154,6 +240,211 @@ def test_the_end_of_a_backward_calls_back():
     y.register_hook(hook)
     y.sum().backward()
     assert calls == [True, "end"] and running.graph_task_id() == -1
+
+
+def test_the_wrapped_module_is_where_it_was():
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+    from torch.distributed.fsdp import fully_sharded_data_parallel as fsdp
+
+    inner = nn.Linear(1, 1)
+    checkpointed = checkpoint_wrapper.checkpoint_wrapper(inner)
+    for made in (checkpointed, torch.compile(inner), nn.DataParallel(inner)):
+        assert getattr(made, wrappers.WRAPPED[type(made).__name__]) is inner
+    known = wrappers.WRAPPED["FullyShardedDataParallel"]
+    assert known == fsdp.FSDP_WRAPPED_MODULE
+
+
+def test_the_running_modules_are_found():
+    inner, seen = nn.Identity(), []
+    outer = nn.Sequential(inner)
+    inner.register_forward_hook(lambda *_: seen.extend(running.running_modules()))
+    outer(torch.ones(1))
+    assert [module for _, module in seen] == [inner, outer]
+    assert running.running_modules() == []
+
+
+def test_the_node_that_a_graph_runs_is_found():
+    seen = []
+
+    def look(x):
+        seen.extend(running.running_nodes())
+        return x
+
+    graph = torch.fx.Graph()
+    node = graph.call_function(look, (graph.placeholder("x"),))
+    graph.output(node)
+    torch.fx.Interpreter(torch.fx.GraphModule({}, graph)).run(torch.ones(1))
+    assert seen == [node]
+
+
+# What the extension's room is used for.
+
+
+class Functions(TorchFunctionMode):
+    seen = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Operations(TorchDispatchMode):
+    seen = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [Functions, Operations])
+def test_modes_see_nothing_of_what_is_hidden(kind):
+    with kind() as mode:
+        with _C.Hidden():
+            torch.ones(1).add(1)
+        assert mode.seen == 0
+        torch.ones(1)
+        assert mode.seen > 0
+
+
+@pytest.mark.parametrize("kind", [Functions, Operations])
+def test_modes_see_nothing_of_a_scan(kind):
+    tensor = torch.tensor([1.0, 2.0])
+    with kind() as mode:
+        assert _C.scan_tensors([tensor])[0].abs_max == 2
+        assert mode.seen == 0
+
+
+def test_dynamo_leaves_python_alone_while_it_is_paused():
+    eval_frame = torch._C._dynamo.eval_frame
+    seen = []
+    before = eval_frame.set_eval_frame(False)  # run what is compiled, compile nothing
+    try:
+        _C.run_paused(lambda: seen.append(eval_frame.get_eval_frame_callback()))
+        seen.append(eval_frame.get_eval_frame_callback())
+    finally:
+        eval_frame.set_eval_frame(before)
+    assert seen == [None, False]
+
+
+def proxies(function):
+    make_fx(function)(torch.ones(1))
+
+
+def pre_dispatch(function):
+    make_fx(function, pre_dispatch=True)(torch.ones(1))
+
+
+def functional(function):
+    with FunctionalTensorMode():
+        function(torch.ones(1))
+
+
+def export(function):
+    module = nn.Identity()
+    module.register_forward_hook(lambda *_: function(torch.ones(1)))
+    torch.export.export(module, (torch.ones(1),), strict=False)
+
+
+@pytest.mark.parametrize("trace", [proxies, pre_dispatch, functional, export])
+def test_nothing_is_called_in_a_trace(trace):
+    ran, seen = [], []
+
+    def look(x):
+        ran.append(True)
+        _C.run_paused(lambda: seen.append("in a trace"))
+        return x * 1
+
+    trace(look)
+    assert ran and not seen
+    look(torch.ones(1))
+    assert seen
+
+
+class Owner:
+    """Owns a frame hook, and takes down what it is asked."""
+
+    def __init__(self, **options):
+        self._recorder = _C.Recorder(None, **options)
+        self.graph_tasks = []
+
+    def on_unrooted(self, module, graph_task):
+        self.graph_tasks.append(graph_task)
+        return 0
+
+
+def test_the_extension_knows_which_backward_runs():
+    owner = Owner()
+    hook = _C.FrameHook(owner, 0)
+    x = torch.ones(1, requires_grad=True)
+    (x * 2).register_hook(lambda _: None)
+    y = x * 2
+    ids = []
+
+    def look(gradient):
+        ids.append(running.graph_task_id())
+        _C.run_hook(hook, nn.Identity(), (), {}, None)
+
+    y.register_hook(look)
+    y.sum().backward()
+    _C.run_hook(hook, nn.Identity(), (), {}, None)
+    assert owner.graph_tasks == [*ids, -1] and ids[0] >= 0
+
+
+def test_a_hook_on_a_node_sees_its_gradient():
+    owner = Owner(watches_gradients=True)
+    hook, x = _C.FrameHook(owner, 0), torch.ones(2, requires_grad=True)
+    y = x * 2
+    _C.run_hook(hook, nn.Identity(), (), {}, y)
+    y.backward(torch.tensor([3.0, 4.0]))
+    assert torch.equal(x.grad, torch.tensor([6.0, 8.0]))
+    _, frame = owner._recorder.history()
+    (entry,) = owner._recorder.entries(frame)
+    assert frame.phase == _C.Phase.BACKWARD and entry.stat.abs_max == 4
+
+
+def test_a_write_makes_a_tensor_unknown_to_the_memo():
+    owner = Owner()
+    hook, x = _C.FrameHook(owner, 0), torch.zeros(4096)
+    for value in (1.0, 2.0):
+        x.fill_(value)
+        _C.run_hook(hook, nn.Identity(), (), {}, x)
+    entries = map(owner._recorder.entries, owner._recorder.history())
+    assert [entry.stat.abs_max for (entry,) in entries] == [1, 2]
+
+
+def test_hooks_are_left_out_of_compiled_code_that_might_drop_them(monkeypatch):
+    monkeypatch.setattr(registry, "_missing", set())
+    monkeypatch.delattr(torch.library, "_register_effectful_op")
+    substitutes = []
+    monkeypatch.setattr(
+        torch.compiler, "substitute_in_graph", lambda *_, **__: substitutes.append
+    )
+    traced._register()
+    assert substitutes == [traced.trace_nothing] * 2
+
+
+WITHOUT_DYNAMO = """
+import sys, torch, torch._dynamo, overflow_fast
+del torch._C._dynamo.eval_frame.set_eval_frame
+sys.modules["torch._dynamo"] = None
+model = torch.nn.Linear(2, 2)
+with overflow_fast.OverflowGuard(model, on_overflow="warn") as guard:
+    model(torch.ones(1, 2)).sum().backward()
+print(guard.coverage().failures)
+"""
+
+
+def test_eager_code_is_watched_where_torch_compile_has_changed():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_DYNAMO],
+        cwd=PACKAGE.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == "0", done.stderr
+    said = "torch has changed: torch"
+    assert f"{said}.compile cannot trace hooks (ImportError" in done.stderr
+    assert f"{said}._C._dynamo.eval_frame.set_eval_frame" in done.stderr
 
 
 def test_the_table_in_contributing_is_this_one():

@@ -162,7 +162,7 @@ class _Point:
         model = self._watch.model
         known = {kept.slot for kept in self.kept}
         for module, table, name in [] if model is None else list(_slots(model)):
-            if table == "_buffers" and (id(module), name) not in known:
+            if table == BUFFERS and (id(module), name) not in known:
                 del module.__dict__[table][name]
 
     @torch.no_grad()
@@ -172,7 +172,7 @@ class _Point:
 
     def _name(self, kept: _Kept) -> str:
         watch, model = self._watch, self._watch.model
-        kind = "buffer" if kept.table == "_buffers" else "frozen parameter"
+        kind = "buffer" if kept.table == BUFFERS else "frozen parameter"
         for name, module in [] if model is None else model.named_modules():
             if module is kept.module():
                 return f"The {kind} {watch.prefix}{name}{'.' * bool(name)}{kept.name}"
@@ -220,7 +220,7 @@ class _Kept:
             is_known = self._of is not None and self._of() is tensor
             if is_known and version is not None and version == self._version:
                 return False
-            if self.table == "_parameters" and _num_bytes(tensor) > _MAX_FROZEN:
+            if self.table == PARAMETERS and _num_bytes(tensor) > _MAX_FROZEN:
                 self._remember(version)
                 self.copy = None
                 return False
@@ -287,7 +287,7 @@ class _Kept:
         # For one call, functional_call has tensors in place that it takes away again.
         is_home = now is not None and self._home is not None and self._home() is now
         is_plain = all(type(each) is nn.Parameter for each in (now, before))
-        if not is_home and (is_plain or self.table == "_buffers"):
+        if not is_home and (is_plain or self.table == BUFFERS):
             module.__dict__[self.table][self.name] = before
 
     @property

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from .. import _C
+from ..torch_internals.modules import is_dropout
 from .verdict import FORWARDS
 from .watch import ModelWatch
 
@@ -36,7 +37,7 @@ class Called(NamedTuple):
     def may_pass_through(self) -> bool:
         """Whether it may have returned what it was given."""
         module = self.watch.module_at(self.call.module)
-        is_known = isinstance(module, (nn.Identity, nn.modules.dropout._DropoutNd))
+        is_known = isinstance(module, nn.Identity) or is_dropout(module)
         return is_known or self.call.begins_after >= self.call.ends_before
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..hooks import put_first
 from ..torch_internals.modules import forward_hooks, own_buffers
-from ..torch_internals.tensors import pytree, version_of
+from ..torch_internals.tensors import may_step_in_backward, pytree, version_of
 
 
 class Fault:
@@ -95,7 +95,7 @@ def everything_kept(models: Sequence[nn.Module]) -> Iterator[None]:
         for module in modules
         for name, buffer in own_buffers(module).items()
     ]
-    stepped = [_Kept(p) for p in parameters if p._post_accumulate_grad_hooks]
+    stepped = [_Kept(p) for p in parameters if may_step_in_backward(p)]
     versions = [version_of(each) for each in parameters]
     devices = {each.device.index for each in parameters if each.is_cuda}
     for each in parameters:

@@ -11,7 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..names import has_base
-from ..torch_internals.modules import own_buffers, own_parameters, replicate_state
+from ..torch_internals.modules import own_buffers, own_parameters
+from ..torch_internals.wrappers import (
+    fsdp_meshes,
+    inter_node_group,
+    mesh_of,
+    replicate_sharing,
+)
 from .nested import optimizers_in
 
 _DATA_PARALLEL = {"DistributedDataParallel", "FullyShardedDataParallel"}
@@ -65,25 +71,20 @@ def shared(groups: Iterable[Any]) -> list[Any]:
 def _groups_of(module: nn.Module) -> Sequence[Any]:
     if has_base(type(module), _DATA_PARALLEL):
         # FSDP with hybrid sharding has a second one.
-        names = ("process_group", "_inter_node_pg")
-        return [getattr(module, name, None) for name in names]
+        return [getattr(module, "process_group", None), inter_node_group(module)]
     if has_base(type(module), {"DDP"}):
         return _groups_of_replicated(module)
     return []
 
 
 def _groups_of_replicated(module: nn.Module) -> Sequence[Any]:
-    state = replicate_state(module)
-    if state is None:
+    sharing = replicate_sharing(module)
+    if sharing is None:
         return []
-    made = getattr(state, "_ddp", None)  # at the first forward
-    if made is not None:
-        return [made.process_group]
-    arguments = state._init_kwargs
-    mesh = arguments.get("device_mesh")
+    group, mesh = sharing
     if mesh is not None:
         return groups_of_mesh(mesh)
-    return [arguments.get("process_group") or dist.group.WORLD]
+    return [group or dist.group.WORLD]
 
 
 def _meshes_of(module: nn.Module) -> Iterator[Any]:
@@ -91,17 +92,13 @@ def _meshes_of(module: nn.Module) -> Iterator[Any]:
     yield from _meshes_of_tensors(value for each in own for value in each.values())
     if has_base(type(module), {"FSDPModule"}):
         # Between forward and backward the parameters may be whole tensors.
-        state = module._get_fsdp_state()  # type: ignore[operator]
-        for group in getattr(state, "_fsdp_param_groups", ()):
-            yield group.mesh_info.mesh
+        yield from fsdp_meshes(module)
 
 
 def _meshes_of_tensors(values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
         if isinstance(value, torch.Tensor):
-            # DDP has local tensors in their place between two forwards.
-            spec = getattr(value, "_spec", None) or getattr(value, "_st_info", None)
-            mesh = getattr(spec, "mesh", None)
+            mesh = mesh_of(value)
             if isinstance(mesh, dist.device_mesh.DeviceMesh):
                 yield mesh
 

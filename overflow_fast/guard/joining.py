@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from ..torch_internals.wrappers import join_config
 
 
 class GuardJoinable(Joinable):
@@ -41,13 +42,12 @@ class GuardJoinable(Joinable):
             ValueError: If a `Join` has a model behind this, whose collectives come
                 before the guard's, or an optimizer first, whose come behind them.
         """
-        config = self._join_config
-        if config.is_first_joinable and any(map(is_joining, models)):
+        if is_first(self) and any(map(is_joining, models)):
             raise ValueError(
                 "Join must be given the model before the guard: `with Join([model, "
                 "guard.joinable]):`, got them the other way round"
             )
-        if config.enable and any(map(is_first, optimizers)):
+        if is_joining(self) and any(map(is_first, optimizers)):
             raise ValueError(
                 "Join must be given the optimizer after the guard: `with Join([model, "
                 "guard.joinable, optimizer]):`, got the optimizer first"
@@ -79,17 +79,9 @@ class _Hook(JoinHook):
 
 def is_joining(joinable: Any) -> bool:
     """Whether a `Join` has this object. Torch does not take that back at its end."""
-    return bool(getattr(getattr(joinable, "_join_config", None), "enable", False))
+    return bool(getattr(join_config(joinable), "enable", False))
 
 
 def is_first(joinable: Any) -> bool:
     """Whether a `Join` has this object first."""
-    return is_joining(joinable) and bool(joinable._join_config.is_first_joinable)
-
-
-def is_shadowing() -> bool:
-    """Whether a `Join` is calling its hooks, for a rank that has no batch left."""
-    frame = sys._getframe()
-    while frame is not None and frame.f_code is not Join.__exit__.__code__:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
+    return is_joining(joinable) and bool(join_config(joinable).is_first_joinable)

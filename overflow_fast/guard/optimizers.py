@@ -13,7 +13,11 @@ import torch
 from torch.optim import Optimizer
 
 from .. import _C
-from ..torch_internals.modules import has_step_hooks, num_step_hooks
+from ..torch_internals.modules import (
+    has_step_hooks,
+    num_step_hooks,
+    reads_found_inf,
+)
 from .nested import optimizers_in
 from .snapshot import OptimizerSnapshot
 from .strays import StraySteps
@@ -97,7 +101,7 @@ class OptimizerGate:
         # Older Adagrads read it too and do not say so.
         if isinstance(optimizer, torch.optim.Adagrad) and optimizer.defaults["fused"]:
             return True
-        return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        return reads_found_inf(optimizer)
 
     def attach(self) -> None:
         """Takes the place of `step`, unless it has it."""

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ..torch_internals.wrappers import is_shadowing
 from .groups import find_groups, groups_of_mesh, shared
-from .joining import GuardJoinable, is_first, is_joining, is_shadowing
+from .joining import GuardJoinable, is_first, is_joining
 from .peers import Peers
 from .watch import ModelWatch
 

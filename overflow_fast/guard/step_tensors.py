@@ -13,6 +13,7 @@ from .. import _C
 from ..selection import Named
 from ..tensors import tensors_in
 from ..torch_internals.tensors import is_wrapper, version_of
+from ..torch_internals.wrappers import local_tensor
 from .cadence import Level
 from .nested import optimizers_in
 from .watch import ModelWatch
@@ -190,7 +191,7 @@ def _parts(value: object) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that a tensor is made of, by what is behind its name."""
     if not isinstance(value, torch.Tensor):
         return
-    if not is_wrapper(value) or hasattr(value, "_local_tensor"):
+    if not is_wrapper(value) or local_tensor(value) is not None:
         yield "", value
         return
     for key in value.__tensor_flatten__()[0]:  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .registry import internal
+from .registry import INTERNALS, Internal, internal
 
 
 @internal(
@@ -34,11 +34,24 @@ def recompile_all() -> None:
     "torch.library._register_effectful_op",
     "compiled code drops operators without outputs, or changes their order",
     "Compiled modules are not watched",
+    False,
 )
-def keep_in_order(operator: str) -> None:
-    """Has compiled code keep an operator, and its order among others like it."""
+def keep_in_order(operator: str) -> bool:
+    """Makes compiled code keep an operator, and its order among others like it.
+
+    Returns:
+        False where torch has changed.
+    """
     effect = torch._library.effects.EffectType.ORDERED
     torch.library._register_effectful_op(operator, effect)
+    return True
+
+
+INTERNALS["EvalFramePause"] = Internal(
+    "torch._C._dynamo.eval_frame.set_eval_frame",
+    "dynamo looks at Python code that the extension calls while compiled code runs",
+    "Dynamo may compile the guard's own code",
+)
 
 
 @internal(

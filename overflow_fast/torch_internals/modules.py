@@ -128,12 +128,39 @@ def num_step_hooks(optimizer: Any) -> int:
 
 
 @internal(
-    "torch.distributed._composable.replicate.replicate",
-    "the ranks that a replicated module is shared by",
-    "Give process_group= for modules under replicate()",
+    "torch.optim.SGD._step_supports_amp_scaling",
+    "optimizers whose kernels leave a step out where a GradScaler says so",
+    "Steps of fused optimizers wait for the verdict",
+    False,
 )
-def replicate_state(module: nn.Module) -> Any:
-    """The state of a module under composable `replicate()`, or None."""
-    from torch.distributed._composable.replicate import replicate
+def reads_found_inf(optimizer: object) -> bool:
+    """Returns True for an optimizer whose kernels read `found_inf` themselves."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
-    return replicate.state(module)
+
+@internal(
+    "torch.nn.modules.dropout._DropoutNd",
+    "which modules may return what they were given",
+    "The makers of values that a dropout returns as they are may be named wrongly",
+    False,
+)
+def is_dropout(module: object) -> bool:
+    """Returns True for torch's dropouts, and classes derived from them."""
+    return isinstance(module, torch.nn.modules.dropout._DropoutNd)
+
+
+# The method by which `nn.DataParallel` copies each module.
+REPLICATE = "_replicate_for_data_parallel"
+
+
+def replicate(module: nn.Module) -> nn.Module:
+    """Makes the copy of a module that `nn.DataParallel` runs on another device."""
+    replica: nn.Module = getattr(type(module), REPLICATE)(module)
+    return replica
+
+
+INTERNALS["replicate"] = Internal(
+    f"torch.nn.Module.{REPLICATE}",
+    "copies of a module whose forward is replaced must run their own",
+    "nn.DataParallel over such modules runs the first device's",
+)

@@ -10,14 +10,17 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
 
 _log = logging.getLogger("overflow_fast")
-MISSING = (AttributeError, ImportError)
+# What using an API raises that is gone, or takes other arguments than it did.
+MISSING = (AttributeError, ImportError, KeyError, TypeError)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -70,6 +73,14 @@ def note_missing(name: str, error: Exception) -> None:
         _log.warning("torch has changed: %s (%s). %s.", api, error, without)
 
 
+def stack() -> Iterator[FrameType]:
+    """Yields the frames of the Python stack from the caller's out."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def is_there(internal: Internal) -> bool:
     """Returns True if the API is in the installed torch."""
     parts = internal.api.split(".")
@@ -88,7 +99,7 @@ def is_there(internal: Internal) -> bool:
 
 def _instance_of(kind: type) -> Any:
     if issubclass(kind, torch.optim.Optimizer):
-        return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+        return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, fused=True)
     return kind()
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx, nn
 
-from .registry import internal
+from .registry import internal, stack
 
 
 @internal(
@@ -52,3 +53,32 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     """Has the backward that runs call a function when it ends."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
+
+
+@internal(
+    "torch.nn.Module._wrapped_call_impl",
+    "which call of a watched module is the outermost, where the root's does not run",
+    "Each module that is called on its own counts as a step",
+)
+def running_modules() -> list[tuple[int, nn.Module]] | None:
+    """The calls of modules that run in this thread, the innermost first.
+
+    Returns:
+        An identity of each, equal as long as it runs, and its module; None where torch
+        has changed.
+    """
+    code = nn.Module._wrapped_call_impl.__code__
+    calls = [frame for frame in stack() if frame.f_code is code]
+    return [(id(frame), frame.f_locals["self"]) for frame in calls]
+
+
+@internal(
+    "torch.fx.Interpreter.run_node",
+    "which tensors a graph that is traced returns as they are",
+    "Gradients of what compiled code returns are listed for an inner module",
+    (),
+)
+def running_nodes() -> list[Any]:
+    """The nodes that interpreters of graphs run in this thread."""
+    code = fx.Interpreter.run_node.__code__
+    return [frame.f_locals["n"] for frame in stack() if frame.f_code is code]

@@ -54,6 +54,60 @@ def is_batched(tensor: torch.Tensor) -> bool:
     return torch._C._functorch.is_batchedtensor(tensor)
 
 
+@internal(
+    "torch.Tensor._is_zerotensor",
+    "zeros of autograd's that have no memory",
+    "Such tensors are listed as not scanned",
+    False,
+)
+def is_zero_tensor(tensor: torch.Tensor) -> bool:
+    """Returns True for zeros that have no memory."""
+    return tensor._is_zerotensor()
+
+
+@internal(
+    "torch.Tensor._values",
+    "values of sparse tensors as they are; values() wants them coalesced",
+    "Sparse COO tensors are listed as not scanned",
+)
+def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a sparse COO tensor, which may have several for one place."""
+    return tensor._values()
+
+
+@internal(
+    "torch._subclasses.fake_tensor.FakeTensor",
+    "tensors without values; importing the class takes a second",
+    "Fake tensors are listed as not scanned, for another reason",
+    False,
+)
+def is_fake(tensor: object) -> bool:
+    """Returns True for a fake tensor."""
+    return hasattr(tensor, "fake_mode")
+
+
+@internal(
+    "torch.nested._internal.nested_tensor.NestedTensor",
+    "memory between the parts of a jagged tensor that belongs to none",
+    "Values there may be reported",
+    False,
+)
+def has_holes(tensor: torch.Tensor) -> bool:
+    """Returns True for a jagged tensor whose parts do not fill its values."""
+    return getattr(tensor, "_lengths", None) is not None
+
+
+@internal(
+    "torch.Tensor._post_accumulate_grad_hooks",
+    "parameters that a backward may step, whose copies are put back",
+    "A self-test may leave a step that a hook has made in backward",
+    True,
+)
+def may_step_in_backward(parameter: torch.Tensor) -> bool:
+    """Returns True for a parameter with hooks that run when its gradient is there."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
 def copy_all(to: list[torch.Tensor], of: list[torch.Tensor]) -> None:
     """Copies tensors into others of the same shapes, in few kernels."""
     try:
