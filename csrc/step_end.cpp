@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "errors.h"
+#include "torch_internals/errors.h"
 
 namespace overflow_fast {
 

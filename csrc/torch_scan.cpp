@@ -7,8 +7,8 @@
 #include <mutex>
 #include <utility>
 
-#include "errors.h"
 #include "scan.h"
+#include "torch_internals/errors.h"
 
 namespace overflow_fast {
 
