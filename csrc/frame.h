@@ -54,6 +54,14 @@ inline Role role_of(Phase phase) {
   }
 }
 
+// What of a call a value is.
+enum class Part : uint8_t {
+  kNamed,        // a parameter, or something else that has a name
+  kInput,        // an argument of the call
+  kWithinInput,  // what an argument holds, or what was given by keyword
+  kOutput,
+};
+
 // How an entry is listed.
 struct Listing {
   LabelId label;

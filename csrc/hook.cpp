@@ -183,14 +183,15 @@ PyMethodDef kFunctions[] = {
 
 }  // namespace
 
-void record_traced(const at::Tensor& ticket, const std::string& text, at::TensorList tensors) {
+void record_traced(const at::Tensor& ticket, int64_t id, std::string_view text,
+                   at::TensorList tensors) {
   const py::gil_scoped_acquire gil;
   FrameHook* self = find_hook(ticket);
   if (self == nullptr) return;
   const auto alive = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(self));
   Recorder& recorder = recorder_of(self);
   if (recorder.is_paused) return;
-  const TracedCall& call = recorder.traced_call(text);
+  const TracedCall& call = recorder.traced_call(id, text);
   try {
     if (call.has_frame) {
       record_traced_frame(self, recorder, call, tensors);

@@ -18,6 +18,7 @@
 #include <pybind11/pybind11.h>
 
 #include <string>
+#include <string_view>
 
 #include "recorder.h"
 
@@ -41,7 +42,8 @@ FrameHook* find_hook(const at::Tensor& ticket);
 
 // What torch calls, and what the operators do: see traced.h.
 void add_hook_functions(py::module_& m);
-void record_traced(const at::Tensor& ticket, const std::string& call, at::TensorList tensors);
+void record_traced(const at::Tensor& ticket, int64_t id, std::string_view text,
+                   at::TensorList tensors);
 // Calls a method of the owner's `traced_root`.
 void call_traced(const at::Tensor& ticket, const std::string& method);
 

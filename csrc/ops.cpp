@@ -92,8 +92,8 @@ void scan_op_device(const at::Tensor& slots, int64_t first, at::TensorList tenso
                static_cast<Slot*>(slots.mutable_data_ptr()) + first, device->current_stream());
 }
 
-void frame_op(const at::Tensor& ticket, c10::string_view traced, at::TensorList tensors) {
-  record_traced(ticket, std::string(traced), tensors);
+void frame_op(const at::Tensor& ticket, int64_t id, c10::string_view text, at::TensorList tensors) {
+  record_traced(ticket, id, text, tensors);
 }
 
 void call_op(const at::Tensor& ticket, c10::string_view method) {
@@ -112,9 +112,9 @@ TORCH_LIBRARY(overflow_fast, m) {
   // The same by torch operations alone, on any device.
   m.def("scan_composite(Tensor(a!) slots, int first, Tensor[] tensors) -> ()");
   // What compiled code does in place of a module's hook: see traced.h.
-  m.def("frame(Tensor ticket, str traced, Tensor[] tensors) -> ()");
+  m.def("frame(Tensor ticket, int id, str text, Tensor[] tensors) -> ()");
   // The same without an effect that torch is told of, for graphs that can hold no effects.
-  m.def("plain_frame(Tensor ticket, str traced, Tensor[] tensors) -> ()");
+  m.def("plain_frame(Tensor ticket, int id, str text, Tensor[] tensors) -> ()");
   m.def("plain_call(Tensor ticket, str method) -> ()", {at::Tag::cudagraph_unsafe});
   // Calls a method of the hook's owner. A CUDA graph cannot replay that.
   m.def("call(Tensor ticket, str method) -> ()", {at::Tag::cudagraph_unsafe});
@@ -134,9 +134,9 @@ TORCH_LIBRARY_IMPL(overflow_fast, CompositeExplicitAutograd, m) {
 TORCH_LIBRARY_IMPL(overflow_fast, Meta, m) {
   m.impl("scan", [](const at::Tensor&, int64_t, at::TensorList) {});
   m.impl("scan_composite", [](const at::Tensor&, int64_t, at::TensorList) {});
-  m.impl("frame", [](const at::Tensor&, c10::string_view, at::TensorList) {});
+  m.impl("frame", [](const at::Tensor&, int64_t, c10::string_view, at::TensorList) {});
   m.impl("call", [](const at::Tensor&, c10::string_view) {});
-  m.impl("plain_frame", [](const at::Tensor&, c10::string_view, at::TensorList) {});
+  m.impl("plain_frame", [](const at::Tensor&, int64_t, c10::string_view, at::TensorList) {});
   m.impl("plain_call", [](const at::Tensor&, c10::string_view) {});
 }
 

@@ -7,6 +7,7 @@
 #include "torch_internals/autograd_graph.h"
 #include "torch_internals/errors.h"
 #include "torch_internals/python_tensor.h"
+#include "traced_text.h"
 
 namespace overflow_fast {
 
@@ -158,29 +159,40 @@ SlotRef Recorder::scan_to_slot(const at::Tensor& tensor, const View& view) {
   return {SlotRef::Kind::kHost, 0, static_cast<uint32_t>(host_slots_.size() - 1)};
 }
 
+const TracedCall& Recorder::traced_call(int64_t id, std::string_view text) {
+  if (const TracedCall* known = traced_.find_call(id)) return *known;
+  TracedCall call = parse_traced(text, labels_);
+  std::erase_if(call.items, [this](const TracedCall::Item& item) {
+    const bool is_tensor = item.kind == EntryKind::kTensor || item.kind == EntryKind::kNotScanned;
+    return !is_tensor && listing(item.part, item.label).only_if_bad;
+  });
+  return traced_.add_call(id, std::move(call));
+}
+
 void Recorder::add_traced(Frame& frame, const TracedCall& call, at::TensorList tensors) {
   frame.traced = &call;
   size_t next = 0;
   std::vector<std::pair<int64_t, size_t>> here;  // numbers and places of this frame's tensors
   for (const TracedCall::Item& item : call.items) {
+    const Listing listing = this->listing(item.part, item.label);
     if (item.kind == EntryKind::kNone) {
-      add_none(frame, item.listing);
+      add_none(frame, listing);
     } else if (item.kind == EntryKind::kNotTensor) {
-      add_not_tensor(frame, item.listing);
+      add_not_tensor(frame, listing);
     } else if (item.kind == EntryKind::kNotScanned) {
       ++coverage_.tensors_listed;
-      add_not_scanned(frame, item.listing, item.why);
+      add_not_scanned(frame, listing, item.why);
     } else if (item.is_new && next < tensors.size()) {
       const at::Tensor& tensor = tensors[next++];
       if (item.is_returned && options_.watches_gradients) traced_.returned(tensor);
-      const bool is_parameter = item.is_named && call.phase == Phase::kForward;
-      if (!is_parameter || wants_parameter(tensor)) add_tensor(frame, item.listing, tensor);
+      const bool is_parameter = item.part == Part::kNamed && call.phase == Phase::kForward;
+      if (!is_parameter || wants_parameter(tensor)) add_tensor(frame, listing, tensor);
       if (item.number >= 0) here.emplace_back(item.number, frame.entries.size() - 1);
     } else {
       const auto found = std::find_if(here.begin(), here.end(), [&](const auto& numbered) {
         return numbered.first == item.number;
       });
-      add_known(frame, item,
+      add_known(frame, listing,
                 found == here.end() ? traced_.find(item.number, deferred_.num_sends())
                                     : &frame.entries[found->second]);
     }
@@ -188,17 +200,16 @@ void Recorder::add_traced(Frame& frame, const TracedCall& call, at::TensorList t
 }
 
 // A tensor that the same run of the compiled code has scanned before.
-void Recorder::add_known(Frame& frame, const TracedCall::Item& item, const Entry* known) {
+void Recorder::add_known(Frame& frame, Listing listing, const Entry* known) {
   ++coverage_.tensors_listed;
   if (known == nullptr) {
     return add_not_scanned(
-        frame, item.listing,
-        py::str("compiled code gave it to an earlier frame, whose stat is gone"));
+        frame, listing, py::str("compiled code gave it to an earlier frame, whose stat is gone"));
   }
   frame.entries.push_back(Entry(*known));
   Entry& entry = frame.entries.back();
-  entry.listing = item.listing;
-  entry.listing.role = role_of(frame.phase, item.listing.label);
+  entry.listing = listing;
+  entry.listing.role = role_of(frame.phase, listing.label);
   if (entry.kind == EntryKind::kNotScanned) coverage_.count(entry.why);
   const bool is_here = entry.slot.is_on_host();
   frame.is_bad |= is_here && entry.is_bad();

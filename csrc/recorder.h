@@ -94,11 +94,21 @@ class Recorder {
     const bool is_forward = phase == Phase::kForward || phase == Phase::kRecomputed;
     return is_forward ? labels_.role(label) : overflow_fast::role_of(phase);
   }
+  // How a part of a call is listed. Where transformers never looks, a value is listed only if it
+  // is bad, and the -inf of an additive mask is no alarm.
+  Listing listing(Part part, LabelId label) const {
+    switch (part) {
+      case Part::kInput: return {label, false, options_.gathers ? Slot::kNegativeInf : 0};
+      case Part::kWithinInput: return {label, !options_.list_kwargs, Slot::kNegativeInf};
+      default: return {label};
+    }
+  }
   // Fills the frame of a compiled call: see traced.h.
   void add_traced(Frame& frame, const TracedCall& call, at::TensorList tensors);
   // Counts the tensors of calls that compiled code has no operator for.
   void count_hidden(const TracedCall& call);
-  const TracedCall& traced_call(const std::string& text) { return traced_.call_of(text, labels_); }
+  // The call with an id; reads its text at the first use.
+  const TracedCall& traced_call(int64_t id, std::string_view text);
   void add_none(Frame& frame, Listing listing);
   void add_not_tensor(Frame& frame, Listing listing);
   bool finish(Frame& frame);
@@ -189,7 +199,7 @@ class Recorder {
   void add_scanned(Frame& frame, Listing listing, const at::Tensor& tensor, const View& view);
   void add_stat(Frame& frame, Listing listing, const at::Tensor& tensor, Memo::Known known);
   void add_wrapper(Frame& frame, Listing listing, const at::Tensor& tensor);
-  void add_known(Frame& frame, const TracedCall::Item& item, const Entry* known);
+  void add_known(Frame& frame, Listing listing, const Entry* known);
   // Compiled code writes to its tensors without their version counters.
   bool uses_memo(const Frame& frame) const { return options_.use_memo && frame.traced == nullptr; }
 

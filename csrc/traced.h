@@ -1,13 +1,13 @@
 // Frames of compiled calls. torch.compile traces a module's hook into the operator
 // overflow_fast::frame (overflow_fast/traced.py), which runs with the compiled code, where the hook
 // would have run, and records the frame that the hook would have recorded. What the frame lists was
-// found out when it was traced, and is a constant of the operator.
+// found out when it was traced, and is a constant of the operator: an id, and a text that is read
+// where the id is unknown (traced_text.h). Code out of a cache comes with both.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
-#include <string>
 #include <thread>
 #include <unordered_map>
 #include <vector>
@@ -21,13 +21,13 @@ namespace overflow_fast {
 struct TracedCall {
   struct Item {
     EntryKind kind;
-    Listing listing;
+    Part part;
+    LabelId label;
     py::object why;  // kNotScanned
     // Of a tensor: its number among all that were ever traced, or -1. The first item with a number
     // comes with the tensor; later ones stand for the same tensor, not written to since.
     int64_t number;
     bool is_new;
-    bool is_named;  // its label is a name: a parameter's, say
     // The compiled code returns the tensor, and watches its gradient.
     bool is_returned;
   };
@@ -43,8 +43,14 @@ struct TracedCall {
 // run of compiled code.
 class Traced {
  public:
-  // Parses the constant at its first use. The result stays where it is.
-  const TracedCall& call_of(const std::string& text, LabelTable& labels);
+  // The call that was added under an id, or null. It stays where it is.
+  const TracedCall* find_call(int64_t id) const {
+    const auto found = calls_.find(id);
+    return found == calls_.end() ? nullptr : &found->second;
+  }
+  const TracedCall& add_call(int64_t id, TracedCall&& call) {
+    return calls_.emplace(id, std::move(call)).first->second;
+  }
 
   void remember(const Frame& frame);
   // The entry of a tensor of this run, or null if its slot has been sent since.
@@ -72,7 +78,7 @@ class Traced {
     std::vector<int64_t> sizes, strides;
   };
 
-  std::unordered_map<std::string, TracedCall> calls_;
+  std::unordered_map<int64_t, TracedCall> calls_;
   std::unordered_map<std::thread::id, Numbered> known_;
   std::vector<Returned> returned_;
 };

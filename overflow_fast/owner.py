@@ -90,8 +90,6 @@ class HookOwner:
             traced_walk.CALLS: options.get("lists_calls", True),
             traced_walk.GRADIENTS: options.get("watches_gradients"),
             traced_walk.STRICT: options.get("strict_compat"),
-            traced_walk.KWARGS: options.get("list_kwargs"),
-            traced_walk.MASKS: options.get("gathers"),
             **self._root_plan(),
         }
         self.plan = sum(flag for flag, is_set in flags.items() if is_set)

@@ -16,16 +16,9 @@ from . import _C
 from .names import authors_class
 from .tensors import traced_loss_in
 from .torch_internals.compiler import has_compiled, keep_in_order, recompile_all
-from .traced_graph import (
-    NAME,
-    Header,
-    emit,
-    emit_call,
-    emit_hidden,
-    make_item,
-    watch_gradient,
-)
+from .traced_graph import emit, emit_call, emit_hidden, watch_gradient
 from .traced_place import EXPORT, step_in, step_out
+from .traced_text import FORWARD, NAME, RECORDED, Header, make_item
 from .traced_walk import CALLS, GRADIENTS, LOSS, ROOT, Entries, walk
 
 _log = logging.getLogger("overflow_fast")
@@ -136,15 +129,10 @@ def _trace(
     if has_frame:
         walk(plan, module, args, kwargs, output, inputs, outputs)
     if has_loss and not plan & CALLS:
-        item = make_item(((NAME, "loss"),), role="RECORDED")
-        _emit(
-            ticket,
-            owner,
-            ("RECORDED", "", False, True, False),
-            [(item, traced_loss_in(output))],
-        )
+        loss = make_item(((NAME, "loss"),)), traced_loss_in(output)
+        _emit(ticket, owner, (RECORDED, "", False, True, False), [loss])
     if has_frame or is_root:
-        header = ("FORWARD", name, is_root, has_frame, has_loss)
+        header = (FORWARD, name, is_root, has_frame, has_loss)
         _emit(ticket, owner, header, inputs + outputs)
     if plan & GRADIENTS:
         for item, tensor in outputs:

@@ -1,48 +1,39 @@
-"""Operators for frames in the graphs of `torch.compile`, and how they are read again.
+"""Operators for frames in the graphs of `torch.compile`.
 
 AOTAutograd runs `emit` and `watch_gradient` with the tensors of its trace. They put one
 operator for each frame into the graph: it takes the tensors that no earlier one was
-given, and a constant that says what they are, which `parse` reads when it first runs.
+given, and a constant that says what they are (`traced_text`), with a number for it.
 """
 
 from __future__ import annotations
 
-import json
-import urllib.parse
 import weakref
 from typing import Any
 
 import torch
 
-from . import _C
 from .tensors import NotScanned
 from .torch_internals.compiler import is_functional, is_split_for_ddp
 from .torch_internals.running import running_nodes
 from .torch_internals.tensors import is_batched, is_wrapper
 from .torch_internals.wrappers import local_tensor
 from .traced_numbers import begin_call, number_of
-
-# Styles of labels, as numbers that dynamo takes for constants.
-NAME, INDEX, KEY, ATTRIBUTE = map(int, _C.LabelStyle.__members__.values())
-
-Label = tuple[tuple[int, object], ...]
-# An entry as it is traced: the path of its label, its kind, whether it is listed only
-# if it is bad, what is allowed there, and the name of its role.
-Item = tuple[Label, str, bool, int, str]
-# The phase, the class's name, whether the root's call ends, whether there is a frame,
-# whether a loss is among what the root returned.
-Header = tuple[str, str, bool, bool, bool]
-
-
-def make_item(
-    path: Label,
-    kind: str = "TENSOR",
-    only_if_bad: bool = False,
-    allowed: int = 0,
-    role: str = "OUTPUT",
-) -> Item:
-    return path, kind, only_if_bad, allowed, role
-
+from .traced_text import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    NAME,
+    NOT_SCANNED,
+    TENSOR,
+    Header,
+    Item,
+    Label,
+    header_text,
+    id_of,
+    item_text,
+    make_item,
+    tensor_text,
+)
 
 _BEFORE = "before"
 
@@ -64,26 +55,26 @@ def emit(
         tensors: Those of the entries that are tensors, in order.
     """
     given: list[torch.Tensor] = []
-    lines: list[tuple[object, ...]] = []
+    lines: list[str] = []
     rest = zip(tensors, _which_are_returned(len(tensors)), strict=True)
-    for path, kind, only_if_bad, allowed, role in items:
-        number, is_new, is_returned, why = -1, False, False, ""
-        if kind == "TENSOR":
-            whole, is_returned = next(rest)
-            is_returned = is_returned and role != "INPUT"
-            tensor = _readable(whole)
-            if isinstance(tensor, NotScanned):
-                kind, why = "NOT_SCANNED", str(tensor)
-            else:
-                is_named = role not in ("INPUT", "OUTPUT")
-                number, is_new = (-1, True) if is_named else number_of(tensor, owner)
-                # What takes no gradient would be run in the forward.
-                if is_returned or header[0] == "BACKWARD":
-                    is_new = True
-                if is_new:
-                    given.append(tensor)
-        listing = (path, kind, only_if_bad, allowed, role)
-        lines.append((*listing, number, is_new, is_returned, why))
+    for path, kind in items:
+        if kind != TENSOR:
+            lines.append(item_text(path, kind))
+            continue
+        whole, is_returned = next(rest)
+        is_returned = is_returned and path[0][0] != INPUT
+        tensor = _readable(whole)
+        if isinstance(tensor, NotScanned):
+            lines.append(item_text(path, NOT_SCANNED, str(tensor)))
+            continue
+        is_named = path[0][0] == NAME
+        number, is_new = (-1, True) if is_named else number_of(tensor, owner)
+        # What takes no gradient would be run in the forward.
+        if is_returned or header[0] == BACKWARD:
+            is_new = True
+        if is_new:
+            given.append(tensor)
+        lines.append(tensor_text(path, number, is_new, is_returned))
     _put(ticket, header, lines, given)
 
 
@@ -95,22 +86,20 @@ def emit_hidden(ticket: torch.Tensor, count: int, why: str) -> None:
         count: How many tensors.
         why: The reason.
     """
-    item = make_item(((NAME, "hidden"),), "NOT_SCANNED")
-    entry = (*item, -1, False, False, why)
-    _put(ticket, ("FORWARD", "", False, False, False), [entry] * count, [])
+    line = item_text(((NAME, "hidden"),), NOT_SCANNED, why)
+    _put(ticket, (FORWARD, "", False, False, False), [line] * count, [])
 
 
 def _put(
     ticket: torch.Tensor,
     header: Header,
-    lines: list[tuple[object, ...]],
+    lines: list[str],
     tensors: list[torch.Tensor],
 ) -> None:
-    # Inductor's C++ wrapper writes the constant between quotes as it is.
-    text = urllib.parse.quote(json.dumps([header, lines]), safe="[], ")
+    text = " ".join([header_text(header), *lines])
     operators = torch.ops.overflow_fast
     (operators.plain_frame if is_split_for_ddp() else operators.frame)(
-        ticket, text, tensors
+        ticket, id_of(text), text, tensors
     )
 
 
@@ -149,7 +138,7 @@ def watch_gradient(
     watching.append(weakref.ref(owner))
 
     def record(gradient: torch.Tensor) -> None:
-        header = ("BACKWARD", class_name, False, True, False)
+        header = (BACKWARD, class_name, False, True, False)
         emit(ticket, owner, header, (make_item(path),), [gradient])
 
     tensor.register_hook(record)  # type: ignore[no-untyped-call]
@@ -181,37 +170,3 @@ def _which_are_returned(count: int) -> list[bool]:
     (node,) = nodes
     returned = set(node.graph.output_node().all_input_nodes)
     return [tensor in returned for tensor in node.args[-1]]
-
-
-# What reads it again.
-
-
-def parse(text: str) -> dict[str, object]:
-    """Reads what `emit` wrote, for the extension."""
-    (phase, class_name, is_root, has_frame, has_loss), lines = json.loads(
-        urllib.parse.unquote(text)
-    )
-    return {
-        "phase": getattr(_C.Phase, phase),
-        "class_name": class_name,
-        "is_root": is_root,
-        "has_frame": has_frame,
-        "has_loss": has_loss,
-        "items": [_parse_item(line) for line in lines],
-    }
-
-
-_FIELDS = (
-    *("path", "kind", "only_if_bad", "allowed", "role"),
-    *("number", "is_new", "is_returned", "why"),
-)
-
-
-def _parse_item(line: list[Any]) -> dict[str, object]:
-    item = dict(zip(_FIELDS, line, strict=True))
-    return {
-        **item,
-        "path": [_C.LabelPart(_C.LabelStyle(s), value) for s, value in item["path"]],
-        "kind": getattr(_C.EntryKind, item["kind"]),
-        "role": getattr(_C.Role, item["role"]),
-    }
