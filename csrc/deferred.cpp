@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 
+#include "callbacks.h"
 #include "device_registry.h"
 #include "torch_internals/errors.h"
 
@@ -22,7 +23,7 @@ size_t Deferred::number_of(at::Device device) {
   if (at == devices_.size()) {
     devices_.emplace_back(device);
     if (device.is_cuda() && !has_kernels(device.type())) {
-      py::module_::import("overflow_fast.coverage").attr("warn_of_no_kernels")();
+      callbacks().warn_of_no_kernels();
     }
   }
   return at;

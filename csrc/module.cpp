@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "callbacks.h"
 #include "cpu/kernels.h"
 #include "device_registry.h"
 #include "hook.h"
@@ -77,6 +78,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init<>())
       .def("__enter__", &HiddenScope::enter)
       .def("__exit__", &HiddenScope::exit);
+  bind_callbacks(m);
   bind_stat(m);
   bind_records(m);
   bind_recorder(m);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "callbacks.h"
 #include "scan.h"
 #include "tensor_view.h"
 #include "torch_internals/autograd_graph.h"
@@ -12,12 +13,6 @@
 namespace overflow_fast {
 
 namespace {
-
-const py::object& resolver() {
-  static const auto* function =  // never freed: the interpreter may be gone by then
-      new py::object(py::module_::import("overflow_fast.tensors").attr("resolve"));
-  return *function;
-}
 
 // Takes down what tells later where an input can have come from.
 void note_input(Frame& frame, Listing& listing, const at::Tensor& tensor) {
@@ -31,8 +26,7 @@ void note_input(Frame& frame, Listing& listing, const at::Tensor& tensor) {
 }
 
 py::object reason_for(const at::Tensor& tensor, Readability readability) {
-  return py::module_::import("overflow_fast.tensors")
-      .attr("reason")(to_python(tensor), readability);
+  return callbacks().reason(to_python(tensor), readability);
 }
 
 }  // namespace
@@ -98,7 +92,7 @@ void Recorder::add_tensor(Frame& frame, Listing listing, const at::Tensor& tenso
 }
 
 void Recorder::add_wrapper(Frame& frame, Listing listing, const at::Tensor& tensor) {
-  const py::object values = resolver()(to_python(tensor));
+  const py::object values = callbacks().resolve(to_python(tensor));
   if (!is_tensor(values.ptr())) return add_not_scanned(frame, listing, values);
   const at::Tensor& inner = tensor_of(values.ptr());
   View view{};

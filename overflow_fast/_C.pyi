@@ -3,6 +3,13 @@ from typing import Any
 
 import torch
 
+def set_callbacks(
+    *,
+    resolve: Callable[[torch.Tensor], torch.Tensor | str],
+    reason: Callable[[torch.Tensor, Readability], str],
+    warn_of_no_kernels: Callable[[], None],
+) -> None: ...
+
 class Hidden:
     def __enter__(self) -> None: ...
     def __exit__(self, *exception: object) -> None: ...

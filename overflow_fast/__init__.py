@@ -26,6 +26,7 @@ except ImportError as error:
     ) from error
 
 from . import (
+    callbacks,  # noqa: F401  (what the extension calls)
     log,  # noqa: F401  (its lines begin with the package's name)
     metal,
 )

@@ -29,6 +29,7 @@ ALLOWED = {
     "traced_root": set(),
     "hooks": {"_C", "traced"},
     "coverage": {"_C"},
+    "callbacks": {"_C", "coverage", "tensors"},
     "owner": {"_C", "coverage", "hooks", "traced_walk"},
     "steps": {"_C", "coverage", "hooks", "owner", "traced_root"},
     "debug": {"_C", "ops", "report", "steps"},
@@ -195,7 +196,7 @@ ALLOWED = {
         "guard.supervisor",
     },
     "__init__": {
-        *("_C", "coverage", "debug", "log", "metal", "ops", "precision"),
+        *("_C", "callbacks", "coverage", "debug", "log", "metal", "ops", "precision"),
         *("guard.coverage", "guard.guard", "guard.report", "guard.state"),
     },
     "__main__": {"_C", "__version__", "demo", "integrations.transformers"},
@@ -268,3 +269,9 @@ def test_the_scan_core_knows_no_torch(path):
 def test_the_core_knows_no_text_and_no_policy():
     for path in (ROOT / "csrc").rglob("*.*"):
         assert not re.search(r"abs min|Detected|batch number", path.read_text()), path
+
+
+def test_the_extension_imports_nothing_of_the_package():
+    for path in (ROOT / "csrc").rglob("*.*"):
+        imported = re.findall(r"import(?:_)?\(\s*\"([\w.]+)", path.read_text(), re.I)
+        assert not [name for name in imported if name.startswith("overflow_fast")], path

@@ -1,0 +1,25 @@
+#include "callbacks.h"
+
+namespace overflow_fast {
+
+namespace {
+
+Callbacks& registered() {
+  static auto* const callbacks = new Callbacks;  // never freed: the interpreter may be gone by then
+  return *callbacks;
+}
+
+}  // namespace
+
+const Callbacks& callbacks() { return registered(); }
+
+void bind_callbacks(py::module_& m) {
+  m.def(
+      "set_callbacks",
+      [](py::function resolve, py::function reason, py::function warn_of_no_kernels) {
+        registered() = {std::move(resolve), std::move(reason), std::move(warn_of_no_kernels)};
+      },
+      py::kw_only(), py::arg("resolve"), py::arg("reason"), py::arg("warn_of_no_kernels"));
+}
+
+}  // namespace overflow_fast

@@ -1,0 +1,20 @@
+// What Python does for the extension, which imports no module of the package:
+// overflow_fast/callbacks.py hands it over when the package is imported.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace overflow_fast {
+
+namespace py = pybind11;
+
+struct Callbacks {
+  py::object resolve;             // (tensor) -> the tensor that has its values, or why there is none
+  py::object reason;              // (tensor, readability) -> why it cannot be scanned
+  py::object warn_of_no_kernels;  // () -> None
+};
+
+const Callbacks& callbacks();
+void bind_callbacks(py::module_& m);
+
+}  // namespace overflow_fast
