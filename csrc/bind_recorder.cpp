@@ -118,11 +118,10 @@ void bind_recorder(py::module_& m) {
              return std::vector<Frame>(self.history().begin(), self.history().end());
            })
       .def("clear_history", [](Recorder& self) { self.history().clear(); })
-      .def("send", &Recorder::send)
-      .def("send_captured", &Recorder::send_captured)
+      .def("send", &Recorder::send, py::arg("with_captured") = false)
       .def("want_flags", &Recorder::want_flags)
       .def("take_flags", &Recorder::take_flags)
-      .def("judge_arrived", &Recorder::judge_arrived, py::arg("max_in_flight"), py::arg("on_batch"),
+      .def("process_arrived", &Recorder::process_arrived, py::arg("max_in_flight"), py::arg("on_batch"),
            py::arg("on_frame"))
       .def("keep", [](Recorder& self, const Frame& frame) { self.keep(Frame(frame)); })
       .def("record", &Recorder::record, py::arg("phase"), py::arg("names"), py::arg("tensors"))

@@ -72,7 +72,7 @@ void record_call(FrameHook* self, Recorder& recorder, py::object class_name, Fil
     if (!recorder.options().gathers) throw;
     recorder.note_failure(current_exception_text());
   }
-  if (recorder.should_fetch()) call_owner(self, "on_waiting");
+  if (recorder.should_fetch()) call_owner(self, "process_now");
   if (flags & kEndsStep) call_owner(self, "on_unrooted_end");
 }
 

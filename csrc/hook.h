@@ -3,7 +3,7 @@
 // and its output.
 //
 // The owner is a Python object with `_recorder` (a Recorder), on_frame(frame) for a frame that
-// somebody should look at, on_waiting() for frames to be fetched at once, and
+// somebody should look at, process_now() for frames that wait and are to be judged at once, and
 // on_unrooted(module_index, graph_task_id) -> int, asked for a frame while the root is not running:
 // kRecomputed and kEndsStep, or-ed. The hook holds its owner, and nothing holds the hook but its
 // module. It pickles and deep-copies as its two arguments.

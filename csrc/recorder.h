@@ -4,6 +4,11 @@
 // a device the slots stay there, and frames wait until those have come (deferred.h). Either way
 // a frame is judged in execution order by the same code, and ends in the history.
 //
+// There are three ways to who reads a stat. A frame whose stats are known is classified, as it ends
+// or by process_arrived(): the owner's on_frame() looks at it, or take_step_results() hands it out
+// with its step. Kernels that do not wait for the host read a flag (Deferred::want_flags). What is
+// in no frame is scanned for who asks (scan_tensors).
+//
 // Everything here runs under the GIL, except for the scan of a large tensor.
 #pragma once
 
@@ -147,13 +152,13 @@ class Recorder {
   // Whether frames wait that should be fetched before the next one begins.
   bool should_fetch() const { return options_.fetch_frames && !deferred_.is_empty(); }
   // See Deferred.
-  void send();
-  void send_captured() { deferred_.send_captured(); }
+  void send(bool with_captured);
   void want_flags() { deferred_.want_flags(); }
   std::vector<at::Tensor> take_flags() { return deferred_.take_flags(); }
   // Judges the frames that Deferred::receive hands out. on_batch(number) is called where another
   // batch's frames begin, on_frame(frame) for a frame that somebody should look at.
-  void judge_arrived(size_t max_in_flight, const py::object& on_batch, const py::object& on_frame);
+  void process_arrived(size_t max_in_flight, const py::object& on_batch,
+                       const py::object& on_frame);
   void keep(Frame&& frame);
 
   // The memo and the host's slots of a step end with it.
@@ -183,7 +188,7 @@ class Recorder {
 
  private:
   // True if the frame is bad or every frame is asked for; otherwise it goes into the history.
-  bool judge(Frame& frame);
+  bool classify(Frame& frame);
   void gather(Frame&& frame);
   void note_call(const Frame& frame);
   // A smaller tensor on the host is scanned again sooner than it is remembered: what remembering

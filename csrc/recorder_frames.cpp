@@ -13,7 +13,7 @@ bool Recorder::finish(Frame& frame) {
   if (frame.traced != nullptr) traced_.remember(frame);
   if (options_.gathers && frame.is_of_call()) note_call(frame);
   spare_unscanned_ = std::move(frame.unscanned);
-  if (!frame.waits && deferred_.is_empty()) return judge(frame);
+  if (!frame.waits && deferred_.is_empty()) return classify(frame);
   deferred_.add(std::move(frame));
   return false;
 }
@@ -38,12 +38,13 @@ void Recorder::forget_calls(bool forgets_all) {
   num_calls_judged_ = calls_.size();
 }
 
-void Recorder::send() {
+void Recorder::send(bool with_captured) {
   memo_.clear();  // what it knows points at slots that will be written anew
   if (!rules_.is_empty()) {
     for (Frame& frame : deferred_.to_flag()) rules_.apply(frame, labels_, /*to_all=*/true);
   }
   deferred_.send();
+  if (with_captured) deferred_.send_captured();
 }
 
 void Recorder::watch_output(const Frame& frame, LabelId label, const at::Tensor& output) {
@@ -93,7 +94,7 @@ void Recorder::gather(Frame&& frame) {
 
 Gathered Recorder::take_gathered() { return std::exchange(gathered_, {}); }
 
-bool Recorder::judge(Frame& frame) {
+bool Recorder::classify(Frame& frame) {
   if (frame.is_bad && !rules_.is_empty()) rules_.apply(frame, labels_, /*to_all=*/false);
   if (options_.gathers) {
     gather(std::move(frame));
@@ -104,13 +105,13 @@ bool Recorder::judge(Frame& frame) {
   return false;
 }
 
-void Recorder::judge_arrived(size_t max_in_flight, const py::object& on_batch,
+void Recorder::process_arrived(size_t max_in_flight, const py::object& on_batch,
                              const py::object& on_frame) {
   std::optional<int64_t> batch;
   for (Frame& frame : deferred_.receive(max_in_flight)) {
     if (batch != frame.batch) on_batch(frame.batch);
     batch = frame.batch;
-    if (judge(frame)) on_frame(std::move(frame));
+    if (classify(frame)) on_frame(std::move(frame));
   }
 }
 

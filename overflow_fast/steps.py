@@ -81,9 +81,7 @@ class StepHooks(HookOwner):
         while a graph is being captured. Incurs one CPU-GPU sync per device that holds
         stats, and none otherwise.
         """
-        self._recorder.send()
-        self._recorder.send_captured()
-        self._judge_arrived(0)
+        self.process_now(with_captured=True)
 
     def remove(self) -> None:
         """Stops watching: removes every hook from the model, and judges what has run.
@@ -92,7 +90,7 @@ class StepHooks(HookOwner):
         """
         self._attachment.remove()
         self._recorder.end_step()
-        self._judge_arrived(0)
+        self._process_arrived(0)
         self._recorder.is_paused = True  # for compiled code that does not notice
 
     def __enter__(self: _Self) -> _Self:
@@ -125,7 +123,7 @@ class StepHooks(HookOwner):
         if self._model() is None:
             self._model = weakref.ref(module)
         self._recorder.end_step()
-        self._judge_arrived(self._max_in_flight)
+        self._process_arrived(self._max_in_flight)
         self._recorder.in_step = True
         self._unrooted_modules.clear()
         self._before_step()
@@ -191,10 +189,14 @@ class StepHooks(HookOwner):
         is_outermost = module is None or index_of(self, module) == module_index
         return _ENDS_STEP if is_outermost else 0
 
-    def on_waiting(self) -> None:
-        """Judges the frames that wait, where each is judged as it ends."""
-        self._recorder.send()
-        self._judge_arrived(0)
+    def process_now(self, with_captured: bool = False) -> None:
+        """Judges the frames that wait; called as each one ends with `sync="frame"`.
+
+        Args:
+            with_captured: Also those that replays of CUDA graphs have written.
+        """
+        self._recorder.send(with_captured)
+        self._process_arrived(0)
 
     def on_unrooted_end(self) -> None:
         """Ends the outermost call of a submodule."""
@@ -247,14 +249,14 @@ class StepHooks(HookOwner):
         self._recorder.in_step = False
         self._send()
         self._recorder.end_step()
-        self._judge_arrived(self._max_in_flight)
+        self._process_arrived(self._max_in_flight)
         self._warning.give_once(self._recorder)
 
     def _send(self) -> None:
         self._recorder.send()
 
-    def _judge_arrived(self, max_in_flight: int) -> None:
-        self._recorder.judge_arrived(max_in_flight, self._choose_watch, self.on_frame)
+    def _process_arrived(self, max_in_flight: int) -> None:
+        self._recorder.process_arrived(max_in_flight, self._choose_watch, self.on_frame)
 
     def _on_recomputed(self, graph_task_id: int) -> int:
         if self._unrooted_call != ("backward", graph_task_id):

@@ -259,9 +259,7 @@ class Judge:
 
     def _send(self, is_lagged: bool = False) -> None:
         for watch in self._watches:
-            watch.send()
-            if not is_lagged:  # the host waits for what graphs have replayed
-                watch.recorder.send_captured()
+            watch.send(with_captured=not is_lagged)
 
     def _receive(self, is_lagged: bool) -> None:
         for watch in self._watches:

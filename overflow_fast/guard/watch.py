@@ -323,10 +323,15 @@ class ModelWatch(StepHooks):
             order = _C.Recorder.num_frames()
             self._evaluated_weights[order] = self._recorder.last_batch
 
-    def send(self) -> None:
-        """Starts the copy of the stats on devices; does not wait."""
+    def send(self, with_captured: bool = False) -> None:
+        """Starts the copy of the stats on devices; does not wait.
+
+        Args:
+            with_captured: Also of what replays of CUDA graphs have written, which waits
+                for the device.
+        """
         self._forwards = 0
-        self._recorder.send()
+        self._recorder.send(with_captured)
 
     # What is asked when a step is judged.
 
@@ -336,7 +341,7 @@ class ModelWatch(StepHooks):
         Lagged, the host waits only for what was sent before the call before.
         """
         sends = self._recorder.num_sends
-        self._judge_arrived(sends - self._sends_judged if is_lagged else 0)
+        self._process_arrived(sends - self._sends_judged if is_lagged else 0)
         self._sends_judged = sends
 
     def take_bad(self, last: int) -> list[_C.Frame]:
@@ -345,7 +350,7 @@ class ModelWatch(StepHooks):
 
     def take_evaluated(self) -> list[_C.Frame]:
         """Takes the bad frames of forwards that ran without autograd, lagged."""
-        self._judge_arrived(1)
+        self._process_arrived(1)
         return self._take(self._is_evaluated)
 
     def _is_evaluated(self, frame: _C.Frame) -> bool:
