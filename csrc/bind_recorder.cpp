@@ -16,7 +16,7 @@ Options options_of(const py::kwargs& kwargs) {
       {"memo", &Options::use_memo},
       {"defer", &Options::defer},
       {"fetch_frames", &Options::fetch_frames},
-      {"gathers", &Options::gathers},
+      {"step_mode", &Options::step_mode},
       {"lists_parameters", &Options::lists_parameters},
       {"lists_calls", &Options::lists_calls},
       {"parameters_once", &Options::parameters_once},
@@ -121,12 +121,12 @@ void bind_recorder(py::module_& m) {
       .def("send", &Recorder::send, py::arg("with_captured") = false)
       .def("want_flags", &Recorder::want_flags)
       .def("take_flags", &Recorder::take_flags)
-      .def("process_arrived", &Recorder::process_arrived, py::arg("max_in_flight"), py::arg("on_batch"),
-           py::arg("on_frame"))
+      .def("process_arrived", &Recorder::process_arrived, py::arg("max_in_flight"),
+           py::arg("on_batch"), py::arg("on_frame"))
       .def("keep", [](Recorder& self, const Frame& frame) { self.keep(Frame(frame)); })
       .def("record", &Recorder::record, py::arg("phase"), py::arg("names"), py::arg("tensors"))
       .def("set_gradients_wanted", &Recorder::set_gradients_wanted)
-      .def("take_gathered", &Recorder::take_gathered)
+      .def("take_step_results", &Recorder::take_step_results)
       .def("forget_parameters", &Recorder::forget_parameters)
       .def_readwrite("counts_underflow", &Recorder::counts_underflow)
       .def("take_underflow", &take_underflow)

@@ -198,11 +198,12 @@ void bind_frames(py::module_& m) {
       .attribute("is_traced", &Call::is_traced)
       .attribute("has_unseen", &Call::has_unseen);
   // Frames that stand in it, not copies of them.
-  py::class_<Gathered>(m, "Gathered")
-      .def_readonly("before", &Gathered::before)
-      .def_readonly("bad", &Gathered::bad)
-      .def_property_readonly(
-          "held", [](const Gathered& self) { return self.held ? self.held : py::none(); });
+  py::class_<StepResults>(m, "StepResults")
+      .def_readonly("before", &StepResults::before)
+      .def_readonly("bad", &StepResults::bad)
+      .def_property_readonly("captured_tensors", [](const StepResults& self) {
+        return self.captured_tensors ? self.captured_tensors : py::none();
+      });
 }
 
 }  // namespace

@@ -9,8 +9,8 @@ namespace overflow_fast {
 namespace py = pybind11;
 
 struct Callbacks {
-  py::object resolve;             // (tensor) -> the tensor that has its values, or why there is none
-  py::object reason;              // (tensor, readability) -> why it cannot be scanned
+  py::object resolve;  // (tensor) -> the tensor that has its values, or why there is none
+  py::object reason;   // (tensor, readability) -> why it cannot be scanned
   py::object warn_of_no_kernels;  // () -> None
 };
 

@@ -39,12 +39,12 @@ py::object call_owner(FrameHook* self, const char* method, Arguments&&... argume
   return py::handle(self->owner).attr(method)(std::forward<Arguments>(arguments)...);
 }
 
-// The same of the owner's `traced_root`.
+// The same of the owner's `compiled_boundary`.
 template <class... Arguments>
 void call_root(FrameHook* self, const char* method, Arguments&&... arguments) {
   const EvalFramePause pause;
   const Hidden hidden;
-  const py::object root = py::handle(self->owner).attr("traced_root");
+  const py::object root = py::handle(self->owner).attr("compiled_boundary");
   root.attr(method)(std::forward<Arguments>(arguments)...);
 }
 
@@ -54,11 +54,11 @@ template <class Fill, class Tensors>
 void record_call(FrameHook* self, Recorder& recorder, py::object class_name, Fill fill,
                  Tensors tensors) {
   std::optional<Stopwatch> watch;
-  if (recorder.options().gathers) watch.emplace(recorder.seconds);
+  if (recorder.options().step_mode) watch.emplace(recorder.seconds);
   long flags = 0;
   if (!recorder.in_step) {
     const int64_t graph_task = graph_task_id();
-    flags = call_owner(self, "on_unrooted", self->module, graph_task).template cast<long>();
+    flags = call_owner(self, "on_submodule_call", self->module, graph_task).template cast<long>();
   }
   const bool wants_tensors = recorder.wants_tensors();
   try {
@@ -69,11 +69,11 @@ void record_call(FrameHook* self, Recorder& recorder, py::object class_name, Fil
     if (wants_tensors && recorder.is_bad()) recorder.hold(tensors());
     if (wants_attention) call_owner(self, "on_frame", std::move(frame));
   } catch (...) {
-    if (!recorder.options().gathers) throw;
+    if (!recorder.options().step_mode) throw;
     recorder.note_failure(current_exception_text());
   }
   if (recorder.should_fetch()) call_owner(self, "process_now");
-  if (flags & kEndsStep) call_owner(self, "on_unrooted_end");
+  if (flags & kEndsStep) call_owner(self, "on_submodule_call_end");
 }
 
 py::object class_name_of(PyObject* module) {
@@ -183,10 +183,10 @@ PyMethodDef kFunctions[] = {
 
 }  // namespace
 
-void record_traced(const at::Tensor& ticket, int64_t id, std::string_view text,
+void record_traced(const at::Tensor& handle_tensor, int64_t id, std::string_view text,
                    at::TensorList tensors) {
   const py::gil_scoped_acquire gil;
-  FrameHook* self = find_hook(ticket);
+  FrameHook* self = find_hook(handle_tensor);
   if (self == nullptr) return;
   const auto alive = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(self));
   Recorder& recorder = recorder_of(self);
@@ -205,9 +205,9 @@ void record_traced(const at::Tensor& ticket, int64_t id, std::string_view text,
   if (call.is_root) call_root(self, "returned", call.has_loss);
 }
 
-void call_traced(const at::Tensor& ticket, const std::string& method) {
+void call_traced(const at::Tensor& handle_tensor, const std::string& method) {
   const py::gil_scoped_acquire gil;
-  FrameHook* self = find_hook(ticket);
+  FrameHook* self = find_hook(handle_tensor);
   if (self == nullptr) return;
   const auto alive = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(self));
   if (!recorder_of(self).is_paused) call_root(self, method.c_str());

@@ -4,14 +4,14 @@
 //
 // The owner is a Python object with `_recorder` (a Recorder), on_frame(frame) for a frame that
 // somebody should look at, process_now() for frames that wait and are to be judged at once, and
-// on_unrooted(module_index, graph_task_id) -> int, asked for a frame while the root is not running:
-// kRecomputed and kEndsStep, or-ed. The hook holds its owner, and nothing holds the hook but its
-// module. It pickles and deep-copies as its two arguments.
+// on_submodule_call(module_index, graph_task_id) -> int, asked for a frame while the root is not
+// running: kRecomputed and kEndsStep, or-ed. The hook holds its owner, and nothing holds the hook
+// but its module. It pickles and deep-copies as its two arguments.
 //
-// Compiled code knows a hook by its ticket, a tensor, because tensors are what modules that share
-// compiled code may differ in, and an owner by the ticket of its `root_hook`. The owner's `plan` says what to list, and its `device` where
-// compiled code runs. Its `traced_root` stands for the root's hooks in compiled code: see
-// overflow_fast/traced_root.py.
+// Compiled code knows a hook by its `handle_tensor`, because tensors are what modules that share
+// compiled code may differ in, and an owner by that of its `root_hook`. The owner's `plan` says
+// what to list, and its `device` where compiled code runs. Its `compiled_boundary` stands for the
+// root's hooks in compiled code: see overflow_fast/compiled_boundary.py.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,7 +29,7 @@ struct FrameHook {
   PyObject* owner;
   PyObject* recorder_object;  // keeps `recorder` alive
   Recorder* recorder;
-  PyObject* ticket;  // a tensor; null until the hook is traced
+  PyObject* handle_tensor;  // null until the hook is traced
   uint32_t module;
 };
 
@@ -37,14 +37,14 @@ void add_frame_hook(py::module_& m);
 bool is_frame_hook(PyObject* object);
 // Asks the owner at the first call: a copied or unpickled hook is made before that is complete.
 Recorder& recorder_of(FrameHook* self);
-// The hook of a ticket, or null if it is gone: then nobody asks any more.
-FrameHook* find_hook(const at::Tensor& ticket);
+// The hook with this handle, or null if it is gone: then nobody asks any more.
+FrameHook* find_hook(const at::Tensor& handle_tensor);
 
 // What torch calls, and what the operators do: see traced.h.
 void add_hook_functions(py::module_& m);
-void record_traced(const at::Tensor& ticket, int64_t id, std::string_view text,
+void record_traced(const at::Tensor& handle_tensor, int64_t id, std::string_view text,
                    at::TensorList tensors);
-// Calls a method of the owner's `traced_root`.
-void call_traced(const at::Tensor& ticket, const std::string& method);
+// Calls a method of the owner's `compiled_boundary`.
+void call_traced(const at::Tensor& handle_tensor, const std::string& method);
 
 }  // namespace overflow_fast

@@ -1,4 +1,4 @@
-// FrameHook as a Python type, and the tickets of hooks.
+// FrameHook as a Python type, and the handle tensors of hooks.
 #include <ATen/ATen.h>
 #include <Python.h>
 #include <c10/core/InferenceMode.h>
@@ -19,13 +19,13 @@ namespace {
 
 PyTypeObject* hook_type = nullptr;
 
-// Hooks by the address of their tickets: what compiled code knows them by.
+// Hooks by the address of their handle tensors: what compiled code knows them by.
 std::unordered_map<const void*, FrameHook*>& hooks() {
-  static auto* const by_ticket = new std::unordered_map<const void*, FrameHook*>;
-  return *by_ticket;
+  static auto* const by_handle = new std::unordered_map<const void*, FrameHook*>;
+  return *by_handle;
 }
 
-at::Tensor make_ticket(const at::Device& device) {
+at::Tensor make_handle_tensor(const at::Device& device) {
   const Unseen unseen;
   const c10::InferenceMode normal(false);
   return at::zeros({1}, at::TensorOptions().dtype(at::kLong).device(device));
@@ -37,19 +37,19 @@ at::Device device_of(FrameHook* self) {
 }
 
 // Made when a hook is first traced.
-const at::Tensor& ticket_of(FrameHook* self) {
-  if (self->ticket == nullptr) {
+const at::Tensor& handle_tensor_of(FrameHook* self) {
+  if (self->handle_tensor == nullptr) {
     const EvalFramePause pause;
-    self->ticket = to_python(make_ticket(device_of(self))).release().ptr();
-    hooks()[tensor_of(self->ticket).const_data_ptr()] = self;
+    self->handle_tensor = to_python(make_handle_tensor(device_of(self))).release().ptr();
+    hooks()[tensor_of(self->handle_tensor).const_data_ptr()] = self;
   }
-  return tensor_of(self->ticket);
+  return tensor_of(self->handle_tensor);
 }
 
-void forget_ticket(FrameHook* self) {
-  if (self->ticket == nullptr) return;
-  hooks().erase(tensor_of(self->ticket).const_data_ptr());
-  Py_CLEAR(self->ticket);
+void forget_handle_tensor(FrameHook* self) {
+  if (self->handle_tensor == nullptr) return;
+  hooks().erase(tensor_of(self->handle_tensor).const_data_ptr());
+  Py_CLEAR(self->handle_tensor);
 }
 
 template <class Get>
@@ -64,20 +64,20 @@ PyObject* guarded_get(Get get) {
   return nullptr;
 }
 
-PyObject* get_ticket(PyObject* object, void*) {
+PyObject* get_handle_tensor(PyObject* object, void*) {
   return guarded_get([&] {
     auto* self = reinterpret_cast<FrameHook*>(object);
-    ticket_of(self);
-    Py_INCREF(self->ticket);
-    return self->ticket;
+    handle_tensor_of(self);
+    Py_INCREF(self->handle_tensor);
+    return self->handle_tensor;
   });
 }
 
-PyObject* get_owner_ticket(PyObject* object, void*) {
+PyObject* get_owner_handle(PyObject* object, void*) {
   return guarded_get([&]() -> PyObject* {
     const auto root_hook =
         py::handle(reinterpret_cast<FrameHook*>(object)->owner).attr("root_hook");
-    return get_ticket(root_hook.ptr(), nullptr);
+    return get_handle_tensor(root_hook.ptr(), nullptr);
   });
 }
 
@@ -99,7 +99,7 @@ PyObject* create(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   self->owner = owner;
   self->recorder_object = nullptr;
   self->recorder = nullptr;
-  self->ticket = nullptr;
+  self->handle_tensor = nullptr;
   self->module = module;
   return reinterpret_cast<PyObject*>(self);
 }
@@ -114,7 +114,7 @@ int traverse(PyObject* object, visitproc visit, void* arg) {
 
 int clear(PyObject* object) {
   auto* self = reinterpret_cast<FrameHook*>(object);
-  forget_ticket(self);
+  forget_handle_tensor(self);
   Py_CLEAR(self->owner);
   self->recorder = nullptr;
   Py_CLEAR(self->recorder_object);
@@ -146,8 +146,9 @@ PyMemberDef kMembers[] = {
 };
 
 PyGetSetDef kGetters[] = {
-    {"ticket", get_ticket, nullptr, "A tensor that compiled code knows the hook by.", nullptr},
-    {"owner_ticket", get_owner_ticket, nullptr, "A tensor that compiled code knows its owner by.",
+    {"handle_tensor", get_handle_tensor, nullptr, "A tensor that compiled code knows the hook by.",
+     nullptr},
+    {"owner_handle", get_owner_handle, nullptr, "A tensor that compiled code knows its owner by.",
      nullptr},
     {"plan", get_plan, nullptr, "What its owner lists: see overflow_fast.traced.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
@@ -178,8 +179,8 @@ Recorder& recorder_of(FrameHook* self) {
   return *self->recorder;
 }
 
-FrameHook* find_hook(const at::Tensor& ticket) {
-  const auto found = hooks().find(ticket.const_data_ptr());
+FrameHook* find_hook(const at::Tensor& handle_tensor) {
+  const auto found = hooks().find(handle_tensor.const_data_ptr());
   return found == hooks().end() ? nullptr : found->second;
 }
 

@@ -92,12 +92,13 @@ void scan_op_device(const at::Tensor& slots, int64_t first, at::TensorList tenso
                static_cast<Slot*>(slots.mutable_data_ptr()) + first, device->current_stream());
 }
 
-void frame_op(const at::Tensor& ticket, int64_t id, c10::string_view text, at::TensorList tensors) {
-  record_traced(ticket, id, text, tensors);
+void frame_op(const at::Tensor& handle_tensor, int64_t id, c10::string_view text,
+              at::TensorList tensors) {
+  record_traced(handle_tensor, id, text, tensors);
 }
 
-void call_op(const at::Tensor& ticket, c10::string_view method) {
-  call_traced(ticket, std::string(method));
+void call_op(const at::Tensor& handle_tensor, c10::string_view method) {
+  call_traced(handle_tensor, std::string(method));
 }
 
 }  // namespace
@@ -112,12 +113,12 @@ TORCH_LIBRARY(overflow_fast, m) {
   // The same by torch operations alone, on any device.
   m.def("scan_composite(Tensor(a!) slots, int first, Tensor[] tensors) -> ()");
   // What compiled code does in place of a module's hook: see traced.h.
-  m.def("frame(Tensor ticket, int id, str text, Tensor[] tensors) -> ()");
+  m.def("frame(Tensor handle_tensor, int id, str text, Tensor[] tensors) -> ()");
   // The same without an effect that torch is told of, for graphs that can hold no effects.
-  m.def("plain_frame(Tensor ticket, int id, str text, Tensor[] tensors) -> ()");
-  m.def("plain_call(Tensor ticket, str method) -> ()", {at::Tag::cudagraph_unsafe});
+  m.def("plain_frame(Tensor handle_tensor, int id, str text, Tensor[] tensors) -> ()");
+  m.def("plain_call(Tensor handle_tensor, str method) -> ()", {at::Tag::cudagraph_unsafe});
   // Calls a method of the hook's owner. A CUDA graph cannot replay that.
-  m.def("call(Tensor ticket, str method) -> ()", {at::Tag::cudagraph_unsafe});
+  m.def("call(Tensor handle_tensor, str method) -> ()", {at::Tag::cudagraph_unsafe});
 }
 
 TORCH_LIBRARY_IMPL(overflow_fast, CPU, m) { m.impl("scan", scan_op_cpu); }

@@ -71,7 +71,7 @@ void Recorder::add_not_scanned(Frame& frame, Listing listing, py::object why) {
 void Recorder::add_tensor(Frame& frame, Listing listing, const at::Tensor& tensor) {
   ++coverage_.tensors_listed;
   listing.role = role_of(frame.phase, listing.label);
-  if (listing.role == Role::kInput && options_.gathers) note_input(frame, listing, tensor);
+  if (listing.role == Role::kInput && options_.step_mode) note_input(frame, listing, tensor);
   try {
     if (uses_memo(frame)) {
       const Memo::Known* known = memo_.find(tensor, frame_mark_);

@@ -53,10 +53,10 @@ struct Options {
   bool use_memo = true;
   bool defer = false;         // treat the CPU as a device
   bool fetch_frames = false;  // judge each frame as it ends, by a sync if it needs one
-  // For who judges a whole step at once: bad frames are gathered, with those before the first,
+  // For who judges a whole step at once: bad frames are kept, with those before the first,
   // and nobody is called; headroom and the time spent here are measured; additive masks may be
   // among all inputs.
-  bool gathers = false;
+  bool step_mode = false;
   bool lists_parameters = true;    // in the frames of their modules
   bool lists_calls = true;         // their inputs and outputs
   bool parameters_once = false;    // each only until forget_parameters(), where it is used first
@@ -64,12 +64,13 @@ struct Options {
   bool holds_tensors = false;      // what the first bad frame's call was given and returned
 };
 
-// What was gathered since it was last taken.
-struct Gathered {
+// The bad frames since they were last taken.
+struct StepResults {
   std::vector<Frame> before;  // the history when the first bad frame came
   std::vector<Frame> bad;     // the first of them, in execution order
   int64_t num_bad = 0;
-  py::object held;  // (args, kwargs, output) or a gradient, of bad[0]; null if it is not known
+  // Of bad[0]: (args, kwargs, output) or a gradient. Null if it is not known.
+  py::object captured_tensors;
 };
 
 class Recorder {
@@ -103,7 +104,7 @@ class Recorder {
   // is bad, and the -inf of an additive mask is no alarm.
   Listing listing(Part part, LabelId label) const {
     switch (part) {
-      case Part::kInput: return {label, false, options_.gathers ? Slot::kNegativeInf : 0};
+      case Part::kInput: return {label, false, options_.step_mode ? Slot::kNegativeInf : 0};
       case Part::kWithinInput: return {label, !options_.list_kwargs, Slot::kNegativeInf};
       default: return {label};
     }
@@ -132,11 +133,11 @@ class Recorder {
   // Switches the hooks on gradients that are in autograd's graphs on and off.
   void set_gradients_wanted(bool is_wanted) { sink_->recorder = is_wanted ? this : nullptr; }
   bool wants_gradients() const { return sink_->recorder != nullptr; }
-  Gathered take_gathered();
+  StepResults take_step_results();
   // Keeps what a call was given and returned if its frame is the first bad one.
-  bool wants_tensors() const { return options_.holds_tensors && gathered_.num_bad == 0; }
-  bool is_bad() const { return gathered_.num_bad > 0; }
-  void hold(py::object tensors) { gathered_.held = std::move(tensors); }
+  bool wants_tensors() const { return options_.holds_tensors && results_.num_bad == 0; }
+  bool is_bad() const { return results_.num_bad > 0; }
+  void hold(py::object tensors) { results_.captured_tensors = std::move(tensors); }
   // The calls that may still be asked for. forget_calls() forgets those that it left the last time,
   // or all.
   const std::vector<Call>& calls() const { return calls_; }
@@ -189,12 +190,12 @@ class Recorder {
  private:
   // True if the frame is bad or every frame is asked for; otherwise it goes into the history.
   bool classify(Frame& frame);
-  void gather(Frame&& frame);
+  void add_result(Frame&& frame);
   void note_call(const Frame& frame);
   // A smaller tensor on the host is scanned again sooner than it is remembered: what remembering
   // costs is the tensor's own memory, which is given back only when the step ends.
   static constexpr int64_t kMinMemoBytes = 4096;
-  static constexpr size_t kMaxGathered = 4096;
+  static constexpr size_t kMaxBadFrames = 4096;
   static constexpr size_t kMaxCalls = 1 << 16;
 
   // Whether a tensor's stat is known as soon as it is scanned.
@@ -225,7 +226,7 @@ class Recorder {
   // Parameters; what is held weakly keeps its address to itself.
   std::unordered_map<TensorId, WeakTensor> seen_;
   std::shared_ptr<GradientSink> sink_ = std::make_shared<GradientSink>(this);
-  Gathered gathered_;
+  StepResults results_;
   std::vector<Call> calls_;
   size_t num_calls_judged_ = 0;  // of `calls_`, the first
   Headroom headroom_;

@@ -11,7 +11,7 @@ namespace overflow_fast {
 bool Recorder::finish(Frame& frame) {
   if (frame.waits) deferred_.scan(frame, uses_memo(frame) ? &memo_ : nullptr, frame_mark_);
   if (frame.traced != nullptr) traced_.remember(frame);
-  if (options_.gathers && frame.is_of_call()) note_call(frame);
+  if (options_.step_mode && frame.is_of_call()) note_call(frame);
   spare_unscanned_ = std::move(frame.unscanned);
   if (!frame.waits && deferred_.is_empty()) return classify(frame);
   deferred_.add(std::move(frame));
@@ -81,23 +81,23 @@ void Recorder::record(Phase phase, const std::vector<py::str>& names,
   memo_.clear();
 }
 
-void Recorder::gather(Frame&& frame) {
+void Recorder::add_result(Frame&& frame) {
   headroom_.add(frame);
   if (frame.is_bad) {
-    if (gathered_.num_bad == 0) gathered_.before.assign(history_.begin(), history_.end());
-    ++gathered_.num_bad;
-    if (gathered_.bad.size() < kMaxGathered) gathered_.bad.push_back(frame);
+    if (results_.num_bad == 0) results_.before.assign(history_.begin(), history_.end());
+    ++results_.num_bad;
+    if (results_.bad.size() < kMaxBadFrames) results_.bad.push_back(frame);
   }
   if (!frame.is_of_call()) return;
   keep(std::move(frame));
 }
 
-Gathered Recorder::take_gathered() { return std::exchange(gathered_, {}); }
+StepResults Recorder::take_step_results() { return std::exchange(results_, {}); }
 
 bool Recorder::classify(Frame& frame) {
   if (frame.is_bad && !rules_.is_empty()) rules_.apply(frame, labels_, /*to_all=*/false);
-  if (options_.gathers) {
-    gather(std::move(frame));
+  if (options_.step_mode) {
+    add_result(std::move(frame));
     return false;
   }
   if (watches_every_frame || frame.is_bad) return true;
@@ -106,7 +106,7 @@ bool Recorder::classify(Frame& frame) {
 }
 
 void Recorder::process_arrived(size_t max_in_flight, const py::object& on_batch,
-                             const py::object& on_frame) {
+                               const py::object& on_frame) {
   std::optional<int64_t> batch;
   for (Frame& frame : deferred_.receive(max_in_flight)) {
     if (batch != frame.batch) on_batch(frame.batch);

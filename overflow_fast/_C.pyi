@@ -174,10 +174,10 @@ class Call:
     is_traced: bool
     has_unseen: bool
 
-class Gathered:
+class StepResults:
     before: list[Frame]
     bad: list[Frame]
-    held: object
+    captured_tensors: object
 
 class Coverage:
     tensors_listed: int
@@ -208,7 +208,7 @@ class Recorder:
         memo: bool = True,
         defer: bool = False,
         fetch_frames: bool = False,
-        gathers: bool = False,
+        step_mode: bool = False,
         lists_parameters: bool = True,
         lists_calls: bool = True,
         parameters_once: bool = False,
@@ -234,7 +234,7 @@ class Recorder:
         self, phase: Phase, names: list[str], tensors: list[torch.Tensor]
     ) -> None: ...
     def set_gradients_wanted(self, is_wanted: bool, /) -> None: ...
-    def take_gathered(self) -> Gathered: ...
+    def take_step_results(self) -> StepResults: ...
     def forget_parameters(self) -> None: ...
     counts_underflow: bool
     def take_underflow(self) -> list[Underflow]: ...
@@ -253,8 +253,8 @@ class Recorder:
 class FrameHook:
     owner: object
     module: int
-    ticket: torch.Tensor
-    owner_ticket: torch.Tensor
+    handle_tensor: torch.Tensor
+    owner_handle: torch.Tensor
     plan: int
     def __init__(self, owner: object, module: int) -> None: ...
 

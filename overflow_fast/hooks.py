@@ -57,7 +57,7 @@ class Attachment:
             hook = functools.partial(_C.run_hook, _C.FrameHook(owner, index))
             self.handles.append(module.register_forward_hook(hook, with_kwargs=True))
         before, after, ended = (
-            functools.partial(_C.run_paused, RootHook(owner, name))
+            functools.partial(_C.run_paused, StepBoundaryHook(owner, name))
             for name in ("before_root", "after_root", "root_ended")
         )
         self.handles += [
@@ -70,7 +70,7 @@ class Attachment:
 
     def add_before(self, owner: Any, name: str, module: nn.Module) -> None:
         """Has a method of the owner's called before each call of one more module."""
-        hook = functools.partial(_C.run_paused, RootHook(owner, name))
+        hook = functools.partial(_C.run_paused, StepBoundaryHook(owner, name))
         self.handles.append(module.register_forward_pre_hook(hook))
         put_first(forward_pre_hooks(module), self.handles[-1].id)
 
@@ -81,7 +81,7 @@ class Attachment:
         self.handles.clear()
 
 
-class RootHook:
+class StepBoundaryHook:
     """Calls a method of its owner, found by name.
 
     In a copy of the model that is the method of who owns the copy's hooks; a copied
@@ -101,7 +101,7 @@ class RootHook:
             getattr(self.owner, self.name)(*arguments)
 
 
-def root_hooks(model: nn.Module) -> Iterator[RootHook]:
+def root_hooks(model: nn.Module) -> Iterator[StepBoundaryHook]:
     """Yields the hooks of all owners that have this model as their root."""
     for hooks in (forward_pre_hooks(model), forward_hooks(model)):
         for hook in list(hooks.values()):
@@ -138,7 +138,7 @@ class CopiedHooks:
         self.handles: list[RemovableHandle] = []
         self._recorder = _C.Recorder(0)
         self.root_hook = _C.FrameHook(self, 0)
-        self.traced_root = self
+        self.compiled_boundary = self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CopiedHooks, (), {"handles": self.handles}
@@ -151,7 +151,7 @@ class CopiedHooks:
     after_root = root_ended = on_frame = before_entry = before_root
     before = returned = ended = evaluation_ended = raised = before_root
 
-    def on_unrooted(self, *_: object) -> int:
+    def on_submodule_call(self, *_: object) -> int:
         """Takes the hooks off; says what a `FrameHook` wants to know."""
         self.before_root()
         return 0

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 from torch import nn
 
 from . import _C
+from .compiled_boundary import CompiledStepBoundary
 from .coverage import NotScannedWarning
 from .hooks import hook_of, index_of, is_running, outermost_call
 from .owner import HookOwner
 from .torch_internals.running import call_after_backward
 from .torch_internals.wrappers import is_dry_run
-from .traced_root import TracedRoot
 
 _RECOMPUTED, _ENDS_STEP = 1, 2
 _Self = TypeVar("_Self", bound="StepHooks")
@@ -57,14 +57,14 @@ class StepHooks(HookOwner):
     def _start(self) -> None:
         super()._start()
         self._warning = NotScannedWarning()
-        self.traced_root = TracedRoot(self)
+        self.compiled_boundary = CompiledStepBoundary(self)
         self._max_in_flight = _MAX_IN_FLIGHT[self._sync]
         self._depth = 0
         self._opens_next = False
         self._root_done = False
         self._is_dry_run = False
-        self._unrooted_call: object = None
-        self._unrooted_modules: set[int] = set()
+        self._submodule_call: object = None
+        self._submodules_called: set[int] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_sync": self._sync}
@@ -125,7 +125,7 @@ class StepHooks(HookOwner):
         self._recorder.end_step()
         self._process_arrived(self._max_in_flight)
         self._recorder.in_step = True
-        self._unrooted_modules.clear()
+        self._submodules_called.clear()
         self._before_step()
         self._choose_watch(self.batch_number)
 
@@ -169,7 +169,7 @@ class StepHooks(HookOwner):
         if self._depth == 0:
             self._end_step()
 
-    def on_unrooted(self, module_index: int, graph_task_id: int) -> int:
+    def on_submodule_call(self, module_index: int, graph_task_id: int) -> int:
         """Says what a frame belongs to while the root is not running."""
         self._choose_watch(self.batch_number)
         if self._is_strict:
@@ -182,10 +182,10 @@ class StepHooks(HookOwner):
             call, module = outermost_call(lambda m: hook_of(self, m) is not None)
         except LookupError:
             call, module = None, None
-        if call is None or call != self._unrooted_call:
+        if call is None or call != self._submodule_call:
             # A function that was compiled with the module's call in it has no call.
             index = module_index if module is None else index_of(self, module)
-            self._begin_unrooted(call, index)
+            self._begin_submodule_call(call, index)
         is_outermost = module is None or index_of(self, module) == module_index
         return _ENDS_STEP if is_outermost else 0
 
@@ -198,14 +198,14 @@ class StepHooks(HookOwner):
         self._recorder.send(with_captured)
         self._process_arrived(0)
 
-    def on_unrooted_end(self) -> None:
+    def on_submodule_call_end(self) -> None:
         """Ends the outermost call of a submodule."""
-        self._unrooted_call = None
+        self._submodule_call = None
         self._end_step()
 
     def on_recomputed_end(self) -> None:
         """Ends what a backward has computed again."""
-        self._unrooted_call = None
+        self._submodule_call = None
         self._end_step(is_recomputed=True)
 
     # What a subclass decides.
@@ -259,18 +259,18 @@ class StepHooks(HookOwner):
         self._recorder.process_arrived(max_in_flight, self._choose_watch, self.on_frame)
 
     def _on_recomputed(self, graph_task_id: int) -> int:
-        if self._unrooted_call != ("backward", graph_task_id):
-            self._unrooted_call = ("backward", graph_task_id)
+        if self._submodule_call != ("backward", graph_task_id):
+            self._submodule_call = ("backward", graph_task_id)
             self._recorder.end_step()
             call_after_backward(self.on_recomputed_end)
         return _RECOMPUTED
 
-    def _begin_unrooted(self, call: object, index: int) -> None:
-        self._unrooted_call = call
+    def _begin_submodule_call(self, call: object, index: int) -> None:
+        self._submodule_call = call
         self._recorder.end_step()
-        if index in self._unrooted_modules:
+        if index in self._submodules_called:
             self.batch_number += 1
             self._begin_batch()
-            self._unrooted_modules.clear()
+            self._submodules_called.clear()
             self._choose_watch(self.batch_number)
-        self._unrooted_modules.add(index)
+        self._submodules_called.add(index)

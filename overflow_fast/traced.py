@@ -23,7 +23,7 @@ from .traced_walk import CALLS, GRADIENTS, LOSS, ROOT, Entries, walk
 
 _log = logging.getLogger("overflow_fast")
 _AFTER = "after_root"
-_METHODS = {"before_root": "before", "root_ended": "ended"}  # of TracedRoot
+_METHODS = {"before_root": "before", "root_ended": "ended"}  # of CompiledStepBoundary
 
 
 @functools.cache
@@ -91,7 +91,7 @@ def trace_nothing(*_: Any) -> None:
 
 
 def trace_root(root_hook: Any, *arguments: Any) -> None:
-    """Stands for `_C.run_paused` of a `RootHook`."""
+    """Stands for `_C.run_paused` of a `StepBoundaryHook`."""
     place = step_out()
     if place == EXPORT:
         return
@@ -107,7 +107,7 @@ def trace_root(root_hook: Any, *arguments: Any) -> None:
         method = _METHODS[root_hook.name]
         if method == "ended" and not torch.is_grad_enabled():
             method = "evaluation_ended"
-        emit_call(hook.ticket, method)
+        emit_call(hook.handle_tensor, method)
     if place != "":
         step_in()
 
@@ -121,7 +121,7 @@ def _trace(
     is_root: bool,
     has_loss: bool,
 ) -> None:
-    plan, ticket, owner = hook.plan, hook.ticket, hook.owner_ticket
+    plan, handle_tensor, owner = hook.plan, hook.handle_tensor, hook.owner_handle
     name = authors_class(type(module)).__name__
     inputs: Entries = []
     outputs: Entries = []
@@ -130,14 +130,14 @@ def _trace(
         walk(plan, module, args, kwargs, output, inputs, outputs)
     if has_loss and not plan & CALLS:
         loss = make_item(((NAME, "loss"),)), traced_loss_in(output)
-        _emit(ticket, owner, (RECORDED, "", False, True, False), [loss])
+        _emit(handle_tensor, owner, (RECORDED, "", False, True, False), [loss])
     if has_frame or is_root:
         header = (FORWARD, name, is_root, has_frame, has_loss)
-        _emit(ticket, owner, header, inputs + outputs)
+        _emit(handle_tensor, owner, header, inputs + outputs)
     if plan & GRADIENTS:
         for item, tensor in outputs:
             if tensor is not None and tensor.requires_grad:
-                watch_gradient(ticket, owner, name, item[0], tensor)
+                watch_gradient(handle_tensor, owner, name, item[0], tensor)
 
 
 def _hide(
@@ -147,10 +147,10 @@ def _hide(
     walk(hook.plan, module, args, kwargs, output, entries, entries)
     tensors = [tensor for _, tensor in entries if tensor is not None]
     if len(tensors) > 0:
-        emit_hidden(hook.ticket, len(tensors), why)
+        emit_hidden(hook.handle_tensor, len(tensors), why)
 
 
-def _emit(ticket: Any, owner: Any, header: Header, entries: Entries) -> None:
+def _emit(handle_tensor: Any, owner: Any, header: Header, entries: Entries) -> None:
     items = tuple([item for item, _ in entries])
     tensors = [tensor for _, tensor in entries if tensor is not None]
-    emit(ticket, owner, header, items, tensors)
+    emit(handle_tensor, owner, header, items, tensors)

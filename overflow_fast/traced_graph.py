@@ -39,7 +39,7 @@ _BEFORE = "before"
 
 
 def emit(
-    ticket: torch.Tensor,
+    handle_tensor: torch.Tensor,
     owner: torch.Tensor,
     header: Header,
     items: tuple[Item, ...],
@@ -48,8 +48,8 @@ def emit(
     """Puts the operator for one frame into the graph that is traced.
 
     Args:
-        ticket: The hook's `ticket`.
-        owner: The hook's `owner_ticket`.
+        handle_tensor: The hook's `handle_tensor`.
+        owner: The hook's `owner_handle`.
         header: What the frame is.
         items: The frame's entries.
         tensors: Those of the entries that are tensors, in order.
@@ -75,23 +75,23 @@ def emit(
         if is_new:
             given.append(tensor)
         lines.append(tensor_text(path, number, is_new, is_returned))
-    _put(ticket, header, lines, given)
+    _put(handle_tensor, header, lines, given)
 
 
-def emit_hidden(ticket: torch.Tensor, count: int, why: str) -> None:
+def emit_hidden(handle_tensor: torch.Tensor, count: int, why: str) -> None:
     """Puts an operator into the graph that counts tensors as not scanned.
 
     Args:
-        ticket: The hook's `ticket`.
+        handle_tensor: The hook's `handle_tensor`.
         count: How many tensors.
         why: The reason.
     """
     line = item_text(((NAME, "hidden"),), NOT_SCANNED, why)
-    _put(ticket, (FORWARD, "", False, False, False), [line] * count, [])
+    _put(handle_tensor, (FORWARD, "", False, False, False), [line] * count, [])
 
 
 def _put(
-    ticket: torch.Tensor,
+    handle_tensor: torch.Tensor,
     header: Header,
     lines: list[str],
     tensors: list[torch.Tensor],
@@ -99,21 +99,23 @@ def _put(
     text = " ".join([header_text(header), *lines])
     operators = torch.ops.overflow_fast
     (operators.plain_frame if is_split_for_ddp() else operators.frame)(
-        ticket, id_of(text), text, tensors
+        handle_tensor, id_of(text), text, tensors
     )
 
 
-def emit_call(ticket: torch.Tensor, method: str) -> None:
+def emit_call(handle_tensor: torch.Tensor, method: str) -> None:
     """Puts the operator that calls a method of the hook's owner into the graph."""
     if method == _BEFORE:
         # What it was given before may belong to a step that is over when this runs.
-        begin_call(ticket)
+        begin_call(handle_tensor)
     operators = torch.ops.overflow_fast
-    (operators.plain_call if is_split_for_ddp() else operators.call)(ticket, method)
+    (operators.plain_call if is_split_for_ddp() else operators.call)(
+        handle_tensor, method
+    )
 
 
 def watch_gradient(
-    ticket: torch.Tensor,
+    handle_tensor: torch.Tensor,
     owner: torch.Tensor,
     class_name: str,
     path: Label,
@@ -122,8 +124,8 @@ def watch_gradient(
     """Has the gradient of an output recorded, if no module within has asked for it.
 
     Args:
-        ticket: The hook's `ticket`.
-        owner: The hook's `owner_ticket`.
+        handle_tensor: The hook's `handle_tensor`.
+        owner: The hook's `owner_handle`.
         class_name: The module's.
         path: The output's label.
         tensor: The output.
@@ -139,7 +141,7 @@ def watch_gradient(
 
     def record(gradient: torch.Tensor) -> None:
         header = (BACKWARD, class_name, False, True, False)
-        emit(ticket, owner, header, (make_item(path),), [gradient])
+        emit(handle_tensor, owner, header, (make_item(path),), [gradient])
 
     tensor.register_hook(record)  # type: ignore[no-untyped-call]
 

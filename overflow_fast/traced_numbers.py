@@ -27,7 +27,7 @@ def begin_call(owner: torch.Tensor) -> None:
     """Has an owner begin anew: its root is called again in the same trace.
 
     Args:
-        owner: The `ticket` of its `root_hook`.
+        owner: The `handle_tensor` of its `root_hook`.
     """
     setattr(owner, _ATTRIBUTE, getattr(owner, _ATTRIBUTE, 0) + 1)
 
@@ -37,7 +37,7 @@ def number_of(tensor: torch.Tensor, owner: torch.Tensor) -> tuple[int, bool]:
 
     Args:
         tensor: Holds the value when it is called; another one after each write.
-        owner: The `owner_ticket` of the hook that sees it.
+        owner: The `owner_handle` of the hook that sees it.
 
     Returns:
         The number, or -1 where AOTAutograd does not trace, and whether it is new.

@@ -54,8 +54,8 @@ def watch():
     with OverflowGuard(model, sync="lagged") as guard:
         watched += guard._supervisor.watches
         model(torch.full((2, 4), 3e38))
-        gathered = watched[0].recorder.take_gathered()
-    return watched[0], gathered.bad
+        results = watched[0].recorder.take_step_results()
+    return watched[0], results.bad
 
 
 def all_records(watch, frames):

@@ -41,7 +41,7 @@ def detector():
 
 def run_frame(detector, id, text, tensors=()):
     """Runs the operator as compiled code does; returns the frame's entries."""
-    handle = detector.root_hook.ticket
+    handle = detector.root_hook.handle_tensor
     torch.ops.overflow_fast.frame(handle, id, text, list(tensors))
     recorder = detector._recorder
     return recorder.entries(recorder.history()[-1])

@@ -140,7 +140,7 @@ class _Point:
 
     def prepare(self) -> None:
         """Makes the buffers the restore point where no hook tells of a forward."""
-        is_told = self._watch.is_attached and not self._watch.has_unrooted_calls
+        is_told = self._watch.is_attached and not self._watch.has_submodule_calls
         if not (self.is_taken or is_told):
             self.take(is_firm=False)
 

@@ -174,7 +174,7 @@ def make_watches(
     recorder = {
         "memo": options.memo,
         "defer": defer,
-        "gathers": True,
+        "step_mode": True,
         "lists_parameters": wanted.weights,
         "lists_calls": wanted.activations,
         "parameters_once": True,

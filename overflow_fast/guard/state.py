@@ -20,7 +20,7 @@ from .verdict import BadFrame, collect, kind_of
 from .watch import ModelWatch, Wanted
 
 _STATE = Wanted(weights=True, buffers=True, optimizer_state=True)
-_RECORDER = {"gathers": True, "memo": False}
+_RECORDER = {"step_mode": True, "memo": False}
 _log = logging.getLogger("overflow_fast")
 _told: set[str] = set()
 

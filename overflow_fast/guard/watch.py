@@ -99,7 +99,7 @@ class ModelWatch(StepHooks):
         self.before: list[_C.Frame] = []
         self.held: object = None
         self.has_seen_loss = False
-        self.has_unrooted_calls = False
+        self.has_submodule_calls = False
         self.on_forward: Callable[[ModelWatch], None] | None = None
         self.on_forward_end: Callable[[ModelWatch], None] | None = None
         self.shield: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -124,8 +124,8 @@ class ModelWatch(StepHooks):
     after_root = _shielded(StepHooks.after_root)
     root_ended = _shielded(StepHooks.root_ended)
     close_root = _shielded(StepHooks.close_root)
-    on_unrooted = _shielded(StepHooks.on_unrooted)
-    on_unrooted_end = _shielded(StepHooks.on_unrooted_end)
+    on_submodule_call = _shielded(StepHooks.on_submodule_call)
+    on_submodule_call_end = _shielded(StepHooks.on_submodule_call_end)
     on_recomputed_end = _shielded(StepHooks.on_recomputed_end)
 
     # Hooks on and off.
@@ -190,11 +190,11 @@ class ModelWatch(StepHooks):
         if not self._recorder.in_step:
             self._tell_of_forward()
 
-    def _begin_unrooted(self, call: object, index: int) -> None:
-        super()._begin_unrooted(call, index)
+    def _begin_submodule_call(self, call: object, index: int) -> None:
+        super()._begin_submodule_call(call, index)
         if not torch.is_grad_enabled():
             self._recorder.forget_parameters()
-        self.has_unrooted_calls = True
+        self.has_submodule_calls = True
         module = self.module_at(index)
         is_new = self.on_forward is not None and module not in self._entries
         if is_new and module is not None and not has_compiled():
@@ -359,10 +359,10 @@ class ModelWatch(StepHooks):
         return is_in_one or frame.order in self._evaluated_weights
 
     def _take(self, is_wanted: Callable[[_C.Frame], bool]) -> list[_C.Frame]:
-        gathered = self._recorder.take_gathered()
-        if gathered.bad and not self._bad:
-            self.before, self.held = gathered.before, gathered.held
-        self._bad += gathered.bad
+        results = self._recorder.take_step_results()
+        if results.bad and not self._bad:
+            self.before, self.held = results.before, results.captured_tensors
+        self._bad += results.bad
         taken = [frame for frame in self._bad if is_wanted(frame)]
         if taken:
             self._bad = [frame for frame in self._bad if not is_wanted(frame)]

@@ -23,7 +23,7 @@ class Steps(Protocol):
     def close_root(self, has_raised: bool = False) -> None: ...
 
 
-class TracedRoot:
+class CompiledStepBoundary:
     """What the operators call in place of the root's hooks; see `traced.trace_root`.
 
     Args:
