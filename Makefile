@@ -7,10 +7,10 @@ CXX ?= g++
 JOBS ?= auto
 WORKERS = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 RUN := $(VENV)/bin/python
-CORE := $(wildcard csrc/*.h csrc/cpu/*)
-CUDA := $(wildcard csrc/cuda/*)
-METAL := $(wildcard overflow_fast/metal/*.metal csrc/mps/*)
-TORCH_SIDE := $(wildcard csrc/*.cpp csrc/torch_internals/*)
+CORE := $(wildcard csrc/scan/*.h csrc/scan/cpu/*)
+CUDA := $(wildcard csrc/scan/cuda/*)
+METAL := $(wildcard overflow_fast/metal/*.metal csrc/scan/mps/*)
+TORCH_SIDE := $(wildcard csrc/scan/*.cpp csrc/torch_internals/* csrc/record/* csrc/python/*)
 
 .PHONY: build demo test test-quick bench lint sanitize cuda-check gpu-check mps-check clean
 
@@ -57,12 +57,12 @@ comma := ,
 build/scan_core_%: tests/cpp/scan_core_test.cpp tests/cpp/reference.h $(CORE)
 	@mkdir -p build
 	$(SANITIZED) -fsanitize=$(subst +,$(comma),$*) -o $@ tests/cpp/scan_core_test.cpp \
-	  $(wildcard csrc/cpu/*.cpp)
+	  $(wildcard csrc/scan/cpu/*.cpp)
 build/cuda_kernel_%: $(wildcard tests/cpp/*) $(wildcard tests/cpp/cuda_emulation/*) $(CORE) $(CUDA)
 	@mkdir -p build
 	$(SANITIZED) -fsanitize=$(subst +,$(comma),$*) -fno-strict-aliasing -Wno-unknown-pragmas \
 	  -Itests/cpp/cuda_emulation -o $@ tests/cpp/cuda_kernel_test.cpp \
-	  -x c++ $(wildcard csrc/cuda/*.cu)
+	  -x c++ $(wildcard csrc/scan/cuda/*.cu)
 
 build/metal_kernel_%: $(wildcard tests/cpp/*) $(wildcard tests/cpp/*/*) $(CORE) $(METAL)
 	@mkdir -p build

@@ -97,7 +97,7 @@ def missing_header(cuda_home: str) -> str | None:
     paths = [f"{cuda_home}/include", sysconfig.get_path("include")]
     if hasattr(cpp_extension, "include_paths"):
         paths += cpp_extension.include_paths("cuda")
-    source = '#include <cuda_runtime.h>\n#include "csrc/cuda/cuda_device.cpp"\n'
+    source = '#include <cuda_runtime.h>\n#include "csrc/scan/cuda/cuda_device.cpp"\n'
     options = ["-std=c++20", "-E", "-x", "c++", "-o", os.devnull, "-"]
     command = [*os.environ.get("CXX", "g++").split(), *(f"-I{p}" for p in paths)]
     said = subprocess.run(
@@ -127,7 +127,9 @@ def sources(*folders: str) -> list[str]:
 def extension(with_cuda: bool) -> object:
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
-    folders = ["", "torch_internals", "cpu", *(["cuda"] if with_cuda else [])]
+    folders = ["torch_internals", "scan", "scan/cpu", "record", "python"]
+    if with_cuda:
+        folders.append("scan/cuda")
     compile_args = {"cxx": CXX_FLAGS}
     if with_cuda:
         compile_args["nvcc"] = ["-std=c++20", "-O3"]

@@ -41,7 +41,7 @@ VARIANTS = [
     (128, 4, 8),
 ]
 MARGIN = 0.03
-# The numbers of csrc/dtype.h.
+# The numbers of csrc/scan/dtype.h.
 BFLOAT16, FLOAT8_E4M3FN = 3, 4
 DTYPES = ((BFLOAT16, "bfloat16"), (FLOAT8_E4M3FN, "float8_e4m3fn"))
 MIB = 2**20

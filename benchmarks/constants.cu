@@ -1,6 +1,6 @@
 // The scan kernel with other constants, to measure.
-#include "../csrc/cuda/scan_kernel.cu"
-#include "../csrc/cuda/scan_kernel_large.cu"
+#include "../csrc/scan/cuda/scan_kernel.cu"
+#include "../csrc/scan/cuda/scan_kernel_large.cu"
 
 using overflow_fast::Slot;
 

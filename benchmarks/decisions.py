@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Decision(NamedTuple):
-    """One choice: see csrc/variants.h for what the values mean.
+    """One choice: see csrc/scan/variants.h for what the values mean.
 
     Attributes:
         name: The choice in words.
@@ -73,6 +73,6 @@ DECISIONS = (
         1.0,
         "Fewer launches where they bound the step. Only measured, never a default: "
         "what is written to a tensor meanwhile is missed or, where its version counter "
-        "tells, the tensor is listed as not scanned (csrc/held_scans.h).",
+        "tells, the tensor is listed as not scanned (csrc/record/held_scans.h).",
     ),
 )

@@ -25,19 +25,17 @@ except ImportError as error:
         f"overflow_fast is not built: there is no extension in {_here}; {_build}"
     ) from error
 
-from . import (
-    callbacks,  # noqa: F401  (what the extension calls)
-    log,  # noqa: F401  (its lines begin with the package's name)
-    metal,
-)
-from .coverage import Coverage
+from . import metal
+from .core import log  # noqa: F401  (its lines begin with the package's name)
+from .core.ops import Stat, scan
 from .debug import DebugUnderflowOverflow, detect_overflow, get_abs_min_max
-from .guard.coverage import GuardCoverage
 from .guard.guard import OverflowGuard
-from .guard.report import NonFiniteError, Report
 from .guard.state import assert_finite_state
-from .ops import Stat, scan
-from .precision import keep_in_fp32
+from .precision.keep_in_fp32 import keep_in_fp32
+from .recording import callbacks  # noqa: F401  (what the extension calls)
+from .recording.coverage import Coverage
+from .report.guard_coverage import GuardCoverage
+from .report.report import NonFiniteError, Report
 
 __all__ = [
     "Coverage",
@@ -56,3 +54,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 metal.register()
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

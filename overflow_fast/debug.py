@@ -10,16 +10,18 @@ import torch
 from torch import nn
 
 from . import _C
-from .ops import scan
-from .report import (
+from .core.ops import scan
+from .recording.steps import StepHooks
+from .report.frames import (
     PREFIX,
     batch_header,
     frame_text,
     frames_text,
     nonfinite_lines,
-    stat_line,
 )
-from .steps import StepHooks
+from .report.frames import (
+    get_abs_min_max as get_abs_min_max,
+)
 
 _DETECTED = (
     "DebugUnderflowOverflow: inf/nan detected, aborting as there is no point running "
@@ -209,24 +211,6 @@ def _check_arguments(
             "trace_batch_nums must be a container of ints, got "
             f"{type(trace_batch_nums).__name__}"
         )
-
-
-def get_abs_min_max(var: torch.Tensor, ctx: str) -> str:
-    """Formats the smallest and largest magnitude of a tensor as a report's line.
-
-    Incurs one CPU-GPU sync if `var` is not on the CPU.
-
-    Args:
-        var: A tensor of any shape and dtype.
-        ctx: The label at the end of the line.
-
-    Returns:
-        The line.
-    """
-    stat = scan([var])[0]
-    if stat.not_scanned is not None:
-        return f"{'not scanned':>17} {ctx}: {stat.not_scanned}"
-    return stat_line(stat.abs_min, stat.abs_max, ctx)
 
 
 def detect_overflow(var: torch.Tensor, ctx: str) -> bool:

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-KERNELS = sorted((ROOT / "csrc/cuda").glob("*.cu"))
-WITH_TORCH = ROOT / "csrc/cuda/cuda_device.cpp"
+KERNELS = sorted((ROOT / "csrc/scan/cuda").glob("*.cu"))
+WITH_TORCH = ROOT / "csrc/scan/cuda/cuda_device.cpp"
 OF_BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.cu"))
 SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 

@@ -6,7 +6,7 @@ from emulation import emulation_off
 from metal import metal, metal_scan
 
 from overflow_fast import _C, scan
-from overflow_fast.ops import _scan
+from overflow_fast.core.ops import _scan
 
 # The CPU's kernels, torch operations, CUDA's and MPS's kernels emulated, and on a GPU.
 BACKENDS = [

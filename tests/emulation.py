@@ -13,11 +13,11 @@ from overflow_fast import _C
 
 ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "build" / "emulated_device.so"
-KERNELS = sorted((ROOT / "csrc/cuda").glob("*.cu"))
-SOURCES = [ROOT / "tests/cpp/emulated_device.cpp", ROOT / "csrc/variants.cpp"]
+KERNELS = sorted((ROOT / "csrc/scan/cuda").glob("*.cu"))
+SOURCES = [ROOT / "tests/cpp/emulated_device.cpp", ROOT / "csrc/scan/variants.cpp"]
 
 
-# Environment variables that choose other ways to do the same thing: csrc/variants.h.
+# Environment variables that choose other ways to do the same thing: csrc/scan/variants.h.
 VARIANTS = {
     "default": {},
     "kernel": {"OVERFLOW_FAST_STEP_END": "kernel"},
@@ -62,7 +62,7 @@ def build():
 
 
 def _build():
-    sources = [*ROOT.glob("csrc/*.h"), *ROOT.glob("csrc/cuda/*")]
+    sources = [*ROOT.glob("csrc/scan/*.h"), *ROOT.glob("csrc/scan/cuda/*")]
     sources += [*SOURCES, *ROOT.glob("tests/cpp/cuda_emulation/*")]
     newest = max(path.stat().st_mtime for path in sources)
     if not LIBRARY.exists() or LIBRARY.stat().st_mtime < newest:

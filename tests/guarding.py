@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from overflow_fast import OverflowGuard
-from overflow_fast.hooks import put_first
+from overflow_fast.recording.hooks import put_first
 
 INF, NAN = float("inf"), float("nan")
 

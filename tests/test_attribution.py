@@ -858,7 +858,7 @@ def test_calls_of_a_step_that_is_judged_late_are_still_known():
 
 
 def test_an_alarm_is_raised_although_its_maker_cannot_be_found_out(monkeypatch):
-    from overflow_fast.guard import attribution
+    from overflow_fast.verdict import attribution
 
     def fail(*_):
         raise ValueError("no calls")
@@ -937,7 +937,7 @@ def test_gradients_of_outputs_that_nobody_saw_are_not_called_finite():
 
 
 def test_many_alternatives_are_cut_in_words():
-    from overflow_fast.guard.calls import joined
+    from overflow_fast.verdict.calls import joined
 
     assert joined(["a"]) == "a"
     assert joined(["a", "b", "c"]) == "a, b or c"

@@ -144,8 +144,8 @@ def test_the_architectures_cuda_is_built_for(tmp_path, torch_cuda, variables, ex
     status, lines = setup_with_cuda(tmp_path, torch_cuda, toolkit, **variables)
     found, *sources = lines[0].split()
     assert (status, found) == (0, expected)
-    assert "csrc/cuda/scan_kernel.cu" in sources
-    assert "csrc/cuda/cuda_device.cpp" in sources
+    assert "csrc/scan/cuda/scan_kernel.cu" in sources
+    assert "csrc/scan/cuda/cuda_device.cpp" in sources
 
 
 def test_a_toolkit_of_another_release(tmp_path):

@@ -12,7 +12,7 @@ from overflow_fast import (
     OverflowGuard,
     scan,
 )
-from overflow_fast.names import authors_class
+from overflow_fast.core.names import authors_class
 
 DETECTED = "inf/nan detected"
 

@@ -8,7 +8,7 @@ from test_scan import COMPLEX, FLOATS, INTEGERS, layouts
 from torch.profiler import ProfilerActivity, profile
 
 from overflow_fast import _C, DebugUnderflowOverflow, scan
-from overflow_fast.ops import _scan
+from overflow_fast.core.ops import _scan
 
 BY_KERNEL = torch.ops.overflow_fast.scan.default
 BY_TORCH = torch.ops.overflow_fast.scan_composite.default

@@ -16,8 +16,8 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from overflow_fast import NonFiniteError, OverflowGuard
-from overflow_fast.guard.peers import _num_passes
-from overflow_fast.guard.step_tensors import StepTensors
+from overflow_fast.distributed.peers import _num_passes
+from overflow_fast.recording.step_tensors import StepTensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BAD_RANK = 3

@@ -14,8 +14,8 @@ from torch import nn
 
 import overflow_fast
 from overflow_fast import NonFiniteError, OverflowGuard
-from overflow_fast.guard.json_log import JsonLog
-from overflow_fast.guard.strict_json import dumps
+from overflow_fast.core.strict_json import dumps
+from overflow_fast.report.json_log import JsonLog
 
 
 def all_lines_of(path):

@@ -10,9 +10,9 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from overflow_fast import NonFiniteError, OverflowGuard, assert_finite_state
-from overflow_fast.guard.report import Report
-from overflow_fast.guard.verdict import BadEntry, Verdict
-from overflow_fast.lines import wrapped
+from overflow_fast.core.text import wrapped
+from overflow_fast.report.report import Report
+from overflow_fast.verdict.verdict import BadEntry, Verdict
 
 MADE = "The optimizer step was made: weights may be non-finite now."
 SKIPPED = "The optimizer step was skipped."
@@ -174,7 +174,7 @@ def test_each_logged_line_of_a_report_names_the_package(caplog):
 
 
 def test_without_advice_there_is_no_line_for_it(monkeypatch):
-    monkeypatch.setattr("overflow_fast.guard.report.advice_for", lambda *_: "")
+    monkeypatch.setattr("overflow_fast.report.report.advice_for", lambda *_: "")
     assert "What to try" not in str(report_of("fc"))
 
 

@@ -6,10 +6,10 @@ from guarding import INF, NAN, batches, hooks_of, make, plant, train, train_step
 from torch import nn
 
 from overflow_fast import OverflowGuard
-from overflow_fast.guard import watch
-from overflow_fast.guard.cadence import Cadence, Level
-from overflow_fast.guard.meter import Meter
-from overflow_fast.guard.report import Cost
+from overflow_fast.guard.overhead import Meter
+from overflow_fast.recording import watch
+from overflow_fast.recording.schedule import Cadence, Level
+from overflow_fast.report.report import Cost
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from guarding import INF, NAN, batches, make, train
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, assert_finite_state
+from overflow_fast.core.nested_optimizers import optimizers_in
 from overflow_fast.guard import state
-from overflow_fast.guard.nested import optimizers_in
-from overflow_fast.guard.optimizers import innermost
+from overflow_fast.guard.optimizer_hook import innermost
 
 
 def trained():

@@ -12,7 +12,7 @@ from overflow_fast import (
     assert_finite_state,
     keep_in_fp32,
 )
-from overflow_fast.integrations.guarded import GuardOwner
+from overflow_fast.integrations.trainer_support import GuardOwner
 
 
 class OddlyNamed(nn.Module):

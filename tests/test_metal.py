@@ -12,8 +12,8 @@ from torch import nn
 
 from overflow_fast import _C, DebugUnderflowOverflow
 from overflow_fast import metal as module
+from overflow_fast.core.ops import _scan
 from overflow_fast.metal import MetalScan
-from overflow_fast.ops import _scan
 
 BAD = torch.tensor([[1.0, 2.0, torch.inf]])
 

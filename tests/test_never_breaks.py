@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from overflow_fast import DebugUnderflowOverflow, OverflowGuard
-from overflow_fast.tensors import loss_in
+from overflow_fast.core.tensors import loss_in
 
 X = torch.ones(1, 2)
 

@@ -11,12 +11,12 @@ from guarding import INF, batches, make, plant, train
 from torch import nn
 
 from overflow_fast import _C, OverflowGuard
-from overflow_fast.guard import remedy
-from overflow_fast.guard.origin import who_made_it
-from overflow_fast.guard.report import Report
-from overflow_fast.guard.settings import bad_settings, nonfinite_settings
-from overflow_fast.guard.verdict import LOOP, BadEntry, BadFrame, Verdict
-from overflow_fast.report import BackwardFrame, frames_text
+from overflow_fast.report.frames import BackwardFrame, frames_text
+from overflow_fast.report.origin import who_made_it
+from overflow_fast.report.report import Report
+from overflow_fast.verdict import remedy
+from overflow_fast.verdict.settings import bad_settings, nonfinite_settings
+from overflow_fast.verdict.verdict import LOOP, BadEntry, BadFrame, Verdict
 
 STUB = Path(_C.__file__).parent / "_C.pyi"
 CLASSES = {

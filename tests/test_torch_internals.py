@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import overflow_fast
-from overflow_fast import _C, traced
+from overflow_fast import _C
+from overflow_fast.recording import traced
 from overflow_fast.torch_internals import (
     modules,
     registry,

@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from overflow_fast import _C, DebugUnderflowOverflow
-from overflow_fast.traced_text import (
+from overflow_fast.recording.traced_text import (
     ATTRIBUTE,
     FORWARD,
     INDEX,
@@ -109,8 +109,11 @@ def test_a_number_is_that_of_its_text():
     assert all(0 <= id_of(str(i)) < 2**63 for i in range(99))
 
 
-CACHEABLE = ["torch.ops.higher_order.with_effects", "overflow_fast.traced_graph.emit"]
-CALL = "overflow_fast.traced_graph.emit_call"
+CACHEABLE = [
+    "torch.ops.higher_order.with_effects",
+    "overflow_fast.recording.traced_graph.emit",
+]
+CALL = "overflow_fast.recording.traced_graph.emit_call"
 
 
 def compiled_frames(folder):

@@ -13,7 +13,7 @@ from check.tools import capability, options, save, skip, targets
 IS_CURRENT = """
 import pathlib, overflow_fast._C as module
 built = pathlib.Path(module.__file__).stat().st_mtime
-files = [p for f in ("csrc", "csrc/cpu") for p in pathlib.Path(f).glob("*.*")]
+files = [p for f in ("csrc/torch_internals", "csrc/scan", "csrc/scan/cpu", "csrc/record", "csrc/python") for p in pathlib.Path(f).glob("*.*")]
 print(built > max(p.stat().st_mtime for p in files))
 """
 HAS_KERNELS = """

@@ -26,7 +26,7 @@ EMULATION = ["-fno-strict-aliasing", "-Wno-unknown-pragmas", "-Wno-psabi"]
 
 
 def sources() -> list[Path]:
-    return [MAIN, *sorted((ROOT / "csrc/cuda").glob("*.cu"))]
+    return [MAIN, *sorted((ROOT / "csrc/scan/cuda").glob("*.cu"))]
 
 
 def program(device: str) -> Path:
@@ -35,7 +35,7 @@ def program(device: str) -> Path:
 
 def is_built(path: Path) -> bool:
     """Whether the program is newer than all that it is made of."""
-    folders = ("csrc", "csrc/cuda", "tests/cpp", "tests/cpp/cuda_emulation")
+    folders = ("csrc/scan", "csrc/scan/cuda", "tests/cpp", "tests/cpp/cuda_emulation")
     made_of = [f for folder in folders for f in (ROOT / folder).glob("*.*")]
     return path.exists() and path.stat().st_mtime > max(
         file.stat().st_mtime for file in made_of

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers.debug_utils import DebugUnderflowOverflow as Original
 
 from ..debug import DebugUnderflowOverflow
-from ..precision import keep_in_fp32
+from ..precision.keep_in_fp32 import keep_in_fp32
 from .model import Settings, build, forward, push_to_the_limit, read_batch
 
 __all__ = ["Settings", "show"]

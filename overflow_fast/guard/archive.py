@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .evidence import EvidenceFolder
-from .json_log import JsonLog
-from .options import GuardOptions
-from .report import Cost, Report, least_headroom, place_of
-from .run import Run
-from .step_tensors import StepTensors
-from .verdict import BadFrame, Verdict, kind_of, leading_frame
-from .watch import ModelWatch
+from ..recording.step_tensors import StepTensors
+from ..recording.watch import ModelWatch
+from ..report.evidence import EvidenceFolder
+from ..report.json_log import JsonLog
+from ..report.report import Cost, Report, least_headroom, place_of
+from ..report.run import Run
+from ..verdict.verdict import BadFrame, Verdict, kind_of, leading_frame
+from .config import GuardOptions
 
 _MIB = 2**20
 

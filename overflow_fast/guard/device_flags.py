@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from .optimizers import OptimizerGate
-from .options import GuardOptions
-from .watch import ModelWatch
+from ..recording.watch import ModelWatch
+from .config import GuardOptions
+from .optimizer_hook import OptimizerGate
 
 
 class DeviceFlags:

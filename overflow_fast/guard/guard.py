@@ -11,14 +11,16 @@ import torch
 from torch.optim import Optimizer
 
 from .. import _C
-from .cadence import Level
-from .coverage import GuardCoverage
-from .fault_results import SelfTestResult
-from .headroom import HeadroomTable
-from .joining import GuardJoinable
-from .learning import check_can_learn
-from .metrics import Exporter
-from .options import (
+from ..distributed.joinable import GuardJoinable
+from ..recording.schedule import Level
+from ..report.guard_coverage import GuardCoverage
+from ..report.report import Cost, NonFiniteError, Report
+from ..report.run_lines import log_begin, log_end
+from ..selftest.fault_results import SelfTestResult
+from ..selftest.self_test import Loss
+from ..verdict.headroom import HeadroomTable
+from ..verdict.rules import Allow
+from .config import (
     EVERYTHING,
     GuardOptions,
     Models,
@@ -32,12 +34,10 @@ from .options import (
     warn_of_others,
     warn_of_strangers,
 )
-from .report import Cost, NonFiniteError, Report
-from .rules import Allow
-from .run_lines import log_begin, log_end
-from .self_test import Loss
+from .learning import check_can_learn
+from .loop import Supervisor
+from .metrics import Exporter
 from .state import state_report
-from .supervisor import Supervisor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

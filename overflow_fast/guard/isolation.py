@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable, Iterator
 
 from .. import _C
-from .meter import Meter
-from .report import NonFiniteError
+from ..report.report import NonFiniteError
+from .overhead import Meter
 
 _log = logging.getLogger("overflow_fast")
 

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable, Sequence
 
 from .. import _C
-from .agreement import Agreement
-from .rules import KINDS, EntryName, Rules, entry_name, kinds_text
-from .verdict import FORWARDS, BadFrame
-from .watch import ModelWatch, Wanted
+from ..distributed.agreement import Agreement
+from ..recording.watch import ModelWatch, Wanted
+from ..verdict.rules import KINDS, EntryName, Rules, entry_name, kinds_text
+from ..verdict.verdict import FORWARDS, BadFrame
 
 _log = logging.getLogger("overflow_fast")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .optimizers import OptimizerGate
-from .report import Report
+from ..report.report import Report
+from .optimizer_hook import OptimizerGate
 
 
 class Rounds:

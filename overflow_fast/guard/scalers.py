@@ -11,7 +11,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from .verdict import BadFrame
+from ..verdict.verdict import BadFrame
 
 SCALER = "GradScaler"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .nested import is_optimizer
+from ..core.nested_optimizers import is_optimizer
 
 # Makes a value what it was; returns it.
 _Restore = Callable[[], Any]

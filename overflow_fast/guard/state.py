@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from ..selection import Selection
-from .attribution import attribute
-from .cadence import Level
-from .optimizers import innermost
-from .options import Models, named_models, optimizers_of
-from .report import NonFiniteError, Report, some
-from .rules import Allow, Rules
-from .step_tensors import StepTensors
-from .verdict import BadFrame, collect, kind_of
-from .watch import ModelWatch, Wanted
+from ..core.selection import Selection
+from ..recording.schedule import Level
+from ..recording.step_tensors import StepTensors
+from ..recording.watch import ModelWatch, Wanted
+from ..report.report import NonFiniteError, Report, some
+from ..verdict.attribution import attribute
+from ..verdict.rules import Allow, Rules
+from ..verdict.verdict import BadFrame, collect, kind_of
+from .config import Models, named_models, optimizers_of
+from .optimizer_hook import innermost
 
 _STATE = Wanted(weights=True, buffers=True, optimizer_state=True)
 _RECORDER = {"step_mode": True, "memo": False}

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from ..ops import scan
+from ..core.ops import scan
+from ..recording.watch import ModelWatch
+from ..report.report import Cost, Report, frame_texts, least_headroom
+from ..verdict.remedy import Remedy, remedy_for
+from ..verdict.verdict import BadFrame, Verdict, leading_frame
 from .archive import Archive
-from .options import GuardOptions
+from .config import GuardOptions
 from .policy import Situation, checked_action, choose
-from .remedy import Remedy, remedy_for
-from .report import Cost, Report, frame_texts, least_headroom
 from .step_result import StepResult
-from .verdict import BadFrame, Verdict, leading_frame
-from .watch import ModelWatch
 
 _log = logging.getLogger("overflow_fast")
 

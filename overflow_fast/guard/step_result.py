@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .optimizers import OptimizerGate
-from .step_tensors import StepTensors
-from .verdict import BadFrame
+from ..recording.step_tensors import StepTensors
+from ..verdict.verdict import BadFrame
+from .optimizer_hook import OptimizerGate
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from ..guard.guard import OverflowGuard
 from ..torch_internals.modules import share_tensors, submodules
-from .guarded import GuardOwner, check_before_saving
 from .stand_in import StandIn
+from .trainer_support import GuardOwner, check_before_saving
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

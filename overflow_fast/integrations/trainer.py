@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ..guard.report import NonFiniteError, Report
-from .guarded import GuardOwner
+from ..report.report import NonFiniteError, Report
+from .trainer_support import GuardOwner
 
 try:
     from transformers import TrainerCallback

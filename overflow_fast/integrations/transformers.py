@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..debug import DebugUnderflowOverflow
-from ..hooks import root_hooks
+from ..recording.hooks import root_hooks
 
 _NAME = "DebugUnderflowOverflow"
 

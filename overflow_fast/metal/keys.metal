@@ -4,7 +4,7 @@
 using namespace metal;
 
 #ifndef OF_THREADS
-#define OF_THREADS 256  // of a threadgroup, as csrc/mps/work_list.h has them
+#define OF_THREADS 256  // of a threadgroup, as csrc/scan/mps/work_list.h has them
 #endif
 
 constant constexpr uint kThreads = OF_THREADS;
@@ -74,7 +74,7 @@ inline int num_bits(ulong x) {
   return upper != 0 ? 64 - int(clz(upper)) : 32 - int(clz(uint(x)));
 }
 
-// binary16 to binary32 and back as in csrc/half.h, for finite magnitudes.
+// binary16 to binary32 and back as in csrc/scan/half.h, for finite magnitudes.
 inline uint half_to_float_key(uint half_key) {
   if (half_key >= 0x400) return (half_key << 13) + (112u << 23);
   if (half_key == 0) return 0;

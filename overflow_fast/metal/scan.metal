@@ -2,7 +2,7 @@
 // torch.mps.compile_shader, and in the tests by g++ (tests/cpp/metal_emulation).
 //
 // A threadgroup reads one range of one tensor and combines what it found into the tensor's slot:
-// four 64-bit words as in csrc/stat.h, of which Metal can change 32 bits atomically. Minimum and
+// four 64-bit words as in csrc/scan/stat.h, of which Metal can change 32 bits atomically. Minimum and
 // maximum of keys of up to 32 bits are atomic in the lower halves. Tensors with keys of 64 bits
 // are one threadgroup's each, so that nobody else writes their slot meanwhile. The host has reset
 // the slots; a range that holds a non-finite value is read a second time, to count.

@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <memory>
 
-#include "../../csrc/cuda/scan_kernel.h"
+#include "../../csrc/scan/cuda/scan_kernel.h"
 #include "device_memory.h"
 #include "planted.h"
 #include "reference.h"
@@ -84,7 +84,7 @@ void print(const char* who, const Slot& slot) {
 void require(const char* what, const View& view, const Slot& found, const Slot& expected) {
   ++num_tensors;
   if (agree(dtype_info(view.dtype), found, expected)) return;
-  std::printf("FAIL: %s: dtype %d (csrc/dtype.h), address %% 16 = %d, sizes and strides", what,
+  std::printf("FAIL: %s: dtype %d (csrc/scan/dtype.h), address %% 16 = %d, sizes and strides", what,
               static_cast<int>(view.dtype),
               static_cast<int>(reinterpret_cast<uintptr_t>(view.data) % 16));
   for (int64_t i = 0; i < view.ndim; ++i) {

@@ -6,10 +6,10 @@
 #include <stdexcept>
 #include <vector>
 
-#include "../../csrc/cuda/scan_kernel.h"
-#include "../../csrc/cuda/step_end_kernel.h"
-#include "../../csrc/device.h"
-#include "../../csrc/variants.h"
+#include "../../csrc/scan/cuda/scan_kernel.h"
+#include "../../csrc/scan/cuda/step_end_kernel.h"
+#include "../../csrc/scan/device.h"
+#include "../../csrc/scan/variants.h"
 
 namespace {
 

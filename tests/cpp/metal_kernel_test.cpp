@@ -4,7 +4,7 @@
 #include <cstring>
 #include <memory>
 
-#include "../../csrc/mps/work_list.h"
+#include "../../csrc/scan/mps/work_list.h"
 #include "metal_emulation/launch.h"
 #include "reference.h"
 

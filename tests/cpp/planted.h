@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "../../csrc/cuda/work_list.h"
-#include "../../csrc/dtype.h"
+#include "../../csrc/scan/cuda/work_list.h"
+#include "../../csrc/scan/dtype.h"
 
 namespace overflow_fast {
 

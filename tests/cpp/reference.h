@@ -8,9 +8,9 @@
 #include <random>
 #include <vector>
 
-#include "../../csrc/half.h"
-#include "../../csrc/layout.h"
-#include "../../csrc/stat.h"
+#include "../../csrc/scan/half.h"
+#include "../../csrc/scan/layout.h"
+#include "../../csrc/scan/stat.h"
 
 namespace overflow_fast {
 

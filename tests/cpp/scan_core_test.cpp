@@ -3,8 +3,8 @@
 #include <cstdio>
 #include <thread>
 
-#include "../../csrc/cpu/kernels.h"
-#include "../../csrc/cpu/scan_cpu.h"
+#include "../../csrc/scan/cpu/kernels.h"
+#include "../../csrc/scan/cpu/scan_cpu.h"
 #include "reference.h"
 
 namespace {

@@ -1,0 +1,147 @@
+// The recorder as a Python class.
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "../record/recorder.h"
+#include "records.h"
+
+namespace overflow_fast {
+
+namespace {
+
+Options options_of(const py::kwargs& kwargs) {
+  static const std::unordered_map<std::string, bool Options::*> kByName = {
+      {"strict_compat", &Options::strict_compat},
+      {"list_kwargs", &Options::list_kwargs},
+      {"memo", &Options::use_memo},
+      {"defer", &Options::defer},
+      {"fetch_frames", &Options::fetch_frames},
+      {"step_mode", &Options::step_mode},
+      {"lists_parameters", &Options::lists_parameters},
+      {"lists_calls", &Options::lists_calls},
+      {"parameters_once", &Options::parameters_once},
+      {"watches_gradients", &Options::watches_gradients},
+      {"holds_tensors", &Options::holds_tensors},
+  };
+  Options options;
+  for (const auto& [name, value] : kwargs) {
+    const auto found = kByName.find(name.cast<std::string>());
+    if (found == kByName.end()) throw py::type_error("unknown: " + name.cast<std::string>());
+    options.*found->second = value.cast<bool>();
+  }
+  return options;
+}
+
+NamedPlace named_in(const Recorder& recorder, const Place& place) {
+  return named(recorder.labels(), place, recorder.role_of(place.phase, place.label));
+}
+
+std::vector<Named<Entry>> entries_of(const Recorder& recorder, const Frame& frame) {
+  std::vector<Named<Entry>> entries;
+  entries.reserve(frame.entries.size());
+  for (const Entry& entry : frame.entries) {
+    const Place place{frame.phase, frame.module, entry.listing.label};
+    entries.push_back({named(recorder.labels(), place, entry.listing.role), entry});
+  }
+  return entries;
+}
+
+using NamedPeak = Named<Headroom::Peak>;
+using NamedHistory = Named<Headroom::History>;
+
+std::optional<NamedPeak> least_headroom(Recorder& recorder) {
+  const auto& peak = recorder.headroom().least();
+  if (!peak) return std::nullopt;
+  return NamedPeak{named_in(recorder, peak->place), *peak};
+}
+
+// Of an entry's place: the last finite one.
+std::optional<NamedPeak> last_peak(Recorder& recorder, const NamedPlace& place) {
+  const auto* history = recorder.headroom().find(place.place);
+  if (history == nullptr) return std::nullopt;
+  return NamedPeak{place, history->last};
+}
+
+NamedHistory named_history(const Recorder& recorder, const Headroom::History& history) {
+  return {named_in(recorder, history.last.place), history};
+}
+
+std::vector<NamedHistory> low_headroom(Recorder& recorder) {
+  std::vector<NamedHistory> low;
+  for (const Place& place : recorder.headroom().low()) {
+    const auto* history = recorder.headroom().find(place);
+    if (history != nullptr) low.push_back(named_history(recorder, *history));
+  }
+  return low;
+}
+
+std::vector<NamedHistory> all_headroom(Recorder& recorder) {
+  std::vector<NamedHistory> all;
+  for (const auto& [_, history] : recorder.headroom().histories()) {
+    all.push_back(named_history(recorder, history));
+  }
+  return all;
+}
+
+std::vector<Named<Underflow::Counts>> take_underflow(Recorder& recorder) {
+  std::vector<Named<Underflow::Counts>> taken;
+  for (const Underflow::Counts& counts : recorder.take_underflow()) {
+    taken.push_back({named_in(recorder, counts.place), counts});
+  }
+  return taken;
+}
+
+}  // namespace
+
+void bind_recorder(py::module_& m) {
+  py::class_<Recorder>(m, "Recorder")
+      .def(py::init([](std::optional<int64_t> max_frames, const py::kwargs& options) {
+             return std::make_unique<Recorder>(max_frames, options_of(options));
+           }),
+           py::arg("max_frames"))
+      .def_readwrite("max_frames", &Recorder::max_frames)
+      .def_readwrite("in_step", &Recorder::in_step)
+      .def_readwrite("lists_parameters", &Recorder::lists_parameters)
+      .def_readwrite("is_paused", &Recorder::is_paused)
+      .def_readwrite("watches_every_frame", &Recorder::watches_every_frame)
+      .def_readwrite("total_calls", &Recorder::total_calls)
+      .def_property_readonly("coverage", &Recorder::coverage)
+      .def_property_readonly("num_syncs", &Recorder::num_syncs)
+      .def_property_readonly("num_sends", &Recorder::num_sends)
+      .def_static("num_frames", &Recorder::num_frames)
+      .def_property_readonly("last_batch", &Recorder::last_batch)
+      .def("entries", &entries_of, py::arg("frame"))
+      .def("calls", &Recorder::calls)
+      .def("forget_calls", &Recorder::forget_calls)
+      .def("history",
+           [](const Recorder& self) {
+             return std::vector<Frame>(self.history().begin(), self.history().end());
+           })
+      .def("clear_history", [](Recorder& self) { self.history().clear(); })
+      .def("send", &Recorder::send, py::arg("with_captured") = false)
+      .def("want_flags", &Recorder::want_flags)
+      .def("take_flags", &Recorder::take_flags)
+      .def("process_arrived", &Recorder::process_arrived, py::arg("max_in_flight"),
+           py::arg("on_batch"), py::arg("on_frame"))
+      .def("keep", [](Recorder& self, const Frame& frame) { self.keep(Frame(frame)); })
+      .def("record", &Recorder::record, py::arg("phase"), py::arg("names"), py::arg("tensors"))
+      .def("set_gradients_wanted", &Recorder::set_gradients_wanted)
+      .def("take_step_results", &Recorder::take_step_results)
+      .def("forget_parameters", &Recorder::forget_parameters)
+      .def_readwrite("counts_underflow", &Recorder::counts_underflow)
+      .def("take_underflow", &take_underflow)
+      .def("set_rules", [](Recorder& self, py::object rules) { self.rules().set(rules); })
+      .def("begin_headroom", [](Recorder& self) { self.headroom().begin_step(); })
+      .def_property_readonly("is_headroom_spent",
+                             [](Recorder& self) { return self.headroom().is_spent(); })
+      .def("set_low_headroom", [](Recorder& self, double bits) { self.headroom().set_low(bits); })
+      .def("low_headroom", &low_headroom)
+      .def("headroom", &all_headroom)
+      .def("least_headroom", &least_headroom)
+      .def("last_peak", &last_peak)
+      .def_readwrite("seconds", &Recorder::seconds)
+      .def("end_step", &Recorder::end_step)
+      .def("begin_batch", &Recorder::begin_batch);
+}
+
+}  // namespace overflow_fast

@@ -1,0 +1,221 @@
+// The records of records.h as Python classes: attributes to read, none to write, nothing to index.
+#include <pybind11/operators.h>
+#include <pybind11/stl.h>
+
+#include <functional>
+
+#include "../record/recorder.h"
+#include "records.h"
+
+namespace overflow_fast {
+
+namespace {
+
+// torch's names, in the order of Dtype.
+constexpr const char* kDtypeNames[] = {
+    "float64",     "float32",         "float16",         "bfloat16",       "float8_e4m3fn",
+    "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "complex128",
+    "complex64",   "complex32",       "int64",           "int32",          "int16",
+    "int8",        "uint64",          "uint32",          "uint16",         "uint8",
+    "bool",
+};
+static_assert(std::size(kDtypeNames) == static_cast<size_t>(Dtype::kCount));
+
+// Binds a class whose repr() shows all its attributes.
+template <class T>
+class Bound {
+ public:
+  Bound(py::module_& m, const char* name) : class_(m, name) {
+    class_.def("__repr__", [names = names_](const py::object& self) {
+      py::list shown;
+      for (const auto& name : names) {
+        shown.append(py::str("{}={!r}").format(name, py::getattr(self, name)));
+      }
+      const py::object type = py::type::of(self).attr("__name__");
+      return py::str("{}({})").format(type, py::str(", ").attr("join")(shown));
+    });
+  }
+
+  // `get` is a member, or a function of the object; of a Named<Record>, also of its record.
+  template <class Get>
+  Bound& attribute(const char* name, Get get) {
+    names_.append(name);
+    class_.def_property_readonly(name, [get](const T& self) {
+      if constexpr (std::is_invocable_v<Get, const T&>) {
+        return std::invoke(get, self);
+      } else {
+        return std::invoke(get, self.record);
+      }
+    });
+    return *this;
+  }
+  py::class_<T>& type() { return class_; }
+
+ private:
+  py::class_<T> class_;
+  py::list names_;
+};
+
+void bind_enums(py::module_& m) {
+  py::enum_<EntryKind>(m, "EntryKind")
+      .value("TENSOR", EntryKind::kTensor)
+      .value("NONE", EntryKind::kNone)
+      .value("NOT_TENSOR", EntryKind::kNotTensor)
+      .value("NOT_SCANNED", EntryKind::kNotScanned);
+  py::enum_<Role>(m, "Role")
+      .value("INPUT", Role::kInput)
+      .value("OUTPUT", Role::kOutput)
+      .value("GRAD_OUTPUT", Role::kGradOutput)
+      .value("WEIGHT", Role::kWeight)
+      .value("BUFFER", Role::kBuffer)
+      .value("GRADIENT", Role::kGradient)
+      .value("OPTIMIZER_STATE", Role::kOptimizerState)
+      .value("RECORDED", Role::kRecorded);
+  py::enum_<Phase>(m, "Phase")
+      .value("FORWARD", Phase::kForward)
+      .value("RECOMPUTED", Phase::kRecomputed)
+      .value("BACKWARD", Phase::kBackward)
+      .value("RECORDED", Phase::kRecorded)
+      .value("WEIGHTS", Phase::kWeights)
+      .value("BUFFERS", Phase::kBuffers)
+      .value("GRADIENTS", Phase::kGradients)
+      .value("OPTIMIZER_STATE", Phase::kOptimizerState);
+  py::enum_<LabelStyle>(m, "LabelStyle")
+      .value("NAME", LabelStyle::kName)
+      .value("INDEX", LabelStyle::kIndex)
+      .value("KEY", LabelStyle::kKey)
+      .value("ATTRIBUTE", LabelStyle::kAttribute);
+}
+
+void bind_labels(py::module_& m) {
+  Bound<LabelPart>(m, "LabelPart")
+      .attribute("style", &LabelPart::style)
+      .attribute("value", &LabelPart::value)
+      .type()
+      .def(py::init([](LabelStyle style, py::object value) {
+             return LabelPart{style, std::move(value)};
+           }),
+           py::arg("style"), py::arg("value"));
+  Bound<Label>(m, "Label")
+      .attribute("role", &Label::role)
+      .attribute("name", &Label::name)
+      .attribute("parts", &Label::parts)
+      .type()
+      .def(py::self == py::self);
+  Bound<NamedPlace>(m, "Place")
+      .attribute("phase", [](const NamedPlace& self) { return self.place.phase; })
+      .attribute("module", [](const NamedPlace& self) { return self.place.module; })
+      .attribute("label", &NamedPlace::label);
+}
+
+py::object stat_of(const Entry& entry) {
+  return entry.kind == EntryKind::kTensor ? make_stat(entry.stat, entry.dtype) : py::none();
+}
+
+py::object reason_of(const Entry& entry) {
+  return entry.kind == EntryKind::kNotScanned ? entry.why : py::none();
+}
+
+void bind_entry(py::module_& m) {
+  Bound<Named<Entry>>(m, "Entry")
+      .attribute("place", &Named<Entry>::place)
+      .attribute("kind", &Entry::kind)
+      .attribute("stat", stat_of)
+      .attribute("reason", reason_of)
+      .attribute("numel", &Entry::numel)
+      .attribute("dtype", [](const Entry& self) { return name_of(self.dtype); })
+      .attribute("is_bad", &Entry::is_bad)
+      .attribute("nonfinite_kinds", [](const Entry& self) { return self.stat.nonfinite_kinds(); })
+      .attribute("only_if_bad", [](const Entry& self) { return self.listing.only_if_bad; })
+      .attribute("version", [](const Entry& self) { return self.listing.version; })
+      .attribute("is_computed", [](const Entry& self) { return self.listing.is_computed; })
+      .type()
+      .def_property_readonly("label", [](const Named<Entry>& self) { return self.place.label; })
+      .def_property_readonly("role",
+                             [](const Named<Entry>& self) { return self.place.label.role; });
+}
+
+double number(const Headroom::Peak& peak, uint64_t key) {
+  return decode_key(dtype_info(peak.dtype), key);
+}
+
+double highest_of(const Headroom::History& history) {
+  return history.has_overflowed ? HUGE_VAL : number(history.last, history.highest);
+}
+
+std::vector<double> recent_of(const Headroom::History& history) {
+  std::vector<double> recent;
+  for (const uint64_t key : history.recent()) recent.push_back(number(history.last, key));
+  return recent;
+}
+
+void bind_headroom(py::module_& m) {
+  Bound<Named<Headroom::Peak>>(m, "Peak")
+      .attribute("place", &Named<Headroom::Peak>::place)
+      .attribute("abs_max", [](const Headroom::Peak& self) { return number(self, self.max_key); })
+      .attribute("limit", [](const Headroom::Peak& self) { return number(self, self.limit()); })
+      .attribute("dtype", [](const Headroom::Peak& self) { return name_of(self.dtype); });
+  Bound<Named<Headroom::History>>(m, "HeadroomHistory")
+      .attribute("last",
+                 [](const Named<Headroom::History>& self) {
+                   return Named<Headroom::Peak>{self.place, self.record.last};
+                 })
+      .attribute("highest", highest_of)
+      .attribute("recent", recent_of);
+  Bound<Named<Underflow::Counts>>(m, "Underflow")
+      .attribute("place", &Named<Underflow::Counts>::place)
+      .attribute("dtype", [](const Underflow::Counts& self) { return name_of(self.dtype); })
+      .attribute("numel", &Underflow::Counts::numel)
+      .attribute("num_zero", &Underflow::Counts::num_zero)
+      .attribute("num_subnormal", &Underflow::Counts::num_subnormal);
+}
+
+void bind_frames(py::module_& m) {
+  Bound<Frame>(m, "Frame")
+      .attribute("module", &Frame::module)
+      .attribute("class_name", &Frame::class_name)
+      .attribute("batch", &Frame::batch)
+      .attribute("opens_batch", &Frame::opens_batch)
+      .attribute("phase", &Frame::phase)
+      .attribute("order", &Frame::order)
+      .attribute("is_recomputed", &Frame::is_recomputed)
+      .attribute("is_bad", &Frame::is_bad);
+  Bound<Coverage>(m, "Coverage")
+      .attribute("tensors_listed", &Coverage::tensors_listed)
+      .attribute("tensors_scanned", &Coverage::tensors_scanned)
+      .attribute("bytes_scanned", &Coverage::bytes_scanned)
+      .attribute("not_scanned", &Coverage::not_scanned)
+      .type()
+      .def("reasons", &Coverage::reasons);
+  Bound<Call>(m, "Call")
+      .attribute("module", &Call::module)
+      .attribute("phase", &Call::phase)
+      .attribute("order", &Call::order)
+      .attribute("batch", &Call::batch)
+      .attribute("thread", &Call::thread)
+      .attribute("begins_after", &Call::begins_after)
+      .attribute("ends_before", &Call::ends_before)
+      .attribute("is_traced", &Call::is_traced)
+      .attribute("has_unseen", &Call::has_unseen);
+  // Frames that stand in it, not copies of them.
+  py::class_<StepResults>(m, "StepResults")
+      .def_readonly("before", &StepResults::before)
+      .def_readonly("bad", &StepResults::bad)
+      .def_property_readonly("captured_tensors", [](const StepResults& self) {
+        return self.captured_tensors ? self.captured_tensors : py::none();
+      });
+}
+
+}  // namespace
+
+const char* name_of(Dtype dtype) { return kDtypeNames[static_cast<size_t>(dtype)]; }
+
+void bind_records(py::module_& m) {
+  bind_enums(m);
+  bind_labels(m);
+  bind_entry(m);
+  bind_headroom(m);
+  bind_frames(m);
+}
+
+}  // namespace overflow_fast

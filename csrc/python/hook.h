@@ -1,0 +1,50 @@
+// FrameHook(owner, module_index): who records the frames of a module. functools.partial(run_hook,
+// hook) is the forward hook that torch calls, with the module, its positional and keyword inputs
+// and its output.
+//
+// The owner is a Python object with `_recorder` (a Recorder), on_frame(frame) for a frame that
+// somebody should look at, process_now() for frames that wait and are to be judged at once, and
+// on_submodule_call(module_index, graph_task_id) -> int, asked for a frame while the root is not
+// running: kRecomputed and kEndsStep, or-ed. The hook holds its owner, and nothing holds the hook
+// but its module. It pickles and deep-copies as its two arguments.
+//
+// Compiled code knows a hook by its `handle_tensor`, because tensors are what modules that share
+// compiled code may differ in, and an owner by that of its `root_hook`. The owner's `plan` says
+// what to list, and its `device` where compiled code runs. Its `compiled_boundary` stands for the
+// root's hooks in compiled code: see overflow_fast/compiled_boundary.py.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
+
+#include <string>
+#include <string_view>
+
+#include "../record/recorder.h"
+
+namespace overflow_fast {
+
+struct FrameHook {
+  PyObject_HEAD
+  PyObject* owner;
+  PyObject* recorder_object;  // keeps `recorder` alive
+  Recorder* recorder;
+  PyObject* handle_tensor;  // null until the hook is traced
+  uint32_t module;
+};
+
+void add_frame_hook(py::module_& m);
+bool is_frame_hook(PyObject* object);
+// Asks the owner at the first call: a copied or unpickled hook is made before that is complete.
+Recorder& recorder_of(FrameHook* self);
+// The hook with this handle, or null if it is gone: then nobody asks any more.
+FrameHook* find_hook(const at::Tensor& handle_tensor);
+
+// What torch calls, and what the operators do: see traced.h.
+void add_hook_functions(py::module_& m);
+void record_traced(const at::Tensor& handle_tensor, int64_t id, std::string_view text,
+                   at::TensorList tensors);
+// Calls a method of the owner's `compiled_boundary`.
+void call_traced(const at::Tensor& handle_tensor, const std::string& method);
+
+}  // namespace overflow_fast

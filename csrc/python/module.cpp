@@ -1,0 +1,110 @@
+// The extension module overflow_fast._C.
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "../record/callbacks.h"
+#include "../scan/cpu/kernels.h"
+#include "../scan/device_registry.h"
+#include "hook.h"
+#include "metal_launches.h"
+#include "records.h"
+#include "../scan/scan.h"
+#include "../scan/tensor_view.h"
+#include "../torch_internals/hidden.h"
+#include "../scan/torch_scan.h"
+
+namespace overflow_fast {
+
+namespace {
+
+enum class ScanBackend : uint8_t {
+  kAuto,       // the kernels of the tensor's device, else torch operations
+  kComposite,  // torch operations
+  kDevice,     // the kernels registered for the tensor's device, also for the CPU
+};
+
+// Hidden as a context manager.
+class HiddenScope {
+ public:
+  void enter() { hidden_.emplace(); }
+  void exit(const py::args&) { hidden_.reset(); }
+
+ private:
+  std::optional<Hidden> hidden_;
+};
+
+// For each tensor its stat, its Readability if that is not kReadable, or a text that says why its
+// device could not scan it.
+py::list scan_tensors(const py::list& tensors, ScanBackend backend) {
+  py::list stats(tensors.size());
+  std::vector<ToScan> others;
+  std::vector<size_t> places;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor tensor = tensors[i].cast<at::Tensor>();
+    View view{};
+    const Readability readability = view_of(tensor, view);
+    if (readability != Readability::kReadable) {
+      stats[i] = readability;
+    } else if (tensor.is_cpu() && backend == ScanBackend::kAuto) {
+      stats[i] = make_stat(scan_here(tensor, view), view.dtype);
+    } else {
+      others.push_back({tensor, view, {}, {}});
+      places.push_back(i);
+    }
+  }
+  if (others.empty()) return stats;
+  {
+    const py::gil_scoped_release release;
+    scan_on_devices(others, backend == ScanBackend::kComposite);
+  }
+  for (size_t i = 0; i < others.size(); ++i) {
+    const ToScan& other = others[i];
+    stats[places[i]] = other.why.empty() ? make_stat(other.slot, other.view.dtype)
+                                         : py::object(py::str(other.why));
+  }
+  return stats;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.doc() = "The compiled core of overflow_fast: pointers, slots and devices.";
+  py::enum_<Readability>(m, "Readability")
+      .value("READABLE", Readability::kReadable)
+      .value("UNSUPPORTED", Readability::kUnsupported)
+      .value("FREED", Readability::kFreed)
+      .value("WRAPPER", Readability::kWrapper);
+  py::class_<HiddenScope>(m, "Hidden")
+      .def(py::init<>())
+      .def("__enter__", &HiddenScope::enter)
+      .def("__exit__", &HiddenScope::exit);
+  bind_callbacks(m);
+  bind_stat(m);
+  bind_records(m);
+  bind_recorder(m);
+  add_frame_hook(m);
+  add_hook_functions(m);
+  py::enum_<ScanBackend>(m, "ScanBackend")
+      .value("AUTO", ScanBackend::kAuto)
+      .value("COMPOSITE", ScanBackend::kComposite)
+      .value("DEVICE", ScanBackend::kDevice);
+  m.def("scan_tensors", &scan_tensors, py::arg("tensors"), py::arg("backend") = ScanBackend::kAuto);
+  m.def("has_kernels",
+        [](const std::string& type) { return has_kernels(c10::Device(type).type()); });
+  // For a device whose kernels are in another library: the address of an OpenDevice.
+  m.def("register_device_type", [](const std::string& type, uintptr_t open) {
+    register_device_type(c10::Device(type).type(), reinterpret_cast<OpenDevice>(open));
+  });
+  // The same for one whose tensors only torch can address; None takes the function back.
+  m.def("register_scan", [](const std::string& type, py::object function) {
+    register_scan(c10::Device(type).type(), std::move(function));
+  });
+  add_metal(m);
+  m.def("isa", [] { return cpu::kernels().isa; });
+  // Kinds of non-finite values, for rules.
+  m.attr("POSITIVE_INF") = static_cast<int>(Slot::kPositiveInf);
+  m.attr("NEGATIVE_INF") = static_cast<int>(Slot::kNegativeInf);
+  m.attr("NAN") = static_cast<int>(Slot::kNan);
+}
+
+}  // namespace overflow_fast

@@ -1,0 +1,199 @@
+#include "deferred.h"
+
+#include <algorithm>
+#include <set>
+
+#include "callbacks.h"
+#include "../scan/device_registry.h"
+#include "../torch_internals/errors.h"
+
+namespace overflow_fast {
+
+namespace {
+
+bool is_deferred(const Entry& entry) {
+  return entry.kind == EntryKind::kTensor && entry.slot.is_on_device();
+}
+
+}  // namespace
+
+size_t Deferred::number_of(at::Device device) {
+  size_t at = 0;
+  while (at < devices_.size() && devices_[at].device() != device) ++at;
+  if (at == devices_.size()) {
+    devices_.emplace_back(device);
+    if (device.is_cuda() && !has_kernels(device.type())) {
+      callbacks().warn_of_no_kernels();
+    }
+  }
+  return at;
+}
+
+bool Deferred::is_outdated(SlotRef slot, size_t mark) {
+  if (!slot.is_on_device()) return false;
+  DeviceSlots& device = devices_[slot.device];
+  device.notice_capture(mark);
+  return device.is_capturing() != slot.is_captured();
+}
+
+void Deferred::scan(Frame& frame, Memo* memo, size_t mark) {
+  for (Unscanned& tensor : frame.unscanned) {
+    if (tensor.slot.is_on_device() || tensor.error) continue;
+    try {
+      DeviceSlots& device = devices_[number_of(tensor.tensor.device())];
+      device.notice_capture(mark);
+      device.scan(frame.unscanned, /*may_wait=*/memo != nullptr);
+    } catch (...) {
+      tensor.error = current_exception_text();
+    }
+  }
+  for (Entry& entry : frame.entries) {
+    if (is_deferred(entry) && frame.sends != num_sends_) {
+      coverage_.give_up(entry, py::str("another thread ended the step meanwhile"));
+    } else if (entry.kind == EntryKind::kTensor && entry.slot.kind == SlotRef::Kind::kUnscanned) {
+      settle(entry, frame.unscanned[entry.slot.index]);
+    }
+    if (is_deferred(entry) && entry.slot.is_captured()) frame.capture = step_;
+  }
+  for (Unscanned& tensor : frame.unscanned) {
+    if (tensor.error) continue;
+    coverage_.scanned(tensor.tensor);
+    const Memo::Known known{slot_of(tensor), tensor.view.dtype};
+    if (memo) memo->insert(tensor.tensor, Memo::Key::of(tensor.tensor), known, mark);
+  }
+  frame.unscanned.clear();
+}
+
+SlotRef Deferred::slot_of(const Unscanned& tensor) {
+  SlotRef slot = tensor.slot;
+  slot.device = static_cast<uint16_t>(number_of(tensor.tensor.device()));
+  return slot;
+}
+
+// Tells an entry what became of its tensor's scan.
+void Deferred::settle(Entry& entry, const Unscanned& tensor) {
+  if (tensor.error) {
+    coverage_.give_up(entry, tensor.error);
+  } else {
+    entry.slot = slot_of(tensor);
+  }
+}
+
+void Deferred::add(Frame&& frame) {
+  (frame.capture != 0 ? captured_ : waiting_).push_back(std::move(frame));
+}
+
+bool Deferred::is_capturing() {
+  return std::any_of(devices_.begin(), devices_.end(),
+                     [](DeviceSlots& device) { return device.is_capturing_now(); });
+}
+
+void Deferred::send() {
+  if (waiting_.empty() || is_capturing()) return;
+  ++num_sends_;
+  Flight flight;
+  for (size_t i = 0; i < devices_.size(); ++i) {
+    std::vector<int64_t> masks;
+    if (wants_flags_) masks = masks_of(i);
+    flight.transfers.push_back(devices_[i].send(masks));
+  }
+  flight.frames.swap(waiting_);
+  in_flight_.push_back(std::move(flight));
+}
+
+// What of each slot of the step makes a flag: see StepEnder.
+std::vector<int64_t> Deferred::masks_of(size_t device) const {
+  const auto used = static_cast<size_t>(devices_[device].used());
+  std::vector<int64_t> masks(used * kNumFlags);
+  for (const Frame& frame : waiting_) {
+    const bool is_gradient = frame.is_of_gradients();
+    for (const Entry& entry : frame.entries) {
+      if (!is_deferred(entry) || entry.slot.is_captured() || entry.slot.device != device) {
+        continue;
+      }
+      constexpr uint64_t kAll = Slot::kPositiveInf | Slot::kNegativeInf | Slot::kNan;
+      masks[is_gradient * used + entry.slot.index] |=
+          static_cast<int64_t>(kAll & ~entry.listing.allowed);
+    }
+  }
+  return masks;
+}
+
+std::vector<at::Tensor> Deferred::take_flags() {
+  std::vector<at::Tensor> flags;
+  for (DeviceSlots& device : devices_) {
+    at::Tensor folded = device.take_flags();
+    if (folded.defined()) flags.push_back(std::move(folded));
+  }
+  return flags;
+}
+
+void Deferred::send_captured() {
+  if (captured_.empty() || is_capturing()) return;
+  Flight flight;
+  flight.frames = captured_;
+  for (DeviceSlots& device : devices_) flight.transfers.push_back(device.send_captured());
+  in_flight_.push_back(std::move(flight));
+}
+
+bool Deferred::Flight::has_arrived() {
+  return std::all_of(transfers.begin(), transfers.end(),
+                     [](Transfer& transfer) { return transfer.has_arrived(); });
+}
+
+std::vector<Frame> Deferred::receive(size_t max_in_flight) {
+  std::vector<Frame> frames;
+  if (in_flight_.empty() || is_capturing()) return frames;
+  while (in_flight_.size() > max_in_flight ||
+         (!in_flight_.empty() && in_flight_.front().has_arrived())) {
+    Flight flight = std::move(in_flight_.front());
+    in_flight_.pop_front();
+    for (Transfer& transfer : flight.transfers) num_syncs_ += !transfer.has_arrived();
+    {
+      const py::gil_scoped_release release;
+      for (Transfer& transfer : flight.transfers) transfer.wait();
+    }
+    if (flight.frames.front().capture != 0) drop_idle_graphs(flight);
+    for (Frame& frame : flight.frames) {
+      decode(frame, flight.transfers);
+      frames.push_back(std::move(frame));
+    }
+    for (size_t i = 0; i < flight.transfers.size(); ++i) {
+      devices_[i].recycle(std::move(flight.transfers[i]));
+    }
+  }
+  return frames;
+}
+
+void Deferred::decode(Frame& frame, const std::vector<Transfer>& transfers) {
+  for (Entry& entry : frame.entries) {
+    if (!is_deferred(entry)) continue;
+    const Transfer& transfer = transfers[entry.slot.device];
+    if (transfer.error) {
+      coverage_.give_up(entry, transfer.error);
+      continue;
+    }
+    entry.stat = transfer.slot(entry.slot.index);
+    if (entry.stat.is_empty() && entry.numel != 0) {
+      coverage_.give_up(entry, py::str("its scan did not run"));
+    }
+    frame.is_bad |= entry.is_bad();
+  }
+}
+
+// Of a graph that was not replayed no slot was written.
+void Deferred::drop_idle_graphs(Flight& flight) const {
+  std::set<int64_t> replayed;
+  for (const Frame& frame : flight.frames) {
+    for (const Entry& entry : frame.entries) {
+      if (!is_deferred(entry)) continue;
+      const Transfer& transfer = flight.transfers[entry.slot.device];
+      if (transfer.error || !transfer.slot(entry.slot.index).is_empty()) {
+        replayed.insert(frame.capture);
+      }
+    }
+  }
+  std::erase_if(flight.frames, [&](const Frame& f) { return !replayed.contains(f.capture); });
+}
+
+}  // namespace overflow_fast

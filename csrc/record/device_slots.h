@@ -1,0 +1,102 @@
+// The slots of one device: where scans leave their stats, and how those come to the host.
+//
+// Slots lie in chunks at fixed addresses. Those of a step are written, sent to the host and reset,
+// in the order of the streams involved, so that the next step may write them while the copy is on
+// its way. Scans that a graph captured have slots of their own, which stay theirs: every replay
+// writes them, and they are sent when somebody asks.
+//
+// Under the GIL, except for Transfer::wait.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "../scan/device.h"
+#include "held_scans.h"
+#include "slot_ref.h"
+#include "step_end.h"
+
+namespace overflow_fast {
+
+// A tensor that waits for its scan. The view borrows from the tensor.
+struct Unscanned {
+  at::Tensor tensor;
+  View view;
+  SlotRef slot;      // once its scan is queued
+  py::object error;  // why it could not be
+};
+
+class DeviceSlots {
+ public:
+
+  explicit DeviceSlots(at::Device device);
+  DeviceSlots(const DeviceSlots&) = delete;
+  ~DeviceSlots();
+
+  // Looks, once for each `mark`, whether a graph is being captured.
+  void notice_capture(size_t mark);
+  bool is_capturing() const { return is_capturing_; }
+  bool is_capturing_now();
+
+  // Queues the scans of those of `tensors` that are on this device, in as few launches as they
+  // fit in, and tells each its slot, but for the device's number, or why not. With `may_wait` they
+  // may wait for later frames (held_scans.h), if that is asked for: their version counters tell of
+  // writes.
+  void scan(std::vector<Unscanned>& tensors, bool may_wait);
+
+  // Starts the copy of the step's slots, resets them, and does not wait; see StepEnder.
+  Transfer send(const std::vector<int64_t>& masks = {});
+  at::Tensor take_flags() { return step_end_.take_flags(); }
+  int64_t used() const { return step_.used; }
+  // The same for the captured scans' slots. Incurs a sync.
+  Transfer send_captured();
+  void recycle(Transfer&& transfer) { step_end_.recycle(std::move(transfer)); }
+
+  at::Device device() const { return device_; }
+
+ private:
+  struct Pool {
+    std::vector<at::Tensor> chunks;
+    int64_t used = 0;
+    int64_t capacity() const { return kChunk * static_cast<int64_t>(chunks.size()); }
+  };
+  // A stream that has written slots since they were reset.
+  struct Lane {
+    int64_t stream;
+    std::shared_ptr<DeviceEvent> waited_for;
+  };
+
+  int64_t current_stream();
+  void queue(std::vector<Unscanned>& tensors, bool may_wait);
+  void launch(Pool& pool, const std::vector<View>& views, int64_t first, int64_t stream);
+  void hold(const std::vector<Unscanned>& tensors, int64_t first, bool may_wait);
+  void launch_held();
+  void scan_by_torch(std::vector<Unscanned>& tensors);
+  void grow(Pool& pool);
+  void join_current_stream();
+  void mark_reset();
+  Transfer send(Pool& pool, const std::vector<int64_t>& masks);
+  void wait_for_lanes();
+
+  at::Device device_;
+  Device* api_;  // null: torch scans (torch_scan.h), and every copy waits
+  Pool step_;
+  Pool captured_;
+  py::object growth_error_;  // this step's: the allocator has been asked in vain
+  size_t mark_ = 0;
+  bool is_capturing_ = false;
+  std::vector<Lane> lanes_;
+  std::shared_ptr<DeviceEvent> last_reset_;
+  int64_t reset_stream_ = 0;
+  int64_t a_stream_ = 0;  // the last one that touched the slots
+  int64_t streams_seen_ = 0;
+  std::vector<View> views_;  // memory for one launch's
+  StepEnder step_end_;
+  HeldScans held_;
+};
+
+}  // namespace overflow_fast

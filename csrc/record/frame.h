@@ -1,0 +1,160 @@
+// Frames and their entries: what a module was given and returned, with the stats of it.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <vector>
+
+#include "device_slots.h"
+#include "labels.h"
+#include "slot_ref.h"
+#include "../scan/stat.h"
+
+namespace overflow_fast {
+
+// What a frame is of. From kRecorded on it is of no module's call: its entries are tensors that
+// somebody named.
+enum class Phase : uint8_t {
+  kForward,
+  kRecomputed,  // a forward that backward runs again
+  kBackward,    // the gradient of an output
+  kRecorded,    // what the user gave: the loss, say
+  kWeights,
+  kBuffers,
+  kGradients,  // of parameters
+  kOptimizerState,
+};
+
+enum class EntryKind : uint8_t { kTensor, kNone, kNotTensor, kNotScanned };
+
+// Where an entry stands, whichever frame it is in.
+struct Place {
+  Phase phase;
+  uint32_t module;
+  LabelId label;
+  bool operator==(const Place&) const = default;
+};
+struct PlaceHash {
+  size_t operator()(const Place& place) const {
+    const uint64_t bits = (static_cast<uint64_t>(place.phase) << 56) ^
+                          (static_cast<uint64_t>(place.module) << 28) ^ place.label;
+    return bits * 0x9e3779b97f4a7c15;
+  }
+};
+
+// What the entries of a frame are that is of no forward.
+inline Role role_of(Phase phase) {
+  switch (phase) {
+    case Phase::kBackward: return Role::kGradOutput;
+    case Phase::kWeights: return Role::kWeight;
+    case Phase::kBuffers: return Role::kBuffer;
+    case Phase::kGradients: return Role::kGradient;
+    case Phase::kOptimizerState: return Role::kOptimizerState;
+    default: return Role::kRecorded;
+  }
+}
+
+// What of a call a value is.
+enum class Part : uint8_t {
+  kNamed,        // a parameter, or something else that has a name
+  kInput,        // an argument of the call
+  kWithinInput,  // what an argument holds, or what was given by keyword
+  kOutput,
+};
+
+// How an entry is listed.
+struct Listing {
+  LabelId label;
+  bool only_if_bad = false;   // it is listed
+  uint64_t allowed = 0;       // the kinds of non-finite values that are no alarm, as bits of Slot
+  Role role = Role::kOutput;  // set by the recorder
+  // Of an input: how often it had been written to in place when the call was over.
+  uint32_t version = 0;
+  bool is_computed = false;  // of an input: autograd knows what made it
+};
+
+struct Entry {
+  Slot stat;  // filled when the frame is judged
+  SlotRef slot;
+  py::object why;  // kNotScanned: the reason
+  int64_t numel;
+  Listing listing;
+  EntryKind kind;
+  Dtype dtype;
+
+  bool is_bad() const {
+    return kind == EntryKind::kTensor && (stat.nonfinite_kinds() & ~listing.allowed) != 0;
+  }
+};
+
+struct TracedCall;
+
+struct Frame {
+  uint32_t module;
+  py::object class_name;  // of the module when the hook ran
+  int64_t batch;
+  bool opens_batch;
+  Phase phase;
+  int64_t order;                       // counts the frames of all recorders
+  bool is_bad = false;                 // of the entries whose stat is known so far
+  bool waits = false;                  // some stat is still on its device
+  int64_t capture = 0;                 // which graph's capture ran the module; 0: it ran itself
+  int64_t sends = 0;                   // how often slots had been sent when it began
+  uint64_t newest_input = 0;           // see Call::begins_after
+  const TracedCall* traced = nullptr;  // of a compiled call: what was traced
+  std::vector<Entry> entries;
+  std::vector<Unscanned> unscanned;  // on devices; empty once the frame is finished
+
+  bool is_recomputed() const { return phase == Phase::kRecomputed; }
+  bool is_of_call() const { return phase < Phase::kRecorded; }
+  bool is_of_gradients() const { return phase == Phase::kBackward || phase == Phase::kGradients; }
+};
+
+// A module's call, or the gradient of its output, whether or not its frame is bad. Autograd numbers
+// the nodes that a thread makes, so a node that the call made has a number of at least
+// `begins_after` and below `ends_before`.
+struct Call {
+  uint32_t module;
+  Phase phase;
+  int64_t order;  // its frame's
+  int64_t batch;
+  uint64_t thread;
+  uint64_t begins_after;  // the call was given the node before this one
+  uint64_t ends_before;
+  bool is_traced;
+  bool has_unseen;  // something that it returned or was given could not be scanned
+};
+
+// What was looked at and what was not, since the recorder was made.
+class Coverage {
+ public:
+  int64_t tensors_listed = 0;
+  int64_t tensors_scanned = 0;
+  int64_t bytes_scanned = 0;
+  int64_t not_scanned = 0;
+
+  void scanned(const at::Tensor& tensor) {
+    ++tensors_scanned;
+    bytes_scanned += static_cast<int64_t>(tensor.nbytes());
+  }
+  // Turns an entry into one that was not scanned.
+  void give_up(Entry& entry, py::object why) {
+    count(why);
+    entry.kind = EntryKind::kNotScanned;
+    entry.why = std::move(why);
+  }
+  void count(const py::object& why) {
+    ++not_scanned;
+    const bool has_room = reasons_.size() < kMaxReasons || reasons_.contains(why);
+    const py::object reason = has_room ? why : py::str("other reasons");
+    reasons_[reason] = reasons_.attr("get")(reason, 0).cast<int64_t>() + 1;
+  }
+  // How often each reason was given.
+  py::dict reasons() const { return reasons_.attr("copy")(); }
+
+ private:
+  static constexpr size_t kMaxReasons = 32;
+  py::dict reasons_;
+};
+
+}  // namespace overflow_fast

@@ -1,0 +1,133 @@
+// What becomes of a recorder's frames once they are listed: they are judged, gathered, kept.
+#include <algorithm>
+
+#include "recorder.h"
+#include "../torch_internals/autograd_graph.h"
+#include "../torch_internals/errors.h"
+#include "../torch_internals/python_tensor.h"
+
+namespace overflow_fast {
+
+bool Recorder::finish(Frame& frame) {
+  if (frame.waits) deferred_.scan(frame, uses_memo(frame) ? &memo_ : nullptr, frame_mark_);
+  if (frame.traced != nullptr) traced_.remember(frame);
+  if (options_.step_mode && frame.is_of_call()) note_call(frame);
+  spare_unscanned_ = std::move(frame.unscanned);
+  if (!frame.waits && deferred_.is_empty()) return classify(frame);
+  deferred_.add(std::move(frame));
+  return false;
+}
+
+void Recorder::note_call(const Frame& frame) {
+  if (calls_.size() >= kMaxCalls) {
+    calls_.erase(calls_.begin(), calls_.begin() + kMaxCalls / 2);
+    num_calls_judged_ = 0;
+  }
+  const bool has_unseen =
+      std::any_of(frame.entries.begin(), frame.entries.end(), [](const Entry& entry) {
+        return entry.kind == EntryKind::kNotScanned ||
+               (entry.kind == EntryKind::kNotTensor && entry.listing.role != Role::kInput);
+      });
+  calls_.push_back({frame.module, frame.phase, frame.order, frame.batch, graph_thread(),
+                    frame.newest_input, next_node_number(), frame.traced != nullptr, has_unseen});
+}
+
+void Recorder::forget_calls(bool forgets_all) {
+  const size_t count = forgets_all ? calls_.size() : num_calls_judged_;
+  calls_.erase(calls_.begin(), calls_.begin() + static_cast<int64_t>(count));
+  num_calls_judged_ = calls_.size();
+}
+
+void Recorder::send(bool with_captured) {
+  memo_.clear();  // what it knows points at slots that will be written anew
+  if (!rules_.is_empty()) {
+    for (Frame& frame : deferred_.to_flag()) rules_.apply(frame, labels_, /*to_all=*/true);
+  }
+  deferred_.send();
+  if (with_captured) deferred_.send_captured();
+}
+
+void Recorder::watch_output(const Frame& frame, LabelId label, const at::Tensor& output) {
+  if (!options_.watches_gradients || !output.requires_grad()) return;
+  if (traced_.has_returned(output)) return;
+  if (class_names_.size() <= frame.module) class_names_.resize(frame.module + 1);
+  class_names_[frame.module] = frame.class_name;
+  watch_gradient(sink_, output, frame.module, label);
+}
+
+void Recorder::record_gradient(uint32_t module, LabelId label, const at::Tensor& gradient) {
+  const Stopwatch watch(seconds);
+  try {
+    const bool wants_it = wants_tensors();
+    Frame frame = begin_frame(module, class_names_[module], Phase::kBackward);
+    add_tensor(frame, {label}, gradient);
+    finish(frame);
+    if (wants_it && is_bad()) hold(to_python(gradient));
+  } catch (...) {
+    coverage_.count(current_exception_text());
+  }
+}
+
+void Recorder::record(Phase phase, const std::vector<py::str>& names,
+                      const std::vector<at::Tensor>& tensors) {
+  memo_.clear();
+  Frame frame = begin_frame(0, py::str(), phase);
+  const uint64_t allowed = phase == Phase::kBuffers ? Slot::kNegativeInf : 0;  // masks
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (phase == Phase::kWeights && !wants_parameter(tensors[i])) continue;
+    add_tensor(frame, {labels_.name(names[i].ptr()), false, allowed}, tensors[i]);
+  }
+  finish(frame);
+  memo_.clear();
+}
+
+void Recorder::add_result(Frame&& frame) {
+  headroom_.add(frame);
+  if (frame.is_bad) {
+    if (results_.num_bad == 0) results_.before.assign(history_.begin(), history_.end());
+    ++results_.num_bad;
+    if (results_.bad.size() < kMaxBadFrames) results_.bad.push_back(frame);
+  }
+  if (!frame.is_of_call()) return;
+  keep(std::move(frame));
+}
+
+StepResults Recorder::take_step_results() { return std::exchange(results_, {}); }
+
+bool Recorder::classify(Frame& frame) {
+  if (frame.is_bad && !rules_.is_empty()) rules_.apply(frame, labels_, /*to_all=*/false);
+  if (options_.step_mode) {
+    add_result(std::move(frame));
+    return false;
+  }
+  if (watches_every_frame || frame.is_bad) return true;
+  keep(std::move(frame));
+  return false;
+}
+
+void Recorder::process_arrived(size_t max_in_flight, const py::object& on_batch,
+                               const py::object& on_frame) {
+  std::optional<int64_t> batch;
+  for (Frame& frame : deferred_.receive(max_in_flight)) {
+    if (batch != frame.batch) on_batch(frame.batch);
+    batch = frame.batch;
+    if (classify(frame)) on_frame(std::move(frame));
+  }
+}
+
+void Recorder::keep(Frame&& frame) {
+  history_.push_back(std::move(frame));
+  if (max_frames && static_cast<int64_t>(history_.size()) > *max_frames) {
+    spare_ = std::move(history_.front().entries);
+    history_.pop_front();
+  }
+}
+
+void Recorder::end_step() {
+  deferred_.begin_step();
+  memo_.clear();
+  traced_.end_step();
+  host_slots_.clear();
+}
+
+}  // namespace overflow_fast

@@ -1,0 +1,140 @@
+#include "step_end.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/CachingHostAllocator.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+
+#include "../torch_internals/errors.h"
+
+namespace overflow_fast {
+
+void reset_slots(at::Tensor& slots) {
+  slots.zero_();
+  slots.select(1, 0).fill_(-1);
+}
+
+bool Transfer::has_arrived() {
+  try {
+    return !event_ || event_->has_passed();
+  } catch (...) {
+    return true;  // wait() will say what is wrong
+  }
+}
+
+void Transfer::wait() {
+  if (!event_) return;
+  try {
+    event_->wait();
+  } catch (...) {
+    const py::gil_scoped_acquire gil;
+    error = current_exception_text();
+  }
+}
+
+void Transfer::follow(std::shared_ptr<DeviceEvent> event) {
+  event_ = std::move(event);
+  if (epoch_ != nullptr) event_->poll(epoch_, number_);
+}
+
+void StepEnder::queue(const std::vector<at::Tensor>& chunks, const std::vector<int64_t>& masks,
+                      Transfer& transfer) {
+  const at::Tensor all_masks = masks.empty() ? at::Tensor() : masks_here(masks);
+  for (int64_t begin = 0; begin < transfer.count_; begin += kChunk) {
+    const int64_t count = std::min(kChunk, transfer.count_ - begin);
+    at::Tensor slots = chunks[begin / kChunk].narrow(0, 0, count);
+    const at::Tensor its_masks = masks.empty() ? at::Tensor() : all_masks.narrow(1, begin, count);
+    at::Tensor& host = transfer.host_.emplace_back(host_buffer());
+    auto* arrived = static_cast<Slot*>(host.mutable_data_ptr());
+    transfer.slots_.push_back(arrived);
+    if (is_published()) {
+      keep_until_written(host);
+    } else {
+      host.narrow(0, 0, count).copy_(slots, /*non_blocking=*/api_ != nullptr);
+    }
+    if (is_published() && begin + count == transfer.count_) {
+      transfer.epoch_ = reinterpret_cast<uint64_t*>(arrived + kChunk);  // see host_buffer()
+      transfer.number_ = *transfer.epoch_ + 1;
+    }
+    way_ == StepEnd::kTorch ? queue_by_torch(slots, its_masks) : launch(slots, its_masks, transfer);
+  }
+}
+
+void StepEnder::queue_by_torch(at::Tensor& slots, const at::Tensor& masks) {
+  if (masks.defined()) fold_flags(slots, masks);
+  reset_slots(slots);
+}
+
+void StepEnder::fold_flags(const at::Tensor& slots, const at::Tensor& masks) {
+  const c10::InferenceMode normal(false);
+  // The kinds of each slot: the two signs of inf, and nan in the bit above.
+  const auto signs = static_cast<int64_t>(Slot::kPositiveInf | Slot::kNegativeInf);
+  const at::Tensor infs = slots.select(1, 3).bitwise_and(signs);
+  const at::Tensor nans = slots.select(1, 2).ne(0).to(at::kLong) * int64_t{Slot::kNan};
+  const at::Tensor flags = (infs + nans).bitwise_and(masks).ne(0).any(1).to(at::kFloat);
+  flags_ = flags_.defined() ? at::maximum(flags_, flags) : flags;
+}
+
+void StepEnder::launch(at::Tensor& slots, const at::Tensor& masks, const Transfer& transfer) {
+  SlotsEnd end{};
+  end.slots = static_cast<Slot*>(slots.mutable_data_ptr());
+  end.count = slots.size(0);
+  at::Tensor flags = flags_;
+  if (masks.defined()) {
+    const c10::InferenceMode normal(false);
+    end.sets_flags = !flags.defined();
+    if (end.sets_flags) {
+      flags = at::empty({kNumFlags}, at::TensorOptions().dtype(at::kFloat).device(device_));
+    }
+    end.masks = masks.const_data_ptr<int64_t>();
+    end.mask_stride = masks.stride(0);
+    end.flags = flags.mutable_data_ptr<float>();
+  }
+  if (is_published()) end.host = static_cast<Slot*>(transfer.host_.back().mutable_data_ptr());
+  end.epoch = transfer.epoch_;
+  end.number = transfer.number_;
+  api_->end_step(end);
+  flags_ = std::move(flags);  // set by the launch
+}
+
+// The same from step to step, as a rule, so that nothing has to be sent to the device.
+at::Tensor StepEnder::masks_here(const std::vector<int64_t>& masks) {
+  if (masks != masks_) {
+    const auto columns = static_cast<int64_t>(masks.size()) / kNumFlags;
+    device_masks_ = at::tensor(masks, at::kLong).view({kNumFlags, columns}).to(device_);
+    masks_ = masks;
+  }
+  return device_masks_;
+}
+
+// A row for each slot, and one for the number that says that they have come.
+at::Tensor StepEnder::host_buffer() {
+  if (!spare_.empty()) {
+    at::Tensor buffer = std::move(spare_.back());
+    spare_.pop_back();
+    return buffer;
+  }
+  const c10::InferenceMode normal(false);
+  const bool is_pinned = api_ != nullptr && !device_.is_cpu();
+  at::Tensor buffer = at::empty({kChunk + is_published(), 4},
+                                at::TensorOptions().dtype(at::kLong).pinned_memory(is_pinned));
+  if (is_published()) buffer[kChunk].zero_();
+  return buffer;
+}
+
+// As a copy by torch does: should the memory be given up, nobody gets it before the stream is here.
+void StepEnder::keep_until_written(at::Tensor& host) const {
+  if (device_.is_cpu()) return;
+  const c10::Stream stream(c10::Stream::UNSAFE, device_, api_->current_stream());
+  at::getHostAllocator(device_.type())
+      ->record_event(host.mutable_data_ptr(), host.storage().data_ptr().get_context(), stream);
+}
+
+void StepEnder::recycle(Transfer&& transfer) {
+  if (transfer.error) return;  // a copy may still be on its way into the memory
+  for (at::Tensor& buffer : transfer.host_) spare_.push_back(std::move(buffer));
+  transfer.host_.clear();
+}
+
+}  // namespace overflow_fast

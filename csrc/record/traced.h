@@ -1,0 +1,86 @@
+// Frames of compiled calls. torch.compile traces a module's hook into the operator
+// overflow_fast::frame (overflow_fast/traced.py), which runs with the compiled code, where the hook
+// would have run, and records the frame that the hook would have recorded. What the frame lists was
+// found out when it was traced, and is a constant of the operator: an id, and a text that is read
+// where the id is unknown (traced_text.h). Code out of a cache comes with both.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
+
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "frame.h"
+#include "../torch_internals/tensor_state.h"
+
+namespace overflow_fast {
+
+// A call as it was traced.
+struct TracedCall {
+  struct Item {
+    EntryKind kind;
+    Part part;
+    LabelId label;
+    py::object why;  // kNotScanned
+    // Of a tensor: its number among all that were ever traced, or -1. The first item with a number
+    // comes with the tensor; later ones stand for the same tensor, not written to since.
+    int64_t number;
+    bool is_new;
+    // The compiled code returns the tensor, and watches its gradient.
+    bool is_returned;
+  };
+  Phase phase;
+  py::object class_name;
+  bool is_root;    // the root's call ends with it
+  bool has_frame;  // false: its items are only counted
+  bool has_loss;   // a loss is among what the root returned
+  std::vector<Item> items;
+};
+
+// The calls that a recorder has met, and the entries of tensors that may come again in the same
+// run of compiled code.
+class Traced {
+ public:
+  // The call that was added under an id, or null. It stays where it is.
+  const TracedCall* find_call(int64_t id) const {
+    const auto found = calls_.find(id);
+    return found == calls_.end() ? nullptr : &found->second;
+  }
+  const TracedCall& add_call(int64_t id, TracedCall&& call) {
+    return calls_.emplace(id, std::move(call)).first->second;
+  }
+
+  void remember(const Frame& frame);
+  // The entry of a tensor of this run, or null if its slot has been sent since.
+  const Entry* find(int64_t number, int64_t num_sends) const;
+  void end_step();
+
+  // Tensors that compiled code returns, and whose gradient it watches itself.
+  void returned(const at::Tensor& tensor);
+  bool has_returned(const at::Tensor& tensor) const;
+
+ private:
+  static constexpr size_t kMaxThreads = 16;
+
+  struct Known {
+    Entry entry;
+    int64_t sends;
+  };
+  // Threads may run the same code at the same time.
+  using Numbered = std::unordered_map<int64_t, Known>;
+
+  // A weak reference keeps the address of a storage from being reused.
+  struct Returned {
+    WeakStorage storage;
+    const void* data;
+    std::vector<int64_t> sizes, strides;
+  };
+
+  std::unordered_map<int64_t, TracedCall> calls_;
+  std::unordered_map<std::thread::id, Numbered> known_;
+  std::vector<Returned> returned_;
+};
+
+}  // namespace overflow_fast

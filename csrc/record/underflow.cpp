@@ -1,0 +1,78 @@
+#include "underflow.h"
+
+#include <ATen/ATen.h>
+
+#include <limits>
+#include <utility>
+
+#include "../torch_internals/errors.h"
+#include "../torch_internals/unseen.h"
+
+namespace overflow_fast {
+
+namespace {
+
+// The keys of real floating point numbers, in integers of their own width.
+at::Tensor magnitude_bits(const at::Tensor& tensor, const DtypeInfo& info) {
+  switch (info.itemsize) {
+    case 1: {
+      const at::Tensor bits = tensor.view(at::kByte);
+      const at::Tensor magnitudes = bits.bitwise_and(0x7f);
+      return info.kind == KeyKind::kNegativeZeroNan ? magnitudes.masked_fill(bits.eq(0x80), 0x7f)
+                                                    : magnitudes;
+    }
+    case 2: return tensor.view(at::kShort).bitwise_and(0x7fff);
+    case 4: return tensor.view(at::kInt).bitwise_and(0x7fffffff);
+    default: return tensor.view(at::kLong).bitwise_and(std::numeric_limits<int64_t>::max());
+  }
+}
+
+}  // namespace
+
+void Underflow::add(const Place& place, Dtype dtype, const at::Tensor& tensor, Coverage& coverage) {
+  const DtypeInfo& info = dtype_info(dtype);
+  if (info.is_integer() || info.is_complex() || !info.has_subnormals || tensor.numel() == 0 ||
+      pending_.size() >= kMaxPending) {
+    return;
+  }
+  try {
+    const Unseen unseen;
+    // Keys, and so whatever the processor does to subnormals when it computes with them.
+    const at::Tensor keys = magnitude_bits(tensor.detach(), info);
+    const at::Tensor zeros = keys.eq(0).sum();
+    const at::Tensor small = keys.lt(int64_t{1} << info.mantissa).sum();
+    pending_.push_back({{place, dtype, tensor.numel(), 0, 0}, at::stack({zeros, small})});
+  } catch (...) {
+    coverage.count(py::str("underflow not counted: ") + py::str(current_exception_text()));
+  }
+}
+
+std::vector<Underflow::Counts> Underflow::take() {
+  const Unseen unseen;
+  std::vector<Pending> pending = std::exchange(pending_, {});
+  std::vector<bool> is_done(pending.size());
+  for (size_t first = 0; first < pending.size(); ++first) {
+    if (is_done[first]) continue;
+    const at::Device device = pending[first].on_device.device();
+    std::vector<at::Tensor> there;
+    std::vector<size_t> places;
+    for (size_t i = first; i < pending.size(); ++i) {
+      if (pending[i].on_device.device() != device) continue;
+      is_done[i] = true;
+      there.push_back(pending[i].on_device);
+      places.push_back(i);
+    }
+    const at::Tensor here = at::stack(there).cpu();
+    const auto* values = here.const_data_ptr<int64_t>();
+    for (size_t i = 0; i < places.size(); ++i) {
+      Counts& counts = pending[places[i]].counts;
+      counts.num_zero = values[2 * i];
+      counts.num_subnormal = values[2 * i + 1] - values[2 * i];
+    }
+  }
+  std::vector<Counts> taken;
+  for (const Pending& each : pending) taken.push_back(each.counts);
+  return taken;
+}
+
+}  // namespace overflow_fast

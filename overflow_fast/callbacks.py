@@ -1,7 +1,0 @@
-"""Hands the extension what Python does for it; the extension imports nothing."""
-
-from . import _C
-from .coverage import warn_of_no_kernels
-from .tensors import reason, resolve
-
-_C.set_callbacks(resolve=resolve, reason=reason, warn_of_no_kernels=warn_of_no_kernels)

@@ -1,0 +1,105 @@
+"""What is known of a module from its class: torch's own, and normalizations."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from ..torch_internals.modules import forward_pre_hooks
+
+_LINEAR = (
+    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_POINTWISE = tuple(
+    f"torch.nn.modules.{name}" for name in ("activation", "dropout", "flatten")
+)
+_NORMALIZATIONS = (
+    *(nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_FUSED = {"layer_norm", "rms_norm", "group_norm", "super"}
+_ROOTS = {"rsqrt", "sqrt", "std", "norm", "vector_norm"}
+_MEASURES = _ROOTS | {
+    "var",
+    "var_mean",
+    "std_mean",
+    "mean",
+    "sum",
+    "abs",
+    "amax",
+    "max",
+}
+_NORMALIZATION_NAME = re.compile(r"(Layer|RMS|Group)_?Norm(\w*[a-z0-9])?$")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Tells whether a module multiplies its input by its weights and adds, no more."""
+    forwards = [each.forward for each in _LINEAR]
+    return type(module).forward in forwards and _is_plain(module)
+
+
+def is_dropout(module: nn.Module) -> bool:
+    """Tells whether a module is one of torch's dropouts."""
+    return type(module) in _DROPOUTS and _is_plain(module)
+
+
+def is_small_step(module: nn.Module) -> bool:
+    """Tells whether a module of torch's without weights keeps small values small."""
+    is_known = type(module).__module__ in _POINTWISE or type(module) is nn.Identity
+    return is_known and not has_weights(module)
+
+
+def has_weights(module: nn.Module) -> bool:
+    """Tells whether a module, or one within it, has parameters."""
+    return any(True for _ in module.parameters())
+
+
+def is_normalization(module: nn.Module) -> bool:
+    """Tells whether a module returns small values whatever it is given.
+
+    So do torch's normalizations; batch norms in training alone. Classes of others are
+    recognized by their names and their code, if they have no submodules.
+    """
+    if isinstance(module, _BATCH_NORMS):
+        return module.training and is_of_torch(module)
+    if isinstance(module, _NORMALIZATIONS):
+        return is_of_torch(module) or _normalizes_once(module)
+    is_named = _NORMALIZATION_NAME.search(type(module).__name__) is not None
+    has_children = any(True for _ in module.children())
+    return is_named and not has_children and _normalizes_once(module)
+
+
+def is_of_torch(module: nn.Module) -> bool:
+    """Tells whether a module's forward is torch's, and nobody has changed it."""
+    place = str(getattr(type(module).forward, "__module__", ""))
+    return place.startswith("torch.nn.") and _is_plain(module)
+
+
+def _normalizes_once(module: nn.Module) -> bool:
+    """Tells whether a forward takes one tensor, and divides by one measure of it.
+
+    What takes a second tensor, or measures what a fused normalization was given, may
+    scale its output by that.
+    """
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None or "forward" in module.__dict__ or code.co_argcount != 2:
+        return False
+    names = set(code.co_names)
+    if names & _FUSED:
+        return not names & _MEASURES
+    return len(names & _ROOTS) == 1
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Tells whether nobody has changed what the module computes."""
+    return not (
+        "forward" in module.__dict__
+        or forward_pre_hooks(module)
+        or parametrize.is_parametrized(module)
+    )

@@ -1,0 +1,142 @@
+"""The scan as a function: tensors in, stats out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from .. import _C
+from .tensors import NotScanned, reason, resolve
+
+
+class Stat(NamedTuple):
+    """What one scan of one tensor found.
+
+    Attributes:
+        abs_min: The smallest magnitude; an int for integer and bool dtypes. nan if any
+            element is nan, None if nothing was looked at.
+        abs_max: The largest magnitude, likewise.
+        has_nan: Whether any element is nan, as `torch.isnan` says.
+        has_inf: Whether any element is inf or -inf, as `torch.isinf` says.
+        numel: The number of elements of the tensor, repeats of expanded ones included.
+        dtype: The tensor's dtype.
+        not_scanned: Why the tensor was not looked at; None if it was.
+    """
+
+    abs_min: float | None
+    abs_max: float | None
+    has_nan: bool
+    has_inf: bool
+    numel: int
+    dtype: torch.dtype
+    not_scanned: str | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the tensor has no element."""
+        return self.numel == 0 and self.not_scanned is None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every element was looked at and none is nan or inf."""
+        return not (self.has_nan or self.has_inf or self.not_scanned)
+
+
+def scan(tensors: Iterable[torch.Tensor], *, backend: str = "auto") -> list[Stat]:
+    """Scans each tensor once and returns its stat.
+
+    Works for any mix of dtypes, layouts and devices, and makes no copy of a tensor. On
+    a device that has no kernel the stats come from torch operations. Magnitudes of
+    complex numbers are moduli. The elements of sparse tensors are their values, those
+    of a DTensor its local part. What cannot be scanned (meta, fake and quantized
+    tensors, unknown subclasses, dtypes that a device's torch operations do not
+    know) gets a stat whose `not_scanned` says why.
+
+    Incurs one CPU-GPU sync for each device that holds some of them; none for the CPU.
+
+    Args:
+        tensors: Tensors of any shape.
+        backend: "auto", or "composite" to use torch operations on every device.
+
+    Returns:
+        One stat for each tensor, in order.
+
+    Raises:
+        TypeError: If `tensors` is a single tensor or holds something else than tensors.
+        ValueError: If `backend` is unknown.
+
+    Example:
+        >>> scan([torch.tensor([-2.0, 0.5])])[0].abs_max
+        2.0
+    """
+    if isinstance(tensors, torch.Tensor):
+        raise TypeError(
+            "tensors must be a list of torch.Tensor, got one Tensor: use scan([tensor])"
+        )
+    if not isinstance(backend, str) or backend not in _BACKENDS:
+        raise ValueError(f"backend must be 'auto' or 'composite', got {backend!r}")
+    tensors = list(tensors)
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"tensors must hold torch.Tensor only, got {type(tensor).__name__}"
+            )
+    return _scan(tensors, _BACKENDS[backend])
+
+
+_BACKENDS = {"auto": _C.ScanBackend.AUTO, "composite": _C.ScanBackend.COMPOSITE}
+
+
+def _scan(tensors: list[torch.Tensor], backend: _C.ScanBackend) -> list[Stat]:
+    found = _C.scan_tensors(tensors, backend)
+    not_read = {i: r for i, r in enumerate(found) if isinstance(r, _C.Readability)}
+    reasons = _scan_values(tensors, found, not_read, backend) if not_read else {}
+    return [_stat(tensor, found[i], reasons.get(i)) for i, tensor in enumerate(tensors)]
+
+
+def _scan_values(
+    tensors: list[torch.Tensor],
+    found: list[_C.Stat | _C.Readability | str],
+    not_read: dict[int, _C.Readability],
+    backend: _C.ScanBackend,
+) -> dict[int, NotScanned]:
+    """Scans the values of wrappers into `found`; says why of all that cannot be."""
+    reasons: dict[int, NotScanned] = {}
+    values: dict[int, torch.Tensor] = {}
+    for i, readability in not_read.items():
+        if readability != _C.Readability.WRAPPER:
+            reasons[i] = reason(tensors[i], readability)
+            continue
+        inner = resolve(tensors[i])
+        if isinstance(inner, NotScanned):
+            reasons[i] = inner
+        else:
+            values[i] = inner
+    results = _C.scan_tensors(list(values.values()), backend)
+    for (i, inner), result in zip(values.items(), results, strict=True):
+        found[i] = result
+        if isinstance(result, _C.Readability):
+            reasons[i] = reason(inner, result)
+    return reasons
+
+
+def _stat(
+    tensor: torch.Tensor,
+    found: _C.Stat | _C.Readability | str,
+    why: NotScanned | None,
+) -> Stat:
+    numel, dtype = _numel(tensor), tensor.dtype
+    if not isinstance(found, _C.Stat):
+        text = found if isinstance(found, str) else str(why)
+        return Stat(None, None, False, False, numel, dtype, text)
+    has_nan, has_inf = found.num_nan > 0, found.num_inf > 0
+    return Stat(found.abs_min, found.abs_max, has_nan, has_inf, numel, dtype)
+
+
+def _numel(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.numel()
+    except Exception:
+        return 0

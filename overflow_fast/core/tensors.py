@@ -1,0 +1,190 @@
+"""Which tensors can be scanned, and where the values of a wrapper lie."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .. import _C
+from ..torch_internals.tensors import (
+    has_holes,
+    is_fake,
+    is_in_transform,
+    is_zero_tensor,
+    sparse_values,
+)
+from ..torch_internals.wrappers import arrived, local_tensor
+
+
+class NotScanned(str):
+    """The reason why a tensor was not scanned."""
+
+
+def _type_name(tensor: torch.Tensor) -> str:
+    return type(tensor).__name__
+
+
+def _values_of(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
+    """Finds the values of a tensor that has no strided memory of its own."""
+    if is_in_transform(tensor):
+        return NotScanned("inside a torch.func transform")
+    if tensor.is_meta:
+        return NotScanned("meta tensor")
+    if is_fake(tensor):
+        return NotScanned("fake tensor")
+    if tensor.is_quantized:
+        return NotScanned("quantized")
+    if tensor.layout is torch.sparse_coo:
+        return sparse_values(tensor)
+    if tensor.layout in _COMPRESSED_LAYOUTS:
+        return tensor.values()
+    if tensor.is_nested:
+        return _nested_values(tensor)
+    local = local_tensor(tensor)
+    if local is not None:
+        return local if type(local) is torch.Tensor else _values_of(local)
+    result = arrived(tensor)
+    if result is not None:
+        return result
+    if is_zero_tensor(tensor):
+        return torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return NotScanned(f"tensor subclass {_type_name(tensor)}")
+    return NotScanned(f"layout {tensor.layout}")
+
+
+_COMPRESSED_LAYOUTS = {
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+}
+
+
+def _nested_values(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
+    if has_holes(tensor):
+        return NotScanned("nested tensor with holes")
+    values: torch.Tensor = tensor.values()
+    return values
+
+
+def resolve(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
+    """Finds what to scan for a tensor that the scan core could not read.
+
+    Never raises: a tensor that cannot be understood yields the reason. Does not
+    incur a CPU-GPU sync.
+    """
+    try:
+        with _C.Hidden(), torch.no_grad():
+            values = _values_of(tensor)
+            if isinstance(values, NotScanned):
+                return values
+            values = values.detach()
+    except Exception as error:
+        return NotScanned(f"{_type_name(tensor)}: {error}")
+    return values
+
+
+def reason(tensor: torch.Tensor, readability: _C.Readability) -> NotScanned:
+    """Says why a tensor with strided memory was not scanned."""
+    if readability == _C.Readability.FREED:
+        return NotScanned("its storage is freed")
+    if readability == _C.Readability.UNSUPPORTED:
+        return NotScanned(f"dtype {tensor.dtype}")
+    return NotScanned(f"tensor subclass {_type_name(tensor)}")
+
+
+def loss_in(output: Any) -> torch.Tensor | None:
+    """Finds the loss in what a model returned: a floating-point scalar, or None.
+
+    Runs none of the user's code: a property is not asked, and of a dict or an object
+    only what it holds counts. Never raises.
+    """
+    try:
+        return _loss_in(output)
+    except Exception:
+        return None
+
+
+def _loss_in(output: Any) -> torch.Tensor | None:
+    waiting, opened = [output], set[int]()
+    for _ in range(_MOST_VALUES):
+        if not waiting:
+            break
+        value = waiting.pop()
+        kind = type(value)
+        if issubclass(kind, torch.Tensor):
+            if value.numel() == 1 and value.is_floating_point():
+                found: torch.Tensor = value
+                return found
+            continue
+        if value is None or kind in _PLAIN or id(value) in opened:
+            continue
+        opened.add(id(value))  # a list may hold itself
+        if issubclass(kind, tuple):
+            waiting += reversed(tuple.__getitem__(value, slice(None)))
+        elif issubclass(kind, list):
+            waiting += reversed(list.__getitem__(value, slice(None)))
+        elif issubclass(kind, dict):
+            waiting.append(dict.get(value, "loss"))
+        else:
+            waiting.append(held_by(value, "loss"))
+    return None
+
+
+_MOST_VALUES = 10_000
+_PLAIN = (int, float, bool, str, bytes)
+
+
+def tensors_in(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors in dicts, lists and tuples, each with its key: `.exp_avg.0`.
+
+    However deep they are nested, and where one holds itself.
+    """
+    waiting, opened = [("", value)], set[int]()
+    while waiting:
+        key, each = waiting.pop()
+        if isinstance(each, torch.Tensor):
+            yield key, each
+        if not isinstance(each, (dict, list, tuple, deque)) or id(each) in opened:
+            continue
+        opened.add(id(each))
+        items = each.items() if isinstance(each, dict) else enumerate(each)
+        waiting += reversed([(f"{key}.{name}", child) for name, child in items])
+
+
+def held_by(value: object, name: str) -> Any:
+    """An attribute that an object holds; None for a property, or if there is none."""
+    found = inspect.getattr_static(value, name, None)
+    if isinstance(found, types.MemberDescriptorType):  # of a class with slots
+        try:
+            return found.__get__(value)
+        except AttributeError:
+            return None
+    return found
+
+
+def traced_loss_in(output: Any) -> Any:
+    """What `loss_in` is where dynamo traces it, which runs no code to see what it does.
+
+    Returns:
+        The loss, or None.
+    """
+    if isinstance(output, torch.Tensor):
+        return output if output.numel() == 1 and output.is_floating_point() else None
+    if isinstance(output, (tuple, list)):
+        for part in output:
+            loss = traced_loss_in(part)
+            if loss is not None:
+                return loss
+        return None
+    if isinstance(output, dict):
+        return traced_loss_in(output.get("loss"))
+    if output is None or isinstance(getattr(type(output), "loss", None), property):
+        return None
+    return traced_loss_in(getattr(output, "loss", None))

@@ -1,0 +1,143 @@
+"""Which ranks decide with this one, and whether they do at the moment."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ..recording.watch import ModelWatch
+from ..torch_internals.wrappers import is_shadowing
+from .groups import find_groups, groups_of_mesh, shared
+from .joinable import GuardJoinable, is_first, is_joining
+from .peers import Peers
+
+_log = logging.getLogger("overflow_fast")
+
+
+class Participants:
+    """Finds the ranks that share models or optimizers with this one.
+
+    Args:
+        process_group: What the user gave; see `Agreement`.
+        watches: The watched models.
+        may_act: Whether something else than a warning may follow.
+
+    Attributes:
+        joinable: What takes part for ranks that have no batches left, or None.
+        optimizers: Returns the optimizers that step the models.
+    """
+
+    def __init__(
+        self, process_group: Any, watches: Sequence[ModelWatch], may_act: bool
+    ) -> None:
+        self._given = process_group
+        self._watches = watches
+        self._may_act = may_act
+        self._groups: list[Any] | None = None
+        self._peers: Peers | None = None
+        self._has_warned = False
+        self.joinable: GuardJoinable | None = None
+        self.optimizers: Callable[[], Sequence[Optimizer]] = list
+
+    @property
+    def decide_together(self) -> bool:
+        """Whether there are other ranks to decide with. Calls no collective."""
+        acts = self._may_act or self._given is not None
+        return acts and bool(self._shared) and not self._is_left_out()
+
+    @property
+    def is_shadowing(self) -> bool:
+        """Whether `Join` makes the step at hand for a rank that has no batch."""
+        joinables = (self.joinable, *self._models(), *self.optimizers())
+        return any(map(is_joining, joinables)) and is_shadowing()
+
+    @property
+    def optimizers_join(self) -> bool:
+        """Whether `Join` steps the optimizers, which are judged then as ever."""
+        optimizers = self.optimizers()
+        return bool(optimizers) and all(map(is_joining, optimizers))
+
+    def meet(self) -> Peers | None:
+        """The ranks that share the models, or None; a collective at its first call."""
+        if self._peers is None and self._shared:
+            self._peers = Peers.meet(self._shared)
+            self._warn_of_others(self._peers.ranks)
+        return self._peers
+
+    def notify(self) -> None:
+        """Says to a `Join` that this rank has a batch, unless it has none."""
+        if self.joinable is not None and not self.is_shadowing:
+            self.joinable.notify(self._models(), self.optimizers())
+
+    @property
+    def _shared(self) -> list[Any]:
+        """This rank's groups, whether or not their ranks decide together."""
+        if self._groups is None:
+            self._groups = self._find()
+            if not self._groups:
+                self._warn_of_others([])
+        return self._groups
+
+    def _find(self) -> list[Any]:
+        if self._given is False or world_size() == 1:
+            return []
+        if self._given is None:
+            return find_groups(self._models(), self.optimizers())
+        if isinstance(self._given, dist.device_mesh.DeviceMesh):
+            return shared(groups_of_mesh(self._given))
+        return shared([self._given])
+
+    def _models(self) -> list[nn.Module]:
+        models = (watch.model for watch in self._watches)
+        return [model for model in models if model is not None]
+
+    def _warn_of_others(self, ranks: Sequence[int]) -> None:
+        """Logs which ranks decide separately, if the user has not decided that."""
+        world = world_size()
+        if self._given is not None or not self._may_act or max(len(ranks), 1) == world:
+            return
+        who = (
+            f"Ranks {_listed(ranks)} of {world} decide together: the process groups "
+            "of the model connect no others."
+            if ranks
+            else f"Rank {dist.get_rank()} of {world} decides alone: the model shows no "
+            "process group (DDP, FSDP, DTensor parameters)."
+        )
+        _log.warning(
+            "%s If a step is raised on or skipped here, other ranks may still make it. "
+            "Give process_group=torch.distributed.group.WORLD for all ranks to decide "
+            "together, or process_group=False for each rank to decide alone.",
+            who,
+        )
+
+    def _is_left_out(self) -> bool:
+        """Whether ranks without batches join others' collectives, but not ours."""
+        if is_joining(self.joinable):
+            return False
+        is_model_there = any(map(is_joining, self._models()))
+        is_left_out = is_model_there and not self.optimizers_join
+        is_left_out |= any(map(is_first, self.optimizers()))
+        if is_left_out and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "model.join() knows nothing of the guard: each rank decides for itself "
+                "from now on. `with Join([model, guard.joinable]):` has them decide "
+                "together (torch.distributed.algorithms.join)."
+            )
+        return is_left_out
+
+
+def world_size() -> int:
+    """How many ranks there are; one where torch.distributed is not initialized."""
+    is_distributed = dist.is_available() and dist.is_initialized()
+    return dist.get_world_size() if is_distributed else 1
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """The ranks, or the first few of many."""
+    return ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)

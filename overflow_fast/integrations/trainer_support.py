@@ -1,0 +1,94 @@
+"""The part of the callbacks that is the same for all trainers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ..guard.config import kept
+from ..guard.guard import OverflowGuard
+
+
+class GuardOwner:
+    """Makes a guard for each training.
+
+    Several ranks decide together, unless the policy is to warn, or `process_group` says
+    otherwise. A copy or a pickle keeps the arguments, and has no guard until it is used
+    in a training of its own.
+
+    Args:
+        learn: From how many clean steps to learn what is not finite by design, in each
+            training; see `OverflowGuard.learn()`. None for none.
+        arguments: Arguments of `OverflowGuard` but the model and the optimizer, by
+            name.
+
+    Attributes:
+        guard: The guard of the last training, switched off when that is over, or None
+            before the first.
+
+    Raises:
+        TypeError, ValueError: If an argument cannot be used.
+    """
+
+    def __init__(self, *, learn: int | None = None, **arguments: Any) -> None:
+        # Names of modules are not known yet.
+        named = ("include", "exclude", "allow")
+        arguments = kept(arguments)  # each training has a guard of its own
+        known = {name: arg for name, arg in arguments.items() if name not in named}
+        trial = OverflowGuard(nn.Identity(), **known)
+        trial.remove()
+        if learn is not None:
+            trial.learn(learn)
+        self._learn = learn
+        self._arguments = arguments
+        self.guard: OverflowGuard | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "guard": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GuardOwner:
+        copied: GuardOwner = object.__new__(type(self))
+        # Policies, groups and exporters are shared with the copy.
+        memo |= {id(self): copied, id(self._arguments): self._arguments}
+        vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
+    @property
+    def raises(self) -> bool:
+        """True if the policy is to raise."""
+        return bool(self._arguments.get("on_overflow", "raise") == "raise")
+
+    def put_on(self, model: Any, optimizer: Any) -> OverflowGuard:
+        """Makes the guard of a training."""
+        arguments = self._arguments
+        is_there = dist.is_available() and dist.is_initialized()
+        if is_there and arguments.get("process_group") is None:
+            # The models that trainers give are not wrapped yet.
+            acts = arguments.get("on_overflow") != "warn"
+            arguments = {
+                **arguments,
+                "process_group": dist.group.WORLD if acts else None,
+            }
+        self.guard = OverflowGuard(model, optimizer, **arguments)
+        if self._learn is not None:
+            self.guard.learn(self._learn)
+        return self.guard
+
+    def take_off(self) -> None:
+        """Takes the guard off, after its last verdict."""
+        if self.guard is not None:
+            self.guard.remove()
+
+
+def check_before_saving(guard: OverflowGuard) -> None:
+    """Raises `NonFiniteError` if the guard is on and the state is not finite.
+
+    Call it before anything is written, or removed to make room. Every rank has to.
+    Incurs a CPU-GPU sync for each device.
+    """
+    is_there = any(watch.model is not None for watch in guard._supervisor.watches)
+    if guard.enabled and is_there:
+        guard.assert_finite_state(joint=True)

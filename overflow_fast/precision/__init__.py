@@ -1,0 +1,1 @@
+"""Modules in float32 while the rest stays in half precision."""

@@ -1,0 +1,197 @@
+"""Attaches a recorder's hooks to a model and finds out which call is the outermost."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from .. import _C
+from ..torch_internals.modules import forward_hooks, forward_pre_hooks
+from ..torch_internals.running import running_modules
+from . import traced
+
+
+def modules_once(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    """Yields each module once with its index in `named_modules()`."""
+    yield from enumerate(model.modules())
+
+
+def modules_per_parent(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    """Yields a module as often as `model.apply` visits it: once for each parent."""
+    index = {id(module): i for i, module in enumerate(model.modules())}
+    visited: list[nn.Module] = []
+    model.apply(visited.append)
+    for module in visited:
+        yield index[id(module)], module
+
+
+class Attachment:
+    """The hooks of one owner on one model. Holds modules weakly.
+
+    Around each call of the root the owner gets `before_root(module, args, kwargs)`,
+    `after_root(module, args, kwargs, output)` when it has returned, and
+    `root_ended(module, args, output)`, the last also when the forward raised.
+    """
+
+    def __init__(self) -> None:
+        self.handles: list[RemovableHandle] = []
+
+    def attach(
+        self,
+        owner: Any,
+        model: nn.Module,
+        walk: Callable[[nn.Module], Iterator[tuple[int, nn.Module]]] = modules_once,
+    ) -> None:
+        """Registers a frame hook on the modules that `walk` yields, and the root's.
+
+        What was compiled before is compiled again at its next call.
+        """
+        traced.register()
+        for index, module in walk(model):
+            if module is model or isinstance(module, torch.jit.ScriptModule):
+                continue  # TorchScript has no forward hooks
+            hook = functools.partial(_C.run_hook, _C.FrameHook(owner, index))
+            self.handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        before, after, ended = (
+            functools.partial(_C.run_paused, StepBoundaryHook(owner, name))
+            for name in ("before_root", "after_root", "root_ended")
+        )
+        self.handles += [
+            model.register_forward_hook(after, with_kwargs=True),
+            model.register_forward_pre_hook(before, with_kwargs=True),
+            model.register_forward_hook(ended, always_call=True),
+        ]
+        put_first(forward_pre_hooks(model), self.handles[-2].id)
+        traced.recompile()
+
+    def add_before(self, owner: Any, name: str, module: nn.Module) -> None:
+        """Has a method of the owner's called before each call of one more module."""
+        hook = functools.partial(_C.run_paused, StepBoundaryHook(owner, name))
+        self.handles.append(module.register_forward_pre_hook(hook))
+        put_first(forward_pre_hooks(module), self.handles[-1].id)
+
+    def remove(self) -> None:
+        """Removes every hook; calling it again does nothing."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+
+class StepBoundaryHook:
+    """Calls a method of its owner, found by name.
+
+    In a copy of the model that is the method of who owns the copy's hooks; a copied
+    bound method would be the original owner's.
+
+    Args:
+        owner: Who has the method.
+        name: The method's.
+    """
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner = owner
+        self.name = name
+
+    def __call__(self, *arguments: Any) -> None:
+        if not self.owner.is_paused:
+            getattr(self.owner, self.name)(*arguments)
+
+
+def root_hooks(model: nn.Module) -> Iterator[StepBoundaryHook]:
+    """Yields the hooks of all owners that have this model as their root."""
+    for hooks in (forward_pre_hooks(model), forward_hooks(model)):
+        for hook in list(hooks.values()):
+            if _is_partial_of(hook, _C.run_paused):
+                yield hook.args[0]
+
+
+def put_first(hooks: dict[int, Any], key: int) -> None:
+    """Makes a hook the first of its dict.
+
+    `prepend=True` moves its key in the OrderedDict and not in the dict below, and
+    dynamo of torch 2.11 takes one hook for another then.
+    """
+    for other in list(hooks):
+        if other != key:
+            hooks[other] = hooks.pop(other)
+
+
+def _is_partial_of(hook: object, function: object) -> TypeGuard[functools.partial[Any]]:
+    return isinstance(hook, functools.partial) and hook.func is function
+
+
+class CopiedHooks:
+    """Who owns the hooks in a copy of a model whose original alone is watched.
+
+    They take themselves off when the copy is first called.
+    """
+
+    is_paused = False
+    plan = 0
+    device = None
+
+    def __init__(self) -> None:
+        self.handles: list[RemovableHandle] = []
+        self._recorder = _C.Recorder(0)
+        self.root_hook = _C.FrameHook(self, 0)
+        self.compiled_boundary = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CopiedHooks, (), {"handles": self.handles}
+
+    def before_root(self, *_: object) -> None:
+        """Takes the hooks off."""
+        for handle in self.handles:
+            handle.remove()
+
+    after_root = root_ended = on_frame = before_entry = before_root
+    before = returned = ended = evaluation_ended = raised = before_root
+
+    def on_submodule_call(self, *_: object) -> int:
+        """Takes the hooks off; says what a `FrameHook` wants to know."""
+        self.before_root()
+        return 0
+
+
+def outermost_call(is_watched: Callable[[nn.Module], bool]) -> tuple[int, nn.Module]:
+    """Finds the outermost running call of a watched module, from the Python stack.
+
+    Args:
+        is_watched: Says which modules count.
+
+    Returns:
+        An identity of that call, equal as long as it runs, and its module.
+
+    Raises:
+        LookupError: If no such call is running.
+    """
+    calls = [call for call in running_modules() or () if is_watched(call[1])]
+    if not calls:
+        raise LookupError("no watched module is running")
+    return calls[-1]
+
+
+def hook_of(owner: object, module: nn.Module) -> _C.FrameHook | None:
+    """The frame hook of an owner on a module, or None."""
+    for hook in forward_hooks(module).values():
+        if _is_partial_of(hook, _C.run_hook) and hook.args[0].owner is owner:
+            found: _C.FrameHook = hook.args[0]
+            return found
+    return None
+
+
+def index_of(owner: object, module: nn.Module) -> int:
+    """The index by which an owner's hook knows its module, or -1."""
+    hook = hook_of(owner, module)
+    return -1 if hook is None else hook.module
+
+
+def is_running(module: nn.Module) -> bool:
+    """Whether a call of a module runs around the one that asks; True if not known."""
+    calls = running_modules()
+    return calls is None or sum(each is module for _, each in calls) > 1

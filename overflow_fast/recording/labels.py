@@ -1,0 +1,30 @@
+"""Labels of entries as text: `input[0]`, `grad_output`, `output['logits']`."""
+
+from __future__ import annotations
+
+import re
+
+from .. import _C
+
+_BRACKETS = re.compile(r"""\[['"]?(.*?)['"]?\]""")
+_STYLES = {
+    _C.LabelStyle.INDEX: "[{}]",
+    _C.LabelStyle.KEY: "[{!r}]",
+    _C.LabelStyle.ATTRIBUTE: ".{}",
+}
+
+
+def label_text(label: _C.Label) -> str:
+    """Writes a label as text, such as `output[0]['logits']`."""
+    parts = (_STYLES[part.style].format(part.value) for part in label.parts)
+    return f"{label.name}{''.join(parts)}"
+
+
+def dotted(label: str) -> str:
+    """A label with `.x` for each `[x]` and `['x']`, as patterns have it."""
+    return _BRACKETS.sub(r".\1", label)
+
+
+def entry_label(place: _C.Place) -> str:
+    """Writes an entry's label; a gradient's is that of the output it belongs to."""
+    return f"{'grad_' * (place.phase == _C.Phase.BACKWARD)}{label_text(place.label)}"

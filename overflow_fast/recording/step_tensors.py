@@ -1,0 +1,210 @@
+"""What is scanned when a step is judged: gradients, weights, buffers, state."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .. import _C
+from ..core.nested_optimizers import optimizers_in
+from ..core.selection import Named
+from ..core.tensors import tensors_in
+from ..torch_internals.tensors import is_wrapper, version_of
+from ..torch_internals.wrappers import local_tensor
+from .schedule import Level
+from .watch import ModelWatch
+
+_Listed = list[tuple[ModelWatch, Named]]
+# A gradient that was scanned, and its version then.
+_Seen = tuple[weakref.ref[torch.Tensor] | None, int]
+
+
+class StepTensors:
+    """The tensors of a step that stand in no module's call, one scan for each kind.
+
+    Attributes:
+        without_gradient: How many parameters had none at the last scan.
+    """
+
+    def __init__(self, watches: Sequence[ModelWatch]) -> None:
+        self._watches = watches
+        self._wanted = watches[0].wanted
+        self._has_scanned_weights = False
+        self._scanned: list[tuple[_C.Phase, Named]] = []
+        self._last_gradients: dict[int, _Seen] = {}
+        self.without_gradient = 0
+
+    def begin_round(self) -> None:
+        """Has weights and buffers scanned again: once for all optimizers of a step."""
+        self._has_scanned_weights = False
+        for watch in self._watches:
+            watch.recorder.forget_parameters()
+
+    def forget(self) -> None:
+        """Lets go of the tensors."""
+        self._scanned = []
+
+    def find(self, phase: _C.Phase, name: str) -> torch.Tensor | None:
+        """A tensor of the last scan, until `forget()`."""
+        for scanned, (names, tensors) in self._scanned:
+            if scanned == phase and name in names:
+                return tensors[names.index(name)]
+        return None
+
+    def scan(
+        self,
+        optimizer: Optimizer | None,
+        level: Level,
+        others: Sequence[Optimizer] = (),
+    ) -> None:
+        """Scans what is wanted. Does not incur a CPU-GPU sync.
+
+        Args:
+            optimizer: Whose parameters' gradients and state to look at; None for the
+                gradients of all parameters.
+            level: How much to look at.
+            others: The optimizers that step next. Of their parameters the gradients
+                that are new since they were last scanned are looked at too.
+        """
+        if level is Level.OFF:
+            return
+        listed = [
+            (watch, watch.tensors.parameters(model))
+            for watch in self._watches
+            if (model := watch.model) is not None
+        ]
+        if level is Level.ALL and not self._has_scanned_weights:
+            self._has_scanned_weights = True
+            self._scan_models(listed)
+        if self._wanted.gradients:
+            self._scan_gradients(optimizer, listed, others)
+        if level is Level.ALL and self._wanted.optimizer_state and optimizer:
+            state = self._state(optimizer)
+            self._record(self._watches[0], _C.Phase.OPTIMIZER_STATE, state)
+
+    def _record(self, watch: ModelWatch, phase: _C.Phase, named: Named) -> None:
+        self._scanned.append((phase, named))
+        watch.record(phase, named)
+
+    def _scan_models(self, listed: _Listed) -> None:
+        for watch, parameters in listed:
+            model = watch.model
+            if self._wanted.weights:
+                self._record(watch, _C.Phase.WEIGHTS, parameters)
+            if self._wanted.buffers and model is not None:
+                self._record(watch, _C.Phase.BUFFERS, watch.tensors.buffers(model))
+
+    def _scan_gradients(
+        self, optimizer: Optimizer | None, listed: _Listed, others: Sequence[Optimizer]
+    ) -> None:
+        self.without_gradient = 0
+        # What is left of these is not among the selected modules' parameters.
+        owned = {} if optimizer is None else {id(p): p for p in _parameters(optimizer)}
+        for other in others:
+            owned.update((id(p), p) for p in _parameters(other) if self._is_new(p))
+        if others or self._last_gradients:
+            self._last_gradients.update(map(_seen, owned.values()))
+        for watch, (names, parameters) in listed:
+            pairs = [
+                (name, parameter)
+                for name, parameter in zip(names, parameters, strict=True)
+                if optimizer is None or owned.pop(id(parameter), None) is not None
+            ]
+            self._record(watch, _C.Phase.GRADIENTS, self._gradients(pairs))
+        if optimizer is not None and owned:
+            strangers = self._gradients(self._strangers(optimizer, set(owned)))
+            self._record(self._watches[0], _C.Phase.GRADIENTS, strangers)
+
+    def _is_new(self, parameter: torch.Tensor) -> bool:
+        """Whether its gradient was made, or written to, since it was last scanned."""
+        gradient = parameter.grad
+        if gradient is None:
+            return False
+        last, version = self._last_gradients.get(id(parameter), (None, -1))
+        return last is None or last() is not gradient or version != version_of(gradient)
+
+    def _gradients(self, named: Iterable[tuple[str, torch.Tensor]]) -> Named:
+        names: list[str] = []
+        gradients: list[torch.Tensor] = []
+        for name, parameter in named:
+            gradient = parameter.grad
+            if gradient is not None:
+                names.append(name)
+                gradients.append(gradient)
+            elif parameter.requires_grad:
+                self.without_gradient += 1
+        return names, gradients
+
+    def _strangers(
+        self, optimizer: Optimizer, unlisted: set[int]
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Parameters of an optimizer that are in no watched model, or came to one."""
+        for watch in self._watches:
+            watch.tensors.refresh()
+        known = self._names()
+        selected = self._names(all_modules=False)
+        return [
+            (selected.get(id(p), f"param_groups[{i}]['params'][{j}]"), p)
+            for i, group in enumerate(optimizer.param_groups)
+            for j, p in enumerate(group["params"])
+            if id(p) in unlisted and (id(p) in selected or id(p) not in known)
+        ]
+
+    def _names(self, all_modules: bool = True) -> dict[int, str]:
+        """The names of the models' parameters, by identity."""
+        names: dict[int, str] = {}
+        for watch in self._watches:
+            model = watch.model
+            if model is not None:
+                named = watch.tensors.parameters(model, all_modules)
+                names.update((id(p), name) for name, p in zip(*named, strict=True))
+        return names
+
+    def _state(self, optimizer: Optimizer) -> Named:
+        known = self._names()
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for path, each in optimizers_in(optimizer):
+            for name, state in _states(each, path, known):
+                # Also what a quantized moment is made of, such as its scales.
+                for key, value in tensors_in(state):
+                    for part, tensor in _parts(value):
+                        # A wrapper's state may be that of what it wraps.
+                        found.setdefault(id(tensor), (f"{name}{key}{part}", tensor))
+        return [name for name, _ in found.values()], [t for _, t in found.values()]
+
+
+def _states(
+    optimizer: Any, path: str, known: dict[int, str]
+) -> Iterator[tuple[str, object]]:
+    """The states that an optimizer keeps, by the names of their parameters."""
+    states = getattr(optimizer, "state", None)
+    if isinstance(states, Mapping):
+        for i, (parameter, state) in enumerate(states.items()):
+            yield known.get(id(parameter), f"{path}state[{i}]"), state
+
+
+def _parts(value: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that a tensor is made of, by what is behind its name."""
+    if not isinstance(value, torch.Tensor):
+        return
+    if not is_wrapper(value) or local_tensor(value) is not None:
+        yield "", value
+        return
+    for key in value.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        for behind, part in _parts(getattr(value, key)):
+            yield f".{key}{behind}", part
+
+
+def _seen(parameter: torch.Tensor) -> tuple[int, _Seen]:
+    gradient = parameter.grad
+    if gradient is None:
+        return id(parameter), (None, -1)
+    return id(parameter), (weakref.ref(gradient), version_of(gradient))
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

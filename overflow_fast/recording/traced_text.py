@@ -1,0 +1,75 @@
+"""A traced call as the constant of its operator; see `csrc/record/traced_text.h`."""
+
+from __future__ import annotations
+
+import hashlib
+from urllib.parse import quote
+
+# Marks of the constant. What a label begins with, and what follows.
+INPUT, OUTPUT, NAME = "i", "o", "="
+INDEX, KEY, ATTRIBUTE = "#", "@", "!"
+_INTEGER_KEY = "*"
+# Kinds of items.
+NONE, NOT_TENSOR, NOT_SCANNED, TENSOR = "n", "x", "w", "t"
+_RETURNED, _KNOWN = "r", "k"
+# Frames.
+FORWARD, BACKWARD, RECORDED = "F", "B", "R"
+
+Label = tuple[tuple[str, str | int], ...]
+# A value as dynamo has found it: the path of its label, and its kind.
+Item = tuple[Label, str]
+# What a frame is of, the class's name, whether the root's call ends, whether there is a
+# frame (else its items are only counted), whether the root has returned a loss.
+Header = tuple[str, str, bool, bool, bool]
+
+
+def make_item(path: Label, kind: str = TENSOR) -> Item:
+    return path, kind
+
+
+def header_text(header: Header) -> str:
+    frame, class_name, is_root, has_frame, has_loss = header
+    flags = f"{'r' * is_root}{'f' * has_frame}{'l' * has_loss}"
+    return f"{frame}{flags}:{_quoted(class_name)}"
+
+
+def tensor_text(path: Label, number: int, is_new: bool, is_returned: bool) -> str:
+    """A tensor's item.
+
+    Args:
+        path: Its label.
+        number: What earlier or later operators know it by, or -1.
+        is_new: Whether the operator is given it.
+        is_returned: Whether the compiled code returns it.
+
+    Returns:
+        The text.
+    """
+    kind = (_RETURNED if is_returned else TENSOR) if is_new else _KNOWN
+    return f"{kind}{number if number >= 0 else ''}:{_path(path)}"
+
+
+def item_text(path: Label, kind: str, why: str = "") -> str:
+    """The text of an item that the operator is given no tensor for."""
+    reason = f":{_quoted(why)}" if kind == NOT_SCANNED else ""
+    return f"{kind}:{_path(path)}{reason}"
+
+
+def id_of(text: str) -> int:
+    """A number below 2**63 that stands for a text, in every process."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _path(path: Label) -> str:
+    return "".join(_part(mark, value) for mark, value in path)
+
+
+def _part(mark: str, value: str | int) -> str:
+    if isinstance(value, str):
+        return mark + _quoted(value)
+    return f"{_INTEGER_KEY if mark == KEY else mark}{int(value)}"
+
+
+def _quoted(text: str) -> str:
+    return quote(text, safe="", errors="surrogatepass")

@@ -1,0 +1,59 @@
+"""The sentence of a report that says what to try."""
+
+from __future__ import annotations
+
+from ..verdict.remedy import Remedy
+from ..verdict.settings import nonfinite_settings
+from ..verdict.verdict import BadEntry, Verdict
+
+
+def advice_for(verdict: Verdict, step: int = 0, remedy: Remedy | None = None) -> str:
+    """Writes what to try, by what is bad and where it came from.
+
+    Args:
+        verdict: What was found, not clean.
+        step: The step's number; before the first one weights were bad from the start.
+        remedy: What to run in float32, or None.
+
+    Returns:
+        The sentence without its full stop; "" where nothing is known that may help.
+    """
+    first = verdict.first
+    assert first is not None
+    if first.kind == "optimizer_state":
+        return "load a checkpoint in which the optimizer's state is finite" * (step > 0)
+    if verdict.source in ("weight", "buffer"):
+        return _of_tensor(first, verdict, step)
+    if first.kind in ("input", "output") and first.signs == "-" and not first.num_nan:
+        rule = {f"{first.fqn}:{first.label}": "-inf"}
+        return f"if this is meant, as a mask is, allow={rule}"
+    if verdict.source == "batch":
+        return "look at the data that made this batch"
+    if verdict.batch_places:
+        return f"look at {', '.join(verdict.batch_places)}"
+    return "" if remedy is None else _in_float32(remedy)
+
+
+def _of_tensor(first: BadEntry, verdict: Verdict, step: int) -> str:
+    name = f"`{first.fqn}`" if first.kind == verdict.source else verdict.maker
+    settings = nonfinite_settings(verdict.remarks)
+    if settings:
+        return f"set {' and '.join(settings)} to a finite number first; {_load(name)}"
+    if step == 0 and verdict.source == "buffer":
+        return ""  # the forward may write it, initialized or not
+    if step == 0:
+        return f"initialize {name} or load it again"
+    return _load(name)
+
+
+def _load(name: str) -> str:
+    return f"load a checkpoint in which {name} is finite"
+
+
+def _in_float32(remedy: Remedy) -> str:
+    (name,) = remedy.names
+    if remedy.until:
+        how = f"{name} runs in float32, and so do its values until {remedy.end}"
+    else:
+        how = f"{name} runs in float32 up to its last normalization, {remedy.end}"
+    return f"`{remedy.code}`, which was not tried: {how}"

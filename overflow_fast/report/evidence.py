@@ -1,0 +1,180 @@
+"""What is left of a bad step on disk: its tensors, its batch, its report."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import json
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from ..core.strict_json import SCHEMA, dumps
+from .evidence_tensors import choose
+from .report import Report
+from .run import Run
+
+_log = logging.getLogger("overflow_fast")
+_SUBFOLDER = "overflow_fast"
+_MARKER = "overflow_fast.json"
+
+
+class EvidenceFolder:
+    """A folder of a run's own, with one folder for each of its last bad steps.
+
+    `PATH/overflow_fast/RUN/step-00000012/` holds `overflow_fast.json` (the marker: what
+    wrote this), `report.txt`, `report.json`, `tensors.safetensors`,
+    `batch.safetensors`, and `left_out.txt` for what was too large or not a plain
+    tensor. A second report of the same step is in `step-00000012.2/`.
+
+    Nothing is overwritten. What is removed is this run's own: a folder that has its
+    marker and just the files that it was left with; one to which anything was added, in
+    which anything was changed or that was moved is left alone. Nothing here raises:
+    what cannot be written is logged, once.
+
+    Args:
+        path: The folder that was given; it is made when it is first needed.
+        run: The run.
+        max_bytes: How many bytes of tensors a step may leave.
+        keep: How many of this run's steps are kept; older ones are removed.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], run: Run, max_bytes: int, keep: int
+    ) -> None:
+        self._path = Path(path) / _SUBFOLDER / run.id
+        self._run = run
+        self._max_bytes = max_bytes
+        self._keep = keep
+        self._steps: collections.deque[_StepFolder] = collections.deque()
+        self._has_told = False
+
+    def keep(self, step: int, tensors: object, batch: object) -> str | None:
+        """Keeps what a step left, and removes what is older than `keep` steps.
+
+        Incurs a CPU-GPU sync for each tensor on a device.
+
+        Args:
+            step: The step's number.
+            tensors: The offending tensors, in any nesting.
+            batch: The inputs of the forward that was bad, in any nesting.
+
+        Returns:
+            The folder, or None if there is none.
+        """
+        folder: _StepFolder | None = None
+        try:
+            folder = _StepFolder(self._path, self._run, step)
+            self._steps.append(folder)
+            room, left_out = self._max_bytes, list[str]()
+            for name, values in (("tensors", tensors), ("batch", batch)):
+                try:
+                    chosen = choose(name, values, room, left_out)
+                    room -= sum(tensor.nbytes for tensor in chosen.values())
+                    folder.save(f"{name}.safetensors", chosen)
+                except Exception as error:
+                    left_out.append(f"{name}: {error}")
+                    self._tell(step, error)
+            if left_out:
+                folder.write("left_out.txt", "\n".join(left_out))
+            if len(self._steps) > self._keep:
+                self._steps.popleft().remove()
+        except Exception as error:
+            self._tell(step, error)
+        return None if folder is None else str(folder.path)
+
+    def add_report(self, report: Report) -> None:
+        """Writes the report of a step whose evidence was just kept."""
+        folder = self._steps[-1] if self._steps else None
+        if folder is None or str(folder.path) != report.evidence:
+            return
+        try:
+            folder.write("report.txt", str(report))
+            folder.write("report.json", report.to_json())
+        except Exception as error:
+            self._tell(report.step, error)
+
+    def _tell(self, step: int, error: Exception) -> None:
+        if not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "Not all evidence of step %d was kept: %s. Said once.",
+                step,
+                error,
+            )
+
+
+class _StepFolder:
+    """A new folder of one bad step, that knows what was written to it.
+
+    Args:
+        parent: The run's folder.
+        run: The run.
+        step: The step's number.
+    """
+
+    def __init__(self, parent: Path, run: Run, step: int) -> None:
+        parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            suffix = f".{number}" if number > 1 else ""
+            self.path = parent / f"step-{step:08d}{suffix}"
+            with contextlib.suppress(FileExistsError):
+                self.path.mkdir()
+                break
+        self._real = os.path.realpath(self.path)
+        self._files: dict[str, tuple[int, ...]] = {}
+        marker = {"schema": SCHEMA, "kind": "evidence", "run": run.id, "step": step}
+        self._marker = dumps(marker)
+        try:
+            self.write(_MARKER, self._marker)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path / _MARKER)
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+            raise
+
+    def write(self, name: str, text: str) -> None:
+        """Writes a new file of text."""
+        with open(self.path / name, "x", encoding="utf-8") as file:
+            self._files[name] = ()
+            file.write(f"{text}\n")
+        self._files[name] = _state_of(self.path / name)
+
+    def save(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Saves tensors, if there are any, to a new file, or leaves none."""
+        from safetensors.torch import save_file
+
+        if not tensors:
+            return
+        try:
+            save_file(tensors, self.path / name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path / name)
+            raise
+        self._files[name] = _state_of(self.path / name)
+
+    def remove(self) -> None:
+        """Removes the folder if it is what it was when it was left; never raises."""
+        with contextlib.suppress(OSError, ValueError):
+            if os.path.realpath(self.path) != self._real or not self._is_as_left():
+                return
+            for name in self._files:
+                os.unlink(self.path / name)
+            self.path.rmdir()
+
+    def _is_as_left(self) -> bool:
+        names = os.listdir(self.path)
+        states = {name: _state_of(self.path / name) for name in names}
+        marker = (self.path / _MARKER).read_text(encoding="utf-8")
+        return states == self._files and json.loads(marker) == json.loads(self._marker)
+
+
+def _state_of(path: Path) -> tuple[int, ...]:
+    """What changes when a file is written to or replaced; of a link, the link's own."""
+    status = path.lstat()
+    return status.st_mode, status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,0 +1,118 @@
+"""What a guard has looked at, and what not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..recording.coverage import Coverage
+from ..recording.watch import ModelWatch, Wanted
+
+
+@dataclass(frozen=True)
+class GuardCoverage:
+    """What a guard's clean verdicts cover. `str()` of it is in sentences.
+
+    Attributes:
+        tensors_listed: How many tensors the frames list.
+        tensors_scanned: How many scans that took.
+        bytes_scanned: How many bytes the scanned tensors have.
+        not_scanned: How many listed tensors were not looked at, by the reason.
+        modules: How many modules the models have.
+        modules_watched: How many of them are looked at.
+        steps: How many steps there were.
+        steps_watched: How many of them were looked at, in whatever detail.
+        without_gradient: How many parameters had no gradient in the last watched step.
+        not_watched: Which kinds of tensors the guard was not asked to look at.
+        has_seen_loss: Whether a loss was among the outputs, or recorded.
+        failures: How often the guard itself failed, so that something was not judged.
+        rules_unused: The rules of `allow` that nothing has matched yet.
+    """
+
+    tensors_listed: int
+    tensors_scanned: int
+    bytes_scanned: int
+    not_scanned: dict[str, int]
+    modules: int
+    modules_watched: int
+    steps: int
+    steps_watched: int
+    without_gradient: int
+    not_watched: list[str]
+    has_seen_loss: bool
+    failures: int
+    rules_unused: list[str]
+
+    @classmethod
+    def of(
+        cls,
+        watches: Sequence[ModelWatch],
+        steps: int,
+        steps_watched: int,
+        without_gradient: int,
+        failures: int,
+        rules_unused: list[str],
+    ) -> GuardCoverage:
+        """What the watches of a guard have looked at so far."""
+        found = [Coverage.of(watch.recorder) for watch in watches]
+        reasons: Counter[str] = Counter()
+        for each in found:
+            reasons.update(each.not_scanned)
+        wanted = watches[0].wanted
+        counts = [watch.count_modules() for watch in watches]
+        return cls(
+            sum(each.tensors_listed for each in found),
+            sum(each.tensors_scanned for each in found),
+            sum(each.bytes_scanned for each in found),
+            dict(reasons),
+            sum(count for count, _ in counts),
+            sum(count for _, count in counts) if wanted.activations else 0,
+            steps,
+            steps_watched,
+            without_gradient,
+            [kind for kind in Wanted._fields if not getattr(wanted, kind)],
+            any(watch.has_seen_loss for watch in watches),
+            failures,
+            rules_unused,
+        )
+
+    @classmethod
+    def unknown(cls, failures: int) -> GuardCoverage:
+        """Of a guard that cannot say what it has looked at."""
+        return cls(0, 0, 0, {}, 0, 0, 0, 0, 0, [], False, failures, [])
+
+    def gaps(self) -> list[str]:
+        """What was not looked at, in sentences."""
+        sentences = []
+        if self.not_scanned:
+            counts = (f"{count} x {why}" for why, count in self.not_scanned.items())
+            sentences.append(f"Not scanned: {', '.join(counts)}.")
+        if self.not_watched:
+            kinds = ", ".join(kind.replace("_", " ") for kind in self.not_watched)
+            sentences.append(f"Not asked for: {kinds}.")
+        if 0 < self.modules_watched < self.modules:
+            left_out = self.modules - self.modules_watched
+            sentences.append(f"{left_out} of {self.modules} modules were left out.")
+        if self.steps_watched < self.steps:
+            count = self.steps - self.steps_watched
+            sentences.append(f"{count} of {self.steps} steps were not watched.")
+        if self.without_gradient:
+            sentences.append(f"{self.without_gradient} parameters had no gradient.")
+        if not self.has_seen_loss and "loss" not in self.not_watched:
+            sentences.append("No loss was seen: `guard.record(loss=loss)` adds it.")
+        if self.failures:
+            sentences.append(f"The guard itself failed {self.failures} times.")
+        return sentences
+
+    def __str__(self) -> str:
+        """What was looked at, and what was not, and rules to look at again."""
+        looked_at = (
+            f"Looked at {self.tensors_listed} tensors in {self.tensors_scanned} scans "
+            f"of {self.bytes_scanned} bytes in {self.steps_watched} steps."
+        )
+        unused = [
+            f"The rule {rule!r} has matched nothing: see which labels a report gives."
+            for rule in self.rules_unused
+        ]
+        return " ".join([looked_at, *self.gaps(), *unused])

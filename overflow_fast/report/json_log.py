@@ -1,0 +1,211 @@
+"""A log of one JSON object a line, which several processes may write to."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import stat
+from collections.abc import Callable, Iterator
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from ..core.strict_json import dumps
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_log = logging.getLogger("overflow_fast")
+_LONGEST_HEADER = 2**16
+
+
+class JsonLog:
+    """Appends lines to a file and begins a new one when it is full. Never raises.
+
+    Each line is one write to the end of the file, so lines of other processes on this
+    machine stand between those of this one, never within them. A file in which this
+    run has not written yet gets its header first.
+
+    Nothing is lost that is no log: where the file holds something else, another one
+    beside it is written to; where one of the older files is something else, none is
+    moved, and the log grows.
+
+    Args:
+        path: The file; the ones before it get `.1`, `.2` at their end.
+        name: The run's, for the name of another file.
+        header: Makes the header of the run.
+        max_bytes: When a new file is begun.
+        keep: How many older files are kept; 0: no new file is ever begun.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        name: str,
+        header: Callable[[], dict[str, Any]],
+        max_bytes: int,
+        keep: int,
+    ) -> None:
+        real = Path(os.path.realpath(path))
+        self._path = real if real.is_file() else Path(path)
+        self._name = name
+        self._header = header
+        self._max_bytes = max_bytes
+        self._keep = keep
+        self._file: FileIO | None = None
+        self._is_begun = False
+        self._told: set[str] = set()
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Appends a line. What cannot be written is lost, and said once."""
+        try:
+            file, data = self._prepared(line)
+            if self._is_full(file, len(data)) and self._rotate(file):
+                file, data = self._prepared(line)
+            self._append(file, data)
+        except Exception as error:
+            self._warn_once("Lines of the log %s are lost: %s.", self._path, error)
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def _prepared(self, line: dict[str, Any]) -> tuple[FileIO, bytes]:
+        """The file, and a line for it, behind the header if that is not there yet."""
+        file, data = self._opened(), f"{dumps(line)}\n".encode()
+        if self._is_begun:
+            return file, data
+        header = f"{dumps(self._header())}\n".encode()
+        return file, _line_end(self._path) + header + data
+
+    def _opened(self) -> FileIO:
+        """The file, opened anew where another process has moved or removed it."""
+        if self._file is not None and _is_at(self._file, self._path):
+            return self._file
+        self.close()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if not _is_own(self._path):
+            other = f"{self._path.stem}.{self._name}{self._path.suffix}"
+            self._warn_once(
+                "%s is no log of overflow_fast and is left alone: the log is %s beside "
+                "it.",
+                self._path,
+                other,
+            )
+            self._path = self._path.with_name(other)
+        self._file = FileIO(os.open(self._path, _FLAGS, 0o666), "ab")
+        self._is_begun = False
+        return self._file
+
+    def _append(self, file: FileIO, data: bytes) -> None:
+        written = file.write(data) or 0
+        self._is_begun = written == len(data)
+        if not self._is_begun:
+            _take_back(file, written)
+            raise OSError("there is no room for a line")
+
+    # When it is full.
+
+    def _is_full(self, file: FileIO, more: int) -> bool:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            return False
+        return status.st_size > 0 and status.st_size + more > self._max_bytes
+
+    def _rotate(self, file: FileIO) -> bool:
+        """Moves the file out of the way; False if it has to stay."""
+        numbers = range(1, self._keep + 1)
+        older = [self._path.with_name(f"{self._path.name}.{i}") for i in numbers]
+        with _locked(file) as is_locked:
+            if not older or not is_locked:
+                return False
+            if not _is_at(file, self._path):
+                return True
+            for path in older:
+                if path.is_symlink() or not _is_own(path):
+                    self._warn_once(
+                        "%s is no log of overflow_fast and is left alone: the log "
+                        "grows beyond log_mib.",
+                        path,
+                    )
+                    return False
+            files = [self._path, *older]
+            for newer, path in reversed(list(itertools.pairwise(files))):
+                if newer.exists():
+                    os.replace(newer, path)
+        return True
+
+    def _warn_once(self, text: str, *values: object) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            _log.warning(f"{text} Said once.", *values)
+
+
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
+
+
+def _is_at(file: FileIO, path: Path) -> bool:
+    """Whether a path still leads to an open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except OSError:
+        return False
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a file is not there, empty, no plain file, or begins with a header."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return True
+    except FileNotFoundError:
+        return True
+    with open(path, "rb") as file:
+        first = file.readline(_LONGEST_HEADER)
+    if not first:
+        return True
+    try:
+        header = json.loads(first)
+    except ValueError:
+        return False
+    return isinstance(header, dict) and "overflow_fast" in header
+
+
+def _line_end(path: Path) -> bytes:
+    """What ends the last line, where another process has left it half written."""
+    if not path.is_file() or not path.stat().st_size:
+        return b""
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return b"" if file.read() == b"\n" else b"\n"
+
+
+def _take_back(file: FileIO, written: int) -> None:
+    """Takes half a line back, unless another process has written behind it."""
+    with contextlib.suppress(OSError):
+        end = os.lseek(file.fileno(), 0, os.SEEK_CUR)
+        if os.fstat(file.fileno()).st_size == end:
+            os.ftruncate(file.fileno(), end - written)
+
+
+@contextlib.contextmanager
+def _locked(file: FileIO) -> Iterator[bool]:
+    """Locks a file among processes, or not, where one has; never waits."""
+    if fcntl is None:
+        yield True
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)

@@ -1,0 +1,266 @@
+"""What a guard says about a bad step: in plain words first, then the frames."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import _C
+from ..core.strict_json import SCHEMA, dumps, to_plain
+from ..core.text import as_lines
+from ..recording.watch import ModelWatch
+from ..verdict.remedy import Remedy
+from ..verdict.verdict import BadEntry, Headroom, Verdict, headroom_of
+from .advice import advice_for
+from .frames import frame_text, frames_text, get_abs_min_max
+from .origin import who_made_it
+
+_NEAREST = 8
+_FEW_BITS = 8
+_RECOMPUTED = (
+    "It was finite in the forward and arose when backward computed that again "
+    "(activation checkpointing)."
+)
+_MAY_BE_BAD = "weights may be non-finite now"
+_OUTCOMES = {
+    "raise": "The optimizer step is not made: NonFiniteError is raised before it.",
+    "skip": "The optimizer step was skipped.",
+    "warn": f"The optimizer step was made: {_MAY_BE_BAD}.",
+}
+_MOMENTS = {
+    "after": "The optimizer step was made before its stats arrived (sync='lagged'): "
+    f"{_MAY_BE_BAD}.",
+    "evaluation": "It was found in a forward without autograd, and in no step.",
+    "check": "It was found by `check()`, which can skip no optimizer step.",
+}
+
+
+class NonFiniteError(FloatingPointError):
+    """A step had a nan or an inf, and the guard was told to raise.
+
+    Attributes:
+        report: The `Report`.
+    """
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(str(report))
+        self.report = report
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NonFiniteError, (self.report,)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the guard itself took, as the host's clock measures it.
+
+    Attributes:
+        step_seconds: From the judgement before to this one.
+        guard_seconds: How much of it was spent in the guard: its hooks, scans on the
+            CPU, launches, waits and judgement. Not the time of kernels on a device.
+        share: The guard's share of all watched steps so far.
+    """
+
+    step_seconds: float = 0.0
+    guard_seconds: float = 0.0
+    share: float = 0.0
+
+
+@dataclass
+class Report:
+    """What a guard found in a step, and what it did.
+
+    Attributes:
+        step: The optimizer's step, counted from 0.
+        action: "raise", "warn" or "skip".
+        verdict: What was bad, and who made it.
+        least_headroom: Of all that was finite in the step, what came nearest to the end
+            of its dtype.
+        frames: The last frames up to the first bad one, as text.
+        not_covered: What was not looked at, in sentences.
+        cost: What the guard took.
+        num_skipped: How many steps were skipped so far, this one included.
+        evidence: The folder with the tensors and the batch, or None.
+        notes: What else there is to say, in sentences.
+        where: The rank, host and device that found it, where ranks decide together.
+        is_of_state: Whether it is of a state that was to be saved, and of no step.
+        moment: When it was found: "before" the optimizer's step, "after" it
+            (`sync="lagged"`), in an "evaluation" (a forward without autograd), by a
+            "check", or "" where it is of no step, or not decided yet.
+        skipped_by: Who else has skipped the step: "GradScaler", or the optimizer's
+            kernel on a device.
+        remedy: What to run in float32 where float16 overflowed, or None.
+    """
+
+    step: int
+    action: str
+    verdict: Verdict
+    least_headroom: Headroom | None = None
+    frames: list[str] = field(default_factory=list)
+    not_covered: list[str] = field(default_factory=list)
+    cost: Cost = field(default_factory=Cost)
+    num_skipped: int = 0
+    evidence: str | None = None
+    notes: list[str] = field(default_factory=list)
+    where: str | None = None
+    is_of_state: bool = False
+    moment: str = ""
+    skipped_by: str = ""
+    remedy: Remedy | None = None
+
+    def __str__(self) -> str:
+        """The report as text: a line for each sentence, then the frames."""
+        text = as_lines(self.sentences())
+        if not self.frames:
+            return text
+        return "\n".join([text, "", *frames_text(self.verdict.batch, self.frames)])
+
+    def short_text(self, note: str) -> str:
+        """The headline, what became of the step, and a note."""
+        return as_lines([self.headline(), *self._outcome(), note])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as a dict of strings, finite numbers, lists and dicts."""
+        plain = to_plain(dataclasses.asdict(self))
+        if self.verdict.first is not None:
+            plain["verdict"]["first"]["place"] = place_of(self.verdict.first)
+        summary = "\n".join(self.sentences())
+        return {"schema": SCHEMA, "kind": "report", **plain, "summary": summary}
+
+    def to_json(self) -> str:
+        """The report as one line of JSON; what is not finite is a string, as "inf"."""
+        return dumps(self.to_dict())
+
+    def sentences(self) -> list[str]:
+        """All but the frames: the headline, what became of the step, and the rest."""
+        first = self.verdict.first
+        if first is None:
+            return [f"Step {self.step} is clean.", *self.notes]
+        advice = advice_for(self.verdict, self.step, self.remedy)
+        return [
+            self.headline(),
+            *self._outcome(),
+            *self.notes,
+            _share_sentence(first),
+            *([_RECOMPUTED] if self.verdict.is_recomputed else []),
+            *_headroom_sentences(self.verdict.headroom),
+            *_least_sentences(self.least_headroom),
+            *_gradient_sentences(self.verdict),
+            *([] if self.is_of_state else [who_made_it(first, self.verdict)]),
+            *([f"What to try: {advice}."] if advice else []),
+            *([f"Evidence is in `{self.evidence}`."] if self.evidence else []),
+            *self.not_covered,
+            *self._cost_sentences(),
+        ]
+
+    def headline(self) -> str:
+        """The first sentence: which step, what is bad, and where."""
+        assert self.verdict.first is not None
+        where = f" on {self.where}" if self.where else ""
+        subject = "The state" if self.is_of_state else f"Step {self.step}"
+        return f"{subject} is not finite{where}: {_what(self.verdict.first)}."
+
+    def _outcome(self) -> list[str]:
+        """What became of the optimizer's step, as far as that is known."""
+        if self.skipped_by:
+            return [f"The {self.skipped_by} skipped the optimizer step."]
+        if self.moment == "before":
+            return [_OUTCOMES[self.action]]
+        return [_MOMENTS[self.moment]] if self.moment else []
+
+    def _cost_sentences(self) -> list[str]:
+        if not self.cost.step_seconds:
+            return []
+        share = f"{self.cost.share:.1%}"
+        return [f"The guard takes {share} of the time of a watched step."]
+
+
+def place_of(entry: BadEntry) -> str:
+    """The name of an entry's module, or of its tensor; the root's is "the model"."""
+    return entry.fqn or "the model"
+
+
+def _what(entry: BadEntry) -> str:
+    infs = {"-": "-inf", "+-": "inf and -inf"}.get(entry.signs, "inf")
+    kinds = [
+        f"{count} {name}"
+        for count, name in ((entry.num_nan, "nan"), (entry.num_inf, infs))
+        if count
+    ]
+    holds = f"holds {' and '.join(kinds)}"
+    if entry.class_name:
+        return f"`{entry.label}` of {place_of(entry)} ({entry.class_name}) {holds}"
+    return f"the {entry.kind.replace('_', ' ')} `{entry.label}` {holds}"
+
+
+def _share_sentence(entry: BadEntry) -> str:
+    bad = entry.num_nan + entry.num_inf
+    are = "is" if bad == 1 else "are"
+    return f"{bad} of its {entry.numel} {entry.dtype} values {are} non-finite."
+
+
+def _headroom_sentences(headroom: Headroom | None) -> list[str]:
+    if headroom is None or headroom.abs_max == 0:
+        return []
+    return [
+        f"When it was last finite, its largest magnitude was {headroom.abs_max:.3g}, "
+        f"{headroom.bits:.1f} bits below the end of {headroom.dtype} "
+        f"({headroom.limit:.5g})."
+    ]
+
+
+def _least_sentences(headroom: Headroom | None) -> list[str]:
+    if headroom is None or headroom.bits > _FEW_BITS:
+        return []
+    return [
+        "What came nearest to the end of its dtype without reaching it: "
+        f"{headroom.where}, {headroom.bits:.1f} bits below."
+    ]
+
+
+def _gradient_sentences(verdict: Verdict) -> list[str]:
+    dirty, clean = verdict.dirty_gradients, verdict.clean_gradients
+    if not dirty:
+        return []
+    sentences = [f"Bad gradients: {some(dirty)}."]
+    if clean:
+        sentences.append(f"The nearest clean ones: {some(clean)}.")
+    return sentences
+
+
+def some(names: list[str]) -> str:
+    """The first of several names, and how many more there are."""
+    shown = ", ".join(names[:_NEAREST])
+    more = len(names) - _NEAREST
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def least_headroom(watches: Sequence[ModelWatch]) -> Headroom | None:
+    """The least headroom of what a step made, or None if nothing was looked at."""
+    peaks = [(watch, watch.recorder.least_headroom()) for watch in watches]
+    named = [headroom_of(watch, peak) for watch, peak in peaks if peak is not None]
+    return min(named, key=lambda headroom: headroom.bits, default=None)
+
+
+def frame_texts(watch: ModelWatch, frames: list[_C.Frame]) -> list[str]:
+    """Writes frames as transformers does, their modules' weights as they are now.
+
+    Incurs one CPU-GPU sync for each weight on a device.
+    """
+    return [
+        frame_text(watch.recorder, frame, watch.name_at(frame.module), weights)
+        for frame in frames
+        for weights in [_weight_lines(watch, frame)]
+    ]
+
+
+def _weight_lines(watch: ModelWatch, frame: _C.Frame) -> list[str]:
+    module = watch.module_at(frame.module)
+    entries = watch.recorder.entries(frame)
+    has_weights = any(entry.role == _C.Role.WEIGHT for entry in entries)
+    if module is None or has_weights or frame.phase == _C.Phase.BACKWARD:
+        return []
+    named = module.named_parameters(recurse=False)
+    return [get_abs_min_max(parameter, name) for name, parameter in named]

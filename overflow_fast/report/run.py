@@ -1,0 +1,91 @@
+"""Which run it is: what tells its lines and folders from those of any other."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core.strict_json import SCHEMA
+from ..recording.watch import ModelWatch
+
+
+@dataclass(frozen=True)
+class Run:
+    """One guard's run in one process.
+
+    Attributes:
+        id: Its name, which no other run has: time, host, process, rank, random digits.
+        started: When it began, in UTC.
+        host: The machine's name.
+        rank: Of `torch.distributed`; 0 without it.
+        world_size: How many ranks there are.
+    """
+
+    id: str
+    started: datetime
+    host: str
+    rank: int
+    world_size: int
+
+    @classmethod
+    def begin(cls) -> Run:
+        """Begins a run now."""
+        started, host = datetime.now(timezone.utc), socket.gethostname()
+        has_ranks = dist.is_available() and dist.is_initialized()
+        rank, size = (dist.get_rank(), dist.get_world_size()) if has_ranks else (0, 1)
+        parts = [
+            f"{started:%Y%m%dT%H%M%SZ}",
+            re.sub(r"[^A-Za-z0-9_.-]", "_", host)[:40],
+            str(os.getpid()),
+            *([f"rank{rank}"] if size > 1 else []),
+            secrets.token_hex(3),
+        ]
+        return cls("-".join(parts), started, host, rank, size)
+
+    def path_of_rank(self, path: str | os.PathLike[str]) -> Path:
+        """A path of this rank's own: `guard.rank3.jsonl` where there are several."""
+        whole = Path(path)
+        if self.world_size == 1:
+            return whole
+        return whole.with_name(f"{whole.stem}.rank{self.rank}{whole.suffix}")
+
+    def header(self, watches: Sequence[ModelWatch], policy: object) -> dict[str, Any]:
+        """The line that a run begins with in a log.
+
+        Args:
+            watches: The watched models.
+            policy: The guard's `on_overflow`.
+        """
+        from .. import __version__
+
+        models = [watch.model for watch in watches]
+        found = [model for model in models if model is not None]
+        dtypes = {str(p.dtype)[6:] for model in found for p in model.parameters()}
+        return {
+            "schema": SCHEMA,
+            "kind": "run",
+            "run": self.id,
+            "time": round(self.started.timestamp(), 3),
+            "started": f"{self.started:%Y-%m-%dT%H:%M:%SZ}",
+            "host": self.host,
+            "pid": os.getpid(),
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "overflow_fast": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "models": [type(model).__name__ for model in found],
+            "dtypes": sorted(dtypes),
+            "policy": policy if isinstance(policy, str) else "callable",
+        }

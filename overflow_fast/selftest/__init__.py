@@ -1,0 +1,1 @@
+"""Planted faults, and whether the guard finds them."""

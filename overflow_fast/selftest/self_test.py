@@ -1,0 +1,231 @@
+"""Plants faults in a model and looks whether the guard finds them where they are."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.selection import Selection, check_patterns
+from ..core.tensors import loss_in
+from ..recording.schedule import Level
+from ..recording.step_tensors import StepTensors
+from ..recording.watch import ModelWatch
+from ..torch_internals.tensors import pytree
+from ..verdict.attribution import attribute
+from ..verdict.verdict import Verdict, collect
+from .fault_results import DIRECTIONS, FAULTS, FaultResult, SelfTestResult
+from .faults import Fault, everything_kept, first_float
+
+Loss = Callable[[Any], torch.Tensor]
+_Layer = tuple[ModelWatch, int]
+_SEEN_BY = ("activations", "grad_outputs")
+
+
+class SelfTest:
+    """Runs a model with planted faults under watches that nobody else uses.
+
+    Args:
+        watches: The watches; detached before and after.
+        batch: What the model is called with: a tuple or list of arguments, a dict of
+            keyword arguments, or the one argument.
+        loss: Calls the model with the batch and returns what to call backward on;
+            None: the loss that the model returns, or the sum of all it returns.
+        layers: Patterns of the names of the layers to try.
+        most: How many layers to try at most, spread over the model.
+        gather: Gives what each rank gives, of those that share the model.
+    """
+
+    def __init__(
+        self,
+        watches: Sequence[ModelWatch],
+        batch: Any,
+        loss: Loss | None,
+        layers: Sequence[str] | None,
+        most: int,
+        gather: Callable[[Any], list[Any]],
+    ) -> None:
+        self._watches = watches
+        self._batch = batch
+        self._loss = loss or self._call
+        self._most = most
+        self._layers = layers
+        self._gather = gather
+        names = [name for watch in watches for name in watch.all_names()]
+        check_patterns("layers", layers or (), names)
+
+    def run(self) -> SelfTestResult:
+        """Plants each fault once. Everything is left as it was."""
+        called: dict[_Layer, bool] = {}
+        with self._attached():
+            with self._noting(called):
+                clean = self._judge_run()
+            found, chosen = self._agreed(clean, self._choose(list(called)))
+            faults = [
+                self._try(watch, index, way, value)
+                for watch, index in chosen
+                for way in DIRECTIONS
+                for value in FAULTS
+            ]
+        wanted = self._watches[0].wanted._asdict()
+        not_watched = [name for name in _SEEN_BY if not wanted[name]]
+        not_chosen = len(called) - len(chosen)
+        return SelfTestResult(found, faults, not_chosen, not_watched)
+
+    @contextlib.contextmanager
+    def _attached(self) -> Iterator[None]:
+        for watch in self._watches:
+            watch.attach()
+        try:
+            yield
+        finally:
+            for watch in self._watches:
+                watch.detach()
+
+    def _models(self) -> list[nn.Module]:
+        return [model for watch in self._watches if (model := watch.model) is not None]
+
+    # Which layers.
+
+    def _agreed(self, clean: Verdict, chosen: list[_Layer]) -> tuple[str, list[_Layer]]:
+        """What all ranks do: nothing if one has found something, else the same."""
+        numbered = [(self._watches.index(watch), index) for watch, index in chosen]
+        of_ranks = self._gather((clean, numbered))
+        dirty = [verdict for verdict, _ in of_ranks if not verdict.is_clean]
+        # What DDP has mixed into gradients is bad on every rank.
+        worst = min(dirty, key=_is_of_gradient, default=None)
+        if worst is not None:
+            return _where(worst), []
+        _, same = of_ranks[0]
+        return "", [(self._watches[which], index) for which, index in same]
+
+    @contextlib.contextmanager
+    def _noting(self, called: dict[_Layer, bool]) -> Iterator[None]:
+        """Notes which layers return something that a fault can be planted in."""
+
+        def note(watch: ModelWatch, index: int, output: Any) -> None:
+            if first_float(output) is not None:
+                called[watch, index] = True
+
+        handles = []
+        for watch in self._watches:
+            for index, name in enumerate(watch.names):
+                module = watch.module_at(index)
+                if module is not None and watch.selection.takes(name):
+                    handles.append(
+                        module.register_forward_hook(
+                            lambda module, args, output, watch=watch, index=index: note(
+                                watch, index, output
+                            )
+                        )
+                    )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _choose(self, called: list[_Layer]) -> list[_Layer]:
+        """Those that are asked for, or some from the first called to the last."""
+        called.sort(key=lambda each: (self._watches.index(each[0]), each[1]))
+        if self._layers is not None:
+            called = [each for each in called if self._is_asked_for(*each)]
+        if len(called) <= self._most:
+            return called
+        step = (len(called) - 1) / max(1, self._most - 1)
+        return [called[round(i * step)] for i in range(self._most)]
+
+    def _is_asked_for(self, watch: ModelWatch, index: int) -> bool:
+        asked = Selection(self._layers, ())
+        return asked.takes(watch.name_at(index))
+
+    # One run.
+
+    def _try(self, watch: ModelWatch, index: int, way: str, value: str) -> FaultResult:
+        module = watch.module_at(index)
+        assert module is not None
+        fault = Fault(module, FAULTS[value], way == "backward")
+        with fault:
+            verdict = self._judge_run()
+        kind = "grad_output" if way == "backward" else "output"
+        first = verdict.first
+        name = watch.name_at(index)
+        is_there = first is not None and (first.fqn, first.kind) == (name, kind)
+        is_made = way == "backward" or verdict.origin == "made"
+        return FaultResult(
+            name or "(the model)",
+            type(module).__name__,
+            way,
+            value,
+            fault.is_planted,
+            first is not None,
+            "" if first is None else _where(verdict),
+            fault.is_planted and is_there and is_made,
+        )
+
+    def _judge_run(self) -> Verdict:
+        """Runs forward and backward once, and says what the watches found."""
+        tensors = StepTensors(self._watches)
+        tensors.begin_round()
+        with everything_kept(self._models()):
+            try:
+                with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+                    loss = _checked(self._loss(self._batch))
+                    if loss.requires_grad:
+                        loss.backward()  # type: ignore[no-untyped-call]
+                tensors.scan(None, Level.ALL)
+                return attribute(collect(self._watches), self._watches)
+            finally:
+                collect(self._watches)
+                tensors.forget()
+                for watch in self._watches:
+                    watch.end_judgement(is_lagged=False)
+
+    def _call(self, batch: Any) -> torch.Tensor:
+        model = self._models()[0]
+        if isinstance(batch, Mapping):
+            output = model(**batch)
+        elif isinstance(batch, (tuple, list)):
+            output = model(*batch)
+        else:
+            output = model(batch)
+        loss = loss_in(output)
+        if loss is not None:
+            return loss
+        floats = [
+            each
+            for each in pytree.tree_leaves(output)
+            if isinstance(each, torch.Tensor) and each.is_floating_point()
+        ]
+        if not floats:
+            raise ValueError(
+                "loss must be given: a function that takes the batch, calls the model "
+                f"and returns a loss; the model returns {type(output).__name__}, in "
+                "which there is none"
+            )
+        return torch.stack([each.float().sum() for each in floats]).sum()
+
+
+def _is_of_gradient(verdict: Verdict) -> bool:
+    return verdict.first is not None and verdict.first.kind == "gradient"
+
+
+def _checked(loss: object) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            "loss must return a tensor that backward() can be called on, got "
+            f"{type(loss).__name__}"
+        )
+    return loss
+
+
+def _where(verdict: Verdict) -> str:
+    first = verdict.first
+    assert first is not None
+    place = f"{first.label} of {first.fqn or 'the model'}"
+    if not first.class_name:
+        place = f"{first.kind.replace('_', ' ')} {first.fqn}"
+    return place if verdict.origin == "made" else f"{place} ({verdict.origin})"

@@ -1,0 +1,1 @@
+"""From a step's bad frames to what they mean."""

@@ -1,0 +1,245 @@
+"""The calls of a step's modules: who called whom, in which order."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from .. import _C
+from ..recording.watch import ModelWatch
+from ..torch_internals.modules import is_dropout
+from .verdict import FORWARDS
+
+
+class Called(NamedTuple):
+    """A module's call, and the watch that recorded it."""
+
+    watch: ModelWatch
+    call: _C.Call
+
+    @property
+    def name(self) -> str:
+        """The module's qualified name."""
+        return name_of(self.watch, self.call.module)
+
+    def encloses(self, inner: Called) -> bool:
+        """Whether `inner` ran within it, as far as names, order and inputs tell."""
+        a, b = self.call, inner.call
+        is_around = a.order > b.order and (a.batch, a.phase) == (b.batch, b.phase)
+        # It was given what had not been made yet when the other call ended.
+        is_later = a.thread == b.thread and a.begins_after > b.ends_before
+        return is_around and not is_later and self.watch is inner.watch
+
+    @property
+    def may_pass_through(self) -> bool:
+        """Whether it may have returned what it was given."""
+        module = self.watch.module_at(self.call.module)
+        is_known = isinstance(module, nn.Identity) or is_dropout(module)
+        return is_known or self.call.begins_after >= self.call.ends_before
+
+
+class Calls:
+    """All calls that are known of, in the order in which they ended.
+
+    Args:
+        watches: The watched models.
+        until: The order of the frame before which they have ended; None for all.
+
+    Attributes:
+        watches: The watched models.
+    """
+
+    def __init__(self, watches: Sequence[ModelWatch], until: int | None = None) -> None:
+        self.watches = watches
+        found = [
+            Called(watch, call)
+            for watch in watches
+            for call in watch.recorder.calls()
+            if until is None or call.order < until
+        ]
+        found.sort(key=_order)
+        self._all = [each for each in found if each.call.phase in FORWARDS]
+        self._gradients = [each for each in found if each.call.phase not in FORWARDS]
+        self._modules: dict[tuple[int, int], list[Called]] = {}
+        for called in self._all:
+            watch, call = called
+            self._modules.setdefault((id(watch), call.module), []).append(called)
+        self._callers: dict[int, Called | None] = {}
+
+    def of_frame(self, watch: ModelWatch, order: int) -> Called | None:
+        """The call whose frame has this order."""
+        place = bisect.bisect_left(self._all, order, key=_order)
+        if place == len(self._all) or self._all[place].call.order != order:
+            return None
+        return self._all[place] if self._all[place].watch is watch else None
+
+    def last_of(self, watch: ModelWatch, module: int, before: int) -> Called | None:
+        """The last call of a module that ended before a frame."""
+        found = self._modules.get((id(watch), module), [])
+        place = bisect.bisect_left(found, before, key=_order)
+        return found[place - 1] if place else None
+
+    def caller(self, called: Called) -> Called | None:
+        """The nearest watched call around one; None for an outermost call."""
+        order = called.call.order
+        if order not in self._callers:
+            self._callers[order] = self._find_caller(called)
+        return self._callers[order]
+
+    def _find_caller(self, called: Called) -> Called | None:
+        for index in ancestors(called.watch, called.call.module):
+            found = self._modules.get((id(called.watch), index), [])
+            place = bisect.bisect_right(found, called.call.order, key=_order)
+            if place < len(found) and found[place].encloses(called):
+                return found[place]
+        return None
+
+    def chain(self, called: Called) -> list[Called]:
+        """A call and all watched calls around it, from the innermost."""
+        chain, around = [called], self.caller(called)
+        while around is not None:
+            chain.append(around)
+            around = self.caller(around)
+        return chain
+
+    def other_callers(self, called: Called) -> list[str]:
+        """The modules that share a call's module, which may have called it too.
+
+        A module that others hold as well is named by the first of them.
+        """
+        module = called.watch.module_at(called.call.module)
+        by_name = set(ancestors(called.watch, called.call.module))
+        return [
+            name_of(watch, index)
+            for watch in self.watches
+            for index, other in watch.modules.present()
+            if other is not module and _is_called(other)
+            if not (watch is called.watch and index in by_name)
+            if any(each is module for each in other.modules())
+            if self._may_be_around(watch, index, called)
+        ]
+
+    def _may_be_around(self, watch: ModelWatch, index: int, called: Called) -> bool:
+        found = self._modules.get((id(watch), index), [])
+        if not watch.selection.takes(watch.names[index]):
+            return True
+        place = bisect.bisect_right(found, called.call.order, key=_order)
+        if watch is called.watch:
+            return any(each.encloses(called) for each in found[place:])
+        return place < len(found)
+
+    def before(self, called: Called, within: Called | None) -> Called | None:
+        """The last call that ended before one began, within the same outer call."""
+        end = bisect.bisect_left(self._all, called.call.order, key=_order)
+        for other in reversed(self._all[:end]):
+            chain = self.chain(other)
+            if called not in chain and (within is None or within in chain):
+                place = len(chain) if within is None else chain.index(within)
+                return chain[place - 1]
+        return None
+
+    def last_within(self, called: Called) -> Called | None:
+        """The last call that a call itself has made."""
+        end = bisect.bisect_left(self._all, called.call.order, key=_order)
+        for other in reversed(self._all[:end]):
+            if self.caller(other) == called:
+                return other
+        return None
+
+    def within(self, called: Called) -> Iterator[Called]:
+        """All calls that ran within one."""
+        return (c for c in self._all if c != called and called in self.chain(c))
+
+    def users(self, called: Called) -> list[str]:
+        """The modules that can have used what a call returned, as they ended."""
+        start = bisect.bisect_right(self._all, called.call.order, key=_order)
+        if called.may_pass_through:  # others may have been given it before
+            start = 0
+        return list(dict.fromkeys(other.name for other in self._all[start:]))
+
+    def after(self, called: Called, within: Called | None, before: int) -> list[Called]:
+        """What the same outer call has called later, of what ended before a frame."""
+        start = bisect.bisect_right(self._all, called.call.order, key=_order)
+        if called.may_pass_through:
+            start = 0
+        end = bisect.bisect_left(self._all, before, key=_order)
+        around = None if within is None else within.call.order
+        return [
+            other
+            for other in self._all[start:end]
+            if other != called and _order_of(self.caller(other)) == around
+        ]
+
+    def in_backward(self, watch: ModelWatch, module: int, before: int) -> list[Called]:
+        """The calls of a module that one backward may run through, before a frame.
+
+        Those since the last gradient of an output before its last call.
+        """
+        last = self.last_of(watch, module, before)
+        if last is None:
+            return []
+        place = bisect.bisect_left(self._gradients, last.call.order, key=_order)
+        begin = self._gradients[place - 1].call.order if place else -1
+        found = self._modules[id(watch), module]
+        return [c for c in found if begin < c.call.order < before]
+
+    def gradients(self, begin: int, end: int) -> list[Called]:
+        """The gradients of outputs that came between two frames."""
+        first = bisect.bisect_right(self._gradients, begin, key=_order)
+        return self._gradients[
+            first : bisect.bisect_left(self._gradients, end, key=_order)
+        ]
+
+
+def _order(called: Called) -> int:
+    return called.call.order
+
+
+def _order_of(called: Called | None) -> int | None:
+    return None if called is None else called.call.order
+
+
+def name_of(watch: ModelWatch, index: int) -> str:
+    """The qualified name of a module, or "the model"."""
+    return watch.name_at(index) or "the model"
+
+
+def joined(words: Iterable[str], most: int = 6) -> str:
+    """Alternatives as text, cut after a number of them."""
+    listed = list(words)
+    if len(listed) > most:
+        return f"{', '.join(listed[:most])} or one of {len(listed) - most} more"
+    return " or ".join([", ".join(listed[:-1]), listed[-1]][len(listed) < 2 :])
+
+
+def ancestors(watch: ModelWatch, index: int) -> Iterator[int]:
+    """The indices of the modules around one, from the nearest out to the root."""
+    if index >= len(watch.names):
+        return
+    name = watch.names[index]
+    while name:
+        name = name.rpartition(".")[0]
+        # A wrapper has the name of the module in it, which comes behind it.
+        for around in reversed(watch.modules.before(index)):
+            if watch.names[around] == name and _is_called(watch.module_at(around)):
+                yield around
+
+
+def unwatched_in(watch: ModelWatch, index: int) -> list[str]:
+    """The names of the modules within one that the guard does not look at."""
+    name = watch.names[index] if index < len(watch.names) else ""
+    inside = f"{name}." if name else ""
+    return [
+        watch.name_at(other)
+        for other, each in enumerate(watch.names)
+        if other != index and each.startswith(inside) and each != name
+        if not watch.selection.takes(each) and _is_called(watch.module_at(other))
+    ]
+
+
+def _is_called(module: nn.Module | None) -> bool:
+    """Whether a module has a forward at all; a ModuleList has none."""
+    return module is None or type(module).forward is not nn.Module.forward

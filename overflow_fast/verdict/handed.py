@@ -1,0 +1,222 @@
+"""Bad values that a call was handed: by the batch, the training loop or a caller."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from .. import _C
+from ..recording import batch
+from ..recording.labels import entry_label, label_text
+from .calls import Called, Calls, ancestors, joined, name_of
+from .hooked import has_pre_hooks, is_layer_of_torch, never_writes
+from .verdict import BATCH, LOOP, BadFrame, Origin
+
+Bad = Mapping[tuple[int, int], BadFrame]  # by watch and order
+
+
+def handed(outermost: Called, bad: Bad, calls: Calls) -> Origin:
+    """Who handed bad inputs to an outermost call: the batch, or the training loop."""
+    watch, call = outermost
+    frame = bad[id(watch), call.order]
+    around = list(ancestors(watch, call.module))
+    unwatched = [i for i in around if not watch.selection.takes(watch.names[i])]
+    if call.phase == _C.Phase.RECOMPUTED:
+        names = [name_of(watch, index) for index in around] or [outermost.name]
+        maker = f"code that backward ran again: {joined(names)}"
+        return Origin("unclear", "unclear", maker, names)
+    is_hooked = has_pre_hooks(watch.module_at(call.module))
+    if unwatched or is_hooked or (not call.is_traced and _is_written(frame)):
+        names = [name_of(watch, index) for index in unwatched] or [outermost.name]
+        maker = f"{_batch_words(frame)}, the training loop, or {joined(names)}"
+        return Origin("unclear", "unclear", maker, [*names, BATCH, LOOP])
+    return _handed_over(outermost, frame, frame.bad_inputs(), calls)
+
+
+def _handed_over(
+    outermost: Called, frame: BadFrame, inputs: Sequence[_C.Entry], calls: Calls
+) -> Origin:
+    """The batch if a trainer has noted that it was bad, else what the loop may do."""
+    places = [_place_in_loop(frame, entry.label) for entry in inputs]
+    if all(places):
+        return _of_batch(places, outermost)
+    is_computed = all(entry.is_computed for entry in inputs)
+    before = calls.before(outermost, None)
+    after = "" if before is None else before.name
+    loop = frame.watch.loop_batches.of(outermost.call.batch)
+    if is_computed or (loop is not None and loop.bad_places() == []):
+        where = f"between {after} and" if after else "before"
+        maker = f"the training loop, {where} {outermost.name}"
+        return Origin("passed_on", "caller", maker, [LOOP], after)
+    places = [_place(frame, entry.label) for entry in inputs]
+    origin = _of_batch_or_loop(places, outermost, after)
+    return origin if loop is None else replace(origin, batch_places=[])
+
+
+def _is_written(frame: BadFrame) -> bool:
+    """Whether the model may have written to what it was handed."""
+    if never_writes(frame.watch.module_at(frame.frame.module)):
+        return False
+    return any(
+        entry.version != (_held(frame, entry.label).version or 0)
+        for entry in frame.bad_inputs()
+    )
+
+
+def _held(frame: BadFrame, label: _C.Label) -> batch.Held:
+    """What a root was handed by the training loop."""
+    return batch.find(_given(frame), label)
+
+
+def _given(frame: BadFrame) -> batch.Given:
+    """All that a root was handed by the training loop."""
+    given = None if frame.frame.module else frame.watch.given.get(frame.frame.batch)
+    return given or (None, None)
+
+
+def _of_batch(places: list[str], outermost: Called) -> Origin:
+    maker = f"the batch, as {outermost.name} was given it: {', '.join(places)}"
+    return Origin("given", "batch", maker, [BATCH], batch_places=places)
+
+
+def _of_batch_or_loop(places: list[str], outermost: Called, after: str) -> Origin:
+    """What the loop hands over may be the batch, or be computed from anything."""
+    maker = "the batch or from the training loop"
+    maker += f" after {after}" if after else ""
+    maker += f", as {outermost.name} was given it" if outermost.call.module else ""
+    maker += f": {', '.join(places)}"
+    candidates: list[str] = [BATCH, LOOP]
+    return Origin("given", "unclear", maker, candidates, after, batch_places=places)
+
+
+def _batch_words(frame: BadFrame) -> str:
+    """The batch, by the labels of what is bad in it."""
+    labels = [entry_label(entry.place) for entry in frame.bad_inputs()]
+    return f"the batch ({', '.join(labels)})"
+
+
+def _place_in_loop(frame: BadFrame, label: _C.Label) -> str:
+    """Where an input of an outermost call is in the batch of the trainer, or ""."""
+    loop = frame.watch.loop_batches.of(frame.frame.batch)
+    if loop is None:
+        return ""
+    is_batch_first = batch.is_batch_first(frame.watch.model)
+    return loop.place_of(_held(frame, label).tensor(), is_batch_first)
+
+
+def _place(frame: BadFrame, label: _C.Label) -> str:
+    if place := _place_in_loop(frame, label):
+        return place
+    are_samples = batch.is_batch_first(frame.watch.model) and batch.share_first(
+        batch.tensors_in(_given(frame))
+    )
+    tensor = _held(frame, label).unchanged()
+    return f"`{label_text(label)}`{batch.samples(tensor, are_samples)}"
+
+
+def handed_unseen(
+    called: Called, frame: BadFrame | None, name: str, calls: Calls
+) -> Origin | None:
+    """A call may have been given it in what nobody has looked into: by whom?"""
+    if is_layer_of_torch(called.watch.module_at(called.call.module)):
+        return None
+    around = calls.chain(called)[1:]
+    outermost = around[-1] if around else called
+    given = None
+    if not outermost.call.module:
+        given = outermost.watch.given.get(outermost.call.batch)
+    labels = batch.unseen(given or (None, None))
+    is_known = bool(given) and not around
+    own = [] if frame is None else _unseen_inputs(frame, is_known)
+    if not labels and not own:
+        return None
+    outside = [BATCH, LOOP] if labels or not given else []
+    hidden = [
+        each.name
+        for each in calls.within(outermost)
+        if each.call.has_unseen and each.call.order < called.call.order
+        if called not in calls.chain(each)
+    ]
+    givers = [each.name for each in around]
+    candidates = list(dict.fromkeys([name, *givers, *hidden, *outside]))
+    where = ", ".join(labels or own)
+    of = outermost.name if labels else name
+    maker = f"{joined(candidates)}; {where} of {of} was not looked into"
+    return Origin("unclear", "unclear", maker, candidates)
+
+
+def _unseen_inputs(frame: BadFrame, is_known: bool) -> list[str]:
+    """What was not looked into of what a call was given, where that may be the data.
+
+    Tensors that are not scanned are; what is no tensor, where nothing else was given
+    and its type is not known.
+    """
+    inputs = [each for each in frame.entries() if each.role == _C.Role.INPUT]
+    odd = _of_kind(inputs, _C.EntryKind.NOT_SCANNED)
+    if not (odd or is_known or _of_kind(inputs, _C.EntryKind.TENSOR)):
+        odd = _of_kind(inputs, _C.EntryKind.NOT_TENSOR)
+    return [label_text(entry.label) for entry in odd]
+
+
+def _of_kind(entries: Sequence[_C.Entry], kind: _C.EntryKind) -> list[_C.Entry]:
+    return [entry for entry in entries if entry.kind == kind]
+
+
+def minus_infs(
+    called: Called, frame: BadFrame, name: str, bad: Bad, calls: Calls
+) -> Origin | None:
+    """A call was given -inf that may be no mask: it, or who handed it that?"""
+    inputs = _minus_inf_inputs(frame)
+    if not inputs:
+        return None
+    around = calls.chain(called)[1:]
+    outermost = around[-1] if around else called
+    root = bad.get((id(outermost.watch), outermost.call.order))
+    module = called.watch.module_at(called.call.module)
+    if not around and isinstance(module, nn.Linear) and not has_pre_hooks(module):
+        return _handed_over(called, frame, inputs, calls)  # nothing finite comes of it
+    is_given = any(_is_mask(frame, entry.label) is False for entry in inputs)
+    givers = [each.name for each in around] if is_given else []
+    places = []
+    if root is not None:
+        labels = [entry.label for entry in _minus_inf_inputs(root)]
+        labels = [label for label in labels if _is_mask(root, label) is not True]
+        places = [_place(root, label) for label in labels]
+    if not places and not givers:
+        return None
+    outside = [BATCH, LOOP] if places or root is None else []
+    candidates = list(dict.fromkeys([name, *givers, *outside]))
+    maker = f"{name}, or {joined(candidates[1:])}, which handed over -inf"
+    maker += f" in {', '.join(places)}" if places else ""
+    return Origin("unclear", "unclear", maker, candidates, batch_places=places)
+
+
+def _minus_inf_inputs(frame: BadFrame) -> list[_C.Entry]:
+    return [
+        entry
+        for entry in frame.entries()
+        if entry.nonfinite_kinds == _C.NEGATIVE_INF and not entry.is_bad
+        if entry.role == _C.Role.INPUT
+    ]
+
+
+def _is_mask(frame: BadFrame, label: _C.Label) -> bool | None:
+    """Whether an input that holds -inf is an additive mask; None if it may be one.
+
+    A mask holds 0 besides, and comes with something to mask.
+    """
+    is_known = batch.is_mask(_held(frame, label).unchanged())
+    others, lowest = 0, None
+    for entry in frame.entries():
+        if entry.stat is not None and entry.label == label:
+            lowest = entry.stat.abs_min
+        elif entry.stat is not None:
+            others += entry.role == _C.Role.INPUT
+    if is_known is not None:
+        return is_known and bool(others)
+    if not others or lowest not in (0, math.inf):
+        return False
+    return None

@@ -1,0 +1,281 @@
+"""How much room values have left, where they are heading, and what has underflowed."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .. import _C
+from ..core.text import as_lines
+from ..recording.watch import ModelWatch
+from .verdict import GRADIENTS, Headroom, headroom_of, where_of
+
+_log = logging.getLogger("overflow_fast")
+_FLOAT16_MAX = 65504.0
+_FEW_ROWS = 24
+_FEW_NAMES = 3
+_LEAST_STEPS = 4
+# What a total is counted of.
+_TOTALS = {
+    _C.Role.GRADIENT: "gradient",
+    _C.Role.GRAD_OUTPUT: "gradient",
+    _C.Role.OUTPUT: "activation",
+}
+_WIDER = (
+    "What to try: bfloat16 or float32 (`overflow_fast.keep_in_fp32`), which hold "
+    "magnitudes up to 3.4e38."
+)
+
+
+@dataclass(frozen=True)
+class Underflow:
+    """How many values of a tensor are 0 or nearly.
+
+    Attributes:
+        numel: How many values there are.
+        zeros: How many are 0.
+        subnormals: How many are not, and nearer to 0 than the smallest normal number.
+    """
+
+    numel: int
+    zeros: int
+    subnormals: int
+
+    def __add__(self, other: Underflow) -> Underflow:
+        """The counts of several tensors together."""
+        return Underflow(
+            self.numel + other.numel,
+            self.zeros + other.zeros,
+            self.subnormals + other.subnormals,
+        )
+
+
+@dataclass(frozen=True)
+class HeadroomHistory(Headroom):
+    """The headroom of an entry over the steps; `abs_max` is of the last one.
+
+    Attributes:
+        highest: The largest magnitude of all watched steps; inf if it has overflowed,
+            or was a nan (not of gradients, which a GradScaler may scale).
+        recent: The largest magnitude of each of the last watched steps, at most 16.
+        underflow: What was counted last, or None if that was not asked for.
+    """
+
+    highest: float = 0.0
+    recent: list[float] = field(default_factory=list)
+    underflow: Underflow | None = None
+
+    @property
+    def float16_bits(self) -> float:
+        """How often the highest magnitude could double in float16; negative: never."""
+        if math.isinf(self.highest):
+            return -math.inf
+        return math.log2(_FLOAT16_MAX / self.highest) if self.highest else math.inf
+
+    @property
+    def trend(self) -> float:
+        """How many bits a watched step takes away: a line through the recent ones."""
+        ys = [math.log2(value) for value in self.recent if value]
+        if len(ys) < _LEAST_STEPS:
+            return 0.0
+        mean_x, mean_y = (len(ys) - 1) / 2, sum(ys) / len(ys)
+        covariance = sum((x - mean_x) * (y - mean_y) for x, y in enumerate(ys))
+        return covariance / sum((x - mean_x) ** 2 for x in range(len(ys)))
+
+    @property
+    def steps_left(self) -> float:
+        """After how many watched steps the trend reaches the end of the dtype."""
+        return self.bits / self.trend if self.trend > 0 else math.inf
+
+
+@dataclass(frozen=True)
+class HeadroomTable:
+    """The headroom of all that modules made, and of weights and gradients.
+
+    Attributes:
+        rows: A row for each entry, those with the fewest bits left first.
+    """
+
+    rows: list[HeadroomHistory]
+
+    @property
+    def fits_float16(self) -> bool:
+        """Whether no magnitude so far was beyond float16's largest number."""
+        return all(row.highest <= _FLOAT16_MAX for row in self.rows)
+
+    def __str__(self) -> str:
+        """The first rows as text, and whether all would fit float16."""
+        if not self.rows:
+            return "Nothing has been looked at yet."
+        head = f"{'bits':>6} {'trend':>7} {'float16':>7} {'abs max':>9}"
+        has_counts = any(row.underflow for row in self.rows)
+        lines = [head + " zeros  subnorm." * has_counts + "  entry"]
+        for row in self.rows[:_FEW_ROWS]:
+            counts = _counts_text(row.underflow) if has_counts else ""
+            lines.append(
+                f"{row.bits:6.1f} {_drift(row):+7.2f} {row.float16_bits:7.1f} "
+                f"{row.abs_max:9.2e}{counts}  {row.where} ({row.dtype})"
+            )
+        if len(self.rows) > _FEW_ROWS:
+            lines.append(f"... and {len(self.rows) - _FEW_ROWS} more")
+        beyond = sum(row.highest > _FLOAT16_MAX for row in self.rows)
+        spent = sum(math.isinf(row.highest) for row in self.rows)
+        if spent:
+            lines.append(f"{spent} of {len(self.rows)} have been inf or nan already.")
+        lines.append(
+            f"{beyond} of {len(self.rows)} would overflow in float16."
+            if beyond
+            else "All magnitudes so far would fit float16."
+        )
+        return "\n".join(lines)
+
+
+class HeadroomTracker:
+    """Warns of what runs out of headroom, and counts underflow when it is due.
+
+    Args:
+        watches: The watched models.
+        bits: Warn of what has fewer bits left; None for never.
+        underflow_every: Count zeros and subnormals in every so many'th watched step;
+            None for never.
+        is_lagged: Whether stats may come one step late.
+    """
+
+    def __init__(
+        self,
+        watches: Sequence[ModelWatch],
+        bits: float | None,
+        underflow_every: int | None,
+        is_lagged: bool,
+    ) -> None:
+        self._watches = watches
+        self._or_before = " or the one before" if is_lagged else ""
+        self._every = underflow_every
+        self._bits = bits
+        self._told: dict[str, float] = {}
+        self._counted: dict[str, Underflow] = {}
+        self._totals: dict[str, Underflow] = {}
+        self._least = math.inf
+        self._num_watched = 0
+        if bits is not None:
+            for watch in watches:
+                watch.recorder.set_low_headroom(bits)
+
+    def begin_step(self) -> None:
+        """Has underflow counted in the step that begins, if it is due."""
+        if self._every is not None:
+            is_due = self._num_watched % self._every == 0
+            for watch in self._watches:
+                watch.recorder.counts_underflow = is_due
+
+    def end_step(self, step: int, has_scaler: bool, is_bad: bool) -> None:
+        """Takes in what was counted, and warns.
+
+        Incurs a CPU-GPU sync if something was counted.
+
+        Args:
+            step: The step's number.
+            has_scaler: Whether gradients are scaled up to the end of their dtype.
+            is_bad: Whether there is a report of the step already.
+        """
+        peaks = (watch.recorder.least_headroom() for watch in self._watches)
+        bits = (math.log2(p.limit / p.abs_max) for p in peaks if p and p.abs_max)
+        self._least = min(bits, default=math.inf)
+        if any(watch.recorder.is_headroom_spent for watch in self._watches):
+            self._least = 0.0
+        if any(watch.recorder.counts_underflow for watch in self._watches):
+            self._take_underflow()
+        self._num_watched += 1
+        if self._bits is not None and not is_bad:
+            self._warn(step, self._short(has_scaler))
+        for watch in self._watches:
+            watch.recorder.begin_headroom()
+
+    def _take_underflow(self) -> None:
+        totals = dict.fromkeys(_TOTALS.values(), Underflow(0, 0, 0))
+        for watch in self._watches:
+            for each in watch.recorder.take_underflow():
+                counts = Underflow(each.numel, each.num_zero, each.num_subnormal)
+                self._counted[where_of(watch, each.place)] = counts
+                kind = _TOTALS.get(each.place.label.role)
+                if kind is not None:
+                    totals[kind] += counts
+        self._totals = totals
+
+    def table(self) -> HeadroomTable:
+        """The headroom of every entry."""
+        rows = [
+            self._row(watch, history)
+            for watch in self._watches
+            for history in watch.recorder.headroom()
+        ]
+        return HeadroomTable(sorted(rows, key=lambda row: (row.bits, row.where)))
+
+    def metrics(self) -> dict[str, float]:
+        """The least headroom of the last step, and the shares that underflowed."""
+        values = {} if math.isinf(self._least) else {"headroom_bits": self._least}
+        for kind, counts in self._totals.items():
+            if counts.numel:
+                values[f"{kind}_zeros"] = counts.zeros / counts.numel
+                values[f"{kind}_subnormals"] = counts.subnormals / counts.numel
+        return values
+
+    def _row(self, watch: ModelWatch, found: _C.HeadroomHistory) -> HeadroomHistory:
+        last = headroom_of(watch, found.last)
+        counted = self._counted.get(last.where)
+        return HeadroomHistory(
+            **vars(last), highest=found.highest, recent=found.recent, underflow=counted
+        )
+
+    def _short(self, has_scaler: bool) -> list[HeadroomHistory]:
+        """What is short of room, and was not told of, or has lost half since."""
+        short: dict[tuple[float, str], HeadroomHistory] = {}
+        for watch in self._watches:
+            for history in watch.recorder.low_headroom():
+                if has_scaler and history.last.place.phase in GRADIENTS:
+                    continue
+                row = self._row(watch, history)
+                if row.bits <= self._told.get(row.where, math.inf) / 2:
+                    self._told[row.where] = row.bits
+                    # A module may return what one within it returned, before it.
+                    short.setdefault((row.abs_max, row.dtype), row)
+        return sorted(short.values(), key=lambda row: row.bits)
+
+    def _warn(self, step: int, short: Sequence[HeadroomHistory]) -> None:
+        if not short:
+            return
+        more = len(short) - _FEW_NAMES
+        sentences = [
+            f"Step {step}{self._or_before} is finite, but close to an overflow:",
+            *(f"{_short_text(row)}." for row in short[:_FEW_NAMES]),
+            *([f"{more} more: see `guard.headroom()`."] if more > 0 else []),
+            *([_WIDER] if any(row.dtype == "float16" for row in short) else []),
+        ]
+        _log.warning("%s", as_lines(sentences))
+
+
+def _drift(row: HeadroomHistory) -> float:
+    """How many bits a step gives, without the sign of a 0."""
+    return round(-row.trend, 2) + 0.0
+
+
+def _short_text(row: HeadroomHistory) -> str:
+    text = (
+        f"{row.where} has {row.bits:.1f} bits left (its largest magnitude is "
+        f"{row.abs_max:.3g}, {row.dtype} ends at {row.limit:.5g})"
+    )
+    if math.isinf(row.steps_left):
+        return text
+    return (
+        f"{text}, {row.trend:.2f} fewer with each of the last {len(row.recent)} steps: "
+        f"it would overflow in about {math.ceil(row.steps_left)}"
+    )
+
+
+def _counts_text(counts: Underflow | None) -> str:
+    if counts is None:
+        return " " * 15
+    zeros, subnormals = counts.zeros / counts.numel, counts.subnormals / counts.numel
+    return f" {zeros:6.1%} {subnormals:7.1%}"

@@ -1,0 +1,70 @@
+"""What else was seen at a bad call that may have to do with it."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import _C
+from ..recording import batch
+from ..recording.labels import entry_label
+from .verdict import BadFrame
+
+# Masks are filled with the lowest finite number, or with nearly that.
+_NEAR_MAX = 0.999  # -3.4e38 is meant, and not what comes near by itself
+
+
+def remarks_on(first: BadFrame) -> list[str]:
+    """What else was seen at the first bad call, in sentences.
+
+    Incurs a CPU-GPU sync for each running variance on a device.
+    """
+    return [*_sentinels(first), *_negative_variances(first)]
+
+
+def batch_remarks(first: BadFrame) -> list[str]:
+    """Where the batch is non-finite that a trainer has noted, in sentences.
+
+    Incurs a CPU-GPU sync for each tensor of the batch.
+    """
+    noted = first.watch.loop_batches.of(first.frame.batch)
+    is_batch_first = batch.is_batch_first(first.watch.model)
+    places = None if noted is None else noted.bad_places(is_batch_first)
+    return [f"The batch is non-finite: {', '.join(places)}."] if places else []
+
+
+def _sentinels(first: BadFrame) -> list[str]:
+    """Finite inputs that reach the end of their dtype, as finfo.min in a mask does."""
+    sentences = []
+    for entry in first.entries():
+        stat, dtype = entry.stat, entry.dtype
+        if stat is None or entry.role != _C.Role.INPUT:
+            continue
+        limit, abs_max = _limit(dtype), stat.abs_max
+        num_bad = stat.num_nan + stat.num_inf
+        if abs_max is None or limit is None or num_bad or abs_max < _NEAR_MAX * limit:
+            continue
+        label = entry_label(entry.place)
+        sentences.append(
+            f"`{label}` holds a magnitude of {abs_max:.3g}, at the end of {dtype}: a "
+            "fill value such as finfo.min overflows when something is added to it."
+        )
+    return sentences
+
+
+def _limit(dtype: str) -> float | None:
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        return None
+    return float(torch.finfo(found).max)
+
+
+def _negative_variances(first: BadFrame) -> list[str]:
+    module = first.watch.module_at(first.frame.module)
+    variance = getattr(module, "running_var", None)
+    if not batch.is_plain(variance):
+        return []
+    count = int((variance < 0).sum())
+    name = f"{first.watch.name_at(first.frame.module)}.running_var".lstrip(".")
+    return [f"{count} of {variance.numel()} values of {name} are negative."] * bool(
+        count
+    )
