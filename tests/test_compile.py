@@ -192,7 +192,9 @@ class Nested(nn.Module):
         self.same = nn.Identity()
 
     def forward(self, x, mask=None):
-        result = self.inner(x, [x, {"k": x * 2, 3: None}], None, 7, mask=mask, n=3)
+        result = self.inner(
+            x, [x, {"k": x * 2, 3: None}], None, 7, mask=mask, n=3, e={}
+        )
         return self.same(result.first), (result.rest[0], (result.rest[1]["a"],)), 5
 
 
@@ -202,7 +204,7 @@ class Inner(nn.Module):
         self.linear = nn.Linear(4, 4)
         self.act = nn.ReLU(inplace=True)
 
-    def forward(self, x, parts, nothing, number, mask=None, n=0):
+    def forward(self, x, parts, nothing, number, mask=None, n=0, e=None):
         hidden = self.linear(x + parts[0])
         hidden = self.act(hidden) + n
         if mask is not None:

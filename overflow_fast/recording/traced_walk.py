@@ -65,7 +65,7 @@ def _walk_inputs(plan: int, args: Any, kwargs: Any, entries: Entries) -> None:
     if plan & STRICT or not isinstance(kwargs, dict):
         return
     for name, value in kwargs.items():
-        if _holds_tensor(value, 1):
+        if isinstance(value, torch.Tensor) or _is_container(value):
             _walk_value(value, (*_INPUT, (ATTRIBUTE, name)), 1, entries)
 
 
@@ -128,6 +128,11 @@ def _plain(key: Any) -> str | int:
     if isinstance(key, (str, int)) and not isinstance(key, bool):
         return key
     return f"<{type(key).__name__}>"
+
+
+def _is_container(value: Any) -> bool:
+    is_dataclass = hasattr(type(value), "__dataclass_fields__")
+    return is_dataclass or isinstance(value, (tuple, list, dict))
 
 
 def _holds_tensor(value: Any, depth: int) -> bool:
