@@ -444,7 +444,7 @@ def test_eager_code_is_watched_where_torch_compile_has_changed():
     )
     assert done.stdout.strip() == "0", done.stderr
     said = "torch has changed: torch"
-    assert f"{said}.compile cannot trace hooks (ImportError" in done.stderr
+    assert f"{said}.compile cannot trace hooks" in done.stderr
     assert f"{said}._C._dynamo.eval_frame.set_eval_frame" in done.stderr
 
 
