@@ -1,4 +1,4 @@
-"""Where this detector differs from transformers' on purpose: the README's table."""
+"""Where this differs from transformers on purpose: the table of docs/differences.md."""
 
 import dataclasses
 import math

@@ -1,0 +1,253 @@
+"""The guide's Python examples, word for word, and the reports that it shows."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from guarding import batches, make
+from pages import Examples, assert_shown, examples, pages, run
+from ranks import on_ranks
+from small_models import (
+    LENGTH,
+    VOCABULARY,
+    Small,
+    gpt2,
+    loader_of,
+    quiet,
+    sgd,
+    t5,
+    trainer,
+)
+from torch import nn
+
+import overflow_fast
+
+runs = Examples("docs/guide.md")
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@runs("plain-pytorch")
+def test_detector(code):
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="inf/nan detected"):
+        run(code, model=model, train=lambda m: m(torch.full((1, 2), float("inf"))))
+    run(code, model=model, train=lambda m: m(torch.ones(1, 2)))
+
+
+@runs("on-a-gpu")
+@pytest.mark.cuda
+def test_cuda_graph(code):
+    model = nn.Linear(4, 4).cuda()
+    detector = overflow_fast.DebugUnderflowOverflow(model)
+    static_input = torch.ones(2, 4, device="cuda")
+    model(static_input)
+    graph = torch.cuda.CUDAGraph()
+    run(code, graph=graph, model=model, static_input=static_input, detector=detector)
+    static_input.fill_(float("inf"))
+    graph.replay()
+    with pytest.raises(ValueError, match="inf/nan detected"):
+        detector.check()
+
+
+@runs("trainers-debug-flag")
+def test_debug_flag(code):
+    debug_utils = pytest.importorskip("transformers.debug_utils")
+    original = debug_utils.DebugUnderflowOverflow
+    try:
+        run(code)
+        ours = debug_utils.DebugUnderflowOverflow
+        assert issubclass(ours, overflow_fast.DebugUnderflowOverflow)
+    finally:
+        from overflow_fast.integrations.transformers import uninstall
+
+        uninstall()
+    assert debug_utils.DebugUnderflowOverflow is original
+
+
+@runs("a-tensor")
+def test_a_tensor(code):
+    expression, comment = code.splitlines()[-1].split("  # ")
+    assert str(eval(expression, run(code))) == comment
+
+
+@runs("the-guard")
+def test_guard(code):
+    model = Small()
+    known = run(code, model=model, optimizer=sgd(model), loader=loader_of(6))
+    assert known["guard"].step == 3
+
+
+@runs("your-own-loop")
+def test_own_loop(code):
+    model = Small()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    guard = overflow_fast.OverflowGuard(model, optimizer, on_overflow="skip")
+    for factor in (1.0, float("inf")):
+        (model(**next(iter(loader_of(2)))).loss * factor).backward()
+        run(code, optimizer=optimizer, guard=guard, scheduler=scheduler)
+    assert scheduler.last_epoch == 1
+
+
+@runs("transformers-trainer")
+def test_trainer(code):
+    known = run(
+        code,
+        Trainer=lambda *args, **arguments: trainer(callbacks=arguments["callbacks"]),
+        model=None,
+        arguments=None,
+        data=None,
+    )
+    assert known["callback"].guard.step == 4
+    assert Path("guard.jsonl").read_text().count("\n") == 5  # with the header
+    assert Path("out/checkpoint-4").is_dir()
+
+
+@runs("accelerate")
+def test_accelerate(code):
+    accelerate = pytest.importorskip("accelerate")
+    model = Small()
+    optimizer = sgd(model)
+    known = run(
+        code,
+        accelerator=accelerate.Accelerator(cpu=True),
+        model=model,
+        optimizer=optimizer,
+        loader=loader_of(8),
+        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1),
+    )
+    assert known["guard"].step == 4
+    assert any(Path("checkpoint").iterdir())
+
+
+@runs("lightning")
+@pytest.mark.filterwarnings("ignore")
+def test_lightning(code):
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net, _ = make()
+
+        def training_step(self, batch, index):
+            return self.net(batch[0], y=batch[1])["loss"]
+
+        def configure_optimizers(self):
+            return sgd(self)
+
+    known = run(
+        code,
+        Trainer=quiet(lightning),
+        module=Module(),
+        loader=torch.utils.data.DataLoader(batches(3), batch_size=None),
+    )
+    (callback,) = [c for c in known["trainer"].callbacks if hasattr(c, "guard")]
+    assert callback.guard.step == 3
+
+
+def a_rank(folder):
+    os.chdir(folder)
+    count = 2 + dist.get_rank()  # ranks run out of batches
+    known = run(
+        examples()["docs/guide.md#ddp"],
+        DistributedDataParallel=nn.parallel.DistributedDataParallel,
+        model=Small(),
+        loader=loader_of(2 * count),
+    )
+    return known["guard"].step
+
+
+@runs("ddp")
+def test_ddp(tmp_path, code):
+    assert on_ranks(2, a_rank, tmp_path) == [3, 3]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["guard.rank0.jsonl", "guard.rank1.jsonl"]
+
+
+@runs("what-is-not-finite-on-purpose")
+def test_rules(code):
+    class Attention(nn.Linear):
+        def forward(self, x, attn_mask=None):
+            return super().forward(x)
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn, self.router = Attention(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.router(self.attn(x, attn_mask=torch.full((1,), float("inf"))))
+
+    model = nn.Module()
+    model.layers = nn.ModuleList([Layer()])
+    optimizer = sgd(model)
+    guard = run(code, model=model, optimizer=optimizer)["guard"]
+    guard.record(log_probs=torch.tensor([float("nan"), float("-inf")]))
+    model.layers[0](torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert guard.coverage().rules_unused == ["layers.*.router:output"]
+
+
+@runs("numbers-for-dashboards")
+def test_metrics(code):
+    pytest.importorskip("tensorboard")
+    prometheus = pytest.importorskip("prometheus_client")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert "port=9400" in code
+    code = code.replace("9400", str(port))
+    model = Small()
+    optimizer = sgd(model)
+    known = run(code, model=model, optimizer=optimizer)
+    optimizer.step()
+    known["guard"].remove()
+    assert list(Path("runs/guard").iterdir())
+    assert b"overflow_fast_steps_total" in prometheus.generate_latest()
+    prometheus.REGISTRY.unregister(known["exporters"][1])
+
+
+@runs("before-you-save")
+def test_saving(code):
+    model = Small()
+    guard = overflow_fast.OverflowGuard(model, sgd(model))
+    run(code, model=model, guard=guard, average=Small())
+    assert Path("model.pt").exists()
+
+
+@runs("does-it-work-on-my-model")
+def test_self_test(capsys, code):
+    model = gpt2()
+    guard = overflow_fast.OverflowGuard(model, sgd(model))
+    ids = torch.randint(0, VOCABULARY, (2, LENGTH))
+    run(code, guard=guard, ids=ids)
+    out = capsys.readouterr().out
+    assert "16 of 16 planted faults were caught and attributed" in out
+    table = out.split("other layers")[0].rpartition("\n")[0]
+    assert f"```\n{table}\n```" in pages()["docs/guide.md"], table
+
+
+def test_the_guide_shows_a_report_of_today(capsys):
+    from overflow_fast.demo.model import forward, push_to_the_limit
+
+    model, batch, settings = t5()
+    push_to_the_limit(model, batch, settings)
+    with pytest.raises(ValueError) as error:
+        with overflow_fast.DebugUnderflowOverflow(model):
+            forward(model, batch, settings.seed)
+    report = f"{capsys.readouterr().out}\nValueError: {error.value}"
+    assert_shown("docs/guide.md", "output has infs", report)
+    overflow_fast.keep_in_fp32(model, ["encoder"])
+    assert torch.isfinite(torch.tensor(forward(model, batch, settings.seed)))
+
+
+def test_every_example_is_run():
+    assert not runs.untested

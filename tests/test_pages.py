@@ -1,0 +1,87 @@
+"""What the README and the pages of docs/ name is there: pages, anchors, arguments."""
+
+import inspect
+import re
+import shlex
+
+import pytest
+from pages import ROOT, anchors, examples, links, pages, section, slug
+
+from overflow_fast import DebugUnderflowOverflow, OverflowGuard
+from overflow_fast.__main__ import _parser
+
+
+def linking_pages():
+    others = ["CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
+    return pages() | {page: (ROOT / page).read_text() for page in others}
+
+
+def test_anchors_are_those_of_github():
+    assert slug("Trainer's debug flag") == "trainers-debug-flag"
+    assert slug("Does it work on my model?") == "does-it-work-on-my-model"
+    assert slug("What it writes: `log=`, JSON") == "what-it-writes-log-json"
+
+
+@pytest.mark.parametrize("page", linking_pages())
+def test_links_lead_somewhere(page):
+    text = linking_pages()[page]
+    for link in links(text):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target.read_text()), link
+
+
+@pytest.mark.parametrize("page", pages())
+def test_no_anchor_stands_for_two_headings(page):
+    found = anchors(pages()[page])
+    assert len(set(found)) == len(found)
+
+
+def test_the_readme_is_short_and_leads_to_every_page():
+    readme = pages()["README.md"]
+    assert readme.count("\n") <= 200
+    assert set(pages()) - {"README.md"} <= set(links(readme))
+
+
+def test_pages_with_examples_have_tests_of_their_own():
+    found = {place.partition("#")[0] for place in examples()}
+    assert found == {"README.md", "docs/guide.md"}  # test_readme.py, test_guide.py
+
+
+@pytest.mark.parametrize(
+    "anchor, function",
+    [
+        ("debugunderflowoverflow", DebugUnderflowOverflow),
+        ("overflowguard", OverflowGuard),
+    ],
+)
+def test_every_argument_is_listed_with_its_default(anchor, function):
+    rows = re.findall(r"^\| (`.*?) \|", section("docs/arguments.md", anchor), re.M)
+    listed = [name for row in rows for name in re.findall(r"`(.+?)`", row)]
+    parameters = [
+        p
+        for p in inspect.signature(function).parameters.values()
+        if not p.name.startswith("_")
+    ]
+    shown = {
+        p.name
+        if p.default is inspect.Parameter.empty or p.name == "watch"
+        else f"{p.name}={p.default!r}".replace("'", '"')
+        for p in parameters
+    }
+    assert sorted(listed) == sorted(shown)
+
+
+@pytest.mark.parametrize("page", pages())
+def test_commands_exist(page):
+    text = pages()[page]
+    for command in re.findall(r"python -m overflow_fast ([^`#\n]+)", text):
+        if command.strip() != "--version":
+            _parser().parse_args(shlex.split(command))
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"`make ([\w-]+)", text):
+        assert f"\n{target}:" in makefile, target
