@@ -8,6 +8,7 @@ def set_callbacks(
     resolve: Callable[[torch.Tensor], torch.Tensor | str],
     reason: Callable[[torch.Tensor, Readability], str],
     warn_of_no_kernels: Callable[[], None],
+    warn_of_lack: Callable[[str], None],
 ) -> None: ...
 
 class Hidden:
@@ -282,9 +283,24 @@ def register_scan(
     type: str,
     function: Callable[[torch.Tensor, int, list[torch.Tensor]], None] | None,
 ) -> None: ...
-def metal_launches(
-    tensors: list[torch.Tensor],
-) -> tuple[list[tuple[int, int, list[int], int]], list[int]]: ...
+
+class MetalLaunch:
+    @property
+    def first(self) -> int: ...  # its first tensor
+    @property
+    def count(self) -> int: ...
+    @property
+    def words(self) -> list[int]: ...
+    @property
+    def num_threads(self) -> int: ...
+
+class MetalPlan:
+    @property
+    def launches(self) -> list[MetalLaunch]: ...
+    @property
+    def others(self) -> list[int]: ...  # the kernel cannot read them
+
+def metal_launches(tensors: list[torch.Tensor]) -> MetalPlan: ...
 def isa() -> str: ...
 
 METAL_THREADS: int

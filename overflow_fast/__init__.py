@@ -34,19 +34,24 @@ from .guard.state import assert_finite_state
 from .precision.keep_in_fp32 import keep_in_fp32
 from .recording import callbacks  # noqa: F401  (what the extension calls)
 from .recording.coverage import Coverage
+from .replay.explanation import Explanation, Op
+from .replay.standalone import explain
 from .report.guard_coverage import GuardCoverage
 from .report.report import NonFiniteError, Report
 
 __all__ = [
     "Coverage",
     "DebugUnderflowOverflow",
+    "Explanation",
     "GuardCoverage",
     "NonFiniteError",
+    "Op",
     "OverflowGuard",
     "Report",
     "Stat",
     "assert_finite_state",
     "detect_overflow",
+    "explain",
     "get_abs_min_max",
     "keep_in_fp32",
     "scan",

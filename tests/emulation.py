@@ -17,7 +17,7 @@ KERNELS = sorted((ROOT / "csrc/scan/cuda").glob("*.cu"))
 SOURCES = [ROOT / "tests/cpp/emulated_device.cpp", ROOT / "csrc/scan/variants.cpp"]
 
 
-# Environment variables that choose other ways to do the same thing: csrc/scan/variants.h.
+# Environment variables that choose other ways to do the same: csrc/scan/variants.h.
 VARIANTS = {
     "default": {},
     "kernel": {"OVERFLOW_FAST_STEP_END": "kernel"},

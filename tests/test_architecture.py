@@ -20,6 +20,7 @@ ROOMS = (
     "core",
     "metal",
     "recording",
+    "replay",
     "verdict",
     "precision",
     "report",

@@ -306,7 +306,9 @@ def test_a_report_reads_as_text_and_as_json():
     assert data == json.loads(json.dumps(report.to_dict()))
     assert data["verdict"]["first"]["fqn"] == "blocks.1.fc2"
     assert data["summary"].split() == paragraph.split()
-    assert data["summary"].splitlines() == report.sentences()
+    explained = str(report.explanation).splitlines()
+    assert data["summary"].splitlines() == [*report.sentences(), *explained]
+    assert explained[0].startswith("cause     undefined: spoiled.view(-1)[self.at] =")
 
 
 def test_the_frames_are_those_of_the_original(capsys):

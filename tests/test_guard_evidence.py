@@ -126,7 +126,7 @@ def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path, caplog):
     assert guard.num_skipped == 1
     assert "Not all evidence of step 0 was kept: [Errno 20]" in caplog.text
     assert guard.last_report.evidence is None
-    assert "vidence" not in str(guard.last_report)
+    assert "Evidence" not in str(guard.last_report)
 
 
 def test_without_safetensors_it_is_told_at_once(tmp_path, monkeypatch):

@@ -56,6 +56,18 @@ def test_cuda_graph(code):
         detector.check()
 
 
+@runs("why-it-happened")
+def test_run(code):
+    model, x, y = nn.Linear(2, 1), torch.ones(3, 2), torch.zeros(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = {"model": model, "x": x, "y": y, "optimizer": optimizer}
+    with overflow_fast.OverflowGuard(model, optimizer) as guard:
+        run(code, guard=guard, criterion=nn.functional.mse_loss, **names)
+        with pytest.raises(overflow_fast.NonFiniteError) as caught:
+            run(code, guard=guard, criterion=lambda a, b: (a - b).log().sum(), **names)
+    assert caught.value.report.explanation.op.name == "aten.log"
+
+
 @runs("trainers-debug-flag")
 def test_debug_flag(code):
     debug_utils = pytest.importorskip("transformers.debug_utils")

@@ -19,11 +19,15 @@ import overflow_fast
 from overflow_fast import _C
 from overflow_fast.recording import traced
 from overflow_fast.torch_internals import (
-    modules,
+    module_internals as modules,
+)
+from overflow_fast.torch_internals import (
     registry,
     running,
-    tensors,
     wrappers,
+)
+from overflow_fast.torch_internals import (
+    tensor_internals as tensors,
 )
 
 PACKAGE = Path(overflow_fast.__file__).parent
@@ -368,7 +372,7 @@ class Owner:
         self._recorder = _C.Recorder(None, **options)
         self.graph_tasks = []
 
-    def on_unrooted(self, module, graph_task):
+    def on_submodule_call(self, module, graph_task):
         self.graph_tasks.append(graph_task)
         return 0
 

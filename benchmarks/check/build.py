@@ -13,7 +13,8 @@ from check.tools import capability, options, save, skip, targets
 IS_CURRENT = """
 import pathlib, overflow_fast._C as module
 built = pathlib.Path(module.__file__).stat().st_mtime
-files = [p for f in ("csrc/torch_internals", "csrc/scan", "csrc/scan/cpu", "csrc/record", "csrc/python") for p in pathlib.Path(f).glob("*.*")]
+sources = pathlib.Path("csrc").rglob("*.*")
+files = [p for p in sources if "cuda" not in p.parts and "mps" not in p.parts]
 print(built > max(p.stat().st_mtime for p in files))
 """
 HAS_KERNELS = """

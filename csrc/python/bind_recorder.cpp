@@ -3,7 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "../record/recorder.h"
-#include "records.h"
+#include "../record/records.h"
 
 namespace overflow_fast {
 

@@ -5,7 +5,7 @@
 #include <functional>
 
 #include "../record/recorder.h"
-#include "records.h"
+#include "../record/records.h"
 
 namespace overflow_fast {
 

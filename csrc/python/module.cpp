@@ -2,12 +2,12 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "../record/callbacks.h"
+#include "../scan/callbacks.h"
 #include "../scan/cpu/kernels.h"
 #include "../scan/device_registry.h"
 #include "hook.h"
 #include "metal_launches.h"
-#include "records.h"
+#include "../record/records.h"
 #include "../scan/scan.h"
 #include "../scan/tensor_view.h"
 #include "../torch_internals/hidden.h"

@@ -5,7 +5,7 @@
 
 #include <cstddef>
 
-#include "records.h"
+#include "../record/records.h"
 
 namespace overflow_fast {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <set>
 
-#include "callbacks.h"
+#include "../scan/callbacks.h"
 #include "../scan/device_registry.h"
 #include "../torch_internals/errors.h"
 

@@ -9,14 +9,9 @@ void HeldScans::begin_frame(int64_t first_slot, int64_t stream) {
 }
 
 void HeldScans::add(const at::Tensor& tensor, const View& view) {
-  auto* impl = tensor.unsafeGetTensorImpl();
-  const c10::Storage& storage = impl->storage();
-  Held held{storage, {}, 0, storage.data(), storage.nbytes(), view, sizes_.size()};
-  has_unknown_ |= impl->is_inference();
-  if (!impl->is_inference()) {
-    held.version = impl->version_counter();
-    held.version_then = held.version.current_version();
-  }
+  const c10::Storage& storage = tensor.storage();
+  Held held{storage, WriteCounter(tensor), storage.data(), storage.nbytes(), view, sizes_.size()};
+  has_unknown_ |= !held.writes.is_known();
   sizes_.insert(sizes_.end(), view.sizes, view.sizes + view.ndim);
   sizes_.insert(sizes_.end(), view.strides, view.strides + view.ndim);
   bytes_ += held.bytes_then;
@@ -25,7 +20,7 @@ void HeldScans::add(const at::Tensor& tensor, const View& view) {
 
 bool HeldScans::Held::is_unchanged() const {
   if (storage.data() != memory_then || storage.nbytes() != bytes_then) return false;
-  return !version.enabled() || version.current_version() == version_then;
+  return !writes.has_moved();
 }
 
 std::vector<View> HeldScans::views() const {

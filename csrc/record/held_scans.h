@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "../scan/layout.h"
+#include "../torch_internals/tensor_state.h"
 
 namespace overflow_fast {
 
@@ -43,8 +44,7 @@ class HeldScans {
  private:
   struct Held {
     c10::Storage storage;
-    c10::VariableVersion version;  // shared with the tensor
-    uint32_t version_then;
+    WriteCounter writes;
     const void* memory_then;
     size_t bytes_then;
     View view;  // its sizes and strides stand in sizes_, from here on

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "callbacks.h"
+#include "../scan/callbacks.h"
 #include "../scan/scan.h"
 #include "../scan/tensor_view.h"
 #include "../torch_internals/autograd_graph.h"

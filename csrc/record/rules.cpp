@@ -1,8 +1,8 @@
 #include "rules.h"
 
-#include "../python/records.h"
 #include "../torch_internals/eval_frame.h"
 #include "../torch_internals/hidden.h"
+#include "records.h"
 
 namespace overflow_fast {
 

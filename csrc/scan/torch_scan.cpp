@@ -7,8 +7,9 @@
 #include <mutex>
 #include <utility>
 
-#include "scan.h"
 #include "../torch_internals/errors.h"
+#include "callbacks.h"
+#include "scan.h"
 
 namespace overflow_fast {
 
@@ -69,7 +70,7 @@ std::string remembered_failure(const at::Tensor& tensor) {
     const auto key = std::make_pair(tensor.device().type(), tensor.scalar_type());
     if (!registry().lacking.emplace(key, why).second) return why;
   }
-  py::module_::import("overflow_fast.recording.coverage").attr("warn_of_lack")(why);
+  callbacks().warn_of_lack(why);
   return why;
 }
 

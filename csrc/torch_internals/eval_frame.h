@@ -35,8 +35,11 @@ class EvalFramePause {
     try {
       return module_::import("torch._C._dynamo.eval_frame").attr("set_eval_frame");
     } catch (pybind11::error_already_set& error) {
-      module_::import("overflow_fast.torch_internals.registry")
-          .attr("note_missing")("EvalFramePause", error.value());
+      module_::import("logging")
+          .attr("getLogger")("overflow_fast")
+          .attr("warning")(
+              "torch has changed: set_eval_frame (%s). torch.compile looks at the hooks' frames.",
+              error.value());
       return pybind11::none();
     }
   }

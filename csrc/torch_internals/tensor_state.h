@@ -29,6 +29,24 @@ inline std::optional<uint32_t> version_of(const at::TensorBase& tensor) {
   return static_cast<uint32_t>(impl->version_counter().current_version());
 }
 
+// A tensor's counter of writes, which lives on when the tensor is gone.
+class WriteCounter {
+ public:
+  explicit WriteCounter(const at::TensorBase& tensor) {
+    auto* impl = tensor.unsafeGetTensorImpl();
+    if (impl->is_inference()) return;
+    counter_ = impl->version_counter();
+    then_ = counter_.current_version();
+  }
+  bool is_known() const { return counter_.enabled(); }
+  // Whether somebody has written to the tensor since this was made.
+  bool has_moved() const { return is_known() && counter_.current_version() != then_; }
+
+ private:
+  c10::VariableVersion counter_;
+  uint32_t then_ = 0;
+};
+
 // Where a tensor's memory begins; unlike data_ptr() it does not make a lazy copy a real one.
 inline const void* storage_data(const at::TensorBase& tensor) {
   return tensor.unsafeGetTensorImpl()->storage().data();

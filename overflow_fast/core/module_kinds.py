@@ -8,7 +8,7 @@ import re
 from torch import nn
 from torch.nn.utils import parametrize
 
-from ..torch_internals.modules import forward_pre_hooks
+from ..torch_internals.module_internals import forward_pre_hooks
 
 _LINEAR = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),

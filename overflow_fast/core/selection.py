@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..torch_internals.modules import BUFFERS, PARAMETERS
+from ..torch_internals.module_internals import BUFFERS, PARAMETERS
 from .names import named_modules
 
 Named = tuple[list[str], list[torch.Tensor]]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import _C
-from ..torch_internals.tensors import (
+from ..torch_internals.tensor_internals import (
     has_holes,
     is_fake,
     is_in_transform,

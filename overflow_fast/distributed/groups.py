@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..core.names import has_base
 from ..core.nested_optimizers import optimizers_in
-from ..torch_internals.modules import own_buffers, own_parameters
+from ..torch_internals.module_internals import own_buffers, own_parameters
 from ..torch_internals.wrappers import (
     fsdp_meshes,
     inter_node_group,

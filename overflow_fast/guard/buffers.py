@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..recording.watch import ModelWatch
-from ..torch_internals.modules import BUFFERS, MODULES, PARAMETERS
+from ..torch_internals.module_internals import BUFFERS, MODULES, PARAMETERS
 from ..torch_internals.running import graph_task_id, is_jit_tracing, is_transforming
-from ..torch_internals.tensors import copy_all, version_of
+from ..torch_internals.tensor_internals import copy_all, version_of
 
 # Up to so many bytes a tensor is copied in each step. A larger one only once it has
 # been seen to change; whether it does is looked up after steps 1, 2, 4, 8, ...

@@ -64,6 +64,8 @@ class GuardOptions:
     headroom_bits: float | None
     underflow_every: int | None
     metrics: Any
+    explain: bool | str
+    explain_budget: int | None
 
     def __post_init__(self) -> None:
         """Raises TypeError or ValueError for what cannot be used."""
@@ -93,6 +95,12 @@ class GuardOptions:
             _check_positive("headroom_bits", self.headroom_bits)
         if self.underflow_every is not None:
             check_int("underflow_every", self.underflow_every, 1)
+        if self.explain_budget is not None:
+            check_int("explain_budget", self.explain_budget, 1)
+        if self.explain not in (True, False, "auto"):
+            raise ValueError(
+                f"explain must be True, False or 'auto', got {self.explain!r}"
+            )
         exporters_of(self.metrics)
         Rules(self.allow)
         if self.evidence is not None:

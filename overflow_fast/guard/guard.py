@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _supervisors: weakref.WeakSet[Supervisor] = weakref.WeakSet()
+_Result = TypeVar("_Result")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -142,6 +143,11 @@ class OverflowGuard:
         metrics: Who is told numbers after each watched step: a callable that takes the
             step and a dict, such as
             `overflow_fast.integrations.tensorboard.TensorBoardMetrics()`, or several.
+        explain: Whether to run a bad step again and say which operation made the first
+            bad value, and why (`Report.explanation`). "auto": always where the run
+            ends; else the first time for each place, at most once in 100 steps. Keeps
+            references to each batch until its step is judged. Not with `sync="lagged"`.
+        explain_budget: How many forwards an explanation may run; None for 8.
 
     Raises:
         TypeError, ValueError: If an argument cannot be used.
@@ -185,6 +191,8 @@ class OverflowGuard:
         headroom_bits: float | None = None,
         underflow_every: int | None = None,
         metrics: Exporter | Iterable[Exporter] | None = None,
+        explain: bool | Literal["auto"] = "auto",
+        explain_budget: int | None = None,
         _defer: bool = False,
     ) -> None:
         options = GuardOptions(
@@ -211,6 +219,8 @@ class OverflowGuard:
             headroom_bits=headroom_bits,
             underflow_every=underflow_every,
             metrics=kept(metrics),
+            explain=explain,
+            explain_budget=explain_budget,
         )
         models, optimizers = named_models(model), optimizers_of(optimizer)
         warn_of_strangers(models, optimizers)
@@ -512,6 +522,31 @@ class OverflowGuard:
                 watch.has_seen_loss |= "loss" in tensors
                 named = list(tensors), list(tensors.values())
                 watch.record(_C.Phase.RECORDED, named)
+
+    def run(self, function: Callable[[], _Result]) -> _Result:
+        """Calls a function that computes the loss, and can call it again.
+
+        For loops whose loss is outside of the model:
+        `loss = guard.run(lambda: criterion(model(x), y))`. A bad step is explained by
+        calling it again, so it has to do the same then: take the batch before it, and
+        call `backward()` behind it. Does not incur a CPU-GPU sync.
+
+        Args:
+            function: Calls the model and returns the loss.
+
+        Returns:
+            What it returns.
+
+        Raises:
+            TypeError: If it is not callable.
+        """
+        if not callable(function):
+            raise TypeError(
+                f"function must be callable, got {type(function).__name__}: pass "
+                "`lambda: criterion(model(x), y)`"
+            )
+        result: _Result = self._supervisor.run(function)
+        return result
 
     @_shielded
     def check(self) -> Report | None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from .. import _C
+from ..core.tensors import loss_in
 from ..distributed.joinable import GuardJoinable
 from ..recording.loop_batches import LoopBatch
 from ..recording.schedule import Cadence, Level
@@ -81,6 +84,7 @@ class Supervisor:
         self.isolation = ErrorIsolation(self.meter, self.decision.is_foreign)
         self.decision.agreement.see(lambda: self.optimizers)
         self.decision.optimizers = lambda: self.optimizers
+        self.decision.on_explained = self.meter.leave_out
         self.headroom = HeadroomTracker(
             self.watches,
             options.headroom_bits,
@@ -165,6 +169,24 @@ class Supervisor:
                 watch.loop_batches.note(number, num_calls, noted)
 
     # What the guard asks for.
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Calls a function that calls the models; keeps it until the step is judged."""
+        capture, model = self.decision.capture, self.watches[0].model
+        is_watched = self.is_enabled and self.level is Level.ALL
+        if capture is None or model is None or not is_watched:
+            return function()
+        output = capture.run(model, function, self.isolation.isolated)
+        with self.isolation.isolated():
+            self.record_loss(loss_in(output))
+        return output
+
+    def record_loss(self, loss: torch.Tensor | None) -> None:
+        """Adds the loss that a function has returned to the step."""
+        watch = self.watches[0]
+        if loss is not None and self.options.wanted.loss:
+            watch.has_seen_loss = True
+            watch.record(_C.Phase.RECORDED, (["loss"], [loss]))
 
     def check(self) -> Report | None:
         """Judges what has run since the last step."""

@@ -14,7 +14,11 @@ from torch.optim import Optimizer
 
 from .. import _C
 from ..core.nested_optimizers import optimizers_in
-from ..torch_internals.modules import has_step_hooks, num_step_hooks, reads_found_inf
+from ..torch_internals.module_internals import (
+    has_step_hooks,
+    num_step_hooks,
+    reads_found_inf,
+)
 from .snapshot import OptimizerSnapshot
 from .strays import StraySteps
 

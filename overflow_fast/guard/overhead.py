@@ -37,6 +37,11 @@ class Meter:
         self._hooks_before = self._seconds_in_hooks()
         self._seconds = 0.0
 
+    def leave_out(self, seconds: float) -> None:
+        """Counts no seconds that replays took, which are no cost of watching."""
+        self._seconds -= seconds
+        self._step_began += seconds
+
     def __enter__(self) -> None:
         if self._depth == 0:
             self._begin = self._now()

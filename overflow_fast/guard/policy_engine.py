@@ -17,6 +17,7 @@ from ..verdict.settings import bad_settings
 from ..verdict.verdict import Verdict
 from .archive import Archive
 from .config import GuardOptions
+from .explainer import Explainer, make_capture
 from .learning import Learning
 from .optimizer_hook import OptimizerGate
 from .policy import limit_skips
@@ -56,10 +57,15 @@ class Decision:
         self._in_row = 0
         self._alarms = AlarmLog()
         self.optimizers: Callable[[], Sequence[Optimizer]] = list
+        self.on_explained: Callable[[float], None] = lambda _: None
+        self.capture = make_capture(options, watches)
         self._num_frames = _C.Recorder.num_frames()
         self._archive = Archive(options, watches, cost)
         self._reporter = StepReporter(
             options, watches, self._archive, cost, not_covered
+        )
+        self._explainer = Explainer(
+            options.explain, options.explain_budget, watches, self.capture
         )
         self._clean_line: tuple[int, Verdict, str | None] | None = None
         self.last_report: Report | None = None
@@ -155,7 +161,9 @@ class Decision:
         """The report to act on, and whether it is this process's own."""
 
         def make_report() -> Report:
-            return self._reporter.make(found, verdict, self._rounds.num_skipped)
+            report = self._reporter.make(found, verdict, self._rounds.num_skipped)
+            self._explain(found, report)
+            return self._reporter.choose_action(found, report)
 
         if found.is_of_step and self.agreement.is_needed:
             self.num_agreed += 1
@@ -164,6 +172,18 @@ class Decision:
             position = max(0, first - begin)
             return self.agreement.agree(found.step, verdict, position, make_report)
         return None if verdict.is_clean else make_report(), True
+
+    def _explain(self, found: StepResult, report: Report) -> None:
+        """Replays the step, where that is asked for."""
+        report.explanation = self._explainer.explain(
+            found.step,
+            report.verdict,
+            report.action == "raise",
+            found.moment,
+            self.optimizers(),
+        )
+        if report.explanation is not None:
+            self.on_explained(report.explanation.seconds)
 
     def metrics(self) -> dict[str, int]:
         """How many steps were bad and skipped."""

@@ -48,10 +48,7 @@ class StepReporter:
         self.callables_error: Exception | None = None
 
     def make(self, found: StepResult, verdict: Verdict, num_skipped: int) -> Report:
-        """Makes the report of a bad step, with the action that the policy chooses.
-
-        Keeps the step's evidence. Calls the policy if it is the user's callable.
-        """
+        """Makes the report of a bad step, and keeps its evidence."""
         policy = self._options.on_overflow
         report = Report(
             step=found.step,
@@ -66,6 +63,11 @@ class StepReporter:
             remedy=_remedy(found.frames, verdict),
         )
         report.evidence = self._archive.keep(found.step, found.frames, found.tensors)
+        return report
+
+    def choose_action(self, found: StepResult, report: Report) -> Report:
+        """Chooses the action; calls the policy if it is the user's callable."""
+        policy = self._options.on_overflow
         if callable(policy):
             report.action = self._ask(policy, report)
         choice = choose(report.action, self._situation(found, report))

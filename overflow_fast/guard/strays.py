@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..torch_internals.modules import has_step_hooks
+from ..torch_internals.module_internals import has_step_hooks
 from .snapshot import OptimizerSnapshot
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]

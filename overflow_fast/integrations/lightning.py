@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..guard.guard import OverflowGuard
-from ..torch_internals.modules import share_tensors, submodules
+from ..torch_internals.module_internals import share_tensors, submodules
 from .stand_in import StandIn
 from .trainer_support import GuardOwner, check_before_saving
 

@@ -90,11 +90,12 @@ def _dispatch(
     first: int,
     tensors: list[torch.Tensor],
 ) -> None:
-    launches, others = _C.metal_launches(tensors)
-    for i in others:
+    plan = _C.metal_launches(tensors)
+    for i in plan.others:
         _by_torch(slots, first + i, [tensors[i]])
-    for begin, count, words, num_threads in launches:
-        if num_threads == 0:
+    for launch in plan.launches:
+        begin, count = launch.first, launch.count
+        if launch.num_threads == 0:
             continue
         capacity = next(size for size in kernels if count <= size)
         some = tensors[begin : begin + count]
@@ -102,7 +103,11 @@ def _dispatch(
         some += [some[0]] * (capacity - count)
         rows = slots[first + begin : first + begin + count]
         kernels[capacity](
-            rows, words, *some, threads=num_threads, group_size=_C.METAL_THREADS
+            rows,
+            launch.words,
+            *some,
+            threads=launch.num_threads,
+            group_size=_C.METAL_THREADS,
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..torch_internals.tensors import is_wrapper, pytree
+from ..torch_internals.tensor_internals import is_wrapper, pytree
 from .replaced_forward import ReplacedForward
 
 _HALF = (torch.float16, torch.bfloat16)

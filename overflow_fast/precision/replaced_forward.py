@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..torch_internals.modules import REPLICATE, replicate
+from ..torch_internals.module_internals import REPLICATE, replicate
 
 
 class ReplacedForward:

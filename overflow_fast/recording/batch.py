@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 
 from .. import _C
-from ..torch_internals.tensors import version_of
+from ..torch_internals.tensor_internals import version_of
 
 _MAX_DEPTH = 4
 _FEW = 4

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .. import _C
-from ..torch_internals.modules import forward_hooks, forward_pre_hooks
+from ..torch_internals.module_internals import forward_hooks, forward_pre_hooks
 from ..torch_internals.running import running_modules
 from . import traced
 

@@ -13,7 +13,7 @@ from .. import _C
 from ..core.nested_optimizers import optimizers_in
 from ..core.selection import Named
 from ..core.tensors import tensors_in
-from ..torch_internals.tensors import is_wrapper, version_of
+from ..torch_internals.tensor_internals import is_wrapper, version_of
 from ..torch_internals.wrappers import local_tensor
 from .schedule import Level
 from .watch import ModelWatch

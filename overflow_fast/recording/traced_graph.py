@@ -15,7 +15,7 @@ import torch
 from ..core.tensors import NotScanned
 from ..torch_internals.compiler import is_functional, is_split_for_ddp
 from ..torch_internals.running import running_nodes
-from ..torch_internals.tensors import is_batched, is_wrapper
+from ..torch_internals.tensor_internals import is_batched, is_wrapper
 from ..torch_internals.wrappers import local_tensor
 from .traced_numbers import begin_call, number_of
 from .traced_text import (

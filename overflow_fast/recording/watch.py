@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from ..core.names import is_sharded
 from ..core.selection import Named, NamedTensors, Selection
 from ..core.tensors import loss_in
 from ..torch_internals.compiler import has_compiled
-from ..torch_internals.modules import own_parameters
+from ..torch_internals.module_internals import own_parameters
 from . import traced_walk
 from .batch import Given, weakly
 from .hooks import CopiedHooks
@@ -38,6 +38,19 @@ _log = logging.getLogger("overflow_fast")
 
 # See `ModelWatch.follow_rules()`.
 MakeReader = Callable[[Sequence[str]], Callable[[_C.Place], int]]
+
+
+class ForwardCapture(Protocol):
+    """Keeps the outermost forwards of a step, for a replay."""
+
+    def begin(self, module: Any, args: Any, kwargs: Any) -> None:
+        """Keeps what a forward is given."""
+
+    def end(self, output: Any) -> None:
+        """Keeps what it returned."""
+
+    def clear(self) -> None:
+        """Forgets the step."""
 
 
 class Wanted(NamedTuple):
@@ -100,6 +113,7 @@ class ModelWatch(StepHooks):
         self.before: list[_C.Frame] = []
         self.held: object = None
         self.has_seen_loss = False
+        self.capture: ForwardCapture | None = None
         self.has_submodule_calls = False
         self.on_forward: Callable[[ModelWatch], None] | None = None
         self.on_forward_end: Callable[[ModelWatch], None] | None = None
@@ -162,6 +176,8 @@ class ModelWatch(StepHooks):
     ) -> None:
         """Starts a step, and notes what the training loop hands to the model."""
         super().before_root(module, args, kwargs)
+        if self._depth == 1 and self.capture is not None:
+            self.capture.begin(module, args, kwargs or {})
         if self._depth == 1 and self.wanted.activations:
             self._given = weakly(args), weakly(kwargs)
 
@@ -273,6 +289,8 @@ class ModelWatch(StepHooks):
             self.batches[self.batch_number] = (args, kwargs)
             if len(self.batches) > _MAX_BATCHES:
                 del self.batches[next(iter(self.batches))]
+        if self.capture is not None:
+            self.capture.end(output)
         loss = loss_in(output)
         self.has_seen_loss |= loss is not None
         if self._needs_hook(0, module):
@@ -372,6 +390,8 @@ class ModelWatch(StepHooks):
     def end_judgement(self, is_lagged: bool) -> None:
         """Forgets what belongs to the step that was judged, or will be, lagged."""
         self._unjudged = 0
+        if self.capture is not None:
+            self.capture.clear()
         self._recorder.end_step()
         self._recorder.clear_history()
         self._recorder.forget_calls(not is_lagged)

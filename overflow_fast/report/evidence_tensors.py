@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..core import ops
-from ..torch_internals.tensors import pytree
+from ..torch_internals.tensor_internals import pytree
 
 
 def choose(

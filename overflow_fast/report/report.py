@@ -11,6 +11,7 @@ from .. import _C
 from ..core.strict_json import SCHEMA, dumps, to_plain
 from ..core.text import as_lines
 from ..recording.watch import ModelWatch
+from ..replay.explanation import Explanation
 from ..verdict.remedy import Remedy
 from ..verdict.verdict import BadEntry, Headroom, Verdict, headroom_of
 from .advice import advice_for
@@ -92,6 +93,7 @@ class Report:
         skipped_by: Who else has skipped the step: "GradScaler", or the optimizer's
             kernel on a device.
         remedy: What to run in float32 where float16 overflowed, or None.
+        explanation: What a replay of the step has found; None if none was asked for.
     """
 
     step: int
@@ -109,10 +111,11 @@ class Report:
     moment: str = ""
     skipped_by: str = ""
     remedy: Remedy | None = None
+    explanation: Explanation | None = None
 
     def __str__(self) -> str:
         """The report as text: a line for each sentence, then the frames."""
-        text = as_lines(self.sentences())
+        text = "\n".join([as_lines(self.sentences()), *self._explained()])
         if not self.frames:
             return text
         return "\n".join([text, "", *frames_text(self.verdict.batch, self.frames)])
@@ -126,12 +129,15 @@ class Report:
         plain = to_plain(dataclasses.asdict(self))
         if self.verdict.first is not None:
             plain["verdict"]["first"]["place"] = place_of(self.verdict.first)
-        summary = "\n".join(self.sentences())
+        summary = "\n".join([*self.sentences(), *self._explained()])
         return {"schema": SCHEMA, "kind": "report", **plain, "summary": summary}
 
     def to_json(self) -> str:
         """The report as one line of JSON; what is not finite is a string, as "inf"."""
         return dumps(self.to_dict())
+
+    def _explained(self) -> list[str]:
+        return [] if self.explanation is None else [str(self.explanation)]
 
     def sentences(self) -> list[str]:
         """All but the frames: the headline, what became of the step, and the rest."""

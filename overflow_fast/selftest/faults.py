@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ..recording.hooks import put_first
-from ..torch_internals.modules import forward_hooks, own_buffers
-from ..torch_internals.tensors import may_step_in_backward, pytree, version_of
+from ..torch_internals.module_internals import forward_hooks, own_buffers
+from ..torch_internals.tensor_internals import may_step_in_backward, pytree, version_of
 
 
 class Fault:

@@ -14,7 +14,7 @@ from ..core.tensors import loss_in
 from ..recording.schedule import Level
 from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
-from ..torch_internals.tensors import pytree
+from ..torch_internals.tensor_internals import pytree
 from ..verdict.attribution import attribute
 from ..verdict.verdict import Verdict, collect
 from .fault_results import DIRECTIONS, FAULTS, FaultResult, SelfTestResult

@@ -10,7 +10,7 @@ from torch import nn
 
 from .. import _C
 from ..recording.watch import ModelWatch
-from ..torch_internals.modules import is_dropout
+from ..torch_internals.module_internals import is_dropout
 from .verdict import FORWARDS
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from .. import _C
 from ..recording.labels import label_text
-from ..torch_internals.modules import is_batch_norm
+from ..torch_internals.module_internals import is_batch_norm
 from .calls import Called, Calls, ancestors, joined, name_of, unwatched_in
 from .handed import Bad, handed, handed_unseen, minus_infs
 from .hooked import (

@@ -7,7 +7,7 @@ import functools
 from torch import nn
 
 from .. import _C
-from ..torch_internals.modules import (
+from ..torch_internals.module_internals import (
     forward_hooks,
     forward_pre_hooks,
     global_forward_hooks,

@@ -9,7 +9,7 @@ from ..core.tensors import tensors_in
 from ..recording.batch import is_plain
 from ..recording.labels import label_text
 from ..recording.watch import ModelWatch
-from ..torch_internals.modules import is_batch_norm
+from ..torch_internals.module_internals import is_batch_norm
 from .calls import Calls
 from .handed import Bad
 from .verdict import BadFrame

@@ -16,10 +16,13 @@ const Callbacks& callbacks() { return registered(); }
 void bind_callbacks(py::module_& m) {
   m.def(
       "set_callbacks",
-      [](py::function resolve, py::function reason, py::function warn_of_no_kernels) {
-        registered() = {std::move(resolve), std::move(reason), std::move(warn_of_no_kernels)};
+      [](py::function resolve, py::function reason, py::function warn_of_no_kernels,
+         py::function warn_of_lack) {
+        registered() = {std::move(resolve), std::move(reason), std::move(warn_of_no_kernels),
+                        std::move(warn_of_lack)};
       },
-      py::kw_only(), py::arg("resolve"), py::arg("reason"), py::arg("warn_of_no_kernels"));
+      py::kw_only(), py::arg("resolve"), py::arg("reason"), py::arg("warn_of_no_kernels"),
+      py::arg("warn_of_lack"));
 }
 
 }  // namespace overflow_fast

@@ -12,6 +12,7 @@ struct Callbacks {
   py::object resolve;  // (tensor) -> the tensor that has its values, or why there is none
   py::object reason;   // (tensor, readability) -> why it cannot be scanned
   py::object warn_of_no_kernels;  // () -> None
+  py::object warn_of_lack;        // (what the device's operations lack) -> None
 };
 
 const Callbacks& callbacks();

@@ -1,0 +1,155 @@
+"""When a guard has a step explained, and what it knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import _C
+from ..recording.watch import ModelWatch
+from ..replay.capture import Capture
+from ..replay.explain import BUDGET, investigate
+from ..replay.explanation import Explanation
+from ..replay.incident import Incident
+from ..verdict.verdict import GRADIENTS, Verdict
+
+_STEPS_BETWEEN = 100
+_LATE = (
+    "The step was not replayed: its verdict came when the weights had been stepped "
+    "(sync='lagged')."
+)
+_NO_STEP = "The forward was not replayed: it ran without autograd."
+
+
+class Explainer:
+    """Explains a guard's alarms, as often as it was asked for.
+
+    Args:
+        asked: True, False or "auto": always where the run ends; else the first time for
+            each place, at most once in 100 steps.
+        budget: How many forwards a replay may run; None for the default.
+        watches: The watched models.
+        capture: Keeps the calls of a step; None if nothing is to be explained.
+    """
+
+    def __init__(
+        self,
+        asked: bool | str,
+        budget: int | None,
+        watches: Sequence[ModelWatch],
+        capture: Capture | None,
+    ) -> None:
+        self._asked = asked
+        self._budget = BUDGET if budget is None else budget
+        self._watches = watches
+        self._capture = capture
+        self._places: set[tuple[str, str, str]] = set()
+        self._last: int | None = None
+
+    def explain(
+        self,
+        step: int,
+        verdict: Verdict,
+        ends: bool,
+        moment: str,
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> Explanation | None:
+        """Explains a step, or returns None if it is not asked for.
+
+        Args:
+            step: Its number.
+            verdict: What was found.
+            ends: Whether the run ends with it.
+            moment: See `Report.moment`.
+            optimizers: The guard's.
+        """
+        if not self._is_due(step, verdict, ends):
+            return None
+        if moment == "after":
+            return Explanation(notes=[_LATE])
+        if moment == "evaluation":
+            return Explanation(notes=[_NO_STEP])
+        models = {w.prefix: w.model for w in self._watches if w.model is not None}
+        capture = self._capture
+        assert capture is not None
+        return investigate(
+            models,
+            capture.calls,
+            self._incident(verdict, moment, optimizers),
+            start=capture.start(),
+            budget=self._budget,
+        )
+
+    def _is_due(self, step: int, verdict: Verdict, ends: bool) -> bool:
+        first = verdict.first
+        if self._asked is False or self._capture is None or first is None:
+            return False
+        if self._asked is True or ends:
+            return True
+        place = first.kind, first.fqn, first.label
+        is_soon = self._last is not None and step - self._last < _STEPS_BETWEEN
+        if place in self._places or is_soon:
+            return False
+        self._places.add(place)
+        self._last = step
+        return True
+
+    def _incident(
+        self, verdict: Verdict, moment: str, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Incident:
+        first = verdict.first
+        assert first is not None
+        weights, gradients = self._histories()
+        is_gradient = first.kind in ("gradient", "grad_output", "recorded")
+        return Incident(
+            kind=first.kind,
+            module=first.fqn if first.class_name else "",
+            is_made=verdict.origin == "made" and bool(first.class_name),
+            reaches_loss=verdict.reaches_loss
+            or is_gradient
+            or bool(verdict.dirty_gradients),
+            weights=weights,
+            largest_gradient=max((r[-1] for r in gradients if r), default=0.0),
+            gradients=self._bad_gradients(verdict.dirty_gradients),
+            optimizers=optimizers,
+            is_late=moment == "check",
+            num_dropped=0 if self._capture is None else self._capture.num_dropped,
+        )
+
+    def _histories(self) -> tuple[dict[str, list[float]], list[list[float]]]:
+        """The largest magnitudes in past steps: of weights, by name, and gradients."""
+        weights: dict[str, list[float]] = {}
+        gradients = []
+        for watch in self._watches:
+            for history in watch.recorder.headroom():
+                place = history.last.place
+                if place.label.role == _C.Role.WEIGHT:
+                    name = place.label.name
+                    if place.phase == _C.Phase.FORWARD:
+                        name = f"{watch.name_at(place.module)}.{name}".lstrip(".")
+                    weights[name] = history.recent
+                elif place.phase in GRADIENTS and place.label.role == _C.Role.GRADIENT:
+                    gradients.append(history.recent)
+        return weights, gradients
+
+    def _bad_gradients(self, names: Sequence[str]) -> dict[str, Any]:
+        wanted = set(names)
+        return {
+            f"{watch.prefix}{name}": parameter.grad
+            for watch in self._watches
+            if watch.model is not None
+            for name, parameter in watch.model.named_parameters()
+            if f"{watch.prefix}{name}" in wanted and parameter.grad is not None
+        }
+
+
+def make_capture(options: Any, watches: Sequence[ModelWatch]) -> Capture | None:
+    """Has the watches keep their calls, if a guard's options ask for explanations."""
+    if options.explain is False or options.sync == "lagged":
+        return None
+    capture = Capture()
+    for watch in watches:
+        watch.capture = capture
+    return capture

@@ -1,0 +1,164 @@
+"""What can be said where no operation is to blame: the replay is finite, or ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..torch_internals.compiler import has_compiled
+from ..torch_internals.replay_internals import active_modes
+from .explanation import Explanation
+from .finding import first_bad_weight
+from .incident import Incident
+from .payload import of_whom
+from .places import module_of_parameter
+from .rerun import Outcome, Rerun
+
+_RATE = 3
+
+
+class Answers:
+    """Explanations without an operation.
+
+    Args:
+        rerun: Runs the step.
+        incident: What a guard saw; None where nobody watched.
+        may_run: Whether the budget allows so many forwards more.
+    """
+
+    def __init__(
+        self,
+        rerun: Rerun,
+        incident: Incident | None,
+        may_run: Callable[[int], bool],
+    ) -> None:
+        self._rerun = rerun
+        self._incident = incident
+        self._may_run = may_run
+
+    def clean(self, first: Outcome) -> Explanation:
+        """The replay is finite: it was a transient, or is outside of what was run."""
+        incident = self._incident
+        if incident is None:
+            found = first_bad_weight(self._rerun.models, "parameter", "buffer")
+            return found or Explanation(
+                cause="not reproducible", evidence=["the step is finite when it is run"]
+            )
+        if incident.kind == "buffer":
+            found = first_bad_weight(self._rerun.models, "buffer")
+            if found is not None:
+                return found
+        if not first.has_backward and incident.kind in ("gradient", "grad_output"):
+            return Explanation("backward", notes=[self._no_backward()])
+        if incident.kind == "recorded" and not self._rerun.returns_loss:
+            return Explanation("forward", notes=[self._outside()])
+        doubt = self._doubt(incident)
+        if doubt:
+            return Explanation(notes=[f"The replay is finite, but {doubt}."])
+        num_bad, num_runs = 0, 1
+        while num_runs < _RATE and self._may_run(len(self._rerun.calls)):
+            num_runs += 1
+            num_bad += not self._rerun.run().is_clean
+        return self._not_reproducible(first, num_bad, num_runs)
+
+    def not_in_eager(self, first: Outcome, armed: Outcome) -> Explanation:
+        """It was bad without a table and is clean, or meant, with one."""
+        if first.is_clean:
+            return self.clean(first)
+        if not armed.is_clean:
+            return Explanation(
+                "backward"
+                if armed.bad_gradients and not armed.bad_outputs
+                else "forward",
+                notes=["Its infs come from constants alone: they may be meant."],
+            )
+        again = self._rerun.run() if self._may_run(1) else first
+        if again.is_clean or not has_compiled():
+            text = "replays of the same step differ: some of them are finite"
+            return Explanation("forward", "not reproducible", evidence=[text])
+        phase = "forward" if first.bad_outputs else "backward"
+        text = (
+            "compiled code gives it each time, and the same code run eagerly does not"
+        )
+        return Explanation(phase, "only in compiled code", evidence=[text])
+
+    def failed(self, error: Exception) -> Explanation:
+        """The replay has raised."""
+        text = str(error).splitlines()
+        first = text[0][:120] if text else ""
+        return Explanation(
+            notes=[f"The replay raised {type(error).__name__}: {first}."]
+        )
+
+    def note_overwritten(self, found: Explanation) -> None:
+        """Adds that the batch is not what it was, if that is seen."""
+        if any(call.is_overwritten() for call in self._rerun.calls):
+            found.notes.append(
+                "The batch was written to after the forward: the replay saw other data."
+            )
+
+    def _not_reproducible(
+        self, first: Outcome, num_bad: int, num_runs: int
+    ) -> Explanation:
+        incident = self._incident
+        assert incident is not None
+        is_gradient = incident.kind in ("gradient", "grad_output")
+        found = Explanation(
+            "backward" if is_gradient else "forward", "not reproducible"
+        )
+        found.evidence.append(
+            f"{num_bad} of {num_runs} replays of the same step are non-finite"
+        )
+        if incident.is_made:
+            found.module = incident.module
+        if incident.kind == "gradient":
+            is_told = self._whose(found, first, incident)
+            if not self._rerun.returns_loss and not is_told:
+                # Parameters may get gradients from the loss itself.
+                return Explanation("backward", notes=[self._outside()])
+            found.notes.append(
+                "Code between backward and the optimizer's step (clipping, unscaling, "
+                "communication) was not replayed."
+            )
+        return found
+
+    def _whose(self, found: Explanation, clean: Outcome, incident: Incident) -> bool:
+        """Names the gradient that the bad values came from; whether its bits tell."""
+        text, names = "", list(incident.gradients)
+        if len(names) == 1:
+            found.tensor = names[0]
+            found.evidence.append(f"only the gradient of {names[0]} is bad")
+        else:
+            name, text = of_whom(incident.gradients, clean.gradients)
+            found.tensor = name
+            found.evidence += [text] if text else []
+        if found.tensor:
+            found.module = module_of_parameter(found.tensor)
+        return bool(text)
+
+    def _doubt(self, incident: Incident) -> str:
+        """Why a finite replay may not have been the same step, or ""."""
+        modes = active_modes()
+        if modes:
+            return f"ran without {', '.join(modes)}"
+        if incident.is_late:
+            return "the weights may have been stepped since"
+        if incident.num_dropped:
+            return f"{incident.num_dropped} earlier forwards of the step were not kept"
+        if any(call.is_overwritten() for call in self._rerun.calls):
+            return "the batch was written to after the forward"
+        return ""
+
+    def _outside(self) -> str:
+        return (
+            "The models' own forward and backward are finite; the loss outside of them "
+            "was not replayed. Use `guard.run(lambda: loss)`."
+        )
+
+    def _no_backward(self) -> str:
+        sizes = [call.not_held for call in self._rerun.calls if call.not_held]
+        if sizes:
+            size = f"{max(sizes) / 2**20:.0f} MiB"
+            why = f"the gradients of the model's output were too large to hold ({size})"
+        else:
+            why = "what backward was called on is not known"
+        return f"Backward was not replayed: {why}. Use `guard.run(lambda: loss)`."

@@ -1,0 +1,127 @@
+"""What is kept of a step, by reference, so that it can be run again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..torch_internals.running import is_jit_tracing, is_transforming
+from .buffer_copies import BufferCopies
+from .functions import Captured
+from .kept_call import Ambient, KeptCall, ModelCall, call_model
+from .restore import devices_of
+
+_MAX_KEPT = 8
+
+
+class Capture:
+    """Keeps the calls of the watched models since the last judged step."""
+
+    def __init__(self) -> None:
+        self._devices: dict[int, tuple[torch.device | None, list[torch.device]]] = {}
+        self.calls: list[KeptCall] = []
+        self.num_dropped = 0
+        self.is_running = False
+        self._open: KeptCall | None = None
+        self._buffers = BufferCopies()
+
+    def begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Keeps what an outermost forward is called with."""
+        # Of compiled code the arguments are not known.
+        if self.is_running or args is None or not torch.is_grad_enabled():
+            return
+        if _is_recorded(self._devices_of(model)):
+            return
+        self._buffers.take(model)
+        ambient = Ambient(model, self._devices_of(model))
+        batch = (tuple(map(_copied, args)), {k: _copied(v) for k, v in kwargs.items()})
+        self._open = ModelCall(functools.partial(call_model, model), batch, ambient)
+
+    def end(self, output: Any) -> None:
+        """Keeps the gradients that its output will get."""
+        call, self._open = self._open, None
+        if call is not None:
+            call.hold_gradients(output)
+            self._add(call)
+
+    def run(
+        self,
+        model: nn.Module,
+        function: Callable[[], Any],
+        shield: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Any:
+        """Calls a function that calls the model, and keeps it.
+
+        Args:
+            model: The model.
+            function: The function.
+            shield: Lets no error of the guard's own out.
+        """
+        call = None
+        with shield():
+            self._buffers.take(model)
+            captured = Captured(function)
+            ambient = Ambient(model, self._devices_of(model))
+            call = KeptCall(captured, captured.values, ambient)
+        was_running, self.is_running = self.is_running, True
+        try:
+            output = function()
+        finally:
+            self.is_running = was_running
+        with shield():
+            if call is not None and not was_running:
+                call.hold_gradients(output)
+                call.returns_loss = True
+                self._add(call)
+        return output
+
+    def _add(self, call: KeptCall) -> None:
+        self.calls.append(call)
+        if len(self.calls) > _MAX_KEPT:
+            del self.calls[0]
+            self.num_dropped += 1
+
+    def clear(self) -> None:
+        """Lets go of what was kept: the step is judged."""
+        self.calls.clear()
+        self._buffers.clear()
+        self._open = None
+        self.num_dropped = 0
+
+    def start(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The buffers, and what was in them when the step began."""
+        return self._buffers.pairs()
+
+    def _devices_of(self, model: nn.Module) -> list[torch.device]:
+        """The devices of a model, looked up again when its first parameter moves."""
+        first = next(model.parameters(), None)
+        device = None if first is None else first.device
+        known = self._devices.get(id(model))
+        if known is None or known[0] != device:
+            known = self._devices[id(model)] = device, devices_of([model])
+        return known[1]
+
+
+def _is_recorded(devices: list[torch.device]) -> bool:
+    """Whether what runs is traced, transformed, or captured in a CUDA graph."""
+    return (
+        is_jit_tracing()
+        or is_transforming()
+        or torch.compiler.is_exporting()
+        or (
+            any(device.type == "cuda" for device in devices)
+            and torch.cuda.is_current_stream_capturing()
+        )
+    )
+
+
+def _copied(value: Any) -> Any:
+    """A container that a forward may take from, by its own; anything else as it is."""
+    if type(value) is dict:
+        return dict(value)
+    return list(value) if type(value) is list else value

@@ -1,0 +1,192 @@
+"""The answer to an alarm: which operation made the first bad value, and why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+PHASES = ("forward", "backward", "optimizer", "data", "weights")
+CAUSES = (
+    *("range overflow", "undefined", "singular gradient", "empty reduction"),
+    *("bad data", "bad weights", "divergence", "not reproducible"),
+    *("only in compiled code", "unknown"),
+)
+_MAX_LINES = 8
+_MAX_CODE = 60
+_FEW = 3
+
+
+@dataclass(frozen=True)
+class TensorSummary:
+    """The values of one tensor in numbers.
+
+    Attributes:
+        dtype: Its dtype, such as "float16".
+        shape: Its shape.
+        abs_min: The smallest magnitude of its finite values, or None if there is none.
+        abs_max: The largest one.
+        num_nan: How many of its elements are nan.
+        num_inf: How many are inf or -inf.
+        name: The argument of the operation that it was, or "".
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    abs_min: float | None
+    abs_max: float | None
+    num_nan: int
+    num_inf: int
+    name: str = ""
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass
+class Op:
+    """An operation that turned finite values into non-finite ones.
+
+    In backward, `name` is the operation of the forward whose derivative failed, and
+    `inputs` and `outputs` are those of `derivative`, which computed it.
+
+    Attributes:
+        name: Its name, such as "aten.div.Tensor".
+        file: The file of the line that called it, the user's and not torch's, or "".
+        line: The number of that line, or 0.
+        code: The line's text.
+        stack: The lines that led to it, the outermost first.
+        inputs: The float tensors that it was given.
+        outputs: The float tensors that it returned.
+        first_index: Where the first non-finite value is.
+        true_value: The result in float64 at the worst place; None if it is not known.
+        limit: The largest number of the output's dtype.
+        derivative: In backward, the operation that ran, or "".
+    """
+
+    name: str
+    file: str = ""
+    line: int = 0
+    code: str = ""
+    stack: list[str] = field(default_factory=list)
+    inputs: list[TensorSummary] = field(default_factory=list)
+    outputs: list[TensorSummary] = field(default_factory=list)
+    first_index: tuple[int, ...] | None = None
+    true_value: float | None = None
+    limit: float | None = None
+    derivative: str = ""
+
+    @property
+    def place(self) -> str:
+        """Its file and line, such as "attention.py:46", or ""."""
+        return f"{os.path.basename(self.file)}:{self.line}" if self.file else ""
+
+
+class Sample(int):
+    """The index of a sample in the batch.
+
+    Attributes:
+        dataset: Its index in the dataset, where the batch holds one; else None.
+    """
+
+    dataset: int | None = None
+
+    @classmethod
+    def of(cls, index: int, dataset: int | None = None) -> Sample:
+        """Makes one of its index in the batch and that in the dataset."""
+        sample = cls(index)
+        sample.dataset = dataset
+        return sample
+
+
+@dataclass
+class Explanation:
+    """What replaying a non-finite step has found.
+
+    Attributes:
+        phase: Where the first bad value arose: "forward", "backward" or "optimizer", or
+            where it already was: "data" or "weights". "" if that is not known.
+        cause: Out of `CAUSES`.
+        module: The name of the module whose code made it; "" for code outside modules.
+        op: The operation that made it, or None if it is not known.
+        tensor: The name of the bad weight, buffer or gradient, or the bad key of the
+            batch; "" where there is none.
+        sample: The sample of the batch that it comes from, or None.
+        num_samples: How many samples the batch has; 0 if that is not known.
+        chain: The operations from `op` to where the guard saw it.
+        evidence: What was measured, in sentences.
+        notes: What could not be found out, and why, in sentences.
+        replays: How often the step's forward was run.
+        seconds: The time that the explanation took.
+    """
+
+    phase: str = ""
+    cause: str = "unknown"
+    module: str = ""
+    op: Op | None = None
+    tensor: str = ""
+    sample: Sample | None = None
+    num_samples: int = 0
+    chain: list[str] = field(default_factory=list)
+    evidence: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    replays: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        """The explanation in at most eight lines."""
+        lines = [f"{label:<9} {text}" for label, text in self._rows()]
+        return "\n".join(lines[:_MAX_LINES])
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        yield "cause", self._headline()
+        for sentence in self.evidence[:_FEW]:
+            yield "evidence", sentence
+        if self.sample is not None:
+            yield "sample", self._sample_text()
+        if len(self.chain) > 1:
+            yield "chain", _shortened(self.chain)
+        for sentence in self.notes[:2]:
+            yield "note", sentence
+        yield "replays", f"{self.replays} forwards, {self.seconds:.2f} s"
+
+    def _headline(self) -> str:
+        return f"{self._what()}{self._where()}"
+
+    def _what(self) -> str:
+        cause = self.cause
+        if cause == "range overflow" and self.op is not None and self.op.outputs:
+            cause = f"{self.op.outputs[0].dtype} overflow"
+        in_phase = (
+            f" in {self.phase}" if self.phase in ("backward", "optimizer") else ""
+        )
+        return f"{cause}{in_phase}"
+
+    def _where(self) -> str:
+        if self.op is None:
+            names = [f"`{self.tensor}`"] if self.tensor else []
+            names += [f"in {self.module}"] if self.module and not self.tensor else []
+            return ": " + " ".join(names) if names else ""
+        code = self.op.code
+        code = code if len(code) <= _MAX_CODE else f"{code[: _MAX_CODE - 4]} ..."
+        where = f" in {self.module}" if self.module else ""
+        places = [self.op.place, f"{self.op.name}{where}"]
+        return f": {code}{'   ' * bool(code)}({', '.join(filter(None, places))})"
+
+    def _sample_text(self) -> str:
+        assert self.sample is not None
+        of = f" of {self.num_samples}" if self.num_samples else ""
+        dataset = self.sample.dataset
+        index = "" if dataset is None else f", index {dataset} of the dataset"
+        return f"{int(self.sample)}{of} (counted from 0){index}"
+
+
+def _shortened(chain: list[str]) -> str:
+    if len(chain) > 2 * _FEW:
+        chain = [*chain[:_FEW], "...", *chain[-_FEW:]]
+    return " -> ".join(chain)

@@ -1,0 +1,196 @@
+"""From the culprit of a replay to an explanation: phase, cause, place, evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from .culprit import EMPTY, INTERMEDIATE, RANGE, UNDEFINED, Details
+from .explanation import Explanation, Op, TensorSummary
+from .kinds import as_wide, bad_names
+from .places import code_at, module_of_parameter, names_of, stack_of
+from .rows import Leaf, Row
+from .slice import Culprit, ForwardRows
+
+_CAUSES = {
+    RANGE: "range overflow",
+    INTERMEDIATE: "range overflow",
+    UNDEFINED: "undefined",
+    EMPTY: "empty reduction",
+}
+_UNWRITTEN = (
+    "it reads memory of {} that nothing has written to: its values are those of "
+    "whoever had the memory before"
+)
+
+
+def explain_culprit(
+    culprit: Culprit, forward_rows: ForwardRows, in_gradients: bool
+) -> Explanation:
+    """Says what is known of a culprit.
+
+    Args:
+        culprit: What was found.
+        forward_rows: Knows the operations of the same replay.
+        in_gradients: Whether what the forward returned was finite.
+    """
+    source = culprit.source
+    if isinstance(source, Leaf):
+        found = _of_leaf(source, culprit)
+    else:
+        found = _of_row(source, forward_rows, in_gradients)
+    found.chain = _chain_text(culprit)
+    return found
+
+
+def _of_leaf(leaf: Leaf, culprit: Culprit) -> Explanation:
+    reader = culprit.first_reader
+    at = (
+        ""
+        if reader is None
+        else f"; it was first read by {reader.name}{_place(reader)}"
+    )
+    what = _counts(leaf.tensor)
+    if leaf.kind == "batch":
+        text = f"`{leaf.name}` of the batch holds {what}{at}"
+        return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])
+    if leaf.kind in ("parameter", "buffer"):
+        return bad_weight(leaf.kind, leaf.name, leaf.tensor, at)
+    if leaf.kind == "gradient":
+        return Explanation(
+            evidence=[f"the gradient that the model's output was given holds {what}"],
+            notes=[
+                "The loss outside of the model was not replayed: call it within "
+                "`guard.run(lambda: loss)`."
+            ],
+        )
+    text = f"a tensor that came from outside of the replayed step holds {what}{at}"
+    return Explanation("data", "bad data", evidence=[text])
+
+
+def bad_weight(
+    kind: str, name: str, tensor: torch.Tensor | None, text: str = ""
+) -> Explanation:
+    """The explanation of a parameter or buffer that was bad before the step."""
+    evidence = f"the {kind} {name} held {_counts(tensor)} before the step{text}"
+    module = module_of_parameter(name)
+    return Explanation(
+        "weights", "bad weights", module, tensor=name, evidence=[evidence]
+    )
+
+
+def first_bad_weight(
+    models: Mapping[str, nn.Module], *kinds: str
+) -> Explanation | None:
+    """The explanation of the first parameter or buffer that is bad, or None."""
+    named = [(kind, name, t) for kind, name, t in names_of(models) if kind in kinds]
+    bad = bad_names([(name, tensor) for _, name, tensor in named], masks=False)
+    for kind, name, tensor in named:
+        if name in bad:
+            return bad_weight(kind, name, tensor)
+    return None
+
+
+def _counts(tensor: torch.Tensor | None) -> str:
+    values = None if tensor is None else as_wide(tensor)
+    if values is None:
+        return "non-finite values"
+    num_nan, num_inf = int(values.isnan().sum()), int(values.isinf().sum())
+    parts = [f"{n} {k}" for n, k in ((num_nan, "nan"), (num_inf, "inf")) if n]
+    return f"{' and '.join(parts)} of {values.numel()} values"
+
+
+def _of_row(row: Row, forward_rows: ForwardRows, in_gradients: bool) -> Explanation:
+    forward = forward_rows.of(row) if row.in_backward else row
+    is_backward = in_gradients or row.in_backward
+    found = Explanation("backward" if is_backward else "forward")
+    named = row if row.custom or forward is None else forward
+    if row.in_backward and row.variable is not None:
+        found.evidence.append("it arose where gradients are added up")
+    if forward is not None:
+        found.module = forward_rows.module_of(forward)
+    elif row.in_backward and row.variable is None:
+        found.notes.append(f"Which line of the forward {row.node} is of is not known.")
+    found.op = _op_of(named, row)
+    details = row.details
+    if row.is_empty:
+        found.cause = "not reproducible"
+        found.evidence.append(_UNWRITTEN.format(row.name))
+    elif details is None:
+        found.notes.append("The operation was not computed again.")
+    else:
+        found.cause = _cause_of(details, is_backward)
+        found.evidence += _evidence(details, found.op)
+    return found
+
+
+def _cause_of(details: Details, is_backward: bool) -> str:
+    cause = _CAUSES.get(details.why, "unknown")
+    if is_backward and cause == "undefined":
+        return "singular gradient"
+    return cause
+
+
+def _op_of(named: Row, ran: Row) -> Op:
+    file, line, code = code_at(named.frames)
+    op = Op(named.name, file, line, code, stack_of(named.frames))
+    op.derivative = ran.name if named is not ran else ""
+    if ran.details is not None:
+        details = ran.details
+        op.inputs, op.outputs = details.inputs, details.outputs
+        op.first_index = details.first_index
+        op.true_value, op.limit = details.true_value, details.limit
+    return op
+
+
+def _evidence(details: Details, op: Op) -> list[str]:
+    output = details.outputs[0]
+    ran = f"its derivative ({op.derivative}) made " if op.derivative else ""
+    made = f"{ran}{_bad_text(output)}"
+    inputs = ", ".join(_range_text(each) for each in details.inputs[:3])
+    if inputs and not details.has_bad_inputs:
+        made += f"; inputs finite: {inputs}"
+    elif inputs:
+        made += f"; inputs: {inputs}"
+    return [made, _why_text(details, output.dtype)]
+
+
+def _why_text(details: Details, dtype: str) -> str:
+    value, limit = details.true_value, details.limit
+    if details.why == RANGE and value is not None:
+        is_beyond = value in (float("inf"), float("-inf"))
+        true = "beyond float64, too" if is_beyond else f"{value:.3g}"
+        return f"the true result is {true}; {dtype} ends at {limit:.5g}"
+    if details.why == INTERMEDIATE:
+        return f"the true result {value:.3g} fits {dtype}: it overflowed inside"
+    if details.why == UNDEFINED and value is not None:
+        return f"float64 gives {value} as well: undefined there, not a rounding error"
+    return details.reason or "it was not computed again"
+
+
+def _bad_text(each: TensorSummary) -> str:
+    kinds = [f"{n} {k}" for n, k in ((each.num_nan, "nan"), (each.num_inf, "inf")) if n]
+    return f"{' and '.join(kinds)} of {each.numel} values"
+
+
+def _range_text(each: TensorSummary) -> str:
+    if each.abs_max is None:
+        return f"{list(each.shape)} without a finite value" if each.numel else "nothing"
+    return f"{list(each.shape)} in magnitude {each.abs_min:.3g} to {each.abs_max:.3g}"
+
+
+def _place(row: Row) -> str:
+    file, line, _ = code_at(row.frames)
+    return f" ({file.rpartition('/')[2]}:{line})" if file else ""
+
+
+def _chain_text(culprit: Culprit) -> list[str]:
+    source = culprit.source
+    names = [f"`{source.name}`"] if isinstance(source, Leaf) and source.name else []
+    return [*names, *_without_repeats([row.name for row in culprit.chain])]
+
+
+def _without_repeats(names: Sequence[str]) -> list[str]:
+    return [name for i, name in enumerate(names) if i == 0 or names[i - 1] != name]

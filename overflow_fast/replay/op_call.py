@@ -1,0 +1,118 @@
+"""One call of an operation: what it reads and what it writes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..torch_internals.replay_internals import schema_of, storage_id
+from .kinds import is_float, tensors_in
+from .memory import storages
+
+# These write to all of their first argument, whatever was in it.
+_OVERWRITE = {
+    *("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_"),
+    *("exponential_", "set_", "resize_", "log_normal_", "cauchy_", "geometric_"),
+}
+CONSTANT = "lift_fresh"  # what `torch.tensor(1.0)` ends with: it makes what it is given
+# Batch norm's schemas do not say that it writes to these.
+_STATISTICS = ("running_mean", "running_var")
+
+
+class OpCall:
+    """A call of an operation that is about to run.
+
+    Args:
+        func: The operation.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Attributes:
+        name: Its name, such as "aten.div.Tensor".
+        base: The same without namespace and overload, such as "div".
+        written: The tensors that it writes to.
+        kept: What was in those, by their `id`, where it reads it.
+    """
+
+    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        name = str(func)
+        self.name = name.removesuffix(".default")
+        parts = name.split(".")
+        self.base = parts[1] if len(parts) > 1 else name
+        self.written: list[torch.Tensor] = []
+        self._overwritten: list[torch.Tensor] = []
+        self.kept: dict[int, torch.Tensor] = {}
+        schema = schema_of(func)
+        if schema is not None and (schema.is_mutable or "batch_norm" in self.base):
+            self._note_written(schema)
+
+    def _note_written(self, schema: Any) -> None:
+        for i, argument in enumerate(schema.arguments):
+            alias, name = argument.alias_info, argument.name
+            is_written = alias is not None and alias.is_write
+            if not is_written and name not in _STATISTICS:
+                continue
+            value = self.args[i] if i < len(self.args) else self.kwargs.get(name)
+            tensors = list(tensors_in(value))
+            self.written += tensors
+            if argument.is_out or (i == 0 and self.base in _OVERWRITE):
+                self._overwritten += tensors
+
+    def read(self, floats: bool = True) -> list[torch.Tensor]:
+        """The tensors whose values it reads.
+
+        Args:
+            floats: Whether to leave out those that can hold no nan, or nothing.
+        """
+        if self.base == CONSTANT:
+            return []
+        return [
+            tensor
+            for tensor in tensors_in((self.args, self.kwargs))
+            if not any(tensor is each for each in self._overwritten)
+            if not floats or (is_float(tensor) and tensor.numel())
+        ]
+
+    def keep_written(self) -> None:
+        """Copies what it reads and then overwrites."""
+        for tensor in self.written:
+            if not any(tensor is each for each in self._overwritten):
+                self.kept[id(tensor)] = tensor.detach().clone()
+
+    def fresh(self, output: Any) -> list[torch.Tensor]:
+        """What it returns in memory of its own."""
+        if self.base == CONSTANT:
+            return list(tensors_in(output))
+        arguments = tensors_in((self.args, self.kwargs))
+        given = {storage_id(each) for tensor in arguments for each in storages(tensor)}
+        return [
+            tensor
+            for tensor in tensors_in(output)
+            if not given.intersection(storage_id(each) for each in storages(tensor))
+        ]
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it makes a tensor of a number of Python."""
+        return self.base == CONSTANT
+
+    @property
+    def numbers(self) -> list[float]:
+        """The numbers of Python among its arguments that are nan or inf."""
+        numbers = [n for n in _flat((self.args, self.kwargs)) if isinstance(n, float)]
+        return [number for number in numbers if not math.isfinite(number)]
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _flat(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _flat(each)
+    else:
+        yield value

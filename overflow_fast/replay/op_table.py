@@ -1,0 +1,184 @@
+"""The operations of a replay, and the non-finite values that they made or passed on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..torch_internals.replay_internals import (
+    TorchDispatchMode,
+    autograd_node,
+    next_sequence,
+    sequence_of,
+    storage_id,
+)
+from .culprit import details_of
+from .kinds import NAN, NEGATIVE_INF, Kinds, is_float
+from .memory import StorageMap, is_whole, storages
+from .op_call import OpCall
+from .places import ModuleStack, users_frames
+from .rows import Leaf, Row, Source, is_meant
+from .sums import Sums
+
+_EMPTY = {
+    *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"),
+    *("empty_permuted", "empty_quantized", "resize_"),
+}
+_MAX_SOURCES = 8
+_MAX_DETAILS = 48
+_autograd: Any = torch.autograd
+_Read = list[tuple[list[Source], int]]  # the sources of a tensor, and its kinds
+
+
+class OpTable(TorchDispatchMode):
+    """Records a row for each operation while it is entered.
+
+    Non-finite values are followed by the memory that holds them, so that views and
+    writes in place are no matter. Nothing that runs is changed. Incurs a CPU-GPU sync
+    for each operation on a device.
+
+    Args:
+        modules: Knows which module runs.
+        leaves: The tensors that are there before, by what they are.
+
+    Attributes:
+        rows: The operations, in order.
+        kinds: Knows which kinds of non-finite values tensors hold.
+    """
+
+    def __init__(self, modules: ModuleStack, leaves: Sequence[Leaf]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows: list[Row] = []
+        self.kinds = Kinds()
+        self._modules = modules
+        self._sums = Sums(self.kinds)
+        self._bad: StorageMap[list[Source]] = StorageMap()
+        self._empty: StorageMap[Row] = StorageMap()
+        self._leaves: dict[int, Leaf] = {}
+        self._num_details = 0
+        for leaf in leaves:
+            for storage in storages(leaf.tensor):
+                self._leaves.setdefault(storage_id(storage), leaf)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # that would import dynamo, which takes seconds
+
+    def sources(self, tensor: torch.Tensor) -> list[Source]:
+        """What the non-finite values of a tensor came from."""
+        known, empty = self._bad.get(tensor), self._empty.get(tensor)
+        if known is not None:
+            return known
+        if empty is not None:
+            return [empty]
+        leaves = [self._leaves.get(storage_id(each)) for each in storages(tensor)]
+        return [each for each in leaves if each] or [Leaf("unknown", "", tensor)]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if str(func).startswith("profiler."):
+            return func(*args, **kwargs)
+        op = OpCall(func, args, kwargs)
+        row = self._begin(op)
+        read = op.read()
+        kinds = self.kinds.of(read)
+        bad = [(self.sources(t), k) for t, k in zip(read, kinds, strict=True) if k]
+        op.keep_written()
+        output = func(*args, **kwargs)
+        with torch.no_grad():
+            self._end(op, row, output, bad)
+        return output
+
+    def _begin(self, op: OpCall) -> Row:
+        node: Any = autograd_node()
+        frames = users_frames()
+        row = Row(
+            len(self.rows), op.name, self._modules.current(node is not None), frames
+        )
+        row.sequence = next_sequence() - 1
+        if node is not None:
+            row.node = str(node.name())
+            row.node_sequence = sequence_of(node)
+            row.variable = getattr(node, "variable", None)
+            row.custom = bool(frames)
+        self.rows.append(row)
+        return row
+
+    def _end(self, op: OpCall, row: Row, output: Any, read: _Read) -> None:
+        self.kinds.forget(op.written)
+        fresh = op.fresh(output)
+        if op.base in _EMPTY:
+            row.is_empty = True
+            for tensor in fresh:
+                self._empty.put(tensor, row)
+            return
+        self._sums.note(op, fresh)
+        results = [t for t in [*fresh, *op.written] if is_float(t) and t.numel()]
+        bad = []
+        for tensor, kinds in zip(results, self.kinds.of(results), strict=True):
+            if kinds:
+                bad.append(tensor)
+                row.kinds |= kinds
+            elif is_whole(tensor):  # what was bad there is gone
+                self._bad.drop(tensor)
+                self._empty.drop(tensor)
+        if bad:
+            self._note_bad(op, row, bad, output, read)
+
+    def _note_bad(
+        self,
+        op: OpCall,
+        row: Row,
+        bad: Sequence[torch.Tensor],
+        output: Any,
+        read: _Read,
+    ) -> None:
+        """Notes where bad results came from, or that they began here."""
+        for of, kinds in read:
+            new = [each for each in of if each not in row.parents]
+            row.parents += [each for each in new if not is_meant(each, kinds)]
+        if not row.parents:
+            row.is_meant = _is_meant(op, row, read)
+            if not row.is_meant:
+                self._detail(op, row, bad, output, bool(read))
+        for tensor in bad:
+            known = self._bad.get(tensor)
+            if known is None:
+                self._bad.put(tensor, [row])
+            elif len(known) < _MAX_SOURCES and known[-1] is not row:
+                known.append(row)
+
+    def _detail(
+        self,
+        op: OpCall,
+        row: Row,
+        bad: Sequence[torch.Tensor],
+        output: Any,
+        has_masks: bool,
+    ) -> None:
+        if self._num_details < _MAX_DETAILS:
+            self._num_details += 1
+            row.details = details_of(op, bad, output, self._sums.counts_in(op))
+        # A mask's infs may change their sign; what overflows beside them is news.
+        is_overflow = row.details is not None and row.details.is_overflow
+        row.is_meant = has_masks and not row.kinds & NAN and not is_overflow
+
+
+def _is_meant(op: OpCall, row: Row, read: _Read) -> bool:
+    """Whether an operation's infs were asked for: by a constant, or handed on.
+
+    A mask is made of -inf. Of another constant that was used it is told.
+    """
+    if row.kinds & NAN:
+        return False
+    if not read:
+        numbers = op.is_constant or op.numbers
+        return bool(numbers) and row.kinds == NEGATIVE_INF
+    given = 0
+    for _, kinds in read:
+        given |= kinds
+    return not row.kinds & ~given

@@ -1,0 +1,168 @@
+"""Makes an optimizer's step again, on copies, where it has made weights non-finite."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .culprit import NOT_TRIED
+from .explanation import Explanation, Op
+from .incident import Incident
+from .op_table import OpTable
+from .places import ModuleStack, code_at, module_of_parameter, stack_of
+from .slice import culprit_of
+
+_BETWEEN = (
+    "{} was finite when the step before was judged: the optimizer's step made it "
+    "non-finite, or code between the two"
+)
+
+
+def explain_update(
+    models: Mapping[str, nn.Module], incident: Incident, found: Explanation
+) -> Explanation:
+    """Explains a weight that was finite a step before.
+
+    The step is made again with the state as it is now and gradients of 0. That shows
+    what the update divides by; what it was given before is gone.
+
+    Args:
+        models: The models.
+        incident: What the guard saw.
+        found: What is said of the weight so far.
+    """
+    named = {
+        f"{prefix}{name}": parameter
+        for prefix, model in models.items()
+        for name, parameter in model.named_parameters()
+    }
+    parameter = named[found.tensor]
+    found.evidence = [_BETWEEN.format(found.tensor)]
+    for optimizer in incident.optimizers:
+        group = _group_of(optimizer, parameter)
+        if group is not None:
+            made = _made_again(optimizer, group, parameter, found)
+            return made or _too_large(group, incident, found)
+    return found
+
+
+def _group_of(optimizer: Any, parameter: torch.Tensor) -> dict[str, Any] | None:
+    for group in optimizer.param_groups:
+        if any(parameter is each for each in group["params"]):
+            return dict(group)
+    return None
+
+
+def _made_again(
+    optimizer: Any, group: dict[str, Any], parameter: torch.Tensor, found: Explanation
+) -> Explanation | None:
+    """The explanation if the same elements become non-finite again."""
+    twin = _Twin(optimizer, group, parameter, parameter.dtype)
+    table = OpTable(ModuleStack({}, lambda *_: None), [])
+    with table:
+        twin.step()
+    bad = ~twin.parameter.isfinite()
+    is_same = bool((bad & ~parameter.detach().isfinite()).any())
+    culprit = culprit_of(table.sources(twin.parameter)) if bool(bad.any()) else None
+    if not is_same or culprit is None or not hasattr(culprit.source, "frames"):
+        return None
+    row: Any = culprit.source
+    wide = _Twin(optimizer, group, parameter, torch.float64)
+    wide.step()
+    is_finite = bool(wide.parameter.isfinite().all())
+    num, most = int(bad.sum()), int((~parameter.detach().isfinite()).sum())
+    found = Explanation(
+        "optimizer",
+        "range overflow" if is_finite else "undefined",
+        "",
+        _op_of(row),
+        found.tensor,
+        evidence=found.evidence,
+    )
+    dtype = str(parameter.dtype)[6:]
+    width = f"in float64 it is finite: a number is 0 or inf in {dtype}" * is_finite
+    zeros = [name for name in ("eps",) if _is_zero(group.get(name), parameter.dtype)]
+    eps = "".join(f" ({name}={group[name]:g} is 0 there)" for name in zeros)
+    found.evidence.append(
+        f"the step made again with gradients of 0 makes {num} of these {most} values "
+        f"non-finite; {width or 'in float64 too'}{eps * is_finite}"
+    )
+    return found
+
+
+def _is_zero(value: Any, dtype: torch.dtype) -> bool:
+    return isinstance(value, float) and float(torch.tensor(value, dtype=dtype)) == 0
+
+
+def _op_of(row: Any) -> Op:
+    file, line, code = code_at(row.frames)
+    op = Op(row.name, file, line, code, stack_of(row.frames))
+    if row.details is not None and row.details.why != NOT_TRIED:
+        op.inputs, op.outputs = row.details.inputs, row.details.outputs
+        op.first_index, op.limit = row.details.first_index, row.details.limit
+    return op
+
+
+def _too_large(
+    group: Mapping[str, Any], incident: Incident, found: Explanation
+) -> Explanation:
+    """Whether the learning rate alone takes the weight beyond its dtype."""
+    learning_rate = group.get("lr")
+    gradient = incident.largest_gradient
+    if not isinstance(learning_rate, (int, float)) or not gradient:
+        return found
+    limits = [torch.finfo(each.dtype).max for each in group["params"]]
+    if abs(learning_rate) * gradient > min(limits, default=float("inf")):
+        found.evidence.append(
+            f"the learning rate {learning_rate:.3g} times the largest gradient of the "
+            f"step before, {gradient:.3g}, is beyond the largest number"
+        )
+        return Explanation(
+            "optimizer",
+            "divergence",
+            module_of_parameter(found.tensor),
+            tensor=found.tensor,
+            evidence=found.evidence,
+        )
+    return found
+
+
+class _Twin:
+    """An optimizer of the same kind and state for a copy of one parameter."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        group: dict[str, Any],
+        parameter: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        value = parameter.detach().to(dtype, copy=True)
+        value[~value.isfinite()] = 0
+        self.parameter = nn.Parameter(value)
+        self.parameter.grad = torch.zeros_like(value)
+        self._optimizer = copy.copy(optimizer)
+        state = {
+            key: _copied(each, parameter.dtype, dtype)
+            for key, each in optimizer.state.get(parameter, {}).items()
+        }
+        settings = {key: each for key, each in group.items() if key != "params"}
+        self._optimizer.param_groups = [{**settings, "params": [self.parameter]}]
+        self._optimizer.state = defaultdict(dict, {self.parameter: state})
+
+    def step(self) -> None:
+        """Makes the class's own step, without hooks."""
+        step: Any = type(self._optimizer).step
+        with torch.no_grad():
+            getattr(step, "__wrapped__", step)(self._optimizer)
+
+
+def _copied(value: Any, old: torch.dtype, new: torch.dtype) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().to(new, copy=True) if value.dtype == old else value.clone()

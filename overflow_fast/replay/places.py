@@ -1,0 +1,138 @@
+"""Which line of the user's and which module an operation belongs to."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.names import named_modules
+from ..core.selection import full_name
+from ..torch_internals.replay_internals import autograd_node
+
+_MAX_FRAMES = 12
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_NOT_USERS = (os.path.dirname(os.path.abspath(torch.__file__)), _PACKAGE)
+_DEMO = os.path.join(_PACKAGE, "demo")
+_ENGINE = "_engine_run_backward"
+_is_users: dict[str, bool] = {}
+
+Frames = tuple[tuple[CodeType, int], ...]
+
+
+def users_frames() -> Frames:
+    """The running lines of the user's code, the innermost first.
+
+    In a backward, those that run inside of autograd's engine only: of a custom
+    Function, a hook, or a checkpoint that computes its forward again.
+    """
+    found: list[tuple[CodeType, int]] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and len(found) < _MAX_FRAMES:
+        code = frame.f_code
+        if code.co_name == _ENGINE:
+            break
+        if _is_of_user(code.co_filename):
+            found.append((code, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def _is_of_user(file: str) -> bool:
+    known = _is_users.get(file)
+    if known is None:
+        path = os.path.abspath(file)
+        known = path.startswith(_DEMO) or not path.startswith(_NOT_USERS)
+        known = known and not file.startswith("<frozen")
+        _is_users[file] = known
+    return known
+
+
+def stack_of(frames: Frames) -> list[str]:
+    """Frames as text, the outermost first."""
+    return [
+        f"{code.co_filename}:{line} in {code.co_name}"
+        for code, line in reversed(frames)
+    ]
+
+
+def code_at(frames: Frames) -> tuple[str, int, str]:
+    """The file, the number and the text of the innermost line."""
+    if not frames:
+        return "", 0, ""
+    code, line = frames[0]
+    return code.co_filename, line, linecache.getline(code.co_filename, line).strip()
+
+
+class ModuleStack:
+    """The names of the modules whose forwards run, while it is entered.
+
+    Args:
+        models: The watched models, by what their modules' names begin with.
+        on_end: Called with the name of each module of theirs that has returned, and its
+            output.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module], on_end: Any) -> None:
+        self._names: dict[nn.Module, str] = {}
+        for prefix, model in models.items():
+            for name, module in named_modules(model):
+                self._names.setdefault(module, full_name(prefix, name))
+        self._on_end = on_end
+        self._running: list[tuple[int, str, bool]] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> ModuleStack:
+        for module in self._names:
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # its hooks are compiled
+            self._handles += [  # within the user's hooks is within the call
+                module.register_forward_pre_hook(self._begin, prepend=True),
+                module.register_forward_hook(self._end, always_call=True),
+            ]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def current(self, in_backward: bool) -> str | None:
+        """The name of the innermost one; None in a backward that runs none again."""
+        for _, name, is_in_backward in reversed(self._running):
+            if is_in_backward or not in_backward:
+                return name
+        return None if in_backward else ""
+
+    def _begin(self, module: nn.Module, args: object) -> None:
+        in_backward = autograd_node() is not None
+        self._running.append((id(module), self._names[module], in_backward))
+
+    def _end(self, module: nn.Module, args: object, output: object) -> None:
+        # One that an exception has left without its hook stands above it.
+        while self._running and self._running[-1][0] != id(module):
+            self._running.pop()
+        if self._running:
+            self._running.pop()
+        self._on_end(self._names[module], output)
+
+
+def module_of_parameter(name: str) -> str:
+    """The name of the module that has a parameter."""
+    return name.rpartition(".")[0]
+
+
+def names_of(
+    models: Mapping[str, nn.Module],
+) -> Iterable[tuple[str, str, torch.Tensor]]:
+    """Yields kind, qualified name and tensor of each parameter and buffer, once."""
+    for prefix, model in models.items():
+        for name, parameter in model.named_parameters():
+            yield "parameter", f"{prefix}{name}", parameter
+        for name, buffer in model.named_buffers():
+            yield "buffer", f"{prefix}{name}", buffer

@@ -1,0 +1,216 @@
+"""Everything that a replay may change, put back bit for bit."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.names import named_modules
+from ..torch_internals.module_internals import own_buffers, own_parameters
+from ..torch_internals.replay_internals import gradient_hooks, set_version
+from ..torch_internals.tensor_internals import version_of
+
+_MAX_BYTES = 2**28  # of larger tensors that no optimizer steps there is no copy
+_CONTAINERS = (list, dict, set, OrderedDict)
+
+
+def devices_of(models: Iterable[nn.Module]) -> list[torch.device]:
+    """The devices besides the CPU that hold parameters or buffers."""
+    tensors = (t for model in models for t in _tensors(model))
+    found = {tensor.device for tensor in tensors}
+    return sorted((d for d in found if d.type not in ("cpu", "meta")), key=str)
+
+
+def random_states(devices: Iterable[torch.device]) -> list[tuple[Any, torch.Tensor]]:
+    """The states of torch's random number generators. Does not incur a CPU-GPU sync."""
+    states: list[tuple[Any, torch.Tensor]] = [(None, torch.get_rng_state())]
+    for device in devices:
+        states.append((device, torch.get_device_module(device).get_rng_state(device)))
+    return states
+
+
+def set_random_states(states: Iterable[tuple[Any, torch.Tensor]]) -> None:
+    """Puts the states of torch's random number generators back."""
+    for device, state in states:
+        if device is None:
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+class KeptState:
+    """The state of models and random number generators; put back on exit.
+
+    Gradients are set aside by reference, and hooks on them that step an optimizer in
+    backward with them: they are not called meanwhile.
+
+    Args:
+        models: The models.
+        start: Buffers and what was in them when the step began.
+
+    Attributes:
+        lost: What could not be kept, in sentences.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        start: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
+    ) -> None:
+        self._models = list(models.values())
+        self._start = list(start)
+        self._undo: list[Callable[[], None]] = []
+        self.lost: list[str] = []
+
+    def __enter__(self) -> KeptState:
+        try:
+            self._keep()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _keep(self) -> None:
+        self._keep_random()
+        for model in self._models:
+            for name, module in named_modules(model):
+                self._keep_attributes(module)
+                self._keep_tensors(name, module)
+            for parameter in model.parameters():
+                self._set_gradient_aside(parameter)
+        self.begin()
+
+    def begin(self) -> None:
+        """Makes buffers what they were when the step began, and drops gradients."""
+        with torch.no_grad():
+            for tensor, value in self._start:
+                _write(tensor, value)
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Sets the gradients to None."""
+        for model in self._models:
+            for parameter in model.parameters():
+                parameter.grad = None
+
+    def __exit__(self, *exception: object) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def _keep_random(self) -> None:
+        states, own = random_states(devices_of(self._models)), random.getstate()
+        self._undo += [lambda: set_random_states(states), lambda: random.setstate(own)]
+        numpys: Any = sys.modules.get("numpy.random")  # if the program uses it
+        if numpys is not None:
+            state = numpys.get_state()
+            self._undo.append(lambda: numpys.set_state(state))
+
+    def _keep_attributes(self, module: nn.Module) -> None:
+        own = vars(module)
+        saved = dict(own)
+        contents = {
+            key: value.copy()
+            for key, value in saved.items()
+            if type(value) in _CONTAINERS
+        }
+
+        def undo() -> None:
+            for key in [key for key in own if key not in saved]:
+                del own[key]
+            for key, value in saved.items():
+                if own.get(key, own) is not value:
+                    own[key] = value
+                if key in contents and not _is_same(value, contents[key]):
+                    _refill(value, contents[key])
+
+        self._undo.append(undo)
+
+    def _keep_tensors(self, name: str, module: nn.Module) -> None:
+        """Copies buffers, attributes that are tensors, and frozen parameters."""
+        tensors: dict[str, torch.Tensor | None] = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, torch.Tensor)
+        }
+        tensors |= dict(own_buffers(module)) | {
+            key: each
+            for key, each in own_parameters(module).items()
+            if each is not None and not each.requires_grad
+        }
+        for key, tensor in tensors.items():
+            if tensor is None or tensor.is_meta or _is_lazy(tensor):
+                continue
+            if tensor.nbytes > _MAX_BYTES:
+                if key in own_parameters(module):
+                    continue  # frozen weights, which a forward leaves alone
+                self.lost.append(f"{name}.{key} is too large to be put back.")
+                continue
+            self._undo.append(_rewriter(tensor))
+
+    def _set_gradient_aside(self, parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        hooks = gradient_hooks(parameter)
+        saved = dict(hooks)
+        if hooks:
+            hooks.clear()
+
+        def undo() -> None:
+            parameter.grad = gradient
+            if saved:
+                hooks.update(saved)
+
+        self._undo.append(undo)
+
+
+def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _rewriter(tensor: torch.Tensor) -> Callable[[], None]:
+    """Copies a tensor; returns what makes it that again, for autograd too."""
+    value = tensor.detach().clone()
+    version = None if tensor.is_inference() else version_of(tensor)
+
+    def undo() -> None:
+        _write(tensor, value)
+        if version is not None and version_of(tensor) != version:
+            set_version(tensor, version)
+
+    return undo
+
+
+def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.data.copy_(value)  # autograd, which may have saved it, sees no change
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    return nn.parameter.is_lazy(tensor)
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    """Whether a container holds the same objects as before."""
+    if len(value) != len(before):
+        return False
+    if isinstance(value, dict):
+        pairs = zip(value.items(), before.items(), strict=True)
+        return all(k is j and v is w for (k, v), (j, w) in pairs)
+    if isinstance(value, set):
+        return {id(each) for each in value} == {id(each) for each in before}
+    return all(a is b for a, b in zip(value, before, strict=True))
+
+
+def _refill(value: Any, before: Any) -> None:
+    value.clear()
+    if isinstance(value, list):
+        value.extend(before)
+    else:
+        value.update(before)

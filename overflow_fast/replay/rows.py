@@ -1,0 +1,102 @@
+"""What a table of operations is made of: operations, and tensors that were there."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import torch
+
+from .culprit import Details
+from .kinds import NEGATIVE_INF, kinds_of
+from .places import Frames
+
+
+class Leaf:
+    """A tensor that no operation of the replay made, such as a weight.
+
+    Attributes:
+        kind: "parameter", "buffer", "batch", "gradient" or "unknown".
+        name: Its name, or key.
+        tensor: The tensor.
+    """
+
+    def __init__(self, kind: str, name: str, tensor: torch.Tensor | None) -> None:
+        self.kind = kind
+        self.name = name
+        self.tensor = tensor
+
+    @functools.cached_property
+    def is_mask(self) -> bool:
+        """Whether it holds -inf alone: a buffer, or a batch's tensor of -inf and 0."""
+        values = self.tensor
+        if values is None or kinds_of(values) != NEGATIVE_INF:
+            return False
+        is_sparse = not bool((values[values.isfinite()] != 0).any())
+        return self.kind == "buffer" or (self.kind == "batch" and is_sparse)
+
+
+class Row:
+    """One operation.
+
+    Attributes:
+        index: Its place in the order of execution.
+        name: Its name, such as "aten.div.Tensor".
+        module: The name of the module that called it; None in backward.
+        frames: The user's lines that led to it.
+        thread: The thread that ran it.
+        node: The name of the autograd node that called it, or "".
+        node_sequence: The number of that node.
+        sequence: The number of the last node that was made in this thread.
+        custom: Whether the user's code called it within a backward.
+        variable: Where gradients are added up: whose.
+        parents: What its non-finite inputs came from that are not meant.
+        kinds: The kinds of non-finite values that it returned.
+        is_meant: Whether these are infs that the code asked for, as of a mask.
+        is_empty: Whether it returned memory that nobody has written to.
+        details: What is known of its inputs and outputs, where it made the bad value.
+    """
+
+    __slots__ = (
+        *("index", "name", "module", "frames", "node", "node_sequence", "sequence"),
+        *("parents", "kinds", "is_meant", "is_empty", "details", "custom", "thread"),
+        "variable",
+    )
+
+    def __init__(
+        self, index: int, name: str, module: str | None, frames: Frames
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.module = module
+        self.frames = frames
+        self.thread = threading.get_ident()
+        self.node = ""
+        self.node_sequence = self.sequence = -1
+        self.parents: list[Source] = []
+        self.kinds = 0
+        self.is_meant = self.is_empty = self.custom = False
+        self.details: Details | None = None
+        self.variable: torch.Tensor | None = None
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether an autograd node called it, and no forward that is run again."""
+        return bool(self.node) and self.module is None
+
+
+Source = Row | Leaf
+
+
+def is_meant(source: Source, kinds: int) -> bool:
+    """Whether the infs of a source were asked for, as those of a mask are.
+
+    Args:
+        source: The source.
+        kinds: The kinds of non-finite values that were read of it.
+    """
+    if isinstance(source, Row):
+        return source.is_meant
+    if source.kind == "unknown":  # such as a constant
+        return kinds == NEGATIVE_INF
+    return source.is_mask

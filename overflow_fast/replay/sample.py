@@ -1,0 +1,153 @@
+"""Which sample of the batch the bad value comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .explanation import Explanation, Sample
+from .kept_call import KeptCall
+from .kinds import as_wide, is_float
+from .rerun import Rerun
+from .rows import Leaf, Row
+from .slice import Culprit, culprit_of
+
+_INDEX_KEYS = ("index", "indices", "idx", "sample_index", "sample_id", "id", "ids")
+
+
+def find(
+    found: Explanation,
+    culprit: Culprit,
+    rerun: Rerun,
+    place: int,
+    may_run: Callable[[int], bool],
+) -> None:
+    """Adds the sample to an explanation, where it is one alone.
+
+    A bad value in the batch tells by itself. Else the step is replayed with one half of
+    the batch after another, and what is found with all others: a sample is named if the
+    same operation fails with it alone, and the step is finite without it.
+    """
+    call = rerun.calls[place]
+    size = batch_size(call)
+    if size is None or found.phase == "weights":
+        return
+    found.num_samples = size
+    source = culprit.source
+    if isinstance(source, Leaf):
+        index = _only_bad(source.tensor, size) if source.kind == "batch" else None
+    elif size < 2 or not _is_replayable(found):
+        index = None
+    else:
+        index = _halved(source, rerun, call, size, may_run)
+    if index is not None:
+        found.sample = Sample.of(index, _of_dataset(call, index, size))
+
+
+def _is_replayable(found: Explanation) -> bool:
+    return found.phase in ("forward", "backward") and found.cause != "not reproducible"
+
+
+def batch_size(call: KeptCall) -> int | None:
+    """The size of dimension 0 that the tensors of a batch share, or None."""
+    tensors = [tensor for _, tensor in call.leaves() if tensor.dim()]
+    sizes = {len(tensor) for tensor in tensors}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _only_bad(tensor: torch.Tensor | None, size: int) -> int | None:
+    values = None if tensor is None else as_wide(tensor)
+    if values is None or values.dim() == 0 or len(values) != size:
+        return None
+    bad = ~values.isfinite().reshape(size, -1).all(1)
+    places = bad.nonzero().flatten().tolist()
+    return places[0] if len(places) == 1 else None
+
+
+def _halved(
+    source: Row,
+    rerun: Rerun,
+    call: KeptCall,
+    size: int,
+    may_run: Callable[[int], bool],
+) -> int | None:
+    """The sample with which alone the same operation fails, and not without it."""
+    left = _guess(source, size) or list(range(size))
+    if len(left) == 1 and not (may_run(1) and _fails(rerun, call, left, size, source)):
+        left = list(range(size))
+    while len(left) > 1:
+        if not may_run(1):
+            return None
+        half = left[: len(left) // 2]
+        left = half if _fails(rerun, call, half, size, source) else left[len(half) :]
+        if len(left) == 1 and not (
+            may_run(1) and _fails(rerun, call, left, size, source)
+        ):
+            return None
+    others = [i for i in range(size) if i != left[0]]
+    is_only = may_run(1) and not _fails(rerun, call, others, size, None)
+    return left[0] if is_only else None
+
+
+def _guess(source: Row, size: int) -> list[int] | None:
+    """The sample that the index of the first bad value points to."""
+    details = source.details
+    if details is None or not details.first_index or not details.outputs:
+        return None
+    length = details.outputs[0].shape[0]
+    if length % size:
+        return None
+    return [details.first_index[0] // (length // size)]
+
+
+def _fails(
+    rerun: Rerun, call: KeptCall, rows: Sequence[int], size: int, source: Row | None
+) -> bool:
+    """Whether a part of the batch fails: at the same place, or anywhere."""
+    part = type(call)(call.function, _cut(call.batch, rows, size), call.ambient)
+    part.returns_loss = call.returns_loss
+    part.held = {
+        place: held[list(rows)] if held.dim() and len(held) == size else held
+        for place, held in call.held.items()
+    }
+    outcome = rerun.run(0, [part])
+    if source is None:
+        return outcome.error is not None or not outcome.is_clean
+    table = outcome.table
+    if outcome.error is not None or table is None:
+        return False
+    targets = outcome.bad_outputs or [
+        outcome.gradients[name] for name in outcome.bad_gradients
+    ]
+    again = culprit_of([each for t in targets for each in table.sources(t)])
+    other = None if again is None else again.source
+    return isinstance(other, Row) and _place_of(other) == _place_of(source)
+
+
+def _place_of(row: Row) -> tuple[Any, ...]:
+    return row.name, row.module, row.node, row.frames[:1]
+
+
+def _cut(batch: Any, rows: Sequence[int], size: int) -> Any:
+    if isinstance(batch, torch.Tensor):
+        if not batch.dim() or len(batch) != size:
+            return batch
+        part = batch.detach()[list(rows)]
+        wants = batch.requires_grad and is_float(batch)
+        return part.requires_grad_() if wants else part
+    if type(batch) is dict:
+        return {key: _cut(each, rows, size) for key, each in batch.items()}
+    if type(batch) in (list, tuple):
+        return type(batch)(_cut(each, rows, size) for each in batch)
+    return batch
+
+
+def _of_dataset(call: KeptCall, index: int, size: int) -> int | None:
+    """The sample's index in the dataset, where a key of the batch is called that."""
+    for name, tensor in call.leaves():
+        is_index = name in _INDEX_KEYS and not is_float(tensor)
+        if is_index and tensor.dim() == 1 and len(tensor) == size:
+            return int(tensor[index])
+    return None

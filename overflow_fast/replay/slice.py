@@ -1,0 +1,127 @@
+"""Walks back from a bad value to the operation that made it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .op_table import OpTable
+from .rows import Leaf, Row
+
+_KNOWN_LEAVES = ("parameter", "buffer", "batch", "gradient")
+
+
+@dataclass
+class Culprit:
+    """Where the non-finite values of a tensor began.
+
+    Attributes:
+        source: The operation that made them, or the tensor that held them before.
+        chain: The operations from there to the tensor.
+        first_reader: The operation that read the source first, or None.
+    """
+
+    source: Row | Leaf
+    chain: list[Row] = field(default_factory=list)
+
+    @property
+    def first_reader(self) -> Row | None:
+        """The operation that first used a tensor which was bad before, or None."""
+        rows = [row for row in self.chain if row is not self.source]
+        return rows[0] if rows else None
+
+
+def culprit_of(sources: Sequence[Row | Leaf]) -> Culprit | None:
+    """Finds the earliest origin of what is bad, infs that are meant left out.
+
+    Args:
+        sources: What wrote the bad values.
+
+    Returns:
+        The culprit; None if all that is bad is meant, as far as can be seen.
+    """
+    child: dict[int, Row | None] = {}
+    origins: list[Row | Leaf] = []
+    waiting: list[tuple[Row | Leaf, Row | None]] = [(each, None) for each in sources]
+    while waiting:
+        source, reader = waiting.pop()
+        if id(source) in child:
+            continue
+        child[id(source)] = reader
+        if isinstance(source, Row) and source.parents:
+            waiting += [(parent, source) for parent in source.parents]
+        elif not _is_meant(source):
+            origins.append(source)
+    if not origins:
+        return None
+    first = min(origins, key=_order)
+    return Culprit(first, _chain(first, child))
+
+
+def _is_meant(source: Row | Leaf) -> bool:
+    return source.is_meant if isinstance(source, Row) else source.is_mask
+
+
+def _order(source: Row | Leaf) -> tuple[int, int]:
+    if isinstance(source, Row):
+        return 1, source.index
+    return (0 if source.kind in _KNOWN_LEAVES else 2), 0
+
+
+def _chain(first: Row | Leaf, child: dict[int, Row | None]) -> list[Row]:
+    chain = [first] if isinstance(first, Row) else []
+    reader = child[id(first)]
+    while reader is not None:
+        chain.append(reader)
+        reader = child[id(reader)]
+    return chain
+
+
+class ForwardRows:
+    """Finds the forward operation whose derivative an autograd node computes.
+
+    Autograd numbers its nodes as it makes them, just before their operation runs.
+
+    Args:
+        table: The operations of one replay.
+    """
+
+    def __init__(self, table: OpTable) -> None:
+        self._by_sequence: dict[int, list[Row]] = {}
+        last: dict[int, int] = {}  # by thread
+        for row in table.rows:
+            if row.sequence > last.get(row.thread, -1):
+                last[row.thread] = row.sequence
+                self._by_sequence.setdefault(row.sequence, []).append(row)
+
+    def of(self, row: Row) -> Row | None:
+        """The forward operation, or None if it is not known."""
+        for _ in range(4):  # a double backward's node was made in a backward
+            found = self._node_of(row)
+            if found is None or not found.in_backward or found.custom:
+                return found
+            row = found
+        return None
+
+    def module_of(self, row: Row) -> str:
+        """The module whose code a row belongs to; in backward, that of its node."""
+        current: Row | None = row
+        for _ in range(4):
+            if current is None or current.module is not None:
+                break
+            current = self._node_of(current)
+        return (current.module if current is not None else None) or ""
+
+    def _node_of(self, row: Row) -> Row | None:
+        rows = [r for r in self._by_sequence.get(row.node_sequence, []) if r is not row]
+        if len(rows) > 1:  # each thread counts for itself
+            rows = [each for each in rows if _is_derivative(row.node, each.name)]
+        return rows[0] if len(rows) == 1 else None
+
+
+def _is_derivative(node: str, op: str) -> bool:
+    """Whether a node such as PowBackward0 is that of an operation such as aten.pow."""
+    of = re.sub(r"Backward\d*$", "", node.rpartition("::")[2]).lower()
+    name = op.split(".")[1] if "." in op else op
+    return name.replace("_", "").lower().startswith(of)

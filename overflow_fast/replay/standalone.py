@@ -1,0 +1,86 @@
+"""`explain()`: says why a model's step is not finite, without a guard."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .explain import BUDGET, investigate
+from .explanation import Explanation
+from .kept_call import Ambient, KeptCall
+from .restore import devices_of
+
+
+def explain(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[..., torch.Tensor] | None = None,
+    *,
+    budget: int = BUDGET,
+) -> Explanation:
+    """Runs a step of a model and says which operation makes it non-finite, and why.
+
+    Runs forward and backward; gradients, buffers and random states are put back bit for
+    bit, and nothing is stepped. Incurs a CPU-GPU sync for each operation on a device.
+
+    Args:
+        model: The model.
+        batch: What the model is called with: a tuple or list of arguments, a dict of
+            keyword arguments, or the one argument.
+        loss: Takes the batch, or the model and the batch, calls the model and returns
+            what to call `backward()` on. None: the loss that the model returns.
+        budget: How many forwards it may run.
+
+    Returns:
+        The explanation; its `cause` is "not reproducible" if the step is finite.
+
+    Raises:
+        TypeError: If the model or the loss cannot be used.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> found = explain(model, torch.zeros(1, 2), lambda x: model(x).sum().log())
+        >>> found.phase
+        'forward'
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if loss is not None and not callable(loss):
+        raise TypeError(
+            "loss must be a callable that takes the batch, or the model and the batch, "
+            f"and returns a loss, got {type(loss).__name__}"
+        )
+    function = _step_of(model, loss)
+    call = KeptCall(function, batch, Ambient(model, devices_of([model])))
+    call.returns_loss = loss is not None
+    return investigate({"": model}, [call], budget=budget)
+
+
+def _step_of(
+    model: nn.Module, loss: Callable[..., torch.Tensor] | None
+) -> Callable[[Any], Any]:
+    if loss is None:
+        return lambda batch: _call(model, batch)
+    if _num_required(loss) >= 2:
+        return lambda batch: loss(model, batch)
+    return loss
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def _num_required(function: Callable[..., Any]) -> int:
+    """How many positional arguments a function has to be called with."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 1
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in kinds and p.default is p.empty for p in parameters)
