@@ -134,7 +134,8 @@ def replicated():
 def replicated_by_fsdp():
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
-    mesh = dist.device_mesh.init_device_mesh(device().type, (4,))
+    kind, names = device().type, ("ranks",)  # which torch 2.10 cannot do without
+    mesh = dist.device_mesh.init_device_mesh(kind, (4,), mesh_dim_names=names)
     return one_bad([replicate(make(), mesh=mesh)])
 
 
