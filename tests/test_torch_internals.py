@@ -54,8 +54,8 @@ CPP_PRIVATE_HEADER = re.compile(
     r"|ATen/(SequenceNumber|record_function|PythonTorchFunctionTLS)"
 )
 CPP_PRIVATE_NAME = re.compile(
-    r"\bTHP\w+|(c10|at)::impl\b|torch::(autograd|dynamo|impl|torch_dispatch_mode)\b"
-    r"|_PyType_Lookup|unsafeGet|_unsafe_|getIntrusivePtr|version_counter|DispatchKeySet"
+    r"\bTHP\w+|(?:c10|at)::impl\b|torch::(?:autograd|dynamo|impl|torch_dispatch_mode)\b"
+    r"|_PyType_Lookup|unsafeGet|_unsafe_|getIntrusivePtr|version_counter\b|DispatchKeySet"
 )
 
 
@@ -193,6 +193,17 @@ def test_hooks_come_in_the_order_of_their_calls():
     assert list(modules.forward_hooks(module).values()) == hooks
     assert modules.forward_pre_hooks(module) == {}
     assert list(modules.own_parameters(module)) == ["weight", "bias"]
+
+
+def test_hooks_on_several_modules_share_a_key_in_torch_2_10(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.10.0"))
+    model = nn.Sequential(nn.ReLU(), nn.Linear(1, 1))
+    guard = overflow_fast.OverflowGuard(model, on_overflow="warn")
+    first, second = (list(modules.forward_hooks(each)) for each in model)
+    assert len(first) == 1 and first == second
+    guard.remove()
+    for each in model:
+        assert not each._forward_hooks and not each._forward_hooks_with_kwargs
 
 
 def test_step_hooks_are_counted():

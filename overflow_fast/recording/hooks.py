@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .. import _C
-from ..torch_internals.module_internals import forward_hooks, forward_pre_hooks
+from ..torch_internals.module_internals import forward_hooks, forward_pre_hooks, share_key
 from ..torch_internals.running import running_modules
 from . import traced
 
@@ -57,6 +57,7 @@ class Attachment:
                 continue  # TorchScript has no forward hooks
             hook = functools.partial(_C.run_hook, _C.FrameHook(owner, index))
             self.handles.append(module.register_forward_hook(hook, with_kwargs=True))
+            share_key(module, self.handles[-1], self.handles[0].id)
         before, after, ended = (
             functools.partial(_C.run_paused, StepBoundaryHook(owner, name))
             for name in ("before_root", "after_root", "root_ended")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from .registry import INTERNALS, Internal, internal
 
@@ -55,6 +56,27 @@ for _name, _noun in (
 def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """A module's forward hooks, in the order of their calls."""
     return module._forward_hooks
+
+
+@internal(
+    "torch.nn.Module._forward_hooks_with_kwargs",
+    "dynamo of torch 2.10 compiles a block again for each key of a hook on it",
+    "With torch 2.10, blocks that are compiled share no graph",
+)
+def share_key(module: nn.Module, handle: RemovableHandle, key: int) -> None:
+    """Moves a module's newest forward hook to a key, for torch 2.10.
+
+    Args:
+        module: The module, whose hook takes keyword arguments.
+        handle: The hook's.
+        key: The key of a hook of the same kind, of this or another module.
+    """
+    hooks: dict[int, Any] = module._forward_hooks
+    flags = module._forward_hooks_with_kwargs
+    if torch.__version__ >= "2.11" or key in hooks:
+        return
+    hooks[key], flags[key] = hooks.pop(handle.id), flags.pop(handle.id)
+    handle.id = key
 
 
 @internal(
