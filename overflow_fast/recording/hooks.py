@@ -11,7 +11,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .. import _C
-from ..torch_internals.module_internals import forward_hooks, forward_pre_hooks, share_key
+from ..torch_internals.module_internals import (
+    forward_hooks,
+    forward_pre_hooks,
+    share_key,
+)
 from ..torch_internals.running import running_modules
 from . import traced
 
