@@ -78,7 +78,7 @@ sanitize: build/scan_core_address+undefined build/scan_core_thread \
 
 # Compiles the CUDA sources for every architecture, where nvcc is found; needs no GPU.
 cuda-check: $(VENV)/ready
-	$(RUN) tests/cuda_check.py
+	$(RUN) tests/cpp/cuda_check.py
 
 # Tests and measures on a machine with a GPU, with the Python that has torch there;
 # ARGS="--minutes 20 --resume", for example: `benchmarks/check --help`.

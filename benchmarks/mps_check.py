@@ -25,7 +25,7 @@ from overflow_fast import OverflowGuard, scan
 ROOT = Path(__file__).parent.parent
 SIZES = [1 << 12, 1 << 20, 1 << 26]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64]
-TESTS = ["tests/test_scan.py", "tests/test_scan_properties.py"]
+TESTS = ["tests/scan/test_scan.py", "tests/scan/test_scan_properties.py"]
 
 
 class Kept(logging.Handler):

@@ -45,7 +45,7 @@ def run(tool: str, sanitizer: str, command: list[str]) -> tuple[int, str]:
 def few_tests() -> list[str] | None:
     if not importlib.util.find_spec("pytest"):
         return None
-    files = ["tests/test_scan.py", "tests/test_cuda.py"]
+    files = ["tests/scan/test_scan.py", "tests/scan/test_cuda.py"]
     chosen = ["-q", "-p", "no:cacheprovider", "-k", f"cuda and ({FEW})"]
     return [sys.executable, "-m", "pytest", *chosen, *files]
 

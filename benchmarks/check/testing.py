@@ -14,7 +14,7 @@ from check.record import ROOT
 from check.tools import options, save, skip
 
 MAX_PROCESSES = 16
-LOCAL = (ROOT / "tests", ROOT / "benchmarks", ROOT)
+LOCAL = (ROOT / "tests/support", ROOT / "benchmarks", ROOT)
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
@@ -46,7 +46,7 @@ def missing_package(path: Path, seen: frozenset[Path] = frozenset()) -> str | No
 def without_missing() -> tuple[list[str], list[str]]:
     """Options that leave files out, and a sentence for each."""
     ignored, said = [], []
-    for path in sorted((ROOT / "tests").glob("test_*.py")):
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
         if package := missing_package(path):
             ignored.append(f"--ignore={path.relative_to(ROOT)}")
             said.append(f"{path.name} is left out: {package} is missing")
@@ -64,11 +64,12 @@ def command(kind: str, device: str, is_quick: bool) -> tuple[list[str], list[str
         chosen += ["-m", "not cuda"]
         if importlib.util.find_spec("xdist"):
             processes = min(MAX_PROCESSES, os.cpu_count() or 1)
-            chosen += ["-n", str(processes), "--dist", "loadgroup"]
+            chosen += ["-n", str(processes), "--dist", "loadfile"]
+            chosen += ["--no-loadscope-reorder"]
         else:
             lacking.append("pytest-xdist is missing: the tests run one after the other")
     if is_quick:
-        chosen += ["tests/test_names.py", "tests/test_cuda.py"]
+        chosen += ["tests/core/test_names.py", "tests/scan/test_cuda.py"]
     return chosen, lacking
 
 

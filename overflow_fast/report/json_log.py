@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
@@ -148,6 +149,7 @@ class JsonLog:
             _log.warning(f"{text} Said once.", *values)
 
 
+_LOOKS_AT_THE_END = 20
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
 
 
@@ -178,12 +180,19 @@ def _is_own(path: Path) -> bool:
 
 
 def _line_end(path: Path) -> bytes:
-    """What ends the last line, where another process has left it half written."""
+    """What ends the last line, where another process has left it half written.
+
+    One that another process is writing at this moment is given time to be ended.
+    """
     if not path.is_file() or not path.stat().st_size:
         return b""
     with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return b"" if file.read() == b"\n" else b"\n"
+        for _ in range(_LOOKS_AT_THE_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) == b"\n":
+                return b""
+            time.sleep(0.01)
+    return b"\n"
 
 
 def _take_back(file: FileIO, written: int) -> None:

@@ -12,7 +12,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 KERNELS = sorted((ROOT / "csrc/scan/cuda").glob("*.cu"))
 WITH_TORCH = ROOT / "csrc/scan/cuda/cuda_device.cpp"
 OF_BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.cu"))

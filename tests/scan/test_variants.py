@@ -13,7 +13,7 @@ from torch import nn
 
 from overflow_fast import DebugUnderflowOverflow
 
-READER = Path(__file__).parent.parent / "csrc/scan/variants.cpp"
+READER = Path(__file__).parents[2] / "csrc/scan/variants.cpp"
 EMPTY = [-1, 0, 0, 0]
 POSITIVE_INF, NEGATIVE_INF, NAN = 1, 2, 4  # kinds, as in csrc/scan/stat.h
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from overflow_fast import _C
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "build" / "emulated_device.so"
 KERNELS = sorted((ROOT / "csrc/scan/cuda").glob("*.cu"))
 SOURCES = [ROOT / "tests/cpp/emulated_device.cpp", ROOT / "csrc/scan/variants.cpp"]

@@ -1,14 +1,13 @@
 """Nothing of the user's is removed or overwritten, and no disk stops a run."""
 
-import contextlib
 import os
 import shutil
 
 import pytest
 import torch
+from evidence_folders import bad_steps, no_file_beyond, step_folders, strict
 from guarding import INF, NAN, assert_same, batches, make, plant, train_step
 from safetensors.torch import load_file
-from test_guard_evidence import bad_steps, step_folders, strict
 
 from overflow_fast import OverflowGuard
 
@@ -178,18 +177,6 @@ def test_what_cannot_be_copied_leaves_the_rest(tmp_path):
     assert "batch[0][1]: its memory has been freed" in left_out
     assert "batch[0][2]: safetensors cannot hold complex128" in left_out
     assert "batch[0][4]: RuntimeError: no" in left_out
-
-
-@contextlib.contextmanager
-def no_file_beyond(size):
-    """As on a full disk, for this process: a write beyond a file's size fails."""
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("size", [0, 120, 500])

@@ -10,7 +10,7 @@ import pytest
 
 import overflow_fast
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "overflow_fast"
 
 # A room uses those before it, and nothing else of the package.

@@ -11,7 +11,7 @@ import pytest
 import torch
 from processes import python
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def setup_py(*, cxx=None, cuda=None):

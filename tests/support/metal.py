@@ -14,7 +14,7 @@ import torch
 from overflow_fast import _C
 from overflow_fast.metal import MetalScan, source
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "build" / "emulated_metal.so"
 SOURCE = ROOT / "tests/cpp/emulated_metal.cpp"
 

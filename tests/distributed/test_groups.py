@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from guarding import INF, train_step
 from ranks import device
-from test_agreement import logged, sgd
-from test_parallel import data, ddp, fsdp2, make, tensor_parallel
+from sharded_models import data, ddp, fsdp2, logged, make, sgd, tensor_parallel
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer

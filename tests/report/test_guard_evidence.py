@@ -1,38 +1,15 @@
 """What a bad step leaves on disk."""
 
-import json
 import logging
 import sys
 
 import pytest
 import torch
+from evidence_folders import bad_steps, step_folders, strict
 from guarding import INF, NAN, assert_same, batches, make, plant, train, train_step
 from safetensors.torch import load_file
 
 from overflow_fast import OverflowGuard
-
-
-def bad_steps(folder, count=1, spoil=None, **arguments):
-    model, optimizer = make()
-    data = batches(count)
-    with OverflowGuard(model, optimizer, "skip", evidence=folder, **arguments) as guard:
-        for batch in data:
-            with plant(model.blocks[1].fc2, INF):
-                train_step(model, optimizer, batch)
-    return guard, data
-
-
-def strict(path):
-    """What a reader sees that takes JSON alone."""
-    return json.loads(path.read_text(), parse_constant=pytest.fail)
-
-
-def step_folders(folder):
-    """The evidence in a folder, by its place under the runs' folders."""
-    return {
-        path.parent.name: path.parent
-        for path in sorted(folder.glob("overflow_fast/*/*/overflow_fast.json"))
-    }
 
 
 def test_a_bad_step_leaves_its_report_tensors_and_batch(tmp_path):

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import io
 import logging
-import re
 import threading
 
 import guarding
@@ -25,6 +24,7 @@ from guarding import (
     train,
     train_step,
 )
+from report_texts import without_times
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -57,10 +57,6 @@ def in_a_function(model, **options):
 
 FORMS = [wrapped, in_place, in_a_function]
 make = functools.partial(guarding.make, depth=2)  # to compile takes most of the time
-
-
-def without_times(report):
-    return re.sub(r"\s*The guard takes .*", "", str(report))
 
 
 def num_graphs():

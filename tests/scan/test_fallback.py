@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from test_scan import COMPLEX, FLOATS, INTEGERS, layouts
+from scan_cases import COMPLEX, FLOATS, INTEGERS, layouts
 from torch.profiler import ProfilerActivity, profile
 
 from overflow_fast import _C, DebugUnderflowOverflow, scan

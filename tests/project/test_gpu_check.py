@@ -13,7 +13,7 @@ from check import command, process, record, report, stages, state, testing, tool
 from check.stages import Stage
 from check.state import CUT_OFF, FAILED, NOT_RUN, PASSED
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PASSES = "print('fine')"
 FAILS = "print('error: it broke'); raise SystemExit(3)"
 
@@ -198,7 +198,7 @@ def test_test_files_whose_packages_are_missing_are_named_and_left_out(monkeypatc
         lambda name: None if name in absent else found(name),
     )
     arguments, lacking = testing.command("others", "cpu", False)
-    assert "--ignore=tests/test_scan_properties.py" in arguments
+    assert "--ignore=tests/scan/test_scan_properties.py" in arguments
     assert "test_scan_properties.py is left out: hypothesis is missing" in lacking
     assert not any("test_gpu_check" in argument for argument in arguments)
     assert "-n" not in arguments and "one after the other" in lacking[-1]

@@ -7,9 +7,9 @@ import shutil
 
 import pytest
 import torch
+from evidence_folders import no_file_beyond
 from guarding import INF, NAN, batches, make, plant, train, train_step
 from processes import context
-from test_guard_disk import no_file_beyond
 from torch import nn
 
 import overflow_fast

@@ -8,7 +8,7 @@ import torch
 
 import overflow_fast
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

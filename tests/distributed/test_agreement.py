@@ -15,15 +15,11 @@ import torch
 import torch.distributed as dist
 from guarding import INF, flat, plant, state_of, train_step
 from ranks import device
-from test_parallel import data, ddp, fsdp2, make, sharded_in_two_ways
+from sharded_models import data, ddp, fsdp2, logged, make, sgd, sharded_in_two_ways
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
 from overflow_fast import NonFiniteError, OverflowGuard
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def train_one(model, optimizer, batch):
@@ -215,19 +211,6 @@ def batches_that_run_out():
         for batch in data(2 + dist.get_rank()):
             train_step(model, optimizer, batch)
     return guard.step, guard.coverage().failures
-
-
-@contextlib.contextmanager
-def logged():
-    """What the package logs meanwhile."""
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("overflow_fast").addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logging.getLogger("overflow_fast").removeHandler(handler)
 
 
 def join_without_the_guard():

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SUFFIXES = {".py", ".sh", ".cpp", ".cu", ".cuh", ".h", ".toml", ".yml", ".yaml", ""}
 FOLDERS = ["benchmarks", "csrc", "overflow_fast", "tests", ".ci", ".github"]
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from guarding import batches, make
-from test_compile import without_times
+from report_texts import without_times
 from torch import nn
 from torch._higher_order_ops.map import map as map_
 from torch._higher_order_ops.scan import scan

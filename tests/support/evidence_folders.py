@@ -1,0 +1,44 @@
+"""Runs that leave evidence, and what is in their folders."""
+
+import contextlib
+import json
+
+import pytest
+from guarding import INF, batches, make, plant, train_step
+
+from overflow_fast import OverflowGuard
+
+
+def bad_steps(folder, count=1, spoil=None, **arguments):
+    model, optimizer = make()
+    data = batches(count)
+    with OverflowGuard(model, optimizer, "skip", evidence=folder, **arguments) as guard:
+        for batch in data:
+            with plant(model.blocks[1].fc2, INF):
+                train_step(model, optimizer, batch)
+    return guard, data
+
+
+def strict(path):
+    """What a reader sees that takes JSON alone."""
+    return json.loads(path.read_text(), parse_constant=pytest.fail)
+
+
+def step_folders(folder):
+    """The evidence in a folder, by its place under the runs' folders."""
+    return {
+        path.parent.name: path.parent
+        for path in sorted(folder.glob("overflow_fast/*/*/overflow_fast.json"))
+    }
+
+
+@contextlib.contextmanager
+def no_file_beyond(size):
+    """As on a full disk, for this process: a write beyond a file's size fails."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

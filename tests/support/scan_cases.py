@@ -1,0 +1,73 @@
+"""The dtypes and layouts that every scan is tried with."""
+
+import torch
+
+FLOATS = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+]
+
+
+COMPLEX = [torch.complex128, torch.complex64, torch.complex32]
+
+
+INTEGERS = [
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint64,
+    torch.uint32,
+    torch.uint16,
+    torch.uint8,
+    torch.bool,
+]
+
+
+def random_bits(dtype, numel, seed=0):
+    """Finite elements with arbitrary bits."""
+    generator = torch.Generator().manual_seed(seed)
+    count = numel * dtype.itemsize
+    bits = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+    if dtype is torch.bool:
+        return bits.remainder(2).bool()
+    if dtype in INTEGERS:
+        return bits.view(dtype)
+    if dtype.is_complex:
+        real = {
+            torch.complex128: torch.float64,
+            torch.complex64: torch.float32,
+            torch.complex32: torch.float16,
+        }[dtype]
+        parts = random_bits(real, 2 * numel, seed).view(numel, 2)
+        return torch.view_as_complex(parts)
+    values = bits.view(dtype)
+    finite = values.to(torch.float64).isfinite()
+    one = torch.tensor([1.0]).to(dtype).view(torch.uint8)
+    patched = bits.view(numel, -1).clone()
+    patched[~finite] = one
+    return patched.flatten().view(dtype)
+
+
+def layouts(dtype):
+    base = random_bits(dtype, 24 * 10 * 18).view(24, 10, 18)
+    yield "contiguous", base
+    yield "transposed", base.permute(2, 0, 1)
+    yield "sliced", base[3:17, 2:9, 1:16]
+    yield "every other", base[:, :, ::2]
+    yield "every third row", base[::3]
+    yield "column", base[:, 1, 3]
+    yield "one element", base[1, 1, 1]
+    yield "expanded", base[:1].expand(6, 10, 18)
+    yield "expanded inside", base[:, :, 2:3].expand(24, 10, 7)
+    yield "diagonal", base[0].as_strided((10,), (19,))
+    yield "overlapping", base.flatten().as_strided((30, 8), (3, 1))
+    yield "odd offset", base.flatten()[1:]
+    yield "odd offset short", base.flatten()[3:8]
