@@ -225,7 +225,7 @@ def captured(emulated, model, static, **options):
     detector = watch(model, **options)
     model(static)
     with emulated.capture():
-        model(static)
+        detector.graphs_output = model(static)  # a graph keeps its memory
     return detector
 
 
