@@ -27,13 +27,17 @@ SLOW = {
     "test_export.py",
     "test_gpu_check.py",
     "test_groups.py",
+    "test_guard_device.py",
     "test_guard_self_test.py",
     "test_guard_trainers.py",
+    "test_guide.py",
     "test_integrations.py",
     "test_parallel.py",
     "test_parity_models.py",
     "test_precision.py",
     "test_readme.py",
+    "test_torch_internals.py",
+    "test_traced_text.py",
     "test_trainer_state.py",
 }
 
@@ -51,6 +55,7 @@ GROUPS = {
     "test_environments.py": "compiled",
     "test_export.py": "compiled",
     "test_precision.py": "compiled",
+    "test_traced_text.py": "compiled",
 }
 
 

@@ -77,7 +77,7 @@ void record_call(FrameHook* self, Recorder& recorder, py::object class_name, Fil
 }
 
 py::object class_name_of(PyObject* module) {
-  PyTypeObject* type = authors_type(Py_TYPE(module));
+  PyTypeObject* type = unwrapped_type(Py_TYPE(module));
   if ((type->tp_flags & Py_TPFLAGS_HEAPTYPE) == 0) return py::str(type->tp_name);
   return py::reinterpret_borrow<py::object>(reinterpret_cast<PyHeapTypeObject*>(type)->ht_name);
 }

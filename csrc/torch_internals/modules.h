@@ -30,7 +30,7 @@ inline pybind11::object own_parameters(PyObject* module) {
 
 // FSDP2 and composable replicate() derive a module's class from theirs and the author's, and put a
 // prefix before the author's name. Theirs are known by name: importing them is left to the user.
-inline PyTypeObject* authors_type(PyTypeObject* type) {
+inline PyTypeObject* unwrapped_type(PyTypeObject* type) {
   constexpr std::array<std::pair<std::string_view, std::string_view>, 3> kComposed = {
       {{"DDP", "DDP"}, {"FSDPModule", "FSDP"}, {"ReplicateModule", "Replicate"}}};
   const auto base = [type](Py_ssize_t place) {

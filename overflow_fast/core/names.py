@@ -47,7 +47,7 @@ def is_sharded(model: nn.Module) -> bool:
     return any(local_tensor(each) is not None for each in model.parameters())
 
 
-def authors_class(cls: type) -> type:
+def unwrapped_class(cls: type) -> type:
     """A module's class without the one that FSDP2 or `replicate()` puts over it."""
     own, *bases = cls.__mro__
     prefix = COMPOSED.get(bases[0].__name__) if bases else None

@@ -14,7 +14,7 @@ from ..report.json_log import JsonLog
 from ..report.report import Cost, Report, least_headroom, place_of
 from ..report.run import Run
 from ..verdict.verdict import BadFrame, Verdict, kind_of, leading_frame
-from .config import GuardOptions
+from .config import GuardConfig
 
 _MIB = 2**20
 
@@ -30,7 +30,7 @@ class Archive:
 
     def __init__(
         self,
-        options: GuardOptions,
+        options: GuardConfig,
         watches: Sequence[ModelWatch],
         cost: Callable[[], Cost],
     ) -> None:

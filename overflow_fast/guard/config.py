@@ -38,7 +38,7 @@ EVERYTHING = tuple(name for name in Wanted._fields if name != "optimizer_state")
 
 
 @dataclass(frozen=True)
-class GuardOptions:
+class GuardConfig:
     """How a guard was asked to be; see `OverflowGuard` for each."""
 
     on_overflow: Policy
@@ -165,7 +165,7 @@ def _wrong_model(model: object) -> TypeError:
 
 def make_watches(
     models: Mapping[str, nn.Module],
-    options: GuardOptions,
+    options: GuardConfig,
     rules: Rules,
     on_evaluated: Callable[[ModelWatch], None],
     defer: bool,
@@ -207,7 +207,7 @@ def make_watches(
     return watches
 
 
-def warn_of_strangers(
+def warn_foreign_parameters(
     models: Mapping[str, nn.Module], optimizers: Iterable[Optimizer]
 ) -> None:
     """Says so once if an optimizer steps nothing that is watched."""

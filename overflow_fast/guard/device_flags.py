@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ..recording.watch import ModelWatch
-from .config import GuardOptions
-from .optimizer_hook import OptimizerGate
+from .config import GuardConfig
+from .optimizer_hook import OptimizerHook
 
 
 class DeviceFlags:
@@ -22,7 +22,7 @@ class DeviceFlags:
         are_made: Some optimizer reads them.
     """
 
-    def __init__(self, options: GuardOptions, watches: Sequence[ModelWatch]) -> None:
+    def __init__(self, options: GuardConfig, watches: Sequence[ModelWatch]) -> None:
         self._may_skip = options.sync == "lagged" and options.on_overflow in (
             "skip",
             "raise",
@@ -30,7 +30,7 @@ class DeviceFlags:
         self._watches = watches
         self.are_made = False
 
-    def want(self, gates: Sequence[OptimizerGate]) -> None:
+    def want(self, gates: Sequence[OptimizerHook]) -> None:
         """Has devices make flags if one of these optimizers can skip by them."""
         if self._may_skip and any(gate.skips_on_device for gate in gates):
             self.are_made = True
@@ -42,7 +42,7 @@ class DeviceFlags:
         for watch in self._watches:
             watch.recorder.take_flags()
 
-    def hand_over(self, gate: OptimizerGate, has_scaler: bool) -> torch.Tensor | None:
+    def hand_over(self, gate: OptimizerHook, has_scaler: bool) -> torch.Tensor | None:
         """Has the optimizer's kernels skip the step if a flag is set; no sync.
 
         Args:

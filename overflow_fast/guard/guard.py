@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .. import _C
 from ..distributed.joinable import GuardJoinable
-from ..recording.schedule import Level
+from ..recording.schedule import ScanLevel
 from ..report.guard_coverage import GuardCoverage
 from ..report.report import Cost, NonFiniteError, Report
 from ..report.run_lines import log_begin, log_end
@@ -22,7 +22,7 @@ from ..verdict.headroom import HeadroomTable
 from ..verdict.rules import Allow
 from .config import (
     EVERYTHING,
-    GuardOptions,
+    GuardConfig,
     Models,
     Path,
     Policy,
@@ -31,11 +31,11 @@ from .config import (
     kept,
     named_models,
     optimizers_of,
+    warn_foreign_parameters,
     warn_of_others,
-    warn_of_strangers,
 )
 from .learning import check_can_learn
-from .loop import Supervisor
+from .loop import GuardLoop
 from .metrics import Exporter
 from .state import state_report
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-_supervisors: weakref.WeakSet[Supervisor] = weakref.WeakSet()
+_loops: weakref.WeakSet[GuardLoop] = weakref.WeakSet()
 _Result = TypeVar("_Result")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -53,7 +53,7 @@ def _shielded(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def shielded(self: OverflowGuard, *args: Any, **kwargs: Any) -> Any:
-        with self._supervisor.isolation.isolated():
+        with self._loop.isolation.isolated():
             return method(self, *args, **kwargs)
 
     return cast(_Method, shielded)
@@ -195,7 +195,7 @@ class OverflowGuard:
         explain_budget: int | None = None,
         _defer: bool = False,
     ) -> None:
-        options = GuardOptions(
+        options = GuardConfig(
             on_overflow=on_overflow,
             watch=kept(watch),
             include=kept(include),
@@ -223,10 +223,10 @@ class OverflowGuard:
             explain_budget=explain_budget,
         )
         models, optimizers = named_models(model), optimizers_of(optimizer)
-        warn_of_strangers(models, optimizers)
-        self._supervisor = Supervisor(options, models, optimizers, _defer)
+        warn_foreign_parameters(models, optimizers)
+        self._loop = GuardLoop(options, models, optimizers, _defer)
         self.enable()
-        watches = self._supervisor.watches
+        watches = self._loop.watches
         log_begin(watches, optimizers, on_overflow, self.coverage())
 
     # Switching on and off.
@@ -234,21 +234,21 @@ class OverflowGuard:
     @property
     def enabled(self) -> bool:
         """Whether the guard is on."""
-        return self._supervisor.is_enabled
+        return self._loop.is_enabled
 
     @_shielded
     def enable(self) -> None:
         """Switches the guard on; from the next forward on it sees everything."""
         if not self.enabled:
             self._tell_of_others()
-        self._supervisor.enable()
+        self._loop.enable()
 
     @_shielded
     def _tell_of_others(self) -> None:
-        others = [each for each in _supervisors if each.is_enabled]
-        _supervisors.add(self._supervisor)
+        others = [each for each in _loops if each.is_enabled]
+        _loops.add(self._loop)
         watches = [watch for each in others for watch in each.watches]
-        warn_of_others(self._supervisor.watches, watches)
+        warn_of_others(self._loop.watches, watches)
 
     @_shielded
     def disable(self) -> None:
@@ -256,7 +256,7 @@ class OverflowGuard:
 
         What was found and not judged is forgotten.
         """
-        self._supervisor.disable()
+        self._loop.disable()
 
     @_shielded
     def remove(self) -> None:
@@ -267,10 +267,10 @@ class OverflowGuard:
         """
         was_enabled = self.enabled
         try:
-            self._supervisor.finish()
+            self._loop.finish()
         finally:
             if was_enabled:
-                num_reports = self._supervisor.decision.num_bad
+                num_reports = self._loop.decision.num_bad
                 log_end(self.coverage(), num_reports, self.num_skipped, self.cost)
 
     def __enter__(self) -> OverflowGuard:
@@ -289,7 +289,7 @@ class OverflowGuard:
 
         For loops that give up a batch after its forward, and go on without a step.
         """
-        self._supervisor.discard()
+        self._loop.discard()
 
     # What users ask.
 
@@ -305,22 +305,22 @@ class OverflowGuard:
         Raises:
             TypeError, ValueError: If it is set to what is no int of at least 0.
         """
-        return self._supervisor.step
+        return self._loop.step
 
     @step.setter
     def step(self, number: int) -> None:
         check_int("step", number, 0)
-        self._supervisor.set_step(number)
+        self._loop.set_step(number)
 
     @property
     def num_skipped(self) -> int:
         """How many steps the guard skipped; a round of several optimizers is one."""
-        return self._supervisor.rounds.num_skipped
+        return self._loop.rounds.num_skipped
 
     @property
     def consecutive_skips(self) -> int:
         """How many steps up to now it skipped in a row, of the worst optimizer."""
-        return self._supervisor.rounds.consecutive_skips
+        return self._loop.rounds.consecutive_skips
 
     @property
     def last_step_skipped(self) -> bool:
@@ -330,7 +330,7 @@ class OverflowGuard:
         one under way; see `was_skipped()`. Ask it before `scheduler.step()`. Lagged, it
         speaks of the last judged step.
         """
-        return self._supervisor.rounds.is_skipped
+        return self._loop.rounds.is_skipped
 
     def was_skipped(self, optimizer: Optimizer) -> bool:
         """Whether the last step of one of several optimizers was skipped.
@@ -341,28 +341,28 @@ class OverflowGuard:
         Raises:
             ValueError: If it was not given.
         """
-        return self._supervisor.rounds.was_skipped(optimizer)
+        return self._loop.rounds.was_skipped(optimizer)
 
     @property
     def last_report(self) -> Report | None:
         """The report of the last bad step, or None."""
-        return self._supervisor.decision.last_report
+        return self._loop.decision.last_report
 
     @property
     def cost(self) -> Cost:
         """What the guard took in the last step, and on average."""
-        return self._supervisor.meter.cost
+        return self._loop.meter.cost
 
     @property
     def num_syncs(self) -> int:
         """How often the host has waited for a device because of the guard."""
-        return sum(watch.recorder.num_syncs for watch in self._supervisor.watches)
+        return sum(watch.recorder.num_syncs for watch in self._loop.watches)
 
     def coverage(self) -> GuardCoverage:
         """What was looked at so far, and what was not, with the reasons."""
-        with self._supervisor.isolation.isolated():
-            return self._supervisor.coverage()
-        return GuardCoverage.unknown(self._supervisor.isolation.num_failures)
+        with self._loop.isolation.isolated():
+            return self._loop.coverage()
+        return GuardCoverage.unknown(self._loop.isolation.num_failures)
 
     def headroom(self) -> HeadroomTable:
         """How many bits everything has left in its dtype and in float16, and its trend.
@@ -370,8 +370,8 @@ class OverflowGuard:
         Of what modules returned, weights, buffers and gradients, as they last were;
         with `underflow_every` also zeros and subnormals. Incurs no CPU-GPU sync.
         """
-        with self._supervisor.isolation.isolated():
-            return self._supervisor.headroom.table()
+        with self._loop.isolation.isolated():
+            return self._loop.headroom.table()
         return HeadroomTable([])
 
     def metrics(self) -> dict[str, float]:
@@ -383,8 +383,8 @@ class OverflowGuard:
         and, with `underflow_every`, the shares `gradient_zeros`, `gradient_subnormals`,
         `activation_zeros` and `activation_subnormals`. No CPU-GPU sync.
         """
-        with self._supervisor.isolation.isolated():
-            return self._supervisor.metrics()
+        with self._loop.isolation.isolated():
+            return self._loop.metrics()
         return {}
 
     def learn(self, steps: int, *, adopt: bool = True) -> None:
@@ -400,9 +400,9 @@ class OverflowGuard:
             adopt: Whether the guard follows the rules from then on.
         """
         check_int("steps", steps, 1)
-        check_can_learn(self._supervisor.options.wanted)
-        with self._supervisor.isolation.isolated():
-            self._supervisor.learn(steps, adopt)
+        check_can_learn(self._loop.options.wanted)
+        with self._loop.isolation.isolated():
+            self._loop.learn(steps, adopt)
 
     def self_test(
         self,
@@ -446,14 +446,14 @@ class OverflowGuard:
             )
         asked = kept(layers)
         check_names("layers", asked, optional=True)
-        result = self._supervisor.self_test(batch, loss, asked, max_layers)
+        result = self._loop.self_test(batch, loss, asked, max_layers)
         print(result)
         return result
 
     @property
     def rules(self) -> dict[str, str | list[str]]:
         """What is allowed, given or learned, as `allow` takes it."""
-        return self._supervisor.rules.to_dict()
+        return self._loop.rules.to_dict()
 
     def assert_finite_state(
         self,
@@ -475,7 +475,7 @@ class OverflowGuard:
         Raises:
             NonFiniteError: If something is not finite; its report names what.
         """
-        supervisor = self._supervisor
+        supervisor = self._loop
         report = state_report(
             supervisor.models() if model is None else named_models(model),
             supervisor.optimizers if optimizer is None else optimizers_of(optimizer),
@@ -498,7 +498,7 @@ class OverflowGuard:
             RuntimeError: If the ranks do not decide together in one process group, or
                 with `sync="lagged"`.
         """
-        return self._supervisor.joinable
+        return self._loop.joinable
 
     def record(self, **tensors: torch.Tensor) -> None:
         """Adds tensors that no module returns to the step: `guard.record(loss=loss)`.
@@ -516,9 +516,9 @@ class OverflowGuard:
                 raise TypeError(
                     f"{name} must be a torch.Tensor, got {type(tensor).__name__}"
                 )
-        with self._supervisor.isolation.isolated():
-            if self._supervisor.level is Level.ALL:
-                watch = self._supervisor.watches[0]
+        with self._loop.isolation.isolated():
+            if self._loop.level is ScanLevel.ALL:
+                watch = self._loop.watches[0]
                 watch.has_seen_loss |= "loss" in tensors
                 named = list(tensors), list(tensors.values())
                 watch.record(_C.Phase.RECORDED, named)
@@ -545,7 +545,7 @@ class OverflowGuard:
                 f"function must be callable, got {type(function).__name__}: pass "
                 "`lambda: criterion(model(x), y)`"
             )
-        result: _Result = self._supervisor.run(function)
+        result: _Result = self._loop.run(function)
         return result
 
     @_shielded
@@ -562,4 +562,4 @@ class OverflowGuard:
         Raises:
             NonFiniteError: If something is bad and the policy is to raise.
         """
-        return self._supervisor.check()
+        return self._loop.check()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from .. import _C
 from ..report.report import NonFiniteError
-from .overhead import Meter
+from .overhead import OverheadTimer
 
 _log = logging.getLogger("overflow_fast")
 
@@ -25,7 +25,9 @@ class ErrorIsolation:
         num_failures: The number of the guard's own errors so far.
     """
 
-    def __init__(self, meter: Meter, is_foreign: Callable[[Exception], bool]) -> None:
+    def __init__(
+        self, meter: OverheadTimer, is_foreign: Callable[[Exception], bool]
+    ) -> None:
         self._meter = meter
         self._is_foreign = is_foreign
         self.num_failures = 0

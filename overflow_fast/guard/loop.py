@@ -16,7 +16,7 @@ from .. import _C
 from ..core.tensors import loss_in
 from ..distributed.joinable import GuardJoinable
 from ..recording.loop_batches import LoopBatch
-from ..recording.schedule import Cadence, Level
+from ..recording.schedule import ScanLevel, WatchSchedule
 from ..recording.watch import ModelWatch
 from ..report.guard_coverage import GuardCoverage
 from ..report.report import NonFiniteError, Report
@@ -25,19 +25,19 @@ from ..selftest.self_test import Loss, SelfTest
 from ..verdict.headroom import HeadroomTracker
 from ..verdict.rules import Rules
 from . import scalers
-from .config import GuardOptions, make_watches
+from .config import GuardConfig, make_watches
 from .isolation import ErrorIsolation
 from .learning import Learning
-from .metrics import Telling, exporters_of
-from .optimizer_hook import OptimizerGate
-from .overhead import Meter
-from .policy_engine import Decision
+from .metrics import MetricsDispatcher, exporters_of
+from .optimizer_hook import OptimizerHook
+from .overhead import OverheadTimer
+from .policy_engine import PolicyEngine
 from .rounds import Rounds
-from .step_judge import Judge
+from .step_judge import StepJudge
 from .step_result import StepResult
 
 
-class Supervisor:
+class GuardLoop:
     """What the hooks of models, optimizers and scalers call; they hold it.
 
     A step is a round of all optimizers: it is over when each has stepped, or when one
@@ -52,7 +52,7 @@ class Supervisor:
 
     def __init__(
         self,
-        options: GuardOptions,
+        options: GuardConfig,
         models: Mapping[str, nn.Module],
         optimizers: Sequence[Optimizer],
         defer: bool,
@@ -64,7 +64,7 @@ class Supervisor:
         )
         self.defer = defer
         self._gates = [
-            OptimizerGate(
+            OptimizerHook(
                 each,
                 self._before_step,
                 self._after_step,
@@ -73,8 +73,10 @@ class Supervisor:
             for each in optimizers
         ]
         self.rounds = Rounds(self._gates)
-        self.meter = Meter(lambda: sum(w.recorder.seconds for w in self.watches))
-        self.decision = Decision(
+        self.meter = OverheadTimer(
+            lambda: sum(w.recorder.seconds for w in self.watches)
+        )
+        self.decision = PolicyEngine(
             options,
             self.watches,
             self.rounds,
@@ -91,24 +93,24 @@ class Supervisor:
             options.underflow_every,
             options.sync == "lagged",
         )
-        self._telling = Telling(exporters_of(options.metrics))
+        self._telling = MetricsDispatcher(exporters_of(options.metrics))
         may_skip = options.may_skip and bool(self._gates)
-        self._judge = Judge(options, self.watches, self.decision, may_skip)
+        self._judge = StepJudge(options, self.watches, self.decision, may_skip)
         for watch in self.watches:
             watch.shield = self.isolation.isolated
             if may_skip:
                 watch.on_forward = self._before_forward
                 watch.on_forward_end = self._after_forward
         self._judge.flags.want(self._gates)
-        self._cadence = Cadence(
+        self._cadence = WatchSchedule(
             options.every, options.warmup, options.ranges, options.budget
         )
         self._has_budget = options.budget is not None
-        self._called: set[OptimizerGate] = set()
+        self._called: set[OptimizerHook] = set()
         self._last_seen: Report | None = None
         self.step = 0
         self._num_steps = 0
-        self.level = Level.OFF
+        self.level = ScanLevel.OFF
         self.is_enabled = False
 
     # Hooks on and off.
@@ -134,17 +136,17 @@ class Supervisor:
         scalers.stop_listening(self)
         for gate in self._gates:
             gate.detach()
-        self.level = Level.OFF
+        self.level = ScanLevel.OFF
         for watch in self.watches:
             watch.detach()
         self._judge.forget()
 
-    def _set_level(self, level: Level) -> None:
+    def _set_level(self, level: ScanLevel) -> None:
         self.level = level
         self.headroom.begin_step()
         for watch in self.watches:
-            watch.attach() if level is Level.ALL else watch.rest()
-        if self._judge.buffers is not None and level is not Level.OFF:
+            watch.attach() if level is ScanLevel.ALL else watch.rest()
+        if self._judge.buffers is not None and level is not ScanLevel.OFF:
             self._judge.buffers.prepare()
 
     def set_step(self, number: int) -> None:
@@ -173,7 +175,7 @@ class Supervisor:
     def run(self, function: Callable[[], Any]) -> Any:
         """Calls a function that calls the models; keeps it until the step is judged."""
         capture, model = self.decision.capture, self.watches[0].model
-        is_watched = self.is_enabled and self.level is Level.ALL
+        is_watched = self.is_enabled and self.level is ScanLevel.ALL
         if capture is None or model is None or not is_watched:
             return function()
         output = capture.run(model, function, self.isolation.isolated)
@@ -308,12 +310,12 @@ class Supervisor:
             if self._judge.buffers is not None:
                 self._judge.buffers.after_forward(watch)
 
-    def _before_step(self, gate: OptimizerGate) -> bool:
+    def _before_step(self, gate: OptimizerHook) -> bool:
         if self.rounds.has_stepped(gate):
             self._end_round()
         self.rounds.begin()
         self._called.add(gate)
-        if self.level is Level.OFF and not self._joins_every_step:
+        if self.level is ScanLevel.OFF and not self._joins_every_step:
             self.rounds.note_unwatched(gate)
             return False
         try:
@@ -326,7 +328,7 @@ class Supervisor:
             raise
         return False
 
-    def _judge_step(self, gate: OptimizerGate) -> bool:
+    def _judge_step(self, gate: OptimizerHook) -> bool:
         if self.rounds.report is not None:
             return self._pass_over(gate, self.rounds.report)
         scaler = scalers.scaler_of(gate.layers)
@@ -338,7 +340,7 @@ class Supervisor:
         ]
         # Without a batch the gradients are those of an earlier step.
         is_shadowing = self.decision.agreement.is_shadowing
-        level = Level.OFF if is_shadowing else self.level
+        level = ScanLevel.OFF if is_shadowing else self.level
         num_agreed = self.decision.num_agreed
         try:
             return self._judge.judge_step(gate, scaler, self.step, level, others)
@@ -350,7 +352,7 @@ class Supervisor:
             self.isolation.note(error)
             return self._join_others(gate)
 
-    def _join_others(self, gate: OptimizerGate) -> bool:
+    def _join_others(self, gate: OptimizerHook) -> bool:
         """Decides with the other ranks, which wait, without a finding of one's own."""
         if not self.decision.agreement.is_needed:
             return False
@@ -360,7 +362,7 @@ class Supervisor:
         )
         return report is not None and report.action == "skip"
 
-    def _pass_over(self, gate: OptimizerGate, report: Report) -> bool:
+    def _pass_over(self, gate: OptimizerHook, report: Report) -> bool:
         """Has the verdict of a round that is bad hold for another of its steps."""
         is_skipped = report.action == "skip"
         self._judge.pass_over(is_skipped)
@@ -369,7 +371,7 @@ class Supervisor:
             raise NonFiniteError(report)
         return is_skipped
 
-    def _after_step(self, gate: OptimizerGate, is_skipped: bool) -> None:
+    def _after_step(self, gate: OptimizerHook, is_skipped: bool) -> None:
         buffers = self._judge.buffers
         if buffers is not None and not is_skipped:
             with self.isolation.measured():
@@ -388,9 +390,9 @@ class Supervisor:
         if is_bad:
             self._last_seen = self.decision.last_report
             self._cadence.alarm()
-        cost = self.meter.end_step(level is not Level.OFF)
+        cost = self.meter.end_step(level is not ScanLevel.OFF)
         self._cadence.note(step, level, cost.guard_seconds, cost.step_seconds)
-        if level is not Level.OFF:
+        if level is not ScanLevel.OFF:
             self._end_headroom(step, is_bad)
             self._telling.tell(step, self.metrics)
         self._set_level(self._cadence.level(self.step))
@@ -415,13 +417,13 @@ class Supervisor:
                 self._end_round()
             self.rounds.begin()
             try:
-                if self.level is not Level.OFF or self._joins_every_step:
+                if self.level is not ScanLevel.OFF or self._joins_every_step:
                     with self.isolation.measured():
                         self._judge_scaler_skip(gate, scaler)
             finally:
                 self._after_step(gate, is_skipped=self.rounds.is_skipped)
 
-    def _judge_scaler_skip(self, gate: OptimizerGate, scaler: GradScaler) -> None:
+    def _judge_scaler_skip(self, gate: OptimizerHook, scaler: GradScaler) -> None:
         if self.rounds.report is not None:
             self._pass_over(gate, self.rounds.report)
         else:
@@ -432,7 +434,7 @@ class Supervisor:
         if not self.is_enabled:
             return
         try:
-            if self.level is not Level.OFF or self._joins_every_step:
+            if self.level is not ScanLevel.OFF or self._joins_every_step:
                 self.rounds.begin()
                 with self.isolation.measured():
                     gate = self._gates[0] if self._gates else None

@@ -37,7 +37,7 @@ def _name(each: object) -> str:
     return type(each).__name__
 
 
-class Telling:
+class MetricsDispatcher:
     """Calls exporters. The first failure of each is logged; none stops the run."""
 
     def __init__(self, exporters: Sequence[Exporter]) -> None:

@@ -28,7 +28,7 @@ _DECIDES = ("scaler", "loss_scaler", "loss_scale", "cur_scale", "_strategy")
 _MAX_WRAPPED = 100  # a mock's attributes have no end
 
 
-class OptimizerGate:
+class OptimizerHook:
     """Takes the place of one optimizer's `step` while it is attached.
 
     A step that is called off calls nothing of the optimizer's, and none of its step
@@ -52,8 +52,8 @@ class OptimizerGate:
     def __init__(
         self,
         optimizer: Optimizer,
-        judge: Callable[[OptimizerGate], bool],
-        on_stepped: Callable[[OptimizerGate, bool], None],
+        judge: Callable[[OptimizerHook], bool],
+        on_stepped: Callable[[OptimizerHook, bool], None],
         may_call_off: bool,
     ) -> None:
         self._wrapper = weakref.ref(optimizer)
@@ -109,7 +109,7 @@ class OptimizerGate:
         if optimizer is None or self._is_attached:
             return
         self._is_attached = True
-        _leave_alone(OptimizerGate._run)
+        _leave_alone(OptimizerHook._run)
         self._strays.attach(each for _, each in optimizers_in(self._wrapper()))
         self.cover()
 
@@ -136,7 +136,7 @@ class OptimizerGate:
         is_there = stepper is not None and self._step is not None
         if is_there and vars(stepper).get("step") is self._step:
             replaced = self._step.replaced
-            while isinstance(gate := _gate_of(replaced), OptimizerGate):
+            while isinstance(gate := _gate_of(replaced), OptimizerHook):
                 if gate._is_attached:
                     break
                 replaced = replaced.replaced  # it is switched off
@@ -316,10 +316,10 @@ def _tell_of_skip(step: Any) -> None:
             step = getattr(step, "__wrapped__", None)
 
 
-def _gate_of(step: Any) -> OptimizerGate | None:
+def _gate_of(step: Any) -> OptimizerHook | None:
     """The gate that a function leads through, or None; of a mock, too."""
     gate = getattr(step, "gate", None)
-    return gate if isinstance(gate, OptimizerGate) else None
+    return gate if isinstance(gate, OptimizerHook) else None
 
 
 class _CalledOff(BaseException):

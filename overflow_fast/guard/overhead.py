@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ..report.report import Cost
 
 
-class Meter:
+class OverheadTimer:
     """Measures a guard's share of the steps, by the host's clock.
 
     `with meter:` times the guard's own code.

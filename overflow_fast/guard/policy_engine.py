@@ -16,17 +16,17 @@ from ..verdict.attribution import attribute
 from ..verdict.settings import bad_settings
 from ..verdict.verdict import Verdict
 from .archive import Archive
-from .config import GuardOptions
+from .config import GuardConfig
 from .explainer import Explainer, make_capture
 from .learning import Learning
-from .optimizer_hook import OptimizerGate
+from .optimizer_hook import OptimizerHook
 from .policy import limit_skips
 from .rounds import Rounds
 from .step_report import StepReporter
 from .step_result import StepResult
 
 
-class Decision:
+class PolicyEngine:
     """Decides by the guard's policy, reports, keeps count and evidence.
 
     Args:
@@ -42,7 +42,7 @@ class Decision:
 
     def __init__(
         self,
-        options: GuardOptions,
+        options: GuardConfig,
         watches: Sequence[ModelWatch],
         rounds: Rounds,
         cost: Callable[[], Cost],
@@ -208,7 +208,7 @@ class Decision:
         report.num_skipped = self._rounds.num_skipped
 
     def _count_in_round(
-        self, gate: OptimizerGate, found: StepResult, report: Report
+        self, gate: OptimizerHook, found: StepResult, report: Report
     ) -> None:
         rounds, is_skipped = self._rounds, report.action == "skip"
         rounds.note(gate, is_skipped or bool(found.skipped_by), is_skipped)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..report.report import Report
-from .optimizer_hook import OptimizerGate
+from .optimizer_hook import OptimizerHook
 
 
 class Rounds:
@@ -20,9 +20,9 @@ class Rounds:
         num_skipped: How many rounds a step was skipped in.
     """
 
-    def __init__(self, gates: list[OptimizerGate]) -> None:
+    def __init__(self, gates: list[OptimizerHook]) -> None:
         self._gates = gates
-        self._stepped: set[OptimizerGate] = set()
+        self._stepped: set[OptimizerHook] = set()
         self._skips_in_row = dict.fromkeys(gates, 0)
         self._was_skipped = dict.fromkeys(gates, False)
         self._is_over = False
@@ -31,7 +31,7 @@ class Rounds:
         self.report: Report | None = None
         self.num_skipped = 0
 
-    def has_stepped(self, gate: OptimizerGate) -> bool:
+    def has_stepped(self, gate: OptimizerHook) -> bool:
         """Whether an optimizer has stepped in this round."""
         return gate in self._stepped
 
@@ -46,12 +46,12 @@ class Rounds:
         self._stepped.clear()
         self._is_over = True
 
-    def note_step(self, gate: OptimizerGate) -> bool:
+    def note_step(self, gate: OptimizerHook) -> bool:
         """Notes that an optimizer's step is over; returns whether the round is."""
         self._stepped.add(gate)
         return len(self._stepped) == len(self._gates)
 
-    def note(self, gate: OptimizerGate, is_skipped: bool, is_by_guard: bool) -> None:
+    def note(self, gate: OptimizerHook, is_skipped: bool, is_by_guard: bool) -> None:
         """Notes what becomes of an optimizer's step.
 
         Args:
@@ -66,7 +66,7 @@ class Rounds:
             self._is_counted = True
             self.num_skipped += 1
 
-    def note_unwatched(self, gate: OptimizerGate) -> None:
+    def note_unwatched(self, gate: OptimizerHook) -> None:
         """Notes a step that nobody judges: it resets no count."""
         self._was_skipped[gate] = False
 

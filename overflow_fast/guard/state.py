@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..core.selection import Selection
-from ..recording.schedule import Level
+from ..recording.schedule import ScanLevel
 from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch, Wanted
 from ..report.report import NonFiniteError, Report, some
@@ -80,9 +80,9 @@ def state_report(
     tensors = StepTensors(watches)
     for watch in watches:
         rules.put_on(watch)
-    tensors.scan(None, Level.ALL)
+    tensors.scan(None, ScanLevel.ALL)
     for optimizer in optimizers:
-        tensors.scan(innermost(optimizer), Level.ALL)
+        tensors.scan(innermost(optimizer), ScanLevel.ALL)
     frames = collect(watches)
     _tell_of_gaps(watches)
     if not frames:

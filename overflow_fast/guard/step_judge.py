@@ -10,16 +10,16 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .. import _C
-from ..recording.schedule import Level
+from ..recording.schedule import ScanLevel
 from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
 from ..report.report import Report
 from ..verdict.verdict import BadFrame
 from .buffers import BufferSnapshot
-from .config import GuardOptions
+from .config import GuardConfig
 from .device_flags import DeviceFlags
-from .optimizer_hook import OptimizerGate
-from .policy_engine import Decision
+from .optimizer_hook import OptimizerHook
+from .policy_engine import PolicyEngine
 from .scalers import SCALER, has_found_inf, without_scalers
 from .step_result import StepResult
 
@@ -30,13 +30,13 @@ class _Step:
 
     number: int
     last_frame: int
-    gate: OptimizerGate | None = None
+    gate: OptimizerHook | None = None
     scaler: GradScaler | None = None
     is_decided: bool = False  # by what was known when its optimizer was called
     skipped_by: str = ""
 
 
-class Judge:
+class StepJudge:
     """Collects a step's bad frames and has them decided on.
 
     Args:
@@ -53,9 +53,9 @@ class Judge:
 
     def __init__(
         self,
-        options: GuardOptions,
+        options: GuardConfig,
         watches: Sequence[ModelWatch],
-        decision: Decision,
+        decision: PolicyEngine,
         may_skip: bool,
     ) -> None:
         self._options = options
@@ -69,10 +69,10 @@ class Judge:
 
     def judge_step(
         self,
-        gate: OptimizerGate,
+        gate: OptimizerHook,
         scaler: GradScaler | None,
         number: int,
-        level: Level,
+        level: ScanLevel,
         others: Sequence[Optimizer] = (),
     ) -> bool:
         """Judges a step that an optimizer is about to make.
@@ -130,7 +130,7 @@ class Judge:
             self._end(is_lagged)
 
     def judge_scaler_skip(
-        self, gate: OptimizerGate, scaler: GradScaler, number: int, level: Level
+        self, gate: OptimizerHook, scaler: GradScaler, number: int, level: ScanLevel
     ) -> None:
         """Judges a step that a GradScaler has skipped.
 
@@ -177,7 +177,7 @@ class Judge:
             self.restore()
         self._end(is_lagged=False)
 
-    def judge_now(self, number: int, level: Level) -> Report | None:
+    def judge_now(self, number: int, level: ScanLevel) -> Report | None:
         """Judges all that has run. Incurs the sync.
 
         Args:
@@ -248,7 +248,7 @@ class Judge:
 
     # How it is done.
 
-    def _is_lagged(self, gate: OptimizerGate) -> bool:
+    def _is_lagged(self, gate: OptimizerHook) -> bool:
         """Whether the verdict may come when the step is over."""
         if self._options.sync != "lagged" or callable(self._options.on_overflow):
             return False
@@ -299,5 +299,5 @@ class Judge:
             watch.end_judgement(is_lagged)
 
 
-def _is_whole(frames: Sequence[BadFrame], level: Level) -> bool:
-    return level is Level.ALL and not any(bad.is_gradient for bad in frames)
+def _is_whole(frames: Sequence[BadFrame], level: ScanLevel) -> bool:
+    return level is ScanLevel.ALL and not any(bad.is_gradient for bad in frames)

@@ -11,7 +11,7 @@ from ..report.report import Cost, Report, frame_texts, least_headroom
 from ..verdict.remedy import Remedy, remedy_for
 from ..verdict.verdict import BadFrame, Verdict, leading_frame
 from .archive import Archive
-from .config import GuardOptions
+from .config import GuardConfig
 from .policy import Situation, checked_action, choose
 from .step_result import StepResult
 
@@ -34,7 +34,7 @@ class StepReporter:
 
     def __init__(
         self,
-        options: GuardOptions,
+        options: GuardConfig,
         watches: Sequence[ModelWatch],
         archive: Archive,
         cost: Callable[[], Cost],

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..recording.step_tensors import StepTensors
 from ..verdict.verdict import BadFrame
-from .optimizer_hook import OptimizerGate
+from .optimizer_hook import OptimizerHook
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class StepResult:
     skipped_by: str = ""
     tensors: StepTensors | None = None
     notes: list[str] = field(default_factory=list)
-    gate: OptimizerGate | None = None
+    gate: OptimizerHook | None = None
     restore: Callable[[], list[str]] = list
     is_of_step: bool = True
     is_whole: bool = False

@@ -89,6 +89,6 @@ def check_before_saving(guard: OverflowGuard) -> None:
     Call it before anything is written, or removed to make room. Every rank has to.
     Incurs a CPU-GPU sync for each device.
     """
-    is_there = any(watch.model is not None for watch in guard._supervisor.watches)
+    is_there = any(watch.model is not None for watch in guard._loop.watches)
     if guard.enabled and is_there:
         guard.assert_finite_state(joint=True)

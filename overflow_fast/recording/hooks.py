@@ -25,7 +25,7 @@ def modules_once(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
     yield from enumerate(model.modules())
 
 
-def modules_per_parent(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+def modules_as_applied(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
     """Yields a module as often as `model.apply` visits it: once for each parent."""
     index = {id(module): i for i, module in enumerate(model.modules())}
     visited: list[nn.Module] = []
@@ -71,14 +71,14 @@ class Attachment:
             model.register_forward_pre_hook(before, with_kwargs=True),
             model.register_forward_hook(ended, always_call=True),
         ]
-        put_first(forward_pre_hooks(model), self.handles[-2].id)
+        move_hook_to_front(forward_pre_hooks(model), self.handles[-2].id)
         traced.recompile()
 
     def add_before(self, owner: Any, name: str, module: nn.Module) -> None:
         """Has a method of the owner's called before each call of one more module."""
         hook = functools.partial(_C.run_paused, StepBoundaryHook(owner, name))
         self.handles.append(module.register_forward_pre_hook(hook))
-        put_first(forward_pre_hooks(module), self.handles[-1].id)
+        move_hook_to_front(forward_pre_hooks(module), self.handles[-1].id)
 
     def remove(self) -> None:
         """Removes every hook; calling it again does nothing."""
@@ -115,7 +115,7 @@ def root_hooks(model: nn.Module) -> Iterator[StepBoundaryHook]:
                 yield hook.args[0]
 
 
-def put_first(hooks: dict[int, Any], key: int) -> None:
+def move_hook_to_front(hooks: dict[int, Any], key: int) -> None:
     """Makes a hook the first of its dict.
 
     `prepend=True` moves its key in the OrderedDict and not in the dict below, and

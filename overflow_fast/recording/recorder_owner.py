@@ -12,7 +12,7 @@ from torch import nn
 from .. import _C
 from . import traced_walk
 from .coverage import Coverage, warn_of_scripted
-from .hooks import Attachment, modules_once, modules_per_parent
+from .hooks import Attachment, modules_as_applied, modules_once
 
 
 class HookOwner:
@@ -109,7 +109,7 @@ class HookOwner:
 
     def _walk(self, model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
         """Yields the modules to hook, each with its index in `named_modules()`."""
-        return (modules_per_parent if self._is_strict else modules_once)(model)
+        return (modules_as_applied if self._is_strict else modules_once)(model)
 
     def _root_plan(self) -> dict[int, bool]:
         """What compiled code is to list of the root."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 
-class Level(enum.IntEnum):
+class ScanLevel(enum.IntEnum):
     """How much of a step is looked at."""
 
     OFF = 0
@@ -20,7 +20,7 @@ _MEMORY = 8
 _MAX_EVERY = 1000
 
 
-class Cadence:
+class WatchSchedule:
     """Says how much of each step is looked at.
 
     Args:
@@ -43,21 +43,21 @@ class Cadence:
         self._warmup = warmup
         self._ranges = ranges
         self._budget = budget
-        self._cost: dict[Level, float] = {}
+        self._cost: dict[ScanLevel, float] = {}
         self._bare: float | None = None
         self._next_all = 0
         self._next_gradients = 0
         self._is_alarmed = False
 
-    def level(self, step: int) -> Level:
+    def level(self, step: int) -> ScanLevel:
         """How much of a step is looked at."""
         if step < self._warmup or (step - self._warmup) % self._every:
-            return Level.OFF
+            return ScanLevel.OFF
         if self._ranges is not None and not any(a <= step < b for a, b in self._ranges):
-            return Level.OFF
+            return ScanLevel.OFF
         if self._budget is None or self._is_alarmed or step >= self._next_all:
-            return Level.ALL
-        return Level.GRADIENTS if step >= self._next_gradients else Level.OFF
+            return ScanLevel.ALL
+        return ScanLevel.GRADIENTS if step >= self._next_gradients else ScanLevel.OFF
 
     def alarm(self) -> None:
         """Has the next step looked at in full, whatever it costs."""
@@ -69,30 +69,30 @@ class Cadence:
         self._next_gradients += steps
 
     def note(
-        self, step: int, level: Level, guard_seconds: float, step_seconds: float
+        self, step: int, level: ScanLevel, guard_seconds: float, step_seconds: float
     ) -> None:
         """Takes in what a step cost, and plans the next ones by it."""
-        if level is Level.ALL:
+        if level is ScanLevel.ALL:
             self._is_alarmed = False
         if self._budget is None:
             return
         self._bare = _averaged(self._bare, max(step_seconds - guard_seconds, 0.0))
-        if level is not Level.OFF:
+        if level is not ScanLevel.OFF:
             self._cost[level] = _averaged(self._cost.get(level), guard_seconds)
-        if level is Level.ALL:
-            self._next_all = step + self._every_for(Level.ALL)
-        if level is not Level.OFF:
-            self._next_gradients = step + self._every_for(Level.GRADIENTS)
+        if level is ScanLevel.ALL:
+            self._next_all = step + self._every_for(ScanLevel.ALL)
+        if level is not ScanLevel.OFF:
+            self._next_gradients = step + self._every_for(ScanLevel.GRADIENTS)
 
-    def _every_for(self, level: Level) -> int:
+    def _every_for(self, level: ScanLevel) -> int:
         assert self._budget is not None
         allowed = self._budget * (self._bare or 0.0)
         cost = self._cost.get(level)
         if cost is None:
             return 1  # not known yet: look once
-        if level is Level.ALL:
+        if level is ScanLevel.ALL:
             # Gradients have half of the budget where they fit into it.
-            gradients = self._cost.get(Level.GRADIENTS)
+            gradients = self._cost.get(ScanLevel.GRADIENTS)
             if gradients is None:
                 return 2
             fits = gradients <= allowed / 2

@@ -15,7 +15,7 @@ from ..core.selection import Named
 from ..core.tensors import tensors_in
 from ..torch_internals.tensor_internals import is_wrapper, version_of
 from ..torch_internals.wrappers import local_tensor
-from .schedule import Level
+from .schedule import ScanLevel
 from .watch import ModelWatch
 
 _Listed = list[tuple[ModelWatch, Named]]
@@ -58,7 +58,7 @@ class StepTensors:
     def scan(
         self,
         optimizer: Optimizer | None,
-        level: Level,
+        level: ScanLevel,
         others: Sequence[Optimizer] = (),
     ) -> None:
         """Scans what is wanted. Does not incur a CPU-GPU sync.
@@ -70,19 +70,19 @@ class StepTensors:
             others: The optimizers that step next. Of their parameters the gradients
                 that are new since they were last scanned are looked at too.
         """
-        if level is Level.OFF:
+        if level is ScanLevel.OFF:
             return
         listed = [
             (watch, watch.tensors.parameters(model))
             for watch in self._watches
             if (model := watch.model) is not None
         ]
-        if level is Level.ALL and not self._has_scanned_weights:
+        if level is ScanLevel.ALL and not self._has_scanned_weights:
             self._has_scanned_weights = True
             self._scan_models(listed)
         if self._wanted.gradients:
             self._scan_gradients(optimizer, listed, others)
-        if level is Level.ALL and self._wanted.optimizer_state and optimizer:
+        if level is ScanLevel.ALL and self._wanted.optimizer_state and optimizer:
             state = self._state(optimizer)
             self._record(self._watches[0], _C.Phase.OPTIMIZER_STATE, state)
 

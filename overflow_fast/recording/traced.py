@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import _C
-from ..core.names import authors_class
+from ..core.names import unwrapped_class
 from ..core.tensors import traced_loss_in
 from ..torch_internals.compiler import has_compiled, keep_in_order, recompile_all
 from .traced_graph import emit, emit_call, emit_hidden, watch_gradient
@@ -122,7 +122,7 @@ def _trace(
     has_loss: bool,
 ) -> None:
     plan, handle_tensor, owner = hook.plan, hook.handle_tensor, hook.owner_handle
-    name = authors_class(type(module)).__name__
+    name = unwrapped_class(type(module)).__name__
     inputs: Entries = []
     outputs: Entries = []
     has_frame = not is_root or plan & ROOT != 0

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..recording.hooks import put_first
+from ..recording.hooks import move_hook_to_front
 from ..torch_internals.module_internals import forward_hooks, own_buffers
 from ..torch_internals.tensor_internals import may_step_in_backward, pytree, version_of
 
@@ -36,7 +36,7 @@ class Fault:
 
     def __enter__(self) -> Fault:
         self._handle = self._module.register_forward_hook(self._on_forward)
-        put_first(forward_hooks(self._module), self._handle.id)
+        move_hook_to_front(forward_hooks(self._module), self._handle.id)
         return self
 
     def __exit__(self, *exception: object) -> None:

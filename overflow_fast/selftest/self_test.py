@@ -11,7 +11,7 @@ from torch import nn
 
 from ..core.selection import Selection, check_patterns
 from ..core.tensors import loss_in
-from ..recording.schedule import Level
+from ..recording.schedule import ScanLevel
 from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
 from ..torch_internals.tensor_internals import pytree
@@ -176,7 +176,7 @@ class SelfTest:
                     loss = _checked(self._loss(self._batch))
                     if loss.requires_grad:
                         loss.backward()  # type: ignore[no-untyped-call]
-                tensors.scan(None, Level.ALL)
+                tensors.scan(None, ScanLevel.ALL)
                 return attribute(collect(self._watches), self._watches)
             finally:
                 collect(self._watches)

@@ -156,8 +156,8 @@ def budgets_that_differ():
     guard = OverflowGuard(model, optimizer, "skip", budget=0.5)
     for step in range(6):
         is_off = (step + dist.get_rank()) % 2 == 0
-        guard._supervisor._set_level(
-            guard._supervisor.level.OFF if is_off else guard._supervisor.level.ALL
+        guard._loop._set_level(
+            guard._loop.level.OFF if is_off else guard._loop.level.ALL
         )
         train_step(model, optimizer, data()[0])
     guard.remove()
@@ -172,7 +172,7 @@ def different_steps():
     model = ddp(make())
     optimizer = sgd(model)
     guard = OverflowGuard(model, optimizer)
-    guard._supervisor.step = dist.get_rank()
+    guard._loop.step = dist.get_rank()
     train_step(model, optimizer, data()[0])
     logging.getLogger("overflow_fast").removeHandler(handler)
     return messages, guard.coverage().failures

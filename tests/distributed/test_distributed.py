@@ -12,7 +12,7 @@ from overflow_fast import (
     OverflowGuard,
     scan,
 )
-from overflow_fast.core.names import authors_class
+from overflow_fast.core.names import unwrapped_class
 
 DETECTED = "inf/nan detected"
 
@@ -89,8 +89,8 @@ def test_a_sharded_modules_class_is_its_authors(mesh):
 
     module = fully_shard(nn.Linear(2, 2), mesh=mesh)
     assert type(module) is not nn.Linear
-    assert authors_class(type(module)) is nn.Linear
-    assert authors_class(nn.Linear) is nn.Linear
+    assert unwrapped_class(type(module)) is nn.Linear
+    assert unwrapped_class(nn.Linear) is nn.Linear
     model = nn.Sequential(module)
     with DebugUnderflowOverflow(model) as detector:
         model(torch.ones(1, 2))
@@ -113,7 +113,7 @@ def replicated_by_fsdp(module, mesh):
 def test_a_replicated_modules_class_is_its_authors(mesh, wrap):
     module = wrap(nn.Linear(2, 2), mesh)
     assert type(module) is not nn.Linear
-    assert authors_class(type(module)) is nn.Linear
+    assert unwrapped_class(type(module)) is nn.Linear
     model = nn.Sequential(module)
     with DebugUnderflowOverflow(model) as detector:
         model(torch.ones(1, 2)).sum().backward()

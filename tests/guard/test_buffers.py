@@ -447,7 +447,7 @@ def test_large_frozen_parameters_are_not_copied(monkeypatch):
     with guard:
         for _ in range(3):
             step(model, optimizer)
-        points = guard._supervisor._judge.buffers._points
+        points = guard._loop._judge.buffers._points
         assert all(k.copy is None for p in points for k in p._known.values())
         model.write = lambda self, x: self.kept.add_(x.sum())
         step(model, optimizer, BAD)
@@ -656,4 +656,4 @@ def test_a_policy_that_never_skips_copies_nothing():
         optimizer, guard = watched(model, policy)
         with guard:
             step(model, optimizer)
-            assert guard._supervisor._judge.buffers is None
+            assert guard._loop._judge.buffers is None

@@ -6,9 +6,9 @@ from guarding import INF, NAN, batches, hooks_of, make, plant, train, train_step
 from torch import nn
 
 from overflow_fast import OverflowGuard
-from overflow_fast.guard.overhead import Meter
+from overflow_fast.guard.overhead import OverheadTimer
 from overflow_fast.recording import watch
-from overflow_fast.recording.schedule import Cadence, Level
+from overflow_fast.recording.schedule import ScanLevel, WatchSchedule
 from overflow_fast.report.report import Cost
 
 
@@ -179,18 +179,20 @@ def levels(cadence, count=12):
 
 
 def test_steps_are_chosen():
-    assert levels(Cadence(), 3) == [2, 2, 2]
-    assert levels(Cadence(every=3), 7) == [2, 0, 0, 2, 0, 0, 2]
-    assert levels(Cadence(every=2, warmup=3), 8) == [0, 0, 0, 2, 0, 2, 0, 2]
-    assert levels(Cadence(ranges=[(1, 3), (5, 6)]), 7) == [0, 2, 2, 0, 0, 2, 0]
+    assert levels(WatchSchedule(), 3) == [2, 2, 2]
+    assert levels(WatchSchedule(every=3), 7) == [2, 0, 0, 2, 0, 0, 2]
+    assert levels(WatchSchedule(every=2, warmup=3), 8) == [0, 0, 0, 2, 0, 2, 0, 2]
+    assert levels(WatchSchedule(ranges=[(1, 3), (5, 6)]), 7) == [0, 2, 2, 0, 0, 2, 0]
 
 
 def spent(budget, everything, gradients, steps=3000, bare=1.0):
     """The share that a guard takes whose levels cost so much, and its levels."""
-    cadence, total, seen = Cadence(budget=budget), 0.0, []
+    cadence, total, seen = WatchSchedule(budget=budget), 0.0, []
     for step in range(steps):
         level = cadence.level(step)
-        cost = {Level.ALL: everything, Level.GRADIENTS: gradients}.get(level, 0.0)
+        cost = {ScanLevel.ALL: everything, ScanLevel.GRADIENTS: gradients}.get(
+            level, 0.0
+        )
         cadence.note(step, level, cost, bare + cost)
         total += cost
         seen.append(level)
@@ -205,28 +207,28 @@ def test_a_budget_is_kept_and_used(budget, everything, gradients):
     share, seen = spent(budget, everything, gradients)
     assert share <= budget * 1.1
     assert share >= min(budget, everything) * 0.5
-    assert Level.ALL in seen[-1500:]
+    assert ScanLevel.ALL in seen[-1500:]
 
 
 def test_within_the_budget_gradients_are_looked_at_in_every_step():
     _, seen = spent(0.01, 0.04, 0.002)
-    assert Level.OFF not in seen[10:]
+    assert ScanLevel.OFF not in seen[10:]
 
 
 def test_a_cheap_guard_looks_at_everything():
     _, seen = spent(0.05, 0.01, 0.005)
-    assert set(seen[10:]) == {Level.ALL}
+    assert set(seen[10:]) == {ScanLevel.ALL}
 
 
 def test_a_bad_step_has_the_next_one_looked_at_in_full():
-    cadence = Cadence(budget=0.01)
+    cadence = WatchSchedule(budget=0.01)
     for step in range(20):
         cadence.note(step, cadence.level(step), 0.5, 1.5)
-    assert cadence.level(20) is not Level.ALL
+    assert cadence.level(20) is not ScanLevel.ALL
     cadence.alarm()
-    assert cadence.level(20) is Level.ALL
-    cadence.note(20, Level.ALL, 0.5, 1.5)
-    assert cadence.level(21) is not Level.ALL
+    assert cadence.level(20) is ScanLevel.ALL
+    cadence.note(20, ScanLevel.ALL, 0.5, 1.5)
+    assert cadence.level(21) is not ScanLevel.ALL
 
 
 def test_between_watched_steps_no_module_has_a_hook():
@@ -245,13 +247,13 @@ def test_between_watched_steps_no_module_has_a_hook():
 
 def test_a_guard_with_a_budget_plans_by_what_it_measures(monkeypatch):
     costs = {True: Cost(1.1, 0.1, 0.1), False: Cost(1.0, 0.0, 0.1)}
-    end_step = Meter.end_step
+    end_step = OverheadTimer.end_step
 
     def measured(self, is_watched):
         end_step(self, is_watched)
         return costs[is_watched]
 
-    monkeypatch.setattr(Meter, "end_step", measured)
+    monkeypatch.setattr(OverheadTimer, "end_step", measured)
     model, optimizer = make()
     with OverflowGuard(model, optimizer, "warn", budget=0.01) as guard:
         train(model, optimizer, batches(60))

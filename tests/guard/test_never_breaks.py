@@ -259,7 +259,7 @@ def test_such_optimizer_state():
     endless.append(endless)
     optimizer.state[parameter] = {"deep": nested("tuple", 2000)(X), "self": endless}
     with OverflowGuard(model, optimizer, "warn", watch=["optimizer_state"]) as guard:
-        guard._supervisor._judge.tensors.scan(optimizer, guard._supervisor.level)
+        guard._loop._judge.tensors.scan(optimizer, guard._loop.level)
         first = guard.check().verdict.first
         assert guard.coverage().failures == 0
     assert first.fqn == "blocks.0.fc1.weight.self.0"
@@ -459,10 +459,10 @@ def test_no_error_of_its_own_comes_out(call, fault):
     guard = OverflowGuard(nn.Linear(2, 2), None, "warn")
     if call == "enable":
         guard.disable()
-    kept = getattr(guard._supervisor, fault)
-    setattr(guard._supervisor, fault, Broken())
+    kept = getattr(guard._loop, fault)
+    setattr(guard._loop, fault, Broken())
     CALLS[call](guard)
-    setattr(guard._supervisor, fault, kept)
+    setattr(guard._loop, fault, kept)
     guard.remove()
 
 
@@ -475,7 +475,7 @@ def test_a_hook_that_fails_stops_no_forward(method, caplog):
     plain, plain_optimizer = make()
     x, y = torch.ones(4, 8), torch.ones(4, 1)
     with OverflowGuard(model, optimizer, "warn") as guard:
-        setattr(guard._supervisor.watches[0], method, broken)
+        setattr(guard._loop.watches[0], method, broken)
         for each, its in ((model, optimizer), (plain, plain_optimizer)):
             each(x, y=y)["loss"].backward()
             each.blocks[0](x)
@@ -489,7 +489,7 @@ def test_a_hook_that_fails_stops_no_forward(method, caplog):
 def test_a_rule_that_fails_stops_no_forward():
     model = nn.Sequential(nn.Linear(2, 2))
     with OverflowGuard(model, None, "warn", allow={"*:output": "nan"}) as guard:
-        guard._supervisor.watches[0].recorder.set_rules(broken)
+        guard._loop.watches[0].recorder.set_rules(broken)
         model(X * INF)
         assert "RuntimeError: a fault of the guard" in guard.coverage().not_scanned
 
@@ -582,10 +582,10 @@ def test_a_copy_of_a_model_with_a_guard(copied):
     with OverflowGuard(model, optimizer, "warn") as guard:
         model(torch.ones(4, 8), y=torch.ones(4, 1))["loss"].backward()
         copy_ = copied(model)
-        frames = guard._supervisor.watches[0].recorder.total_calls
+        frames = guard._loop.watches[0].recorder.total_calls
         output = copy_(torch.ones(4, 8), y=torch.ones(4, 1))
         assert output["loss"].isfinite()
-        assert guard._supervisor.watches[0].recorder.total_calls == frames
+        assert guard._loop.watches[0].recorder.total_calls == frames
         optimizer.step()
         assert guard.step == 1
         second = OverflowGuard(copy_, None, "warn")

@@ -52,7 +52,7 @@ def watch():
     model = nn.Sequential(Scaled(), nn.Identity())
     watched = []
     with OverflowGuard(model, sync="lagged") as guard:
-        watched += guard._supervisor.watches
+        watched += guard._loop.watches
         model(torch.full((2, 4), 3e38))
         results = watched[0].recorder.take_step_results()
     return watched[0], results.bad

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from overflow_fast import OverflowGuard
-from overflow_fast.recording.hooks import put_first
+from overflow_fast.recording.hooks import move_hook_to_front
 
 INF, NAN = float("inf"), float("nan")
 
@@ -110,7 +110,7 @@ class plant:
 
     def __enter__(self):
         self.handle = self.module.register_forward_hook(self._hook)
-        put_first(self.module._forward_hooks, self.handle.id)
+        move_hook_to_front(self.module._forward_hooks, self.handle.id)
         return self
 
     def __exit__(self, *exception):

@@ -351,7 +351,7 @@ def test_it_is_counted_when_it_is_due():
         underflow_every=3,
         metrics=lambda step, values: told.append(step),
     ) as guard:
-        recorder = guard._supervisor.watches[0].recorder
+        recorder = guard._loop.watches[0].recorder
         due = []
         for batch in batches(5):
             due.append(recorder.counts_underflow)
@@ -380,7 +380,7 @@ def test_watched_steps_count(cadence):
 def test_checks_count():
     model, _ = make()
     with OverflowGuard(model, underflow_every=2) as guard:
-        recorder = guard._supervisor.watches[0].recorder
+        recorder = guard._loop.watches[0].recorder
         due = []
         for x, y in batches(4):
             due.append(recorder.counts_underflow)
