@@ -11,7 +11,7 @@
 // Compiled code knows a hook by its `handle_tensor`, because tensors are what modules that share
 // compiled code may differ in, and an owner by that of its `root_hook`. The owner's `plan` says
 // what to list, and its `device` where compiled code runs. Its `compiled_boundary` stands for the
-// root's hooks in compiled code: see overflow_fast/compiled_boundary.py.
+// root's hooks in compiled code: see overflow_fast/recording/compiled_boundary.py.
 #pragma once
 
 #include <ATen/core/Tensor.h>

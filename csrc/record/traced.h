@@ -1,5 +1,5 @@
 // Frames of compiled calls. torch.compile traces a module's hook into the operator
-// overflow_fast::frame (overflow_fast/traced.py), which runs with the compiled code, where the hook
+// overflow_fast::frame (overflow_fast/recording/traced.py), which runs with the compiled code, where the hook
 // would have run, and records the frame that the hook would have recorded. What the frame lists was
 // found out when it was traced, and is a constant of the operator: an id, and a text that is read
 // where the id is unknown (traced_text.h). Code out of a cache comes with both.
@@ -12,8 +12,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "frame.h"
 #include "../torch_internals/tensor_state.h"
+#include "frame.h"
 
 namespace overflow_fast {
 

@@ -1,5 +1,5 @@
 // What Python does for the extension, which imports no module of the package:
-// overflow_fast/callbacks.py hands it over when the package is imported.
+// overflow_fast/recording/callbacks.py hands it over when the package is imported.
 #pragma once
 
 #include <pybind11/pybind11.h>

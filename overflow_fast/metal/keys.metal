@@ -10,7 +10,7 @@ using namespace metal;
 constant constexpr uint kThreads = OF_THREADS;
 constant constexpr uint kItemWords = 8;
 
-// As in csrc/dtype.h.
+// As in csrc/scan/dtype.h.
 constant constexpr uint kSignMagnitude = 0;
 constant constexpr uint kNegativeZeroNan = 1;
 constant constexpr uint kTwosComplement = 3;
