@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "../record/walk.h"
 #include "../torch_internals/autograd_graph.h"
 #include "../torch_internals/errors.h"
 #include "../torch_internals/eval_frame.h"
@@ -11,7 +12,6 @@
 #include "../torch_internals/modules.h"
 #include "../torch_internals/python_tensor.h"
 #include "../torch_internals/trace_mode.h"
-#include "../record/walk.h"
 
 namespace overflow_fast {
 

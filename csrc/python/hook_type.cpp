@@ -8,10 +8,10 @@
 #include <cstddef>
 #include <unordered_map>
 
-#include "hook.h"
 #include "../torch_internals/eval_frame.h"
 #include "../torch_internals/python_tensor.h"
 #include "../torch_internals/unseen.h"
+#include "hook.h"
 
 namespace overflow_fast {
 
@@ -150,7 +150,8 @@ PyGetSetDef kGetters[] = {
      nullptr},
     {"owner_handle", get_owner_handle, nullptr, "A tensor that compiled code knows its owner by.",
      nullptr},
-    {"plan", get_plan, nullptr, "What its owner lists: see overflow_fast.recording.traced.", nullptr},
+    {"plan", get_plan, nullptr, "What its owner lists: see overflow_fast.recording.traced.",
+     nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 

@@ -2,16 +2,16 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "../record/records.h"
 #include "../scan/callbacks.h"
 #include "../scan/cpu/kernels.h"
 #include "../scan/device_registry.h"
-#include "hook.h"
-#include "metal_launches.h"
-#include "../record/records.h"
 #include "../scan/scan.h"
 #include "../scan/tensor_view.h"
-#include "../torch_internals/hidden.h"
 #include "../scan/torch_scan.h"
+#include "../torch_internals/hidden.h"
+#include "hook.h"
+#include "metal_launches.h"
 
 namespace overflow_fast {
 

@@ -5,10 +5,10 @@
 
 #include "../scan/cpu/scan_cpu.h"
 #include "../scan/device_registry.h"
-#include "hook.h"
 #include "../scan/scan.h"
 #include "../scan/tensor_view.h"
 #include "../scan/torch_scan.h"
+#include "hook.h"
 
 namespace overflow_fast {
 

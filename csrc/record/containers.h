@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <vector>
 
-#include "labels.h"
 #include "../torch_internals/modules.h"
 #include "../torch_internals/python_tensor.h"
+#include "labels.h"
 
 namespace overflow_fast {
 

@@ -7,9 +7,9 @@
 #include <stdexcept>
 
 #include "../scan/device_registry.h"
+#include "../scan/torch_scan.h"
 #include "../torch_internals/errors.h"
 #include "../torch_internals/unseen.h"
-#include "../scan/torch_scan.h"
 
 namespace overflow_fast {
 

@@ -32,7 +32,6 @@ struct Unscanned {
 
 class DeviceSlots {
  public:
-
   explicit DeviceSlots(at::Device device);
   DeviceSlots(const DeviceSlots&) = delete;
   ~DeviceSlots();

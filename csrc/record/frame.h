@@ -5,10 +5,10 @@
 
 #include <vector>
 
+#include "../scan/stat.h"
 #include "device_slots.h"
 #include "labels.h"
 #include "slot_ref.h"
-#include "../scan/stat.h"
 
 namespace overflow_fast {
 

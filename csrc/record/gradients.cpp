@@ -1,7 +1,7 @@
 #include "gradients.h"
 
-#include "recorder.h"
 #include "../torch_internals/autograd_graph.h"
+#include "recorder.h"
 
 namespace overflow_fast {
 

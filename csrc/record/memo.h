@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "../scan/dtype.h"
-#include "slot_ref.h"
 #include "../torch_internals/tensor_state.h"
+#include "slot_ref.h"
 
 namespace overflow_fast {
 

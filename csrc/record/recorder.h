@@ -20,15 +20,15 @@
 #include <unordered_map>
 #include <vector>
 
+#include "../scan/layout.h"
+#include "../scan/stat.h"
 #include "deferred.h"
 #include "frame.h"
 #include "gradients.h"
 #include "headroom.h"
 #include "labels.h"
-#include "../scan/layout.h"
 #include "memo.h"
 #include "rules.h"
-#include "../scan/stat.h"
 #include "traced.h"
 #include "underflow.h"
 

@@ -1,10 +1,10 @@
 // What becomes of a recorder's frames once they are listed: they are judged, gathered, kept.
 #include <algorithm>
 
-#include "recorder.h"
 #include "../torch_internals/autograd_graph.h"
 #include "../torch_internals/errors.h"
 #include "../torch_internals/python_tensor.h"
+#include "recorder.h"
 
 namespace overflow_fast {
 

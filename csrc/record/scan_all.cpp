@@ -3,10 +3,10 @@
 #include <vector>
 
 #include "../scan/device_registry.h"
-#include "device_slots.h"
 #include "../scan/scan.h"
-#include "../torch_internals/unseen.h"
 #include "../scan/torch_scan.h"
+#include "../torch_internals/unseen.h"
+#include "device_slots.h"
 
 namespace overflow_fast {
 

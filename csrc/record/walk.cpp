@@ -1,8 +1,8 @@
 #include "walk.h"
 
-#include "containers.h"
 #include "../torch_internals/modules.h"
 #include "../torch_internals/python_tensor.h"
+#include "containers.h"
 
 namespace overflow_fast {
 

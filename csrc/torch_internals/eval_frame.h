@@ -38,8 +38,9 @@ class EvalFramePause {
       module_::import("logging")
           .attr("getLogger")("overflow_fast")
           .attr("warning")(
-              "torch has changed: torch._C._dynamo.eval_frame.set_eval_frame (%s). Dynamo may compile the "
-          "guard's own code.",
+              "torch has changed: torch._C._dynamo.eval_frame.set_eval_frame (%s). Dynamo may "
+              "compile the "
+              "guard's own code.",
               error.value());
       return pybind11::none();
     }
