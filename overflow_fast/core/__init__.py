@@ -1,1 +1,1 @@
-"""What every other room may use: names, selections, tensors, text."""
+"""Names, selections, tensors and text, for every other room."""

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from ..recording.watch import ModelWatch
 from ..torch_internals.module_internals import BUFFERS, MODULES, PARAMETERS
-from ..torch_internals.running import graph_task_id, is_jit_tracing, is_transforming
+from ..torch_internals.running import graph_task_id, is_recorded
 from ..torch_internals.tensor_internals import copy_all, version_of
 
 # Up to so many bytes a tensor is copied in each step. A larger one only once it has
@@ -52,7 +52,7 @@ class BufferSnapshot:
         A forward without autograd makes one that lasts until a forward with it begins.
         """
         point = self._of_watch[watch]
-        if not (point.is_firm or _is_transformed()):
+        if not (point.is_firm or is_recorded()):
             point.take(is_firm=torch.is_grad_enabled())
 
     def after_forward(self, watch: ModelWatch) -> None:
@@ -322,11 +322,6 @@ class _Kept:
             return torch.equal(_bits(copy), _bits(tensor))
         except Exception:  # a layout that has no bytes to show
             return False
-
-
-def _is_transformed() -> bool:
-    """Whether what runs is traced, or inside a torch.func transform."""
-    return is_jit_tracing() or is_transforming() or torch.compiler.is_exporting()
 
 
 def _slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:

@@ -31,7 +31,7 @@ class DeviceFlags:
         self.are_made = False
 
     def want(self, gates: Sequence[OptimizerHook]) -> None:
-        """Has devices make flags if one of these optimizers can skip by them."""
+        """Makes devices compute flags if one of these optimizers can skip by them."""
         if self._may_skip and any(gate.skips_on_device for gate in gates):
             self.are_made = True
             for watch in self._watches:
@@ -43,7 +43,7 @@ class DeviceFlags:
             watch.recorder.take_flags()
 
     def hand_over(self, gate: OptimizerHook, has_scaler: bool) -> torch.Tensor | None:
-        """Has the optimizer's kernels skip the step if a flag is set; no sync.
+        """Makes the optimizer's kernels skip the step if a flag is set; no sync.
 
         Args:
             gate: The optimizer's.

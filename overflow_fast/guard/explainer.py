@@ -146,7 +146,7 @@ class Explainer:
 
 
 def make_capture(options: Any, watches: Sequence[ModelWatch]) -> Capture | None:
-    """Has the watches keep their calls, if a guard's options ask for explanations."""
+    """Makes the watches keep their calls, if the guard explains its alarms."""
     if options.explain is False or options.sync == "lagged":
         return None
     capture = Capture()

@@ -1,4 +1,4 @@
-"""What a step's judgement collected, to be decided on."""
+"""The bad frames of a step as its judgement collected them, for the policy."""
 
 from __future__ import annotations
 

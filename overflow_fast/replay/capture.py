@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..torch_internals.running import is_jit_tracing, is_transforming
+from ..torch_internals.running import is_recorded
 from .buffer_copies import BufferCopies
 from .functions import Captured
 from .kept_call import Ambient, KeptCall, ModelCall, call_model
@@ -35,7 +35,7 @@ class Capture:
         # Of compiled code the arguments are not known.
         if self.is_running or args is None or not torch.is_grad_enabled():
             return
-        if _is_recorded(self._devices_of(model)):
+        if _has_no_values(self._devices_of(model)):
             return
         self._buffers.take(model)
         ambient = Ambient(model, self._devices_of(model))
@@ -107,16 +107,11 @@ class Capture:
         return known[1]
 
 
-def _is_recorded(devices: list[torch.device]) -> bool:
-    """Whether what runs is traced, transformed, or captured in a CUDA graph."""
-    return (
-        is_jit_tracing()
-        or is_transforming()
-        or torch.compiler.is_exporting()
-        or (
-            any(device.type == "cuda" for device in devices)
-            and torch.cuda.is_current_stream_capturing()
-        )
+def _has_no_values(devices: list[torch.device]) -> bool:
+    """Returns True where calls are traced, transformed, or captured in a CUDA graph."""
+    return is_recorded() or (
+        any(device.type == "cuda" for device in devices)
+        and torch.cuda.is_current_stream_capturing()
     )
 
 

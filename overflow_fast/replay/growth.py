@@ -1,4 +1,4 @@
-"""Whether the weights have grown out of all bounds: the run diverges."""
+"""The growth of weights out of all bounds: the run diverges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LARGE = 1e6  # no weight that is of use is larger
 
 
 def growth_of(models: Mapping[str, nn.Module], incident: Incident | None) -> str:
-    """Says how the weights have grown, if that is a divergence; else "".
+    """Describes how large the weights have become, if that is a divergence; else "".
 
     Args:
         models: The models.
@@ -45,5 +45,5 @@ def growth_of(models: Mapping[str, nn.Module], incident: Incident | None) -> str
             f"within the last {steps} steps"
         )
     if largest > _LARGE:
-        return f"weights have grown up to {largest:.3g} ({name})"
+        return f"the largest weight is {largest:.3g} ({name})"
     return ""

@@ -33,6 +33,11 @@ def is_transforming() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_recorded() -> bool:
+    """Returns True where a program is traced, exported or transformed by torch.func."""
+    return is_jit_tracing() or is_transforming() or torch.compiler.is_exporting()
+
+
 @internal(
     "torch._C._current_graph_task_id",
     "whether backward runs, which computes checkpointed forwards again",
