@@ -74,20 +74,20 @@ class Stat:
     @property
     def num_inf(self) -> int: ...
 
-class Phase:
-    FORWARD: Phase
-    RECOMPUTED: Phase
-    BACKWARD: Phase
-    RECORDED: Phase
-    WEIGHTS: Phase
-    BUFFERS: Phase
-    GRADIENTS: Phase
-    OPTIMIZER_STATE: Phase
+class FrameKind:
+    FORWARD: FrameKind
+    RECOMPUTED: FrameKind
+    BACKWARD: FrameKind
+    RECORDED: FrameKind
+    WEIGHTS: FrameKind
+    BUFFERS: FrameKind
+    GRADIENTS: FrameKind
+    OPTIMIZER_STATE: FrameKind
     name: str
 
 class Place:
     @property
-    def phase(self) -> Phase: ...
+    def kind(self) -> FrameKind: ...
     @property
     def module(self) -> int: ...
     @property
@@ -159,14 +159,14 @@ class Frame:
     class_name: str
     batch: int
     opens_batch: bool
-    phase: Phase
+    kind: FrameKind
     order: int
     is_recomputed: bool
     is_bad: bool
 
 class Call:
     module: int
-    phase: Phase
+    kind: FrameKind
     order: int
     batch: int
     thread: int
@@ -214,7 +214,7 @@ class Recorder:
         lists_calls: bool = True,
         parameters_once: bool = False,
         watches_gradients: bool = False,
-        holds_tensors: bool = False,
+        captures_tensors: bool = False,
     ) -> None: ...
     def entries(self, frame: Frame) -> list[Entry]: ...
     def calls(self) -> list[Call]: ...
@@ -232,7 +232,7 @@ class Recorder:
     ) -> None: ...
     def keep(self, frame: Frame) -> None: ...
     def record(
-        self, phase: Phase, names: list[str], tensors: list[torch.Tensor]
+        self, kind: FrameKind, names: list[str], tensors: list[torch.Tensor]
     ) -> None: ...
     def set_gradients_wanted(self, is_wanted: bool, /) -> None: ...
     def take_step_results(self) -> StepResults: ...

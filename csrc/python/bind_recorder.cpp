@@ -21,7 +21,7 @@ Options options_of(const py::kwargs& kwargs) {
       {"lists_calls", &Options::lists_calls},
       {"parameters_once", &Options::parameters_once},
       {"watches_gradients", &Options::watches_gradients},
-      {"holds_tensors", &Options::holds_tensors},
+      {"captures_tensors", &Options::captures_tensors},
   };
   Options options;
   for (const auto& [name, value] : kwargs) {
@@ -33,14 +33,14 @@ Options options_of(const py::kwargs& kwargs) {
 }
 
 NamedPlace named_in(const Recorder& recorder, const Place& place) {
-  return named(recorder.labels(), place, recorder.role_of(place.phase, place.label));
+  return named(recorder.labels(), place, recorder.role_of(place.kind, place.label));
 }
 
 std::vector<Named<Entry>> entries_of(const Recorder& recorder, const Frame& frame) {
   std::vector<Named<Entry>> entries;
   entries.reserve(frame.entries.size());
   for (const Entry& entry : frame.entries) {
-    const Place place{frame.phase, frame.module, entry.listing.label};
+    const Place place{frame.kind, frame.module, entry.listing.label};
     entries.push_back({named(recorder.labels(), place, entry.listing.role), entry});
   }
   return entries;
@@ -124,7 +124,7 @@ void bind_recorder(py::module_& m) {
       .def("process_arrived", &Recorder::process_arrived, py::arg("max_in_flight"),
            py::arg("on_batch"), py::arg("on_frame"))
       .def("keep", [](Recorder& self, const Frame& frame) { self.keep(Frame(frame)); })
-      .def("record", &Recorder::record, py::arg("phase"), py::arg("names"), py::arg("tensors"))
+      .def("record", &Recorder::record, py::arg("kind"), py::arg("names"), py::arg("tensors"))
       .def("set_gradients_wanted", &Recorder::set_gradients_wanted)
       .def("take_step_results", &Recorder::take_step_results)
       .def("forget_parameters", &Recorder::forget_parameters)

@@ -71,15 +71,15 @@ void bind_enums(py::module_& m) {
       .value("GRADIENT", Role::kGradient)
       .value("OPTIMIZER_STATE", Role::kOptimizerState)
       .value("RECORDED", Role::kRecorded);
-  py::enum_<Phase>(m, "Phase")
-      .value("FORWARD", Phase::kForward)
-      .value("RECOMPUTED", Phase::kRecomputed)
-      .value("BACKWARD", Phase::kBackward)
-      .value("RECORDED", Phase::kRecorded)
-      .value("WEIGHTS", Phase::kWeights)
-      .value("BUFFERS", Phase::kBuffers)
-      .value("GRADIENTS", Phase::kGradients)
-      .value("OPTIMIZER_STATE", Phase::kOptimizerState);
+  py::enum_<FrameKind>(m, "FrameKind")
+      .value("FORWARD", FrameKind::kForward)
+      .value("RECOMPUTED", FrameKind::kRecomputed)
+      .value("BACKWARD", FrameKind::kBackward)
+      .value("RECORDED", FrameKind::kRecorded)
+      .value("WEIGHTS", FrameKind::kWeights)
+      .value("BUFFERS", FrameKind::kBuffers)
+      .value("GRADIENTS", FrameKind::kGradients)
+      .value("OPTIMIZER_STATE", FrameKind::kOptimizerState);
   py::enum_<LabelStyle>(m, "LabelStyle")
       .value("NAME", LabelStyle::kName)
       .value("INDEX", LabelStyle::kIndex)
@@ -103,7 +103,7 @@ void bind_labels(py::module_& m) {
       .type()
       .def(py::self == py::self);
   Bound<NamedPlace>(m, "Place")
-      .attribute("phase", [](const NamedPlace& self) { return self.place.phase; })
+      .attribute("kind", [](const NamedPlace& self) { return self.place.kind; })
       .attribute("module", [](const NamedPlace& self) { return self.place.module; })
       .attribute("label", &NamedPlace::label);
 }
@@ -176,7 +176,7 @@ void bind_frames(py::module_& m) {
       .attribute("class_name", &Frame::class_name)
       .attribute("batch", &Frame::batch)
       .attribute("opens_batch", &Frame::opens_batch)
-      .attribute("phase", &Frame::phase)
+      .attribute("kind", &Frame::kind)
       .attribute("order", &Frame::order)
       .attribute("is_recomputed", &Frame::is_recomputed)
       .attribute("is_bad", &Frame::is_bad);
@@ -189,7 +189,7 @@ void bind_frames(py::module_& m) {
       .def("reasons", &Coverage::reasons);
   Bound<Call>(m, "Call")
       .attribute("module", &Call::module)
-      .attribute("phase", &Call::phase)
+      .attribute("kind", &Call::kind)
       .attribute("order", &Call::order)
       .attribute("batch", &Call::batch)
       .attribute("thread", &Call::thread)

@@ -62,8 +62,9 @@ void record_call(FrameHook* self, Recorder& recorder, py::object class_name, Fil
   }
   const bool wants_tensors = recorder.wants_tensors();
   try {
-    Frame frame = recorder.begin_frame(self->module, std::move(class_name),
-                                       flags & kRecomputed ? Phase::kRecomputed : Phase::kForward);
+    Frame frame =
+        recorder.begin_frame(self->module, std::move(class_name),
+                             flags & kRecomputed ? FrameKind::kRecomputed : FrameKind::kForward);
     fill(frame);
     const bool wants_attention = recorder.finish(frame);
     if (wants_tensors && recorder.is_bad()) recorder.hold(tensors());
@@ -123,13 +124,13 @@ void record_traced_frame(FrameHook* self, Recorder& recorder, const TracedCall& 
     return std::move(list);
   };
   const auto fill = [&](Frame& frame) { recorder.add_traced(frame, call, tensors); };
-  if (call.phase == Phase::kForward) {
+  if (call.kind == FrameKind::kForward) {
     return record_call(self, recorder, call.class_name, fill, copies);
   }
-  if (call.phase == Phase::kBackward && !recorder.wants_gradients()) return;
+  if (call.kind == FrameKind::kBackward && !recorder.wants_gradients()) return;
   const Stopwatch watch(recorder.seconds);
   const bool wants_tensors = recorder.wants_tensors();
-  Frame frame = recorder.begin_frame(self->module, call.class_name, call.phase);
+  Frame frame = recorder.begin_frame(self->module, call.class_name, call.kind);
   fill(frame);
   recorder.finish(frame);
   if (wants_tensors && recorder.is_bad()) recorder.hold(copies());

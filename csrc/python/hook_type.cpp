@@ -9,8 +9,8 @@
 #include <unordered_map>
 
 #include "../torch_internals/eval_frame.h"
+#include "../torch_internals/no_dispatch_guard.h"
 #include "../torch_internals/python_tensor.h"
-#include "../torch_internals/unseen.h"
 #include "hook.h"
 
 namespace overflow_fast {
@@ -26,7 +26,7 @@ std::unordered_map<const void*, FrameHook*>& hooks() {
 }
 
 at::Tensor make_handle_tensor(const at::Device& device) {
-  const Unseen unseen;
+  const NoDispatchGuard no_dispatch;
   const c10::InferenceMode normal(false);
   return at::zeros({1}, at::TensorOptions().dtype(at::kLong).device(device));
 }

@@ -51,7 +51,7 @@ void Deferred::scan(Frame& frame, Memo* memo, size_t mark) {
     if (is_deferred(entry) && frame.sends != num_sends_) {
       coverage_.give_up(entry, py::str("another thread ended the step meanwhile"));
     } else if (entry.kind == EntryKind::kTensor && entry.slot.kind == SlotRef::Kind::kUnscanned) {
-      settle(entry, frame.unscanned[entry.slot.index]);
+      assign_slot(entry, frame.unscanned[entry.slot.index]);
     }
     if (is_deferred(entry) && entry.slot.is_captured()) frame.capture = step_;
   }
@@ -71,7 +71,7 @@ SlotRef Deferred::slot_of(const Unscanned& tensor) {
 }
 
 // Tells an entry what became of its tensor's scan.
-void Deferred::settle(Entry& entry, const Unscanned& tensor) {
+void Deferred::assign_slot(Entry& entry, const Unscanned& tensor) {
   if (tensor.error) {
     coverage_.give_up(entry, tensor.error);
   } else {
@@ -91,14 +91,14 @@ bool Deferred::is_capturing() {
 void Deferred::send() {
   if (waiting_.empty() || is_capturing()) return;
   ++num_sends_;
-  Flight flight;
+  InFlightBatch batch;
   for (size_t i = 0; i < devices_.size(); ++i) {
     std::vector<int64_t> masks;
     if (wants_flags_) masks = masks_of(i);
-    flight.transfers.push_back(devices_[i].send(masks));
+    batch.transfers.push_back(devices_[i].send(masks));
   }
-  flight.frames.swap(waiting_);
-  in_flight_.push_back(std::move(flight));
+  batch.frames.swap(waiting_);
+  in_flight_.push_back(std::move(batch));
 }
 
 // What of each slot of the step makes a flag: see StepEnder.
@@ -130,13 +130,13 @@ std::vector<at::Tensor> Deferred::take_flags() {
 
 void Deferred::send_captured() {
   if (captured_.empty() || is_capturing()) return;
-  Flight flight;
-  flight.frames = captured_;
-  for (DeviceSlots& device : devices_) flight.transfers.push_back(device.send_captured());
-  in_flight_.push_back(std::move(flight));
+  InFlightBatch batch;
+  batch.frames = captured_;
+  for (DeviceSlots& device : devices_) batch.transfers.push_back(device.send_captured());
+  in_flight_.push_back(std::move(batch));
 }
 
-bool Deferred::Flight::has_arrived() {
+bool Deferred::InFlightBatch::has_arrived() {
   return std::all_of(transfers.begin(), transfers.end(),
                      [](Transfer& transfer) { return transfer.has_arrived(); });
 }
@@ -146,20 +146,20 @@ std::vector<Frame> Deferred::receive(size_t max_in_flight) {
   if (in_flight_.empty() || is_capturing()) return frames;
   while (in_flight_.size() > max_in_flight ||
          (!in_flight_.empty() && in_flight_.front().has_arrived())) {
-    Flight flight = std::move(in_flight_.front());
+    InFlightBatch batch = std::move(in_flight_.front());
     in_flight_.pop_front();
-    for (Transfer& transfer : flight.transfers) num_syncs_ += !transfer.has_arrived();
+    for (Transfer& transfer : batch.transfers) num_syncs_ += !transfer.has_arrived();
     {
       const py::gil_scoped_release release;
-      for (Transfer& transfer : flight.transfers) transfer.wait();
+      for (Transfer& transfer : batch.transfers) transfer.wait();
     }
-    if (flight.frames.front().capture != 0) drop_idle_graphs(flight);
-    for (Frame& frame : flight.frames) {
-      decode(frame, flight.transfers);
+    if (batch.frames.front().capture != 0) drop_idle_graphs(batch);
+    for (Frame& frame : batch.frames) {
+      decode(frame, batch.transfers);
       frames.push_back(std::move(frame));
     }
-    for (size_t i = 0; i < flight.transfers.size(); ++i) {
-      devices_[i].recycle(std::move(flight.transfers[i]));
+    for (size_t i = 0; i < batch.transfers.size(); ++i) {
+      devices_[i].recycle(std::move(batch.transfers[i]));
     }
   }
   return frames;
@@ -182,18 +182,18 @@ void Deferred::decode(Frame& frame, const std::vector<Transfer>& transfers) {
 }
 
 // Of a graph that was not replayed no slot was written.
-void Deferred::drop_idle_graphs(Flight& flight) const {
+void Deferred::drop_idle_graphs(InFlightBatch& batch) const {
   std::set<int64_t> replayed;
-  for (const Frame& frame : flight.frames) {
+  for (const Frame& frame : batch.frames) {
     for (const Entry& entry : frame.entries) {
       if (!is_deferred(entry)) continue;
-      const Transfer& transfer = flight.transfers[entry.slot.device];
+      const Transfer& transfer = batch.transfers[entry.slot.device];
       if (transfer.error || !transfer.slot(entry.slot.index).is_empty()) {
         replayed.insert(frame.capture);
       }
     }
   }
-  std::erase_if(flight.frames, [&](const Frame& f) { return !replayed.contains(f.capture); });
+  std::erase_if(batch.frames, [&](const Frame& f) { return !replayed.contains(f.capture); });
 }
 
 }  // namespace overflow_fast

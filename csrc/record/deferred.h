@@ -51,7 +51,7 @@ class Deferred {
   int64_t num_sends() const { return num_sends_; }
 
  private:
-  struct Flight {
+  struct InFlightBatch {
     std::vector<Frame> frames;
     std::vector<Transfer> transfers;  // one for each device
     bool has_arrived();
@@ -59,15 +59,15 @@ class Deferred {
 
   size_t number_of(at::Device device);
   SlotRef slot_of(const Unscanned& tensor);
-  void settle(Entry& entry, const Unscanned& tensor);
+  void assign_slot(Entry& entry, const Unscanned& tensor);
   void decode(Frame& frame, const std::vector<Transfer>& transfers);
-  void drop_idle_graphs(Flight& flight) const;
+  void drop_idle_graphs(InFlightBatch& batch) const;
   std::vector<int64_t> masks_of(size_t device) const;
 
   Coverage& coverage_;
   std::deque<DeviceSlots> devices_;
   std::vector<Frame> waiting_;
-  std::deque<Flight> in_flight_;
+  std::deque<InFlightBatch> in_flight_;
   std::vector<Frame> captured_;
   int64_t step_ = 1;
   int64_t num_sends_ = 0;

@@ -9,7 +9,7 @@
 #include "../scan/device_registry.h"
 #include "../scan/torch_scan.h"
 #include "../torch_internals/errors.h"
-#include "../torch_internals/unseen.h"
+#include "../torch_internals/no_dispatch_guard.h"
 
 namespace overflow_fast {
 
@@ -125,7 +125,7 @@ void DeviceSlots::launch_held() {
 
 // In one call for each chunk that the slots lie in.
 void DeviceSlots::scan_by_torch(std::vector<Unscanned>& tensors) {
-  const Unseen unseen;
+  const NoDispatchGuard no_dispatch;
   std::vector<Unscanned*> some;
   const auto scan_some = [&] {
     std::vector<at::Tensor> values;
@@ -153,7 +153,7 @@ void DeviceSlots::grow(Pool& pool) {
   }
   if (growth_error_) throw std::runtime_error(growth_error_.cast<std::string>());
   try {
-    const Unseen unseen;
+    const NoDispatchGuard no_dispatch;
     const c10::InferenceMode normal(false);  // tensors made in it could not be written outside
     at::Tensor chunk = at::empty({kChunk, 4}, at::TensorOptions().dtype(at::kLong).device(device_));
     reset_slots(chunk);
@@ -176,18 +176,18 @@ void DeviceSlots::mark_reset() {
 void DeviceSlots::join_current_stream() {
   if (api_ == nullptr) return;
   const int64_t stream = current_stream();
-  auto lane = std::find_if(lanes_.begin(), lanes_.end(),
-                           [&](const Lane& known) { return known.stream == stream; });
-  if (lane == lanes_.end()) lane = lanes_.insert(lane, {stream, nullptr});
-  if (lane->waited_for == last_reset_) return;
+  auto use = std::find_if(stream_uses_.begin(), stream_uses_.end(),
+                          [&](const StreamUse& known) { return known.stream == stream; });
+  if (use == stream_uses_.end()) use = stream_uses_.insert(use, {stream, nullptr});
+  if (use->waited_for == last_reset_) return;
   if (last_reset_ && stream != reset_stream_) last_reset_->hold_up(stream);
-  lane->waited_for = last_reset_;
+  use->waited_for = last_reset_;
 }
 
 Transfer DeviceSlots::send(const std::vector<int64_t>& masks) {
   launch_held();
   Transfer transfer = send(step_, masks);
-  lanes_.clear();
+  stream_uses_.clear();
   // A capture may come next, and can then not ask for memory.
   try {
     const int64_t wanted = captured_.used + transfer.count_;
@@ -211,10 +211,10 @@ Transfer DeviceSlots::send(Pool& pool, const std::vector<int64_t>& masks) {
   transfer.count_ = pool.used;
   if (pool.used == 0) return transfer;
   try {
-    const Unseen unseen;
+    const NoDispatchGuard no_dispatch;
     // A graph may have been replayed on any stream.
     if (&pool == &captured_) api_->synchronize();
-    wait_for_lanes();
+    wait_for_streams();
     step_end_.queue(pool.chunks, masks, transfer);
     mark_reset();
     transfer.follow(last_reset_);
@@ -229,13 +229,13 @@ Transfer DeviceSlots::send(Pool& pool, const std::vector<int64_t>& masks) {
 }
 
 // The current stream waits for those that wrote slots.
-void DeviceSlots::wait_for_lanes() {
+void DeviceSlots::wait_for_streams() {
   if (api_ == nullptr) return;
   const int64_t stream = current_stream();
-  for (const Lane& lane : lanes_) {
-    if (lane.stream == stream) continue;
+  for (const StreamUse& use : stream_uses_) {
+    if (use.stream == stream) continue;
     const auto written = api_->make_event();
-    written->record(lane.stream);
+    written->record(use.stream);
     written->hold_up(stream);
   }
 }

@@ -64,7 +64,7 @@ class DeviceSlots {
     int64_t capacity() const { return kChunk * static_cast<int64_t>(chunks.size()); }
   };
   // A stream that has written slots since they were reset.
-  struct Lane {
+  struct StreamUse {
     int64_t stream;
     std::shared_ptr<DeviceEvent> waited_for;
   };
@@ -79,7 +79,7 @@ class DeviceSlots {
   void join_current_stream();
   void mark_reset();
   Transfer send(Pool& pool, const std::vector<int64_t>& masks);
-  void wait_for_lanes();
+  void wait_for_streams();
 
   at::Device device_;
   Device* api_;  // null: torch scans (torch_scan.h), and every copy waits
@@ -88,7 +88,7 @@ class DeviceSlots {
   py::object growth_error_;  // this step's: the allocator has been asked in vain
   size_t mark_ = 0;
   bool is_capturing_ = false;
-  std::vector<Lane> lanes_;
+  std::vector<StreamUse> stream_uses_;
   std::shared_ptr<DeviceEvent> last_reset_;
   int64_t reset_stream_ = 0;
   int64_t a_stream_ = 0;  // the last one that touched the slots

@@ -14,7 +14,7 @@ namespace overflow_fast {
 
 // What a frame is of. From kRecorded on it is of no module's call: its entries are tensors that
 // somebody named.
-enum class Phase : uint8_t {
+enum class FrameKind : uint8_t {
   kForward,
   kRecomputed,  // a forward that backward runs again
   kBackward,    // the gradient of an output
@@ -29,27 +29,27 @@ enum class EntryKind : uint8_t { kTensor, kNone, kNotTensor, kNotScanned };
 
 // Where an entry stands, whichever frame it is in.
 struct Place {
-  Phase phase;
+  FrameKind kind;
   uint32_t module;
   LabelId label;
   bool operator==(const Place&) const = default;
 };
 struct PlaceHash {
   size_t operator()(const Place& place) const {
-    const uint64_t bits = (static_cast<uint64_t>(place.phase) << 56) ^
+    const uint64_t bits = (static_cast<uint64_t>(place.kind) << 56) ^
                           (static_cast<uint64_t>(place.module) << 28) ^ place.label;
     return bits * 0x9e3779b97f4a7c15;
   }
 };
 
 // What the entries of a frame are that is of no forward.
-inline Role role_of(Phase phase) {
-  switch (phase) {
-    case Phase::kBackward: return Role::kGradOutput;
-    case Phase::kWeights: return Role::kWeight;
-    case Phase::kBuffers: return Role::kBuffer;
-    case Phase::kGradients: return Role::kGradient;
-    case Phase::kOptimizerState: return Role::kOptimizerState;
+inline Role role_of(FrameKind kind) {
+  switch (kind) {
+    case FrameKind::kBackward: return Role::kGradOutput;
+    case FrameKind::kWeights: return Role::kWeight;
+    case FrameKind::kBuffers: return Role::kBuffer;
+    case FrameKind::kGradients: return Role::kGradient;
+    case FrameKind::kOptimizerState: return Role::kOptimizerState;
     default: return Role::kRecorded;
   }
 }
@@ -94,7 +94,7 @@ struct Frame {
   py::object class_name;  // of the module when the hook ran
   int64_t batch;
   bool opens_batch;
-  Phase phase;
+  FrameKind kind;
   int64_t order;                       // counts the frames of all recorders
   bool is_bad = false;                 // of the entries whose stat is known so far
   bool waits = false;                  // some stat is still on its device
@@ -105,9 +105,11 @@ struct Frame {
   std::vector<Entry> entries;
   std::vector<Unscanned> unscanned;  // on devices; empty once the frame is finished
 
-  bool is_recomputed() const { return phase == Phase::kRecomputed; }
-  bool is_of_call() const { return phase < Phase::kRecorded; }
-  bool is_of_gradients() const { return phase == Phase::kBackward || phase == Phase::kGradients; }
+  bool is_recomputed() const { return kind == FrameKind::kRecomputed; }
+  bool is_of_call() const { return kind < FrameKind::kRecorded; }
+  bool is_of_gradients() const {
+    return kind == FrameKind::kBackward || kind == FrameKind::kGradients;
+  }
 };
 
 // A module's call, or the gradient of its output, whether or not its frame is bad. Autograd numbers
@@ -115,7 +117,7 @@ struct Frame {
 // `begins_after` and below `ends_before`.
 struct Call {
   uint32_t module;
-  Phase phase;
+  FrameKind kind;
   int64_t order;  // its frame's
   int64_t batch;
   uint64_t thread;

@@ -71,7 +71,7 @@ class Headroom {
       const bool is_real =
           entry.kind == EntryKind::kTensor && !dtype_info(entry.dtype).is_integer();
       if (!is_real || entry.listing.role == Role::kInput || entry.stat.is_empty()) continue;
-      const Place place{frame.phase, frame.module, entry.listing.label};
+      const Place place{frame.kind, frame.module, entry.listing.label};
       if (entry.stat.is_finite()) {
         add({place, entry.dtype, entry.stat.max_key});
       } else if (entry.is_bad() && !frame.is_of_gradients()) {  // those a GradScaler may scale

@@ -36,14 +36,14 @@ Recorder::Recorder(std::optional<int64_t> max_frames, Options options)
 
 Recorder::~Recorder() { sink_->recorder = nullptr; }
 
-Frame Recorder::begin_frame(uint32_t module, py::object class_name, Phase phase) {
+Frame Recorder::begin_frame(uint32_t module, py::object class_name, FrameKind kind) {
   ++total_calls;
   ++frame_mark_;
   // What backward computes belongs to the batch that is over.
-  const bool is_forward = phase == Phase::kForward;
+  const bool is_forward = kind == FrameKind::kForward;
   Frame frame{
       module, std::move(class_name), is_forward ? batch_ : last_batch(), opens_batch_ && is_forward,
-      phase,  ++num_frames_};
+      kind,   ++num_frames_};
   deferred_.begin(frame);
   frame.entries = std::move(spare_);
   frame.entries.clear();
@@ -53,24 +53,24 @@ Frame Recorder::begin_frame(uint32_t module, py::object class_name, Phase phase)
 }
 
 void Recorder::add_none(Frame& frame, Listing listing) {
-  listing.role = role_of(frame.phase, listing.label);
+  listing.role = role_of(frame.kind, listing.label);
   frame.entries.push_back({{}, {}, {}, 0, listing, EntryKind::kNone, {}});
 }
 
 void Recorder::add_not_tensor(Frame& frame, Listing listing) {
-  listing.role = role_of(frame.phase, listing.label);
+  listing.role = role_of(frame.kind, listing.label);
   frame.entries.push_back({{}, {}, {}, 0, listing, EntryKind::kNotTensor, {}});
 }
 
 void Recorder::add_not_scanned(Frame& frame, Listing listing, py::object why) {
-  listing.role = role_of(frame.phase, listing.label);
+  listing.role = role_of(frame.kind, listing.label);
   frame.entries.push_back({{}, {}, {}, 0, listing, EntryKind::kTensor, {}});
   coverage_.give_up(frame.entries.back(), std::move(why));
 }
 
 void Recorder::add_tensor(Frame& frame, Listing listing, const at::Tensor& tensor) {
   ++coverage_.tensors_listed;
-  listing.role = role_of(frame.phase, listing.label);
+  listing.role = role_of(frame.kind, listing.label);
   if (listing.role == Role::kInput && options_.step_mode) note_input(frame, listing, tensor);
   try {
     if (uses_memo(frame)) {
@@ -104,7 +104,7 @@ void Recorder::add_wrapper(Frame& frame, Listing listing, const at::Tensor& tens
 void Recorder::add_scanned(Frame& frame, Listing listing, const at::Tensor& tensor,
                            const View& view) {
   if (counts_underflow && listing.role != Role::kInput && !deferred_.is_capturing()) {
-    underflow_.add({frame.phase, frame.module, listing.label}, view.dtype, tensor, coverage_);
+    underflow_.add({frame.kind, frame.module, listing.label}, view.dtype, tensor, coverage_);
   }
   if (!is_here(tensor)) return add_unscanned(frame, listing, tensor, view);
   const size_t mark = frame_mark_;
@@ -179,7 +179,7 @@ void Recorder::add_traced(Frame& frame, const TracedCall& call, at::TensorList t
     } else if (item.is_new && next < tensors.size()) {
       const at::Tensor& tensor = tensors[next++];
       if (item.is_returned && options_.watches_gradients) traced_.returned(tensor);
-      const bool is_parameter = item.part == Part::kNamed && call.phase == Phase::kForward;
+      const bool is_parameter = item.part == Part::kNamed && call.kind == FrameKind::kForward;
       if (!is_parameter || wants_parameter(tensor)) add_tensor(frame, listing, tensor);
       if (item.number >= 0) here.emplace_back(item.number, frame.entries.size() - 1);
     } else {
@@ -203,7 +203,7 @@ void Recorder::add_known(Frame& frame, Listing listing, const Entry* known) {
   frame.entries.push_back(Entry(*known));
   Entry& entry = frame.entries.back();
   entry.listing = listing;
-  entry.listing.role = role_of(frame.phase, listing.label);
+  entry.listing.role = role_of(frame.kind, listing.label);
   if (entry.kind == EntryKind::kNotScanned) coverage_.count(entry.why);
   const bool is_here = entry.slot.is_on_host();
   frame.is_bad |= is_here && entry.is_bad();

@@ -61,7 +61,7 @@ struct Options {
   bool lists_calls = true;         // their inputs and outputs
   bool parameters_once = false;    // each only until forget_parameters(), where it is used first
   bool watches_gradients = false;  // of outputs
-  bool holds_tensors = false;      // what the first bad frame's call was given and returned
+  bool captures_tensors = false;   // what the first bad frame's call was given and returned
 };
 
 // The bad frames since they were last taken.
@@ -84,7 +84,7 @@ class Recorder {
 
   // A frame is built by add_*() calls on it and given back by finish(). finish() returns true if
   // the frame was judged and somebody should look at it; it is the caller's to keep() then.
-  Frame begin_frame(uint32_t module, py::object class_name, Phase phase);
+  Frame begin_frame(uint32_t module, py::object class_name, FrameKind kind);
   void add_tensor(Frame& frame, Listing listing, const at::Tensor& tensor);
   // Whether a module's parameter is to be listed in the frame of its call.
   bool wants_parameter(const at::Tensor& parameter) {
@@ -95,10 +95,10 @@ class Recorder {
   // Has the gradient of an output looked at when backward computes it, if that is wanted.
   void watch_output(const Frame& frame, LabelId label, const at::Tensor& output);
   void add_not_scanned(Frame& frame, Listing listing, py::object why);
-  // What an entry with this label is in a frame of this phase.
-  Role role_of(Phase phase, LabelId label) const {
-    const bool is_forward = phase == Phase::kForward || phase == Phase::kRecomputed;
-    return is_forward ? labels_.role(label) : overflow_fast::role_of(phase);
+  // What an entry with this label is in a frame of this kind.
+  Role role_of(FrameKind kind, LabelId label) const {
+    const bool is_forward = kind == FrameKind::kForward || kind == FrameKind::kRecomputed;
+    return is_forward ? labels_.role(label) : overflow_fast::role_of(kind);
   }
   // How a part of a call is listed. Where transformers never looks, a value is listed only if it
   // is bad, and the -inf of an additive mask is no alarm.
@@ -121,7 +121,7 @@ class Recorder {
 
   // Scans tensors that stand in no call as one frame, each under its name; not from memory. Of
   // weights only those that were not listed in a call.
-  void record(Phase phase, const std::vector<py::str>& names,
+  void record(FrameKind kind, const std::vector<py::str>& names,
               const std::vector<at::Tensor>& tensors);
   // Records the gradient of an output. Never throws what is not an interrupt.
   void record_gradient(uint32_t module, LabelId label, const at::Tensor& gradient);
@@ -135,7 +135,7 @@ class Recorder {
   bool wants_gradients() const { return sink_->recorder != nullptr; }
   StepResults take_step_results();
   // Keeps what a call was given and returned if its frame is the first bad one.
-  bool wants_tensors() const { return options_.holds_tensors && results_.num_bad == 0; }
+  bool wants_tensors() const { return options_.captures_tensors && results_.num_bad == 0; }
   bool is_bad() const { return results_.num_bad > 0; }
   void hold(py::object tensors) { results_.captured_tensors = std::move(tensors); }
   // The calls that may still be asked for. forget_calls() forgets those that it left the last time,

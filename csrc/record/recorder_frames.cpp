@@ -28,7 +28,7 @@ void Recorder::note_call(const Frame& frame) {
         return entry.kind == EntryKind::kNotScanned ||
                (entry.kind == EntryKind::kNotTensor && entry.listing.role != Role::kInput);
       });
-  calls_.push_back({frame.module, frame.phase, frame.order, frame.batch, graph_thread(),
+  calls_.push_back({frame.module, frame.kind, frame.order, frame.batch, graph_thread(),
                     frame.newest_input, next_node_number(), frame.traced != nullptr, has_unseen});
 }
 
@@ -59,7 +59,7 @@ void Recorder::record_gradient(uint32_t module, LabelId label, const at::Tensor&
   const Stopwatch watch(seconds);
   try {
     const bool wants_it = wants_tensors();
-    Frame frame = begin_frame(module, class_names_[module], Phase::kBackward);
+    Frame frame = begin_frame(module, class_names_[module], FrameKind::kBackward);
     add_tensor(frame, {label}, gradient);
     finish(frame);
     if (wants_it && is_bad()) hold(to_python(gradient));
@@ -68,13 +68,13 @@ void Recorder::record_gradient(uint32_t module, LabelId label, const at::Tensor&
   }
 }
 
-void Recorder::record(Phase phase, const std::vector<py::str>& names,
+void Recorder::record(FrameKind kind, const std::vector<py::str>& names,
                       const std::vector<at::Tensor>& tensors) {
   memo_.clear();
-  Frame frame = begin_frame(0, py::str(), phase);
-  const uint64_t allowed = phase == Phase::kBuffers ? Slot::kNegativeInf : 0;  // masks
+  Frame frame = begin_frame(0, py::str(), kind);
+  const uint64_t allowed = kind == FrameKind::kBuffers ? Slot::kNegativeInf : 0;  // masks
   for (size_t i = 0; i < tensors.size(); ++i) {
-    if (phase == Phase::kWeights && !wants_parameter(tensors[i])) continue;
+    if (kind == FrameKind::kWeights && !wants_parameter(tensors[i])) continue;
     add_tensor(frame, {labels_.name(names[i].ptr()), false, allowed}, tensors[i]);
   }
   finish(frame);

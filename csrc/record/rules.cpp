@@ -19,7 +19,7 @@ void Rules::apply(Frame& frame, const LabelTable& labels, bool to_all) {
 }
 
 uint64_t Rules::allowed_at(const Frame& frame, const Listing& listing, const LabelTable& labels) {
-  const Place place{frame.phase, frame.module, listing.label};
+  const Place place{frame.kind, frame.module, listing.label};
   const auto found = known_.find(place);
   if (found != known_.end()) return found->second;
   const EvalFramePause pause;

@@ -5,7 +5,7 @@
 #include "../scan/device_registry.h"
 #include "../scan/scan.h"
 #include "../scan/torch_scan.h"
-#include "../torch_internals/unseen.h"
+#include "../torch_internals/no_dispatch_guard.h"
 #include "device_slots.h"
 
 namespace overflow_fast {
@@ -62,7 +62,7 @@ Slot scan_here(const at::Tensor& tensor, const View& view) {
 }
 
 void scan_on_devices(std::vector<ToScan>& all, bool by_composite) {
-  const Unseen unseen;
+  const NoDispatchGuard no_dispatch;
   std::vector<bool> is_done(all.size());
   for (size_t first = 0; first < all.size(); ++first) {
     if (is_done[first]) continue;

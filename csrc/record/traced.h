@@ -31,7 +31,7 @@ struct TracedCall {
     // The compiled code returns the tensor, and watches its gradient.
     bool is_returned;
   };
-  Phase phase;
+  FrameKind kind;
   py::object class_name;
   bool is_root;    // the root's call ends with it
   bool has_frame;  // false: its items are only counted

@@ -14,7 +14,7 @@ class Reader {
 
   TracedCall call() {
     TracedCall call{};
-    call.phase = phase();
+    call.kind = frame_kind();
     call.is_root = takes('r');
     call.has_frame = takes('f');
     call.has_loss = takes('l');
@@ -28,11 +28,11 @@ class Reader {
   }
 
  private:
-  Phase phase() {
+  FrameKind frame_kind() {
     switch (next()) {
-      case 'F': return Phase::kForward;
-      case 'B': return Phase::kBackward;
-      case 'R': return Phase::kRecorded;
+      case 'F': return FrameKind::kForward;
+      case 'B': return FrameKind::kBackward;
+      case 'R': return FrameKind::kRecorded;
       default: fail();
     }
   }

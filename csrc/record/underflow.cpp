@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "../torch_internals/errors.h"
-#include "../torch_internals/unseen.h"
+#include "../torch_internals/no_dispatch_guard.h"
 
 namespace overflow_fast {
 
@@ -36,7 +36,7 @@ void Underflow::add(const Place& place, Dtype dtype, const at::Tensor& tensor, C
     return;
   }
   try {
-    const Unseen unseen;
+    const NoDispatchGuard no_dispatch;
     // Keys, and so whatever the processor does to subnormals when it computes with them.
     const at::Tensor keys = magnitude_bits(tensor.detach(), info);
     const at::Tensor zeros = keys.eq(0).sum();
@@ -48,7 +48,7 @@ void Underflow::add(const Place& place, Dtype dtype, const at::Tensor& tensor, C
 }
 
 std::vector<Underflow::Counts> Underflow::take() {
-  const Unseen unseen;
+  const NoDispatchGuard no_dispatch;
   std::vector<Pending> pending = std::exchange(pending_, {});
   std::vector<bool> is_done(pending.size());
   for (size_t first = 0; first < pending.size(); ++first) {

@@ -141,7 +141,7 @@ def _offending(
             continue
         for entry in bad.bad_entries():
             name = entry.label.name
-            tensor = tensors.find(bad.frame.phase, name)
+            tensor = tensors.find(bad.frame.kind, name)
             if tensor is not None:
                 found[f"{kind_of(entry.role)} of {name}"] = tensor
     return found

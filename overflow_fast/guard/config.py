@@ -187,7 +187,7 @@ def make_watches(
         "lists_calls": wanted.activations,
         "parameters_once": True,
         "watches_gradients": wanted.grad_outputs,
-        "holds_tensors": options.evidence is not None,
+        "captures_tensors": options.evidence is not None,
     }
     watches = [
         ModelWatch(

@@ -127,10 +127,10 @@ class Explainer:
                 place = history.last.place
                 if place.label.role == _C.Role.WEIGHT:
                     name = place.label.name
-                    if place.phase == _C.Phase.FORWARD:
+                    if place.kind == _C.FrameKind.FORWARD:
                         name = f"{watch.name_at(place.module)}.{name}".lstrip(".")
                     weights[name] = history.recent
-                elif place.phase in GRADIENTS and place.label.role == _C.Role.GRADIENT:
+                elif place.kind in GRADIENTS and place.label.role == _C.Role.GRADIENT:
                     gradients.append(history.recent)
         return weights, gradients
 

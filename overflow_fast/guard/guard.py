@@ -521,7 +521,7 @@ class OverflowGuard:
                 watch = self._loop.watches[0]
                 watch.has_seen_loss |= "loss" in tensors
                 named = list(tensors), list(tensors.values())
-                watch.record(_C.Phase.RECORDED, named)
+                watch.record(_C.FrameKind.RECORDED, named)
 
     def run(self, function: Callable[[], _Result]) -> _Result:
         """Calls a function that computes the loss, and can call it again.

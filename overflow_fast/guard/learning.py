@@ -93,7 +93,7 @@ class Learning:
                 kinds = entry.nonfinite_kinds
                 is_scalar = entry.numel == 1  # a loss, for all that is known
                 is_meant = _is_activation(entry.label) and not kinds & KINDS["nan"]
-                if frame.phase not in FORWARDS or is_scalar or not is_meant:
+                if frame.kind not in FORWARDS or is_scalar or not is_meant:
                     return None
                 name = entry_name(names, entry.place)
                 found[name] = found.get(name, 0) | kinds

@@ -188,7 +188,7 @@ class GuardLoop:
         watch = self.watches[0]
         if loss is not None and self.options.wanted.loss:
             watch.has_seen_loss = True
-            watch.record(_C.Phase.RECORDED, (["loss"], [loss]))
+            watch.record(_C.FrameKind.RECORDED, (["loss"], [loss]))
 
     def check(self) -> Report | None:
         """Judges what has run since the last step."""

@@ -27,4 +27,4 @@ def dotted(label: str) -> str:
 
 def entry_label(place: _C.Place) -> str:
     """Writes an entry's label; a gradient's is that of the output it belongs to."""
-    return f"{'grad_' * (place.phase == _C.Phase.BACKWARD)}{label_text(place.label)}"
+    return f"{'grad_' * (place.kind == _C.FrameKind.BACKWARD)}{label_text(place.label)}"

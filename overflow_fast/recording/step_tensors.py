@@ -34,7 +34,7 @@ class StepTensors:
         self._watches = watches
         self._wanted = watches[0].wanted
         self._has_scanned_weights = False
-        self._scanned: list[tuple[_C.Phase, Named]] = []
+        self._scanned: list[tuple[_C.FrameKind, Named]] = []
         self._last_gradients: dict[int, _Seen] = {}
         self.without_gradient = 0
 
@@ -48,10 +48,10 @@ class StepTensors:
         """Lets go of the tensors."""
         self._scanned = []
 
-    def find(self, phase: _C.Phase, name: str) -> torch.Tensor | None:
+    def find(self, kind: _C.FrameKind, name: str) -> torch.Tensor | None:
         """A tensor of the last scan, until `forget()`."""
         for scanned, (names, tensors) in self._scanned:
-            if scanned == phase and name in names:
+            if scanned == kind and name in names:
                 return tensors[names.index(name)]
         return None
 
@@ -84,19 +84,19 @@ class StepTensors:
             self._scan_gradients(optimizer, listed, others)
         if level is ScanLevel.ALL and self._wanted.optimizer_state and optimizer:
             state = self._state(optimizer)
-            self._record(self._watches[0], _C.Phase.OPTIMIZER_STATE, state)
+            self._record(self._watches[0], _C.FrameKind.OPTIMIZER_STATE, state)
 
-    def _record(self, watch: ModelWatch, phase: _C.Phase, named: Named) -> None:
-        self._scanned.append((phase, named))
-        watch.record(phase, named)
+    def _record(self, watch: ModelWatch, kind: _C.FrameKind, named: Named) -> None:
+        self._scanned.append((kind, named))
+        watch.record(kind, named)
 
     def _scan_models(self, listed: _Listed) -> None:
         for watch, parameters in listed:
             model = watch.model
             if self._wanted.weights:
-                self._record(watch, _C.Phase.WEIGHTS, parameters)
+                self._record(watch, _C.FrameKind.WEIGHTS, parameters)
             if self._wanted.buffers and model is not None:
-                self._record(watch, _C.Phase.BUFFERS, watch.tensors.buffers(model))
+                self._record(watch, _C.FrameKind.BUFFERS, watch.tensors.buffers(model))
 
     def _scan_gradients(
         self, optimizer: Optimizer | None, listed: _Listed, others: Sequence[Optimizer]
@@ -114,10 +114,10 @@ class StepTensors:
                 for name, parameter in zip(names, parameters, strict=True)
                 if optimizer is None or owned.pop(id(parameter), None) is not None
             ]
-            self._record(watch, _C.Phase.GRADIENTS, self._gradients(pairs))
+            self._record(watch, _C.FrameKind.GRADIENTS, self._gradients(pairs))
         if optimizer is not None and owned:
             strangers = self._gradients(self._strangers(optimizer, set(owned)))
-            self._record(self._watches[0], _C.Phase.GRADIENTS, strangers)
+            self._record(self._watches[0], _C.FrameKind.GRADIENTS, strangers)
 
     def _is_new(self, parameter: torch.Tensor) -> bool:
         """Whether its gradient was made, or written to, since it was last scanned."""

@@ -273,11 +273,11 @@ class ModelWatch(StepHooks):
         """The recorder that has the frames' entries."""
         return self._recorder
 
-    def record(self, phase: _C.Phase, named: Named) -> None:
+    def record(self, kind: _C.FrameKind, named: Named) -> None:
         """Scans named tensors as one frame. Does not incur a CPU-GPU sync."""
         names, tensors = named
         if tensors:
-            self._recorder.record(phase, names, tensors)
+            self._recorder.record(kind, names, tensors)
 
     def _record_root(
         self, module: nn.Module, args: object, kwargs: object, output: object
@@ -285,7 +285,7 @@ class ModelWatch(StepHooks):
         self.given[self.batch_number] = self._given
         if len(self.given) > _MAX_BATCHES:
             del self.given[next(iter(self.given))]
-        if self._options["holds_tensors"]:
+        if self._options["captures_tensors"]:
             self.batches[self.batch_number] = (args, kwargs)
             if len(self.batches) > _MAX_BATCHES:
                 del self.batches[next(iter(self.batches))]
@@ -296,7 +296,7 @@ class ModelWatch(StepHooks):
         if self._needs_hook(0, module):
             super()._record_root(module, args, kwargs, output)
         if loss is not None and self.wanted.loss and not self.wanted.activations:
-            self.record(_C.Phase.RECORDED, (["loss"], [loss]))
+            self.record(_C.FrameKind.RECORDED, (["loss"], [loss]))
 
     def _root_plan(self) -> dict[int, bool]:
         model = self.model
@@ -338,7 +338,7 @@ class ModelWatch(StepHooks):
         if not self.wanted.weights or self._recorder.lists_parameters:
             return
         if model is not None:
-            self.record(_C.Phase.WEIGHTS, self.tensors.parameters(model))
+            self.record(_C.FrameKind.WEIGHTS, self.tensors.parameters(model))
             order = _C.Recorder.num_frames()
             self._evaluated_weights[order] = self._recorder.last_batch
 
@@ -373,7 +373,7 @@ class ModelWatch(StepHooks):
         return self._take(self._is_evaluated)
 
     def _is_evaluated(self, frame: _C.Frame) -> bool:
-        is_forward = frame.phase in (_C.Phase.FORWARD, _C.Phase.RECORDED)
+        is_forward = frame.kind in (_C.FrameKind.FORWARD, _C.FrameKind.RECORDED)
         is_in_one = is_forward and frame.batch in self._evaluations
         return is_in_one or frame.order in self._evaluated_weights
 

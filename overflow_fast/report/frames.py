@@ -77,7 +77,7 @@ def frame_text(
         The text, without a newline at its end; a `BackwardFrame` for a gradient's.
     """
     lines = batch_header(frame.batch) if frame.opens_batch else []
-    is_backward = frame.phase == _C.Phase.BACKWARD
+    is_backward = frame.kind == _C.FrameKind.BACKWARD
     mark = " (backward)" * is_backward + " (recomputed)" * frame.is_recomputed
     lines.append(f"{PREFIX} {fqn} {frame.class_name}{mark}")
     entries = map(_entry_line, recorder.entries(frame))

@@ -266,7 +266,7 @@ def _weight_lines(watch: ModelWatch, frame: _C.Frame) -> list[str]:
     module = watch.module_at(frame.module)
     entries = watch.recorder.entries(frame)
     has_weights = any(entry.role == _C.Role.WEIGHT for entry in entries)
-    if module is None or has_weights or frame.phase == _C.Phase.BACKWARD:
+    if module is None or has_weights or frame.kind == _C.FrameKind.BACKWARD:
         return []
     named = module.named_parameters(recurse=False)
     return [get_abs_min_max(parameter, name) for name, parameter in named]

@@ -87,7 +87,7 @@ def _first_of(ordered: Sequence[BadFrame], is_check: bool) -> tuple[BadFrame, _C
     for bad in ordered:
         weights = given_weights(bad)
         is_of_step = not is_check or (
-            bad.frame.phase == _C.Phase.FORWARD
+            bad.frame.kind == _C.FrameKind.FORWARD
             and (bad.watch, bad.frame.batch) == (earliest.watch, earliest.frame.batch)
         )
         if weights and is_of_step:
@@ -176,18 +176,18 @@ def _origin(
     ordered: Sequence[BadFrame],
     watches: Sequence[ModelWatch],
 ) -> Origin:
-    phase = first.frame.phase
+    kind = first.frame.kind
     if entry.role in (_C.Role.WEIGHT, _C.Role.OPTIMIZER_STATE):
         was_finite = _headroom_before(first, entry) is not None
         return origin_of_state(first, entry, was_finite)
-    if phase in FORWARDS:
+    if kind in FORWARDS:
         bad = {key_of(each): each for each in ordered}
         return origin_in_forward(first, bad, Calls(watches))
-    if phase == _C.Phase.BACKWARD:
+    if kind == _C.FrameKind.BACKWARD:
         return origin_of_gradient(first, Calls(watches, until=first.frame.order))
-    if phase == _C.Phase.GRADIENTS:
+    if kind == _C.FrameKind.GRADIENTS:
         return origin_of_gradients(first, ordered)
-    if phase == _C.Phase.RECORDED:
+    if kind == _C.FrameKind.RECORDED:
         return _origin_of_recorded(watches)
     return _origin_of_buffer(first, entry)
 

@@ -25,7 +25,7 @@ def origin_of_gradient(first: BadFrame, calls: Calls) -> Origin:
     """
     frame = first.frame
     found = calls.in_backward(first.watch, frame.module, frame.order)
-    is_known = len(found) == 1 and found[0].call.phase != _C.Phase.RECOMPUTED
+    is_known = len(found) == 1 and found[0].call.kind != _C.FrameKind.RECOMPUTED
     if not is_known:
         return _any_of(found, first, calls)
     users = _Users(found[0], calls, frame.order)

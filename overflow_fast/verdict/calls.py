@@ -28,7 +28,7 @@ class Called(NamedTuple):
     def encloses(self, inner: Called) -> bool:
         """Whether `inner` ran within it, as far as names, order and inputs tell."""
         a, b = self.call, inner.call
-        is_around = a.order > b.order and (a.batch, a.phase) == (b.batch, b.phase)
+        is_around = a.order > b.order and (a.batch, a.kind) == (b.batch, b.kind)
         # It was given what had not been made yet when the other call ended.
         is_later = a.thread == b.thread and a.begins_after > b.ends_before
         return is_around and not is_later and self.watch is inner.watch
@@ -61,8 +61,8 @@ class Calls:
             if until is None or call.order < until
         ]
         found.sort(key=_order)
-        self._all = [each for each in found if each.call.phase in FORWARDS]
-        self._gradients = [each for each in found if each.call.phase not in FORWARDS]
+        self._all = [each for each in found if each.call.kind in FORWARDS]
+        self._gradients = [each for each in found if each.call.kind not in FORWARDS]
         self._modules: dict[tuple[int, int], list[Called]] = {}
         for called in self._all:
             watch, call = called

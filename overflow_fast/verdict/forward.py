@@ -187,7 +187,7 @@ def _may_hide(called: Called) -> bool:
 def _bad_buffer_of(first: BadFrame, bad: Bad) -> str | None:
     name = first.watch.name_at(first.frame.module)
     for frame in bad.values():
-        if frame.watch is first.watch and frame.frame.phase == _C.Phase.BUFFERS:
+        if frame.watch is first.watch and frame.frame.kind == _C.FrameKind.BUFFERS:
             for entry in frame.bad_entries():
                 label = label_text(entry.label)
                 if label.rpartition(".")[0] == name:

@@ -24,7 +24,7 @@ def handed(outermost: Called, bad: Bad, calls: Calls) -> Origin:
     frame = bad[id(watch), call.order]
     around = list(ancestors(watch, call.module))
     unwatched = [i for i in around if not watch.selection.takes(watch.names[i])]
-    if call.phase == _C.Phase.RECOMPUTED:
+    if call.kind == _C.FrameKind.RECOMPUTED:
         names = [name_of(watch, index) for index in around] or [outermost.name]
         maker = f"code that backward ran again: {joined(names)}"
         return Origin("unclear", "unclear", maker, names)

@@ -234,7 +234,7 @@ class HeadroomTracker:
         short: dict[tuple[float, str], HeadroomHistory] = {}
         for watch in self._watches:
             for history in watch.recorder.low_headroom():
-                if has_scaler and history.last.place.phase in GRADIENTS:
+                if has_scaler and history.last.place.kind in GRADIENTS:
                     continue
                 row = self._row(watch, history)
                 if row.bits <= self._told.get(row.where, math.inf) / 2:

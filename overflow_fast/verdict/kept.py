@@ -30,7 +30,7 @@ def bad_buffers(first: BadFrame, bad: Bad, calls: Calls) -> list[str]:
     """
     found = {name: True for watch in calls.watches for name in _with_nan(watch)}
     for frame in bad.values():
-        if frame.frame.phase == _C.Phase.BUFFERS:
+        if frame.frame.kind == _C.FrameKind.BUFFERS:
             for entry in frame.bad_entries():
                 was_finite = frame.watch.recorder.last_peak(entry.place)
                 found[label_text(entry.label)] = was_finite is None

@@ -98,7 +98,7 @@ def origin_of_gradients(first: BadFrame, ordered: Sequence[BadFrame]) -> Origin:
     bad, count = _bad_gradients(ordered)
     owners = list(dict.fromkeys(n.rpartition(".")[0] or "the model" for n in bad))
     others = [LOSS, AFTER_BACKWARD, HOOK, EARLIER_GRADIENTS, *_other_ranks()]
-    if not any(c.phase == _C.Phase.BACKWARD for c in first.watch.recorder.calls()):
+    if not any(c.kind == _C.FrameKind.BACKWARD for c in first.watch.recorder.calls()):
         maker = (
             "the loss, the backward of any module, a hook on a gradient, gradients "
             "that were there before, or code after it: no gradient of an output was "
@@ -136,7 +136,7 @@ def _bad_gradients(ordered: Sequence[BadFrame]) -> tuple[list[str], int]:
     entries = [
         entry
         for bad in ordered
-        if bad.frame.phase == _C.Phase.GRADIENTS
+        if bad.frame.kind == _C.FrameKind.GRADIENTS
         for entry in bad.entries()
     ]
     return [label_text(each.label) for each in entries if each.is_bad], len(entries)
@@ -147,7 +147,7 @@ def around_gradients(ordered: Sequence[BadFrame]) -> tuple[list[str], list[str]]
     dirty: list[str] = []
     clean: list[str] = []
     for bad in ordered:
-        if bad.frame.phase != _C.Phase.GRADIENTS:
+        if bad.frame.kind != _C.FrameKind.GRADIENTS:
             continue
         entries = [(label_text(e.label), e.is_bad) for e in bad.entries()]
         for i, (name, is_bad) in enumerate(entries):

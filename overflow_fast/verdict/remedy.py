@@ -75,7 +75,7 @@ def _is_overflow(first: BadFrame, verdict: Verdict) -> bool:
     entry, module = verdict.first, first.watch.module_at(first.frame.module)
     if entry is None or module is None or first.watch.prefix:
         return False
-    is_output = first.frame.phase == _C.Phase.FORWARD and entry.kind == "output"
+    is_output = first.frame.kind == _C.FrameKind.FORWARD and entry.kind == "output"
     is_child = first.watch.name_at(first.frame.module) != ""
     is_inf = entry.dtype == "float16" and entry.num_nan == 0
     return (
@@ -118,7 +118,7 @@ def _of_outputs(watch: ModelWatch) -> Iterator[tuple[str, _C.HeadroomHistory]]:
     for history in watch.recorder.headroom():
         place = history.last.place
         is_output = place.label.role == _C.Role.OUTPUT
-        if place.phase == _C.Phase.FORWARD and is_output:
+        if place.kind == _C.FrameKind.FORWARD and is_output:
             yield watch.name_at(place.module), history
 
 
@@ -149,7 +149,7 @@ class _Search:
         self._before = {
             watch.name_at(frame.module)
             for frame in watch.before
-            if frame.batch == batch and frame.phase == _C.Phase.FORWARD
+            if frame.batch == batch and frame.kind == _C.FrameKind.FORWARD
         }
         self._is_history_long = len(watch.before) >= _LONG_HISTORY or any(
             frame.opens_batch for frame in watch.before
@@ -158,7 +158,7 @@ class _Search:
             bad
             for bad in sorted(frames, key=lambda bad: bad.rank)
             if bad.watch is watch and bad.frame.batch == batch
-            if bad.frame.phase == _C.Phase.FORWARD
+            if bad.frame.kind == _C.FrameKind.FORWARD
         ]
         self._after = [watch.name_at(bad.frame.module) for bad in calls[1:]]
         self._returned = {

@@ -51,7 +51,7 @@ def entry_name(names: Sequence[str], place: _C.Place) -> EntryName:
     fqn = names[place.module] if place.module < len(names) else ""
     if role in OF_CALLS:
         return EntryName(fqn, label)
-    if place.phase in FORWARDS:
+    if place.kind in FORWARDS:
         return EntryName(fqn, f"{kind}.{label}")
     # A tensor by its qualified name: that of its module, and its own.
     owners = [name for name in names if label.startswith(f"{name}.")]

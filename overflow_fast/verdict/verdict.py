@@ -12,8 +12,8 @@ from ..recording.watch import ModelWatch
 
 # Roles of entries that are of a call.
 OF_CALLS = (_C.Role.INPUT, _C.Role.OUTPUT, _C.Role.GRAD_OUTPUT)
-FORWARDS = (_C.Phase.FORWARD, _C.Phase.RECOMPUTED)
-GRADIENTS = (_C.Phase.BACKWARD, _C.Phase.GRADIENTS)
+FORWARDS = (_C.FrameKind.FORWARD, _C.FrameKind.RECOMPUTED)
+GRADIENTS = (_C.FrameKind.BACKWARD, _C.FrameKind.GRADIENTS)
 
 SOURCES = (
     *("module", "caller", "loss", "batch", "weight", "buffer", "optimizer_state"),
@@ -173,22 +173,22 @@ class BadFrame:
     @property
     def rank(self) -> tuple[bool, int]:
         """Orders frames as they ran; the weights were what they are before the step."""
-        return self.frame.phase != _C.Phase.WEIGHTS, self.frame.order
+        return self.frame.kind != _C.FrameKind.WEIGHTS, self.frame.order
 
     @property
     def is_of_call(self) -> bool:
         """Whether it is of a module's call, or of the gradient of its output."""
-        return self.frame.phase in FORWARDS or self.is_backward
+        return self.frame.kind in FORWARDS or self.is_backward
 
     @property
     def is_backward(self) -> bool:
         """Whether it is of the gradient of an output."""
-        return self.frame.phase == _C.Phase.BACKWARD
+        return self.frame.kind == _C.FrameKind.BACKWARD
 
     @property
     def is_gradient(self) -> bool:
         """Whether it is of gradients: of an output, or of parameters."""
-        return self.frame.phase in GRADIENTS
+        return self.frame.kind in GRADIENTS
 
     def entries(self) -> list[_C.Entry]:
         """The frame's entries."""
@@ -242,6 +242,6 @@ def headroom_of(watch: ModelWatch, peak: _C.Peak) -> Headroom:
 def where_of(watch: ModelWatch, place: _C.Place) -> str:
     """Names where an entry stands: see `Headroom.where`."""
     text = entry_label(place)
-    if place.phase in (*FORWARDS, _C.Phase.BACKWARD):
+    if place.kind in (*FORWARDS, _C.FrameKind.BACKWARD):
         return f"{text} of {watch.name_at(place.module) or 'the model'}"
-    return f"gradient of {text}" if place.phase == _C.Phase.GRADIENTS else text
+    return f"gradient of {text}" if place.kind == _C.FrameKind.GRADIENTS else text

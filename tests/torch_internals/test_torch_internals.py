@@ -415,7 +415,7 @@ def test_a_hook_on_a_node_sees_its_gradient():
     assert torch.equal(x.grad, torch.tensor([6.0, 8.0]))
     _, frame = owner._recorder.history()
     (entry,) = owner._recorder.entries(frame)
-    assert frame.phase == _C.Phase.BACKWARD and entry.stat.abs_max == 4
+    assert frame.kind == _C.FrameKind.BACKWARD and entry.stat.abs_max == 4
 
 
 def test_a_write_makes_a_tensor_unknown_to_the_memo():

@@ -162,8 +162,8 @@ __device__ inline Extremes scan_bytes(const Format& format, const Walk& walk, in
   return keys;
 }
 
-__device__ inline Extremes scan_odd_units(const WorkItem& item, const UnitDim* dims,
-                                          const Format& format, int64_t begin, int64_t end) {
+__device__ inline Extremes scan_generic_units(const WorkItem& item, const UnitDim* dims,
+                                              const Format& format, int64_t begin, int64_t end) {
   const Walk walk(item, dims, format.itemsize);
   if (item.unit == Unit::kVector) return scan_vectors(format, walk, begin, end);
   if (item.unit == Unit::kBytes) return scan_bytes(format, walk, begin, end);
@@ -182,7 +182,7 @@ template <bool kTakesOdd>
 __device__ Extremes scan_units(const WorkItem& item, const UnitDim* dims, const Format& format,
                                int64_t begin, int64_t end) {
   if constexpr (kTakesOdd) {
-    if (is_odd(item)) return scan_odd_units(item, dims, format, begin, end);
+    if (needs_generic_path(item)) return scan_generic_units(item, dims, format, begin, end);
   }
   const char* data = item.data;
   return with_keys(format, [&]<class Keys>() { return scan_run<Keys>(data, begin, end); });

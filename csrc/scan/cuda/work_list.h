@@ -48,7 +48,7 @@ struct WorkItem {
 static_assert(sizeof(WorkItem) == 32, "a thousand items fit the largest kernel parameter");
 
 // Whether an item is anything else than a run of vectors.
-OF_HOST_DEVICE constexpr bool is_odd(const WorkItem& item) {
+OF_HOST_DEVICE constexpr bool needs_generic_path(const WorkItem& item) {
   return item.unit != Unit::kVector || item.num_dims != 0;
 }
 
@@ -124,9 +124,9 @@ inline bool plan_item(const View& view, WorkItem& item, UnitDim* dims, int room,
 }
 
 template <class List>
-bool has_odd_items(const List& list) {
+bool needs_generic_path(const List& list) {
   for (uint32_t i = 0; i < list.num_items; ++i) {
-    if (is_odd(list.items[i])) return true;
+    if (needs_generic_path(list.items[i])) return true;
   }
   return false;
 }

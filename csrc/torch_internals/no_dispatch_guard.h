@@ -7,7 +7,7 @@
 
 namespace overflow_fast {
 
-struct Unseen {
+struct NoDispatchGuard {
   c10::AutoGradMode no_grad{false};
   c10::impl::ExcludeDispatchKeyGuard no_modes{
       c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
