@@ -4,4 +4,5 @@ import re
 
 
 def without_times(report):
-    return re.sub(r"\s*The guard takes .*", "", str(report))
+    text = re.sub(r"\s*The guard takes .*", "", str(report))
+    return re.sub(r"(replays .*), [\d.]+ s$", r"\1", text, flags=re.MULTILINE)
