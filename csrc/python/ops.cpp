@@ -28,7 +28,7 @@ void run_parallel(int64_t num_tasks, void (*function)(int64_t, void*), void* con
     for (int64_t i = begin; i < end; ++i) t.function(i, t.context);
   };
   if (torch_parallel_for(0, num_tasks, 1, run_range, &task) != 0) {
-    run_range(0, num_tasks, &task);  // extremes do not mind a second pass, counts come from it
+    run_range(0, num_tasks, &task);  // a task that runs twice replaces its first result
   }
 }
 
@@ -112,9 +112,9 @@ TORCH_LIBRARY(overflow_fast, m) {
   m.def("scan(Tensor(a!) slots, int first, Tensor[] tensors) -> ()");
   // The same by torch operations alone, on any device.
   m.def("scan_composite(Tensor(a!) slots, int first, Tensor[] tensors) -> ()");
-  // What compiled code does in place of a module's hook: see traced.h.
+  // Runs in compiled code in place of a module's hook: see traced.h.
   m.def("frame(Tensor handle_tensor, int id, str text, Tensor[] tensors) -> ()");
-  // The same without an effect that torch is told of, for graphs that can hold no effects.
+  // The same without an effect registered in torch, for graphs that cannot contain effects.
   m.def("plain_frame(Tensor handle_tensor, int id, str text, Tensor[] tensors) -> ()");
   m.def("plain_call(Tensor handle_tensor, str method) -> ()", {at::Tag::cudagraph_unsafe});
   // Calls a method of the hook's owner. A CUDA graph cannot replay that.
@@ -141,7 +141,7 @@ TORCH_LIBRARY_IMPL(overflow_fast, Meta, m) {
   m.impl("plain_call", [](const at::Tensor&, c10::string_view) {});
 }
 
-// A stat has no gradient: the scan looks at the values and leaves autograd's graph alone.
+// A stat has no gradient: the scan reads the values and does not change autograd's graph.
 TORCH_LIBRARY_IMPL(overflow_fast, Autograd, m) {
   m.impl("scan", torch::CppFunction::makeFallthrough());
   m.impl("scan_composite", torch::CppFunction::makeFallthrough());

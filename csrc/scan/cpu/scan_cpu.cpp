@@ -57,7 +57,7 @@ class Walk {
     }
   }
 
-  // Rows that follow each other along dims_[1] are handed to the kernel together.
+  // Passes rows that follow each other along dims_[1] to the kernel together.
   void scan_full_rows(int64_t row, int64_t end, Slot& slot) const {
     if (!is_contiguous_row() || dims_.size() < 2) {
       for (; row < end; ++row) scan_row(row, 0, dims_[0].size, slot);
@@ -87,7 +87,9 @@ struct Tasks {
   static void run(int64_t index, void* context) {
     auto& self = *static_cast<Tasks*>(context);
     const int64_t begin = index * self.per_task;
-    self.walk.scan(begin, std::min(self.numel, begin + self.per_task), self.slots[index]);
+    Slot slot;
+    self.walk.scan(begin, std::min(self.numel, begin + self.per_task), slot);
+    self.slots[index] = slot;
   }
 };
 
