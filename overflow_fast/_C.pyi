@@ -115,9 +115,8 @@ class Entry:
     @property
     def nonfinite_kinds(self) -> int: ...  # of POSITIVE_INF, NEGATIVE_INF and NAN
     @property
-    def only_if_bad(self) -> bool: ...  # it is listed
-    # Of an input: how often it was written to in place, whether autograd knows what
-    # made it.
+    def only_if_bad(self) -> bool: ...  # listed only if it is bad
+    # Of an input: its number of in-place writes; True if an autograd node computed it.
     @property
     def version(self) -> int: ...
     @property
@@ -136,7 +135,7 @@ class Peak:
 class HeadroomHistory:
     @property
     def last(self) -> Peak: ...
-    # The highest abs_max of all steps, inf if there was something worse.
+    # The highest abs_max of all steps, inf if a value was not finite.
     @property
     def highest(self) -> float: ...
     @property

@@ -26,7 +26,9 @@ Options options_of(const py::kwargs& kwargs) {
   Options options;
   for (const auto& [name, value] : kwargs) {
     const auto found = kByName.find(name.cast<std::string>());
-    if (found == kByName.end()) throw py::type_error("unknown: " + name.cast<std::string>());
+    if (found == kByName.end()) {
+      throw py::type_error("Recorder has no option " + name.cast<std::string>());
+    }
     options.*found->second = value.cast<bool>();
   }
   return options;
@@ -55,7 +57,7 @@ std::optional<NamedPeak> least_headroom(Recorder& recorder) {
   return NamedPeak{named_in(recorder, peak->place), *peak};
 }
 
-// Of an entry's place: the last finite one.
+// The last finite peak of an entry's place.
 std::optional<NamedPeak> last_peak(Recorder& recorder, const NamedPlace& place) {
   const auto* history = recorder.headroom().find(place.place);
   if (history == nullptr) return std::nullopt;

@@ -197,7 +197,7 @@ void bind_frames(py::module_& m) {
       .attribute("ends_before", &Call::ends_before)
       .attribute("is_traced", &Call::is_traced)
       .attribute("has_unseen", &Call::has_unseen);
-  // Frames that stand in it, not copies of them.
+  // Returns references to its frames, not copies.
   py::class_<StepResults>(m, "StepResults")
       .def_readonly("before", &StepResults::before)
       .def_readonly("bad", &StepResults::bad)

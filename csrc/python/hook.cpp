@@ -20,7 +20,8 @@ namespace {
 constexpr long kRecomputed = 1;
 constexpr long kEndsStep = 2;
 
-// What cannot be walked becomes a line that says so: the watched program goes on.
+// Calls walk(). If it throws, an entry with the error takes its place, and the watched program goes
+// on.
 template <class Walk>
 void guarded(Recorder& recorder, Frame& frame, LabelId label, Walk walk) {
   try {
@@ -30,8 +31,7 @@ void guarded(Recorder& recorder, Frame& frame, LabelId label, Walk walk) {
   }
 }
 
-// Calls a method of the hook's owner. Where torch.compile looks at every Python frame that begins,
-// it is to leave ours alone.
+// Calls a method of the hook's owner, with torch.compile's inspection of Python frames paused.
 template <class... Arguments>
 py::object call_owner(FrameHook* self, const char* method, Arguments&&... arguments) {
   const EvalFramePause pause;
@@ -39,7 +39,7 @@ py::object call_owner(FrameHook* self, const char* method, Arguments&&... argume
   return py::handle(self->owner).attr(method)(std::forward<Arguments>(arguments)...);
 }
 
-// The same of the owner's `compiled_boundary`.
+// Calls a method of the owner's `compiled_boundary` in the same way.
 template <class... Arguments>
 void call_root(FrameHook* self, const char* method, Arguments&&... arguments) {
   const EvalFramePause pause;
@@ -48,8 +48,8 @@ void call_root(FrameHook* self, const char* method, Arguments&&... arguments) {
   root.attr(method)(std::forward<Arguments>(arguments)...);
 }
 
-// Records the frame of a call. fill(frame) adds its entries, tensors() is what to hold if it is the
-// first bad one.
+// Records the frame of a call. fill(frame) adds its entries, tensors() returns what to capture if
+// it is the first bad one.
 template <class Fill, class Tensors>
 void record_call(FrameHook* self, Recorder& recorder, py::object class_name, Fill fill,
                  Tensors tensors) {
@@ -67,7 +67,7 @@ void record_call(FrameHook* self, Recorder& recorder, py::object class_name, Fil
                              flags & kRecomputed ? FrameKind::kRecomputed : FrameKind::kForward);
     fill(frame);
     const bool wants_attention = recorder.finish(frame);
-    if (wants_tensors && recorder.is_bad()) recorder.hold(tensors());
+    if (wants_tensors && recorder.is_bad()) recorder.capture(tensors());
     if (wants_attention) call_owner(self, "on_frame", std::move(frame));
   } catch (...) {
     if (!recorder.options().step_mode) throw;
@@ -104,7 +104,8 @@ void record(FrameHook* self, PyObject* module, PyObject* args, PyObject* kwargs,
   record_call(self, recorder, class_name_of(module), fill, tensors);
 }
 
-// Whoever exports a model watches nothing; any other trace may become what a training step runs.
+// Counts a call inside a trace, but not in an export: any other trace may become the code of a
+// training step.
 void count_traced_call(FrameHook* self) {
   Recorder& recorder = recorder_of(self);
   const auto compiler = py::module_::import("torch.compiler");
@@ -117,7 +118,7 @@ void count_traced_call(FrameHook* self) {
 
 void record_traced_frame(FrameHook* self, Recorder& recorder, const TracedCall& call,
                          at::TensorList tensors) {
-  // The compiled code will write to them.
+  // Copies, since the compiled code will write to the tensors.
   const auto copies = [&]() -> py::object {
     py::list list;
     for (const at::Tensor& tensor : tensors) list.append(to_python(tensor.detach().clone()));
@@ -133,10 +134,10 @@ void record_traced_frame(FrameHook* self, Recorder& recorder, const TracedCall& 
   Frame frame = recorder.begin_frame(self->module, call.class_name, call.kind);
   fill(frame);
   recorder.finish(frame);
-  if (wants_tensors && recorder.is_bad()) recorder.hold(copies());
+  if (wants_tensors && recorder.is_bad()) recorder.capture(copies());
 }
 
-// run_hook(hook, module, args, kwargs, output): what torch calls after a module's forward.
+// run_hook(hook, module, args, kwargs, output): the forward hook that torch calls.
 PyObject* run_hook(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   if (nargs != 5 || !is_frame_hook(args[0])) {
     PyErr_Format(PyExc_TypeError,
@@ -161,11 +162,11 @@ PyObject* run_hook(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   Py_RETURN_NONE;
 }
 
-// run_paused(function, *args): calls it while torch.compile leaves Python frames alone. What a
-// trace runs is no step.
+// run_paused(function, *args): calls it with torch.compile's inspection of frames paused. Does
+// nothing in a trace, which is no step.
 PyObject* run_paused(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   if (nargs == 0) {
-    PyErr_SetString(PyExc_TypeError, "run_paused takes a function");
+    PyErr_SetString(PyExc_TypeError, "run_paused takes a function and its arguments, got nothing");
     return nullptr;
   }
   if (is_traced()) Py_RETURN_NONE;
@@ -178,7 +179,7 @@ PyMethodDef kFunctions[] = {
     {"run_hook", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_hook)),
      METH_FASTCALL, "Records the frame of a call; for torch to call as a forward hook."},
     {"run_paused", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_paused)),
-     METH_FASTCALL, "Calls a function that torch.compile is not to look at."},
+     METH_FASTCALL, "Calls a function that torch.compile should not inspect."},
     {nullptr, nullptr, 0, nullptr},
 };
 

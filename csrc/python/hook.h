@@ -1,16 +1,16 @@
-// FrameHook(owner, module_index): who records the frames of a module. functools.partial(run_hook,
+// FrameHook(owner, module_index) records the frames of a module. functools.partial(run_hook,
 // hook) is the forward hook that torch calls, with the module, its positional and keyword inputs
 // and its output.
 //
-// The owner is a Python object with `_recorder` (a Recorder), on_frame(frame) for a frame that
-// somebody should look at, process_now() for frames that wait and are to be judged at once, and
-// on_submodule_call(module_index, graph_task_id) -> int, asked for a frame while the root is not
-// running: kRecomputed and kEndsStep, or-ed. The hook holds its owner, and nothing holds the hook
-// but its module. It pickles and deep-copies as its two arguments.
+// The owner is a Python object with `_recorder` (a Recorder) and three methods: on_frame(frame) is
+// called for a frame that needs attention, process_now() to classify waiting frames at once, and
+// on_submodule_call(module_index, graph_task_id) -> int for a frame while the root is not running;
+// it returns kRecomputed and kEndsStep, or-ed. The hook holds its owner, and only its module holds
+// the hook. It pickles and deep-copies as its two arguments.
 //
-// Compiled code knows a hook by its `handle_tensor`, because tensors are what modules that share
-// compiled code may differ in, and an owner by that of its `root_hook`. The owner's `plan` says
-// what to list, and its `device` where compiled code runs. Its `compiled_boundary` stands for the
+// Compiled code identifies a hook by its `handle_tensor`, because modules that share compiled code
+// may differ in their tensors, and an owner by that of its `root_hook`. The owner's `plan` holds
+// what to list, its `device` is where compiled code runs, and its `compiled_boundary` replaces the
 // root's hooks in compiled code: see overflow_fast/recording/compiled_boundary.py.
 #pragma once
 
@@ -35,12 +35,13 @@ struct FrameHook {
 
 void add_frame_hook(py::module_& m);
 bool is_frame_hook(PyObject* object);
-// Asks the owner at the first call: a copied or unpickled hook is made before that is complete.
+// Reads the owner at the first call: a copied or unpickled hook is created before its owner is
+// complete.
 Recorder& recorder_of(FrameHook* self);
-// The hook with this handle, or null if it is gone: then nobody asks any more.
+// The hook with this handle, or null if it is gone.
 FrameHook* find_hook(const at::Tensor& handle_tensor);
 
-// What torch calls, and what the operators do: see traced.h.
+// The functions that torch calls, and those that the operators call: see traced.h.
 void add_hook_functions(py::module_& m);
 void record_traced(const at::Tensor& handle_tensor, int64_t id, std::string_view text,
                    at::TensorList tensors);

@@ -19,7 +19,7 @@ namespace {
 
 PyTypeObject* hook_type = nullptr;
 
-// Hooks by the address of their handle tensors: what compiled code knows them by.
+// Hooks by the address of their handle tensors, which identify them in compiled code.
 std::unordered_map<const void*, FrameHook*>& hooks() {
   static auto* const by_handle = new std::unordered_map<const void*, FrameHook*>;
   return *by_handle;
@@ -36,7 +36,7 @@ at::Device device_of(FrameHook* self) {
   return device.is_none() ? at::Device(at::kCPU) : device.cast<at::Device>();
 }
 
-// Made when a hook is first traced.
+// Creates the tensor when the hook is first traced.
 const at::Tensor& handle_tensor_of(FrameHook* self) {
   if (self->handle_tensor == nullptr) {
     const EvalFramePause pause;
@@ -140,18 +140,19 @@ PyMethodDef kMethods[] = {
 };
 
 PyMemberDef kMembers[] = {
-    {"owner", T_OBJECT, offsetof(FrameHook, owner), READONLY, "Who is told of bad frames."},
+    {"owner", T_OBJECT, offsetof(FrameHook, owner), READONLY,
+     "The object that bad frames are passed to."},
     {"module", T_UINT, offsetof(FrameHook, module), READONLY, "The index of its module."},
     {nullptr, 0, 0, 0, nullptr},
 };
 
 PyGetSetDef kGetters[] = {
-    {"handle_tensor", get_handle_tensor, nullptr, "A tensor that compiled code knows the hook by.",
-     nullptr},
-    {"owner_handle", get_owner_handle, nullptr, "A tensor that compiled code knows its owner by.",
-     nullptr},
-    {"plan", get_plan, nullptr, "What its owner lists: see overflow_fast.recording.traced.",
-     nullptr},
+    {"handle_tensor", get_handle_tensor, nullptr,
+     "The tensor that identifies the hook in compiled code.", nullptr},
+    {"owner_handle", get_owner_handle, nullptr,
+     "The tensor that identifies its owner in compiled code.", nullptr},
+    {"plan", get_plan, nullptr,
+     "The plan of what its owner lists: see overflow_fast.recording.traced.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 

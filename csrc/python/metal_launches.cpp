@@ -43,7 +43,8 @@ MetalPlan metal_launches(const std::vector<at::Tensor>& tensors) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     mps::BufferView each{};
     if (view_of(tensors[i], each.view) != Readability::kReadable) {
-      throw py::type_error("tensors must be readable");
+      throw py::type_error("tensors must be strided and of a dtype that can be scanned, got " +
+                           tensors[i].toString());
     }
     each.offset = tensors[i].storage_offset() * static_cast<int64_t>(tensors[i].itemsize());
     if (!mps::is_readable(each)) plan.others.push_back(i);

@@ -1,4 +1,4 @@
-// What Python needs to dispatch MPS's kernel: overflow_fast/metal/__init__.py.
+// The launches of MPS's kernel, which overflow_fast/metal/__init__.py dispatches.
 #pragma once
 
 #include <pybind11/pybind11.h>

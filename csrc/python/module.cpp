@@ -95,7 +95,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("register_device_type", [](const std::string& type, uintptr_t open) {
     register_device_type(c10::Device(type).type(), reinterpret_cast<OpenDevice>(open));
   });
-  // The same for one whose tensors only torch can address; None takes the function back.
+  // The same for a device whose tensors only torch can address; None unregisters the function.
   m.def("register_scan", [](const std::string& type, py::object function) {
     register_scan(c10::Device(type).type(), std::move(function));
   });

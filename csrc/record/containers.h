@@ -1,4 +1,5 @@
-// What may hold tensors among what a module is given and returns: sequences, dicts, dataclasses.
+// The containers among a module's inputs and outputs that are searched for tensors: sequences,
+// dicts, dataclasses.
 #pragma once
 
 #include <algorithm>
@@ -12,20 +13,20 @@ namespace overflow_fast {
 
 // Deeper containers are not opened.
 constexpr int kMaxDepth = 16;
-// Nor more than so many children in a walk: containers may hold others many times over.
+// Limits the children visited in one walk: containers may hold others many times over.
 constexpr int kMaxChildren = 1 << 20;
 
 enum class Shape : uint8_t { kTensor, kNone, kSequence, kDict, kAttributes, kLeaf };
 
 // Dataclasses have their fields as attributes; one that is also a dict (ModelOutput) leaves out
-// the fields that are None, so its items are what counts.
+// the fields that are None, so its items are listed instead.
 inline bool is_dataclass(PyObject* object) {
   static PyObject* const kFields = PyUnicode_InternFromString("__dataclass_fields__");
   return class_attribute(Py_TYPE(object), kFields) != nullptr;
 }
 
 inline Shape shape_of(PyObject* object) {
-  // The plain cases first: asking whether any other object is a tensor is an isinstance().
+  // The common cases first: for other objects the check for a tensor costs an isinstance().
   if (is_plain_tensor(object)) return Shape::kTensor;
   if (object == Py_None) return Shape::kNone;
   if (PyTuple_Check(object) || PyList_Check(object)) return Shape::kSequence;
@@ -47,7 +48,7 @@ inline bool is_container(Shape shape) {
 // runs, but for properties in the place of a dataclass's fields.
 template <class Visit>
 void for_each_child(PyObject* object, Shape shape, Visit visit_borrowed) {
-  // Large scans let go of the GIL, and another thread may drop the child meanwhile.
+  // Large scans release the GIL, and another thread may drop the child meanwhile.
   const auto visit = [&](LabelStyle style, PyObject* key, Py_ssize_t index, PyObject* child) {
     const auto alive = py::reinterpret_borrow<py::object>(child);
     visit_borrowed(style, key, index, child);
@@ -80,11 +81,11 @@ void for_each_child(PyObject* object, Shape shape, Visit visit_borrowed) {
 
 enum class Content : uint8_t { kNoTensor, kTooMuch, kTensor };
 
-// What is opened, from the outermost container in.
+// The containers that a walk has open, from the outermost to the innermost.
 class Opened {
  public:
-  // visit(style, key, index, child) for each child, but for what the container is itself within:
-  // that is being walked already. kTooMuch where there is no end.
+  // Calls visit(style, key, index, child) for each child, unless the container is open already,
+  // which is a cycle. Returns kTooMuch beyond kMaxChildren.
   template <class Visit>
   Content open(PyObject* object, Shape shape, Visit visit) {
     if (std::find(path_.begin(), path_.end(), object) != path_.end()) return Content::kNoTensor;

@@ -70,7 +70,7 @@ SlotRef Deferred::slot_of(const Unscanned& tensor) {
   return slot;
 }
 
-// Tells an entry what became of its tensor's scan.
+// Gives an entry its tensor's slot, or the reason why the tensor was not scanned.
 void Deferred::assign_slot(Entry& entry, const Unscanned& tensor) {
   if (tensor.error) {
     coverage_.give_up(entry, tensor.error);
@@ -93,18 +93,18 @@ void Deferred::send() {
   ++num_sends_;
   InFlightBatch batch;
   for (size_t i = 0; i < devices_.size(); ++i) {
-    std::vector<int64_t> masks;
-    if (wants_flags_) masks = masks_of(i);
-    batch.transfers.push_back(devices_[i].send(masks));
+    std::vector<int64_t> flag_bits;
+    if (wants_flags_) flag_bits = flag_bits_of(i);
+    batch.transfers.push_back(devices_[i].send(flag_bits));
   }
   batch.frames.swap(waiting_);
   in_flight_.push_back(std::move(batch));
 }
 
-// What of each slot of the step makes a flag: see StepEnder.
-std::vector<int64_t> Deferred::masks_of(size_t device) const {
+// The kinds of non-finite values of each slot that set a flag: see StepEnder::queue().
+std::vector<int64_t> Deferred::flag_bits_of(size_t device) const {
   const auto used = static_cast<size_t>(devices_[device].used());
-  std::vector<int64_t> masks(used * kNumFlags);
+  std::vector<int64_t> flag_bits(used * kNumFlags);
   for (const Frame& frame : waiting_) {
     const bool is_gradient = frame.is_of_gradients();
     for (const Entry& entry : frame.entries) {
@@ -112,11 +112,11 @@ std::vector<int64_t> Deferred::masks_of(size_t device) const {
         continue;
       }
       constexpr uint64_t kAll = Slot::kPositiveInf | Slot::kNegativeInf | Slot::kNan;
-      masks[is_gradient * used + entry.slot.index] |=
+      flag_bits[is_gradient * used + entry.slot.index] |=
           static_cast<int64_t>(kAll & ~entry.listing.allowed);
     }
   }
-  return masks;
+  return flag_bits;
 }
 
 std::vector<at::Tensor> Deferred::take_flags() {
@@ -181,7 +181,7 @@ void Deferred::decode(Frame& frame, const std::vector<Transfer>& transfers) {
   }
 }
 
-// Of a graph that was not replayed no slot was written.
+// Drops the frames of graphs that were not replayed: none of their slots was written.
 void Deferred::drop_idle_graphs(InFlightBatch& batch) const {
   std::set<int64_t> replayed;
   for (const Frame& frame : batch.frames) {

@@ -1,7 +1,8 @@
-// Frames with tensors on devices: each frame's tensors are scanned together, the stats stay where
-// they are until the step's copy brings them, and then the frames are handed out in order.
+// Frames with tensors on devices. Each frame's tensors are scanned together, and the stats stay on
+// the device until the copy at the end of the step. receive() returns the frames in execution
+// order.
 //
-// Everything here runs under the GIL, which is let go while the host waits.
+// Everything here runs under the GIL, which is released while the host waits.
 #pragma once
 
 #include <deque>
@@ -18,35 +19,35 @@ class Deferred {
  public:
   explicit Deferred(Coverage& coverage) : coverage_(coverage) {}
 
-  // Whether a graph's capture has begun or ended since the scan that filled `slot`, so that the
-  // stat there is not this frame's.
+  // True if a graph capture has begun or ended since the scan that filled `slot`: its stat is then
+  // not valid for the current frame.
   bool is_outdated(SlotRef slot, size_t mark);
   void begin(Frame& frame) { frame.sends = num_sends_; }
-  // Launches the scans of frame.unscanned, one launch per device as a rule, and tells the entries
-  // their slots. What cannot be scanned says so.
+  // Launches the scans of frame.unscanned, usually one launch per device, and assigns the slots to
+  // the entries. An entry whose tensor cannot be scanned gets the reason.
   void scan(Frame& frame, Memo* memo, size_t mark);
-  // What a graph captures from now on is a step of its own.
+  // Starts a new step: graphs captured from now on belong to it.
   void begin_step() { ++step_; }
-  // Whether a graph is being captured on one of the devices that have slots.
+  // True while a graph is being captured on one of the devices that have slots.
   bool is_capturing();
   bool is_empty() const { return waiting_.empty() && in_flight_.empty(); }
   void add(Frame&& frame);
 
   // Starts the copies of the slots that the frames wait for; does not wait.
   void send();
-  // The same for the frames that captures recorded: those that were replayed since they were
-  // last sent will be among the next to come. Incurs a sync.
+  // The same for the frames recorded in a capture: receive() returns those that were replayed since
+  // the last call. Incurs a sync.
   void send_captured();
-  // Hands out the frames whose slots have come, in order, and waits for slots until at most
-  // `max_in_flight` sends have not come. Hands out nothing while a graph is being captured.
+  // Returns the frames whose slots have arrived, in execution order, and waits until at most
+  // `max_in_flight` sends have not arrived. Returns nothing while a graph is being captured.
   std::vector<Frame> receive(size_t max_in_flight);
-  // From now on flags are made of what is sent: for each device with slots, on it, float32 [2]:
-  // whether a stat was bad since the last call, of gradients (1) and of everything else (0).
+  // From now on send() also sets flags, float32 [2] on each device with slots: 1 if a stat was bad
+  // since the last take_flags(), in [1] of a gradient, in [0] of anything else.
   void want_flags() { wants_flags_ = true; }
   std::vector<at::Tensor> take_flags();
-  // The frames that flags are made of next; none where nobody wants flags.
+  // The frames that the next send() folds into flags; none without want_flags().
   std::span<Frame> to_flag() { return wants_flags_ ? std::span(waiting_) : std::span<Frame>(); }
-  // How often the host has waited for a device.
+  // The number of times that the host has waited for a device.
   int64_t num_syncs() const { return num_syncs_; }
   int64_t num_sends() const { return num_sends_; }
 
@@ -62,7 +63,7 @@ class Deferred {
   void assign_slot(Entry& entry, const Unscanned& tensor);
   void decode(Frame& frame, const std::vector<Transfer>& transfers);
   void drop_idle_graphs(InFlightBatch& batch) const;
-  std::vector<int64_t> masks_of(size_t device) const;
+  std::vector<int64_t> flag_bits_of(size_t device) const;
 
   Coverage& coverage_;
   std::deque<DeviceSlots> devices_;

@@ -15,8 +15,8 @@ namespace overflow_fast {
 
 namespace {
 
-// A captured scan writes its slots whenever the graph is replayed, by whoever still has it: their
-// memory can never be given to anyone else.
+// A captured scan writes its slots whenever the graph is replayed, also when the recorder is gone:
+// their memory must never be freed.
 void keep_for_ever(const std::vector<at::Tensor>& chunks) {
   static auto* kept = new std::vector<at::Tensor>;
   kept->insert(kept->end(), chunks.begin(), chunks.end());
@@ -32,7 +32,8 @@ DeviceSlots::DeviceSlots(at::Device device)
 
 DeviceSlots::~DeviceSlots() {
   if (captured_.used > 0) keep_for_ever(captured_.chunks);
-  // The allocator hands freed memory to the stream that asked for it, at once.
+  // The allocator reuses freed memory at once on the stream that allocated it, while another stream
+  // may still use it.
   if (streams_seen_ > 1 && !step_.chunks.empty()) {
     try {
       api_->is_capturing() ? keep_for_ever(step_.chunks) : api_->synchronize();
@@ -43,8 +44,8 @@ DeviceSlots::~DeviceSlots() {
 
 int64_t DeviceSlots::current_stream() {
   const int64_t stream = api_->current_stream();
-  if (streams_seen_ == 0 || stream != a_stream_) ++streams_seen_;
-  a_stream_ = stream;
+  if (streams_seen_ == 0 || stream != last_stream_) ++streams_seen_;
+  last_stream_ = stream;
   return stream;
 }
 
@@ -58,7 +59,7 @@ bool DeviceSlots::is_capturing_now() {
   try {
     return api_ != nullptr && api_->is_capturing();
   } catch (...) {
-    return false;  // the device is lost: what is asked of it next will say so
+    return false;  // the device is lost: its next call reports that
   }
 }
 
@@ -89,7 +90,7 @@ void DeviceSlots::queue(std::vector<Unscanned>& tensors, bool may_wait) {
   pool.used += count;  // also if a launch fails: some of the slots may have been written
   if (api_ == nullptr) return scan_by_torch(tensors);
   if (held_.is_wanted() && !is_capturing_) return hold(tensors, first, may_wait);
-  launch(pool, views_, first, is_capturing_ ? api_->current_stream() : a_stream_);
+  launch(pool, views_, first, is_capturing_ ? api_->current_stream() : last_stream_);
 }
 
 void DeviceSlots::launch(Pool& pool, const std::vector<View>& views, int64_t first,
@@ -105,8 +106,8 @@ void DeviceSlots::launch(Pool& pool, const std::vector<View>& views, int64_t fir
 }
 
 void DeviceSlots::hold(const std::vector<Unscanned>& tensors, int64_t first, bool may_wait) {
-  if (!held_.is_empty() && held_.stream() != a_stream_) launch_held();
-  held_.begin_frame(first, a_stream_);
+  if (!held_.is_empty() && held_.stream() != last_stream_) launch_held();
+  held_.begin_frame(first, last_stream_);
   for (const Unscanned& tensor : tensors) {
     if (tensor.tensor.device() == device_) held_.add(tensor.tensor, tensor.view);
   }
@@ -118,12 +119,12 @@ void DeviceSlots::launch_held() {
   try {
     launch(step_, held_.views(), held_.first_slot(), held_.stream());
   } catch (...) {
-    current_exception_text();  // an empty slot says that its scan did not run
+    current_exception_text();  // decode() reports the slots that stay empty
   }
   held_.clear();
 }
 
-// In one call for each chunk that the slots lie in.
+// Makes one call for each chunk that the slots lie in.
 void DeviceSlots::scan_by_torch(std::vector<Unscanned>& tensors) {
   const NoDispatchGuard no_dispatch;
   std::vector<Unscanned*> some;
@@ -154,7 +155,7 @@ void DeviceSlots::grow(Pool& pool) {
   if (growth_error_) throw std::runtime_error(growth_error_.cast<std::string>());
   try {
     const NoDispatchGuard no_dispatch;
-    const c10::InferenceMode normal(false);  // tensors made in it could not be written outside
+    const c10::InferenceMode normal(false);  // inference tensors cannot be written to outside
     at::Tensor chunk = at::empty({kChunk, 4}, at::TensorOptions().dtype(at::kLong).device(device_));
     reset_slots(chunk);
     mark_reset();
@@ -180,20 +181,20 @@ void DeviceSlots::join_current_stream() {
                           [&](const StreamUse& known) { return known.stream == stream; });
   if (use == stream_uses_.end()) use = stream_uses_.insert(use, {stream, nullptr});
   if (use->waited_for == last_reset_) return;
-  if (last_reset_ && stream != reset_stream_) last_reset_->hold_up(stream);
+  if (last_reset_ && stream != reset_stream_) last_reset_->block(stream);
   use->waited_for = last_reset_;
 }
 
-Transfer DeviceSlots::send(const std::vector<int64_t>& masks) {
+Transfer DeviceSlots::send(const std::vector<int64_t>& flag_bits) {
   launch_held();
-  Transfer transfer = send(step_, masks);
+  Transfer transfer = send(step_, flag_bits);
   stream_uses_.clear();
-  // A capture may come next, and can then not ask for memory.
+  // A capture may come next, and cannot allocate.
   try {
     const int64_t wanted = captured_.used + transfer.count_;
     while (api_ != nullptr && wanted > captured_.capacity()) grow(captured_);
   } catch (...) {
-    current_exception_text();  // said if a capture comes
+    current_exception_text();  // reported if a capture comes
   }
   growth_error_ = py::object();
   return transfer;
@@ -206,7 +207,7 @@ Transfer DeviceSlots::send_captured() {
   return transfer;
 }
 
-Transfer DeviceSlots::send(Pool& pool, const std::vector<int64_t>& masks) {
+Transfer DeviceSlots::send(Pool& pool, const std::vector<int64_t>& flag_bits) {
   Transfer transfer;
   transfer.count_ = pool.used;
   if (pool.used == 0) return transfer;
@@ -215,20 +216,20 @@ Transfer DeviceSlots::send(Pool& pool, const std::vector<int64_t>& masks) {
     // A graph may have been replayed on any stream.
     if (&pool == &captured_) api_->synchronize();
     wait_for_streams();
-    step_end_.queue(pool.chunks, masks, transfer);
+    step_end_.queue(pool.chunks, flag_bits, transfer);
     mark_reset();
     transfer.follow(last_reset_);
   } catch (...) {
     transfer.error = current_exception_text();
-    // Slots that may not have been reset would tell of this step in the next one. Those of
-    // captured scans have to stay where they are.
+    // Slots that may not have been reset would carry this step's stats into the next one. Those of
+    // captured scans must keep their addresses.
     if (&pool == &step_) pool.chunks.clear();
   }
   pool.used = 0;
   return transfer;
 }
 
-// The current stream waits for those that wrote slots.
+// Makes the current stream wait for those that wrote slots.
 void DeviceSlots::wait_for_streams() {
   if (api_ == nullptr) return;
   const int64_t stream = current_stream();
@@ -236,7 +237,7 @@ void DeviceSlots::wait_for_streams() {
     if (use.stream == stream) continue;
     const auto written = api_->make_event();
     written->record(use.stream);
-    written->hold_up(stream);
+    written->block(stream);
   }
 }
 

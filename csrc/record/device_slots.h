@@ -1,11 +1,11 @@
-// The slots of one device: where scans leave their stats, and how those come to the host.
+// The slots of one device: scans write their stats there, and a copy brings them to the host.
 //
-// Slots lie in chunks at fixed addresses. Those of a step are written, sent to the host and reset,
-// in the order of the streams involved, so that the next step may write them while the copy is on
-// its way. Scans that a graph captured have slots of their own, which stay theirs: every replay
-// writes them, and they are sent when somebody asks.
+// Slots lie in chunks at fixed addresses. A step's slots are written, copied to the host and reset
+// in stream order, so that the next step may write them while the copy is still in flight. Scans
+// captured in a graph have slots of their own: every replay writes them, and send_captured() copies
+// them.
 //
-// Under the GIL, except for Transfer::wait.
+// Everything here runs under the GIL, except for Transfer::wait().
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,8 +26,8 @@ namespace overflow_fast {
 struct Unscanned {
   at::Tensor tensor;
   View view;
-  SlotRef slot;      // once its scan is queued
-  py::object error;  // why it could not be
+  SlotRef slot;      // set once its scan is queued
+  py::object error;  // or set: why its scan could not be queued
 };
 
 class DeviceSlots {
@@ -36,19 +36,19 @@ class DeviceSlots {
   DeviceSlots(const DeviceSlots&) = delete;
   ~DeviceSlots();
 
-  // Looks, once for each `mark`, whether a graph is being captured.
+  // Checks, once for each `mark`, whether a graph is being captured.
   void notice_capture(size_t mark);
   bool is_capturing() const { return is_capturing_; }
   bool is_capturing_now();
 
   // Queues the scans of those of `tensors` that are on this device, in as few launches as they
-  // fit in, and tells each its slot, but for the device's number, or why not. With `may_wait` they
-  // may wait for later frames (held_scans.h), if that is asked for: their version counters tell of
-  // writes.
+  // fit in, and sets the slot of each, without the device's number, or its error. With `may_wait`
+  // the scans may wait for later frames, in the variant that does so (held_scans.h): their version
+  // counters then show writes.
   void scan(std::vector<Unscanned>& tensors, bool may_wait);
 
   // Starts the copy of the step's slots, resets them, and does not wait; see StepEnder.
-  Transfer send(const std::vector<int64_t>& masks = {});
+  Transfer send(const std::vector<int64_t>& flag_bits = {});
   at::Tensor take_flags() { return step_end_.take_flags(); }
   int64_t used() const { return step_.used; }
   // The same for the captured scans' slots. Incurs a sync.
@@ -78,22 +78,22 @@ class DeviceSlots {
   void grow(Pool& pool);
   void join_current_stream();
   void mark_reset();
-  Transfer send(Pool& pool, const std::vector<int64_t>& masks);
+  Transfer send(Pool& pool, const std::vector<int64_t>& flag_bits);
   void wait_for_streams();
 
   at::Device device_;
-  Device* api_;  // null: torch scans (torch_scan.h), and every copy waits
+  Device* api_;  // null: torch operations scan (torch_scan.h), and every copy is synchronous
   Pool step_;
   Pool captured_;
-  py::object growth_error_;  // this step's: the allocator has been asked in vain
+  py::object growth_error_;  // of this step: why a chunk could not be allocated
   size_t mark_ = 0;
   bool is_capturing_ = false;
   std::vector<StreamUse> stream_uses_;
   std::shared_ptr<DeviceEvent> last_reset_;
   int64_t reset_stream_ = 0;
-  int64_t a_stream_ = 0;  // the last one that touched the slots
+  int64_t last_stream_ = 0;  // that used the slots
   int64_t streams_seen_ = 0;
-  std::vector<View> views_;  // memory for one launch's
+  std::vector<View> views_;  // of one launch; a member to reuse its memory
   StepEnder step_end_;
   HeldScans held_;
 };

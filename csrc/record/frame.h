@@ -1,4 +1,4 @@
-// Frames and their entries: what a module was given and returned, with the stats of it.
+// Frames and their entries: the inputs and outputs of a module's call, with their stats.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,13 +12,13 @@
 
 namespace overflow_fast {
 
-// What a frame is of. From kRecorded on it is of no module's call: its entries are tensors that
-// somebody named.
+// The kinds of frames. From kRecorded on a frame belongs to no module's call: its entries are
+// tensors under names of their own.
 enum class FrameKind : uint8_t {
   kForward,
   kRecomputed,  // a forward that backward runs again
   kBackward,    // the gradient of an output
-  kRecorded,    // what the user gave: the loss, say
+  kRecorded,    // tensors that the user recorded, such as the loss
   kWeights,
   kBuffers,
   kGradients,  // of parameters
@@ -27,7 +27,7 @@ enum class FrameKind : uint8_t {
 
 enum class EntryKind : uint8_t { kTensor, kNone, kNotTensor, kNotScanned };
 
-// Where an entry stands, whichever frame it is in.
+// The place of an entry, the same in every step.
 struct Place {
   FrameKind kind;
   uint32_t module;
@@ -42,7 +42,7 @@ struct PlaceHash {
   }
 };
 
-// What the entries of a frame are that is of no forward.
+// The role of all entries of a frame that is not a forward.
 inline Role role_of(FrameKind kind) {
   switch (kind) {
     case FrameKind::kBackward: return Role::kGradOutput;
@@ -54,27 +54,27 @@ inline Role role_of(FrameKind kind) {
   }
 }
 
-// What of a call a value is.
+// The part of a call that a value is.
 enum class Part : uint8_t {
   kNamed,        // a parameter, or something else that has a name
   kInput,        // an argument of the call
-  kWithinInput,  // what an argument holds, or what was given by keyword
+  kWithinInput,  // a value inside of an argument, or a keyword argument
   kOutput,
 };
 
-// How an entry is listed.
+// The listing of an entry: its label, and which values of it count as bad.
 struct Listing {
   LabelId label;
-  bool only_if_bad = false;   // it is listed
-  uint64_t allowed = 0;       // the kinds of non-finite values that are no alarm, as bits of Slot
+  bool only_if_bad = false;   // reports list it only if it is bad
+  uint64_t allowed = 0;       // kinds of non-finite values that raise no alarm, as bits of Slot
   Role role = Role::kOutput;  // set by the recorder
-  // Of an input: how often it had been written to in place when the call was over.
+  // Of an input: its number of in-place writes when the call ended.
   uint32_t version = 0;
-  bool is_computed = false;  // of an input: autograd knows what made it
+  bool is_computed = false;  // of an input: an autograd node computed it
 };
 
 struct Entry {
-  Slot stat;  // filled when the frame is judged
+  Slot stat;  // known when the frame is classified
   SlotRef slot;
   py::object why;  // kNotScanned: the reason
   int64_t numel;
@@ -95,13 +95,13 @@ struct Frame {
   int64_t batch;
   bool opens_batch;
   FrameKind kind;
-  int64_t order;                       // counts the frames of all recorders
-  bool is_bad = false;                 // of the entries whose stat is known so far
-  bool waits = false;                  // some stat is still on its device
-  int64_t capture = 0;                 // which graph's capture ran the module; 0: it ran itself
-  int64_t sends = 0;                   // how often slots had been sent when it began
-  uint64_t newest_input = 0;           // see Call::begins_after
-  const TracedCall* traced = nullptr;  // of a compiled call: what was traced
+  int64_t order;              // counts the frames of all recorders
+  bool is_bad = false;        // of the entries whose stat is known so far
+  bool waits = false;         // some stat is still on its device
+  int64_t capture = 0;        // the step in which a graph capture ran the module; 0: it ran eagerly
+  int64_t sends = 0;          // the number of sends before it began
+  uint64_t newest_input = 0;  // see Call::begins_after
+  const TracedCall* traced = nullptr;  // of a compiled call: as it was traced
   std::vector<Entry> entries;
   std::vector<Unscanned> unscanned;  // on devices; empty once the frame is finished
 
@@ -121,13 +121,13 @@ struct Call {
   int64_t order;  // its frame's
   int64_t batch;
   uint64_t thread;
-  uint64_t begins_after;  // the call was given the node before this one
+  uint64_t begins_after;  // one more than the newest node among its inputs
   uint64_t ends_before;
   bool is_traced;
-  bool has_unseen;  // something that it returned or was given could not be scanned
+  bool has_unseen;  // an input or output could not be scanned
 };
 
-// What was looked at and what was not, since the recorder was made.
+// Counts of what was scanned and what was not, since the recorder was created.
 class Coverage {
  public:
   int64_t tensors_listed = 0;
@@ -151,7 +151,7 @@ class Coverage {
     const py::object reason = has_room ? why : py::str("other reasons");
     reasons_[reason] = reasons_.attr("get")(reason, 0).cast<int64_t>() + 1;
   }
-  // How often each reason was given.
+  // The number of tensors for each reason.
   py::dict reasons() const { return reasons_.attr("copy")(); }
 
  private:

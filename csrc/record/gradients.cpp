@@ -11,7 +11,7 @@ struct GradientHook final : NodeHook {
   GradientHook(std::shared_ptr<GradientSink> sink, uint32_t index, uint32_t module, LabelId label)
       : NodeHook(index), sink(std::move(sink)), module(module), label(label) {}
 
-  void look(const at::Tensor& gradient) override {
+  void observe(const at::Tensor& gradient) override {
     const py::gil_scoped_acquire gil;
     if (sink->recorder != nullptr) sink->recorder->record_gradient(module, label, gradient);
   }

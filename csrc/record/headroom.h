@@ -1,6 +1,6 @@
-// How near to the end of their formats values came: the least distance of a step, and of each
-// entry the last finite magnitudes, which say how a value stood and where it went before it was
-// bad.
+// Headroom: how close values came to the largest number of their dtype. Keeps the smallest headroom
+// of a step and the last finite magnitudes of each entry, which show how a value developed before
+// it became non-finite.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ class Headroom {
     }
   };
 
-  // One entry over the steps.
+  // The magnitudes of one entry over the steps.
   class History {
    public:
     Peak last;         // the last finite one
@@ -65,7 +65,8 @@ class Headroom {
     int64_t step_ = 0;
   };
 
-  // Takes in what a frame's modules made, where that is finite.
+  // Adds the peaks of a frame's finite entries, and notes which of the others overflowed. Skips
+  // inputs.
   void add(const Frame& frame) {
     for (const Entry& entry : frame.entries) {
       const bool is_real =
@@ -74,7 +75,7 @@ class Headroom {
       const Place place{frame.kind, frame.module, entry.listing.label};
       if (entry.stat.is_finite()) {
         add({place, entry.dtype, entry.stat.max_key});
-      } else if (entry.is_bad() && !frame.is_of_gradients()) {  // those a GradScaler may scale
+      } else if (entry.is_bad() && !frame.is_of_gradients()) {  // a GradScaler may scale those
         is_spent_ = true;
         const auto found = histories_.find(place);
         if (found != histories_.end()) found->second.has_overflowed = true;
@@ -88,11 +89,11 @@ class Headroom {
     is_spent_ = false;
     low_.clear();
   }
-  // Whether something in the step was not finite.
+  // True if something other than a gradient was not finite in this step.
   bool is_spent() const { return is_spent_; }
   // The finite peak of the step that has the fewest bits left.
   const std::optional<Peak>& least() const { return least_; }
-  // From now on it is kept where a step's peaks have fewer bits left.
+  // From now on low() lists the places whose peaks have fewer bits left.
   void set_low(double bits) { low_bits_ = bits; }
   const std::vector<Place>& low() const { return low_; }
 
@@ -109,7 +110,7 @@ class Headroom {
   static constexpr size_t kMaxLow = 1 << 12;
 
   void add(const Peak& peak) {
-    // What stands at the very end was put there, as a mask's finfo.min is.
+    // A value that equals the limit was set on purpose, such as finfo.min in a mask.
     if (peak.max_key != peak.limit()) {
       const double bits = peak.bits();
       if (!least_ || bits < least_->bits()) least_ = peak;

@@ -1,14 +1,14 @@
 // Scans that wait for those of later frames, so that one launch serves several frames.
 //
-// To be measured, never to be a default: between a frame's end and the launch the watched program
-// goes on, and nothing tells of every write to its memory in time. What was held is
-//   - not scanned, and listed as such, if its version counter has moved or its memory has been
-//     given up or exchanged since;
-//   - scanned as it is later, which may miss what was bad or blame what was not, if it was written
-//     to by what moves no version counter: `.data`, numpy, custom and fused kernels, or memory
-//     that was given up and taken back.
-// The memory is kept until the launch, of kMaxBytes at most and one frame's more. While a graph is
-// captured nothing is held, and what was held before waits for its end.
+// For measurements only, never to be a default: between a frame's end and the launch the watched
+// program runs on, and not every write to its memory can be detected. A held tensor is
+//   - not scanned, and listed as such, if its version counter has changed or its memory was
+//     released or exchanged in between;
+//   - scanned in its later state, which may miss a bad value or report one that was not there, if
+//     it was written to without a change of its version counter: by `.data`, numpy, custom and
+//     fused kernels, or because its memory was released and reused.
+// The memory is kept until the launch, at most kMaxBytes and one frame more. While a graph is
+// captured no scan is held, and scans held before wait for the capture's end.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,18 +24,18 @@ class HeldScans {
  public:
   static constexpr size_t kMaxBytes = size_t{64} << 20;
 
-  // With `max_frames` below 2 nothing is to be held.
+  // With `max_frames` below 2 no scan is held.
   explicit HeldScans(int max_frames) : max_frames_(max_frames) {}
 
   bool is_wanted() const { return max_frames_ > 1; }
   bool is_empty() const { return held_.empty(); }
-  // The scans of one frame, into slots from `first_slot` on, right behind those held before.
+  // Begins the scans of a frame, into slots from `first_slot` on, directly after those held before.
   void begin_frame(int64_t first_slot, int64_t stream);
   void add(const at::Tensor& tensor, const View& view);
-  // Whether the launch has to come now.
+  // True if the launch must not wait any longer.
   bool is_full() const { return num_frames_ >= max_frames_ || bytes_ > kMaxBytes || has_unknown_; }
 
-  // Valid until the next call; empty for what is no longer what it was.
+  // The views to scan, valid until the next call. The view of a tensor that has changed is empty.
   std::vector<View> views() const;
   int64_t first_slot() const { return first_slot_; }
   int64_t stream() const { return stream_; }
@@ -47,8 +47,8 @@ class HeldScans {
     WriteCounter writes;
     const void* memory_then;
     size_t bytes_then;
-    View view;  // its sizes and strides stand in sizes_, from here on
-    size_t sizes_at;
+    View view;
+    size_t sizes_at;  // where its sizes and strides begin in sizes_
     bool is_unchanged() const;
   };
 

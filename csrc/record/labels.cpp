@@ -32,7 +32,7 @@ LabelId LabelTable::index(LabelId parent, int64_t index) {
 LabelId LabelTable::key(LabelId parent, LabelStyle style, PyObject* key) {
   const auto found = by_pointer_.find({parent, key});
   if (found != by_pointer_.end()) return found->second;
-  // Other keys may be mutable or hold tensors alive: their type has to do.
+  // Other keys may be mutable or keep tensors alive: the name of their type replaces them.
   const bool is_plain = PyUnicode_CheckExact(key) || PyLong_CheckExact(key);
   py::object value =
       is_plain ? py::reinterpret_borrow<py::object>(key)
@@ -44,7 +44,7 @@ LabelId LabelTable::key(LabelId parent, LabelStyle style, PyObject* key) {
     return is_name ? kParametersLabel : parent;
   const LabelId id = add(parent, style, is_name ? Role::kWeight : role(parent), std::move(value));
   by_value_[by_value] = id;
-  // The node holds the key, so its address stays its own.
+  // The node holds the key, so no other object gets its address.
   if (is_plain) by_pointer_.emplace(PointerKey{parent, key}, id);
   return id;
 }

@@ -1,5 +1,5 @@
-// Labels of entries as numbers: a path such as output[0]['logits'] is interned once, hooks carry
-// its number, and its text is made when a report is.
+// Labels of entries as numbers: a path such as output[0]['logits'] is interned once, hooks pass
+// its number on, and its text is built only for a report.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -19,7 +19,7 @@ enum class LabelStyle : uint8_t {
   kAttribute,  // .loss
 };
 
-// What an entry is. Its label's root says what of a call it is; else the phase does.
+// The role of an entry. In a forward its label's root decides it, else the frame's kind.
 enum class Role : uint8_t {
   kInput,
   kOutput,
@@ -53,12 +53,12 @@ class LabelTable {
   LabelTable();
 
   LabelId index(LabelId parent, int64_t index);
-  // `key` is hashed by value, so that keys made anew in every forward find their number again.
+  // `key` is hashed by value, so that keys created in every forward keep their number.
   LabelId key(LabelId parent, LabelStyle style, PyObject* key);
   // The name of a parameter.
   LabelId name(PyObject* name) { return key(kNoParent, LabelStyle::kName, name); }
 
-  // What of a call has this label.
+  // The role that the label's root stands for.
   Role role(LabelId id) const { return nodes_[id].role; }
 
   // The label of an entry with this role.
@@ -66,7 +66,7 @@ class LabelTable {
 
  private:
   static constexpr LabelId kNoParent = ~LabelId{0};
-  // Keys that never repeat must not fill the memory of a long run, nor use up the room of names.
+  // Keys that never repeat must not fill the memory of a long run, nor the room for names.
   static constexpr size_t kMaxLabels = 1 << 16;
   static constexpr size_t kMaxNames = 1 << 17;
 

@@ -1,7 +1,7 @@
-// Tensors that were scanned before in this step. A tensor is known again by its identity, its
+// Tensors that were scanned before in this step. A tensor is recognised by its identity, its
 // version counter, its address and its layout; a weak reference keeps its identity from being
-// reused. Writes that leave the version counter alone (.data, numpy, fused optimizers) are not
-// seen, so a memo never outlives a step.
+// reused. Writes that do not change the version counter (.data, numpy, fused optimizers) cannot be
+// detected, so a memo never outlives a step.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,7 +18,7 @@ namespace overflow_fast {
 
 class Memo {
  public:
-  // What is known of a tensor at this moment. Valid while the tensor is.
+  // The state of a tensor at this moment. Valid while the tensor lives.
   struct Key {
     TensorId id;
     const void* data;
@@ -43,8 +43,8 @@ class Memo {
     Dtype dtype;
   };
 
-  // What a tensor's scan before left, or null. An inference tensor has no version counter, so
-  // it is known again only from `frame_start` on, within the frame that scanned it.
+  // The result of an earlier scan of a tensor, or null. An inference tensor has no version counter,
+  // so it is recognised only within the frame that scanned it, which began at `frame_start`.
   const Known* find(const at::Tensor& tensor, size_t frame_start) const {
     if (table_.empty()) return nullptr;
     const TensorId id = id_of(tensor);

@@ -14,7 +14,7 @@ namespace overflow_fast {
 
 namespace {
 
-// Takes down what tells later where an input can have come from.
+// Notes the version and the autograd node of an input, from which its origin is later derived.
 void note_input(Frame& frame, Listing& listing, const at::Tensor& tensor) {
   listing.version = version_of(tensor).value_or(1);
   const std::optional<NodeId> node = node_of(tensor);
@@ -39,7 +39,7 @@ Recorder::~Recorder() { sink_->recorder = nullptr; }
 Frame Recorder::begin_frame(uint32_t module, py::object class_name, FrameKind kind) {
   ++total_calls;
   ++frame_mark_;
-  // What backward computes belongs to the batch that is over.
+  // Backward belongs to the batch whose forward is over.
   const bool is_forward = kind == FrameKind::kForward;
   Frame frame{
       module, std::move(class_name), is_forward ? batch_ : last_batch(), opens_batch_ && is_forward,
@@ -117,7 +117,7 @@ void Recorder::add_scanned(Frame& frame, Listing listing, const at::Tensor& tens
   add_stat(frame, listing, tensor, known);
 }
 
-// A tensor that stands in the frame already is scanned once.
+// Scans a tensor once, also if the frame lists it several times.
 void Recorder::add_unscanned(Frame& frame, Listing listing, const at::Tensor& tensor,
                              const View& view) {
   size_t at = 0;
@@ -193,12 +193,13 @@ void Recorder::add_traced(Frame& frame, const TracedCall& call, at::TensorList t
   }
 }
 
-// A tensor that the same run of the compiled code has scanned before.
+// Adds a tensor that the same run of the compiled code has scanned before.
 void Recorder::add_known(Frame& frame, Listing listing, const Entry* known) {
   ++coverage_.tensors_listed;
   if (known == nullptr) {
     return add_not_scanned(
-        frame, listing, py::str("compiled code gave it to an earlier frame, whose stat is gone"));
+        frame, listing,
+        py::str("listed in an earlier frame of the compiled code, whose stat is gone"));
   }
   frame.entries.push_back(Entry(*known));
   Entry& entry = frame.entries.back();

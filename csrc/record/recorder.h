@@ -1,13 +1,13 @@
-// Collects the frames of a step: what each module was given and returned, as entries with slots.
+// Collects the frames of a step: the inputs and outputs of each module, as entries with slots.
 //
-// On the CPU a slot is filled when its entry is recorded, and a frame can be judged at once. On
-// a device the slots stay there, and frames wait until those have come (deferred.h). Either way
-// a frame is judged in execution order by the same code, and ends in the history.
+// On the CPU a slot is filled when its entry is recorded, and a frame can be classified at once. On
+// a device the slots stay there, and frames wait until those have arrived on the host (deferred.h).
+// Either way the same code classifies frames in execution order and puts them into the history.
 //
-// There are three ways to who reads a stat. A frame whose stats are known is classified, as it ends
-// or by process_arrived(): the owner's on_frame() looks at it, or take_step_results() hands it out
-// with its step. Kernels that do not wait for the host read a flag (Deferred::want_flags). What is
-// in no frame is scanned for who asks (scan_tensors).
+// A stat reaches its reader in one of three ways. A frame whose stats are known is classified, by
+// finish() or process_arrived(), and passed to the owner's on_frame() or returned with its step by
+// take_step_results(). Kernels that do not wait for the host read a flag (Deferred::want_flags).
+// Tensors that are in no frame are scanned by scan_tensors().
 //
 // Everything here runs under the GIL, except for the scan of a large tensor.
 #pragma once
@@ -34,7 +34,7 @@
 
 namespace overflow_fast {
 
-// Adds the time that it lives to a sum.
+// Adds its lifetime to a sum.
 class Stopwatch {
  public:
   explicit Stopwatch(double& seconds) : seconds_(seconds), begin_(Clock::now()) {}
@@ -48,28 +48,27 @@ class Stopwatch {
 };
 
 struct Options {
-  bool strict_compat = false;  // look where transformers looks, nowhere else
+  bool strict_compat = false;  // list what transformers lists, nothing else
   bool list_kwargs = false;    // list keyword inputs like positional ones
   bool use_memo = true;
   bool defer = false;         // treat the CPU as a device
-  bool fetch_frames = false;  // judge each frame as it ends, by a sync if it needs one
-  // For who judges a whole step at once: bad frames are kept, with those before the first,
-  // and nobody is called; headroom and the time spent here are measured; additive masks may be
-  // among all inputs.
+  bool fetch_frames = false;  // classify each frame as it ends, with a sync if needed
+  // Step mode: collect the bad frames, and those before the first, instead of calling on_frame().
+  // Headroom and the time spent here are measured, and all inputs may be additive masks.
   bool step_mode = false;
   bool lists_parameters = true;    // in the frames of their modules
   bool lists_calls = true;         // their inputs and outputs
-  bool parameters_once = false;    // each only until forget_parameters(), where it is used first
+  bool parameters_once = false;    // each once until forget_parameters(), where it is used first
   bool watches_gradients = false;  // of outputs
-  bool captures_tensors = false;   // what the first bad frame's call was given and returned
+  bool captures_tensors = false;   // inputs and outputs of the first bad frame's call
 };
 
-// The bad frames since they were last taken.
+// The bad frames since the last take_step_results().
 struct StepResults {
   std::vector<Frame> before;  // the history when the first bad frame came
   std::vector<Frame> bad;     // the first of them, in execution order
   int64_t num_bad = 0;
-  // Of bad[0]: (args, kwargs, output) or a gradient. Null if it is not known.
+  // Of bad[0]: (args, kwargs, output) or a gradient. Null if not captured.
   py::object captured_tensors;
 };
 
@@ -82,26 +81,26 @@ class Recorder {
   LabelTable& labels() { return labels_; }
   const LabelTable& labels() const { return labels_; }
 
-  // A frame is built by add_*() calls on it and given back by finish(). finish() returns true if
-  // the frame was judged and somebody should look at it; it is the caller's to keep() then.
+  // A frame is built by add_*() calls and completed by finish(). finish() returns true if the frame
+  // was classified and needs attention; the caller then passes it to keep().
   Frame begin_frame(uint32_t module, py::object class_name, FrameKind kind);
   void add_tensor(Frame& frame, Listing listing, const at::Tensor& tensor);
-  // Whether a module's parameter is to be listed in the frame of its call.
+  // True if a module's parameter should be listed in the frame of its call.
   bool wants_parameter(const at::Tensor& parameter) {
     if (!options_.parameters_once) return true;
     return seen_.try_emplace(id_of(parameter), weak_tensor(parameter)).second;
   }
   void forget_parameters() { seen_.clear(); }
-  // Has the gradient of an output looked at when backward computes it, if that is wanted.
+  // Records the gradient of an output when backward computes it, if the options ask for that.
   void watch_output(const Frame& frame, LabelId label, const at::Tensor& output);
   void add_not_scanned(Frame& frame, Listing listing, py::object why);
-  // What an entry with this label is in a frame of this kind.
+  // The role of an entry with this label in a frame of this kind.
   Role role_of(FrameKind kind, LabelId label) const {
     const bool is_forward = kind == FrameKind::kForward || kind == FrameKind::kRecomputed;
     return is_forward ? labels_.role(label) : overflow_fast::role_of(kind);
   }
-  // How a part of a call is listed. Where transformers never looks, a value is listed only if it
-  // is bad, and the -inf of an additive mask is no alarm.
+  // The listing of a part of a call. A value that transformers does not list is listed only if it
+  // is bad, and the -inf of an additive mask raises no alarm.
   Listing listing(Part part, LabelId label) const {
     switch (part) {
       case Part::kInput: return {label, false, options_.step_mode ? Slot::kNegativeInf : 0};
@@ -113,92 +112,93 @@ class Recorder {
   void add_traced(Frame& frame, const TracedCall& call, at::TensorList tensors);
   // Counts the tensors of calls that compiled code has no operator for.
   void count_hidden(const TracedCall& call);
-  // The call with an id; reads its text at the first use.
+  // The call with an id; parses its text at the first use.
   const TracedCall& traced_call(int64_t id, std::string_view text);
   void add_none(Frame& frame, Listing listing);
   void add_not_tensor(Frame& frame, Listing listing);
   bool finish(Frame& frame);
 
-  // Scans tensors that stand in no call as one frame, each under its name; not from memory. Of
-  // weights only those that were not listed in a call.
+  // Scans tensors outside of any call as one frame, each under its name and without the memo. With
+  // parameters_once, leaves out the weights that a call has listed.
   void record(FrameKind kind, const std::vector<py::str>& names,
               const std::vector<at::Tensor>& tensors);
-  // Records the gradient of an output. Never throws what is not an interrupt.
+  // Records the gradient of an output. Throws nothing but interrupts.
   void record_gradient(uint32_t module, LabelId label, const at::Tensor& gradient);
-  // What was to be recorded is not, and the watched program goes on.
+  // Counts a frame that could not be recorded; the watched program goes on.
   void note_failure(const py::object& why) { coverage_.count(why); }
   void note_compiled_autograd() {
     coverage_.count(py::str("compiled autograd runs no hook of ours"));
   }
-  // Switches the hooks on gradients that are in autograd's graphs on and off.
+  // Switches the gradient hooks in autograd's graphs on or off.
   void set_gradients_wanted(bool is_wanted) { sink_->recorder = is_wanted ? this : nullptr; }
   bool wants_gradients() const { return sink_->recorder != nullptr; }
   StepResults take_step_results();
-  // Keeps what a call was given and returned if its frame is the first bad one.
+  // True if the tensors of a call should be captured in case its frame is the first bad one.
   bool wants_tensors() const { return options_.captures_tensors && results_.num_bad == 0; }
   bool is_bad() const { return results_.num_bad > 0; }
-  void hold(py::object tensors) { results_.captured_tensors = std::move(tensors); }
-  // The calls that may still be asked for. forget_calls() forgets those that it left the last time,
+  void capture(py::object tensors) { results_.captured_tensors = std::move(tensors); }
+  // The calls that attribution may still need. forget_calls() drops those that its last call left,
   // or all.
   const std::vector<Call>& calls() const { return calls_; }
   void forget_calls(bool forgets_all);
   Headroom& headroom() { return headroom_; }
   Rules& rules() { return rules_; }
-  // What was counted since the last call, but not while a graph is being captured.
+  // The counts since the last call; none while a graph is being captured.
   std::vector<Underflow::Counts> take_underflow() {
     return deferred_.is_capturing() ? std::vector<Underflow::Counts>() : underflow_.take();
   }
-  double seconds = 0;  // spent in hooks, where frames are gathered
+  double seconds = 0;  // spent in hooks, in step mode
 
-  // Whether frames wait that should be fetched before the next one begins.
+  // True if waiting frames should be fetched before the next one begins.
   bool should_fetch() const { return options_.fetch_frames && !deferred_.is_empty(); }
   // See Deferred.
   void send(bool with_captured);
   void want_flags() { deferred_.want_flags(); }
   std::vector<at::Tensor> take_flags() { return deferred_.take_flags(); }
-  // Judges the frames that Deferred::receive hands out. on_batch(number) is called where another
-  // batch's frames begin, on_frame(frame) for a frame that somebody should look at.
+  // Classifies the frames that Deferred::receive() returns. Calls on_batch(number) where another
+  // batch's frames begin, and on_frame(frame) for a frame that needs attention.
   void process_arrived(size_t max_in_flight, const py::object& on_batch,
                        const py::object& on_frame);
   void keep(Frame&& frame);
 
-  // The memo and the host's slots of a step end with it.
+  // Ends the step: drops its memo and the host's slots.
   void end_step();
   void begin_batch(int64_t number) {
     batch_ = number;
     opens_batch_ = true;
   }
 
-  // The batch that has frames: the one that runs or, between two, the one before.
+  // The newest batch that has frames: the running one or, between two, the one before.
   int64_t last_batch() const { return opens_batch_ && batch_ > 0 ? batch_ - 1 : batch_; }
 
   std::deque<Frame>& history() { return history_; }
   const std::deque<Frame>& history() const { return history_; }
   std::optional<int64_t> max_frames;
   bool in_step = false;    // the root's forward is running
-  bool is_paused = false;  // hooks that could not be taken off record nothing
+  bool is_paused = false;  // hooks that could not be removed record nothing
   bool watches_every_frame = false;
-  bool lists_parameters;          // Options', until it is changed
-  bool counts_underflow = false;  // of what modules make, and of what is recorded
+  bool lists_parameters;          // at first as in the options
+  bool counts_underflow = false;  // in all entries but inputs
   int64_t total_calls = 0;
   int64_t num_syncs() const { return deferred_.num_syncs(); }
   int64_t num_sends() const { return deferred_.num_sends(); }
-  // How many frames all recorders have begun.
+  // The number of frames that all recorders have begun.
   static int64_t num_frames() { return num_frames_; }
   const Coverage& coverage() const { return coverage_; }
 
  private:
-  // True if the frame is bad or every frame is asked for; otherwise it goes into the history.
+  // True if the frame is bad or every frame is watched; otherwise it goes into the history. In step
+  // mode it goes into the results.
   bool classify(Frame& frame);
   void add_result(Frame&& frame);
   void note_call(const Frame& frame);
-  // A smaller tensor on the host is scanned again sooner than it is remembered: what remembering
-  // costs is the tensor's own memory, which is given back only when the step ends.
+  // Scanning a smaller tensor on the host again costs less than remembering it: that keeps memory
+  // of the tensor until the step ends.
   static constexpr int64_t kMinMemoBytes = 4096;
   static constexpr size_t kMaxBadFrames = 4096;
   static constexpr size_t kMaxCalls = 1 << 16;
 
-  // Whether a tensor's stat is known as soon as it is scanned.
+  // True if a tensor's stat is known as soon as it is scanned.
   bool is_here(const at::Tensor& tensor) const { return tensor.is_cpu() && !options_.defer; }
   SlotRef scan_to_slot(const at::Tensor& tensor, const View& view);
   void add_unscanned(Frame& frame, Listing listing, const at::Tensor& tensor, const View& view);
@@ -206,7 +206,7 @@ class Recorder {
   void add_stat(Frame& frame, Listing listing, const at::Tensor& tensor, Memo::Known known);
   void add_wrapper(Frame& frame, Listing listing, const at::Tensor& tensor);
   void add_known(Frame& frame, Listing listing, const Entry* known);
-  // Compiled code writes to its tensors without their version counters.
+  // Compiled code writes to its tensors without changing their version counters.
   bool uses_memo(const Frame& frame) const { return options_.use_memo && frame.traced == nullptr; }
 
   inline static int64_t num_frames_ = 0;
@@ -218,17 +218,17 @@ class Recorder {
   std::vector<Slot> host_slots_;
   Coverage coverage_;
   Deferred deferred_{coverage_};
-  std::vector<Entry> spare_;  // the last dropped frame's memory
+  std::vector<Entry> spare_;  // memory of the last dropped frame, for reuse
   std::vector<Unscanned> spare_unscanned_;
   std::deque<Frame> history_;
   Traced traced_;
   std::vector<py::object> class_names_;  // of the modules, by their index
-  // Parameters; what is held weakly keeps its address to itself.
+  // Parameters that were listed; a weak reference keeps the address from being reused.
   std::unordered_map<TensorId, WeakTensor> seen_;
   std::shared_ptr<GradientSink> sink_ = std::make_shared<GradientSink>(this);
   StepResults results_;
   std::vector<Call> calls_;
-  size_t num_calls_judged_ = 0;  // of `calls_`, the first
+  size_t num_calls_judged_ = 0;  // the first of `calls_`: left by the last forget_calls()
   Headroom headroom_;
   Rules rules_;
   Underflow underflow_;

@@ -1,4 +1,4 @@
-// What becomes of a recorder's frames once they are listed: they are judged, gathered, kept.
+// The recorder's frames once they are complete: classified, collected, kept.
 #include <algorithm>
 
 #include "../torch_internals/autograd_graph.h"
@@ -39,7 +39,7 @@ void Recorder::forget_calls(bool forgets_all) {
 }
 
 void Recorder::send(bool with_captured) {
-  memo_.clear();  // what it knows points at slots that will be written anew
+  memo_.clear();  // its entries refer to slots that will be reused
   if (!rules_.is_empty()) {
     for (Frame& frame : deferred_.to_flag()) rules_.apply(frame, labels_, /*to_all=*/true);
   }
@@ -62,7 +62,7 @@ void Recorder::record_gradient(uint32_t module, LabelId label, const at::Tensor&
     Frame frame = begin_frame(module, class_names_[module], FrameKind::kBackward);
     add_tensor(frame, {label}, gradient);
     finish(frame);
-    if (wants_it && is_bad()) hold(to_python(gradient));
+    if (wants_it && is_bad()) capture(to_python(gradient));
   } catch (...) {
     coverage_.count(current_exception_text());
   }
@@ -72,7 +72,7 @@ void Recorder::record(FrameKind kind, const std::vector<py::str>& names,
                       const std::vector<at::Tensor>& tensors) {
   memo_.clear();
   Frame frame = begin_frame(0, py::str(), kind);
-  const uint64_t allowed = kind == FrameKind::kBuffers ? Slot::kNegativeInf : 0;  // masks
+  const uint64_t allowed = kind == FrameKind::kBuffers ? Slot::kNegativeInf : 0;  // additive masks
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (kind == FrameKind::kWeights && !wants_parameter(tensors[i])) continue;
     add_tensor(frame, {labels_.name(names[i].ptr()), false, allowed}, tensors[i]);

@@ -1,5 +1,5 @@
-// What Python is handed of the recorder: records with their labels written out, which stay what
-// they are whatever the recorder does next. They are made for a report or a rule, not in hooks.
+// The recorder's records for Python: copies with their labels written out, independent of what the
+// recorder does next. They are created for reports and rules, not in hooks.
 #pragma once
 
 #include "../record/headroom.h"
@@ -10,8 +10,8 @@ namespace overflow_fast {
 // torch's name of a dtype, such as "float16".
 const char* name_of(Dtype dtype);
 
-// A slot in the numbers of its dtype. There is no extreme where there is no element, and both are
-// nan where there is a nan: as in torch, a nan is any tensor's minimum and maximum.
+// The stat of a slot, in numbers of its dtype. The extremes are None without elements, and both are
+// nan if there is a nan: as in torch, a nan is any tensor's minimum and maximum.
 py::object make_stat(const Slot& slot, Dtype dtype);
 
 struct NamedPlace {

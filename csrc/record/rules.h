@@ -1,4 +1,4 @@
-// What non-finite values are expected, and where: rules that Python reads for each place once.
+// Rules: the non-finite values that are expected at each place, from a function called once each.
 #pragma once
 
 #include <unordered_map>
@@ -9,16 +9,16 @@ namespace overflow_fast {
 
 class Rules {
  public:
-  // Calls function(place) for the kinds that are expected there, as bits of
-  // Slot; None for no rules. What was known of places is forgotten.
+  // Sets the function(place) that returns the kinds that are expected there, as bits of Slot; None
+  // for no rules. Clears what is cached for places.
   void set(py::object function) {
     function_ = std::move(function);
     known_.clear();
   }
   bool is_empty() const { return !function_ || function_.is_none(); }
 
-  // Tells a frame's entries what is expected of them, those that hold something non-finite as
-  // far as it is known, or all of them.
+  // Allows what is expected in the entries of a frame: in all of them, or in those that are known
+  // to be bad.
   void apply(Frame& frame, const LabelTable& labels, bool to_all);
 
  private:

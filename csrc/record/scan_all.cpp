@@ -43,8 +43,8 @@ void scan_group(at::Device device, Group& group, bool by_composite) {
   for (ToScan* one : group.members) one->slot = *found++;
 }
 
-// Another thread that waits for the GIL keeps it for up to its switch interval (5 ms), so it is
-// let go only for scans of more than about 10 us.
+// Another thread that gets the GIL may keep it for its switch interval (5 ms), so only scans of
+// more than about 10 us release it.
 constexpr int64_t kReleaseGilBytes = 1 << 20;
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Where the stat of a tensor is: in which slots, and which of them.
+// A reference to the slot that holds a tensor's stat.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,11 @@ namespace overflow_fast {
 
 struct SlotRef {
   enum class Kind : uint8_t {
-    kNone,       // nowhere: it is no tensor, or was not scanned
-    kHost,       // the recorder's own, which is filled
-    kUnscanned,  // nowhere yet: Frame::unscanned[index] waits for its scan
-    kDevice,     // a device's, written in this step
-    kCaptured,   // a device's, written by each replay of a graph
+    kNone,       // no stat: not a tensor, or not scanned
+    kHost,       // a slot of the recorder's own, filled already
+    kUnscanned,  // no slot yet: Frame::unscanned[index] waits for its scan
+    kDevice,     // a slot on a device, written in this step
+    kCaptured,   // a slot on a device, written by each replay of a graph
   };
   Kind kind = Kind::kNone;
   uint16_t device = 0;  // its number among Deferred's

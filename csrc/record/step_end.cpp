@@ -19,7 +19,7 @@ bool Transfer::has_arrived() {
   try {
     return !event_ || event_->has_passed();
   } catch (...) {
-    return true;  // wait() will say what is wrong
+    return true;  // wait() reports the error
   }
 }
 
@@ -38,13 +38,13 @@ void Transfer::follow(std::shared_ptr<DeviceEvent> event) {
   if (epoch_ != nullptr) event_->poll(epoch_, number_);
 }
 
-void StepEnder::queue(const std::vector<at::Tensor>& chunks, const std::vector<int64_t>& masks,
+void StepEnder::queue(const std::vector<at::Tensor>& chunks, const std::vector<int64_t>& flag_bits,
                       Transfer& transfer) {
-  const at::Tensor all_masks = masks.empty() ? at::Tensor() : masks_here(masks);
+  const at::Tensor all_bits = flag_bits.empty() ? at::Tensor() : flag_bits_here(flag_bits);
   for (int64_t begin = 0; begin < transfer.count_; begin += kChunk) {
     const int64_t count = std::min(kChunk, transfer.count_ - begin);
     at::Tensor slots = chunks[begin / kChunk].narrow(0, 0, count);
-    const at::Tensor its_masks = masks.empty() ? at::Tensor() : all_masks.narrow(1, begin, count);
+    const at::Tensor its_bits = flag_bits.empty() ? at::Tensor() : all_bits.narrow(1, begin, count);
     at::Tensor& host = transfer.host_.emplace_back(host_buffer());
     auto* arrived = static_cast<Slot*>(host.mutable_data_ptr());
     transfer.slots_.push_back(arrived);
@@ -57,38 +57,38 @@ void StepEnder::queue(const std::vector<at::Tensor>& chunks, const std::vector<i
       transfer.epoch_ = reinterpret_cast<uint64_t*>(arrived + kChunk);  // see host_buffer()
       transfer.number_ = *transfer.epoch_ + 1;
     }
-    way_ == StepEnd::kTorch ? queue_by_torch(slots, its_masks) : launch(slots, its_masks, transfer);
+    way_ == StepEnd::kTorch ? queue_by_torch(slots, its_bits) : launch(slots, its_bits, transfer);
   }
 }
 
-void StepEnder::queue_by_torch(at::Tensor& slots, const at::Tensor& masks) {
-  if (masks.defined()) fold_flags(slots, masks);
+void StepEnder::queue_by_torch(at::Tensor& slots, const at::Tensor& flag_bits) {
+  if (flag_bits.defined()) fold_flags(slots, flag_bits);
   reset_slots(slots);
 }
 
-void StepEnder::fold_flags(const at::Tensor& slots, const at::Tensor& masks) {
+void StepEnder::fold_flags(const at::Tensor& slots, const at::Tensor& flag_bits) {
   const c10::InferenceMode normal(false);
   // The kinds of each slot: the two signs of inf, and nan in the bit above.
   const auto signs = static_cast<int64_t>(Slot::kPositiveInf | Slot::kNegativeInf);
   const at::Tensor infs = slots.select(1, 3).bitwise_and(signs);
   const at::Tensor nans = slots.select(1, 2).ne(0).to(at::kLong) * int64_t{Slot::kNan};
-  const at::Tensor flags = (infs + nans).bitwise_and(masks).ne(0).any(1).to(at::kFloat);
+  const at::Tensor flags = (infs + nans).bitwise_and(flag_bits).ne(0).any(1).to(at::kFloat);
   flags_ = flags_.defined() ? at::maximum(flags_, flags) : flags;
 }
 
-void StepEnder::launch(at::Tensor& slots, const at::Tensor& masks, const Transfer& transfer) {
+void StepEnder::launch(at::Tensor& slots, const at::Tensor& flag_bits, const Transfer& transfer) {
   SlotsEnd end{};
   end.slots = static_cast<Slot*>(slots.mutable_data_ptr());
   end.count = slots.size(0);
   at::Tensor flags = flags_;
-  if (masks.defined()) {
+  if (flag_bits.defined()) {
     const c10::InferenceMode normal(false);
     end.sets_flags = !flags.defined();
     if (end.sets_flags) {
       flags = at::empty({kNumFlags}, at::TensorOptions().dtype(at::kFloat).device(device_));
     }
-    end.masks = masks.const_data_ptr<int64_t>();
-    end.mask_stride = masks.stride(0);
+    end.flag_bits = flag_bits.const_data_ptr<int64_t>();
+    end.flag_stride = flag_bits.stride(0);
     end.flags = flags.mutable_data_ptr<float>();
   }
   if (is_published()) end.host = static_cast<Slot*>(transfer.host_.back().mutable_data_ptr());
@@ -98,17 +98,17 @@ void StepEnder::launch(at::Tensor& slots, const at::Tensor& masks, const Transfe
   flags_ = std::move(flags);  // set by the launch
 }
 
-// The same from step to step, as a rule, so that nothing has to be sent to the device.
-at::Tensor StepEnder::masks_here(const std::vector<int64_t>& masks) {
-  if (masks != masks_) {
-    const auto columns = static_cast<int64_t>(masks.size()) / kNumFlags;
-    device_masks_ = at::tensor(masks, at::kLong).view({kNumFlags, columns}).to(device_);
-    masks_ = masks;
+// Usually the same from step to step, so that nothing has to be copied to the device.
+at::Tensor StepEnder::flag_bits_here(const std::vector<int64_t>& flag_bits) {
+  if (flag_bits != flag_bits_) {
+    const auto columns = static_cast<int64_t>(flag_bits.size()) / kNumFlags;
+    device_flag_bits_ = at::tensor(flag_bits, at::kLong).view({kNumFlags, columns}).to(device_);
+    flag_bits_ = flag_bits;
   }
-  return device_masks_;
+  return device_flag_bits_;
 }
 
-// A row for each slot, and one for the number that says that they have come.
+// One row for each slot, and one for the number that marks their arrival.
 at::Tensor StepEnder::host_buffer() {
   if (!spare_.empty()) {
     at::Tensor buffer = std::move(spare_.back());
@@ -123,7 +123,8 @@ at::Tensor StepEnder::host_buffer() {
   return buffer;
 }
 
-// As a copy by torch does: should the memory be given up, nobody gets it before the stream is here.
+// Does what torch's own copies do: the memory, once freed, is not reused before the stream has got
+// here.
 void StepEnder::keep_until_written(at::Tensor& host) const {
   if (device_.is_cpu()) return;
   const c10::Stream stream(c10::Stream::UNSAFE, device_, api_->current_stream());
@@ -132,7 +133,7 @@ void StepEnder::keep_until_written(at::Tensor& host) const {
 }
 
 void StepEnder::recycle(Transfer&& transfer) {
-  if (transfer.error) return;  // a copy may still be on its way into the memory
+  if (transfer.error) return;  // a copy into the memory may still be in flight
   for (at::Tensor& buffer : transfer.host_) spare_.push_back(std::move(buffer));
   transfer.host_.clear();
 }

@@ -18,22 +18,22 @@ namespace overflow_fast {
 
 namespace py = pybind11;
 
-// Slots of one allocation.
+// The number of slots in one allocation.
 constexpr int64_t kChunk = 4096;
 
-// Makes slots of shape [n, 4] empty.
+// Resets slots of shape [n, 4] to empty.
 void reset_slots(at::Tensor& slots);
 
 // Slots on their way to the host.
 class Transfer {
  public:
   bool has_arrived();
-  // Incurs the sync, unless the slots have arrived. Call without the GIL.
+  // Incurs a sync, unless the slots have arrived. Call without the GIL.
   void wait();
   const Slot& slot(int64_t index) const { return slots_[index / kChunk][index % kChunk]; }
-  // An event that was recorded behind everything that was queued for it.
+  // Sets the event that was recorded after everything queued for the transfer.
   void follow(std::shared_ptr<DeviceEvent> event);
-  // Why nothing arrived, or null.
+  // The reason why nothing arrived, or null.
   py::object error;
 
  private:
@@ -42,7 +42,7 @@ class Transfer {
   int64_t count_ = 0;
   std::vector<at::Tensor> host_;  // one for each chunk
   std::vector<const Slot*> slots_;
-  uint64_t* epoch_ = nullptr;  // in host_: becomes number_ when published slots are there
+  uint64_t* epoch_ = nullptr;  // in host_: becomes number_ once published slots have arrived
   uint64_t number_ = 0;
   std::shared_ptr<DeviceEvent> event_;
 };
@@ -54,32 +54,32 @@ class StepEnder {
         api_(api),
         way_(api == nullptr ? StepEnd::kTorch : read_variants().step_end) {}
 
-  // Queues it for the first transfer.count_ slots of `chunks`. With `masks`, also folds them into
-  // the flags: masks[row * n + i] says what of slot i of the n counts for flag `row`: which kinds
-  // of non-finite values, as bits of Slot.
-  void queue(const std::vector<at::Tensor>& chunks, const std::vector<int64_t>& masks,
+  // Queues the end of the step for the first transfer.count_ slots of `chunks`. With `flag_bits`,
+  // also folds them into the flags: flag_bits[row * n + i] holds the kinds of non-finite values of
+  // slot i of the n that set flag `row`, as bits of Slot.
+  void queue(const std::vector<at::Tensor>& chunks, const std::vector<int64_t>& flag_bits,
              Transfer& transfer);
-  // On the device, float32 [kNumFlags]: 1 where something that counts was bad since the last call.
+  // On the device, float32 [kNumFlags]: 1 where a slot has set it since the last call.
   // Undefined if nothing was folded.
   at::Tensor take_flags() { return std::exchange(flags_, {}); }
-  // Gives a transfer's memory back for later ones.
+  // Keeps a transfer's memory for later ones.
   void recycle(Transfer&& transfer);
 
  private:
   bool is_published() const { return way_ == StepEnd::kMapped; }
-  void queue_by_torch(at::Tensor& slots, const at::Tensor& masks);
-  void fold_flags(const at::Tensor& slots, const at::Tensor& masks);
-  void launch(at::Tensor& slots, const at::Tensor& masks, const Transfer& transfer);
-  at::Tensor masks_here(const std::vector<int64_t>& masks);
+  void queue_by_torch(at::Tensor& slots, const at::Tensor& flag_bits);
+  void fold_flags(const at::Tensor& slots, const at::Tensor& flag_bits);
+  void launch(at::Tensor& slots, const at::Tensor& flag_bits, const Transfer& transfer);
+  at::Tensor flag_bits_here(const std::vector<int64_t>& flag_bits);
   at::Tensor host_buffer();
   void keep_until_written(at::Tensor& host) const;
 
   at::Device device_;
-  Device* api_;  // null: torch operations do it, and every copy waits
+  Device* api_;  // null: torch operations do it, and every copy is synchronous
   StepEnd way_;
   at::Tensor flags_;
-  std::vector<int64_t> masks_;  // the ones that are on the device
-  at::Tensor device_masks_;
+  std::vector<int64_t> flag_bits_;  // device_flag_bits_ on the host
+  at::Tensor device_flag_bits_;
   std::vector<at::Tensor> spare_;
 };
 

@@ -1,8 +1,8 @@
 // Frames of compiled calls. torch.compile traces a module's hook into the operator
-// overflow_fast::frame (overflow_fast/recording/traced.py), which runs with the compiled code, where the hook
-// would have run, and records the frame that the hook would have recorded. What the frame lists was
-// found out when it was traced, and is a constant of the operator: an id, and a text that is read
-// where the id is unknown (traced_text.h). Code out of a cache comes with both.
+// overflow_fast::frame (overflow_fast/recording/traced.py), which runs with the compiled code,
+// where the hook would have run, and records the frame that the hook would have recorded. The
+// frame's listing was determined while tracing and is a constant of the operator: an id, and a text
+// that is parsed where the id is unknown (traced_text.h). Compiled code from a cache contains both.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -28,22 +28,22 @@ struct TracedCall {
     // comes with the tensor; later ones stand for the same tensor, not written to since.
     int64_t number;
     bool is_new;
-    // The compiled code returns the tensor, and watches its gradient.
+    // True if the compiled code returns the tensor and watches its gradient.
     bool is_returned;
   };
   FrameKind kind;
   py::object class_name;
-  bool is_root;    // the root's call ends with it
+  bool is_root;    // true: the root's call ends with it
   bool has_frame;  // false: its items are only counted
-  bool has_loss;   // a loss is among what the root returned
+  bool has_loss;   // true: a loss is among the root's outputs
   std::vector<Item> items;
 };
 
-// The calls that a recorder has met, and the entries of tensors that may come again in the same
-// run of compiled code.
+// The traced calls that a recorder knows, and the entries of tensors that later frames of the same
+// run of compiled code may refer to.
 class Traced {
  public:
-  // The call that was added under an id, or null. It stays where it is.
+  // The call that was added under an id, or null. Its address never changes.
   const TracedCall* find_call(int64_t id) const {
     const auto found = calls_.find(id);
     return found == calls_.end() ? nullptr : &found->second;
@@ -57,7 +57,7 @@ class Traced {
   const Entry* find(int64_t number, int64_t num_sends) const;
   void end_step();
 
-  // Tensors that compiled code returns, and whose gradient it watches itself.
+  // Notes a tensor that compiled code returns and whose gradient it watches itself.
   void returned(const at::Tensor& tensor);
   bool has_returned(const at::Tensor& tensor) const;
 

@@ -68,7 +68,7 @@ class Reader {
     switch (next()) {
       case 'i':
         item.label = kInputLabel;
-        // What a call was given is at most one index below its inputs.
+        // An argument of a call is at most one index below its inputs.
         item.part = is_argument() ? Part::kInput : Part::kWithinInput;
         break;
       case 'o':
@@ -158,9 +158,8 @@ class Reader {
     if (!takes(mark)) fail();
   }
   [[noreturn]] void fail() const {
-    throw py::value_error(
-        "overflow_fast::frame was given a constant that it cannot read; the rest of it: " +
-        std::string(rest_));
+    throw py::value_error("overflow_fast::frame cannot read its text constant from here on: " +
+                          std::string(rest_));
   }
 
   std::string_view rest_;

@@ -37,7 +37,7 @@ void Underflow::add(const Place& place, Dtype dtype, const at::Tensor& tensor, C
   }
   try {
     const NoDispatchGuard no_dispatch;
-    // Keys, and so whatever the processor does to subnormals when it computes with them.
+    // Compares keys, so a processor that flushes subnormals does not change the counts.
     const at::Tensor keys = magnitude_bits(tensor.detach(), info);
     const at::Tensor zeros = keys.eq(0).sum();
     const at::Tensor small = keys.lt(int64_t{1} << info.mantissa).sum();

@@ -1,4 +1,4 @@
-// How many values of a tensor have underflowed: counted by torch operations when it is asked for,
+// The number of values of a tensor that have underflowed: counted by torch operations, on request,
 // since the scan's own pass has no instruction to spare for it.
 #pragma once
 
@@ -21,14 +21,14 @@ class Underflow {
   };
 
   // Counts the zeros and subnormals of a tensor of real numbers, on its device. Allocates
-  // temporaries of the tensor's size; does not incur a CPU-GPU sync. What cannot be counted is told
-  // to `coverage`.
+  // temporaries of the tensor's size; does not incur a CPU-GPU sync. A failure is counted in
+  // `coverage`.
   void add(const Place& place, Dtype dtype, const at::Tensor& tensor, Coverage& coverage);
-  // What was counted since the last call. Incurs one CPU-GPU sync per device.
+  // The counts since the last call. Incurs one CPU-GPU sync per device.
   std::vector<Counts> take();
 
  private:
-  // Of a step that nobody takes no more is kept.
+  // Limits the memory if take() is never called.
   static constexpr size_t kMaxPending = 1 << 16;
 
   struct Pending {

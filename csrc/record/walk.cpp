@@ -31,7 +31,7 @@ struct Walker {
     flat(object, label);
   }
 
-  // Lists what a container holds. False if there is no tensor in it.
+  // Lists the values in a container. Returns false if there is no tensor in it.
   bool contents(PyObject* object, Shape shape, LabelId label, int depth) {
     const Content content = opened.content(object, shape, depth);
     if (content == Content::kNoTensor) return false;
@@ -52,7 +52,7 @@ struct Walker {
     return true;
   }
 
-  // As transformers does it: a tensor, None, or not a tensor.
+  // Lists a value as transformers does: a tensor, None, or not a tensor.
   void flat(PyObject* object, LabelId label) {
     const Shape shape = shape_of(object);
     if (shape == Shape::kTensor) return tensor(object, label);
@@ -61,7 +61,7 @@ struct Walker {
   }
 };
 
-// A module may name its parameters itself (named_parameters overridden).
+// True if the module's class overrides named_parameters().
 bool has_own_named_parameters(PyObject* module) {
   static PyObject* const kName = interned("named_parameters");
   static PyObject* const kModuleType =

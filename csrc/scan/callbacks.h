@@ -1,5 +1,5 @@
-// What Python does for the extension, which imports no module of the package:
-// overflow_fast/recording/callbacks.py hands it over when the package is imported.
+// The Python functions that the extension calls. It imports no module of the package:
+// overflow_fast/recording/callbacks.py registers them when the package is imported.
 #pragma once
 
 #include <pybind11/pybind11.h>

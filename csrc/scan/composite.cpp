@@ -1,9 +1,10 @@
-// The stats by torch operations, for devices without a kernel of ours. Works on bit patterns as
-// the kernels do, so that every format and every bit comes out the same.
+// Stats by torch operations, for devices without a kernel here. Works on bit patterns as the
+// kernels do, so that every format gives the same stat, bit for bit.
 //
 // Elements stay in their own width: their bits become signed integers of that width that order as
-// the keys do, and those are reduced. Large tensors go in pieces. No reduction over elements is of
-// 64 bits: Apple's GPUs do them slowly, some releases of torch wrongly (pytorch/pytorch#187976).
+// the keys do, and those are reduced. Large tensors are scanned in pieces. No reduction over
+// elements is of 64 bits: Apple's GPUs do them slowly, some releases of torch wrongly
+// (pytorch/pytorch#187976).
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -19,7 +20,7 @@ namespace overflow_fast {
 namespace {
 
 constexpr int64_t kMaxTemporaries = int64_t{64} << 20;
-constexpr int64_t kMinTemporaries = int64_t{64} << 10;  // less is not worth more operations
+constexpr int64_t kMinTemporaries = int64_t{64} << 10;  // smaller pieces do not pay
 constexpr int64_t kTop = std::numeric_limits<int64_t>::min();
 constexpr int64_t kTopOfWord = std::numeric_limits<int32_t>::min();
 
@@ -36,8 +37,8 @@ at::ScalarType signed_of(int32_t bytes) {
 int64_t top_bit(const DtypeInfo& info) { return kTop >> (64 - 8 * info.key_bytes); }
 
 // 0-d tensors on the device, int64: the extremes of some keys with their top bit flipped, so that
-// they order as signed integers, and what there is of nans and infs, undefined where the format
-// has none.
+// they order as signed integers, and the counts of nans and infs, undefined where the format has
+// none.
 struct Found {
   enum { kNan, kInf, kPositive, kNegative, kNumCounts };
   at::Tensor low, high;
@@ -191,7 +192,7 @@ void in_pieces(const at::Tensor& tensor, int64_t max_numel,
   }
 }
 
-// What lies in memory: without the bits that negate or conjugate it, repeats once.
+// A tensor as it lies in memory: not negated, not conjugated, and expanded dimensions once.
 at::Tensor memory_of(at::Tensor tensor) {
   if (tensor.is_conj()) tensor = tensor.conj();
   if (tensor.is_neg()) tensor = tensor._neg_view();

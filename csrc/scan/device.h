@@ -1,5 +1,5 @@
-// What the recorder needs of a device that has kernels of ours, free of torch. CUDA's stands in
-// cuda/; for a device without one see torch_scan.h.
+// The interface of a device that has kernels of its own here, free of torch. CUDA's is in cuda/;
+// for a device without one see torch_scan.h.
 #pragma once
 
 #include <atomic>
@@ -11,39 +11,40 @@
 
 namespace overflow_fast {
 
-// How many flags a step's slots are folded into.
+// The number of flags that a step's slots are folded into.
 constexpr int64_t kNumFlags = 2;
 
-// What is done with a step's slots, in one launch.
+// The end of a step, in one launch: slots are folded into flags, copied to the host and reset.
 struct SlotsEnd {
-  Slot* slots;  // are reset
+  Slot* slots;
   int64_t count;
-  // Unless null, masks[row * mask_stride + i] says which kinds of non-finite values of slot i put
-  // up flag `row`.
-  const int64_t* masks;
-  int64_t mask_stride;
+  // Unless null, flag_bits[row * flag_stride + i] holds the kinds of non-finite values of slot i
+  // that set flag `row`.
+  const int64_t* flag_bits;
+  int64_t flag_stride;
   float* flags;     // [kNumFlags]
-  bool sets_flags;  // both, so that it does not matter what they were
-  // Unless null, pinned memory that gets the slots. The number at `epoch`, in pinned memory too,
-  // becomes `number` when all slots of this and of earlier launches are there.
+  bool sets_flags;  // to 0 as well: they are uninitialised
+  // Unless null, pinned memory that receives the slots. The number at `epoch`, in pinned memory
+  // too, becomes `number` when all slots of this and of earlier launches have arrived.
   Slot* host;
   uint64_t* epoch;
   uint64_t number;
 };
 
-// A point in the work of a stream. Streams are known by torch's ids.
+// A point in the work of a stream. Streams are identified by torch's ids.
 class DeviceEvent {
  public:
   virtual ~DeviceEvent() = default;
   virtual void record(int64_t stream) = 0;
   // Polls a number in the host's memory, if there is one, else asks the driver.
   virtual bool has_passed() = 0;
-  // The host waits for it: the one sync there is. Throws if a polled number has not come then.
+  // Makes the host wait for it: the only sync. Throws if a polled number has not arrived then.
   virtual void wait() = 0;
-  // What `stream` is given from now on waits for it; the host does not.
-  virtual void hold_up(int64_t stream) = 0;
+  // Makes later work of `stream` wait for it; does not block the host.
+  virtual void block(int64_t stream) = 0;
 
-  // A launch before record() makes *epoch `number`; it outlives the last has_passed() and wait().
+  // Sets the number to poll: a launch before record() writes `number` to *epoch, which outlives the
+  // last has_passed() and wait().
   void poll(uint64_t* epoch, uint64_t number) {
     epoch_ = epoch;
     number_ = number;
@@ -59,19 +60,19 @@ class DeviceEvent {
   uint64_t number_ = 0;
 };
 
-// All calls may throw; what a call that threw was to do is left undone.
+// All calls may throw; the work of a call that threw is not repeated.
 class Device {
  public:
   virtual ~Device() = default;
   // Queues the scan of views[i] into slots[i], device memory, on a stream.
   virtual void scan(const View* views, int64_t count, Slot* slots, int64_t stream) = 0;
-  // Queues what is done with a step's slots on the current stream.
+  // Queues the end of a step on the current stream.
   virtual void end_step(const SlotsEnd& end) = 0;
   virtual int64_t current_stream() = 0;
-  // Whether the current stream records a graph instead of running.
+  // True while the current stream captures a graph instead of running.
   virtual bool is_capturing() = 0;
   virtual std::unique_ptr<DeviceEvent> make_event() = 0;
-  // The host waits for all streams.
+  // Makes the host wait for all streams.
   virtual void synchronize() = 0;
 };
 

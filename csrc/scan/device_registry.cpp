@@ -24,7 +24,7 @@ Registry& registry() {
 void register_device_type(c10::DeviceType type, OpenDevice open) {
   const std::lock_guard lock(registry().mutex);
   registry().types[type] = open;
-  // Those opened before stay alive: somebody may still use them.
+  // Devices that were opened before stay alive: recorders may still use them.
   std::erase_if(registry().devices, [&](const auto& entry) { return entry.first.first == type; });
 }
 

@@ -1,4 +1,4 @@
-// The devices that have kernels of ours, by torch's names for them.
+// The devices that have kernels of their own here, by torch's device types.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -7,10 +7,10 @@
 
 namespace overflow_fast {
 
-// Makes the device of an index; called once for each. Does not touch the device yet.
+// Creates the device of an index; called once for each. Does not touch the hardware yet.
 using OpenDevice = Device* (*)(int64_t index);
 
-// A null `open` takes the kernels back.
+// A null `open` unregisters the kernels.
 void register_device_type(c10::DeviceType type, OpenDevice open);
 
 bool has_kernels(c10::DeviceType type);

@@ -23,7 +23,8 @@ struct Dim {
   int64_t stride;  // elements
 };
 
-// Dimensions in place: a scan of a small tensor takes no longer than asking for memory.
+// Dimensions in an array of fixed size: the scan of a small tensor takes no longer than an
+// allocation.
 class Dims {
  public:
   static constexpr int kMax = 64;  // torch's own limit
@@ -42,7 +43,7 @@ class Dims {
     dims_[at] = dim;
   }
 
-  // Makes one dimension of two that follow each other in memory.
+  // Merges dimensions that follow each other in memory.
   void merge_adjacent() {
     size_t kept = 0;
     for (size_t i = 1; i < size_; ++i) {
@@ -70,7 +71,7 @@ class Layout {
         dims_.clear();
         return;
       }
-      // An expanded dimension repeats elements that are looked at anyway.
+      // An expanded dimension repeats elements that are scanned anyway.
       if (view.sizes[i] != 1 && view.strides[i] != 0) {
         dims_.insert({view.sizes[i], view.strides[i]});
       }
@@ -81,7 +82,7 @@ class Layout {
 
   // Dimensions, innermost (smallest stride) first.
   const Dims& dims() const { return dims_; }
-  // Elements to look at: expanded dimensions count once.
+  // The number of elements to scan: expanded dimensions count once.
   int64_t numel() const { return numel_; }
   bool is_one_run() const { return dims_.empty() || (dims_.size() == 1 && dims_[0].stride == 1); }
 

@@ -14,7 +14,7 @@ namespace overflow_fast {
 // Combines the stat of a readable CPU view into `slot`, over torch's own thread pool.
 void scan_cpu(const View& view, Slot& slot);
 
-// The stat of a readable CPU tensor. Called with the GIL, which a large scan lets go.
+// The stat of a readable CPU tensor. Called with the GIL, which a large scan releases.
 Slot scan_here(const at::Tensor& tensor, const View& view);
 
 // The stats of readable tensors on one device by torch operations there, as an int64 tensor of
@@ -26,7 +26,7 @@ struct ToScan {
   at::Tensor tensor;
   View view;
   Slot slot;
-  std::string why;  // it could not be scanned, if so
+  std::string why;  // empty unless it could not be scanned
 };
 
 // Scans readable tensors, all those on a device together, by its kernels if it has some and

@@ -1,4 +1,4 @@
-// What a stat is and how two stats combine: the one definition that every backend shares.
+// The definition of a stat and of how two stats combine, which every backend shares.
 //
 // A slot holds the extremes of a tensor's keys (dtype.h), so magnitudes are compared as unsigned
 // integers and nothing is converted; the counts are exact and are touched only by tensors that
@@ -24,7 +24,7 @@ struct Slot {
   OF_HOST_DEVICE constexpr bool has_inf() const { return infs != 0; }
   OF_HOST_DEVICE constexpr bool is_finite() const { return (num_nan | infs) == 0; }
   OF_HOST_DEVICE constexpr uint64_t num_inf() const { return infs >> 2; }
-  // What there is of kPositiveInf, kNegativeInf and kNan.
+  // The kinds that occurred, out of kPositiveInf, kNegativeInf and kNan.
   OF_HOST_DEVICE constexpr uint64_t nonfinite_kinds() const {
     return (infs & (kPositiveInf | kNegativeInf)) | (has_nan() ? kNan : 0);
   }

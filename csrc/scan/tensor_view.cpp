@@ -44,7 +44,7 @@ int64_t span(const at::TensorBase& tensor) {
 }  // namespace
 
 Readability view_of(const at::Tensor& tensor, View& view) {
-  if (!tensor.defined() || is_indirect(tensor)) return Readability::kWrapper;
+  if (!tensor.defined() || is_wrapper(tensor)) return Readability::kWrapper;
   const auto dtype = to_dtype(tensor.scalar_type());
   if (!dtype) return Readability::kUnsupported;
   const c10::Storage& storage = tensor.storage();

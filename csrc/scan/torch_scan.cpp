@@ -19,7 +19,7 @@ namespace {
 
 struct Registry {
   std::mutex mutex;
-  std::map<c10::DeviceType, PyObject*> functions;  // the process keeps them
+  std::map<c10::DeviceType, PyObject*> functions;  // never released
   std::map<std::pair<c10::DeviceType, at::ScalarType>, std::string> lacking;
 };
 
@@ -55,8 +55,8 @@ void combine_composite(const at::Tensor& slots, const at::Tensor& stats) {
   infs.copy_(num.bitwise_or(signs));
 }
 
-// Why a tensor could not be scanned, from the exception being handled. What can pass, as memory
-// that is short, is not remembered.
+// The reason why a tensor could not be scanned, from the exception being handled. A failure that
+// may pass, such as a lack of memory, is not remembered.
 std::string remembered_failure(const at::Tensor& tensor) {
   const py::gil_scoped_acquire gil;
   std::string text = current_exception_text().cast<std::string>();
@@ -111,7 +111,7 @@ std::vector<std::string> try_scan_there(const at::Tensor& slots, int64_t first,
     try {
       run(begin, end);
       continue;
-    } catch (...) {  // by one of them; which?
+    } catch (...) {  // at one of them: the loop below finds which
       if (end == begin + 1) why[begin] = remembered_failure(tensors[begin]);
     }
     for (size_t i = begin; i < end && end != begin + 1; ++i) {

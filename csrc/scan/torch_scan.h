@@ -1,5 +1,5 @@
-// Scans on devices that have no kernels of ours behind `Device` (device.h): by the function that
-// Python has registered for the device's type, MPS's kernel, else by torch operations.
+// Scans on devices without an implementation of `Device` (device.h): by the function that Python
+// has registered for the device's type, such as MPS's kernel, else by torch operations.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,8 +15,8 @@ enum class TorchScan : uint8_t {
   kComposite,  // torch operations
 };
 
-// `function(slots, first, tensors)` does what the operator overflow_fast::scan does. None takes
-// it back. Called with the GIL.
+// `function(slots, first, tensors)` does what the operator overflow_fast::scan does. None
+// unregisters it. Called with the GIL.
 void register_scan(c10::DeviceType type, pybind11::object function);
 
 // Combines the stat of tensors[i], all readable and on the device of `slots`, into
@@ -24,8 +24,8 @@ void register_scan(c10::DeviceType type, pybind11::object function);
 void scan_there(const at::Tensor& slots, int64_t first, const std::vector<at::Tensor>& tensors,
                 TorchScan how);
 
-// The same, but returns for each tensor why it could not be scanned, empty if it was. A dtype
-// that a type of device once could not scan is logged, and not tried there again.
+// The same, but returns for each tensor the reason why it could not be scanned, empty if it was. A
+// dtype that a type of device could not scan is logged and not tried there again.
 std::vector<std::string> try_scan_there(const at::Tensor& slots, int64_t first,
                                         const std::vector<at::Tensor>& tensors, TorchScan how);
 

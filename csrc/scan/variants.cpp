@@ -20,7 +20,7 @@ std::string asked(const char* variable) {
                               asked(variable));
 }
 
-// The number of the value among `values`; of the first without one.
+// The index of the variable's value among `values`; 0 if it is not set.
 int choice(const char* variable, std::initializer_list<const char*> values) {
   const std::string value = asked(variable);
   if (value.empty()) return 0;
@@ -31,7 +31,7 @@ int choice(const char* variable, std::initializer_list<const char*> values) {
   refuse(variable, names);
 }
 
-// A whole number of at most four digits; 0 without one.
+// The variable's value, a whole number of at most four digits; 0 if it is not set.
 int number(const char* variable, int least) {
   const std::string value = asked(variable);
   if (value.empty()) return 0;

@@ -1,8 +1,8 @@
-// Ways to do the same thing that only a GPU can decide between, free of torch. Each is chosen by
-// an environment variable, for the measurement; benchmarks/decisions.py lists them with the rule
-// that decides. Without a variable the first value holds.
+// Alternatives that only a measurement on a GPU can decide between, free of torch. An environment
+// variable selects each for the measurement; benchmarks/decisions.py lists them with the rule that
+// decides. Without the variable the first value is used.
 //
-// | variable                       | values                | what it chooses                        |
+// | variable                       | values                | selects                                |
 // |--------------------------------|-----------------------|----------------------------------------|
 // | OVERFLOW_FAST_CUDA_BLOCKS      | 4, any number above 0 | blocks on each multiprocessor          |
 // | OVERFLOW_FAST_CUDA_SMALL_LISTS | 1, 0                  | parameters for 4 tensors, beside 88    |
@@ -34,8 +34,8 @@ struct Variants {
   int held_frames = 1;
 };
 
-// Throws std::invalid_argument for a value that means nothing: a measurement of something else
-// than was asked for would decide wrongly. Whoever has slots or launches reads them once.
+// Throws std::invalid_argument for an unknown value: a measurement of another variant than the one
+// asked for would decide wrongly. Each object that has slots or launches calls this once.
 Variants read_variants();
 
 }  // namespace overflow_fast

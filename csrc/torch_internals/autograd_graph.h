@@ -1,6 +1,6 @@
-// The graph of autograd: which node computed a tensor, which backward runs, and hooks on nodes.
-// The public hooks are Python's, one call of the interpreter each, and change what a view's
-// gradient function is.
+// Autograd's graph: the node that computed a tensor, the backward that runs, and hooks on nodes.
+// torch's public hooks are Python's: each costs a call of the interpreter, and they change the
+// gradient function of a view.
 #pragma once
 
 #include <ATen/SequenceNumber.h>
@@ -20,7 +20,7 @@ namespace overflow_fast {
 // The number of the backward that runs in this thread, or -1.
 inline int64_t graph_task_id() { return torch::autograd::get_current_graph_task_id(); }
 
-// The thread, and the number that the next node made in it gets.
+// The current thread, and the number of the next node that it creates.
 inline uint64_t graph_thread() { return at::RecordFunction::currentThreadId(); }
 inline uint64_t next_node_number() { return at::sequence_number::peek(); }
 
@@ -38,22 +38,23 @@ inline std::optional<NodeId> node_of(const at::TensorBase& tensor) {
   return NodeId{node->thread_id(), node->sequence_nr()};
 }
 
-// Looks at the gradient of one output of a node, and hands it on as it is.
+// Reads the gradient of one output of a node, and passes it on unchanged.
 class NodeHook : public torch::autograd::FunctionPreHook {
  public:
   explicit NodeHook(uint32_t index) : index(index) {}
 
   // Called for a gradient that is defined, by the thread that runs backward, without the GIL.
-  virtual void look(const at::Tensor& gradient) = 0;
+  virtual void observe(const at::Tensor& gradient) = 0;
   // Called where compiled autograd has left the hook out of what it compiles.
   virtual void left_out() const = 0;
 
   torch::autograd::variable_list operator()(
       const torch::autograd::variable_list& gradients) override {
-    if (gradients[index].defined()) look(gradients[index]);
+    if (gradients[index].defined()) observe(gradients[index]);
     return gradients;
   }
-  // Compiled autograd asks for what it needs to run it, gets nothing, and leaves it out.
+  // Compiled autograd calls this to collect the hook's arguments; it gets none and leaves the hook
+  // out.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { left_out(); }
 
   const uint32_t index;  // which of the node's outputs

@@ -1,12 +1,12 @@
-// Errors as the entries that could not be scanned tell them.
+// The text of errors, for entries that could not be scanned.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 namespace overflow_fast {
 
-// What the exception being handled says, in one line. Rethrows what must not be held up: an
-// interrupt is the user's.
+// The message of the exception being handled, in one line. Rethrows an interrupt, which is meant
+// for the user.
 pybind11::str current_exception_text();
 
 }  // namespace overflow_fast

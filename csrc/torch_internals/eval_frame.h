@@ -1,5 +1,5 @@
-// torch.compile looks at every Python frame that begins while code that it compiled runs. While a
-// pause lives it leaves them alone.
+// torch.compile inspects every Python frame that begins while code that it compiled runs. It does
+// not while an EvalFramePause lives.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -39,8 +39,7 @@ class EvalFramePause {
           .attr("getLogger")("overflow_fast")
           .attr("warning")(
               "torch has changed: torch._C._dynamo.eval_frame.set_eval_frame (%s). Dynamo may "
-              "compile the "
-              "guard's own code.",
+              "compile the guard's own code.",
               error.value());
       return pybind11::none();
     }

@@ -1,4 +1,4 @@
-// nn.Module as its class lays it out. Whatever asks the module itself may run the user's code.
+// The layout of nn.Module. Attribute access through a module itself could run the user's code.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,8 +9,8 @@
 
 namespace overflow_fast {
 
-// An attribute of an object's class or its bases, borrowed, or null. CPython's; it alone takes no
-// reference, runs no descriptor and raises nothing.
+// An attribute of an object's class or its bases, borrowed, or null. CPython's own lookup,
+// the only one that takes no reference, runs no descriptor and raises nothing.
 inline PyObject* class_attribute(PyTypeObject* type, PyObject* name) {
   return _PyType_Lookup(type, name);
 }
@@ -18,7 +18,7 @@ inline PyObject* class_attribute(PyTypeObject* type, PyObject* name) {
 // The dict of the parameters that a module itself holds (nn.Module._parameters).
 inline pybind11::object own_parameters(PyObject* module) {
   static PyObject* const kName = PyUnicode_InternFromString("_parameters");
-  // Around nn.Module's __getattr__, which is asked only for what is not there.
+  // Bypasses nn.Module's __getattr__, which is the fallback.
   PyObject* found = PyObject_GenericGetAttr(module, kName);
   if (found == nullptr) {
     PyErr_Clear();
@@ -29,7 +29,8 @@ inline pybind11::object own_parameters(PyObject* module) {
 }
 
 // FSDP2 and composable replicate() derive a module's class from theirs and the author's, and put a
-// prefix before the author's name. Theirs are known by name: importing them is left to the user.
+// prefix before the author's name. The classes are recognised by their names, so that
+// nothing imports them.
 inline PyTypeObject* unwrapped_type(PyTypeObject* type) {
   constexpr std::array<std::pair<std::string_view, std::string_view>, 3> kComposed = {
       {{"DDP", "DDP"}, {"FSDPModule", "FSDP"}, {"ReplicateModule", "Replicate"}}};

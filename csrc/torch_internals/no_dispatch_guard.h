@@ -1,5 +1,6 @@
-// Our own operations are no part of the watched program: no gradient, and nothing to be seen by
-// a mode or a torch.func transform that the user has switched on.
+// Our own operations are not part of the watched program. While a NoDispatchGuard lives, autograd
+// does not record them, and no mode or torch.func transform that the user has switched on sees
+// them.
 #pragma once
 
 #include <c10/core/GradMode.h>

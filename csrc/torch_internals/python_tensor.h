@@ -1,5 +1,5 @@
 // Tensors as Python objects. pybind's casts do the same, but look up a type and throw where an
-// object is no tensor; a hook asks this of every value of every call.
+// object is no tensor; a hook checks every value of every call.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,7 +17,7 @@ inline bool is_tensor(PyObject* object) { return THPVariable_Check(object); }
 // The tensor inside an object that is_tensor(). Lives as long as the object.
 inline const at::Tensor& tensor_of(PyObject* object) { return THPVariable_Unpack(object); }
 
-// The Python object of a tensor; the one that it has, if it has one.
+// The Python object of a tensor: the existing one, if it has one.
 inline pybind11::object to_python(const at::Tensor& tensor) {
   PyObject* object = THPVariable_Wrap(tensor);
   if (object == nullptr) throw pybind11::error_already_set();

@@ -1,5 +1,5 @@
-// What TensorImpl and StorageImpl know besides a tensor's values. at::Tensor tells part of it
-// through virtual calls, and gives no weak reference.
+// The state of TensorImpl and StorageImpl besides a tensor's values. at::Tensor offers part of it,
+// through virtual calls, and no weak reference.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,19 +10,19 @@
 
 namespace overflow_fast {
 
-// Tells a tensor from all others that are alive or held weakly.
+// Identifies a tensor among all that are alive or weakly referenced.
 using TensorId = const void*;
 
 inline TensorId id_of(const at::TensorBase& tensor) { return tensor.unsafeGetTensorImpl(); }
 
-// Lets the tensor go and keeps its address from being given to another one.
+// Does not keep the tensor alive, but keeps its address from being reused.
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
 inline WeakTensor weak_tensor(const at::TensorBase& tensor) {
   return WeakTensor(tensor.getIntrusivePtr());
 }
 
-// How often autograd knows a tensor to have been written to; inference tensors do not count it.
+// The number of in-place writes that autograd has counted; none for an inference tensor.
 inline std::optional<uint32_t> version_of(const at::TensorBase& tensor) {
   auto* impl = tensor.unsafeGetTensorImpl();
   if (impl->is_inference()) return std::nullopt;
@@ -39,7 +39,7 @@ class WriteCounter {
     then_ = counter_.current_version();
   }
   bool is_known() const { return counter_.enabled(); }
-  // Whether somebody has written to the tensor since this was made.
+  // True if the tensor was written to since this was created.
   bool has_moved() const { return is_known() && counter_.current_version() != then_; }
 
  private:
@@ -47,7 +47,7 @@ class WriteCounter {
   uint32_t then_ = 0;
 };
 
-// Where a tensor's memory begins; unlike data_ptr() it does not make a lazy copy a real one.
+// Where a tensor's memory begins; unlike data_ptr() it does not materialise a lazy copy.
 inline const void* storage_data(const at::TensorBase& tensor) {
   return tensor.unsafeGetTensorImpl()->storage().data();
 }
@@ -63,8 +63,8 @@ inline bool has_storage(const at::TensorBase& tensor, const WeakStorage& storage
   return storage._unsafe_get_target() == tensor.storage().unsafeGetStorageImpl();
 }
 
-// Whether the values of a tensor are not (only) in its own strided memory, by its dispatch keys.
-inline bool is_indirect(const at::TensorBase& tensor) {
+// True if the values of a tensor are not (only) in its own strided memory, by its dispatch keys.
+inline bool is_wrapper(const at::TensorBase& tensor) {
   constexpr c10::DispatchKeySet kWrapper(
       {c10::DispatchKey::Python, c10::DispatchKey::ZeroTensor, c10::DispatchKey::Functionalize,
        c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper});

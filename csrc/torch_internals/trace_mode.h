@@ -1,5 +1,5 @@
-// torch.export, make_fx and AOTAutograd run a program with tensors that have no values, to write
-// down the operations that it calls. Whatever a hook did there would become part of the result.
+// torch.export, make_fx and AOTAutograd run a program with tensors that have no values, to record
+// the operations that it calls. Anything that a hook did there would become part of the result.
 #pragma once
 
 #include <c10/core/impl/LocalDispatchKeySet.h>

@@ -11,7 +11,7 @@
 
 namespace overflow_fast::device {
 
-// Ends the program with the error's name; 2 tells it from a mismatch.
+// Ends the program with the error's name; status 2 distinguishes it from a mismatch.
 inline void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
 #if defined(__CUDACC__)

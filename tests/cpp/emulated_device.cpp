@@ -27,7 +27,7 @@ struct State {
   int64_t scanned_on;  // the last one's stream
   int64_t num_ends;
   int64_t num_waits;  // the host's, for events that had not passed
-  int64_t num_hold_ups;
+  int64_t num_stream_waits;
   int64_t num_synchronizations;
 };
 State state;
@@ -46,10 +46,10 @@ class EmulatedEvent final : public DeviceEvent {
     if (state.fails_events) throw std::runtime_error("device lost\nwith details");
     if (state.is_capturing) throw std::runtime_error("a wait during a capture");
     state.num_waits += !has_passed();
-    if (is_polled() && !has_number()) throw std::runtime_error("the slots did not come");
+    if (is_polled() && !has_number()) throw std::runtime_error("the slots did not arrive");
     has_passed_ = true;
   }
-  void hold_up(int64_t) override { ++state.num_hold_ups; }
+  void block(int64_t) override { ++state.num_stream_waits; }
 
  private:
   bool has_passed_ = false;
@@ -110,10 +110,10 @@ extern "C" Device* emulated_open(int64_t) {
   return &device;
 }
 extern "C" State* emulated_state() { return &state; }
-extern "C" void emulated_step_end(Slot* slots, int64_t count, const int64_t* masks, int64_t stride,
-                                  float* flags, bool sets_flags, Slot* host, uint64_t* epoch,
-                                  uint64_t number) {
-  const SlotsEnd end{slots, count, masks, stride, flags, sets_flags, host, epoch, number};
+extern "C" void emulated_step_end(Slot* slots, int64_t count, const int64_t* flag_bits,
+                                  int64_t stride, float* flags, bool sets_flags, Slot* host,
+                                  uint64_t* epoch, uint64_t number) {
+  const SlotsEnd end{slots, count, flag_bits, stride, flags, sets_flags, host, epoch, number};
   if (cuda::launch_step_end(end, nullptr) != cudaSuccess) std::abort();
 }
 extern "C" void emulated_replay() {

@@ -454,12 +454,12 @@ def test_streams_wait_for_each_other(emulated, variant):
     watch(model)
     model(CLEAN)
     # The side stream waits for the slots' first reset, the copy for the side stream.
-    assert emulated.state.num_hold_ups == 2
+    assert emulated.state.num_stream_waits == 2
     model(CLEAN)
-    assert emulated.state.num_hold_ups == 4
+    assert emulated.state.num_stream_waits == 4
     model.first, model.second = nn.Identity(), nn.Identity()
     model(CLEAN)  # only the root is watched now, on one stream
-    assert emulated.state.num_hold_ups == 4
+    assert emulated.state.num_stream_waits == 4
 
 
 def test_wrong_sync():

@@ -47,7 +47,7 @@ class State(ctypes.Structure):
             "scanned_on",
             "num_ends",
             "num_waits",
-            "num_hold_ups",
+            "num_stream_waits",
             "num_synchronizations",
         )
     ]

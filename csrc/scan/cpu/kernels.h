@@ -40,7 +40,7 @@ struct MakeIndices<0, I...> {
 using DtypeIndices = MakeIndices<static_cast<int>(Dtype::kCount)>::type;
 
 // The best set this processor runs, chosen once. OVERFLOW_FAST_ISA=baseline|avx2|avx512 in the
-// environment asks for a set no better than that.
+// environment limits the choice to that set and lower ones.
 const Kernels& kernels();
 
 }  // namespace overflow_fast::cpu

@@ -1,4 +1,4 @@
-// CUDA as the recorder sees it: torch's current stream, its device guard and its errors.
+// CUDA's implementation of Device: uses torch's current stream, device guard and error checks.
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -45,9 +45,9 @@ class CudaEvent final : public DeviceEvent {
   void wait() override {
     if (is_polled() && has_number()) return;
     C10_CUDA_CHECK(cudaEventSynchronize(event_));
-    TORCH_CHECK(!is_polled() || has_number(), "the slots did not come to the host");
+    TORCH_CHECK(!is_polled() || has_number(), "the slots did not arrive on the host");
   }
-  void hold_up(int64_t stream) override {
+  void block(int64_t stream) override {
     const c10::cuda::CUDAGuard guard(index_);
     C10_CUDA_CHECK(cudaStreamWaitEvent(handle(stream), event_, 0));
   }
@@ -95,7 +95,7 @@ class CudaDevice final : public Device {
     cudaPointerAttributes attributes{};
     C10_CUDA_CHECK(cudaPointerGetAttributes(&attributes, host));
     TORCH_CHECK(attributes.type == cudaMemoryTypeHost && attributes.devicePointer != nullptr,
-                "this GPU cannot write to pinned memory");
+                "this GPU cannot write to pinned memory: unset OVERFLOW_FAST_STEP_END");
     return static_cast<T*>(attributes.devicePointer);
   }
 

@@ -18,8 +18,7 @@ struct Extremes {
 };
 
 // VectorKeys<bytes, kind>: the extremes of 16-byte vectors of real elements. Starting values are
-// neutral and may leave as extremes only of a thread that took no vector, next to others' of the
-// same item that did.
+// neutral: only a thread that took no vector returns them, and other threads of its item took some.
 template <int kBytes, KeyKind kKind>
 struct VectorKeys;
 
@@ -111,7 +110,7 @@ __device__ void take_vector(VectorKeys<kBytes, kKind>& keys, const uint4& v) {
   }
 }
 
-// What the kernel asks of a dtype while it runs.
+// The properties of a dtype that the kernel needs at run time.
 struct Format {
   KeyKind kind;
   int32_t itemsize;
@@ -123,7 +122,7 @@ struct Format {
   __device__ uint64_t sign() const { return uint64_t{1} << (8 * key_bytes - 1); }
 };
 
-// Without complex dtypes where kTakesComplex is false: what handles them falls away.
+// Leaves out complex dtypes, and the code that handles them, where kTakesComplex is false.
 template <bool kTakesComplex, int I = 0>
 __device__ Format format_of(Dtype dtype) {
   constexpr DtypeInfo kInfo = kDtypes[I];
@@ -134,7 +133,7 @@ __device__ Format format_of(Dtype dtype) {
   return {kInfo.kind, kInfo.itemsize, kInfo.key_bytes, kInfo.inf_key, kInfo.first_nan};
 }
 
-// A whole byte counts as `true` until here.
+// Turns the keys of booleans into 0 and 1: until here any non-zero byte stands for `true`.
 __device__ inline Extremes finished(const Format& format, Extremes keys) {
   if (format.kind == KeyKind::kBoolean) return {keys.low != 0, keys.high != 0};
   return keys;
@@ -216,7 +215,7 @@ struct Counts {
     if (key != format.inf_key || format.inf_key == kNoKey) return;
     infs |= bits & format.sign() ? Slot::kNegativeInf : Slot::kPositiveInf;
   }
-  // nan as isnan says and inf as isinf says: of a complex element each part counts.
+  // Counts nan as isnan and inf as isinf do: each part of a complex element counts.
   __device__ void take(const Format& format, const Bits& bits) {
     if (format.first_nan == kNoKey) return;
     if (format.kind != KeyKind::kComplexMagnitude) {

@@ -17,8 +17,7 @@ cudaError_t launch(const List& list, const Target& target) {
   void* arguments[] = {const_cast<List*>(&list)};
   const cudaError_t error = cudaLaunchKernel(kernel, dim3(std::min(list.num_chunks, at_once)),
                                              dim3(kThreads), arguments, 0, target.stream);
-  if (error != cudaSuccess)
-    (void)cudaGetLastError();  // the watched program's next check is its own
+  if (error != cudaSuccess) (void)cudaGetLastError();  // not for the watched program's next check
   return error;
 }
 

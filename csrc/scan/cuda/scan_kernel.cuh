@@ -1,13 +1,13 @@
 // The scan of a list of tensors in one launch: each block reads a contiguous range of the list's
 // chunks and combines what it found into the slots of the items it met, by atomics.
 //
-// The caller has reset the slots; several launches may add to them. Blocks meet at a slot in any
-// order: minimum, maximum and sum do not mind. A range that holds a non-finite value is read a
-// second time by its own block, to count; ranges that do not never pay for that.
+// The caller has reset the slots; several launches may add to them. Blocks update a slot in any
+// order, which changes no minimum, maximum or sum. A block reads a range that holds a non-finite
+// value a second time, to count; all other ranges are read once.
 //
-// There are two builds: one for lists whose every item is a run of 16-byte vectors of a real
-// dtype, nearly all there are, and one with the registers that rows, odd elements and complex
-// magnitudes need.
+// The kernel is compiled twice: for lists whose every item is a run of 16-byte vectors of a real
+// dtype, as nearly all are, and with the registers that rows, single elements and complex
+// magnitudes need (kIsGeneric).
 #pragma once
 
 #include "scan_kernel.h"
@@ -56,16 +56,16 @@ __device__ inline bool flush(const Format& format, const Extremes& keys, Extreme
 }
 
 // Runs for bad tensors only.
-template <bool kTakesOdd>
+template <bool kIsGeneric>
 __device__ void count_nonfinite(const WorkItem& item, const UnitDim* dims, int64_t begin,
                                 int64_t end, bool takes_ends, Slot* slot) {
-  const Format format = format_of<kTakesOdd>(item.dtype);
+  const Format format = format_of<kIsGeneric>(item.dtype);
   const Walk walk(item, dims, format.itemsize);
   Counts counts;
   const bool is_aligned = item.unit != Unit::kBytes;
   const int64_t per_unit = item.unit == Unit::kVector ? kVectorBytes / format.itemsize : 1;
   for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
-    const char* unit = kTakesOdd ? walk.at(i) : item.data + i * kVectorBytes;
+    const char* unit = kIsGeneric ? walk.at(i) : item.data + i * kVectorBytes;
     for (int64_t j = 0; j < per_unit; ++j) {
       counts.take(format, load_element(format, unit + j * format.itemsize, is_aligned));
     }
@@ -99,8 +99,8 @@ __device__ uint32_t item_of(const List& list, uint32_t chunk) {
 }
 
 // A grid of at most num_chunks blocks, each of kThreads threads.
-template <class List, bool kTakesOdd>
-__global__ void __launch_bounds__(kThreads, kTakesOdd ? 2 : kBlocksPerMultiprocessor)
+template <class List, bool kIsGeneric>
+__global__ void __launch_bounds__(kThreads, kIsGeneric ? 2 : kBlocksPerMultiprocessor)
     scan_kernel(const __grid_constant__ List list) {
   __shared__ unsigned long long shared[2 * kWarps];
   auto* of_warps = reinterpret_cast<Extremes*>(shared);
@@ -115,17 +115,17 @@ __global__ void __launch_bounds__(kThreads, kTakesOdd ? 2 : kBlocksPerMultiproce
         i + 1 < list.num_items ? list.items[i + 1].first_chunk : list.num_chunks;
     const uint32_t stop = next_item < end_chunk ? next_item : end_chunk;
     if (stop == chunk) continue;  // an empty tensor
-    const Format format = format_of<kTakesOdd>(item.dtype);
+    const Format format = format_of<kIsGeneric>(item.dtype);
     const int64_t begin = int64_t{kUnitsPerChunk} * (chunk - item.first_chunk);
     const int64_t limit = int64_t{kUnitsPerChunk} * (stop - item.first_chunk);
     const int64_t end = limit < item.num_units ? limit : item.num_units;
     const bool takes_ends = chunk == item.first_chunk;
 
-    Extremes keys = scan_units<kTakesOdd>(item, list.dims, format, begin, end);
+    Extremes keys = scan_units<kIsGeneric>(item, list.dims, format, begin, end);
     const char* element = takes_ends ? end_element(item, format) : nullptr;
     if (element != nullptr) keys.take(key_of(format, load_element(format, element, true)));
     if (flush(format, keys, of_warps, list.slots + i)) {
-      count_nonfinite<kTakesOdd>(item, list.dims, begin, end, takes_ends, list.slots + i);
+      count_nonfinite<kIsGeneric>(item, list.dims, begin, end, takes_ends, list.slots + i);
     }
     chunk = stop;
   }

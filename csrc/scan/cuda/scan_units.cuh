@@ -8,7 +8,7 @@
 
 namespace overflow_fast::cuda {
 
-// Read once here, but the tensor's next reader wants it in L2: only L1 is left alone.
+// The scan reads a vector once, but the tensor's next reader wants it in L2: bypasses L1 only.
 __device__ inline uint4 load_vector(const char* from) {
 #if defined(__CUDA_ARCH__)
   uint4 v;
@@ -21,7 +21,7 @@ __device__ inline uint4 load_vector(const char* from) {
 #endif
 }
 
-// Where the units of an item lie.
+// The addresses of an item's units.
 struct Walk {
   const char* data;
   const UnitDim* dims;  // of the item's list
@@ -46,15 +46,15 @@ struct Walk {
     }
     return offset + static_cast<int64_t>(unit) * dims[num_dims - 1].stride;
   }
-  // Not inlined: its divisions would stand in the code a hundred times.
+  // Not inlined: its divisions would be repeated in the code a hundred times.
   __device__ __noinline__ const char* at(int64_t unit) const {
     if (num_dims == 0) return data + unit * unit_bytes;
     return data + (is_narrow ? offset(static_cast<uint32_t>(unit)) : offset<uint64_t>(unit));
   }
 };
 
-// Vectors that follow each other: most tensors. Behind the end the last one is read again, which
-// extremes do not mind and no lane waits for.
+// Scans vectors that follow each other, as most tensors do. Threads past the end read the last one
+// again, which changes no extreme and delays no lane.
 template <class Keys>
 __device__ Extremes scan_run(const char* data, int64_t begin, int64_t end) {
   Keys keys;
@@ -81,8 +81,8 @@ __device__ Extremes scan_run(const char* data, int64_t begin, int64_t end) {
   return keys.extremes();
 }
 
-// Vectors wherever they lie: the addresses cost more than the keys, so they are worked out in one
-// place for all kinds of keys.
+// The extremes of vectors at any addresses. The addresses cost more than the keys, so they are
+// computed in one place for all kinds of keys.
 template <class Keys>
 __device__ Extremes extremes_of(const uint4 (&v)[kUnroll]) {
   Keys keys;
@@ -178,10 +178,10 @@ __device__ inline Extremes scan_generic_units(const WorkItem& item, const UnitDi
   return scan_elements<uint64_t, 1>(format, walk, begin, end);
 }
 
-template <bool kTakesOdd>
+template <bool kIsGeneric>
 __device__ Extremes scan_units(const WorkItem& item, const UnitDim* dims, const Format& format,
                                int64_t begin, int64_t end) {
-  if constexpr (kTakesOdd) {
+  if constexpr (kIsGeneric) {
     if (needs_generic_path(item)) return scan_generic_units(item, dims, format, begin, end);
   }
   const char* data = item.data;

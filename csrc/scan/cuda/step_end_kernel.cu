@@ -7,8 +7,9 @@ namespace overflow_fast::cuda {
 constexpr int kWarp = 32;
 constexpr int kMaxThreads = 1024;
 
-// One block: it alone knows when all is written, and a step rarely has more slots than it has
-// threads. The scans that wrote the slots are earlier work of the stream, or what it waited for.
+// Runs as one block: only then a thread knows when everything is written, and a step rarely has
+// more slots than a block has threads. The scans that wrote the slots are earlier work of the
+// stream, or the stream has waited for them.
 //
 // Thread 0 fences the whole block's writes, which the barrier has ordered before it, and writes
 // the number last: a host that reads it (acquire) sees every slot, those of earlier launches of
@@ -19,13 +20,13 @@ __global__ void __launch_bounds__(kMaxThreads)
   for (int64_t i = threadIdx.x; i < end.count; i += blockDim.x) {
     const Slot slot = end.slots[i];
     if (end.host != nullptr) end.host[i] = slot;
-    for (int flag = 0; end.masks != nullptr && flag < kNumFlags; ++flag) {
-      const auto mask = static_cast<uint64_t>(end.masks[flag * end.mask_stride + i]);
-      is_up[flag] |= (slot.nonfinite_kinds() & mask) != 0;
+    for (int flag = 0; end.flag_bits != nullptr && flag < kNumFlags; ++flag) {
+      const auto kinds = static_cast<uint64_t>(end.flag_bits[flag * end.flag_stride + i]);
+      is_up[flag] |= (slot.nonfinite_kinds() & kinds) != 0;
     }
     end.slots[i] = Slot{};
   }
-  for (int flag = 0; end.masks != nullptr && flag < kNumFlags; ++flag) {
+  for (int flag = 0; end.flag_bits != nullptr && flag < kNumFlags; ++flag) {
     const bool any = __syncthreads_or(is_up[flag]);
     if (threadIdx.x == 0 && (any || end.sets_flags)) end.flags[flag] = any ? 1.0f : 0.0f;
   }
@@ -43,8 +44,7 @@ cudaError_t launch_step_end(const SlotsEnd& end, cudaStream_t stream) {
   const cudaError_t error =
       cudaLaunchKernel(step_end_kernel, dim3(1),
                        dim3(std::clamp(warps * kWarp, kWarp, kMaxThreads)), arguments, 0, stream);
-  if (error != cudaSuccess)
-    (void)cudaGetLastError();  // the watched program's next check is its own
+  if (error != cudaSuccess) (void)cudaGetLastError();  // not for the watched program's next check
   return error;
 }
 

@@ -1,8 +1,8 @@
-// What one launch of the scan kernel is given: tensors cut into units, as a kernel parameter.
+// The parameter of one launch of the scan kernel: tensors cut into units.
 //
-// A unit is a 16-byte vector where a tensor's memory allows it, else an element. Units are dealt
-// out to blocks in chunks, counted through the whole list, so that one launch serves a list of
-// any shapes. Slot i of the list belongs to item i.
+// A unit is a 16-byte vector where a tensor's memory allows it, else an element. Blocks read units
+// in chunks, which are numbered through the whole list, so that one launch serves a list of any
+// shapes. Slot i of the list belongs to item i.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,7 @@ struct WorkItem {
 };
 static_assert(sizeof(WorkItem) == 32, "a thousand items fit the largest kernel parameter");
 
-// Whether an item is anything else than a run of vectors.
+// True for an item that is not a run of vectors.
 OF_HOST_DEVICE constexpr bool needs_generic_path(const WorkItem& item) {
   return item.unit != Unit::kVector || item.num_dims != 0;
 }
@@ -55,8 +55,8 @@ OF_HOST_DEVICE constexpr bool needs_generic_path(const WorkItem& item) {
 // A dimension of an item: its size in units and its stride in bytes, innermost first.
 using UnitDim = Dim;
 
-// Kernel parameters end at 4 KiB, and from CUDA 12.1 on at 32,764 bytes; a launch hands over all
-// of its list, so a frame of a few tensors should not pay for a thousand.
+// Kernel parameters end at 4 KiB, and from CUDA 12.1 on at 32,764 bytes; a launch copies its
+// whole list, so a frame of a few tensors should not pay for a thousand.
 template <int kItems, int kDims>
 struct WorkList {
   static constexpr int kMaxItems = kItems;

@@ -1,5 +1,5 @@
-// What one dispatch of MPS's kernel (overflow_fast/metal/scan.metal) is given beside its tensors:
-// where each one's elements lie, and which threadgroups read them. Free of torch.
+// The parameters of one dispatch of MPS's kernel (overflow_fast/metal/scan.metal) besides its
+// tensors: where the elements of each lie, and which threadgroups read them. Free of torch.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ constexpr int64_t kItemWords = 8;
 constexpr int64_t kMaxItems = 24;  // buffers of a kernel, less those of slots and words
 // Metal takes 4 KiB of a kernel's parameter by value.
 constexpr int64_t kMaxWords = 512;
-// What a threadgroup reads: 64 KiB of a dense tensor. Not measured on a Mac.
+// Units for one threadgroup: 64 KiB of a dense tensor. Not measured on a Mac.
 constexpr int64_t kUnitsPerBlock = kThreads * 64;
 
 // A view in a buffer whose start is aligned to 16 bytes.
@@ -23,7 +23,7 @@ struct BufferView {
   int64_t offset;  // bytes from the buffer's start
 };
 
-// What the kernel cannot read is left to others.
+// False for a view that the kernel cannot read.
 inline bool is_readable(const BufferView& each) {
   const DtypeInfo& info = dtype_info(each.view.dtype);
   return each.view.dtype != Dtype::kComplex128 && each.offset % info.key_bytes == 0;
@@ -31,8 +31,8 @@ inline bool is_readable(const BufferView& each) {
 
 class WorkList {
  public:
-  // Adds a view, or returns false if there is no room for it. One that the kernel cannot read
-  // takes a place, and nobody reads it.
+  // Adds a view, or returns false if there is no room for it. A view that the kernel cannot read
+  // takes a place, but no threadgroup reads it.
   bool add(const BufferView& each) {
     const Layout layout(each.view);
     const bool is_run = layout.is_one_run();
