@@ -15,7 +15,7 @@ from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
 from ..report.report import Report
 from ..verdict.verdict import BadFrame
-from .buffers import BufferSnapshot
+from .buffer_snapshot import BufferSnapshot
 from .config import GuardConfig
 from .device_flags import DeviceFlags
 from .optimizer_hook import OptimizerHook

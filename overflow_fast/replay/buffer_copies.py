@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ..core.tensor_copies import copy_tensors
 from ..torch_internals.module_internals import own_buffers
-from ..torch_internals.tensor_internals import copy_all
 
 _MAX_BYTES = 2**20  # of a buffer that is copied
 
@@ -53,22 +53,10 @@ class BufferCopies:
         if not buffers:
             return
         old = {id(tensor): copy for tensor, copy in self._kept.get(key, [])}
-        kept = [(each, _copy_of(each, old.get(id(each)))) for each in buffers]
-        self._kept[key] = kept
-        with torch.no_grad():
-            copy_all([copy for _, copy in kept], [b for b, _ in kept])
+        copies = copy_tensors(buffers, [old.get(id(each)) for each in buffers])
+        self._kept[key] = list(zip(buffers, copies, strict=True))
 
 
 def _is_small(buffer: torch.Tensor) -> bool:
     is_plain = buffer.layout is torch.strided and not buffer.is_meta
     return is_plain and 0 < buffer.nbytes <= _MAX_BYTES
-
-
-def _copy_of(tensor: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
-    """Memory for a copy of a tensor: the old one if it fits."""
-
-    def kind(each: torch.Tensor) -> tuple[object, ...]:
-        return each.shape, each.dtype, each.device
-
-    is_alike = old is not None and kind(old) == kind(tensor)
-    return old if old is not None and is_alike else torch.empty_like(tensor)

@@ -417,7 +417,7 @@ def test_whatever_is_watched(arguments):
 
 
 def test_what_cannot_be_put_back_is_said_and_the_step_is_not_made(monkeypatch):
-    from overflow_fast.guard import buffers
+    from overflow_fast.guard import kept_buffer
 
     def fail(*_):
         raise NotImplementedError("no such kernel")
@@ -427,8 +427,8 @@ def test_what_cannot_be_put_back_is_said_and_the_step_is_not_made(monkeypatch):
     with guard:
         step(model, optimizer)
         weight = model[0].weight.detach().clone()
-        monkeypatch.setattr(buffers, "_write", fail)
-        monkeypatch.setattr(buffers, "_like", fail)
+        monkeypatch.setattr(kept_buffer, "_write", fail)
+        monkeypatch.setattr(kept_buffer, "_like", fail)
         step(model, optimizer, BAD)
         assert weight.equal(model[0].weight)
         assert guard.last_step_skipped
@@ -438,9 +438,9 @@ def test_what_cannot_be_put_back_is_said_and_the_step_is_not_made(monkeypatch):
 
 
 def test_large_frozen_parameters_are_not_copied(monkeypatch):
-    from overflow_fast.guard import buffers
+    from overflow_fast.guard import kept_buffer
 
-    monkeypatch.setattr(buffers, "_MAX_FROZEN", 2**16)
+    monkeypatch.setattr(kept_buffer, "_MAX_FROZEN", 2**16)
     frozen = nn.Parameter(torch.zeros(LARGE), requires_grad=False)
     model = Stateful(lambda self, x: None, kept=frozen)
     optimizer, guard = watched(model)

@@ -1,0 +1,46 @@
+"""Copies of many tensors, in the memory of earlier copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..torch_internals.tensor_internals import copy_all
+
+
+def copy_tensors(
+    tensors: Sequence[torch.Tensor], earlier: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    """Copies tensors, with few kernels. Does not incur a CPU-GPU sync.
+
+    Args:
+        tensors: The tensors, of any shapes, dtypes and devices.
+        earlier: An earlier copy for each, or None. Its memory is reused if it has the
+            same shape, dtype, device and layout.
+
+    Returns:
+        The copies, in the order of the tensors.
+    """
+    copies: list[torch.Tensor] = []
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    with torch.no_grad():
+        for tensor, copy in zip(tensors, earlier, strict=True):
+            if copy is None or not _fits(copy, tensor):
+                copy = tensor.detach().clone()
+            else:
+                targets.append(copy)
+                sources.append(tensor)
+            copies.append(copy)
+        if targets:
+            copy_all(targets, sources)
+    return copies
+
+
+def _fits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        (a.shape, a.dtype, a.device, a.layout) == (b.shape, b.dtype, b.device, b.layout)
+        and a.layout is torch.strided
+        and a.is_inference() == b.is_inference()
+    )
