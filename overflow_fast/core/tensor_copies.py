@@ -27,7 +27,7 @@ def copy_tensors(
     sources: list[torch.Tensor] = []
     with torch.no_grad():
         for tensor, copy in zip(tensors, earlier, strict=True):
-            if copy is None or not _fits(copy, tensor):
+            if copy is None or not _can_hold(copy, tensor):
                 copy = tensor.detach().clone()
             else:
                 targets.append(copy)
@@ -38,9 +38,9 @@ def copy_tensors(
     return copies
 
 
-def _fits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (
-        (a.shape, a.dtype, a.device, a.layout) == (b.shape, b.dtype, b.device, b.layout)
-        and a.layout is torch.strided
-        and a.is_inference() == b.is_inference()
+def _can_hold(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
+    own, its = (
+        (each.shape, each.dtype, each.device, each.layout) for each in (copy, tensor)
     )
+    # Outside of inference mode an inference tensor cannot be written to.
+    return own == its and copy.layout is torch.strided and not copy.is_inference()

@@ -1,4 +1,4 @@
-"""All ranks of a process group decide alike: one small collective for each step."""
+"""Makes all ranks of a process group decide alike: one collective for each step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .joinable import GuardJoinable
 from .participants import Participants, world_size
 from .peers import Peers
 
-# Who has seen the bad value earlier is to blame: what a collective of the training has
-# mixed into a gradient is bad on every rank.
+# The rank with the earliest bad value decides: one that a collective of the training
+# has mixed into a gradient is bad on every rank.
 _LAST = 2**24
 _SEVERITY = {"grad_output": 2, "gradient": 1, "optimizer_state": 1}
 
@@ -28,49 +28,53 @@ _SEVERITY = {"grad_output": 2, "gradient": 1, "optimizer_state": 1}
 class Agreement:
     """Agrees on the verdict of a step among the ranks that train together.
 
-    Every rank joins one all-reduce of 64 bytes for each judged step; if a rank has
-    found something, also in one gathering of reports. Errors of the collectives, a
-    timeout among them, are those of the process group.
+    Every rank joins one all-reduce of 64 bytes for each judged step, and one gathering
+    of reports if a rank has found something. The collectives raise the errors of the
+    process group, such as its timeout.
 
     Args:
         process_group: A process group, a device mesh, False for none, or None: the
             groups that show in the models and their optimizers, unless the policy is
             to warn.
         watches: The watched models.
-        may_act: Whether something else than a warning may follow.
+        may_act: The policy may do more than warn.
+        optimizers: Returns the optimizers, which may show process groups too.
 
     Attributes:
-        error: What a collective has raised, or None.
+        error: The last error that a collective has raised, or None.
     """
 
     def __init__(
-        self, process_group: Any, watches: Sequence[ModelWatch], may_act: bool
+        self,
+        process_group: Any,
+        watches: Sequence[ModelWatch],
+        may_act: bool,
+        optimizers: Callable[[], Sequence[Optimizer]],
     ) -> None:
         self._watches = watches
-        self._who = Participants(process_group, watches, may_act)
+        self._participants = Participants(process_group, watches, may_act, optimizers)
         self.error: Exception | None = None
 
     @property
     def is_needed(self) -> bool:
-        """Whether there are other ranks to agree with. Found out at the first step."""
-        return self._who.decide_together
+        """True if there are other ranks to agree with; determined at the first step."""
+        return self._participants.decide_together
 
     @property
     def is_shadowing(self) -> bool:
-        """Whether `Join` makes the step at hand for a rank that has no batch."""
-        return self._who.is_shadowing
-
-    def see(self, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
-        """Sets what returns the optimizers, which may show process groups too."""
-        self._who.optimizers = optimizers
+        """True if `Join` makes the step at hand for a rank that has no batch."""
+        return self._participants.is_shadowing
 
     def make_joinable(self, judge: Callable[[], None]) -> GuardJoinable:
-        """What takes part for ranks without batches; judge() judges a step of others.
+        """Makes the object that takes part for ranks without batches.
+
+        Args:
+            judge: Judges a step of the other ranks.
 
         Raises:
             RuntimeError: If the ranks do not decide together in one process group.
         """
-        if self._who.joinable is None:
+        if self._participants.joinable is None:
             peers = self._meet() if self.is_needed else None
             groups = peers.groups if peers is not None else []
             if len(groups) != 1:
@@ -79,17 +83,17 @@ class Agreement:
                     f"group, got {len(groups)}: initialize torch.distributed, and give "
                     "process_group="
                 )
-            self._who.joinable = GuardJoinable(
+            self._participants.joinable = GuardJoinable(
                 groups[0],
                 self._device,
-                lambda: None if self._who.optimizers_join else judge(),
+                lambda: None if self._participants.optimizers_join else judge(),
             )
-        return self._who.joinable
+        return self._participants.joinable
 
     def agree_on(self, step: int, report: Report | None) -> Report | None:
-        """The report of a rank that has one, or None, whatever the policy.
+        """Returns the report of a rank that has one, or None, whatever the policy.
 
-        Of the ranks that share the model or, where that does not show, of all.
+        Asks the ranks that share the model or, if these are not known, all ranks.
         """
         verdict = Verdict() if report is None else report.verdict
         own = report or Report(step, "raise", verdict)
@@ -112,7 +116,7 @@ class Agreement:
         Args:
             step: The step's number.
             verdict: This rank's.
-            position: How many frames the step had before the first bad one.
+            position: The number of the step's frames before the first bad one.
             make_report: Makes this rank's report; called on one rank.
 
         Returns:
@@ -123,8 +127,8 @@ class Agreement:
             RuntimeError: If the ranks are at different steps, or make_report() raised
                 on another one.
         """
-        with self._letting_out():
-            self._who.notify()
+        with self._propagate():
+            self._participants.notify()
         return self._agree(self._meet(), step, verdict, position, make_report)
 
     def _agree(
@@ -135,10 +139,10 @@ class Agreement:
         position: int,
         make_report: Callable[[], Report],
     ) -> tuple[Report | None, bool]:
-        blame = 0
+        priority = 0
         if verdict.first is not None:
-            blame = _blame(verdict.first.kind, position)
-        worst, most, least = self._maximum(peers, [blame, step, -step])
+            priority = _priority(verdict.first.kind, position)
+        worst, most, least = self._maximum(peers, [priority, step, -step])
         if most != -least:
             raise RuntimeError(
                 "the ranks judge different steps, from "
@@ -146,43 +150,43 @@ class Agreement:
             )
         if worst == 0:
             return None, False
-        is_own = blame == worst
+        is_own = priority == worst
         own: Report | str | None = None
         error: Exception | None = None
         if is_own:
             try:
                 own = dataclasses.replace(make_report(), where=self._where(peers))
-            except Exception as raised:  # the others wait for what comes of it
+            except Exception as raised:  # the others wait for the result
                 error, own = raised, f"{type(raised).__name__}: {raised}"
         gathered = self._gather(peers, own)
         if error is not None:
             raise error
         found = next(each for each in gathered if each is not None)
         if isinstance(found, str):
-            with self._letting_out():
-                raise RuntimeError(f"the policy of the rank that found it: {found}")
+            with self._propagate():
+                raise RuntimeError(f"the rank that found it failed to decide: {found}")
         return found, is_own
 
-    def all_say(self, value: bool) -> bool:
-        """Whether all ranks that decide together say so, or have no batch."""
+    def all_agree(self, value: bool) -> bool:
+        """Returns True if the value is True on all ranks, or they have no batch."""
         if not self.is_needed:
             return value
         is_against = not (value or self.is_shadowing)
         return self._maximum(self._meet(), [int(is_against)]) == [0]
 
     def gather(self, value: Any) -> list[Any]:
-        """What each rank gives, of all ranks that share the model."""
+        """Gathers a value of each rank that shares the model."""
         return self._gather(self._meet(), value)
 
     # Collectives.
 
     def _meet(self) -> Peers | None:
-        with self._letting_out():
-            return self._who.meet()
+        with self._propagate():
+            return self._participants.meet()
 
     @contextlib.contextmanager
-    def _letting_out(self) -> Iterator[None]:
-        """Notes what is raised: it is no failure of the guard."""
+    def _propagate(self) -> Iterator[None]:
+        """Notes an error of a collective, which the guard raises as it is."""
         try:
             yield
         except Exception as error:
@@ -192,13 +196,13 @@ class Agreement:
     def _maximum(self, peers: Peers | None, values: list[int]) -> list[int]:
         if peers is None:
             return values
-        with self._letting_out():
+        with self._propagate():
             return peers.maximum(values)
 
     def _gather(self, peers: Peers | None, value: Any) -> list[Any]:
         if peers is None:
             return [value]
-        with self._letting_out():
+        with self._propagate():
             return peers.gather(value)
 
     def _where(self, peers: Peers | None) -> str | None:
@@ -211,8 +215,8 @@ class Agreement:
         return self._watches[0].device or torch.device("cpu")
 
 
-def _blame(kind: str, position: int) -> int:
-    """Larger for what was bad earlier; among equals, for the lower rank."""
+def _priority(kind: str, position: int) -> int:
+    """A number that is larger for an earlier bad value, then for a lower rank."""
     severity, earliness = _SEVERITY.get(kind, 3), max(0, _LAST - position)
     rank = dist.get_rank() if world_size() > 1 else 0
     return (severity * (_LAST + 1) + earliness) * _LAST - rank

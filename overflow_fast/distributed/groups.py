@@ -1,4 +1,4 @@
-"""The process groups that show in models and optimizers."""
+"""Finds the process groups of models and optimizers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def find_groups(
     of the meshes of DTensors, as far as this rank is in them. Calls no collective.
 
     Args:
-        models: The models, as they train: what wraps them shows their groups.
+        models: The models, as they train: their wrappers have the groups.
         optimizers: Their optimizers.
 
     Returns:

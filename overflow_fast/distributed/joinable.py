@@ -1,4 +1,4 @@
-"""Ranks that run out of batches: they go on joining the others' judgements."""
+"""Lets ranks that run out of batches go on joining the others' judgements."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..torch_internals.wrappers import join_config
 
 
 class GuardJoinable(Joinable):
-    """What `torch.distributed.algorithms.join.Join` takes of a guard.
+    """The object by which `torch.distributed.algorithms.join.Join` includes a guard.
 
     Args:
         group: The ranks that decide together.
-        device: Says where the model's collectives run.
-        judge: Judges the step of the others without one of one's own.
+        device: Returns the device that the model's collectives run on.
+        judge: Judges the others' step on a rank that makes none.
     """
 
     def __init__(
@@ -32,15 +32,15 @@ class GuardJoinable(Joinable):
         self._judge = judge
 
     def notify(self, models: Iterable[Any], optimizers: Iterable[Any]) -> None:
-        """Says that this rank has a batch; a collective where `Join` has this first.
+        """Notifies `Join` that this rank has a batch; a collective if this is first.
 
         Args:
             models: The watched models.
             optimizers: Their optimizers.
 
         Raises:
-            ValueError: If a `Join` has a model behind this, whose collectives come
-                before the guard's, or an optimizer first, whose come behind them.
+            ValueError: If a `Join` has a model after this, whose collectives come
+                before the guard's, or an optimizer first, whose come after them.
         """
         if is_first(self) and any(map(is_joining, models)):
             raise ValueError(
@@ -55,12 +55,12 @@ class GuardJoinable(Joinable):
         Join.notify_join_context(self)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What a rank without batches does for each step of the others."""
+        """Returns the hook that runs for each step of the others."""
         return _Hook(self._judge)
 
     @property
     def join_device(self) -> torch.device:
-        """Where the collectives of `Join` run."""
+        """The device that the collectives of `Join` run on."""
         return self._device()
 
     @property
@@ -78,10 +78,10 @@ class _Hook(JoinHook):
 
 
 def is_joining(joinable: Any) -> bool:
-    """Whether a `Join` has this object. Torch does not take that back at its end."""
+    """Returns True if a `Join` has this object; torch does not reset it afterwards."""
     return bool(getattr(join_config(joinable), "enable", False))
 
 
 def is_first(joinable: Any) -> bool:
-    """Whether a `Join` has this object first."""
+    """Returns True if a `Join` has this object first."""
     return is_joining(joinable) and bool(join_config(joinable).is_first_joinable)

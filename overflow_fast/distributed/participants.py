@@ -1,4 +1,4 @@
-"""Which ranks decide with this one, and whether they do at the moment."""
+"""Finds the ranks that decide with this one, now and while ranks have no batch."""
 
 from __future__ import annotations
 
@@ -23,17 +23,21 @@ class Participants:
     """Finds the ranks that share models or optimizers with this one.
 
     Args:
-        process_group: What the user gave; see `Agreement`.
+        process_group: The user's argument; see `Agreement`.
         watches: The watched models.
-        may_act: Whether something else than a warning may follow.
+        may_act: The policy may do more than warn.
+        optimizers: Returns the optimizers that step the models.
 
     Attributes:
-        joinable: What takes part for ranks that have no batches left, or None.
-        optimizers: Returns the optimizers that step the models.
+        joinable: The object that takes part for ranks without batches, or None.
     """
 
     def __init__(
-        self, process_group: Any, watches: Sequence[ModelWatch], may_act: bool
+        self,
+        process_group: Any,
+        watches: Sequence[ModelWatch],
+        may_act: bool,
+        optimizers: Callable[[], Sequence[Optimizer]],
     ) -> None:
         self._given = process_group
         self._watches = watches
@@ -42,41 +46,41 @@ class Participants:
         self._peers: Peers | None = None
         self._has_warned = False
         self.joinable: GuardJoinable | None = None
-        self.optimizers: Callable[[], Sequence[Optimizer]] = list
+        self._optimizers = optimizers
 
     @property
     def decide_together(self) -> bool:
-        """Whether there are other ranks to decide with. Calls no collective."""
+        """True if there are other ranks to decide with. Calls no collective."""
         acts = self._may_act or self._given is not None
         return acts and bool(self._shared) and not self._is_left_out()
 
     @property
     def is_shadowing(self) -> bool:
-        """Whether `Join` makes the step at hand for a rank that has no batch."""
-        joinables = (self.joinable, *self._models(), *self.optimizers())
+        """True if `Join` makes the step at hand for a rank that has no batch."""
+        joinables = (self.joinable, *self._models(), *self._optimizers())
         return any(map(is_joining, joinables)) and is_shadowing()
 
     @property
     def optimizers_join(self) -> bool:
-        """Whether `Join` steps the optimizers, which are judged then as ever."""
-        optimizers = self.optimizers()
+        """True if `Join` steps the optimizers, which are judged then as usual."""
+        optimizers = self._optimizers()
         return bool(optimizers) and all(map(is_joining, optimizers))
 
     def meet(self) -> Peers | None:
-        """The ranks that share the models, or None; a collective at its first call."""
+        """Returns the ranks that share the models, or None; first by a collective."""
         if self._peers is None and self._shared:
             self._peers = Peers.meet(self._shared)
             self._warn_of_others(self._peers.ranks)
         return self._peers
 
     def notify(self) -> None:
-        """Says to a `Join` that this rank has a batch, unless it has none."""
+        """Notifies a `Join` that this rank has a batch, unless it has none."""
         if self.joinable is not None and not self.is_shadowing:
-            self.joinable.notify(self._models(), self.optimizers())
+            self.joinable.notify(self._models(), self._optimizers())
 
     @property
     def _shared(self) -> list[Any]:
-        """This rank's groups, whether or not their ranks decide together."""
+        """This rank's groups, also if their ranks do not decide together."""
         if self._groups is None:
             self._groups = self._find()
             if not self._groups:
@@ -87,7 +91,7 @@ class Participants:
         if self._given is False or world_size() == 1:
             return []
         if self._given is None:
-            return find_groups(self._models(), self.optimizers())
+            return find_groups(self._models(), self._optimizers())
         if isinstance(self._given, dist.device_mesh.DeviceMesh):
             return shared(groups_of_mesh(self._given))
         return shared([self._given])
@@ -97,7 +101,7 @@ class Participants:
         return [model for model in models if model is not None]
 
     def _warn_of_others(self, ranks: Sequence[int]) -> None:
-        """Logs which ranks decide separately, if the user has not decided that."""
+        """Logs which ranks decide separately, unless the user has chosen them."""
         world = world_size()
         if self._given is not None or not self._may_act or max(len(ranks), 1) == world:
             return
@@ -109,31 +113,31 @@ class Participants:
             "process group (DDP, FSDP, DTensor parameters)."
         )
         _log.warning(
-            "%s If a step is raised on or skipped here, other ranks may still make it. "
+            "%s If one rank raises or skips a step, other ranks may still make it. "
             "Give process_group=torch.distributed.group.WORLD for all ranks to decide "
             "together, or process_group=False for each rank to decide alone.",
             who,
         )
 
     def _is_left_out(self) -> bool:
-        """Whether ranks without batches join others' collectives, but not ours."""
+        """Returns True if a `Join` joins the training's collectives, but not ours."""
         if is_joining(self.joinable):
             return False
         is_model_there = any(map(is_joining, self._models()))
         is_left_out = is_model_there and not self.optimizers_join
-        is_left_out |= any(map(is_first, self.optimizers()))
+        is_left_out |= any(map(is_first, self._optimizers()))
         if is_left_out and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "model.join() knows nothing of the guard: each rank decides for itself "
-                "from now on. `with Join([model, guard.joinable]):` has them decide "
-                "together (torch.distributed.algorithms.join)."
+                "model.join() does not include the guard: each rank decides for itself "
+                "from now on. Use `with Join([model, guard.joinable]):` "
+                "(torch.distributed.algorithms.join) for the ranks to decide together."
             )
         return is_left_out
 
 
 def world_size() -> int:
-    """How many ranks there are; one where torch.distributed is not initialized."""
+    """The number of ranks: 1 if torch.distributed is not initialized."""
     is_distributed = dist.is_available() and dist.is_initialized()
     return dist.get_world_size() if is_distributed else 1
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 _T = TypeVar("_T")
 _Ranks = tuple[int, ...]
-# What is reduced is padded to 64 bytes.
+# An all-reduce takes this many int64 values: 64 bytes.
 _NUM_WORDS = 8
 
 
@@ -20,13 +20,13 @@ class Peers:
 
     Shards of a model under DDP over tensor parallelism share a group with two other
     ranks only, and have to decide as all others do. So each collective runs in every
-    group, as often as it takes until every rank has heard of every other. All ranks
-    take their groups in one order, and none waits for a rank that waits for it.
+    group, repeated until every rank has the values of every other. All ranks use their
+    groups in one order, so that no two ranks wait for each other.
 
     Args:
         groups: Process groups, each with this rank in it, in the order of all ranks.
         ranks: All ranks that these connect.
-        passes: How often a collective runs in each group.
+        passes: The number of times that a collective runs in each group.
 
     Attributes:
         groups: The process groups.
@@ -62,7 +62,7 @@ class Peers:
         known = {dist.get_rank(): [_ranks_of(group) for group in ordered]}
         passes = 0
         while passes < _num_passes(known):
-            known = _passed_on(ordered, known)
+            known = _merged(ordered, known)
             passes += 1
         if len(known) == world:
             return cls.of(dist.group.WORLD)
@@ -72,7 +72,7 @@ class Peers:
         return cls(ordered, sorted(known), passes)
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """The largest of all ranks for each of up to eight values.
+        """Returns the largest of all ranks for each of up to eight values.
 
         Incurs a CPU-GPU sync where the groups' collectives run on a GPU.
         """
@@ -86,15 +86,15 @@ class Peers:
         return found
 
     def gather(self, value: _T) -> list[_T]:
-        """What each rank gives, in the order of `ranks`."""
+        """Gathers a value of each rank, in the order of `ranks`."""
         known = {dist.get_rank(): value}
         for _ in range(self._passes):
-            known = _passed_on(self.groups, known)
+            known = _merged(self.groups, known)
         return [known[rank] for rank in sorted(known)]
 
 
-def _passed_on(groups: Iterable[Any], known: dict[int, _T]) -> dict[int, _T]:
-    """Adds what the ranks of each group know to what this one knows."""
+def _merged(groups: Iterable[Any], known: dict[int, _T]) -> dict[int, _T]:
+    """Merges the values that the ranks of each group have."""
     for group in groups:
         of_group: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(of_group, known, group=group)
@@ -103,10 +103,10 @@ def _passed_on(groups: Iterable[Any], known: dict[int, _T]) -> dict[int, _T]:
 
 
 def _num_passes(known: Mapping[int, Sequence[_Ranks]]) -> float:
-    """How many passes over the groups it takes until each rank knows of each.
+    """The number of passes over the groups until each rank has the values of all.
 
-    Infinite while a rank's groups are not known. Who knows all of them gets the same
-    number as all others, so that nobody leaves while another still asks.
+    Infinite while a rank's groups are not known. Ranks that know all of them get the
+    same number, so that none leaves while another still gathers.
     """
     groups = sorted({g for groups in known.values() for g in groups}, key=_order)
     if any(rank not in known for group in groups for rank in group):
@@ -128,7 +128,7 @@ def _ranks_of(group: Any) -> _Ranks:
 def _order(ranks: _Ranks) -> tuple[int, _Ranks]:
     """Sorts groups alike on all ranks, those of a mesh by its dimensions.
 
-    Then one pass reaches all ranks of a mesh.
+    One pass then reaches all ranks of a mesh.
     """
     return ranks[1] - ranks[0], ranks
 

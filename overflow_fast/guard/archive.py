@@ -1,4 +1,4 @@
-"""Evidence of bad steps, and a line for each step: all that a guard writes to disk."""
+"""The files of a guard: evidence of bad steps, and a log line for each step."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _MIB = 2**20
 
 
 class Archive:
-    """Keeps the evidence and the log that a guard was asked for. Never raises.
+    """Keeps the evidence and the log that the configuration asks for. Never raises.
 
     Args:
-        options: The guard's.
+        config: The guard's.
         watches: The watched models.
-        cost: Says what the guard costs.
+        cost: Returns the cost of the guard.
     """
 
     def __init__(
         self,
-        options: GuardConfig,
+        config: GuardConfig,
         watches: Sequence[ModelWatch],
         cost: Callable[[], Cost],
     ) -> None:
-        self._options = options
+        self._config = config
         self._watches = watches
         self._cost = cost
 
@@ -46,23 +46,23 @@ class Archive:
 
     @functools.cached_property
     def _evidence(self) -> EvidenceFolder | None:
-        options = self._options
-        if options.evidence is None:
+        config = self._config
+        if config.evidence is None:
             return None
-        most = int(options.evidence_mib * _MIB)
-        return EvidenceFolder(options.evidence, self._run, most, options.evidence_keep)
+        most = int(config.evidence_mib * _MIB)
+        return EvidenceFolder(config.evidence, self._run, most, config.evidence_keep)
 
     @functools.cached_property
     def _log(self) -> JsonLog | None:
-        options = self._options
-        if options.log is None:
+        config = self._config
+        if config.log is None:
             return None
         return JsonLog(
-            self._run.path_of_rank(options.log),
+            self._run.path_of_rank(config.log),
             self._run.id,
-            lambda: self._run.header(self._watches, options.on_overflow),
-            int(options.log_mib * _MIB),
-            options.log_keep,
+            lambda: self._run.header(self._watches, config.on_overflow),
+            int(config.log_mib * _MIB),
+            config.log_keep,
         )
 
     def keep(
@@ -73,7 +73,7 @@ class Archive:
         Args:
             step: The step's number.
             frames: The step's bad frames, at least one.
-            tensors: What was scanned besides the calls.
+            tensors: Has the scanned tensors that stand in no module's call.
 
         Returns:
             The folder, or None if nothing is kept.
@@ -85,7 +85,7 @@ class Archive:
         return self._evidence.keep(step, _offending(leading, frames, tensors), batch)
 
     def add_report(self, report: Report) -> None:
-        """Adds the report to what was kept."""
+        """Adds the report to the evidence."""
         if self._evidence is not None:
             self._evidence.add_report(report)
 
@@ -132,7 +132,7 @@ class Archive:
 def _offending(
     leading: BadFrame, frames: Sequence[BadFrame], tensors: StepTensors | None
 ) -> dict[str, object]:
-    """The tensors to keep: what the first bad call was given and returned, and more."""
+    """The tensors to keep: those of the first bad call, and others that are bad."""
     found: dict[str, object] = {}
     if leading.watch.held is not None:
         found["call"] = leading.watch.held

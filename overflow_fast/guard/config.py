@@ -1,45 +1,124 @@
-"""The arguments of a guard: checked once, with sentences."""
+"""The configuration of a guard: documented, checked and held in one place."""
 
 from __future__ import annotations
 
-import itertools
-import logging
+import inspect
 import os
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
 
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.optim import Optimizer
-
-from ..core.names import named_modules
-from ..core.selection import Selection, check_patterns, full_name
-from ..recording.watch import ModelWatch, Wanted
+from ..recording.watch import Wanted
 from ..report.report import Report
 from ..verdict.rules import Allow, Rules
+from .arguments import (
+    check_budget,
+    check_group,
+    check_int,
+    check_names,
+    check_path,
+    check_positive,
+    check_ranges,
+    check_safetensors,
+    check_watch,
+    reusable,
+)
 from .metrics import exporters_of
-from .optimizer_hook import innermost
 from .policy import ACTIONS
 
-_log = logging.getLogger("overflow_fast")
 Policy = str | Callable[[Report], str | None]
 Path = str | os.PathLike[str]
-Models = nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module]
 EVERYTHING = tuple(name for name in Wanted._fields if name != "optimizer_state")
+_Class = TypeVar("_Class", bound=type)
+
+_INTS = {
+    "every": 1,
+    "warmup": 0,
+    "max_consecutive_skips": 0,
+    "max_frames": 0,
+    "evidence_keep": 1,
+    "log_keep": 0,
+}
+_OPTIONAL_INTS = {"underflow_every": 1, "explain_budget": 1}
 
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """How a guard was asked to be; see `OverflowGuard` for each."""
+    """The arguments of an `OverflowGuard` besides its models and optimizers.
+
+    Attributes:
+        on_overflow: The action for a bad step. "raise": raise `NonFiniteError`. "warn":
+            log a warning (logger `overflow_fast`). "skip": leave the optimizer's step
+            out, so that weights and state keep every bit, and log a warning. Or a
+            callable that takes the `Report` and returns one of these.
+        watch: The kinds of tensors to check: any of "activations", "grad_outputs"
+            (gradients of outputs; needs "activations"), "gradients" (of parameters),
+            "weights", "buffers", "loss" and "optimizer_state"; by default all but the
+            last.
+        include: Patterns of names of the modules to check, such as `["h.*.mlp*"]`; None
+            for all. In a dict of models `"gen.0"` names module `0` of model "gen", in a
+            list `"1.0"` module `0` of the second.
+        exclude: Patterns of names of modules to leave out.
+        every: Watch one step in this many. In between, no module has a hook; in a
+            process with compiled code the hooks stay, and do nothing.
+        warmup: The number of first steps that are not watched.
+        ranges: Watch only steps in one of these half-open ranges.
+        budget: The share of a step's time that the guard may take on average, such as
+            0.01. The guard measures itself, checks gradients in every step if they fit
+            the budget, everything else as often as the budget allows, and everything
+            after a bad step.
+        sync: "step", or "lagged": the verdict on tensors on a device arrives one step
+            later, and the host waits only where it is a whole step ahead. Optimizers
+            whose kernels read `found_inf` (fused Adam, AdamW, SGD, Adagrad) skip a bad
+            step on the device all the same, with "skip" and "raise"; with others,
+            "skip" and a callable incur the sync of "step".
+        max_consecutive_skips: Raise after more than this many skipped steps in a row.
+        max_frames: The number of frames before the bad one that a report shows.
+        memo: Scan a tensor that was not written to only once in a forward; see
+            `DebugUnderflowOverflow`.
+        evidence: A folder for the report, offending tensors and batch of bad steps, in
+            `overflow_fast/RUN/step-N/`; runs and ranks may share it. On a device,
+            activations are gone when the step is judged; gradients, weights and the
+            batch are there. Holds each batch until it is judged.
+        evidence_mib: The MiB of tensors that a step may leave.
+        evidence_keep: The number of steps of this run whose evidence is kept. Files
+            that were added or changed, and those of other runs, are never removed.
+        log: A file for one line of JSON for each judged step, after a header for each
+            run.
+        log_mib: The MiB that the file may have before a new one is begun.
+        log_keep: The number of older files to keep; 0: no new one is begun.
+        process_group: The ranks that decide together, a `ProcessGroup` or a
+            `DeviceMesh`: each judged step they join one all-reduce of 64 bytes, and all
+            act on the report of the rank that found the bad value first. None: all
+            ranks that the process groups of DDP, FSDP, `replicate()`, DTensors and
+            ZeroRedundancyOptimizer connect, unless the policy is to warn; a line is
+            logged if these are not all ranks. False: each rank decides for itself. With
+            a group, every rank has to have its guard, and call `check()` where one
+            does.
+        allow: Intended non-finite values, such as
+            `{"*.attn:input[attn_mask]": "-inf", "router:output[1]": "inf"}`: a pattern
+            of module names, a colon, and a pattern of that module's entries:
+            `input...`, `output...`, `grad_output...`, `weight.NAME`, `buffer.NAME`,
+            `gradient.NAME`, `optimizer_state.NAME...`, or `recorded.NAME` (with no
+            module). `[x]`, `['x']` and `.x` are the same. The values are "-inf",
+            "+inf", "inf" for both, "nan", or a list of these; any other there is still
+            an alarm. See `learn()`. -inf in inputs and buffers needs no rule.
+        headroom_bits: Log a warning when an output of a module, a weight or a gradient
+            could double fewer than this many times in its dtype (1.0: it exceeds half
+            of the largest number), and again each time the remaining headroom has
+            halved. Gradients that a GradScaler scales are left out. None for never.
+        underflow_every: Count the zeros and subnormals of all these in one of this many
+            watched steps, for `headroom()` and `metrics()`. That takes torch operations
+            and temporaries of each tensor's size. None for never.
+        metrics: Exporters that receive numbers after each watched step: a callable that
+            takes the step and a dict, such as
+            `overflow_fast.integrations.tensorboard.TensorBoardMetrics()`, or several.
+        explain: Run a bad step again to name the operation that created the first bad
+            value, and the cause (`Report.explanation`). "auto": always where the run
+            ends; else the first time for each place, at most once in 100 steps. Keeps
+            references to each batch until its step is judged. Not with `sync="lagged"`.
+        explain_budget: The number of forwards that an explanation may run; None for 8.
+    """
 
     on_overflow: Policy
     watch: Iterable[str]
@@ -49,7 +128,7 @@ class GuardConfig:
     warmup: int
     ranges: Sequence[tuple[int, int]] | None
     budget: float | None
-    sync: str
+    sync: Literal["step", "lagged"]
     max_consecutive_skips: int
     max_frames: int
     memo: bool
@@ -64,297 +143,83 @@ class GuardConfig:
     headroom_bits: float | None
     underflow_every: int | None
     metrics: Any
-    explain: bool | str
+    explain: bool | Literal["auto"]
     explain_budget: int | None
 
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> GuardConfig:
+        """Takes the fields out of a guard's arguments, by name.
+
+        Raises:
+            TypeError, ValueError: If one of them cannot be used.
+            ImportError: If `evidence` is given and safetensors is not installed.
+        """
+        given = {field.name: arguments[field.name] for field in fields(cls)}
+        for name in ("watch", "include", "exclude", "ranges", "allow", "metrics"):
+            given[name] = reusable(given[name])
+        given["allow"] = {} if given["allow"] is None else given["allow"]
+        return cls(**given)
+
     def __post_init__(self) -> None:
-        """Raises TypeError or ValueError for what cannot be used."""
-        self._check_policy()
-        _check_watch(self.watch)
-        for name, least in (
-            ("every", 1),
-            ("warmup", 0),
-            ("max_consecutive_skips", 0),
-            ("max_frames", 0),
-            ("evidence_keep", 1),
-            ("log_keep", 0),
-        ):
-            check_int(name, getattr(self, name), least)
-        for name in ("evidence", "log"):
-            _check_path(name, getattr(self, name))
-        for name in ("evidence_mib", "log_mib"):
-            _check_positive(name, getattr(self, name))
-        if self.budget is not None:
-            _check_budget(self.budget)
-        _check_ranges(self.ranges)
+        """Checks the fields."""
+        self._check_choices()
+        check_watch(self.watch)
+        self._check_numbers()
+        check_path("evidence", self.evidence)
+        check_path("log", self.log)
+        check_ranges(self.ranges)
         check_names("include", self.include, optional=True)
         check_names("exclude", self.exclude)
-        if self.sync not in ("step", "lagged"):
-            raise ValueError(f"sync must be 'step' or 'lagged', got {self.sync!r}")
-        if self.headroom_bits is not None:
-            _check_positive("headroom_bits", self.headroom_bits)
-        if self.underflow_every is not None:
-            check_int("underflow_every", self.underflow_every, 1)
-        if self.explain_budget is not None:
-            check_int("explain_budget", self.explain_budget, 1)
-        if self.explain not in (True, False, "auto"):
-            raise ValueError(
-                f"explain must be True, False or 'auto', got {self.explain!r}"
-            )
         exporters_of(self.metrics)
         Rules(self.allow)
         if self.evidence is not None:
-            _check_safetensors()
-        _check_group(self.process_group)
+            check_safetensors()
+        check_group(self.process_group)
 
-    @property
-    def wanted(self) -> Wanted:
-        """What to look at, as flags."""
-        return Wanted(**dict.fromkeys(self.watch, True))
-
-    @property
-    def may_skip(self) -> bool:
-        """Whether a step may be skipped."""
-        return self.on_overflow == "skip" or callable(self.on_overflow)
-
-    def _check_policy(self) -> None:
+    def _check_choices(self) -> None:
         if not callable(self.on_overflow) and self.on_overflow not in ACTIONS:
             raise ValueError(
                 "on_overflow must be 'raise', 'warn', 'skip' or a callable that takes "
                 f"a Report and returns one of these, got {self.on_overflow!r}"
             )
-
-
-def kept(value: Any) -> Any:
-    """An argument that can be read twice: generators in it as tuples."""
-    if isinstance(value, Mapping):
-        return {key: kept(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [kept(each) for each in value]
-    if isinstance(value, (tuple, Iterator)) and not callable(value):
-        return tuple(kept(each) for each in value)
-    return value
-
-
-def named_models(model: Models) -> dict[str, nn.Module]:
-    """The models by what their modules' names begin with."""
-    if isinstance(model, nn.Module):
-        return {"": model}
-    if isinstance(model, Mapping):
-        models = {f"{name}." if name else "": each for name, each in model.items()}
-    elif isinstance(model, Iterable) and not isinstance(model, (str, torch.Tensor)):
-        models = {f"{i}.": each for i, each in enumerate(model)}
-    else:
-        raise _wrong_model(model)
-    for each in models.values():
-        if not isinstance(each, nn.Module):
-            raise _wrong_model(each)
-    if not models:
-        raise ValueError("model must hold at least one torch.nn.Module, got none")
-    return models
-
-
-def _wrong_model(model: object) -> TypeError:
-    return TypeError(
-        "model must be a torch.nn.Module, or a list or a dict of them, got "
-        f"{type(model).__name__}"
-        + ": give the model, and not its state_dict"
-        * isinstance(model, torch.Tensor)
-    )
-
-
-def make_watches(
-    models: Mapping[str, nn.Module],
-    options: GuardConfig,
-    rules: Rules,
-    on_evaluated: Callable[[ModelWatch], None],
-    defer: bool,
-) -> list[ModelWatch]:
-    """One watch for each model, by the prefix of its modules' names."""
-    names = [
-        full_name(prefix, name)
-        for prefix, model in models.items()
-        for name, _ in named_modules(model)
-    ]
-    check_patterns("include", options.include or (), names)
-    check_patterns("exclude", options.exclude, names)
-    wanted = options.wanted
-    recorder = {
-        "memo": options.memo,
-        "defer": defer,
-        "step_mode": True,
-        "lists_parameters": wanted.weights,
-        "lists_calls": wanted.activations,
-        "parameters_once": True,
-        "watches_gradients": wanted.grad_outputs,
-        "captures_tensors": options.evidence is not None,
-    }
-    watches = [
-        ModelWatch(
-            model,
-            prefix,
-            wanted,
-            Selection(options.include, options.exclude, prefix),
-            options.max_frames,
-            recorder,
-            on_evaluated,
-        )
-        for prefix, model in models.items()
-    ]
-    rules.check(name for watch in watches for name in watch.all_names())
-    for watch in watches:
-        rules.put_on(watch)
-    return watches
-
-
-def warn_foreign_parameters(
-    models: Mapping[str, nn.Module], optimizers: Iterable[Optimizer]
-) -> None:
-    """Says so once if an optimizer steps nothing that is watched."""
-    own = {id(each) for model in models.values() for each in model.parameters()}
-    for optimizer in optimizers:
-        groups = innermost(optimizer).param_groups
-        if own and not any(id(p) in own for group in groups for p in group["params"]):
-            _log.warning(
-                "The %s that the guard was given has none of the model's parameters. "
-                "Is it the one that steps, and was it made of this model?",
-                type(innermost(optimizer)).__name__,
+        if self.sync not in ("step", "lagged"):
+            raise ValueError(f"sync must be 'step' or 'lagged', got {self.sync!r}")
+        if self.explain not in (True, False, "auto"):
+            raise ValueError(
+                f"explain must be True, False or 'auto', got {self.explain!r}"
             )
 
+    def _check_numbers(self) -> None:
+        for name, least in _INTS.items():
+            check_int(name, getattr(self, name), least)
+        for name, least in _OPTIONAL_INTS.items():
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), least)
+        for name in ("evidence_mib", "log_mib"):
+            check_positive(name, getattr(self, name))
+        if self.headroom_bits is not None:
+            check_positive("headroom_bits", self.headroom_bits)
+        if self.budget is not None:
+            check_budget(self.budget)
 
-def warn_of_others(watches: Sequence[ModelWatch], others: Sequence[ModelWatch]) -> None:
-    """Logs a line if other guards, which are on, watch modules of the same models.
+    @property
+    def wanted(self) -> Wanted:
+        """The kinds of tensors to check, as flags."""
+        return Wanted(**dict.fromkeys(self.watch, True))
 
-    Args:
-        watches: The guard's.
-        others: Those of the other guards.
+    @property
+    def may_skip(self) -> bool:
+        """True if the policy may skip a step."""
+        return self.on_overflow == "skip" or callable(self.on_overflow)
+
+
+def documents_config(guard: _Class) -> _Class:
+    """Lists the fields of `GuardConfig` in the docstring of a class that takes them.
+
+    They stand in place of a line that says `(the fields of GuardConfig)`.
     """
-    for model, other in itertools.product(*map(_models_of, (watches, others))):
-        if other in set(model.modules()) or model in set(other.modules()):
-            _log.warning(
-                "Another OverflowGuard watches this %s already. Both work, each by "
-                "its own policy. Call remove() on the other to replace it.",
-                type(model).__name__,
-            )
-            return
-
-
-def _models_of(watches: Sequence[ModelWatch]) -> list[nn.Module]:
-    """The models that are still there; some have a length, and may be false."""
-    return [model for watch in watches if (model := watch.model) is not None]
-
-
-def optimizers_of(optimizer: Any) -> list[Optimizer]:
-    """The optimizers of an argument that may be None, one, or several."""
-    is_one = isinstance(optimizer, str) or not isinstance(optimizer, Iterable)
-    several = [optimizer] if is_one or hasattr(optimizer, "step") else list(optimizer)
-    several = [] if optimizer is None else several
-    for each in several:
-        try:
-            innermost(each)
-        except AttributeError:
-            raise TypeError(
-                "optimizer must be a torch.optim.Optimizer, a wrapper with one as its "
-                f"`optimizer`, a list of them, or None, got {type(each).__name__}"
-            ) from None
-    return several
-
-
-def _check_watch(watch: Any) -> None:
-    if isinstance(watch, str) or not isinstance(watch, Iterable):
-        raise TypeError(f"watch must be a list of names, got {watch!r}")
-    for name in watch:
-        if name not in Wanted._fields:
-            known = ", ".join(repr(field) for field in Wanted._fields)
-            raise ValueError(f"watch must hold names out of {known}, got {name!r}")
-    if not list(watch):
-        raise ValueError("watch must hold at least one name, got none")
-    if "grad_outputs" in watch and "activations" not in watch:
-        raise ValueError("watch must hold 'activations' where it holds 'grad_outputs'")
-
-
-def check_int(name: str, value: Any, least: int) -> None:
-    """Raises TypeError or ValueError if an argument is no int of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
-def _check_path(name: str, value: Any) -> None:
-    if value is not None and not isinstance(value, (str, os.PathLike)):
-        raise TypeError(f"{name} must be a path or None, got {type(value).__name__}")
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not value > 0:
-        raise ValueError(f"{name} must be more than 0, got {value}")
-
-
-def _check_budget(budget: Any) -> None:
-    _check_positive("budget", budget)
-    if budget >= 1:
-        raise ValueError(
-            f"budget must be a share of a step's time, such as 0.01, got {budget}"
-        )
-
-
-def _check_ranges(ranges: Any) -> None:
-    if ranges is None:
-        return
-    try:
-        is_right = all(0 <= begin < end for begin, end in ranges)
-    except (TypeError, ValueError):
-        is_right = False
-    if not is_right:
-        raise ValueError(
-            "ranges must hold pairs (first step, step after the last), such as "
-            f"[(0, 100)], got {ranges!r}"
-        )
-
-
-def check_names(name: str, patterns: Any, optional: bool = False) -> None:
-    """Raises TypeError if an argument is no list of patterns, or None if it may be."""
-    if patterns is None and optional:
-        return
-    is_list = isinstance(patterns, Collection) and not isinstance(
-        patterns, (str, bytes, Mapping)
-    )
-    if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(
-            f"{name} must be a list of patterns of module names, got {patterns!r}"
-        )
-
-
-def _check_group(group: Any) -> None:
-    if group is None or group is False:
-        return
-    if isinstance(group, (bool, int, str)):
-        raise _wrong_group(group)
-    is_there = dist.is_available() and dist.is_initialized()
-    if not is_there:
-        raise ValueError(
-            "process_group was given, and torch.distributed is not initialized: call "
-            "torch.distributed.init_process_group() first"
-        )
-    if not isinstance(group, (dist.ProcessGroup, dist.device_mesh.DeviceMesh)):
-        raise _wrong_group(group)
-
-
-def _wrong_group(group: object) -> TypeError:
-    return TypeError(
-        "process_group must be a ProcessGroup, a DeviceMesh, False or None, got "
-        f"{type(group).__name__}"
-    )
-
-
-def _check_safetensors() -> None:
-    try:
-        import safetensors.torch  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "evidence needs safetensors to write tensors: run "
-            f"`pip install safetensors` ({error})"
-        ) from error
+    if guard.__doc__ and GuardConfig.__doc__:  # python -OO has none
+        _, _, listed = inspect.cleandoc(GuardConfig.__doc__).partition("Attributes:\n")
+        text = inspect.cleandoc(guard.__doc__)
+        guard.__doc__ = text.replace("    (the fields of GuardConfig)", listed)
+    return guard

@@ -12,55 +12,69 @@ from .optimizer_hook import OptimizerHook
 
 
 class DeviceFlags:
-    """The flags that recorders make on their devices, for `sync="lagged"`.
+    """The flags that recorders compute on their devices, for `sync="lagged"`.
 
     Args:
-        options: The guard's.
+        config: The guard's.
         watches: The watched models.
 
     Attributes:
-        are_made: Some optimizer reads them.
+        are_computed: An optimizer reads them.
     """
 
-    def __init__(self, options: GuardConfig, watches: Sequence[ModelWatch]) -> None:
-        self._may_skip = options.sync == "lagged" and options.on_overflow in (
+    def __init__(self, config: GuardConfig, watches: Sequence[ModelWatch]) -> None:
+        self._config = config
+        self._may_skip = config.sync == "lagged" and config.on_overflow in (
             "skip",
             "raise",
         )
         self._watches = watches
-        self.are_made = False
+        self.are_computed = False
 
-    def want(self, gates: Sequence[OptimizerHook]) -> None:
+    def request(self, hooks: Sequence[OptimizerHook]) -> None:
         """Makes devices compute flags if one of these optimizers can skip by them."""
-        if self._may_skip and any(gate.skips_on_device for gate in gates):
-            self.are_made = True
+        if self._may_skip and any(hook.found_inf.is_read for hook in hooks):
+            self.are_computed = True
             for watch in self._watches:
                 watch.recorder.want_flags()
+
+    def are_lagged(self, hook: OptimizerHook, is_learning: bool) -> bool:
+        """Returns True if the verdict on an optimizer's step may come after it.
+
+        Args:
+            hook: The optimizer's.
+            is_learning: Rules are being learned, of which the flags know nothing.
+        """
+        if self._config.sync != "lagged" or callable(self._config.on_overflow):
+            return False
+        if is_learning and self.are_computed:
+            return False
+        return self._config.on_overflow != "skip" or hook.found_inf.is_read
 
     def drop(self) -> None:
         """Forgets the flags of the step."""
         for watch in self._watches:
             watch.recorder.take_flags()
 
-    def hand_over(self, gate: OptimizerHook, has_scaler: bool) -> torch.Tensor | None:
+    def hand_over(self, hook: OptimizerHook, has_scaler: bool) -> torch.Tensor | None:
         """Makes the optimizer's kernels skip the step if a flag is set; no sync.
 
         Args:
-            gate: The optimizer's.
-            has_scaler: Whether a GradScaler steps it: its own flag covers gradients.
+            hook: The optimizer's.
+            has_scaler: A GradScaler steps it: the scaler's own flag covers gradients.
 
         Returns:
             The flag, float32 of no dimensions on one device, or None if the optimizer
             does not read it or there is none.
         """
-        if not self.are_made:
+        if not self.are_computed:
             return None
         flags = [f for watch in self._watches for f in watch.recorder.take_flags()]
-        if not flags or not gate.skips_on_device:
+        if not flags or not hook.found_inf.is_read:
             return None
         parts = [flag[0] if has_scaler else flag.amax() for flag in flags]
         first, *others = parts
         for other in others:
             first = torch.maximum(first, other.to(first.device, non_blocking=True))
-        gate.set_found_inf(first)
+        hook.found_inf.set(first)
         return first

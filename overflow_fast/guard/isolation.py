@@ -1,15 +1,19 @@
-"""Keeps the guard's own errors away from the watched program, and measures its time."""
+"""Isolates the watched program from the guard's own errors; measures their code."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
 
 from .. import _C
 from ..report.report import NonFiniteError
 from .overhead import OverheadTimer
 
+_Argument = TypeVar("_Argument")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 _log = logging.getLogger("overflow_fast")
 
 
@@ -17,24 +21,24 @@ class ErrorIsolation:
     """Runs the guard's code so that none of its own errors reaches the user.
 
     Args:
-        meter: Measures the time that the guard takes.
-        is_foreign: Returns True for an error that is not the guard's: of the user's
-            callable, or of a collective. Those are raised.
+        timer: Measures the time that the guard takes.
+        is_foreign: Returns True for an error of the user's callable or of a
+            collective, which is raised.
 
     Attributes:
         num_failures: The number of the guard's own errors so far.
     """
 
     def __init__(
-        self, meter: OverheadTimer, is_foreign: Callable[[Exception], bool]
+        self, timer: OverheadTimer, is_foreign: Callable[[Exception], bool]
     ) -> None:
-        self._meter = meter
+        self._timer = timer
         self._is_foreign = is_foreign
         self.num_failures = 0
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
-        """Suppresses the guard's own errors; no mode of the user's sees its code."""
+        """Suppresses the guard's own errors; hides its code from the user's modes."""
         try:
             with _C.Hidden():
                 yield
@@ -47,16 +51,38 @@ class ErrorIsolation:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Isolates errors, and counts the time as the guard's."""
-        with self.isolated(), self._meter:
+        """Isolates errors, and adds the time to the guard's."""
+        with self.isolated(), self._timer:
             yield
+
+    def measured_call(
+        self, function: Callable[[_Argument], None]
+    ) -> Callable[[_Argument], None]:
+        """Returns a function that calls another within `measured()`."""
+
+        def call(argument: _Argument) -> None:
+            with self.measured():
+                function(argument)
+
+        return call
 
     def note(self, error: Exception) -> None:
         """Counts an error of the guard's own; logs the first one."""
         self.num_failures += 1
         if self.num_failures == 1:
             _log.warning(
-                "The guard failed, and what it was to judge is not judged. Said "
-                "once; see `coverage()`.",
+                "The guard failed with the error below. What it was checking was not "
+                "judged. Later failures are not logged; `coverage()` counts them.",
                 exc_info=error,
             )
+
+
+def isolate_errors(method: _Method) -> _Method:
+    """Isolates errors in a method of an object with a `_loop`; it returns None then."""
+
+    @functools.wraps(method)
+    def isolated_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._loop.isolation.isolated():
+            return method(self, *args, **kwargs)
+
+    return cast(_Method, isolated_method)

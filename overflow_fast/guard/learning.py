@@ -1,4 +1,4 @@
-"""What is not finite in clean steps, and the rules that would allow it."""
+"""Learns non-finite values of clean steps, and proposes rules that allow them."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ _log = logging.getLogger("overflow_fast")
 
 
 def check_can_learn(wanted: Wanted) -> None:
-    """Raises ValueError if a guard does not look at what it would learn from."""
+    """Raises ValueError if a guard does not check what it would learn from."""
     if not (wanted.activations and wanted.gradients):
         raise ValueError(
             "learn() needs a guard whose watch holds 'activations' and 'gradients': "
-            "those tell what is not finite, and that it is harmless"
+            "they show which values are non-finite, and that these are harmless"
         )
 
 
 class Learning:
-    """Looks on for a number of clean steps, then proposes rules.
+    """Collects non-finite values of a number of clean steps, then proposes rules.
 
-    Infs among what modules are given and return are taken for design where the step is
-    clean otherwise: no nan, and nothing bad in the loss, gradients and weights.
+    Infs in inputs and outputs of modules count as intended where the step is clean
+    otherwise: no nan, and nothing bad in the loss, gradients and weights.
 
     Args:
-        steps: How many clean steps to look at.
-        adopt: Whether the guard is to follow the rules from then on.
+        steps: The number of clean steps.
+        adopt: Add the rules to the guard's.
         rules: The guard's.
         watches: The watched models.
-        agreement: With whom to learn.
+        agreement: The ranks that learn together.
+
+    Attributes:
+        is_over: The steps are over.
     """
 
     def __init__(
@@ -60,14 +63,14 @@ class Learning:
     def without_expected(
         self, frames: Sequence[BadFrame], may_learn: bool, is_skipped: bool
     ) -> list[BadFrame]:
-        """What of a step's bad frames is an alarm: all of them, or none.
+        """Frames to alarm on: all, or none if all look expected.
 
         Args:
-            frames: The frames.
-            may_learn: Whether all of the step was looked at, and its gradients are
-                finite. If not, what was seen before is no alarm.
-            is_skipped: Whether a GradScaler has skipped the step, whose gradients tell
-                nothing then: it is no alarm, and nothing is learned from it.
+            frames: The step's bad frames.
+            may_learn: All of the step was checked, and its gradients are finite. If
+                False, only values that were seen before are expected.
+            is_skipped: A GradScaler has skipped the step, whose gradients prove nothing
+                then: it is no alarm, and nothing is learned from it.
         """
         self._pending = {}
         if self.is_over or not frames:
@@ -85,28 +88,29 @@ class Learning:
         return []
 
     def _candidates(self, frames: Sequence[BadFrame]) -> dict[EntryName, int] | None:
-        """What a step's bad frames hold; None if it cannot be meant."""
+        """The non-finite values of a step, or None if they cannot be intended."""
         found: dict[EntryName, int] = {}
         for bad in frames:
             names, frame = bad.watch.all_names(), bad.frame
             for entry in bad.bad_entries():
                 kinds = entry.nonfinite_kinds
-                is_scalar = entry.numel == 1  # a loss, for all that is known
-                is_meant = _is_activation(entry.label) and not kinds & KINDS["nan"]
-                if frame.kind not in FORWARDS or is_scalar or not is_meant:
+                is_scalar = entry.numel == 1  # it may be a loss
+                is_intended = _is_activation(entry.label) and not kinds & KINDS["nan"]
+                if frame.kind not in FORWARDS or is_scalar or not is_intended:
                     return None
                 name = entry_name(names, entry.place)
                 found[name] = found.get(name, 0) | kinds
         return found
 
     def end_step(self, is_clean: bool, step: int | None) -> None:
-        """Takes in a step that is clean on all ranks; after the last one, proposes.
+        """Learns from a step that is clean on all ranks; after the last, proposes.
 
         Args:
-            is_clean: Whether this rank has looked at all of it, and nobody skipped it.
-            step: Its number: it counts once, whatever judges it. None counts always.
+            is_clean: This rank has checked all of it, and it was not skipped.
+            step: Its number: it counts once, however often it is judged. None counts
+                always.
         """
-        if self.is_over or not self._agreement.all_say(is_clean):
+        if self.is_over or not self._agreement.all_agree(is_clean):
             return
         for name, kinds in self._pending.items():
             self._seen[name] = self._seen.get(name, 0) | kinds
@@ -125,7 +129,7 @@ class Learning:
             self._rules.add(proposed)
             for watch in self._watches:
                 self._rules.put_on(watch)
-        self._say(proposed)
+        self._log_proposal(proposed)
 
     def _proposed(self) -> dict[str, str | list[str]]:
         names = [name for watch in self._watches for name in watch.all_names()]
@@ -151,25 +155,25 @@ class Learning:
         is_wide = len(alike) > 1 and is_same
         return EntryName(wide, name.label) if is_wide else name
 
-    def _say(self, proposed: dict[str, str | list[str]]) -> None:
+    def _log_proposal(self, proposed: dict[str, str | list[str]]) -> None:
         if not proposed:
             _log.warning(
-                "In %d clean steps nothing was non-finite: no rule is needed.",
+                "No rule is needed: in %d clean steps all values were finite.",
                 self._num_clean,
             )
             return
-        does = "It is allowed from now on" if self._adopt else "It is an alarm still"
+        state = "are allowed from now on" if self._adopt else "are still alarms"
         _log.warning(
-            "In %d clean steps this was non-finite, by design as it seems. %s; for the "
-            "next run, look it through and give: allow=%r",
+            "Some values were non-finite in %d clean steps, apparently by design. They "
+            "%s. For the next run, review these rules and pass them: allow=%r",
             self._num_clean,
-            does,
+            state,
             proposed,
         )
 
 
 def _is_activation(label: _C.Label) -> bool:
-    """Whether it is of a call, and its author has not called it a loss."""
+    """Returns True for an input or output that is not named a loss."""
     is_loss = any("loss" in str(part.value) for part in label.parts)
     return label.role in (_C.Role.INPUT, _C.Role.OUTPUT) and not is_loss
 

@@ -1,4 +1,4 @@
-"""Runs a guard: hooks on and off, steps counted, each judged when it is due."""
+"""Assembles the parts of a guard, and runs them for a training loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .. import _C
@@ -19,144 +18,123 @@ from ..recording.loop_batches import LoopBatch
 from ..recording.schedule import ScanLevel, WatchSchedule
 from ..recording.watch import ModelWatch
 from ..report.guard_coverage import GuardCoverage
-from ..report.report import NonFiniteError, Report
-from ..selftest.fault_results import SelfTestResult
-from ..selftest.self_test import Loss, SelfTest
-from ..verdict.headroom import HeadroomTracker
+from ..report.report import Report
 from ..verdict.rules import Rules
-from . import scalers
-from .config import GuardConfig, make_watches
+from .buffer_snapshot import BufferSnapshot
+from .config import GuardConfig
 from .isolation import ErrorIsolation
 from .learning import Learning
-from .metrics import MetricsDispatcher, exporters_of
+from .measurements import Measurements
 from .optimizer_hook import OptimizerHook
-from .overhead import OverheadTimer
+from .optimizer_steps import OptimizerSteps
 from .policy_engine import PolicyEngine
 from .rounds import Rounds
+from .step_clock import StepClock
 from .step_judge import StepJudge
-from .step_result import StepResult
+from .watched_models import living_models, make_watches
 
 
 class GuardLoop:
-    """What the hooks of models, optimizers and scalers call; they hold it.
-
-    A step is a round of all optimizers: it is over when each has stepped, or when one
-    of them is about to step again.
+    """The parts of a guard; the hooks of models and optimizers hold it.
 
     Args:
-        options: The guard's.
+        config: The guard's.
         models: The models, by the prefix of their modules' names.
         optimizers: The optimizers.
-        defer: Whether to treat the CPU as a device.
+        defer: Treat the CPU as a device.
     """
 
     def __init__(
         self,
-        options: GuardConfig,
+        config: GuardConfig,
         models: Mapping[str, nn.Module],
         optimizers: Sequence[Optimizer],
         defer: bool,
     ) -> None:
-        self.options = options
-        self.rules = Rules(options.allow)
+        self.config = config
+        self.rules = Rules(config.allow)
         self.watches = make_watches(
-            models, options, self.rules, self._on_evaluated, defer
+            models, config, self.rules, self._on_evaluated, defer
         )
-        self.defer = defer
-        self._gates = [
+        self._defer = defer
+        self.is_enabled = False
+        self._hooks = [
             OptimizerHook(
                 each,
-                self._before_step,
-                self._after_step,
-                may_call_off=options.on_overflow != "warn",
+                lambda hook: self.steps.before_step(hook),
+                lambda hook, is_skipped: self.steps.after_step(hook, is_skipped),
+                may_skip=config.on_overflow != "warn",
             )
             for each in optimizers
         ]
-        self.rounds = Rounds(self._gates)
-        self.meter = OverheadTimer(
-            lambda: sum(w.recorder.seconds for w in self.watches)
+        self.rounds = Rounds(self._hooks)
+        self.measurements = Measurements(
+            config,
+            self.watches,
+            lambda: {"steps_total": self.clock.num_steps, **self.engine.metrics()},
         )
-        self.decision = PolicyEngine(
-            options,
+        self.timer = self.measurements.timer
+        self.headroom = self.measurements.headroom
+        self.engine = PolicyEngine(
+            config,
             self.watches,
             self.rounds,
-            lambda: self.meter.cost,
+            lambda: self.timer.cost,
             lambda: self.coverage().gaps(),
+            lambda: self.steps.optimizers,
+            self.timer.leave_out,
         )
-        self.isolation = ErrorIsolation(self.meter, self.decision.is_foreign)
-        self.decision.agreement.see(lambda: self.optimizers)
-        self.decision.optimizers = lambda: self.optimizers
-        self.decision.on_explained = self.meter.leave_out
-        self.headroom = HeadroomTracker(
-            self.watches,
-            options.headroom_bits,
-            options.underflow_every,
-            options.sync == "lagged",
+        self.isolation = ErrorIsolation(self.timer, self.engine.is_foreign)
+        may_skip = config.may_skip and bool(self._hooks)
+        self._buffers = BufferSnapshot(self.watches) if may_skip else None
+        schedule = WatchSchedule(
+            config.every, config.warmup, config.ranges, config.budget
         )
-        self._telling = MetricsDispatcher(exporters_of(options.metrics))
-        may_skip = options.may_skip and bool(self._gates)
-        self._judge = StepJudge(options, self.watches, self.decision, may_skip)
+        self.clock = StepClock(schedule, self.watches, self.headroom, self._buffers)
+        self._judge = StepJudge(
+            config, self.watches, self.engine, self.clock, self._buffers
+        )
+        self.steps = OptimizerSteps(
+            self._hooks,
+            self.rounds,
+            self._judge,
+            self.engine,
+            self.isolation,
+            self.clock,
+            self.measurements,
+            joins_unwatched=config.budget is not None,
+        )
         for watch in self.watches:
             watch.shield = self.isolation.isolated
-            if may_skip:
-                watch.on_forward = self._before_forward
-                watch.on_forward_end = self._after_forward
-        self._judge.flags.want(self._gates)
-        self._cadence = WatchSchedule(
-            options.every, options.warmup, options.ranges, options.budget
-        )
-        self._has_budget = options.budget is not None
-        self._called: set[OptimizerHook] = set()
-        self._last_seen: Report | None = None
-        self.step = 0
-        self._num_steps = 0
-        self.level = ScanLevel.OFF
-        self.is_enabled = False
+            if self._buffers is not None:
+                measured = self.isolation.measured_call
+                watch.on_forward = measured(self._buffers.before_forward)
+                watch.on_forward_end = measured(self._buffers.after_forward)
+        self._judge.flags.request(self._hooks)
 
     # Hooks on and off.
 
     def enable(self) -> None:
-        """Puts the hooks on that the next step needs."""
+        """Attaches the hooks that the next step needs."""
         if self.is_enabled:
             return
         self.is_enabled = True
-        if self._judge.buffers is not None:
-            self._judge.buffers.begin()
-        for gate in self._gates:
-            gate.attach()
-        scalers.listen(self)
-        self.meter.restart()
-        self._set_level(self._cadence.level(self.step))
+        if self._buffers is not None:
+            self._buffers.begin()
+        self.steps.attach()
+        self.timer.restart()
+        self.clock.start()
 
     def disable(self) -> None:
-        """Takes all hooks off, and forgets what was not judged."""
+        """Removes all hooks, and forgets what was not judged."""
         if not self.is_enabled:
             return
         self.is_enabled = False
-        scalers.stop_listening(self)
-        for gate in self._gates:
-            gate.detach()
-        self.level = ScanLevel.OFF
-        for watch in self.watches:
-            watch.detach()
+        self.steps.detach()
+        self.clock.stop()
         self._judge.forget()
 
-    def _set_level(self, level: ScanLevel) -> None:
-        self.level = level
-        self.headroom.begin_step()
-        for watch in self.watches:
-            watch.attach() if level is ScanLevel.ALL else watch.rest()
-        if self._judge.buffers is not None and level is not ScanLevel.OFF:
-            self._judge.buffers.prepare()
-
-    def set_step(self, number: int) -> None:
-        """Gives the step under way another number, from which the next ones count."""
-        if number == self.step:
-            return
-        self._cadence.move(number - self.step)
-        self.step = number
-        if self.is_enabled:
-            self._set_level(self._cadence.level(number))
+    # The training loop's calls.
 
     def note_batch(self, batch: object) -> None:
         """Notes the batch of a trainer's step, which calls the models.
@@ -170,283 +148,101 @@ class GuardLoop:
                 number, num_calls = watch.batch_number, watch.total_calls
                 watch.loop_batches.note(number, num_calls, noted)
 
-    # What the guard asks for.
-
     def run(self, function: Callable[[], Any]) -> Any:
         """Calls a function that calls the models; keeps it until the step is judged."""
-        capture, model = self.decision.capture, self.watches[0].model
-        is_watched = self.is_enabled and self.level is ScanLevel.ALL
+        capture, model = self.engine.capture, self.watches[0].model
+        is_watched = self.is_enabled and self.clock.level is ScanLevel.ALL
         if capture is None or model is None or not is_watched:
             return function()
         output = capture.run(model, function, self.isolation.isolated)
         with self.isolation.isolated():
-            self.record_loss(loss_in(output))
+            loss = loss_in(output)
+            if loss is not None and self.config.wanted.loss:
+                self.record({"loss": loss})
         return output
 
-    def record_loss(self, loss: torch.Tensor | None) -> None:
-        """Adds the loss that a function has returned to the step."""
+    def record(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Adds tensors that no module returns to the step."""
         watch = self.watches[0]
-        if loss is not None and self.options.wanted.loss:
-            watch.has_seen_loss = True
-            watch.record(_C.FrameKind.RECORDED, (["loss"], [loss]))
+        watch.has_seen_loss |= "loss" in tensors
+        watch.record(_C.FrameKind.RECORDED, (list(tensors), list(tensors.values())))
 
     def check(self) -> Report | None:
         """Judges what has run since the last step."""
         if not self.is_enabled:
             return None
-        with self.meter:
-            report = self._judge.judge_now(self.step, self.level)
-        self._end_headroom(self.step, report is not None)
+        with self.timer:
+            report = self._judge.judge_now()
+        self.steps.end_headroom(self.clock.step, report is not None)
         self.headroom.begin_step()
         return report
 
     def finish(self) -> None:
-        """Judges what is on its way, and takes the hooks off."""
+        """Judges what is on its way, and removes the hooks."""
         try:
             if self.is_enabled:
                 self._judge.judge_late()
         finally:
             self.disable()
-            self.decision.close()
+            self.engine.close()
 
     def discard(self) -> None:
         """Forgets what was found and not judged."""
         self._judge.forget()
-        if self._judge.buffers is not None:
-            self._judge.buffers.keep()
+        if self._buffers is not None:
+            self._buffers.keep()
+
+    def learn(self, steps: int, adopt: bool) -> None:
+        """Learns from the next clean steps which values are non-finite by design."""
+        self.engine.learning = Learning(
+            steps, adopt, self.rules, self.watches, self.engine.agreement
+        )
+
+    def twin_watches(self) -> list[ModelWatch]:
+        """Makes watches like the guard's, which nothing judges."""
+        config = dataclasses.replace(self.config, evidence=None)
+        models = living_models(self.watches)
+        return make_watches(models, config, self.rules, lambda _: None, self._defer)
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Watches nothing within; findings from before are judged as usual."""
+        try:
+            with self.clock.suspended():
+                yield
+        finally:
+            if self.is_enabled:
+                self.timer.restart()
+
+    # What users read.
 
     def coverage(self) -> GuardCoverage:
-        """What was looked at so far."""
+        """Returns what was checked so far."""
         return GuardCoverage.of(
             self.watches,
-            self._num_steps,
-            self.meter.num_watched,
+            self.clock.num_steps,
+            self.timer.num_watched,
             self._judge.tensors.without_gradient,
             self.isolation.num_failures,
             self.rules.unused(),
         )
 
     @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers that are still there."""
-        found = [gate.optimizer for gate in self._gates]
-        return [optimizer for optimizer in found if optimizer is not None]
-
-    def models(self) -> dict[str, nn.Module]:
-        """The watched models by the prefix of their modules' names.
-
-        Raises:
-            RuntimeError: If none of them is there any more.
-        """
-        models = {w.prefix: w.model for w in self.watches if w.model is not None}
-        if not models:
-            raise RuntimeError(
-                "the model is gone: the guard holds it weakly, so keep it yourself"
-            )
-        return models
-
-    def learn(self, steps: int, adopt: bool) -> None:
-        """Learns from the next clean steps what is not finite by design."""
-        self.decision.learning = Learning(
-            steps, adopt, self.rules, self.watches, self.decision.agreement
-        )
-
-    def self_test(
-        self, batch: Any, loss: Loss | None, layers: Sequence[str] | None, most: int
-    ) -> SelfTestResult:
-        """Plants faults under watches like the guard's, which pauses meanwhile."""
-        options = dataclasses.replace(self.options, evidence=None)
-        watches = make_watches(
-            self.models(), options, self.rules, lambda _: None, self.defer
-        )
-        gather = self.decision.agreement.gather
-        test = SelfTest(watches, batch, loss, layers, most, gather)
-        with self.suspended():
-            return test.run()
-
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Sees nothing meanwhile; what was found before is judged as ever."""
-        for watch in self.watches:
-            watch.rest()
-        try:
-            yield
-        finally:
-            if self.is_enabled:
-                self._set_level(self.level)
-                self.meter.restart()
-
-    def metrics(self) -> dict[str, float]:
-        """What the guard has measured up to now, as numbers."""
-        not_scanned = (watch.recorder.coverage.not_scanned for watch in self.watches)
-        values = {
-            "steps_total": self._num_steps,
-            "not_scanned_total": sum(not_scanned),
-            **self.decision.metrics(),
-            **self.meter.metrics(),
-            **self.headroom.metrics(),
-        }
-        return {name: float(value) for name, value in values.items()}
-
-    @property
     def joinable(self) -> GuardJoinable:
-        """What `Join` takes."""
-        if self.options.sync == "lagged":
+        """The object that `Join` takes."""
+        if self.config.sync == "lagged":
             raise RuntimeError(
                 "joinable needs a guard with sync='step': a lagged verdict comes when "
                 "ranks have run out of batches in between"
             )
-        return self.decision.agreement.make_joinable(self._judge_others)
+        return self.engine.agreement.make_joinable(self._judge_others)
 
-    # What the hooks call.
-
-    def _before_forward(self, watch: ModelWatch) -> None:
-        with self.isolation.measured():
-            if self._judge.buffers is not None:
-                self._judge.buffers.before_forward(watch)
-
-    def _after_forward(self, watch: ModelWatch) -> None:
-        with self.isolation.measured():
-            if self._judge.buffers is not None:
-                self._judge.buffers.after_forward(watch)
-
-    def _before_step(self, gate: OptimizerHook) -> bool:
-        if self.rounds.has_stepped(gate):
-            self._end_round()
-        self.rounds.begin()
-        self._called.add(gate)
-        if self.level is ScanLevel.OFF and not self._joins_every_step:
-            self.rounds.note_unwatched(gate)
-            return False
-        try:
-            with self.isolation.measured():
-                is_skipped = self._judge_step(gate)
-                gate.tell_wrapper(is_skipped)
-                return is_skipped
-        except NonFiniteError:
-            self._after_step(gate, is_skipped=True)  # which nobody else will call
-            raise
-        return False
-
-    def _judge_step(self, gate: OptimizerHook) -> bool:
-        if self.rounds.report is not None:
-            return self._pass_over(gate, self.rounds.report)
-        scaler = scalers.scaler_of(gate.layers)
-        others = [
-            optimizer
-            for other in self._gates
-            if other is not gate and not self.rounds.has_stepped(other)
-            if (optimizer := other.optimizer) is not None
-        ]
-        # Without a batch the gradients are those of an earlier step.
-        is_shadowing = self.decision.agreement.is_shadowing
-        level = ScanLevel.OFF if is_shadowing else self.level
-        num_agreed = self.decision.num_agreed
-        try:
-            return self._judge.judge_step(gate, scaler, self.step, level, others)
-        except NonFiniteError:
-            raise
-        except Exception as error:
-            if self.decision.num_agreed > num_agreed or self.decision.is_foreign(error):
-                raise
-            self.isolation.note(error)
-            return self._join_others(gate)
-
-    def _join_others(self, gate: OptimizerHook) -> bool:
-        """Decides with the other ranks, which wait, without a finding of one's own."""
-        if not self.decision.agreement.is_needed:
-            return False
-        restore = self._judge.restore
-        report = self.decision.decide(
-            StepResult(self.step, [], gate=gate, restore=restore)
-        )
-        return report is not None and report.action == "skip"
-
-    def _pass_over(self, gate: OptimizerHook, report: Report) -> bool:
-        """Has the verdict of a round that is bad hold for another of its steps."""
-        is_skipped = report.action == "skip"
-        self._judge.pass_over(is_skipped)
-        self.rounds.note(gate, is_skipped, is_skipped)
-        if report.action == "raise":
-            raise NonFiniteError(report)
-        return is_skipped
-
-    def _after_step(self, gate: OptimizerHook, is_skipped: bool) -> None:
-        buffers = self._judge.buffers
-        if buffers is not None and not is_skipped:
-            with self.isolation.measured():
-                buffers.keep()
-        if self.rounds.note_step(gate):
-            self._end_round()
-
-    def _end_round(self) -> None:
-        self.rounds.end()
-        self.decision.end_round()
-        level, step = self.level, self.step
-        self.step += 1
-        self._num_steps += 1
-        self._judge.tensors.begin_round()
-        is_bad = self.decision.last_report is not self._last_seen
-        if is_bad:
-            self._last_seen = self.decision.last_report
-            self._cadence.alarm()
-        cost = self.meter.end_step(level is not ScanLevel.OFF)
-        self._cadence.note(step, level, cost.guard_seconds, cost.step_seconds)
-        if level is not ScanLevel.OFF:
-            self._end_headroom(step, is_bad)
-            self._telling.tell(step, self.metrics)
-        self._set_level(self._cadence.level(self.step))
-
-    def _end_headroom(self, step: int, is_bad: bool) -> None:
-        with self.isolation.measured():
-            self.headroom.end_step(step, self._judge.has_scaler, is_bad)
-
-    def before_scaler_step(self, optimizer: Optimizer) -> None:
-        """Begins to watch whether a scaler lets its optimizer step."""
-        for gate in self._gates:
-            if gate.is_of(optimizer):
-                self._called.discard(gate)
-                gate.cover()
-
-    def after_scaler_step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """Judges a step that a GradScaler did not let its optimizer make."""
-        for gate in self._gates:
-            if not gate.is_of(optimizer) or gate in self._called:
-                continue
-            if self.rounds.has_stepped(gate):
-                self._end_round()
-            self.rounds.begin()
-            try:
-                if self.level is not ScanLevel.OFF or self._joins_every_step:
-                    with self.isolation.measured():
-                        self._judge_scaler_skip(gate, scaler)
-            finally:
-                self._after_step(gate, is_skipped=self.rounds.is_skipped)
-
-    def _judge_scaler_skip(self, gate: OptimizerHook, scaler: GradScaler) -> None:
-        if self.rounds.report is not None:
-            self._pass_over(gate, self.rounds.report)
-        else:
-            self._judge.judge_scaler_skip(gate, scaler, self.step, self.level)
-
-    def _judge_others(self) -> None:
-        """Judges a step that other ranks make, and this one has no batch for."""
-        if not self.is_enabled:
-            return
-        try:
-            if self.level is not ScanLevel.OFF or self._joins_every_step:
-                self.rounds.begin()
-                with self.isolation.measured():
-                    gate = self._gates[0] if self._gates else None
-                    self.decision.decide(StepResult(self.step, [], gate=gate))
-        finally:
-            self._end_round()
+    # The hooks' calls.
 
     def _on_evaluated(self, watch: ModelWatch) -> None:
         with self.isolation.measured():
-            self._judge.judge_evaluated(watch, self.step)
+            self._judge.judge_evaluated(watch)
 
-    @property
-    def _joins_every_step(self) -> bool:
-        """Whether other ranks may watch a step that this one does not."""
-        return self._has_budget and self.decision.agreement.is_needed
+    def _judge_others(self) -> None:
+        if self.is_enabled:
+            self.steps.judge_others()

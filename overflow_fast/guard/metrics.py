@@ -13,7 +13,7 @@ _log = logging.getLogger("overflow_fast")
 
 
 def exporters_of(metrics: Any) -> list[Exporter]:
-    """The exporters of an argument that may be None, one, or several.
+    """The exporters in an argument that may be None, one, or several.
 
     Raises:
         TypeError: If one of them cannot be called.
@@ -38,14 +38,19 @@ def _name(each: object) -> str:
 
 
 class MetricsDispatcher:
-    """Calls exporters. The first failure of each is logged; none stops the run."""
+    """Calls exporters. Logs the first failure of each; none stops the run."""
 
     def __init__(self, exporters: Sequence[Exporter]) -> None:
         self._exporters = exporters
         self._failed: set[int] = set()
 
-    def tell(self, step: int, values: Callable[[], Metrics]) -> None:
-        """Calls each exporter with the step and its values."""
+    def emit(self, step: int, values: Callable[[], Metrics]) -> None:
+        """Calls each exporter with the step and its values.
+
+        Args:
+            step: The step's number.
+            values: Returns the values; called only if there is an exporter.
+        """
         if not self._exporters:
             return
         made = values()
@@ -56,5 +61,6 @@ class MetricsDispatcher:
                 if i not in self._failed:
                     self._failed.add(i)
                     _log.warning(
-                        "An exporter of metrics failed: said once.", exc_info=True
+                        "A metrics exporter failed. Its later failures are not logged.",
+                        exc_info=True,
                     )

@@ -11,10 +11,14 @@ from ..report.report import Cost
 class OverheadTimer:
     """Measures a guard's share of the steps, by the host's clock.
 
-    `with meter:` times the guard's own code.
+    `with timer:` times the guard's own code.
 
     Args:
-        seconds_in_hooks: Returns how long the hooks have taken since they were made.
+        seconds_in_hooks: Returns the seconds that the hooks have taken so far.
+
+    Attributes:
+        num_watched: The number of watched steps.
+        cost: The cost of the last step, and on average.
     """
 
     # Bound here: a test that patches time.perf_counter has its patch to itself.
@@ -32,13 +36,13 @@ class OverheadTimer:
         self.restart()
 
     def restart(self) -> None:
-        """Begins a step now."""
+        """Begins a step at this moment."""
         self._step_began = self._now()
         self._hooks_before = self._seconds_in_hooks()
         self._seconds = 0.0
 
     def leave_out(self, seconds: float) -> None:
-        """Counts no seconds that replays took, which are no cost of watching."""
+        """Subtracts the seconds of a replay, which are no cost of watching."""
         self._seconds -= seconds
         self._step_began += seconds
 
@@ -53,7 +57,7 @@ class OverheadTimer:
             self._seconds += self._now() - self._begin
 
     def metrics(self) -> dict[str, float]:
-        """Returns the cost of the last step, and how many were watched."""
+        """Returns the cost of the last step, and the number of watched ones."""
         return {
             "steps_watched_total": self.num_watched,
             "guard_seconds": self.cost.guard_seconds,

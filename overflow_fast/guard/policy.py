@@ -17,7 +17,7 @@ class Situation:
 
     Attributes:
         can_skip: The optimizer can still be kept from stepping.
-        is_skipped: Somebody else has skipped the step already.
+        is_skipped: Other code has skipped the step already.
         is_undone: A skip puts back weights that the step has changed.
         is_beyond_repair: A weight or an optimizer's state was non-finite before the
             step, and stays so without it.
@@ -58,7 +58,7 @@ def choose(asked: str, situation: Situation) -> Choice:
 
 
 def limit_skips(action: str, consecutive_skips: int, most: int) -> Choice:
-    """Raises instead of skipping for ever.
+    """Replaces a skip by "raise" after too many in a row.
 
     Args:
         action: The action for the step.
@@ -68,13 +68,14 @@ def limit_skips(action: str, consecutive_skips: int, most: int) -> Choice:
     if consecutive_skips <= most:
         return Choice(action)
     note = (
-        f"{consecutive_skips} steps in a row are bad, and max_consecutive_skips={most}."
+        f"{consecutive_skips} steps in a row are bad, more than "
+        f"max_consecutive_skips={most}."
     )
     return Choice("raise", (note,))
 
 
 def checked_action(action: object) -> str:
-    """The action that a user's callable returned; None is "warn".
+    """Returns the action that a user's callable returned; None is "warn".
 
     Raises:
         ValueError: If it is not an action.

@@ -1,4 +1,4 @@
-"""From a step's bad frames to what is done about them."""
+"""Decides what to do about a step's bad frames: attribute, agree, act, report."""
 
 from __future__ import annotations
 
@@ -27,45 +27,52 @@ from .step_result import StepResult
 
 
 class PolicyEngine:
-    """Decides by the guard's policy, reports, keeps count and evidence.
+    """Applies the guard's policy, reports, counts, and keeps evidence.
 
     Args:
-        options: The guard's.
+        config: The guard's.
         watches: The watched models.
-        rounds: Counts what becomes of the steps.
-        cost: Says what the guard costs.
-        not_covered: Says what was not looked at.
+        rounds: Counts steps and skips.
+        cost: Returns the cost of the guard.
+        not_covered: Returns sentences about what was not checked.
+        optimizers: Returns the guard's optimizers.
+        on_explained: Called with the seconds that an explanation took.
 
     Attributes:
-        num_agreed: How often it has asked the other ranks.
+        agreement: The ranks that decide together.
+        capture: Keeps a step's calls for an explanation, or None.
+        last_report: The report of the last bad step, or None.
+        learning: Learns rules from clean steps, or None.
+        num_bad: The number of bad steps.
+        num_agreed: The number of times that the ranks have agreed.
     """
 
     def __init__(
         self,
-        options: GuardConfig,
+        config: GuardConfig,
         watches: Sequence[ModelWatch],
         rounds: Rounds,
         cost: Callable[[], Cost],
         not_covered: Callable[[], list[str]],
+        optimizers: Callable[[], Sequence[Optimizer]],
+        on_explained: Callable[[float], None],
     ) -> None:
         self.agreement = Agreement(
-            options.process_group, watches, options.on_overflow != "warn"
+            config.process_group, watches, config.on_overflow != "warn", optimizers
         )
-        self._options = options
+        self._config = config
         self._watches = watches
         self._rounds = rounds
         self._in_row = 0
         self._alarms = AlarmLog()
-        self.optimizers: Callable[[], Sequence[Optimizer]] = list
-        self.on_explained: Callable[[float], None] = lambda _: None
-        self.capture = make_capture(options, watches)
+        self._optimizers = optimizers
+        self._on_explained = on_explained
+        self.capture = make_capture(config, watches)
         self._num_frames = _C.Recorder.num_frames()
-        self._archive = Archive(options, watches, cost)
-        self._reporter = StepReporter(
-            options, watches, self._archive, cost, not_covered
-        )
+        self._archive = Archive(config, watches, cost)
+        self._reporter = StepReporter(config, watches, self._archive, cost, not_covered)
         self._explainer = Explainer(
-            options.explain, options.explain_budget, watches, self.capture
+            config.explain, config.explain_budget, watches, self.capture
         )
         self._clean_line: tuple[int, Verdict, str | None] | None = None
         self.last_report: Report | None = None
@@ -75,16 +82,16 @@ class PolicyEngine:
 
     @property
     def is_learning(self) -> bool:
-        """Whether what is not finite may turn out to be expected."""
+        """True while rules are learned: bad values may turn out to be expected."""
         return self.learning is not None and not self.learning.is_over
 
     def is_foreign(self, error: Exception) -> bool:
-        """Whether an error is not the guard's, but a callable's or a group's."""
+        """Returns True for an error of the user's callable or of a process group."""
         callables, groups = self._reporter.callables_error, self.agreement.error
         return error is callables or error is groups
 
     def decide(self, found: StepResult) -> Report | None:
-        """Decides on a step, and says so.
+        """Decides on a step, and reports it if it is bad.
 
         Returns:
             The report if the step is bad, None if it is clean.
@@ -129,14 +136,14 @@ class PolicyEngine:
             is_clean = found.is_whole and not found.skipped_by
             self.learning.end_step(is_clean, None if found.is_check else found.step)
         skipper = found.skipped_by or None
-        if found.gate is None or found.is_late:
+        if found.hook is None or found.is_late:
             self._in_row = 0
             self._log_line(found.step, verdict, skipper)
         else:  # a round has one line
             before = self._clean_line
             self._clean_line = found.step, verdict, skipper or (before and before[2])
-        if found.gate is not None:
-            self._rounds.note(found.gate, bool(skipper), is_by_guard=False)
+        if found.hook is not None:
+            self._rounds.note(found.hook, bool(skipper), is_by_guard=False)
 
     def end_round(self) -> None:
         """Ends a round of the optimizers."""
@@ -154,11 +161,11 @@ class PolicyEngine:
         if verdict.source not in ("weight", "optimizer_state"):
             return verdict
         had_finite = not self._in_row and all(w.wanted.gradients for w in self._watches)
-        settings = bad_settings(self.optimizers(), had_finite)
+        settings = bad_settings(self._optimizers(), had_finite)
         return dataclasses.replace(verdict, remarks=[*verdict.remarks, *settings])
 
     def _agree(self, found: StepResult, verdict: Verdict) -> tuple[Report | None, bool]:
-        """The report to act on, and whether it is this process's own."""
+        """Returns the report to act on, and whether it is this process's own."""
 
         def make_report() -> Report:
             report = self._reporter.make(found, verdict, self._rounds.num_skipped)
@@ -174,19 +181,19 @@ class PolicyEngine:
         return None if verdict.is_clean else make_report(), True
 
     def _explain(self, found: StepResult, report: Report) -> None:
-        """Replays the step, where that is asked for."""
+        """Replays the step, if the configuration asks for it."""
         report.explanation = self._explainer.explain(
             found.step,
             report.verdict,
             report.action == "raise",
             found.moment,
-            self.optimizers(),
+            self._optimizers(),
         )
         if report.explanation is not None:
-            self.on_explained(report.explanation.seconds)
+            self._on_explained(report.explanation.seconds)
 
     def metrics(self) -> dict[str, int]:
-        """How many steps were bad and skipped."""
+        """Returns the numbers of bad and skipped steps."""
         return {
             "bad_steps_total": self.num_bad,
             "skipped_steps_total": self._rounds.num_skipped,
@@ -199,20 +206,20 @@ class PolicyEngine:
         self._archive.close()
 
     def _count(self, found: StepResult, report: Report) -> None:
-        """Counts the step and what becomes of it; too many skips in a row raise."""
+        """Counts a bad step and its action; too many skips in a row raise."""
         self.num_bad += 1
         self._in_row += 1
         self.last_report = report
-        if found.gate is not None:
-            self._count_in_round(found.gate, found, report)
+        if found.hook is not None:
+            self._count_in_round(found.hook, found, report)
         report.num_skipped = self._rounds.num_skipped
 
     def _count_in_round(
-        self, gate: OptimizerHook, found: StepResult, report: Report
+        self, hook: OptimizerHook, found: StepResult, report: Report
     ) -> None:
         rounds, is_skipped = self._rounds, report.action == "skip"
-        rounds.note(gate, is_skipped or bool(found.skipped_by), is_skipped)
-        in_row, most = rounds.consecutive_skips, self._options.max_consecutive_skips
+        rounds.note(hook, is_skipped or bool(found.skipped_by), is_skipped)
+        in_row, most = rounds.consecutive_skips, self._config.max_consecutive_skips
         choice = limit_skips(report.action, in_row, most)
         if choice.notes:
             rounds.take_back()

@@ -1,4 +1,4 @@
-"""Whether weights, buffers and the optimizer's state are fit to be saved."""
+"""Checks weights, buffers and the optimizer's state before they are saved."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..report.report import NonFiniteError, Report, some
 from ..verdict.attribution import attribute
 from ..verdict.rules import Allow, Rules
 from ..verdict.verdict import BadFrame, collect, kind_of
-from .config import Models, named_models, optimizers_of
-from .optimizer_hook import innermost
+from .watched_models import Models, named_models
+from .wrapped_optimizers import innermost, optimizers_of
 
 _STATE = Wanted(weights=True, buffers=True, optimizer_state=True)
 _RECORDER = {"step_mode": True, "memo": False}
 _log = logging.getLogger("overflow_fast")
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def assert_finite_state(
@@ -31,20 +31,20 @@ def assert_finite_state(
     *,
     allow: Allow | None = None,
 ) -> None:
-    """Raises if a checkpoint of this would hold a nan or an inf.
+    """Raises if a checkpoint of model and optimizer would hold a nan or an inf.
 
-    Looks at parameters, buffers and the optimizer's state; -inf alone in a buffer is no
-    alarm (masks). Of sharded tensors, this rank's part. What cannot be looked at is
-    logged, once for each reason. One pass over their memory, and
-    one CPU-GPU sync for each device.
+    Checks parameters, buffers and the optimizer's state; -inf alone in a buffer is no
+    alarm (masks). Of sharded tensors, checks this rank's part. Logs which tensors could
+    not be checked, once for each reason. Reads their memory once, and incurs one
+    CPU-GPU sync for each device.
 
     Args:
         model: The model, or a list or dict of models.
         optimizer: The optimizer, or a list of them, or None.
-        allow: What may be there all the same; see `OverflowGuard`.
+        allow: Intended non-finite values; see `OverflowGuard`.
 
     Raises:
-        NonFiniteError: If something is not finite; its report names what.
+        NonFiniteError: If a value is not finite; the report names it.
         TypeError, ValueError: If an argument cannot be used.
 
     Example:
@@ -63,13 +63,13 @@ def state_report(
     rules: Rules,
     step: int = 0,
 ) -> Report | None:
-    """The report of what is not finite, or None. Incurs the sync.
+    """Returns the report of what is not finite, or None. Incurs the sync.
 
     Args:
         models: The models, by what their modules' names begin with.
-        optimizers: Whose state to look at.
-        rules: What is allowed.
-        step: Which step the report is to name.
+        optimizers: The optimizers whose state is checked.
+        rules: The values that are allowed.
+        step: The step that the report names.
     """
     watches = [
         ModelWatch(
@@ -84,22 +84,22 @@ def state_report(
     for optimizer in optimizers:
         tensors.scan(innermost(optimizer), ScanLevel.ALL)
     frames = collect(watches)
-    _tell_of_gaps(watches)
+    _warn_of_gaps(watches)
     if not frames:
         return None
-    notes = [f"Not finite in all: {_names(frames)}.", "This is nothing to be saved."]
+    notes = [f"All non-finite tensors: {_names(frames)}.", "Do not save this state."]
     verdict = attribute(frames)
     return Report(step, "raise", verdict, notes=notes, is_of_state=True)
 
 
-def _tell_of_gaps(watches: Sequence[ModelWatch]) -> None:
-    """Logs what could not be looked at, each reason once."""
+def _warn_of_gaps(watches: Sequence[ModelWatch]) -> None:
+    """Logs the tensors that could not be checked, each reason once."""
     for watch in watches:
         for why, count in watch.recorder.coverage.reasons().items():
-            if why not in _told:
-                _told.add(why)
+            if why not in _warned:
+                _warned.add(why)
                 _log.warning(
-                    "%d tensors of the state were not looked at: %s. Said once.",
+                    "%d tensors of the state were not checked: %s. Logged once.",
                     count,
                     why,
                 )

@@ -1,15 +1,12 @@
-"""When a step is judged, and by which frames: at once, lagged, under a scaler."""
+"""Judges steps: at once, one step later, and where a GradScaler makes them."""
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from .. import _C
 from ..recording.schedule import ScanLevel
 from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
@@ -20,283 +17,233 @@ from .config import GuardConfig
 from .device_flags import DeviceFlags
 from .optimizer_hook import OptimizerHook
 from .policy_engine import PolicyEngine
-from .scalers import SCALER, has_found_inf, without_scalers
+from .scalers import SCALER, has_skipped, will_skip, without_expected, without_gradients
+from .step_clock import StepClock
+from .step_frames import PendingStep, StepFrames
 from .step_result import StepResult
 
 
-@dataclass
-class _Step:
-    """A step whose stats may still be on their way."""
-
-    number: int
-    last_frame: int
-    gate: OptimizerHook | None = None
-    scaler: GradScaler | None = None
-    is_decided: bool = False  # by what was known when its optimizer was called
-    skipped_by: str = ""
-
-
 class StepJudge:
-    """Collects a step's bad frames and has them decided on.
+    """Collects a step's bad frames and passes them to the policy.
+
+    Every judgement raises `NonFiniteError` if that is the action.
 
     Args:
-        options: The guard's.
+        config: The guard's.
         watches: The watched models.
-        decision: Who decides.
-        may_skip: Whether there is an optimizer's step that may be skipped.
+        engine: Decides what to do about bad frames.
+        clock: Has the step's number, and how much of it is checked.
+        buffers: The restore point of skipped steps; None if no step may be skipped.
 
     Attributes:
-        buffers: The restore point of skipped steps, or None.
+        buffers: The restore point.
         flags: Skip steps on the device.
-        has_scaler: Whether a GradScaler has called an optimizer.
+        tensors: Scans what stands in no module's call.
+        has_scaler: A GradScaler has called an optimizer.
     """
 
     def __init__(
         self,
-        options: GuardConfig,
+        config: GuardConfig,
         watches: Sequence[ModelWatch],
-        decision: PolicyEngine,
-        may_skip: bool,
+        engine: PolicyEngine,
+        clock: StepClock,
+        buffers: BufferSnapshot | None,
     ) -> None:
-        self._options = options
         self._watches = watches
-        self._decision = decision
-        self._steps: collections.deque[_Step] = collections.deque()
-        self.flags = DeviceFlags(options, watches)
+        self._engine = engine
+        self._clock = clock
+        self.buffers = buffers
+        self._frames = StepFrames(watches)
+        self.flags = DeviceFlags(config, watches)
         self.has_scaler = False
         self.tensors = StepTensors(watches)
-        self.buffers = BufferSnapshot(watches) if may_skip else None
 
     def judge_step(
         self,
-        gate: OptimizerHook,
+        hook: OptimizerHook,
         scaler: GradScaler | None,
-        number: int,
-        level: ScanLevel,
-        others: Sequence[Optimizer] = (),
+        others: Sequence[Optimizer],
     ) -> bool:
-        """Judges a step that an optimizer is about to make.
+        """Judges a step that an optimizer is about to make; returns True to skip it.
 
         Args:
-            gate: The optimizer's.
+            hook: The optimizer's.
             scaler: The GradScaler that calls it, or None.
-            number: The step's.
-            level: How much of it was looked at.
-            others: The optimizers that are to step later in the round.
-
-        Returns:
-            Whether to skip it.
-
-        Raises:
-            NonFiniteError: If the policy says so.
+            others: The optimizers that step later in the round.
         """
         self.has_scaler |= scaler is not None
-        self.tensors.scan(gate.optimizer, level, () if scaler else others)
-        is_lagged = self._is_lagged(gate)
-        self._send(is_lagged)
-        if self._decision.is_learning:
+        # Without a batch the gradients are those of an earlier step.
+        is_shadowing = self._engine.agreement.is_shadowing
+        level = ScanLevel.OFF if is_shadowing else self._clock.level
+        self.tensors.scan(hook.optimizer, level, () if scaler else others)
+        is_learning = self._engine.is_learning
+        is_lagged = self.flags.are_lagged(hook, is_learning)
+        self._frames.send(is_lagged)
+        if is_learning:
             self.flags.drop()
-        step = _Step(number, _C.Recorder.num_frames(), gate, scaler)
-        flag = self.flags.hand_over(gate, scaler is not None) if is_lagged else None
-        if flag is not None:
-            step.skipped_by = "optimizer's kernel"
-            if self.buffers is not None:
-                self.buffers.restore_where(flag)
+        step = PendingStep(self._clock.step, hook, scaler)
+        if is_lagged:
+            self._skip_on_device(step, hook)
         try:
-            self._receive(is_lagged)
+            self.judge_late(is_lagged)
             # Ranks decide together, once for each step.
-            waits = is_lagged and self._decision.agreement.is_needed
-            frames, skipped_by = [] if waits else self._take(step), ""
-            is_whole = _is_whole(frames, level)
-            if scaler is not None and any(bad.is_gradient for bad in frames):
-                is_scalers = has_found_inf(gate.optimizer) and scaler.get_scale() > 1
-                frames, skipped_by = without_scalers(frames, is_scalers)
-            if gate.is_called_off:
-                skipped_by = "other guard"
+            waits = is_lagged and self._engine.agreement.is_needed
+            frames = [] if waits else self._frames.take(step)
+            found = self._result(step, hook, frames, level)
             if is_lagged:
-                self._steps.append(step)
-                if not frames:
+                self._frames.postpone(step)
+                if not found.frames:
                     return False
             step.is_decided = True
-            found = StepResult(
-                *(number, frames, not skipped_by, skipped_by, self.tensors),
-                gate=gate,
-                restore=self.restore,
-                is_whole=is_whole,
-            )
-            report = self._decision.decide(found)
+            report = self._engine.decide(found)
             return report is not None and report.action == "skip"
         finally:
             self._end(is_lagged)
 
-    def judge_scaler_skip(
-        self, gate: OptimizerHook, scaler: GradScaler, number: int, level: ScanLevel
-    ) -> None:
+    def _result(
+        self,
+        step: PendingStep,
+        hook: OptimizerHook,
+        frames: list[BadFrame],
+        level: ScanLevel,
+    ) -> StepResult:
+        is_whole = _is_whole(frames, level)
+        frames, skipped_by = without_expected(
+            frames, step.scaler, lambda scaler: will_skip(scaler, hook.optimizer)
+        )
+        if hook.is_skipped_elsewhere:
+            skipped_by = "other guard"
+        return StepResult(
+            step.number,
+            frames,
+            can_skip=not skipped_by,
+            skipped_by=skipped_by,
+            tensors=self.tensors,
+            hook=hook,
+            restore=self.restore,
+            is_whole=is_whole,
+        )
+
+    def judge_scaler_skip(self, hook: OptimizerHook, scaler: GradScaler) -> None:
         """Judges a step that a GradScaler has skipped.
 
-        Gradients that are bad because of the scale are its business: no alarm, until
-        the scale is down to 1. Incurs a CPU-GPU sync, as the scaler just did.
-
-        Args:
-            gate: The optimizer's.
-            scaler: The scaler.
-            number: The step's.
-            level: How much of it was looked at.
-
-        Raises:
-            NonFiniteError: If the policy says so.
+        Inf gradients are expected under a scale, and left to the scaler; they are
+        reported only once its scale has dropped to 1. Incurs a CPU-GPU sync, as the
+        scaler just did.
         """
         self.has_scaler = True
-        self.tensors.scan(gate.optimizer, level)
-        self._send()
+        self.tensors.scan(hook.optimizer, self._clock.level)
+        self._frames.send()
         try:
-            self._receive(is_lagged=False)
-            frames = self._take(_Step(number, _C.Recorder.num_frames()))
+            self.judge_late(is_lagged=False)
+            frames = self._frames.take(PendingStep(self._clock.step))
             if scaler.get_scale() > 1:
-                frames, _ = without_scalers(frames, has_found_inf=True)
-            self._decision.decide(
-                StepResult(
-                    *(number, frames, False, SCALER, self.tensors),
-                    gate=gate,
-                    restore=self.restore,
-                )
+                frames = without_gradients(frames)
+            found = StepResult(
+                self._clock.step,
+                frames,
+                skipped_by=SCALER,
+                tensors=self.tensors,
+                hook=hook,
+                restore=self.restore,
             )
+            self._engine.decide(found)
         finally:
             self._end(is_lagged=False)
 
     def pass_over(self, is_skipped: bool) -> None:
-        """Lets go of what was found since the last judgement: the round is bad anyway.
+        """Drops what was found since the last judgement: the round is bad already.
 
         Args:
-            is_skipped: Whether to put back what the forward changed.
+            is_skipped: Put back what the forward changed.
         """
-        self._send()
-        self._receive(is_lagged=False)
-        self._take(_Step(0, _C.Recorder.num_frames()))
+        self._frames.send()
+        self.judge_late(is_lagged=False)
+        self._frames.take(PendingStep(0))
         if is_skipped:
             self.restore()
         self._end(is_lagged=False)
 
-    def judge_now(self, number: int, level: ScanLevel) -> Report | None:
+    def judge_now(self) -> Report | None:
         """Judges all that has run. Incurs the sync.
-
-        Args:
-            number: The step's that is under way.
-            level: How much of it was looked at.
 
         Returns:
             The report of what is bad, or None.
-
-        Raises:
-            NonFiniteError: If the policy says so.
         """
+        level = self._clock.level
         self.tensors.begin_round()
         self.tensors.scan(None, level)
-        self._send()
+        self._frames.send()
         try:
-            self._receive(is_lagged=False)
-            frames = self._take(_Step(number, _C.Recorder.num_frames()))
-            frames += [
-                BadFrame(watch, frame)
-                for watch in self._watches
-                for frame in watch.take_evaluated()
-            ]
+            self.judge_late(is_lagged=False)
+            frames = self._frames.take(PendingStep(self._clock.step))
+            frames += self._frames.take_evaluated(*self._watches)
             found = StepResult(
-                number,
+                self._clock.step,
                 frames,
                 tensors=self.tensors,
                 is_whole=_is_whole(frames, level),
                 is_check=True,
             )
-            return self._decision.decide(found)
+            return self._engine.decide(found)
         finally:
             self._end(is_lagged=False)
 
-    def judge_late(self) -> None:
+    def judge_late(self, is_lagged: bool = False) -> None:
         """Judges the steps that are still on their way. Incurs the sync.
 
-        Raises:
-            NonFiniteError: If the policy says so.
-        """
-        self._receive(is_lagged=False)
-
-    def judge_evaluated(self, watch: ModelWatch, number: int) -> None:
-        """Judges a forward without autograd: at once on the CPU, else lagged.
-
         Args:
-            watch: The model's.
-            number: The step's that is under way.
-
-        Raises:
-            NonFiniteError: If the policy says so.
+            is_lagged: Wait only for steps before the last.
         """
-        frames = [BadFrame(watch, frame) for frame in watch.take_evaluated()]
-        if frames:
-            model = watch.model
-            if self.buffers is not None and model is not None and model.training:
-                self.buffers.hold(watch)
-            self._decision.decide(StepResult(number, frames, is_of_step=False))
-
-    def forget(self) -> None:
-        """Forgets what has run and was not judged."""
-        self._steps.clear()
-        for watch in self._watches:
-            watch.receive(is_lagged=False)
-            watch.take_bad(_C.Recorder.num_frames())
-            watch.take_evaluated()
-        self._end(is_lagged=False)
-
-    # How it is done.
-
-    def _is_lagged(self, gate: OptimizerHook) -> bool:
-        """Whether the verdict may come when the step is over."""
-        if self._options.sync != "lagged" or callable(self._options.on_overflow):
-            return False
-        # The flags of devices do not know what is being learned.
-        if self._decision.is_learning and self.flags.are_made:
-            return False
-        return self._options.on_overflow != "skip" or gate.skips_on_device
-
-    def _send(self, is_lagged: bool = False) -> None:
-        for watch in self._watches:
-            watch.send(with_captured=not is_lagged)
-
-    def _receive(self, is_lagged: bool) -> None:
-        for watch in self._watches:
-            watch.receive(is_lagged)
-        while self._steps:
-            step = self._steps.popleft()
-            frames, skipped_by = self._take(step), ""
-            if step.scaler is not None and any(bad.is_gradient for bad in frames):
-                # It has backed off since.
-                last_scale = step.scaler.get_scale() / step.scaler.get_backoff_factor()
-                frames, skipped_by = without_scalers(frames, last_scale > 1)
+        for step, frames in self._frames.receive(is_lagged):
+            frames, skipped_by = without_expected(frames, step.scaler, has_skipped)
             if frames:
                 skipped_by = skipped_by or step.skipped_by
             if frames or not step.is_decided:
                 found = StepResult(
-                    *(step.number, frames),
+                    step.number,
+                    frames,
                     skipped_by=skipped_by,
-                    gate=step.gate,
+                    hook=step.hook,
                     is_late=True,
                 )
-                self._decision.decide(found)
+                self._engine.decide(found)
 
-    def _take(self, step: _Step) -> list[BadFrame]:
-        return [
-            BadFrame(watch, frame)
-            for watch in self._watches
-            for frame in watch.take_bad(step.last_frame)
-        ]
+    def judge_evaluated(self, watch: ModelWatch) -> None:
+        """Judges a forward without autograd: at once on the CPU, else lagged.
+
+        Args:
+            watch: The model's.
+        """
+        frames = self._frames.take_evaluated(watch)
+        if frames:
+            model = watch.model
+            if self.buffers is not None and model is not None and model.training:
+                self.buffers.hold(watch)
+            found = StepResult(self._clock.step, frames, is_of_step=False)
+            self._engine.decide(found)
+
+    def forget(self) -> None:
+        """Forgets what has run and was not judged."""
+        self._frames.forget()
+        self._end(is_lagged=False)
 
     def restore(self) -> list[str]:
-        """Puts back what the forward changed; says what could not be."""
+        """Puts back what the forward changed; returns sentences about failures."""
         return [] if self.buffers is None else self.buffers.restore()
+
+    def _skip_on_device(self, step: PendingStep, hook: OptimizerHook) -> None:
+        """Makes the device skip the step, and put buffers back, if it is bad."""
+        flag = self.flags.hand_over(hook, step.scaler is not None)
+        if flag is not None:
+            step.skipped_by = "optimizer's kernel"
+            if self.buffers is not None:
+                self.buffers.restore_where(flag)
 
     def _end(self, is_lagged: bool) -> None:
         self.tensors.forget()
-        for watch in self._watches:
-            watch.end_judgement(is_lagged)
+        self._frames.end(is_lagged)
 
 
 def _is_whole(frames: Sequence[BadFrame], level: ScanLevel) -> bool:

@@ -1,4 +1,4 @@
-"""The report of a bad step, with the action that the policy chooses."""
+"""Makes the report of a bad step, with the action that the policy chooses."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class StepReporter:
     """Makes the reports of a guard's bad steps.
 
     Args:
-        options: The guard's.
+        config: The guard's.
         watches: The watched models.
         archive: Keeps the evidence.
         cost: Returns the guard's cost.
-        not_covered: Returns what was not looked at, in sentences.
+        not_covered: Returns sentences about what was not checked.
 
     Attributes:
         callables_error: The last error that the user's policy raised, or None.
@@ -34,13 +34,13 @@ class StepReporter:
 
     def __init__(
         self,
-        options: GuardConfig,
+        config: GuardConfig,
         watches: Sequence[ModelWatch],
         archive: Archive,
         cost: Callable[[], Cost],
         not_covered: Callable[[], list[str]],
     ) -> None:
-        self._options = options
+        self._config = config
         self._watches = watches
         self._archive = archive
         self._cost = cost
@@ -49,7 +49,7 @@ class StepReporter:
 
     def make(self, found: StepResult, verdict: Verdict, num_skipped: int) -> Report:
         """Makes the report of a bad step, and keeps its evidence."""
-        policy = self._options.on_overflow
+        policy = self._config.on_overflow
         report = Report(
             step=found.step,
             action=policy if isinstance(policy, str) else "warn",
@@ -67,13 +67,13 @@ class StepReporter:
 
     def choose_action(self, found: StepResult, report: Report) -> Report:
         """Chooses the action; calls the policy if it is the user's callable."""
-        policy = self._options.on_overflow
+        policy = self._config.on_overflow
         if callable(policy):
             report.action = self._ask(policy, report)
         choice = choose(report.action, self._situation(found, report))
         report.action = choice.action
         report.notes += choice.notes
-        # A callable is given a report that says nothing of what it is to decide.
+        # Set last: a callable receives a report without what it has yet to decide.
         report.moment, report.skipped_by = found.moment, found.skipped_by
         return report
 
@@ -81,17 +81,17 @@ class StepReporter:
         return Situation(
             can_skip=found.can_skip,
             is_skipped=bool(found.skipped_by),
-            is_undone=found.gate is not None and found.gate.has_snapshot,
+            is_undone=found.hook is not None and found.hook.has_snapshot,
             is_beyond_repair=report.action == "skip"
             and self._is_beyond_repair(report.verdict),
         )
 
     def _is_beyond_repair(self, verdict: Verdict) -> bool:
-        """Whether what is bad was bad before the step, and stays so without it."""
+        """Returns True if the value was bad before the step, and stays bad."""
         assert verdict.first is not None
         if verdict.first.kind == "optimizer_state":
             return True
-        # Weights may also be somebody's for one call only (functional_call).
+        # Weights may also be in place for one call only (functional_call).
         return verdict.first.kind == "weight" and any(
             stat.has_nan or stat.has_inf
             for watch in self._watches
@@ -114,13 +114,13 @@ class StepReporter:
             return []
         if leading.is_of_call:
             shown.append(leading.frame)
-        most = self._options.max_frames
+        most = self._config.max_frames
         return frame_texts(leading.watch, shown[-most:] if most else [])
 
 
 def _remedy(frames: Sequence[BadFrame], verdict: Verdict) -> Remedy | None:
     try:
         return remedy_for(frames, verdict)
-    except Exception:  # an alarm is worth more than what to try
-        _log.warning("What to try could not be found out.", exc_info=True)
+    except Exception:  # the alarm matters more than its remedy
+        _log.warning("No remedy could be found: see the error below.", exc_info=True)
         return None

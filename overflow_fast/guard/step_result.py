@@ -1,4 +1,4 @@
-"""The bad frames of a step as its judgement collected them, for the policy."""
+"""The bad frames of a step, as its judgement passes them to the policy."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from .optimizer_hook import OptimizerHook
 
 @dataclass(frozen=True)
 class StepResult:
-    """The bad frames of a step, and what can still be done about it.
+    """The bad frames of a step, and the actions that are still possible.
 
     Attributes:
         step: The step's number.
         frames: Its bad frames.
-        can_skip: Whether the optimizer can still be kept from stepping.
-        skipped_by: Who has skipped the step already, or "".
-        tensors: What was scanned besides the calls, for evidence.
-        notes: What the report should say besides.
-        gate: The optimizer's that steps, or None.
-        restore: Puts back what the forward changed, and says what could not be.
-        is_of_step: Whether every rank judges it too.
-        is_whole: Whether all that the guard watches was looked at, and no gradient is
-            bad, whoever's business that may be.
-        is_check: Whether nobody counts it: `check()` was called.
-        is_late: Whether the step is over already (`sync="lagged"`).
+        can_skip: The optimizer's step can still be skipped.
+        skipped_by: The code that has skipped the step already, or "".
+        tensors: Has the tensors that stand in no module's call, for evidence.
+        notes: Further sentences for the report.
+        hook: The hook of the optimizer that steps, or None.
+        restore: Puts back what the forward changed; returns sentences about failures.
+        is_of_step: Every rank judges it too.
+        is_whole: All that the guard watches was checked, and no gradient is bad, also
+            none that a GradScaler handles.
+        is_check: It is not counted: `check()` was called.
+        is_late: The step is over already (`sync="lagged"`).
     """
 
     step: int
@@ -36,7 +36,7 @@ class StepResult:
     skipped_by: str = ""
     tensors: StepTensors | None = None
     notes: list[str] = field(default_factory=list)
-    gate: OptimizerHook | None = None
+    hook: OptimizerHook | None = None
     restore: Callable[[], list[str]] = list
     is_of_step: bool = True
     is_whole: bool = False
@@ -45,7 +45,7 @@ class StepResult:
 
     @property
     def moment(self) -> str:
-        """When it was found: see `Report.moment`."""
+        """The moment at which it was found: see `Report.moment`."""
         if self.is_check:
             return "check"
         if not self.is_of_step:

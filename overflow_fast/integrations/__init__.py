@@ -1,1 +1,1 @@
-"""overflow_fast inside other libraries."""
+"""Integrations of overflow_fast into other libraries."""

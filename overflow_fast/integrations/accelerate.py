@@ -1,4 +1,4 @@
-"""The guard in a loop that Accelerate runs."""
+"""A guard for loops that use Accelerate."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def guard_with(
 ) -> OverflowGuard:
     """Makes a guard, and keeps `accelerator.save_state` from saving non-finite state.
 
-    Prepared schedulers stand still in skipped steps. `save_state` raises
-    `NonFiniteError` before it writes, or removes a checkpoint to make room, until the
-    guard is removed; every rank has to call it, as Accelerate asks for.
+    Prepared schedulers pause in skipped steps. Until the guard is removed, `save_state`
+    raises `NonFiniteError` before it writes, or removes a checkpoint to make room;
+    every rank has to call it, as Accelerate requires.
 
     Args:
         accelerator: The Accelerator.
@@ -51,7 +51,7 @@ def guard_with(
 
 
 class _AcceleratorGuard(OverflowGuard):
-    """A guard that stands before `accelerator.save_state` until it is removed."""
+    """A guard that checks the state in `accelerator.save_state` until it is removed."""
 
     def __init__(
         self, accelerator: Accelerator, model: Any, optimizer: Any, **arguments: Any

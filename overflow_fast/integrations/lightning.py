@@ -1,4 +1,4 @@
-"""The guard as a callback of Lightning's Trainer."""
+"""A guard as a callback of Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ except ImportError as error:
 
 
 class GuardCallback(GuardOwner, Callback):
-    """Puts an `OverflowGuard` on a LightningModule while a Trainer fits it.
+    """Attaches an `OverflowGuard` to a LightningModule while a Trainer fits it.
 
     The guard watches the submodules, the module's own parameters and buffers, and each
-    loss that backward is called on. Schedules with `interval="step"` stand still in
-    skipped steps of automatic optimization. A step's number is the Trainer's
-    `global_step` when its batch began. During the fit, saving a checkpoint that is not
-    finite raises `NonFiniteError` before anything is written or removed. Trials of a
-    tuner before the training are not watched.
+    loss that backward is called on. Schedules with `interval="step"` pause in skipped
+    steps of automatic optimization. A step's number is the Trainer's `global_step` when
+    its batch began. During the fit, saving a non-finite checkpoint raises
+    `NonFiniteError` before a file is written or removed. Trials of a tuner before the
+    training are not watched.
 
     Args:
         learn: See `GuardOwner`.
-        to_loggers: If True, the Trainer's loggers get the guard's metrics, at the step
-            and as often as Lightning's own (`log_every_n_steps`).
+        to_loggers: Send the guard's metrics to the Trainer's loggers, at the step and
+            as often as Lightning's own (`log_every_n_steps`).
         arguments: Arguments of `OverflowGuard` but the model and the optimizer, by
             name.
 
@@ -66,7 +66,7 @@ class GuardCallback(GuardOwner, Callback):
         self._end(trainer)
         watch = self._arguments.get("watch")
         wants_loss = watch is None or "loss" in watch
-        self._fits.append(_Fit(trainer, pl_module, self.put_on, wants_loss))
+        self._fits.append(_Fit(trainer, pl_module, self.attach_guard, wants_loss))
 
     def on_sanity_check_start(
         self, trainer: Trainer, pl_module: LightningModule
@@ -99,7 +99,7 @@ class GuardCallback(GuardOwner, Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Takes the guard off; a verdict that came now would hide the exception."""
+        """Removes the guard; a verdict at this point would hide the exception."""
         for fit in self._fits_of(trainer):
             fit.guard.discard()
         self._end(trainer)
@@ -107,7 +107,7 @@ class GuardCallback(GuardOwner, Callback):
     def teardown(
         self, trainer: Trainer, pl_module: LightningModule, stage: str
     ) -> None:
-        """Takes the guard off, after its last verdict."""
+        """Removes the guard, after its last verdict."""
         if stage == "fit":
             self._end(trainer)
 
@@ -135,42 +135,42 @@ class _Fit:
     Args:
         trainer: The Trainer.
         pl_module: The module that it fits.
-        put_on: Makes the guard, which is switched off at first.
-        wants_loss: If True, each loss that backward is called on is recorded.
+        attach_guard: Makes the guard, which is switched off at first.
+        wants_loss: Record each loss that backward is called on.
     """
 
     def __init__(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        put_on: Callable[[Any, Any], OverflowGuard],
+        attach_guard: Callable[[Any, Any], OverflowGuard],
         wants_loss: bool,
     ) -> None:
         self.trainer = trainer
         self._optimizers = list(trainer.optimizers)
         self._models = _models_in(pl_module)  # the guard holds them weakly
-        self.guard = put_on(self._models, self._optimizers)
+        self.guard = attach_guard(self._models, self._optimizers)
         self.guard.disable()
-        self._stand_ins = [
+        self._replaced_methods = [
             StandIn(trainer, "save_checkpoint", self._check_before_saving),
             StandIn(pl_module, "lr_scheduler_step", self._may_schedule),
         ]
         if wants_loss:
             backward = StandIn(trainer.strategy, "backward", self._record_loss)
-            self._stand_ins.append(backward)
+            self._replaced_methods.append(backward)
 
     def is_of(self, optimizers: Sequence[Optimizer]) -> bool:
         """Returns True if these are the optimizers that the guard has."""
         return list(map(id, optimizers)) == list(map(id, self._optimizers))
 
     def end(self) -> None:
-        """Puts methods back and takes the guard off, after its last verdict."""
-        for stand_in in self._stand_ins:
+        """Puts methods back and removes the guard, after its last verdict."""
+        for stand_in in self._replaced_methods:
             stand_in.remove()
         self.guard.remove()
 
     def log_metrics(self) -> None:
-        """Gives the Trainer's loggers the guard's metrics."""
+        """Sends the guard's metrics to the Trainer's loggers."""
         values = {f"overflow_fast/{k}": v for k, v in self.guard.metrics().items()}
         step = self.trainer.fit_loop.epoch_loop._batches_that_stepped
         for logger in self.trainer.loggers:
@@ -182,7 +182,7 @@ class _Fit:
     def _may_schedule(self, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
         if not self.guard.last_step_skipped:
             return True
-        # An epoch is over also where its last step was skipped.
+        # An epoch ends also if its last step was skipped.
         configs = self.trainer.lr_scheduler_configs
         return any(c.scheduler is scheduler and c.interval == "epoch" for c in configs)
 

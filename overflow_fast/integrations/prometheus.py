@@ -1,11 +1,11 @@
-"""The guard's metrics for Prometheus."""
+"""Exports the guard's metrics to Prometheus."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..guard.config import check_int
+from ..guard.arguments import check_int
 from ..guard.metrics import Metrics
 
 try:
@@ -25,17 +25,17 @@ class PrometheusMetrics(Collector):
     """Offers a guard's metrics to Prometheus: `OverflowGuard(..., metrics=this)`.
 
     They are called `overflow_fast_bad_steps_total` and so on; see
-    `OverflowGuard.metrics()`. A pickled one is registered nowhere, and says so when it
-    is used.
+    `OverflowGuard.metrics()`. A pickled one is not registered, and raises when it is
+    used.
 
     Args:
-        port: Serve them at this port of the machine; None where something else serves
-            the registry. Processes on one machine need ports of their own.
-        labels: What tells this process from others, such as `{"rank": "3"}`.
-        registry: Where to register.
+        port: Serve them at this port of the machine; None if other code serves the
+            registry. Processes on one machine need ports of their own.
+        labels: Labels that distinguish this process, such as `{"rank": "3"}`.
+        registry: The registry to register with.
 
     Raises:
-        TypeError, ValueError: If the port is no number.
+        TypeError, ValueError: If the port is no int of at least 0.
         OSError: If it is taken.
 
     Example:
@@ -65,7 +65,7 @@ class PrometheusMetrics(Collector):
         registry.register(self)
 
     def close(self) -> None:
-        """Takes the metrics out of the registry, and gives the port back."""
+        """Unregisters the metrics, and frees the port."""
         if self._registry is not None:
             self._registry.unregister(self)
         if self._server is not None:
@@ -76,16 +76,16 @@ class PrometheusMetrics(Collector):
         return {"_labels": self._labels, "_registry": None, "_server": None}
 
     def __call__(self, step: int, values: Metrics) -> None:
-        """Takes the values of a step."""
+        """Stores the values of a step."""
         if self._registry is None:
             raise RuntimeError(
-                "a pickled PrometheusMetrics is not registered, and nobody can see its "
-                "values: make one in the process that trains"
+                "a pickled PrometheusMetrics is not registered, and its values are not "
+                "served: make one in the process that trains"
             )
         self._values = values
 
     def collect(self) -> Iterator[Any]:
-        """What Prometheus is given when it asks."""
+        """Yields the values when Prometheus collects them."""
         for name, value in self._values.items():
             is_counter = name.endswith(_TOTAL)
             family = CounterMetricFamily if is_counter else GaugeMetricFamily

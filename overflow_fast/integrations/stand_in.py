@@ -1,4 +1,4 @@
-"""Replaces methods of trainers for a while."""
+"""Replaces methods of trainers until the guard is removed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _NOTHING = object()
 class StandIn:
     """Stands in for a method of an object, as the object's attribute, until removed.
 
-    An attribute that was there before is put back, and one that somebody has put there
-    since is left alone. Copies and pickles of the object have what was there before.
+    A former attribute is put back, and one that other code has set since is left alone.
+    Copies and pickles of the object have the former method.
 
     Args:
         owner: The object.
         name: The name of the method.
-        before: Called with the arguments of each call. Where it returns False, the
-            method is not called, and the call returns None.
+        before: Called with the arguments of each call. If it returns False, the method
+            is not called, and the call returns None.
     """
 
     def __init__(self, owner: Any, name: str, before: Callable[..., object]) -> None:
@@ -35,8 +35,8 @@ class StandIn:
         return self.__wrapped__(*args, **kwargs)
 
     def remove(self) -> None:
-        """Puts back what was there. Calling it again changes nothing."""
-        self._before = None  # for whoever has wrapped this object since
+        """Puts the former method back. Calling it again changes nothing."""
+        self._before = None  # other code may have wrapped this object since
         attributes = vars(self._owner)
         if attributes.get(self._name) is not self:
             return

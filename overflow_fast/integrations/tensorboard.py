@@ -1,11 +1,11 @@
-"""The guard's metrics in TensorBoard."""
+"""Exports the guard's metrics to TensorBoard."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-from ..guard.config import check_int
+from ..guard.arguments import check_int
 from ..guard.metrics import Metrics
 
 try:
@@ -24,7 +24,7 @@ class TensorBoardMetrics:
 
     Args:
         writer: A SummaryWriter, or the folder for one, or None for its default folder.
-        every: Write every so many steps.
+        every: Write one step in this many.
 
     Raises:
         TypeError, ValueError: If `every` is no int of at least 1.

@@ -1,4 +1,4 @@
-"""The part of the callbacks that is the same for all trainers."""
+"""Shares the code of the callbacks of all trainers."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ..guard.config import kept
+from ..guard.arguments import reusable
 from ..guard.guard import OverflowGuard
 
 
 class GuardOwner:
     """Makes a guard for each training.
 
-    Several ranks decide together, unless the policy is to warn, or `process_group` says
-    otherwise. A copy or a pickle keeps the arguments, and has no guard until it is used
-    in a training of its own.
+    Several ranks decide together, unless the policy is to warn or `process_group` is
+    False. A copy or a pickle keeps the arguments, and has no guard until it is used in
+    a training of its own.
 
     Args:
-        learn: From how many clean steps to learn what is not finite by design, in each
-            training; see `OverflowGuard.learn()`. None for none.
+        learn: The number of clean steps, in each training, to learn from which values
+            are non-finite by design; see `OverflowGuard.learn()`. None for none.
         arguments: Arguments of `OverflowGuard` but the model and the optimizer, by
             name.
 
@@ -34,9 +34,9 @@ class GuardOwner:
     """
 
     def __init__(self, *, learn: int | None = None, **arguments: Any) -> None:
-        # Names of modules are not known yet.
+        # The names of modules are not known yet.
         named = ("include", "exclude", "allow")
-        arguments = kept(arguments)  # each training has a guard of its own
+        arguments = reusable(arguments)  # each training has a guard of its own
         known = {name: arg for name, arg in arguments.items() if name not in named}
         trial = OverflowGuard(nn.Identity(), **known)
         trial.remove()
@@ -61,12 +61,12 @@ class GuardOwner:
         """True if the policy is to raise."""
         return bool(self._arguments.get("on_overflow", "raise") == "raise")
 
-    def put_on(self, model: Any, optimizer: Any) -> OverflowGuard:
-        """Makes the guard of a training."""
+    def attach_guard(self, model: Any, optimizer: Any) -> OverflowGuard:
+        """Attaches a guard for a training."""
         arguments = self._arguments
-        is_there = dist.is_available() and dist.is_initialized()
-        if is_there and arguments.get("process_group") is None:
-            # The models that trainers give are not wrapped yet.
+        is_initialized = dist.is_available() and dist.is_initialized()
+        if is_initialized and arguments.get("process_group") is None:
+            # Trainers pass models that are not wrapped yet.
             acts = arguments.get("on_overflow") != "warn"
             arguments = {
                 **arguments,
@@ -77,8 +77,8 @@ class GuardOwner:
             self.guard.learn(self._learn)
         return self.guard
 
-    def take_off(self) -> None:
-        """Takes the guard off, after its last verdict."""
+    def remove_guard(self) -> None:
+        """Removes the guard, after its last verdict."""
         if self.guard is not None:
             self.guard.remove()
 
@@ -86,9 +86,9 @@ class GuardOwner:
 def check_before_saving(guard: OverflowGuard) -> None:
     """Raises `NonFiniteError` if the guard is on and the state is not finite.
 
-    Call it before anything is written, or removed to make room. Every rank has to.
-    Incurs a CPU-GPU sync for each device.
+    Call it on every rank, before a file is written, or removed to make room. Incurs a
+    CPU-GPU sync for each device.
     """
-    is_there = any(watch.model is not None for watch in guard._loop.watches)
-    if guard.enabled and is_there:
+    has_model = any(watch.model is not None for watch in guard._loop.watches)
+    if guard.enabled and has_model:
         guard.assert_finite_state(joint=True)

@@ -1,4 +1,4 @@
-"""Puts this package's detector where transformers' Trainer looks for its own."""
+"""Replaces the detector of transformers' Trainer by this package's."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _NAME = "DebugUnderflowOverflow"
 class TrainerDetector(DebugUnderflowOverflow):
     """The detector that `Trainer(debug="underflow_overflow")` attaches.
 
-    Each `Trainer.train()` makes one; it takes the place of the one before, so that a
-    model has one detector however often it is trained. Takes what
-    `DebugUnderflowOverflow` takes.
+    Each `Trainer.train()` makes one, which replaces the one before: a model has one
+    detector however often it is trained. Takes the arguments of
+    `DebugUnderflowOverflow`.
     """
 
     def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -39,7 +39,7 @@ def _detectors_of(model: nn.Module) -> Iterator[TrainerDetector]:
 
 
 def _original() -> type:
-    """transformers' own class, also while ours stands in its place."""
+    """transformers' own class, also while ours replaces it."""
     try:
         debug_utils = importlib.import_module("transformers.debug_utils")
     except ImportError as error:
@@ -60,9 +60,9 @@ def _original() -> type:
 
 
 def _replace(old: object, new: object) -> None:
-    """Puts `new` for `old` in every module of transformers that is loaded.
+    """Replaces `old` by `new` in every loaded module of transformers.
 
-    A module that is loaded later takes what transformers.debug_utils has by then.
+    A module that is loaded later takes the class of transformers.debug_utils.
     """
     for name, module in list(sys.modules.items()):
         if not isinstance(module, ModuleType) or name.partition(".")[0] != (
@@ -99,7 +99,7 @@ def install() -> contextlib.ExitStack:
 
 
 def uninstall() -> None:
-    """Gives transformers its own detector back. Calling it again changes nothing."""
+    """Puts transformers' own detector back. Calling it again changes nothing."""
     debug_utils = sys.modules.get("transformers.debug_utils")
     original = getattr(debug_utils, "_overflow_fast_original", None)
     if original is None:

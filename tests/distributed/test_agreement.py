@@ -156,8 +156,8 @@ def budgets_that_differ():
     guard = OverflowGuard(model, optimizer, "skip", budget=0.5)
     for step in range(6):
         is_off = (step + dist.get_rank()) % 2 == 0
-        guard._loop._set_level(
-            guard._loop.level.OFF if is_off else guard._loop.level.ALL
+        guard._loop.clock.set_level(
+            guard._loop.clock.level.OFF if is_off else guard._loop.clock.level.ALL
         )
         train_step(model, optimizer, data()[0])
     guard.remove()
@@ -172,7 +172,7 @@ def different_steps():
     model = ddp(make())
     optimizer = sgd(model)
     guard = OverflowGuard(model, optimizer)
-    guard._loop.step = dist.get_rank()
+    guard._loop.clock.step = dist.get_rank()
     train_step(model, optimizer, data()[0])
     logging.getLogger("overflow_fast").removeHandler(handler)
     return messages, guard.coverage().failures
@@ -531,7 +531,7 @@ def test_the_model_comes_before_the_guard():
 def test_join_without_the_guard_is_told_of():
     for messages in all_of("join alone"):
         assert len(messages) == 1
-        assert "`with Join([model, guard.joinable]):` has them decide" in messages[0]
+        assert "Use `with Join([model, guard.joinable]):`" in messages[0]
 
 
 def test_a_rank_that_leaves_a_layer_out_waits_for_nobody():

@@ -348,7 +348,7 @@ def test_an_error_of_the_guard_stops_nothing(monkeypatch, caplog):
         if guard is not None:
             assert guard.coverage().failures == 3
             assert "The guard itself failed 3 times." in str(guard.coverage())
-            assert caplog.text.count("The guard failed, and what it was to judge") == 1
+            assert caplog.text.count("The guard failed with the error below") == 1
             with plant(model.head, INF):
                 train_step(model, optimizer, batches(1)[0])
             assert guard.num_skipped == 1

@@ -174,8 +174,8 @@ def test_what_was_not_asked_for_is_said():
 # When it is looked at.
 
 
-def levels(cadence, count=12):
-    return [cadence.level(step).value for step in range(count)]
+def levels(schedule, count=12):
+    return [schedule.level(step).value for step in range(count)]
 
 
 def test_steps_are_chosen():
@@ -187,13 +187,13 @@ def test_steps_are_chosen():
 
 def spent(budget, everything, gradients, steps=3000, bare=1.0):
     """The share that a guard takes whose levels cost so much, and its levels."""
-    cadence, total, seen = WatchSchedule(budget=budget), 0.0, []
+    schedule, total, seen = WatchSchedule(budget=budget), 0.0, []
     for step in range(steps):
-        level = cadence.level(step)
+        level = schedule.level(step)
         cost = {ScanLevel.ALL: everything, ScanLevel.GRADIENTS: gradients}.get(
             level, 0.0
         )
-        cadence.note(step, level, cost, bare + cost)
+        schedule.note(step, level, cost, bare + cost)
         total += cost
         seen.append(level)
     return total / (steps * bare), seen
@@ -221,14 +221,14 @@ def test_a_cheap_guard_looks_at_everything():
 
 
 def test_a_bad_step_has_the_next_one_looked_at_in_full():
-    cadence = WatchSchedule(budget=0.01)
+    schedule = WatchSchedule(budget=0.01)
     for step in range(20):
-        cadence.note(step, cadence.level(step), 0.5, 1.5)
-    assert cadence.level(20) is not ScanLevel.ALL
-    cadence.alarm()
-    assert cadence.level(20) is ScanLevel.ALL
-    cadence.note(20, ScanLevel.ALL, 0.5, 1.5)
-    assert cadence.level(21) is not ScanLevel.ALL
+        schedule.note(step, schedule.level(step), 0.5, 1.5)
+    assert schedule.level(20) is not ScanLevel.ALL
+    schedule.alarm()
+    assert schedule.level(20) is ScanLevel.ALL
+    schedule.note(20, ScanLevel.ALL, 0.5, 1.5)
+    assert schedule.level(21) is not ScanLevel.ALL
 
 
 def test_between_watched_steps_no_module_has_a_hook():

@@ -10,7 +10,7 @@ from torch import nn
 from overflow_fast import NonFiniteError, OverflowGuard, assert_finite_state
 from overflow_fast.core.nested_optimizers import optimizers_in
 from overflow_fast.guard import state
-from overflow_fast.guard.optimizer_hook import innermost
+from overflow_fast.guard.wrapped_optimizers import innermost
 
 
 def trained():
@@ -50,7 +50,7 @@ def test_what_is_not_finite_is_named(message, spoil, by_guard):
     with pytest.raises(NonFiniteError, match=message) as caught:
         check(*arguments)
     assert caught.value.report.step == 0
-    assert "This is nothing to be saved." in str(caught.value)
+    assert "Do not save this state." in str(caught.value)
     assert not guard.coverage().steps_watched
 
 
@@ -61,7 +61,7 @@ def test_all_that_is_not_finite_is_named():
     with pytest.raises(NonFiniteError) as caught:
         assert_finite_state(model, optimizer)
     assert (
-        "Not finite in all: weight blocks.1.fc1.weight, buffer norm.running_mean, "
+        "All non-finite tensors: weight blocks.1.fc1.weight, buffer norm.running_mean, "
         "optimizer state head.bias.exp_avg."
     ) in caught.value.report.sentences()
 
@@ -154,14 +154,14 @@ def test_a_quantized_state_is_looked_at():
 
 
 def test_what_is_not_looked_at_is_logged_once(caplog):
-    state._told.clear()
+    state._warned.clear()
     model = nn.Linear(2, 2)
     model.register_buffer("ghost", torch.zeros(2, device="meta"))
     for _ in range(2):
         assert_finite_state(model)
     assert caplog.messages == [
-        "[overflow_fast] 1 tensors of the state were not looked at: meta tensor. "
-        "Said once."
+        "[overflow_fast] 1 tensors of the state were not checked: meta tensor. "
+        "Logged once."
     ]
 
 

@@ -259,7 +259,7 @@ def test_such_optimizer_state():
     endless.append(endless)
     optimizer.state[parameter] = {"deep": nested("tuple", 2000)(X), "self": endless}
     with OverflowGuard(model, optimizer, "warn", watch=["optimizer_state"]) as guard:
-        guard._loop._judge.tensors.scan(optimizer, guard._loop.level)
+        guard._loop._judge.tensors.scan(optimizer, guard._loop.clock.level)
         first = guard.check().verdict.first
         assert guard.coverage().failures == 0
     assert first.fqn == "blocks.0.fc1.weight.self.0"
@@ -622,7 +622,7 @@ def test_a_second_guard_says_so_and_both_work(caplog):
             with OverflowGuard(model, optimizer, "warn") as second:
                 said = [r for r in caplog.messages if "Another OverflowGuard" in r]
                 assert len(said) == 1
-                assert "watches this Net already" in said[0]
+                assert "already watches this Net" in said[0]
                 model(torch.ones(4, 8) * INF, y=torch.ones(4, 1))["loss"].backward()
                 optimizer.step()
                 assert first.last_report is not None
@@ -659,4 +659,4 @@ def test_models_that_are_false_or_have_no_length(kind, caplog):
             pass
         assert guard.coverage().failures == 0
     assert "The guard failed" not in caplog.text
-    assert "Another OverflowGuard watches this" in caplog.text
+    assert "Another OverflowGuard already watches this" in caplog.text

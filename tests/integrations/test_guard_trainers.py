@@ -209,7 +209,7 @@ def test_trainer_keeps_the_last_good_checkpoint(trainer, tmp_path, save, caplog)
     trainer.add_callback(callback)
     trainer.train()
     assert checkpoints(tmp_path) == ["checkpoint-2"]
-    assert "No checkpoint is saved, the last good one stays." in caplog.text
+    assert "No checkpoint was saved; the last good one stays." in caplog.text
     assert "weight transformer.h.0.mlp.c_fc.weight" in caplog.text
 
 
@@ -218,7 +218,7 @@ def test_trainer_is_stopped_where_it_would_save(trainer, tmp_path):
 
     trainer = trainer(SpoilWeights(2), save_strategy="steps", save_steps=1)
     trainer.add_callback(GuardCallback(watch=["gradients"]))
-    with pytest.raises(NonFiniteError, match="nothing to be saved"):
+    with pytest.raises(NonFiniteError, match="Do not save this state"):
         trainer.train()
     assert checkpoints(tmp_path) == ["checkpoint-1"]
 

@@ -75,7 +75,7 @@ def test_the_readme_shows_a_report_of_today():
     push_to_the_limit(model, batch, settings)
     guard.enable()
     # A share of 10 % and more, as on a busy machine, has a digit more.
-    guard._loop.meter.cost = Cost(1.0, 0.033, 0.033)
+    guard._loop.timer.cost = Cost(1.0, 0.033, 0.033)
     with pytest.raises(overflow_fast.NonFiniteError) as error:
         step()
     assert_shown("README.md", "Step 2", str(error.value))

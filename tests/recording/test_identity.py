@@ -379,11 +379,11 @@ def test_each_training_has_all_of_a_generator():
     )
     for _ in range(2):
         model = nn.Sequential(nn.Linear(2, 1))
-        guard = owner.put_on(model, None)
+        guard = owner.attach_guard(model, None)
         assert guard.coverage().not_watched
         model[0].weight.data[0, 0] = NAN
         assert guard.check().verdict.first.fqn == "0.weight"
-    owner.take_off()
+    owner.remove_guard()
 
 
 # Weights that turn bad, and the addresses of those that are gone.

@@ -1,4 +1,4 @@
-"""What an optimizer's step may change, to be put back when the step is called off."""
+"""Copies what an optimizer's step may change, to undo a skipped step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 from ..core.nested_optimizers import is_optimizer
 
-# Makes a value what it was; returns it.
+# Restores a value and returns it.
 _Restore = Callable[[], Any]
 
 
 class OptimizerSnapshot:
     """The attributes of an optimizer, with all tensors in them, as they are now.
 
-    Parameters, state, groups and whatever else its dicts, lists and tuples hold, also
-    those of optimizers among its attributes. Containers and tensors keep their
-    identity when they are restored. Costs a copy of the parameters and their state.
+    Includes parameters, state, groups, all that its dicts, lists and tuples hold, and
+    the same of optimizers among its attributes. Containers and tensors keep their
+    identity when they are restored. Copies the parameters and their state.
 
     Args:
         optimizer: The optimizer.
@@ -31,7 +31,7 @@ class OptimizerSnapshot:
             self._restore = self._of_dict(optimizer, vars(optimizer))
 
     def restore(self) -> None:
-        """Puts everything back as it was; gradients stay as they are."""
+        """Restores everything but the gradients, which stay as they are."""
         with torch.no_grad():
             self._restore()
 
@@ -87,7 +87,7 @@ def _of_tensor(tensor: torch.Tensor) -> _Restore:
         return lambda: tensor
 
     def restore() -> torch.Tensor:
-        # What cannot be written to was not written to: an expanded tensor, say.
+        # A tensor that cannot be written to has not changed: an expanded one, say.
         with contextlib.suppress(RuntimeError):
             tensor.detach().copy_(copied)
         return tensor

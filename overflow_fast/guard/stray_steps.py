@@ -1,4 +1,4 @@
-"""Steps that go around a gate: by a method, or compiled code, taken before it was."""
+"""Steps that bypass an optimizer hook: by a method or compiled code taken earlier."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..torch_internals.module_internals import has_step_hooks
-from .snapshot import OptimizerSnapshot
+from .optimizer_snapshot import OptimizerSnapshot
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StraySteps:
-    """Step hooks on an optimizer whose `step` a gate could not take the place of.
+    """Judges steps that reach an optimizer without its `OptimizerHook`.
 
-    Such a step cannot be called off. One of torch's optimizers is left without
-    gradients, and then does nothing; for others a step that is to be skipped raises.
+    Such a step cannot be left out. One of torch's optimizers does nothing without
+    gradients, so these are hidden; for others a step that has to be skipped raises.
 
     Args:
-        is_expected: Whether a step that begins comes by the gate.
-        judge: Returns True if the step is to be skipped.
-        on_stepped: Called with whether it was, when it is over.
+        is_expected: Returns True if a step that begins comes through the hook.
+        judge: Returns True if the step has to be skipped.
+        on_stepped: Called after the step with True if it was skipped.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class StraySteps:
         self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def attach(self, optimizers: Iterable[Any]) -> None:
-        """Puts the hooks on what has step hooks; torch.compile leaves them alone."""
+        """Registers the step hooks, which torch.compile does not compile."""
         disable: Any = torch.compiler.disable  # not at import: it imports torch._dynamo
         self._begin_unseen = disable(self._begin)
         self._end_unseen = disable(self._end)
@@ -55,12 +55,12 @@ class StraySteps:
                 ]
 
     def detach(self) -> None:
-        """Takes the hooks off."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    # The hooks: as little as torch.compile can make constants of.
+    # The hooks, small enough for torch.compile to turn them into constants.
 
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -108,10 +108,10 @@ class StraySteps:
                 self._snapshot.restore()
             self._end()
             raise RuntimeError(
-                f"The step of {type(optimizer).__name__} is to be skipped, and was "
-                "called in a way that cannot be called off: by a method, or compiled "
-                "code, that was taken before the guard was made. No weight has "
-                "changed. Call optimizer.step(), or make the guard first."
+                f"The step of {type(optimizer).__name__} has to be skipped, but cannot "
+                "be left out: the call came from a method or compiled code that was "
+                "taken before the guard was made. No weight has changed. Call "
+                "optimizer.step(), or make the guard first."
             )
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._hidden = [(p, p.grad) for p in parameters]

@@ -1,0 +1,57 @@
+"""The numbers that a guard measures of a run: its own cost, headroom, counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ..recording.watch import ModelWatch
+from ..verdict.headroom import HeadroomTracker
+from .config import GuardConfig
+from .metrics import MetricsDispatcher, exporters_of
+from .overhead import OverheadTimer
+
+
+class Measurements:
+    """Measures a run, and sends the numbers to the exporters.
+
+    Args:
+        config: The guard's.
+        watches: The watched models.
+        counts: Returns the numbers of all, bad and skipped steps.
+
+    Attributes:
+        timer: Measures the guard's own cost.
+        headroom: Tracks how far values are from the end of their dtype.
+    """
+
+    def __init__(
+        self,
+        config: GuardConfig,
+        watches: Sequence[ModelWatch],
+        counts: Callable[[], Mapping[str, float]],
+    ) -> None:
+        self._watches = watches
+        self._counts = counts
+        self._dispatcher = MetricsDispatcher(exporters_of(config.metrics))
+        self.timer = OverheadTimer(lambda: sum(w.recorder.seconds for w in watches))
+        self.headroom = HeadroomTracker(
+            watches,
+            config.headroom_bits,
+            config.underflow_every,
+            config.sync == "lagged",
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Returns all numbers. Does not incur a CPU-GPU sync."""
+        not_scanned = (watch.recorder.coverage.not_scanned for watch in self._watches)
+        values = {
+            **self._counts(),
+            "not_scanned_total": sum(not_scanned),
+            **self.timer.metrics(),
+            **self.headroom.metrics(),
+        }
+        return {name: float(value) for name, value in values.items()}
+
+    def emit(self, step: int) -> None:
+        """Sends the numbers of a step to the exporters."""
+        self._dispatcher.emit(step, self.metrics)
