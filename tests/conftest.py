@@ -32,13 +32,18 @@ SLOW = {
     "test_guard_trainers.py",
     "test_guide.py",
     "test_integrations.py",
+    "test_lightning_watch.py",
     "test_parallel.py",
     "test_parity_models.py",
     "test_precision.py",
     "test_readme.py",
     "test_torch_internals.py",
     "test_traced_text.py",
-    "test_trainer_state.py",
+    "test_trainer_batches.py",
+    "test_trainer_methods.py",
+    "test_trainer_numbers.py",
+    "test_trainer_pickles.py",
+    "test_transformers_numbers.py",
 }
 
 
@@ -56,6 +61,11 @@ GROUPS = {
     "test_export.py": "compiled",
     "test_precision.py": "compiled",
     "test_traced_text.py": "compiled",
+    "test_lightning_watch.py": "lightning",
+    "test_trainer_batches.py": "lightning",
+    "test_trainer_methods.py": "lightning",
+    "test_trainer_numbers.py": "lightning",
+    "test_trainer_pickles.py": "lightning",
 }
 
 

@@ -1,0 +1,164 @@
+"""A skip puts buffers back that forwards replace, register or initialize."""
+
+import pytest
+import torch
+from buffers import BAD, Stateful, X, everything, norm_net, step, watched
+from guarding import assert_same
+from torch import nn
+
+from overflow_fast import OverflowGuard
+
+
+def test_a_norm_that_is_unfrozen_later():
+    model = norm_net()
+    optimizer, guard = watched(model)
+    with guard:
+        model[1].eval()
+        for _ in range(3):
+            step(model, optimizer)
+        model[1].train()
+        before = everything(model)
+        step(model, optimizer, BAD)
+        assert_same(everything(model), before)
+        for _ in range(3):
+            step(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.double(),
+        lambda model: model.to(torch.bfloat16).float(),
+        lambda model: setattr(model[1], "running_mean", torch.ones(4)),
+        lambda model: model.__setitem__(1, nn.BatchNorm1d(4)),
+        lambda model: model.append(nn.BatchNorm1d(1)),
+        lambda model: model.load_state_dict(norm_net().state_dict(), assign=True),
+    ],
+    ids=["cast", "cast twice", "assigned", "replaced", "added", "loaded"],
+)
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_models_that_change_after_the_guard_was_made(change, steps_before):
+    model = norm_net()
+    optimizer, guard = watched(model)
+    with guard:
+        for _ in range(steps_before):
+            step(model, optimizer)
+        change(model)
+        x = BAD.to(model[0].weight.dtype)
+        before = everything(model)
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        assert guard.last_step_skipped
+        assert_same(everything(model), before)
+
+
+def test_lazy_modules():
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.LazyLinear(1))
+    guard = OverflowGuard(model, torch.optim.SGD([torch.ones(1)]), "skip")
+    guard.remove()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        step(model, optimizer, BAD)
+        assert guard.last_step_skipped
+        assert_same(model[1].running_var, torch.ones(4))
+        assert_same(model[1].running_mean, torch.zeros(4))
+        step(model, optimizer)
+        before = everything(model)
+        step(model, optimizer, BAD)
+        assert_same(everything(model), before)
+
+
+def test_buffers_that_are_none_and_become_something():
+    def keep(self, x):
+        if self.cache is None:
+            self.cache = x.mean(0)
+
+    model = Stateful(keep, cache=None)
+    optimizer, guard = watched(model)
+    with guard:
+        step(model, optimizer, BAD)
+        assert model.cache is None
+
+
+def data_of(self, x):
+    self.last.data = x
+
+
+def set_to(self, x):
+    self.last.set_(x)
+
+
+@pytest.mark.parametrize("write", [data_of, set_to])
+@pytest.mark.parametrize("is_parameter", [False, True])
+def test_memory_that_a_forward_has_exchanged_is_not_written_to(write, is_parameter):
+    last = torch.zeros(5, 6)
+    last = nn.Parameter(last, requires_grad=False) if is_parameter else last
+    model = Stateful(write, last=last)
+    data = torch.stack([X, X + 1, BAD, X + 2])
+    original = data.clone()
+    optimizer, guard = watched(model)
+    with guard:
+        for x in data:
+            before = everything(model)
+            step(model, optimizer, x)
+            if guard.last_step_skipped:
+                assert_same(everything(model), before)
+        assert guard.num_skipped == 1
+    assert_same(data, original)
+
+
+def first_then_in_place(self, x):
+    if self.kept is None:
+        self.kept = x.mean(0)
+    else:
+        self.kept.lerp_(x.mean(0), 0.1)
+
+
+def in_place_then_anew(self, x):
+    self.kept[0] = x[0]
+    self.kept = self.kept.roll(1, 0)
+
+
+def parameter_anew(self, x):
+    self.kept = nn.Parameter(self.kept * 0.9 + x.mean(0), requires_grad=False)
+
+
+def registered(self, x):
+    if "kept" not in self._buffers:
+        self.register_buffer("kept", x.mean(0))
+    else:
+        self.kept.lerp_(x.mean(0), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("write", "buffers"),
+    [
+        (first_then_in_place, {"kept": None}),
+        (in_place_then_anew, {"kept": torch.zeros(3, 6)}),
+        (parameter_anew, {"kept": nn.Parameter(torch.zeros(6), requires_grad=False)}),
+        (registered, {}),
+    ],
+)
+@pytest.mark.parametrize("steps_before", [0, 1, 2])
+def test_buffers_that_are_replaced_and_written_to(write, buffers, steps_before):
+    buffers = (
+        {
+            name: value if value is None else value.clone()
+            for name, value in buffers.items()
+        }
+        if write is not parameter_anew
+        else buffers
+    )
+    model = Stateful(write, **buffers)
+    optimizer, guard = watched(model)
+    with guard:
+        for _ in range(steps_before):
+            step(model, optimizer)
+        before = everything(model)
+        step(model, optimizer, BAD)
+        assert guard.last_step_skipped
+        assert_same(everything(model), before)
+        step(model, optimizer)
+        assert not guard.last_step_skipped
