@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ class Outcome:
         modules: The modules' outputs that were bad, with their names, in order.
         error: What ended it, or None.
         seconds: The time that it took.
+        losses: What backward was called on, where that is a number.
     """
 
     bad_outputs: list[torch.Tensor] = field(default_factory=list)
@@ -51,6 +52,7 @@ class Outcome:
     modules: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     error: Exception | None = None
     seconds: float = 0.0
+    losses: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def is_clean(self) -> bool:
@@ -94,12 +96,18 @@ class Rerun:
         """Whether the calls compute the loss, and not only what it is made of."""
         return all(call.returns_loss for call in self.calls)
 
-    def run(self, armed: int = -1, calls: Sequence[KeptCall] | None = None) -> Outcome:
+    def run(
+        self,
+        armed: int = -1,
+        calls: Sequence[KeptCall] | None = None,
+        change: AbstractContextManager[object] | None = None,
+    ) -> Outcome:
         """Runs calls from the state in which the step began, up to the first bad one.
 
         Args:
             armed: The place of the call that a table is made of; -1 for none.
             calls: The calls; None for the kept ones.
+            change: What is tried: it is entered around the calls.
         """
         outcome = Outcome()
         begin = time.perf_counter()
@@ -111,6 +119,8 @@ class Rerun:
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.enable_grad())
                 self._state.begin()
+                if change is not None:
+                    stack.enter_context(change)
                 outcome = self._run_in_order(calls[:last], armed)
         except Exception as error:
             outcome.error = error
@@ -207,6 +217,7 @@ class Rerun:
                 if kinds and (call.returns_loss or kinds != NEGATIVE_INF):
                     outcome.bad_outputs.append(tensor)
             outcome.bad_held = any(kinds_of(gradient) for _, gradient in roots)
+            outcome.losses += [root.detach() for root in losses if root.numel() == 1]
         return roots
 
     def _look_at_state(self, outcome: Outcome) -> None:
