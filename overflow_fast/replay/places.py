@@ -25,7 +25,9 @@ _is_users: dict[str, bool] = {}
 
 # The code, the line and the instruction of each frame.
 Frames = tuple[tuple[CodeType, int, int], ...]
-Span = tuple[int, int, int, int]  # first line, last line, first and last column in UTF-8
+Span = tuple[
+    int, int, int, int
+]  # first line, last line, first and last column in UTF-8
 
 
 def users_frames() -> Frames:

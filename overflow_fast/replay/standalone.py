@@ -36,7 +36,7 @@ def explain(
         loss: Takes the batch, or the model and the batch, calls the model and returns
             what to call `backward()` on. None: the loss that the model returns.
         budget: How many forwards it may run to explain, and to try remedies.
-        checkpoints: Files of weights (`torch.save`, safetensors), the newest last. Where
+        checkpoints: Files of weights (`torch.save`, safetensors), the newest last. If
             weights are bad, the step is tried with those that are finite.
 
     Returns:

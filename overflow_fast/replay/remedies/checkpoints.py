@@ -59,7 +59,7 @@ def of_checkpoints(
 def _weights_in(
     path: Path, named: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], str]:
-    """The weights of the model that a file holds, by name, and the code to load them."""
+    """The weights of the model in a file, by name, and the code to load them."""
     held, code = _read(path)
     for key in _KEYS:
         inner = held.get(key)

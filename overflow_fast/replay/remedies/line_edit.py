@@ -28,7 +28,7 @@ class SourceFile:
         self._tree: ast.Module | None = None
 
     def node_at(self, span: Span) -> ast.AST | None:
-        """The expression or the augmented assignment that stands at a place, or None."""
+        """The expression or augmented assignment that stands at a place, or None."""
         if self._tree is None:
             try:
                 self._tree = ast.parse("".join(self.lines))
@@ -166,11 +166,12 @@ def _is_same(a: CodeType, b: CodeType) -> bool:
 
 def _running_codes(code: CodeType) -> list[CodeType]:
     """The code objects of live functions that are the same as one of a file."""
-    functions = (
-        each for each in gc.get_objects() if isinstance(each, FunctionType)
+    functions = (each for each in gc.get_objects() if isinstance(each, FunctionType))
+    return list(
+        {
+            id(f.__code__): f.__code__ for f in functions if _is_same(f.__code__, code)
+        }.values()
     )
-    return list({id(f.__code__): f.__code__ for f in functions
-                 if _is_same(f.__code__, code)}.values())
 
 
 def _runs_elsewhere(codes: set[CodeType]) -> bool:

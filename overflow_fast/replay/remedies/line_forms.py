@@ -9,10 +9,20 @@ from dataclasses import dataclass
 from ..explanation import Op
 from .line_edit import SourceFile
 
-# What is added below a root or a logarithm, and the largest argument of exp, by dtype.
+# What is added below a root or a logarithm, and the largest arguments of exp, by dtype.
 _EPS = {"float64": "1e-12", "float32": "1e-8", "bfloat16": "1e-6", "float16": "1e-4"}
-_WIDE_EPS = {"float64": "1e-7", "float32": "1e-6", "bfloat16": "1e-2", "float16": "1e-3"}
-_LOG_MAX = {"float64": 709, "float32": 88, "bfloat16": 88, "float16": 11}
+_WIDE_EPS = {
+    "float64": "1e-7",
+    "float32": "1e-6",
+    "bfloat16": "1e-2",
+    "float16": "1e-3",
+}
+_LOG_MAX = {
+    "float64": (700, 80),
+    "float32": (80, 20),
+    "bfloat16": (80, 20),
+    "float16": (10, 5),
+}
 _LOWEST = {"float16": "-1e4"}
 _OPERATORS: dict[type[ast.operator], tuple[str, str]] = {
     ast.Div: ("div", "/"),
@@ -29,15 +39,33 @@ _NAMESPACES = {
 }
 _ROOTS = {"sqrt", "rsqrt"}
 _LOGS = {"log", "log2", "log10"}
-_EXPS = {"exp": 1.0, "expm1": 1.0, "sinh": 1.0, "cosh": 1.0, "exp2": 1.4427}
+_EXPS = {"exp", "expm1", "sinh", "cosh", "exp2"}
 _NORMS = {"norm", "vector_norm"}
 _SPREADS = {"std": "var", "var": "var"}
 _ATTENTION = "scaled_dot_product_attention"
 _MEANS = ("mean", "loss", "cross_entropy", "median")  # in the names of operations
 _OF_TWO = {"matmul", "bmm", "mm", "mul", "add", "sub", "dot", "linear", "mse_loss"}
-_PRODUCTS = {"matmul", "bmm", "mm", "mul", "add", "sub",
-             "sum", "pow", "square", "cumsum", "dot", "norm", "vector_norm", "mean",
-             "prod", "var", "std", "mse_loss", "linear"}
+_PRODUCTS = {
+    "matmul",
+    "bmm",
+    "mm",
+    "mul",
+    "add",
+    "sub",
+    "sum",
+    "pow",
+    "square",
+    "cumsum",
+    "dot",
+    "norm",
+    "vector_norm",
+    "mean",
+    "prod",
+    "var",
+    "std",
+    "mse_loss",
+    "linear",
+}
 
 
 @dataclass(frozen=True)
@@ -133,9 +161,7 @@ class Written:
         """The expression with another keyword argument."""
         return self._written([], {**self._keywords, name: text})
 
-    def _written(
-        self, changed: Sequence[str | None], keywords: dict[str, str]
-    ) -> str:
+    def _written(self, changed: Sequence[str | None], keywords: dict[str, str]) -> str:
         node = self._node
         given = [*changed, *[None] * (len(self.operands) - len(changed))]
         if isinstance(node, (ast.BinOp, ast.AugAssign)):
@@ -202,7 +228,9 @@ def _of_root(written: Written, dtype: str) -> Iterator[Form]:
             written.with_operands(f"({first} + {eps})"),
         )
     if written.name == "pow":
-        yield Form(f"{eps} below the power", written.with_operands(f"({first} + {eps})"))
+        yield Form(
+            f"{eps} below the power", written.with_operands(f"({first} + {eps})")
+        )
     if written.name in _ROOTS | {"pow"}:
         yield Form(
             f"at least {eps} below the {'power' if written.name == 'pow' else 'root'}",
@@ -222,7 +250,15 @@ def _of_log(written: Written, dtype: str) -> Iterator[Form]:
             f"the logarithm of at least {wide}",
             written.with_operands(f"{first}.clamp(min={wide} - 1)"),
         )
-    if written.name in ("acos", "asin", "arccos", "arcsin", "atanh", "arctanh", "erfinv"):
+    if written.name in (
+        "acos",
+        "asin",
+        "arccos",
+        "arcsin",
+        "atanh",
+        "arctanh",
+        "erfinv",
+    ):
         yield Form(
             f"an argument of at most 1 - {wide}",
             written.with_operands(f"{first}.clamp({wide} - 1, 1 - {wide})"),
@@ -268,8 +304,17 @@ def _of_norm(written: Written, dtype: str) -> Iterator[Form]:
             f"{eps} inside the root of the deviation",
             f"({first}.var({written.argument}) + {eps}).sqrt()",
         )
-    if written.name in ("normalize", "cdist", "cosine_similarity", "pairwise_distance",
-                        "dist", "norm", "vector_norm", "atan2", "arctan2"):
+    if written.name in (
+        "normalize",
+        "cdist",
+        "cosine_similarity",
+        "pairwise_distance",
+        "dist",
+        "norm",
+        "vector_norm",
+        "atan2",
+        "arctan2",
+    ):
         yield Form(f"{eps} added", written.with_operands(f"({first} + {eps})"))
 
 
@@ -320,11 +365,11 @@ def _of_nothing(written: Written, op: str) -> Iterator[Form]:
 def _of_overflow(written: Written, dtype: str) -> Iterator[Form]:
     first = written.operands[0]
     if written.name in _EXPS:
-        largest = int(_LOG_MAX[dtype] * _EXPS[written.name])
-        yield Form(
-            f"an argument of at most {largest}",
-            written.with_operands(f"{first}.clamp(max={largest})"),
-        )
+        for largest in _LOG_MAX[dtype]:
+            yield Form(
+                f"an argument of at most {largest}",
+                written.with_operands(f"{first}.clamp(max={largest})"),
+            )
     if dtype == "float16" and written.name in _PRODUCTS and not written.is_statement:
         num = 2 if written.name in _OF_TWO else 1
         wide = [

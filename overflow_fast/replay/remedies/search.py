@@ -121,11 +121,13 @@ def _of_precision(failure: Failure, trials: Trials) -> Iterator[Any]:
         yield from _up_to_norms(failure, model, prefix, trials)
         yield from _of_modules(model, names[1:], trials)
     remedy = Remedy("bfloat16", "model.to(torch.bfloat16)")
-    if any(each.dtype == torch.float16 for m in models.values() for each in m.parameters()):
+    if any(
+        each.dtype == torch.float16 for m in models.values() for each in m.parameters()
+    ):
         text = "bfloat16 for the model"
     else:
         text = "bfloat16 for autocast"
-        remedy = Remedy(text, 'torch.autocast(device_type, dtype=torch.bfloat16)')
+        remedy = Remedy(text, "torch.autocast(device_type, dtype=torch.bfloat16)")
     remedy = Remedy(text, remedy.code)
     yield lambda: trials.attempt(remedy, in_bfloat16(models.values()))
 
@@ -191,7 +193,10 @@ def _around(model: torch.nn.Module, name: str) -> list[str]:
     """A module's name and those of the modules around it that are called."""
     names, modules = [], dict(model.named_modules())
     while name:
-        if type(modules.get(name)).forward is not torch.nn.Module.forward:
+        if (
+            getattr(type(modules.get(name)), "forward", None)
+            is not torch.nn.Module.forward
+        ):
             names.append(name)
         name = name.rpartition(".")[0]
     return names

@@ -6,11 +6,15 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import torch
 
 from ..explanation import Remedy
 from ..kept_call import KeptCall
 from ..kinds import kinds_of
 from ..rerun import Outcome, Rerun
+from .line_edit import NotEditableError
 
 _STEP_TIMES = 4.0
 _LEAST_SECONDS = 1.0
@@ -63,16 +67,23 @@ class Trials:
             remedy: The change in words and as code; its outcome is filled in.
             change: Makes the change while it is entered.
             calls: The calls with another batch; None for those of the step.
+
+        Raises:
+            NotEditableError: If the change could not be made.
         """
         given = self._calls if calls is None else calls
         outcome = self.rerun.run(calls=given, change=change)
+        if isinstance(outcome.error, NotEditableError):
+            raise outcome.error
         is_finite = outcome.is_clean
+        is_tried = not isinstance(outcome.error, torch.OutOfMemoryError)
         if is_finite and not self._is_whole(outcome):
             self._note_forward(remedy)
             return False
         loss = _loss_of(outcome) if is_finite else None
-        done = {**vars(remedy), "tried": True, "is_finite": is_finite, "loss": loss}
-        self.remedies.append(Remedy(**done))
+        self.remedies.append(
+            replace(remedy, tried=is_tried, is_finite=is_finite, loss=loss)
+        )
         return is_finite
 
     def _is_whole(self, outcome: Outcome) -> bool:
@@ -83,8 +94,8 @@ class Trials:
         """Notes what makes the forward finite where the loss could not be tried."""
         if not self.notes:
             self.notes.append(
-                f"Tried: {remedy.text} (`{remedy.code}`): the forward is finite; loss and "
-                "backward could not be tried: use `guard.run(lambda: loss)`."
+                f"Tried: {remedy.text} (`{remedy.code}`): the forward is finite; loss "
+                "and backward could not be tried: use `guard.run(lambda: loss)`."
             )
 
 
