@@ -18,6 +18,7 @@ from .kinds import is_float, tensors_in
 from .restore import random_states, set_random_states
 
 _MAX_HELD_BYTES = 2**26
+_NUM_SAMPLED = 64  # values of a tensor that is compared with itself later
 
 
 class Ambient:
@@ -80,7 +81,7 @@ class KeptCall:
         self.held: dict[int, torch.Tensor] = {}
         self.not_held = 0
         self.returns_loss = False
-        self._versions = [(t, _version(t)) for t in tensors_in(batch)]
+        self._versions = [(t, _version(t), _sample(t)) for t in tensors_in(batch)]
 
     @property
     def caller(self) -> int:
@@ -92,8 +93,15 @@ class KeptCall:
         return list(named_leaves(self.batch))
 
     def is_overwritten(self) -> bool:
-        """Whether the batch was written to since."""
-        return any(_version(tensor) != before for tensor, before in self._versions)
+        """Whether the batch was written to since.
+
+        Of writes that torch does not know of, as through NumPy, those on the CPU are seen
+        that change one of a few values.
+        """
+        return any(
+            _version(tensor) != before or not _is_equal(_sample(tensor), sample)
+            for tensor, before, sample in self._versions
+        )
 
     def hold_gradients(self, output: Any) -> None:
         """Has the gradients of what was returned held, by reference.
@@ -144,6 +152,22 @@ def _hold(held: dict[int, torch.Tensor], place: int, gradient: torch.Tensor) -> 
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else version_of(tensor)
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A few values of a tensor on the CPU, evenly spaced; None elsewhere."""
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    if not is_plain or not tensor.is_cpu or not tensor.is_contiguous():
+        return None
+    values = tensor.detach().view(-1)
+    return values[:: max(1, len(values) // _NUM_SAMPLED)].clone()
+
+
+def _is_equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether two samples have the same bits."""
+    if a is None or b is None:
+        return a is b
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def call_model(model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
