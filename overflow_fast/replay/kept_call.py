@@ -95,8 +95,8 @@ class KeptCall:
     def is_overwritten(self) -> bool:
         """Whether the batch was written to since.
 
-        Of writes that torch does not know of, as through NumPy, those on the CPU are seen
-        that change one of a few values.
+        Writes that torch does not count, as through NumPy, are seen on the CPU alone,
+        if they change one of a few values.
         """
         return any(
             _version(tensor) != before or not _is_equal(_sample(tensor), sample)
