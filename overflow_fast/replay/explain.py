@@ -12,7 +12,7 @@ from torch import nn
 
 from . import sample
 from .answers import Answers
-from .explanation import Explanation
+from .explanation import Artifact, Explanation
 from .finding import explain_culprit, first_bad_weight, named_row
 from .growth import growth_of
 from .incident import Incident
@@ -21,9 +21,11 @@ from .optimizer_step import explain_update
 from .places import module_of_parameter, names_of
 from .remedies.module_changes import with_weights
 from .remedies.search import Failure, find_remedies
+from .repro import repro_of
 from .rerun import Outcome, Rerun
 from .restore import KeptState
 from .rows import Row
+from .saved_step import saved_step
 from .slice import Culprit, ForwardRows, culprit_of
 
 BUDGET = 8
@@ -48,6 +50,7 @@ def investigate(
     start: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     budget: int = BUDGET,
     checkpoints: Sequence[str | os.PathLike[str]] = (),
+    artifact_bytes: int = 0,
 ) -> Explanation:
     """Replays a step and says why it is not finite. Everything is put back afterwards.
 
@@ -58,6 +61,7 @@ def investigate(
         start: Buffers and what was in them when the step began.
         budget: How many forwards it may run; as many again for remedies.
         checkpoints: Files of weights to try where weights are bad, the newest last.
+        artifact_bytes: How many bytes of tensors its artifacts may have; 0 for none.
     """
     begin = time.perf_counter()
     found, rerun = Explanation(), None
@@ -79,8 +83,10 @@ def investigate(
             )
         else:
             with KeptState(models, start) as state:
-                rerun = Rerun(models, calls, state)
-                found = _Search(rerun, incident, budget, checkpoints).run()
+                rerun = Rerun(models, calls, state, artifact_bytes > 0)
+                found = _Search(
+                    rerun, incident, budget, checkpoints, artifact_bytes
+                ).run()
                 found.notes += state.lost
     except Exception as error:
         text = str(error).splitlines()
@@ -88,9 +94,27 @@ def investigate(
             f"The explanation ended early: {type(error).__name__}: "
             f"{text[0][:120] if text else ''}."
         )
+    if artifact_bytes and calls:
+        found.artifacts += _saved(models, calls, start, artifact_bytes, found)
     found.replays = 0 if rerun is None else rerun.num_forwards
     found.seconds = time.perf_counter() - begin
     return found
+
+
+def _saved(
+    models: Mapping[str, nn.Module],
+    calls: Sequence[KeptCall],
+    start: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    most: int,
+    found: Explanation,
+) -> list[Artifact]:
+    """The files of the step, or a note on why there are none."""
+    used = sum(t.nbytes for each in found.artifacts for t in each.tensors.values())
+    try:
+        return saved_step(models, calls, start, most - used)
+    except Exception as error:
+        found.notes.append(f"The step was not saved: {type(error).__name__}: {error}.")
+        return []
 
 
 def _without_replay(
@@ -118,7 +142,9 @@ class _Search:
         incident: Incident | None,
         budget: int,
         checkpoints: Sequence[str | os.PathLike[str]],
+        artifact_bytes: int,
     ) -> None:
+        self._artifact_bytes = artifact_bytes
         self._rerun = rerun
         self._checkpoints = checkpoints
         self._incident = incident
@@ -163,6 +189,9 @@ class _Search:
         if found.cause == "range overflow":
             self._test_growth(found)
         sample.find(found, culprit, self._rerun, place, self.may_run)
+        call = culprit.source.call if isinstance(culprit.source, Row) else None
+        if call is not None:
+            found.artifacts += repro_of(call, found, self._artifact_bytes)
         self._try_remedies(found, culprit, rows, place)
         return found
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
 
 PHASES = ("forward", "backward", "optimizer", "data", "weights")
 CAUSES = (
@@ -88,6 +91,21 @@ class Op:
 
 
 @dataclass(frozen=True)
+class Artifact:
+    """A file that an explanation leaves where evidence is kept.
+
+    Attributes:
+        name: The file's name.
+        text: Its text; "" for a file of tensors.
+        tensors: Its tensors, by name, on the CPU.
+    """
+
+    name: str
+    text: str = ""
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Remedy:
     """A change that was tried on the very step that is explained.
 
@@ -163,6 +181,7 @@ class Explanation:
         replays: How often the step's forward was run.
         seconds: The time that the explanation took.
         remedies: What was tried on this step, what made it finite first.
+        artifacts: The files that it leaves, where evidence is kept.
     """
 
     phase: str = ""
@@ -178,6 +197,17 @@ class Explanation:
     replays: int = 0
     seconds: float = 0.0
     remedies: list[Remedy] = field(default_factory=list)
+    artifacts: list[Artifact] = field(default_factory=list, repr=False, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The explanation as dicts, lists, texts and numbers, without the artifacts."""
+        whole = replace(self, artifacts=[])
+        sample = self.sample
+        return {
+            **{k: v for k, v in asdict(whole).items() if k != "artifacts"},
+            "sample": None if sample is None else int(sample),
+            "dataset_index": None if sample is None else sample.dataset,
+        }
 
     def __str__(self) -> str:
         """The explanation in at most eight lines."""

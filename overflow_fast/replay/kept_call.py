@@ -42,6 +42,49 @@ class Ambient:
         ]
         self._caches = torch.is_autocast_cache_enabled()
 
+    def as_plain(self, put: Callable[[torch.Tensor], str]) -> dict[str, Any]:
+        """All of it as JSON.
+
+        Args:
+            put: Keeps a tensor, and returns its name.
+        """
+        return {
+            "random": [[str(d) if d else "", put(state)] for d, state in self._random],
+            "python": self._pythons,
+            "training": self._training,
+            "autocast": [
+                [t, is_on, str(dtype)[6:]] for t, is_on, dtype in self._autocast
+            ],
+            "caches": self._caches,
+        }
+
+    @classmethod
+    def of_plain(
+        cls, plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    ) -> Ambient:
+        """Makes it of JSON; states of devices that are not here are left out.
+
+        Args:
+            plain: What `as_plain()` returned.
+            tensors: The tensors that it kept.
+        """
+        ambient = cls.__new__(cls)
+        ambient._random = [
+            (torch.device(device) if device else None, tensors[name].to(torch.uint8))
+            for device, name in plain["random"]
+            if not device or _is_here(torch.device(device))
+        ]
+        version, numbers, gauss = plain["python"]
+        ambient._pythons = version, tuple(numbers), gauss
+        ambient._training = plain["training"]
+        ambient._autocast = [
+            (type, is_on, getattr(torch, dtype))
+            for type, is_on, dtype in plain["autocast"]
+            if torch.amp.is_autocast_available(type)
+        ]
+        ambient._caches = plain["caches"]
+        return ambient
+
     @contextmanager
     def applied(self, models: Iterable[nn.Module]) -> Iterator[None]:
         """Sets all of it; autocast is as it was afterwards, the rest is not."""
@@ -128,6 +171,16 @@ class KeptCall:
 class ModelCall(KeptCall):
     """A kept call of a model, with its positional and its keyword arguments."""
 
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        batch: tuple[tuple[Any, ...], dict[str, Any]],
+        ambient: Ambient,
+    ) -> ModelCall:
+        """Makes the call of a model with its arguments."""
+        return cls(functools.partial(call_model, model), batch, ambient)
+
     @property
     def caller(self) -> int:
         """Which model it is of."""
@@ -138,12 +191,17 @@ class ModelCall(KeptCall):
         """The tensors among the arguments, by the names of the parameters."""
         function: Any = self.function
         args, kwargs = self.batch
-        try:
-            names = list(inspect.signature(function.args[0].forward).parameters)
-        except (TypeError, ValueError):
-            names = []
+        names = parameter_names(function.args[0].forward)
         names += [f"input[{i}]" for i in range(len(names), len(args))]
         return list(named_leaves({**dict(zip(names, args, strict=False)), **kwargs}))
+
+
+def parameter_names(function: Callable[..., Any]) -> list[str]:
+    """The names of a function's parameters; none if it does not tell."""
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
 
 
 def _hold(held: dict[int, torch.Tensor], place: int, gradient: torch.Tensor) -> None:
@@ -152,6 +210,11 @@ def _hold(held: dict[int, torch.Tensor], place: int, gradient: torch.Tensor) -> 
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else version_of(tensor)
+
+
+def _is_here(device: torch.device) -> bool:
+    module = torch.get_device_module(device)
+    return bool(module.is_available()) and (device.index or 0) < module.device_count()
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -74,6 +74,7 @@ class Rerun:
         models: The models, by what their modules' names begin with.
         calls: What was kept.
         state: The kept state; it is entered.
+        keeps_calls: Keep the arguments of operations that make bad values.
 
     Attributes:
         num_forwards: How many forwards were run.
@@ -84,7 +85,9 @@ class Rerun:
         models: Mapping[str, nn.Module],
         calls: Sequence[KeptCall],
         state: KeptState,
+        keeps_calls: bool = False,
     ) -> None:
+        self._keeps_calls = keeps_calls
         self.models = models
         self.calls = list(calls)
         self._state = state
@@ -187,7 +190,7 @@ class Rerun:
         leaves = [Leaf("batch", name, tensor) for name, tensor in call.leaves()]
         leaves += [Leaf(*found) for found in names_of(self.models)]
         leaves += [Leaf("gradient", "", held) for held in call.held.values()]
-        outcome.table = OpTable(modules, leaves)
+        outcome.table = OpTable(modules, leaves, self._keeps_calls)
         stack.enter_context(modules)
         stack.enter_context(outcome.table)
 

@@ -275,7 +275,7 @@ def test_samples_that_are_bad_are_left_out():
     (remedy,) = found.remedies
     assert remedy.is_recommended and "2 of 6 samples" in remedy.text
     wanted = model(x[[0, 1, 3, 5]]).pow(2).mean()
-    assert remedy.loss == pytest.approx(float(wanted))
+    assert remedy.loss == pytest.approx(wanted.item())
 
 
 def save(path, model, key=None):
