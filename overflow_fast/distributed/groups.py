@@ -68,6 +68,22 @@ def shared(groups: Iterable[Any]) -> list[Any]:
     return [group for group in found if dist.get_world_size(group) > 1]
 
 
+def replicating_group(parameter: torch.Tensor, ddp: Any) -> Any:
+    """The process group of the ranks that hold the same bits of a parameter, or None.
+
+    Args:
+        parameter: The parameter; of a DTensor, its mesh says who shares it.
+        ddp: The DistributedDataParallel around it, or None.
+    """
+    if ddp is not None:
+        return ddp.process_group
+    mesh = mesh_of(parameter)
+    if mesh is None or mesh.get_coordinate() is None:
+        return None
+    dims = [d for d, each in enumerate(parameter.placements) if each.is_replicate()]  # type: ignore[attr-defined]
+    return mesh.get_group(dims[0]) if dims else None
+
+
 def _groups_of(module: nn.Module) -> Sequence[Any]:
     if has_base(type(module), _DATA_PARALLEL):
         # FSDP with hybrid sharding has a second one.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 from ..torch_internals.running import is_recorded
 from .buffer_copies import BufferCopies
 from .functions import Captured
-from .kept_call import Ambient, KeptCall, ModelCall, call_model
+from .kept_call import Ambient, KeptCall, ModelCall
 from .restore import devices_of
 
 _MAX_KEPT = 8
@@ -40,7 +39,7 @@ class Capture:
         self._buffers.take(model)
         ambient = Ambient(model, self._devices_of(model))
         batch = (tuple(map(_copied, args)), {k: _copied(v) for k, v in kwargs.items()})
-        self._open = ModelCall(functools.partial(call_model, model), batch, ambient)
+        self._open = ModelCall.of(model, batch, ambient)
 
     def end(self, output: Any) -> None:
         """Keeps the gradients that its output will get."""

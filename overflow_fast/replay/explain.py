@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 
@@ -11,15 +12,20 @@ from torch import nn
 
 from . import sample
 from .answers import Answers
-from .explanation import Explanation
-from .finding import explain_culprit, first_bad_weight
+from .explanation import Artifact, Explanation
+from .finding import explain_culprit, first_bad_weight, named_row
 from .growth import growth_of
 from .incident import Incident
 from .kept_call import KeptCall
 from .optimizer_step import explain_update
 from .places import module_of_parameter, names_of
+from .remedies.module_changes import with_weights
+from .remedies.search import Failure, find_remedies
+from .repro import repro_of
 from .rerun import Outcome, Rerun
 from .restore import KeptState
+from .rows import Row
+from .saved_step import saved_step
 from .slice import Culprit, ForwardRows, culprit_of
 
 BUDGET = 8
@@ -43,6 +49,8 @@ def investigate(
     *,
     start: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     budget: int = BUDGET,
+    checkpoints: Sequence[str | os.PathLike[str]] = (),
+    artifact_bytes: int = 0,
 ) -> Explanation:
     """Replays a step and says why it is not finite. Everything is put back afterwards.
 
@@ -51,7 +59,9 @@ def investigate(
         calls: The calls of the step.
         incident: What a guard saw; None where nobody watched.
         start: Buffers and what was in them when the step began.
-        budget: How many forwards it may run.
+        budget: How many forwards it may run; as many again for remedies.
+        checkpoints: Files of weights to try where weights are bad, the newest last.
+        artifact_bytes: How many bytes of tensors its artifacts may have; 0 for none.
     """
     begin = time.perf_counter()
     found, rerun = Explanation(), None
@@ -59,6 +69,11 @@ def investigate(
         known = None if incident is None else _without_replay(models, incident)
         if known is not None:
             found = known
+            if checkpoints and calls and not _has_peers():
+                with KeptState(models, start) as state:
+                    rerun = Rerun(models, calls, state)
+                    failure = Failure(found, None, calls[0], checkpoints=checkpoints)
+                    find_remedies(failure, rerun, budget, 0.0)
         elif _has_peers():
             found.notes.append(_NOT_ALONE)
         elif not calls:
@@ -68,8 +83,10 @@ def investigate(
             )
         else:
             with KeptState(models, start) as state:
-                rerun = Rerun(models, calls, state)
-                found = _Search(rerun, incident, budget).run()
+                rerun = Rerun(models, calls, state, artifact_bytes > 0)
+                found = _Search(
+                    rerun, incident, budget, checkpoints, artifact_bytes
+                ).run()
                 found.notes += state.lost
     except Exception as error:
         text = str(error).splitlines()
@@ -77,9 +94,27 @@ def investigate(
             f"The explanation ended early: {type(error).__name__}: "
             f"{text[0][:120] if text else ''}."
         )
+    if artifact_bytes and calls:
+        found.artifacts += _saved(models, calls, start, artifact_bytes, found)
     found.replays = 0 if rerun is None else rerun.num_forwards
     found.seconds = time.perf_counter() - begin
     return found
+
+
+def _saved(
+    models: Mapping[str, nn.Module],
+    calls: Sequence[KeptCall],
+    start: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    most: int,
+    found: Explanation,
+) -> list[Artifact]:
+    """The files of the step, or a note on why there are none."""
+    used = sum(t.nbytes for each in found.artifacts for t in each.tensors.values())
+    try:
+        return saved_step(models, calls, start, most - used)
+    except Exception as error:
+        found.notes.append(f"The step was not saved: {type(error).__name__}: {error}.")
+        return []
 
 
 def _without_replay(
@@ -101,8 +136,17 @@ def _without_replay(
 class _Search:
     """One explanation in the making."""
 
-    def __init__(self, rerun: Rerun, incident: Incident | None, budget: int) -> None:
+    def __init__(
+        self,
+        rerun: Rerun,
+        incident: Incident | None,
+        budget: int,
+        checkpoints: Sequence[str | os.PathLike[str]],
+        artifact_bytes: int,
+    ) -> None:
+        self._artifact_bytes = artifact_bytes
         self._rerun = rerun
+        self._checkpoints = checkpoints
         self._incident = incident
         self._budget = budget
         self._begin = time.perf_counter()
@@ -142,12 +186,47 @@ class _Search:
             found.tensor = self._only_gradient(armed, culprit)
         self._name_accumulated(found, culprit)
         self._answers.note_overwritten(found)
-        growth = growth_of(self._rerun.models, self._incident)
-        if found.cause == "range overflow" and growth:
-            found.cause = "divergence"
-            found.evidence.insert(0, growth)
+        if found.cause == "range overflow":
+            self._test_growth(found)
         sample.find(found, culprit, self._rerun, place, self.may_run)
+        call = culprit.source.call if isinstance(culprit.source, Row) else None
+        if call is not None:
+            found.artifacts += repro_of(call, found, self._artifact_bytes)
+        self._try_remedies(found, culprit, rows, place)
         return found
+
+    def _try_remedies(
+        self, found: Explanation, culprit: Culprit, rows: ForwardRows, place: int
+    ) -> None:
+        source = culprit.source
+        failure = Failure(
+            found,
+            None,
+            self._rerun.calls[place],
+            self._incident,
+            checkpoints=self._checkpoints,
+        )
+        if isinstance(source, Row):
+            failure.row = named_row(source, rows)
+            failure.modules = rows.modules_from(failure.row)
+        else:
+            failure.bad = source.tensor
+        find_remedies(failure, self._rerun, self._budget, self._step_seconds)
+
+    def _test_growth(self, found: Explanation) -> None:
+        """Tests whether it is the size of the weights: they are scaled back."""
+        models = self._rerun.models
+        growth = growth_of(models, self._incident)
+        if growth is None:
+            return
+        found.evidence.insert(0, growth.text)
+        if not self.may_run():
+            return
+        named = {name: tensor for _, name, tensor in names_of(models)}
+        change = with_weights(named, growth.scaled_back(models))
+        if not self._rerun.run(change=change).bad_outputs:
+            found.cause = "divergence"
+            found.evidence[0] += "; with weights as large as before it is finite"
 
     def _last(self) -> int:
         return len(self._rerun.calls) - 1

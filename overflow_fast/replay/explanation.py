@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
 
 PHASES = ("forward", "backward", "optimizer", "data", "weights")
 CAUSES = (
@@ -87,6 +90,60 @@ class Op:
         return f"{os.path.basename(self.file)}:{self.line}" if self.file else ""
 
 
+@dataclass(frozen=True)
+class Artifact:
+    """A file that an explanation leaves where evidence is kept.
+
+    Attributes:
+        name: The file's name.
+        text: Its text; "" for a file of tensors.
+        tensors: Its tensors, by name, on the CPU.
+    """
+
+    name: str
+    text: str = ""
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change that was tried on the very step that is explained.
+
+    Attributes:
+        text: What is changed, in words, such as "1e-8 inside the sqrt".
+        code: The code of the change. It replaces the lines `line` to `last_line` of
+            `file` where there is a file; else it is called before the run.
+        tried: Whether the step was replayed with it.
+        is_finite: Whether its outputs, loss and gradients were finite then.
+        loss: The loss that came out; None if it is not known.
+        file: The file of the line that it replaces, or "".
+        line: The number of the first line that it replaces, or 0.
+        last_line: That of the last one.
+    """
+
+    text: str
+    code: str = ""
+    tried: bool = True
+    is_finite: bool = False
+    loss: float | None = None
+    file: str = ""
+    line: int = 0
+    last_line: int = 0
+
+    @property
+    def is_recommended(self) -> bool:
+        """Whether it was tried, and made the step finite."""
+        return self.tried and self.is_finite
+
+    def __str__(self) -> str:
+        """The remedy, where it belongs and what came of it, in one line."""
+        place = f"{os.path.basename(self.file)}:{self.line}: " if self.file else ""
+        loss = "" if self.loss is None else f", loss {self.loss:.4g}"
+        outcome = f"finite{loss}" if self.is_finite else "not finite"
+        code = f": {self.code}" if self.code else ""
+        return f"{place}{self.text}{code} - {outcome if self.tried else 'not tried'}"
+
+
 class Sample(int):
     """The index of a sample in the batch.
 
@@ -123,6 +180,8 @@ class Explanation:
         notes: What could not be found out, and why, in sentences.
         replays: How often the step's forward was run.
         seconds: The time that the explanation took.
+        remedies: What was tried on this step, what made it finite first.
+        artifacts: The files that it leaves, where evidence is kept.
     """
 
     phase: str = ""
@@ -137,6 +196,18 @@ class Explanation:
     notes: list[str] = field(default_factory=list)
     replays: int = 0
     seconds: float = 0.0
+    remedies: list[Remedy] = field(default_factory=list)
+    artifacts: list[Artifact] = field(default_factory=list, repr=False, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The explanation as dicts, lists, texts and numbers, without the artifacts."""
+        whole = replace(self, artifacts=[])
+        sample = self.sample
+        return {
+            **{k: v for k, v in asdict(whole).items() if k != "artifacts"},
+            "sample": None if sample is None else int(sample),
+            "dataset_index": None if sample is None else sample.dataset,
+        }
 
     def __str__(self) -> str:
         """The explanation in at most eight lines."""
@@ -145,15 +216,23 @@ class Explanation:
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         yield "cause", self._headline()
-        for sentence in self.evidence[:_FEW]:
+        for sentence in self.evidence[: 2 if self.remedies else _FEW]:
             yield "evidence", sentence
         if self.sample is not None:
             yield "sample", self._sample_text()
+        yield from self._remedy_rows()
         if len(self.chain) > 1:
             yield "chain", _shortened(self.chain)
         for sentence in self.notes[:2]:
             yield "note", sentence
         yield "replays", f"{self.replays} forwards, {self.seconds:.2f} s"
+
+    def _remedy_rows(self) -> Iterator[tuple[str, str]]:
+        for remedy in [each for each in self.remedies if each.is_recommended][:2]:
+            yield "tried", str(remedy)
+        failed = [each.text for each in self.remedies if not each.is_recommended]
+        if failed:
+            yield "no help", "; ".join(failed)
 
     def _headline(self) -> str:
         return f"{self._what()}{self._where()}"

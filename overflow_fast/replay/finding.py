@@ -106,7 +106,7 @@ def _of_row(row: Row, forward_rows: ForwardRows, in_gradients: bool) -> Explanat
     forward = forward_rows.of(row) if row.in_backward else row
     is_backward = in_gradients or row.in_backward
     found = Explanation("backward" if is_backward else "forward")
-    named = row if row.custom or forward is None else forward
+    named = named_row(row, forward_rows)
     if row.in_backward and row.variable is not None:
         found.evidence.append("it arose where gradients are added up")
     if forward is not None:
@@ -124,6 +124,12 @@ def _of_row(row: Row, forward_rows: ForwardRows, in_gradients: bool) -> Explanat
         found.cause = _cause_of(details, is_backward)
         found.evidence += _evidence(details, found.op)
     return found
+
+
+def named_row(row: Row, forward_rows: ForwardRows) -> Row:
+    """The operation that is named: of a derivative, that of the forward."""
+    forward = forward_rows.of(row) if row.in_backward else row
+    return row if row.custom or forward is None else forward
 
 
 def _cause_of(details: Details, is_backward: bool) -> str:

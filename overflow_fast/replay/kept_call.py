@@ -18,6 +18,7 @@ from .kinds import is_float, tensors_in
 from .restore import random_states, set_random_states
 
 _MAX_HELD_BYTES = 2**26
+_NUM_SAMPLED = 64  # values of a tensor that is compared with itself later
 
 
 class Ambient:
@@ -40,6 +41,49 @@ class Ambient:
             for type in types
         ]
         self._caches = torch.is_autocast_cache_enabled()
+
+    def as_plain(self, put: Callable[[torch.Tensor], str]) -> dict[str, Any]:
+        """All of it as JSON.
+
+        Args:
+            put: Keeps a tensor, and returns its name.
+        """
+        return {
+            "random": [[str(d) if d else "", put(state)] for d, state in self._random],
+            "python": self._pythons,
+            "training": self._training,
+            "autocast": [
+                [t, is_on, str(dtype)[6:]] for t, is_on, dtype in self._autocast
+            ],
+            "caches": self._caches,
+        }
+
+    @classmethod
+    def of_plain(
+        cls, plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    ) -> Ambient:
+        """Makes it of JSON; states of devices that are not here are left out.
+
+        Args:
+            plain: What `as_plain()` returned.
+            tensors: The tensors that it kept.
+        """
+        ambient = cls.__new__(cls)
+        ambient._random = [
+            (torch.device(device) if device else None, tensors[name].to(torch.uint8))
+            for device, name in plain["random"]
+            if not device or _is_here(torch.device(device))
+        ]
+        version, numbers, gauss = plain["python"]
+        ambient._pythons = version, tuple(numbers), gauss
+        ambient._training = plain["training"]
+        ambient._autocast = [
+            (type, is_on, getattr(torch, dtype))
+            for type, is_on, dtype in plain["autocast"]
+            if torch.amp.is_autocast_available(type)
+        ]
+        ambient._caches = plain["caches"]
+        return ambient
 
     @contextmanager
     def applied(self, models: Iterable[nn.Module]) -> Iterator[None]:
@@ -80,7 +124,7 @@ class KeptCall:
         self.held: dict[int, torch.Tensor] = {}
         self.not_held = 0
         self.returns_loss = False
-        self._versions = [(t, _version(t)) for t in tensors_in(batch)]
+        self._versions = [(t, _version(t), _sample(t)) for t in tensors_in(batch)]
 
     @property
     def caller(self) -> int:
@@ -92,8 +136,15 @@ class KeptCall:
         return list(named_leaves(self.batch))
 
     def is_overwritten(self) -> bool:
-        """Whether the batch was written to since."""
-        return any(_version(tensor) != before for tensor, before in self._versions)
+        """Whether the batch was written to since.
+
+        Writes that torch does not count, as through NumPy, are seen on the CPU alone,
+        if they change one of a few values.
+        """
+        return any(
+            _version(tensor) != before or not _is_equal(_sample(tensor), sample)
+            for tensor, before, sample in self._versions
+        )
 
     def hold_gradients(self, output: Any) -> None:
         """Has the gradients of what was returned held, by reference.
@@ -120,6 +171,16 @@ class KeptCall:
 class ModelCall(KeptCall):
     """A kept call of a model, with its positional and its keyword arguments."""
 
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        batch: tuple[tuple[Any, ...], dict[str, Any]],
+        ambient: Ambient,
+    ) -> ModelCall:
+        """Makes the call of a model with its arguments."""
+        return cls(functools.partial(call_model, model), batch, ambient)
+
     @property
     def caller(self) -> int:
         """Which model it is of."""
@@ -130,12 +191,17 @@ class ModelCall(KeptCall):
         """The tensors among the arguments, by the names of the parameters."""
         function: Any = self.function
         args, kwargs = self.batch
-        try:
-            names = list(inspect.signature(function.args[0].forward).parameters)
-        except (TypeError, ValueError):
-            names = []
+        names = parameter_names(function.args[0].forward)
         names += [f"input[{i}]" for i in range(len(names), len(args))]
         return list(named_leaves({**dict(zip(names, args, strict=False)), **kwargs}))
+
+
+def parameter_names(function: Callable[..., Any]) -> list[str]:
+    """The names of a function's parameters; none if it does not tell."""
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
 
 
 def _hold(held: dict[int, torch.Tensor], place: int, gradient: torch.Tensor) -> None:
@@ -144,6 +210,27 @@ def _hold(held: dict[int, torch.Tensor], place: int, gradient: torch.Tensor) -> 
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else version_of(tensor)
+
+
+def _is_here(device: torch.device) -> bool:
+    module = torch.get_device_module(device)
+    return bool(module.is_available()) and (device.index or 0) < module.device_count()
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A few values of a tensor on the CPU, evenly spaced; None elsewhere."""
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    if not is_plain or not tensor.is_cpu or not tensor.is_contiguous():
+        return None
+    values = tensor.detach().view(-1)
+    return values[:: max(1, len(values) // _NUM_SAMPLED)].clone()
+
+
+def _is_equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether two samples have the same bits."""
+    if a is None or b is None:
+        return a is b
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def call_model(model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..torch_internals.replay_internals import schema_of, storage_id
+from ..torch_internals.tensor_internals import version_of
 from .kinds import is_float, tensors_in
 from .memory import storages
 
@@ -46,6 +47,7 @@ class OpCall:
         self.written: list[torch.Tensor] = []
         self._overwritten: list[torch.Tensor] = []
         self.kept: dict[int, torch.Tensor] = {}
+        self._versions: list[tuple[torch.Tensor, int]] = []
         schema = schema_of(func)
         if schema is not None and (schema.is_mutable or "batch_norm" in self.base):
             self._note_written(schema)
@@ -82,6 +84,20 @@ class OpCall:
         for tensor in self.written:
             if not any(tensor is each for each in self._overwritten):
                 self.kept[id(tensor)] = tensor.detach().clone()
+
+    def note_versions(self) -> None:
+        """Notes how often what it reads alone was written to."""
+        self._versions = [
+            (tensor, version_of(tensor))
+            for tensor in tensors_in((self.args, self.kwargs))
+            if not tensor.is_inference()
+            if not any(tensor is each for each in self.written)
+        ]
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether nobody has written to its arguments since it ran."""
+        return all(version_of(tensor) == before for tensor, before in self._versions)
 
     def fresh(self, output: Any) -> list[torch.Tensor]:
         """What it returns in memory of its own."""

@@ -42,14 +42,21 @@ class OpTable(TorchDispatchMode):
     Args:
         modules: Knows which module runs.
         leaves: The tensors that are there before, by what they are.
+        keeps_calls: Keep the arguments of operations that made bad values.
 
     Attributes:
         rows: The operations, in order.
         kinds: Knows which kinds of non-finite values tensors hold.
     """
 
-    def __init__(self, modules: ModuleStack, leaves: Sequence[Leaf]) -> None:
+    def __init__(
+        self,
+        modules: ModuleStack,
+        leaves: Sequence[Leaf],
+        keeps_calls: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._keeps_calls = keeps_calls
         self.rows: list[Row] = []
         self.kinds = Kinds()
         self._modules = modules
@@ -163,6 +170,9 @@ class OpTable(TorchDispatchMode):
         if self._num_details < _MAX_DETAILS:
             self._num_details += 1
             row.details = details_of(op, bad, output, self._sums.counts_in(op))
+            if self._keeps_calls:
+                row.call = op
+                op.note_versions()
         # A mask's infs may change their sign; what overflows beside them is news.
         is_overflow = row.details is not None and row.details.is_overflow
         row.is_meant = has_masks and not row.kinds & NAN and not is_overflow

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from .culprit import NOT_TRIED
-from .explanation import Explanation, Op
+from .explanation import Explanation, Op, Remedy
 from .incident import Incident
 from .op_table import OpTable
 from .places import ModuleStack, code_at, module_of_parameter, stack_of
 from .slice import culprit_of
 
+# A usual eps that the dtype holds.
+_EPS = {torch.float16: 1e-4, torch.bfloat16: 1e-8, torch.float32: 1e-8}
 _BETWEEN = (
     "{} was finite when the step before was judged: the optimizer's step made it "
     "non-finite, or code between the two"
@@ -88,11 +90,28 @@ def _made_again(
     width = f"in float64 it is finite: a number is 0 or inf in {dtype}" * is_finite
     zeros = [name for name in ("eps",) if _is_zero(group.get(name), parameter.dtype)]
     eps = "".join(f" ({name}={group[name]:g} is 0 there)" for name in zeros)
+    if is_finite and zeros:
+        found.remedies = list(_other_eps(optimizer, group, parameter))
     found.evidence.append(
         f"the step made again with gradients of 0 makes {num} of these {most} values "
         f"non-finite; {width or 'in float64 too'}{eps * is_finite}"
     )
     return found
+
+
+def _other_eps(
+    optimizer: Any, group: dict[str, Any], parameter: torch.Tensor
+) -> Iterator[Remedy]:
+    """Makes the step again with an eps that the dtype can hold."""
+    eps = _EPS[parameter.dtype]
+    twin = _Twin(optimizer, {**group, "eps": eps}, parameter, parameter.dtype)
+    twin.step()
+    name = type(optimizer).__name__
+    yield Remedy(
+        f"eps={eps:g} instead of {group['eps']:g} (with gradients of 0)",
+        f"{name}(..., eps={eps:g})",
+        is_finite=bool(twin.parameter.isfinite().all()),
+    )
 
 
 def _is_zero(value: Any, dtype: torch.dtype) -> bool:

@@ -23,7 +23,11 @@ _DEMO = os.path.join(_PACKAGE, "demo")
 _ENGINE = "_engine_run_backward"
 _is_users: dict[str, bool] = {}
 
-Frames = tuple[tuple[CodeType, int], ...]
+# The code, the line and the instruction of each frame.
+Frames = tuple[tuple[CodeType, int, int], ...]
+Span = tuple[
+    int, int, int, int
+]  # first line, last line, first and last column in UTF-8
 
 
 def users_frames() -> Frames:
@@ -32,14 +36,14 @@ def users_frames() -> Frames:
     In a backward, those that run inside of autograd's engine only: of a custom
     Function, a hook, or a checkpoint that computes its forward again.
     """
-    found: list[tuple[CodeType, int]] = []
+    found: list[tuple[CodeType, int, int]] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and len(found) < _MAX_FRAMES:
         code = frame.f_code
         if code.co_name == _ENGINE:
             break
         if _is_of_user(code.co_filename):
-            found.append((code, frame.f_lineno))
+            found.append((code, frame.f_lineno, frame.f_lasti))
         frame = frame.f_back
     return tuple(found)
 
@@ -58,7 +62,7 @@ def stack_of(frames: Frames) -> list[str]:
     """Frames as text, the outermost first."""
     return [
         f"{code.co_filename}:{line} in {code.co_name}"
-        for code, line in reversed(frames)
+        for code, line, _ in reversed(frames)
     ]
 
 
@@ -66,8 +70,25 @@ def code_at(frames: Frames) -> tuple[str, int, str]:
     """The file, the number and the text of the innermost line."""
     if not frames:
         return "", 0, ""
-    code, line = frames[0]
+    code, line, _ = frames[0]
     return code.co_filename, line, linecache.getline(code.co_filename, line).strip()
+
+
+def span_of(frames: Frames) -> Span | None:
+    """Where the innermost call stands in its file; None if Python does not tell.
+
+    Python knows it from 3.11 on.
+    """
+    if not frames or not hasattr(frames[0][0], "co_positions"):
+        return None
+    code, _, instruction = frames[0]
+    positions = list(code.co_positions())
+    place = instruction // 2
+    found = positions[place] if 0 <= place < len(positions) else (None,) * 4
+    first, last, begin, end = found
+    if first is None or last is None or begin is None or end is None:
+        return None
+    return first, last, begin, end
 
 
 class ModuleStack:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ class Outcome:
         modules: The modules' outputs that were bad, with their names, in order.
         error: What ended it, or None.
         seconds: The time that it took.
+        losses: What backward was called on, where that is a number.
     """
 
     bad_outputs: list[torch.Tensor] = field(default_factory=list)
@@ -51,6 +52,7 @@ class Outcome:
     modules: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     error: Exception | None = None
     seconds: float = 0.0
+    losses: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def is_clean(self) -> bool:
@@ -72,6 +74,7 @@ class Rerun:
         models: The models, by what their modules' names begin with.
         calls: What was kept.
         state: The kept state; it is entered.
+        keeps_calls: Keep the arguments of operations that make bad values.
 
     Attributes:
         num_forwards: How many forwards were run.
@@ -82,7 +85,9 @@ class Rerun:
         models: Mapping[str, nn.Module],
         calls: Sequence[KeptCall],
         state: KeptState,
+        keeps_calls: bool = False,
     ) -> None:
+        self._keeps_calls = keeps_calls
         self.models = models
         self.calls = list(calls)
         self._state = state
@@ -94,12 +99,18 @@ class Rerun:
         """Whether the calls compute the loss, and not only what it is made of."""
         return all(call.returns_loss for call in self.calls)
 
-    def run(self, armed: int = -1, calls: Sequence[KeptCall] | None = None) -> Outcome:
+    def run(
+        self,
+        armed: int = -1,
+        calls: Sequence[KeptCall] | None = None,
+        change: AbstractContextManager[object] | None = None,
+    ) -> Outcome:
         """Runs calls from the state in which the step began, up to the first bad one.
 
         Args:
             armed: The place of the call that a table is made of; -1 for none.
             calls: The calls; None for the kept ones.
+            change: What is tried: it is entered around the calls.
         """
         outcome = Outcome()
         begin = time.perf_counter()
@@ -111,6 +122,8 @@ class Rerun:
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.enable_grad())
                 self._state.begin()
+                if change is not None:
+                    stack.enter_context(change)
                 outcome = self._run_in_order(calls[:last], armed)
         except Exception as error:
             outcome.error = error
@@ -177,7 +190,7 @@ class Rerun:
         leaves = [Leaf("batch", name, tensor) for name, tensor in call.leaves()]
         leaves += [Leaf(*found) for found in names_of(self.models)]
         leaves += [Leaf("gradient", "", held) for held in call.held.values()]
-        outcome.table = OpTable(modules, leaves)
+        outcome.table = OpTable(modules, leaves, self._keeps_calls)
         stack.enter_context(modules)
         stack.enter_context(outcome.table)
 
@@ -207,6 +220,7 @@ class Rerun:
                 if kinds and (call.returns_loss or kinds != NEGATIVE_INF):
                     outcome.bad_outputs.append(tensor)
             outcome.bad_held = any(kinds_of(gradient) for _, gradient in roots)
+            outcome.losses += [root.detach() for root in losses if root.numel() == 1]
         return roots
 
     def _look_at_state(self, outcome: Outcome) -> None:

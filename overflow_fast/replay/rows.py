@@ -9,6 +9,7 @@ import torch
 
 from .culprit import Details
 from .kinds import NEGATIVE_INF, kinds_of
+from .op_call import OpCall
 from .places import Frames
 
 
@@ -55,12 +56,13 @@ class Row:
         is_meant: Whether these are infs that the code asked for, as of a mask.
         is_empty: Whether it returned memory that nobody has written to.
         details: What is known of its inputs and outputs, where it made the bad value.
+        call: Its arguments, where it made the bad value and they are wanted; else None.
     """
 
     __slots__ = (
         *("index", "name", "module", "frames", "node", "node_sequence", "sequence"),
         *("parents", "kinds", "is_meant", "is_empty", "details", "custom", "thread"),
-        "variable",
+        *("variable", "call"),
     )
 
     def __init__(
@@ -78,6 +80,7 @@ class Row:
         self.is_meant = self.is_empty = self.custom = False
         self.details: Details | None = None
         self.variable: torch.Tensor | None = None
+        self.call: OpCall | None = None
 
     @property
     def in_backward(self) -> bool:

@@ -106,13 +106,7 @@ def _fails(
     rerun: Rerun, call: KeptCall, rows: Sequence[int], size: int, source: Row | None
 ) -> bool:
     """Whether a part of the batch fails: at the same place, or anywhere."""
-    part = type(call)(call.function, _cut(call.batch, rows, size), call.ambient)
-    part.returns_loss = call.returns_loss
-    part.held = {
-        place: held[list(rows)] if held.dim() and len(held) == size else held
-        for place, held in call.held.items()
-    }
-    outcome = rerun.run(0, [part])
+    outcome = rerun.run(0, [cut(call, rows, size)])
     if source is None:
         return outcome.error is not None or not outcome.is_clean
     table = outcome.table
@@ -128,6 +122,23 @@ def _fails(
 
 def _place_of(row: Row) -> tuple[Any, ...]:
     return row.name, row.module, row.node, row.frames[:1]
+
+
+def cut(call: KeptCall, rows: Sequence[int], size: int) -> KeptCall:
+    """The call with a part of its batch, and of the gradients that it got.
+
+    Args:
+        call: The call.
+        rows: The indices of the samples that are left.
+        size: How many there are.
+    """
+    part = type(call)(call.function, _cut(call.batch, rows, size), call.ambient)
+    part.returns_loss = call.returns_loss
+    part.held = {
+        place: held[list(rows)] if held.dim() and len(held) == size else held
+        for place, held in call.held.items()
+    }
+    return part
 
 
 def _cut(batch: Any, rows: Sequence[int], size: int) -> Any:

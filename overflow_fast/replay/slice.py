@@ -88,6 +88,7 @@ class ForwardRows:
     """
 
     def __init__(self, table: OpTable) -> None:
+        self._rows = table.rows
         self._by_sequence: dict[int, list[Row]] = {}
         last: dict[int, int] = {}  # by thread
         for row in table.rows:
@@ -103,6 +104,11 @@ class ForwardRows:
                 return found
             row = found
         return None
+
+    def modules_from(self, row: Row) -> list[str]:
+        """The names of the modules that ran from an operation on, in order, once."""
+        names = [each.module for each in self._rows[row.index :] if each.module]
+        return list(dict.fromkeys(names))
 
     def module_of(self, row: Row) -> str:
         """The module whose code a row belongs to; in backward, that of its node."""

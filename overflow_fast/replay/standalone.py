@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ def explain(
     loss: Callable[..., torch.Tensor] | None = None,
     *,
     budget: int = BUDGET,
+    checkpoints: Sequence[str | os.PathLike[str]] = (),
 ) -> Explanation:
     """Runs a step of a model and says which operation makes it non-finite, and why.
 
@@ -33,7 +35,9 @@ def explain(
             keyword arguments, or the one argument.
         loss: Takes the batch, or the model and the batch, calls the model and returns
             what to call `backward()` on. None: the loss that the model returns.
-        budget: How many forwards it may run.
+        budget: How many forwards it may run to explain, and to try remedies.
+        checkpoints: Files of weights (`torch.save`, safetensors), the newest last. If
+            weights are bad, the step is tried with those that are finite.
 
     Returns:
         The explanation; its `cause` is "not reproducible" if the step is finite.
@@ -57,7 +61,7 @@ def explain(
     function = _step_of(model, loss)
     call = KeptCall(function, batch, Ambient(model, devices_of([model])))
     call.returns_loss = loss is not None
-    return investigate({"": model}, [call], budget=budget)
+    return investigate({"": model}, [call], budget=budget, checkpoints=checkpoints)
 
 
 def _step_of(

@@ -1,0 +1,163 @@
+"""Computes one layer of a step again, and compares the bits: silent data corruption."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.module_kinds import is_linear, is_normalization, is_of_torch
+from ..recording.watch import ModelWatch
+from ..torch_internals.compiler import has_compiled
+from ..torch_internals.running import is_recorded
+
+_log = logging.getLogger("overflow_fast")
+_NUM_AGAIN = 2
+
+
+class LayerAudit:
+    """Has one layer computed again in one of so many steps, a different one each time.
+
+    Layers without random numbers and without submodules: linear layers, convolutions,
+    embeddings and normalizations of torch. Nothing runs again but the layer's own
+    forward, without autograd. In steps in between no module has a hook. Not in compiled
+    code. Incurs a CPU-GPU sync in the steps that are audited.
+
+    Args:
+        watches: The watched models.
+        every: One step in this many is audited.
+        shield: Isolates the guard's own errors.
+
+    Attributes:
+        num_audited: The number of layers that were computed again.
+        num_different: The number of those whose bits differed.
+    """
+
+    def __init__(
+        self,
+        watches: Sequence[ModelWatch],
+        every: int,
+        shield: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._watches = watches
+        self._every = every
+        self._shield = shield
+        self._handle: Any = None
+        self._next = 0
+        self._unsteady: set[str] = set()  # whose kernels give other bits each time
+        self.num_audited = 0
+        self.num_different = 0
+
+    def begin_step(self, step: int) -> None:
+        """Puts a hook on the layer that is audited, if the step is one of those."""
+        self.end_step()
+        if step % self._every or has_compiled():
+            return
+        layers = [
+            (watch, index, module)
+            for watch in self._watches
+            for index, module in watch.modules.present()
+            if watch.selection.takes(watch.names[index]) and _is_auditable(module)
+            if watch.name_at(index) not in self._unsteady
+        ]
+        if not layers:
+            return
+        watch, index, module = layers[self._next % len(layers)]
+        self._next += 1
+        name = watch.name_at(index)
+
+        def audit(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self.end_step()  # its first call alone
+            with self._shield():
+                self._audit(step, name, layer, args, kwargs, output)
+
+        self._handle = module.register_forward_hook(
+            audit, prepend=True, with_kwargs=True
+        )
+
+    def end_step(self) -> None:
+        """Removes the hook."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _audit(
+        self,
+        step: int,
+        name: str,
+        layer: nn.Module,
+        args: Any,
+        kwargs: Any,
+        output: Any,
+    ) -> None:
+        if not isinstance(output, torch.Tensor) or is_recorded():
+            return
+        self.num_audited += 1
+        with torch.no_grad():
+            first = layer.forward(*args, **kwargs)
+            if _is_same(first, output):
+                return
+            again = [layer.forward(*args, **kwargs) for _ in range(_NUM_AGAIN)]
+        self.num_different += 1
+        num_changed = _num_different(first, output)
+        if not all(_is_same(each, first) for each in again):
+            self._unsteady.add(name)
+            _log.warning(
+                "Step %d: %s gives other bits each time it is computed from the same "
+                "inputs: its kernels are not deterministic, or its device is faulty.\n"
+                "It is not audited any more.",
+                step,
+                name,
+            )
+            return
+        _log.warning(
+            "Step %d: %s returned %d of %d values with other bits than %d computations "
+            "from the same inputs, which agree: silent data corruption, or a race.\n"
+            "Where: %s.",
+            step,
+            name,
+            num_changed,
+            output.numel(),
+            1 + _NUM_AGAIN,
+            place_of(output.device),
+        )
+
+
+def place_of(device: torch.device) -> str:
+    """Names a device and its host, with the UUID of a GPU."""
+    host = socket.gethostname()
+    if device.type != "cuda":
+        return f"{device} of host {host}"
+    properties = torch.cuda.get_device_properties(device)
+    uuid = getattr(properties, "uuid", "unknown")
+    return f"{device} ({properties.name}, UUID {uuid}) of host {host}"
+
+
+def _is_auditable(module: nn.Module) -> bool:
+    if any(True for _ in module.children()) or not is_of_torch(module):
+        return False
+    is_running = getattr(module, "track_running_stats", False)
+    is_known = is_linear(module) or is_normalization(module)
+    return (is_known or isinstance(module, nn.Embedding)) and not is_running
+
+
+def _is_same(a: Any, b: torch.Tensor) -> bool:
+    """Tells whether two tensors have the same bits."""
+    if not isinstance(a, torch.Tensor) or (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    return _num_different(a, b) == 0
+
+
+def _num_different(a: torch.Tensor, b: torch.Tensor) -> int:
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return b.numel()
+    own, other = (
+        each.detach().contiguous().view(torch.uint8).reshape(each.numel(), -1)
+        for each in (a, b)
+    )
+    return int((own != other).any(1).sum())

@@ -1,0 +1,1 @@
+"""Tries out what would make a replayed step finite."""

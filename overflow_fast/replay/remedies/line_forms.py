@@ -1,0 +1,391 @@
+"""Guarded forms of a line: the same expression, finite where it was not."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..explanation import Op
+from .line_edit import SourceFile
+
+# What is added below a root or a logarithm, and the largest arguments of exp, by dtype.
+_EPS = {"float64": "1e-12", "float32": "1e-8", "bfloat16": "1e-6", "float16": "1e-4"}
+_WIDE_EPS = {
+    "float64": "1e-7",
+    "float32": "1e-6",
+    "bfloat16": "1e-2",
+    "float16": "1e-3",
+}
+_LOG_MAX = {
+    "float64": (700, 80),
+    "float32": (80, 20),
+    "bfloat16": (80, 20),
+    "float16": (10, 5),
+}
+_LOWEST = {"float16": "-1e4"}
+_OPERATORS: dict[type[ast.operator], tuple[str, str]] = {
+    ast.Div: ("div", "/"),
+    ast.FloorDiv: ("div", "//"),
+    ast.Pow: ("pow", "**"),
+    ast.Mult: ("mul", "*"),
+    ast.MatMult: ("matmul", "@"),
+    ast.Add: ("add", "+"),
+    ast.Sub: ("sub", "-"),
+}
+_NAMESPACES = {
+    *("torch", "F", "functional", "nn.functional", "torch.nn.functional", "math"),
+    *("torch.linalg", "linalg", "torch.special", "special", "torch.fft"),
+}
+_ROOTS = {"sqrt", "rsqrt"}
+_LOGS = {"log", "log2", "log10"}
+_EXPS = {"exp", "expm1", "sinh", "cosh", "exp2"}
+_NORMS = {"norm", "vector_norm"}
+_SPREADS = {"std": "var", "var": "var"}
+_ATTENTION = "scaled_dot_product_attention"
+_MEANS = ("mean", "loss", "cross_entropy", "median")  # in the names of operations
+_OF_TWO = {"matmul", "bmm", "mm", "mul", "add", "sub", "dot", "linear", "mse_loss"}
+_PRODUCTS = {
+    "matmul",
+    "bmm",
+    "mm",
+    "mul",
+    "add",
+    "sub",
+    "sum",
+    "pow",
+    "square",
+    "cumsum",
+    "dot",
+    "norm",
+    "vector_norm",
+    "mean",
+    "prod",
+    "var",
+    "std",
+    "mse_loss",
+    "linear",
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """Another way to write an expression.
+
+    Attributes:
+        text: What it does, such as "1e-8 inside the sqrt".
+        code: The expression.
+    """
+
+    text: str
+    code: str
+
+
+class Written:
+    """A call or an operator as it is written: what it is called, and its operands.
+
+    Args:
+        source: The file.
+        node: The expression.
+
+    Attributes:
+        name: The function's name, such as "sqrt"; of operators, that of the function.
+        operands: The texts of the operands; the one of a method call comes first.
+    """
+
+    def __init__(self, source: SourceFile, node: ast.AST) -> None:
+        self._source, self._node = source, node
+        self.name = ""
+        self.operands: list[str] = []
+        self._nodes: list[ast.AST] = []
+        self._keywords: dict[str, str] = {}
+        self._is_method = False
+        if isinstance(node, ast.BinOp):
+            self.name = _OPERATORS.get(type(node.op), ("", ""))[0]
+            self._nodes = [node.left, node.right]
+        elif isinstance(node, ast.AugAssign):
+            self.name = _OPERATORS.get(type(node.op), ("", ""))[0]
+            self._nodes = [node.target, node.value]
+        elif isinstance(node, ast.Call):
+            self._read_call(node)
+        self.operands = [self._text(each) for each in self._nodes]
+
+    def _read_call(self, node: ast.Call) -> None:
+        function = node.func
+        starred = any(isinstance(each, ast.Starred) for each in node.args)
+        if starred or any(each.arg is None for each in node.keywords):
+            return
+        text_of = self._source.text_of
+        self._keywords = {str(k.arg): text_of(k.value) for k in node.keywords}
+        self._nodes = list(node.args)
+        if isinstance(function, ast.Name):
+            self.name = function.id
+        elif isinstance(function, ast.Attribute):
+            self.name = function.attr
+            if self._source.text_of(function.value) not in _NAMESPACES:
+                self._is_method = True
+                self._nodes.insert(0, function.value)
+
+    def _text(self, node: ast.AST) -> str:
+        text = self._source.text_of(node)
+        is_simple = isinstance(
+            node,
+            (ast.Name, ast.Call, ast.Attribute, ast.Subscript, ast.Constant, ast.Tuple),
+        )
+        return text if is_simple else f"({text})"
+
+    @property
+    def argument(self) -> str:
+        """The rest of the arguments of a call, such as "dim=-1"."""
+        rest = [self._source.text_of(each) for each in self._nodes[1:]]
+        named = [f"{key}={value}" for key, value in self._keywords.items()]
+        return ", ".join([*rest, *named])
+
+    def is_constant(self, place: int) -> bool:
+        """Returns True if an operand is a number that is written there."""
+        return isinstance(self._nodes[place], ast.Constant)
+
+    def keyword(self, name: str) -> str:
+        """The text of a keyword argument, or ""."""
+        return self._keywords.get(name, "")
+
+    def has_keyword(self, *names: str) -> bool:
+        """Returns True if one of the keywords is given."""
+        return any(name in self._keywords for name in names)
+
+    def with_operands(self, *changed: str | None) -> str:
+        """The expression with other operands; None leaves one as it is."""
+        return self._written(list(changed), self._keywords)
+
+    def with_keyword(self, name: str, text: str) -> str:
+        """The expression with another keyword argument."""
+        return self._written([], {**self._keywords, name: text})
+
+    def _written(self, changed: Sequence[str | None], keywords: dict[str, str]) -> str:
+        node = self._node
+        given = [*changed, *[None] * (len(self.operands) - len(changed))]
+        if isinstance(node, (ast.BinOp, ast.AugAssign)):
+            left, right = (
+                new or old for new, old in zip(given, self.operands, strict=True)
+            )
+            equals = "=" * isinstance(node, ast.AugAssign)
+            return f"{left} {_OPERATORS[type(node.op)][1]}{equals} {right}"
+        assert isinstance(node, ast.Call)
+        texts = [
+            (new or old)
+            if i == 0 and self._is_method
+            else _bare(new or self._source.text_of(each))
+            for i, (new, old, each) in enumerate(
+                zip(given, self.operands, self._nodes, strict=True)
+            )
+        ]
+        named = [f"{key}={value}" for key, value in keywords.items()]
+        function = self._source.text_of(node.func)
+        if self._is_method:
+            assert isinstance(node.func, ast.Attribute)
+            function = f"{texts.pop(0)}.{node.func.attr}"
+        return f"{function}({', '.join([*texts, *named])})"
+
+    @property
+    def text(self) -> str:
+        """The expression as it is."""
+        return self._source.text_of(self._node)
+
+    @property
+    def is_statement(self) -> bool:
+        """Returns True for an augmented assignment."""
+        return isinstance(self._node, ast.AugAssign)
+
+
+def forms_of(written: Written, op: Op, cause: str) -> Iterator[Form]:
+    """Yields guarded forms of an expression, the mildest first.
+
+    Args:
+        written: The expression.
+        op: The operation that failed in it.
+        cause: Why it failed: see `Explanation.cause`.
+    """
+    dtype = op.inputs[0].dtype if op.inputs else "float32"
+    if not written.name or not written.operands or dtype not in _EPS:
+        return
+    if cause == "range overflow":
+        yield from _of_overflow(written, dtype)
+        return
+    if cause == "empty reduction":
+        yield from _of_nothing(written, op.name)
+    for makes in (_of_root, _of_log, _of_inverse, _of_norm, _of_softmax):
+        yield from makes(written, dtype)
+
+
+_Makes = Callable[[Written, str], Iterator[Form]]
+
+
+def _of_root(written: Written, dtype: str) -> Iterator[Form]:
+    eps, first = _EPS[dtype], written.operands[0]
+    if written.name in _ROOTS:
+        yield Form(
+            f"{eps} inside the {written.name}",
+            written.with_operands(f"({first} + {eps})"),
+        )
+    if written.name == "pow":
+        yield Form(
+            f"{eps} below the power", written.with_operands(f"({first} + {eps})")
+        )
+    if written.name in _ROOTS | {"pow"}:
+        yield Form(
+            f"at least {eps} below the {'power' if written.name == 'pow' else 'root'}",
+            written.with_operands(f"{first}.clamp(min={eps})"),
+        )
+
+
+def _of_log(written: Written, dtype: str) -> Iterator[Form]:
+    eps, wide, first = _EPS[dtype], _WIDE_EPS[dtype], written.operands[0]
+    if written.name in _LOGS:
+        yield Form(
+            f"the logarithm of at least {eps}",
+            written.with_operands(f"{first}.clamp(min={eps})"),
+        )
+    if written.name == "log1p":
+        yield Form(
+            f"the logarithm of at least {wide}",
+            written.with_operands(f"{first}.clamp(min={wide} - 1)"),
+        )
+    if written.name in (
+        "acos",
+        "asin",
+        "arccos",
+        "arcsin",
+        "atanh",
+        "arctanh",
+        "erfinv",
+    ):
+        yield Form(
+            f"an argument of at most 1 - {wide}",
+            written.with_operands(f"{first}.clamp({wide} - 1, 1 - {wide})"),
+        )
+    if written.name in ("logit",) and not written.has_keyword("eps"):
+        yield Form(f"eps={wide}", written.with_keyword("eps", wide))
+    if written.name in ("acosh", "arccosh"):
+        yield Form(
+            f"an argument of at least 1 + {wide}",
+            written.with_operands(f"{first}.clamp(min=1 + {wide})"),
+        )
+
+
+def _of_inverse(written: Written, dtype: str) -> Iterator[Form]:
+    eps = _EPS[dtype]
+    if written.name in ("div", "true_divide", "divide") and len(written.operands) == 2:
+        by = written.operands[1]
+        safe = f"torch.where({by} == 0, {eps}, {by})"
+        yield Form(f"{eps} where it divides by 0", written.with_operands(None, safe))
+        yield Form(f"{eps} below", written.with_operands(None, f"({by} + {eps})"))
+    if written.name == "reciprocal":
+        of = written.operands[0]
+        safe = f"torch.where({of} == 0, {eps}, {of})"
+        yield Form(f"{eps} where it divides by 0", written.with_operands(safe))
+
+
+def _of_norm(written: Written, dtype: str) -> Iterator[Form]:
+    eps, first = _EPS[dtype], written.operands[0]
+    plain = [p for p in (written.operands[1:2]) if p not in ("2", "2.0")]
+    is_euclidean = not plain and not written.has_keyword("p", "ord")
+    if written.name in _NORMS and is_euclidean:
+        rest = ", ".join(
+            f"{key}={written.keyword(key)}"
+            for key in ("dim", "keepdim")
+            if written.has_keyword(key)
+        )
+        yield Form(
+            f"{eps} inside the root of the norm",
+            f"({first}.square().sum({rest}) + {eps}).sqrt()",
+        )
+    if written.name == "std":
+        yield Form(
+            f"{eps} inside the root of the deviation",
+            f"({first}.var({written.argument}) + {eps}).sqrt()",
+        )
+    if written.name in (
+        "normalize",
+        "cdist",
+        "cosine_similarity",
+        "pairwise_distance",
+        "dist",
+        "norm",
+        "vector_norm",
+        "atan2",
+        "arctan2",
+    ):
+        yield Form(f"{eps} added", written.with_operands(f"({first} + {eps})"))
+
+
+def _of_softmax(written: Written, dtype: str) -> Iterator[Form]:
+    lowest = _LOWEST.get(dtype, "-1e9")
+    if written.name in ("softmax", "log_softmax", "logsumexp"):
+        yield Form(
+            f"scores of at least {lowest}",
+            written.with_operands(f"{written.operands[0]}.clamp(min={lowest})"),
+        )
+    if written.name == _ATTENTION:
+        mask = written.keyword("attn_mask")
+        if not mask and len(written.operands) > 3:
+            return
+        if mask:
+            yield Form(
+                f"a mask of at least {lowest}",
+                written.with_keyword("attn_mask", f"{mask}.clamp(min={lowest})"),
+            )
+            yield Form(
+                "rows without a key see all",
+                written.with_keyword(
+                    "attn_mask", f"{mask} | ~{mask}.any(-1, keepdim=True)"
+                ),
+            )
+
+
+def _of_nothing(written: Written, op: str) -> Iterator[Form]:
+    first = written.operands[0]
+    if written.name in ("div", "true_divide", "divide") and len(written.operands) == 2:
+        by = written.operands[1]
+        yield Form(
+            "a count of at least 1", written.with_operands(None, f"{by}.clamp(min=1)")
+        )
+    is_free = not written.has_keyword("unbiased", "correction")
+    if written.name == "var" and is_free:
+        yield Form("no correction", written.with_keyword("correction", "0"))
+    if written.name == "std" and is_free:
+        rest = f"{written.argument}, " * bool(written.argument)
+        yield Form(
+            "no correction, and 1e-8 inside the root",
+            f"({first}.var({rest}correction=0) + 1e-8).sqrt()",
+        )
+    if not written.is_statement and any(base in op for base in _MEANS):
+        yield Form("0 where there is nothing", f"torch.nan_to_num({written.text})")
+
+
+def _of_overflow(written: Written, dtype: str) -> Iterator[Form]:
+    first = written.operands[0]
+    if written.name in _EXPS:
+        for largest in _LOG_MAX[dtype]:
+            yield Form(
+                f"an argument of at most {largest}",
+                written.with_operands(f"{first}.clamp(max={largest})"),
+            )
+    if dtype == "float16" and written.name in _PRODUCTS and not written.is_statement:
+        num = 2 if written.name in _OF_TWO else 1
+        wide = [
+            None if written.is_constant(i) else f"{each}.float()"
+            for i, each in enumerate(written.operands[:num])
+        ]
+        yield Form("in float32", written.with_operands(*wide))
+
+
+def _bare(text: str) -> str:
+    """An argument without the brackets around it."""
+    inner = text[1:-1]
+    if not (text.startswith("(") and text.endswith(")")):
+        return text
+    try:
+        is_tuple = isinstance(ast.parse(inner.strip(), mode="eval").body, ast.Tuple)
+    except SyntaxError:  # two pairs of brackets
+        return text
+    return text if is_tuple else inner

@@ -1,0 +1,242 @@
+"""A step on disk, from which another process can explain it."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.digests import digest_of
+from ..core.strict_json import SCHEMA
+from .explanation import Artifact
+from .kept_call import Ambient, KeptCall, ModelCall, parameter_names
+from .places import names_of
+
+STEP, TENSORS = "replay.json", "replay.safetensors"
+
+
+class UnreadableStepError(ValueError):
+    """Raised where a folder's step cannot be explained."""
+
+
+def saved_step(
+    models: Mapping[str, nn.Module],
+    calls: Sequence[KeptCall],
+    start: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    most: int,
+) -> list[Artifact]:
+    """Makes the files of a step: its batches, random states and digests of weights.
+
+    Incurs a CPU-GPU sync.
+
+    Args:
+        models: The models, by what their modules' names begin with.
+        calls: The calls of the step.
+        start: Buffers and what was in them when the step began.
+        most: How many bytes of tensors may be written.
+    """
+    before = {id(buffer): value for buffer, value in start}
+    tensors: dict[str, torch.Tensor] = {}
+    step = {
+        "schema": SCHEMA,
+        "kind": "replay",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "prefixes": list(models),
+        "calls": [_call(each, tensors) for each in calls],
+        "weights": {
+            name: _identity(before.get(id(tensor), tensor))
+            for _, name, tensor in names_of(models)
+        },
+    }
+    if sum(tensor.nbytes for tensor in tensors.values()) > most:
+        return []
+    return [Artifact(STEP, json.dumps(step)), Artifact(TENSORS, tensors=tensors)]
+
+
+def _call(call: KeptCall, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    def put(tensor: torch.Tensor) -> str:
+        name = f"tensor{len(tensors)}"
+        tensors[name] = tensor.detach().cpu().resolve_conj().contiguous().clone()
+        return name
+
+    return {
+        "is_of_model": isinstance(call, ModelCall),
+        "batch": _plain(call.batch, put),
+        "ambient": call.ambient.as_plain(put),
+        "returns_loss": call.returns_loss,
+        "held": {str(place): put(held) for place, held in call.held.items()},
+    }
+
+
+def _plain(value: Any, put: Callable[[torch.Tensor], str]) -> Any:
+    """A batch as JSON; of a tensor its name, of what cannot be saved its type."""
+    if isinstance(value, torch.Tensor):
+        if type(value) not in (torch.Tensor, nn.Parameter):
+            return {"lost": type(value).__name__}
+        is_wanted = value.requires_grad and value.is_floating_point()
+        return {"tensor": put(value), "requires_grad": is_wanted}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"value": value}
+    if isinstance(value, Mapping):
+        return {"dict": {str(k): _plain(each, put) for k, each in value.items()}}
+    if isinstance(value, (list, tuple)):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [_plain(each, put) for each in value]}
+    return {"lost": type(value).__name__}
+
+
+def _identity(tensor: torch.Tensor) -> list[Any]:
+    """What tells a weight from another: dtype, shape, digest."""
+    is_plain = tensor.layout is torch.strided and not tensor.is_meta
+    digest = int(digest_of(tensor)) if is_plain and tensor.numel() else 0
+    return [str(tensor.dtype)[6:], list(tensor.shape), digest]
+
+
+class SavedStep:
+    """The step of a folder.
+
+    Args:
+        folder: The folder of a bad step's evidence.
+
+    Raises:
+        UnreadableStepError: If a file is missing, broken, or of a newer schema.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._step = self._read_step()
+        try:
+            from safetensors.torch import load_file
+
+            self._tensors = load_file(folder / TENSORS)
+        except FileNotFoundError:
+            raise UnreadableStepError(
+                f"{folder / TENSORS} is missing: it holds the step's batch"
+            ) from None
+        except Exception as error:
+            raise UnreadableStepError(
+                f"{folder / TENSORS} cannot be read: {error}"
+            ) from error
+
+    def _read_step(self) -> dict[str, Any]:
+        path = self._folder / STEP
+        try:
+            step: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UnreadableStepError(
+                f"{path} is missing: a guard writes it with evidence=, if it kept the "
+                "step's calls (explain=False and sync='lagged' keep none)"
+            ) from None
+        except ValueError as error:
+            raise UnreadableStepError(f"{path} cannot be read: {error}") from error
+        if step.get("schema", 0) > SCHEMA:
+            raise UnreadableStepError(
+                f"{path} has schema {step['schema']}; this version reads up to {SCHEMA}"
+            )
+        return step
+
+    @property
+    def notes(self) -> list[str]:
+        """How this process differs from that of the step, in sentences."""
+        if self._step["torch"] == torch.__version__:
+            return []
+        return [
+            f"The step ran with torch {self._step['torch']}, this is "
+            f"{torch.__version__}."
+        ]
+
+    def models(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The models by their prefixes: one, or those of a model list or dict."""
+        prefixes = self._step["prefixes"]
+        if len(prefixes) == 1:
+            return {prefixes[0]: model}
+        children = dict(model.named_children())
+        return {prefix: children[prefix.rstrip(".")] for prefix in prefixes}
+
+    def differences(self, models: Mapping[str, nn.Module]) -> list[str]:
+        """The names of weights and buffers that are not those of the step."""
+        own = {name: tensor for _, name, tensor in names_of(models)}
+        wanted = self._step["weights"]
+        missing = [name for name in wanted if name not in own]
+        changed = [n for n in wanted if n in own and _identity(own[n]) != wanted[n]]
+        return missing + changed
+
+    def calls(
+        self, model: nn.Module, loss: Callable[..., Any] | None
+    ) -> list[KeptCall]:
+        """The calls, to be made again.
+
+        Args:
+            model: The model.
+            loss: Takes the model and the batch, and returns the loss; None for the loss
+                that the model returns.
+
+        Raises:
+            UnreadableStepError: If an argument was not saved, or a loss is needed.
+        """
+        return [self._made(each, model, loss) for each in self._step["calls"]]
+
+    def _made(
+        self, saved: dict[str, Any], model: nn.Module, loss: Callable[..., Any] | None
+    ) -> KeptCall:
+        if loss is None and not saved["is_of_model"]:
+            raise UnreadableStepError(
+                "the step's loss was computed by a function of its own: give it with "
+                "--loss FILE.py:FUNCTION; it takes the model and a dict of "
+                f"{', '.join(saved['batch'].get('dict', {}))}"
+            )
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        batch = self._value(saved["batch"], device)
+        ambient = Ambient.of_plain(saved["ambient"], self._tensors)
+        if saved["is_of_model"] and loss is None:
+            call: KeptCall = ModelCall.of(model, batch, ambient)
+        else:
+            own = _one_argument(model, batch) if saved["is_of_model"] else batch
+            call = KeptCall(_with_model(loss, model), own, ambient)
+        call.returns_loss = loss is not None or saved["returns_loss"]
+        if loss is None:
+            call.held = {
+                int(place): self._tensors[name].to(device)
+                for place, name in saved["held"].items()
+            }
+        return call
+
+    def _value(self, saved: dict[str, Any], device: torch.device, at: str = "") -> Any:
+        ((kind, value), *more) = saved.items()
+        if kind == "tensor":
+            tensor = self._tensors[value].to(device)
+            return tensor.requires_grad_() if dict(more)["requires_grad"] else tensor
+        if kind == "dict":
+            return {k: self._value(e, device, f"{at}[{k!r}]") for k, e in value.items()}
+        if kind in ("list", "tuple"):
+            items = [self._value(e, device, f"{at}[{i}]") for i, e in enumerate(value)]
+            return items if kind == "list" else tuple(items)
+        if kind == "lost":
+            raise UnreadableStepError(
+                f"an argument of the step could not be saved: batch{at} was a {value}"
+            )
+        return value
+
+
+def _with_model(
+    loss: Callable[..., Any] | None, model: nn.Module
+) -> Callable[[Any], Any]:
+    assert loss is not None
+    return lambda batch: loss(model, batch)
+
+
+def _one_argument(model: nn.Module, batch: Any) -> Any:
+    """The arguments of a model's call: the one there is, or all by their names."""
+    args, kwargs = batch
+    if len(args) == 1 and not kwargs:
+        return args[0]
+    if not args:
+        return kwargs
+    names = parameter_names(model.forward)
+    return {**dict(zip(names, args, strict=False)), **kwargs}

@@ -1,0 +1,107 @@
+"""A layer whose bits differ is named, and nothing else of the step changes."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from overflow_fast import OverflowGuard
+from overflow_fast.guard.layer_audit import LayerAudit
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Dropout(0.5))
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, ids):
+        return self.head(self.norm(self.body(self.embed(ids))))
+
+
+def make():
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = OverflowGuard(model, optimizer)
+    return model, guard, LayerAudit(guard._loop.watches, every=2)
+
+
+def forward(model, audit, step):
+    audit.begin_step(step)
+    output = model(torch.arange(4))
+    audit.end_step()
+    return output
+
+
+def test_layers_take_turns_and_agree(caplog):
+    model, guard, audit = make()
+    names = []
+    with guard, caplog.at_level(logging.WARNING, "overflow_fast"):
+        for step in range(10):
+            audit.begin_step(step)
+            names += [
+                n
+                for n, m in model.named_modules()
+                if m._forward_hooks_with_kwargs
+                and audit._handle is not None
+                and audit._handle.id in m._forward_hooks
+            ]
+            model(torch.arange(4))
+            audit.end_step()
+    assert names == ["embed", "body.0", "body.1", "head", "embed"]
+    assert (audit.num_audited, audit.num_different) == (5, 0)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("is_steady", [True, False])
+def test_other_bits_are_told(is_steady, caplog, monkeypatch):
+    model, guard, audit = make()
+    calls = []
+    original = nn.functional.linear
+
+    def flaky(x, weight, bias=None):
+        output = original(x, weight, bias)
+        calls.append(None)
+        if weight is model.head.weight and (len(calls) == 2 or not is_steady):
+            output.view(torch.int32)[2] ^= len(calls)
+        return output
+
+    audit._next = 3  # head
+    with guard, caplog.at_level(logging.WARNING, "overflow_fast"), torch.no_grad():
+        model.eval()
+        monkeypatch.setattr(nn.functional, "linear", flaky)
+        forward(model, audit, 0)
+        forward(model, audit, 1)
+    (message,) = caplog.messages
+    assert audit.num_different == 1
+    if is_steady:
+        assert "head returned 1 of 4 values with other bits than 3" in message
+        assert "cpu of host" in message
+    else:
+        assert "head gives other bits each time" in message
+
+
+def test_the_step_is_the_same_bit_for_bit():
+    results = []
+    for every in (1, 1000):
+        model, guard, audit = make()
+        audit._every = every
+        torch.manual_seed(1)
+        with guard:
+            for step in range(1, 5):
+                loss = forward(model, audit, step).sum()
+                loss.backward()
+        results.append([p.grad for p in model.parameters()] + [model.norm.running_var])
+    assert all(map(torch.equal, *results))
+
+
+def test_a_hook_of_the_users_that_changes_an_output_is_no_corruption(caplog):
+    model, guard, audit = make()
+    model.embed.register_forward_hook(lambda module, args, output: output * 2)
+    with guard, caplog.at_level(logging.WARNING, "overflow_fast"):
+        forward(model, audit, 0)
+    assert (audit.num_audited, caplog.messages) == (1, [])

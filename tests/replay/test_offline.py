@@ -1,0 +1,190 @@
+"""What a bad step leaves runs elsewhere: the operation alone, and the whole step."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from overflow_fast import Explanation
+from overflow_fast.replay.explain import investigate
+from overflow_fast.replay.kept_call import Ambient, KeptCall, ModelCall
+from overflow_fast.replay.offline import explain_folder
+from overflow_fast.replay.saved_step import UnreadableStepError
+
+ROOM = 2**20
+
+
+class Net(nn.Module):
+    """Divides 0 by 0 where its mask is empty, and draws random numbers before."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x, mask, *, scale=1.0, extra=None):
+        hidden = self.drop(self.norm(self.layer(x))) * scale
+        mean = (hidden * mask).sum() / mask.sum()
+        return {"loss": mean, "hidden": hidden}
+
+
+def batch():
+    return torch.randn(3, 4), torch.zeros(3, 4)
+
+
+def model_call(model, *args, **kwargs):
+    return ModelCall.of(model, (args, kwargs), Ambient(model, []))
+
+
+def run_call(model, values, function):
+    call = KeptCall(function, values, Ambient(model, []))
+    call.returns_loss = True
+    return call
+
+
+def left_by(tmp_path, model, call, room=ROOM):
+    found = investigate({"": model}, [call], artifact_bytes=room)
+    for each in found.artifacts:
+        if each.tensors:
+            save_file(each.tensors, tmp_path / each.name)
+        else:
+            (tmp_path / each.name).write_text(each.text)
+    return found
+
+
+def place(found):
+    op = found.op
+    return found.phase, found.cause, found.module, op and (op.name, op.code)
+
+
+def test_a_step_of_the_model_is_explained_from_its_folder(tmp_path):
+    model = Net()
+    found = left_by(tmp_path, model, model_call(model, *batch(), scale=2.0))
+    again = explain_folder(tmp_path, Net())
+    assert isinstance(again, Explanation)
+    assert place(again) == place(found)
+    assert again.cause == "empty reduction"
+    assert again.remedies[0].is_recommended
+    assert again.remedies[0].loss == found.remedies[0].loss  # the same dropout
+
+
+def test_a_step_of_a_function_needs_its_loss(tmp_path):
+    model = Net()
+    x, mask = batch()
+    call = run_call(model, {"x": x, "mask": mask}, lambda b: model(**b)["loss"])
+    found = left_by(tmp_path, model, call)
+    with pytest.raises(
+        UnreadableStepError, match="takes the model and a dict of x, mask"
+    ):
+        explain_folder(tmp_path, Net())
+    loss = lambda model, b: model(b["x"], b["mask"])["loss"]  # noqa: E731
+    again = explain_folder(tmp_path, Net(), loss)
+    assert (again.cause, again.module) == (found.cause, found.module)
+
+
+def test_weights_of_another_step_are_refused(tmp_path):
+    model = Net()
+    left_by(tmp_path, model, model_call(model, *batch()))
+    other = Net()
+    with torch.no_grad():
+        other.layer.weight[0, 0] += 1
+        other.norm.running_var[1] = 2
+    with pytest.raises(
+        UnreadableStepError,
+        match=r"2 weights and buffers are not those of the step: layer.weight, norm.r",
+    ):
+        explain_folder(tmp_path, other)
+    found = explain_folder(tmp_path, other, any_weights=True)
+    assert "not those of the step" in found.notes[0]
+    with pytest.raises(UnreadableStepError, match="not those of the step"):
+        explain_folder(tmp_path, nn.Linear(2, 2))
+
+
+def broken(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda d: (d / "replay.json").unlink(), "replay.json is missing"),
+        (lambda d: (d / "replay.safetensors").unlink(), "holds the step's batch"),
+        (lambda d: broken(d, "replay.json", "{"), "replay.json cannot be read"),
+        (lambda d: broken(d, "replay.safetensors", "x"), "safetensors cannot be read"),
+        (lambda d: broken(d, "replay.json", '{"schema": 99}'), "has schema 99"),
+    ],
+)
+def test_broken_folders_are_said_in_a_sentence(tmp_path, spoil, says):
+    model = Net()
+    left_by(tmp_path, model, model_call(model, *batch()))
+    spoil(tmp_path)
+    with pytest.raises(UnreadableStepError, match=says):
+        explain_folder(tmp_path, Net())
+
+
+def test_another_torch_is_noted(tmp_path):
+    model = Net()
+    left_by(tmp_path, model, model_call(model, *batch()))
+    step = json.loads((tmp_path / "replay.json").read_text())
+    step["torch"] = "2.9.1"
+    broken(tmp_path, "replay.json", json.dumps(step))
+    assert "ran with torch 2.9.1" in explain_folder(tmp_path, Net()).notes[0]
+
+
+def test_an_argument_that_cannot_be_saved_is_named(tmp_path):
+    model = Net()
+    call = model_call(model, *batch(), extra={"cache": object()})
+    left_by(tmp_path, model, call)
+    with pytest.raises(
+        UnreadableStepError, match=r"\['extra'\]\['cache'\] was a object"
+    ):
+        explain_folder(tmp_path, Net())
+
+
+def test_what_is_too_large_is_left_out(tmp_path):
+    model = Net()
+    assert left_by(tmp_path, model, model_call(model, *batch()), room=4).artifacts == []
+
+
+# The operation alone.
+
+OPS = {
+    "softmax": lambda x: torch.softmax(x * 0 - torch.inf, -1).sum(),
+    "log": lambda x: (x - x).log().sum(),
+    "derivative": lambda x: (x - x).sqrt().sum(),
+    "in place": lambda x: (x * 1.0).div_(x - x).sum(),
+    "matrix product": lambda x: (x.half() * 300) @ (x.half().T * 900),
+    "several outputs": lambda x: torch.var_mean(x[:1, :1], dim=1)[0].sum(),
+    "list": lambda x: torch.logsumexp(x * 1e38 * 10, [0, 1]).sum(),
+    "embedding": lambda x: nn.functional.cross_entropy(x, torch.full((3,), -100)),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_operation_fails_alone(name, tmp_path):
+    model = nn.Linear(1, 1)
+    compute = lambda b: OPS[name](b["x"] * model.weight).float().sum()  # noqa: E731
+    call = run_call(model, {"x": torch.ones(3, 4)}, compute)
+    found = left_by(tmp_path, model, call)
+    assert found.op is not None
+    script = tmp_path / "repro.py"
+    spec = {"__file__": str(script), "__name__": "__main__"}
+    with pytest.raises(AssertionError, match="not finite"):
+        exec(compile(script.read_text(), str(script), "exec"), spec)
+
+
+def test_the_script_runs_by_itself(tmp_path):
+    model = Net()
+    left_by(tmp_path, model, model_call(model, *batch()))
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "repro.py")], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "AssertionError: not finite" in done.stderr
+    assert "torch.float32: 1 of 1 values not finite" in done.stdout

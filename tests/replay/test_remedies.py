@@ -1,0 +1,401 @@
+"""What is recommended was tried on the step, and helps in a fresh run."""
+
+import importlib
+import importlib.util
+import itertools
+import math
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from guarding import assert_same, state_of
+from torch import nn
+
+import overflow_fast
+from overflow_fast import NonFiniteError, OverflowGuard, explain
+
+NAN = float("nan")
+_numbers = itertools.count()
+
+# A loss of x and w that fails in the marked line, and x.
+LINES = {
+    "sqrt": ("torch.sqrt((x * w).pow(2).sum(-1)).mean()", torch.zeros(3, 2)),
+    "method": ("(x * w).pow(2).sum(-1).sqrt().mean()", torch.zeros(3, 2)),
+    "rsqrt": ("torch.rsqrt((x * w).pow(2).sum(-1)).mean()", torch.zeros(3, 2)),
+    "power": ("(((x * w) ** 2) ** 0.25).mean()", torch.zeros(3, 2)),
+    "pow": ("torch.pow(x.abs() * w, 0.5).mean()", torch.zeros(3, 2)),
+    "log": ("torch.log(x * w).mean()", torch.zeros(3, 2)),
+    "log of a negative": ("(x * w).log2().mean()", -torch.ones(3, 2)),
+    "log1p": ("torch.log1p(x * w).mean()", -torch.ones(3, 2)),
+    "acos": ("torch.acos(x * w).mean()", torch.ones(3, 2)),
+    "atanh": ("(x * w).atanh().mean()", torch.ones(3, 2)),
+    "quotient": ("(x * w / (x * w).sum(-1, keepdim=True)).mean()", torch.zeros(3, 2)),
+    "div": ("torch.div(x * w, (x * w).sum()).mean()", torch.zeros(3, 2)),
+    "reciprocal": ("(x * w).reciprocal().mean()", torch.zeros(3, 2)),
+    "deviation": ("(x * w)[:1].std(0).mean()", torch.ones(3, 2)),
+    "variance": ("torch.var((x * w)[:1], dim=0).mean()", torch.ones(3, 2)),
+    "softmax": (
+        "torch.softmax((x * w).masked_fill(x == 0, -torch.inf), -1)[:, 0].mean()",
+        torch.tensor([[1.0, 2.0], [0.0, 0.0]]),
+    ),
+    "attention": (
+        "F.scaled_dot_product_attention(*[(x * w)[None]] * 3, "
+        "attn_mask=torch.full((2, 2), -torch.inf)).log().mean()",
+        torch.ones(2, 2),
+    ),
+    "mean of nothing": ("(x * w)[x > 5].mean() + (x * w).mean()", torch.ones(3, 2)),
+    "exp": ("torch.exp(x * w).mean().log()", torch.full((3, 2), 200.0)),
+    "all ignored": (
+        "F.cross_entropy(x * w, torch.full((3,), -100))",
+        torch.ones(3, 2),
+    ),
+    "count": ("(x * w * (x > 9)).sum() / (x > 9).sum()", torch.ones(3, 2)),
+}
+HELPED = [name for name in LINES if name != "attention"]  # torch gives 0 there: log(0)
+SOURCE = """import torch
+import torch.nn.functional as F
+def loss_of(x, w):
+    y = 1
+    return {}
+"""
+
+
+def module_of(tmp_path, text):
+    """A module with a text, in a file of its own."""
+    name = f"remedied_{next(_numbers)}"
+    path = tmp_path / f"{name}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module, path
+
+
+class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+
+
+def explained(loss_of, x, **options):
+    model = Holder()
+    return explain(model, x, lambda x: loss_of(x, model.w), **options)
+
+
+def edited(path, remedy):
+    """The file as the remedy tells to change it."""
+    lines = path.read_text().splitlines()
+    first = lines[remedy.line - 1]
+    indent = first[: len(first) - len(first.lstrip())]
+    lines[remedy.line - 1 : remedy.last_line] = [indent + remedy.code]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("name", HELPED)
+def test_the_line_that_is_recommended_helps(name, tmp_path):
+    code, x = LINES[name]
+    module, path = module_of(tmp_path, SOURCE.format(code))
+    found = explained(module.loss_of, x)
+    good = [remedy for remedy in found.remedies if remedy.is_recommended]
+    assert good, found
+    for remedy in good:
+        assert (remedy.file, remedy.line) == (str(path), 5)
+        fresh, _ = module_of(tmp_path, edited(path, remedy))
+        model = Holder()
+        loss = fresh.loss_of(x, model.w)
+        loss.backward()
+        assert loss.isfinite() and model.w.grad.isfinite().all(), remedy
+        assert loss.item() == pytest.approx(remedy.loss)
+    assert str(good[0]) in str(found)
+
+
+def test_what_did_not_help_is_not_recommended(tmp_path):
+    code = "torch.log(x * w).mean() + torch.sqrt(x * w - 1).mean()"
+    module, _ = module_of(tmp_path, SOURCE.format(code))
+    found = explained(module.loss_of, torch.zeros(3, 2))
+    assert found.cause == "undefined"
+    assert found.remedies and not any(each.is_finite for each in found.remedies)
+    assert "no help" in str(found) and "tried  " not in str(found)
+
+
+def test_a_line_over_several_lines_is_replaced_whole(tmp_path):
+    code = "torch.sqrt(\n    (x * w).pow(2).sum(\n      -1\n    )\n  ).mean()"
+    module, path = module_of(tmp_path, SOURCE.format(code))
+    remedy = explained(module.loss_of, torch.zeros(3, 2)).remedies[0]
+    assert (remedy.line, remedy.is_recommended) == (5, True)
+    fresh, _ = module_of(tmp_path, edited(path, remedy))
+    assert fresh.loss_of(torch.zeros(3, 2), torch.ones(2)).isfinite()
+
+
+NESTED = """import torch
+def outer(x, w):
+    eps = 0.0
+    def inner(y):
+        return torch.sqrt(y + eps)
+    return inner((x * w).pow(2).sum(-1)).mean()
+make = lambda x, w: (lambda y: y.log())(x * w).mean()
+"""
+
+
+@pytest.mark.parametrize("name", ["outer", "make"])
+def test_functions_within_functions(name, tmp_path):
+    module, path = module_of(tmp_path, NESTED)
+    function = getattr(module, name)
+    code = function.__code__
+    found = explained(function, torch.zeros(3, 2))
+    assert found.remedies[0].is_recommended
+    assert function.__code__ is code
+    fresh, _ = module_of(tmp_path, edited(path, found.remedies[0]))
+    assert getattr(fresh, name)(torch.zeros(3, 2), torch.ones(2)).isfinite()
+
+
+def test_a_file_that_is_not_what_runs_is_left_alone(tmp_path):
+    code, x = LINES["sqrt"]
+    module, path = module_of(tmp_path, SOURCE.format(code))
+    path.write_text(SOURCE.format(code).replace("y = 1", "y = 2"))
+    found = explained(module.loss_of, x)
+    assert found.remedies == []
+    assert "the file is not the code that runs" in " ".join(found.notes)
+
+
+WAITING = """import torch
+def loss_of(x, w, wait=lambda: None):
+    wait()
+    return torch.sqrt((x * w).pow(2).sum(-1)).mean()
+"""
+
+
+def test_code_that_another_thread_runs_is_left_alone(tmp_path):
+    module, _ = module_of(tmp_path, WAITING)
+    begun, end = threading.Event(), threading.Event()
+    wait = lambda: (begun.set(), end.wait(30))  # noqa: E731
+    thread = threading.Thread(
+        target=module.loss_of, args=(torch.ones(3, 2), torch.ones(2), wait)
+    )
+    thread.start()
+    begun.wait(30)
+    found = explained(module.loss_of, torch.zeros(3, 2))
+    end.set()
+    thread.join()
+    assert found.remedies == []
+    assert "another thread runs that code" in " ".join(found.notes)
+
+
+# Precision.
+
+
+class Wide(nn.Module):
+    """Overflows in float16 in `body.1`, and is small again after `norm`."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(self.norm(self.body(x)))
+
+
+def make_wide():
+    torch.manual_seed(0)
+    model = Wide()
+    with torch.no_grad():
+        model.body[1].weight *= 1e6
+    return model
+
+
+def make_clamped():
+    """The same with float16 weights."""
+    model = make_wide()
+    with torch.no_grad():
+        model.body[1].weight.clamp_(-3e4, 3e4)
+    return model.half()
+
+
+def loss_with(model):
+    return lambda x: model(x).float().pow(2).mean()
+
+
+def test_the_fewest_modules_run_in_float32():
+    model = make_clamped()
+    x = torch.ones(3, 4).half() * 8
+    before = {name: (t.dtype, t.data_ptr()) for name, t in model.state_dict().items()}
+    found = explain(model, x, loss_with(model), budget=16)
+    good = [each for each in found.remedies if each.is_recommended]
+    assert (found.cause, found.module) == ("range overflow", "body.1")
+    assert good[0].code == (
+        "overflow_fast.keep_in_fp32(model, ['body.1'], until=['norm'])"
+    )
+    assert good[1].code == "model.to(torch.bfloat16)"
+    after = {name: (t.dtype, t.data_ptr()) for name, t in model.state_dict().items()}
+    assert after == before
+    assert all("forward" not in vars(module) for module in model.modules())
+    exec(good[0].code, {"overflow_fast": overflow_fast, "model": model})
+    loss = loss_with(model)(x)
+    loss.backward()
+    assert loss.item() == pytest.approx(good[0].loss)
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_autocast_in_bfloat16():
+    model = make_wide()
+
+    def loss(x):
+        with torch.autocast("cpu", torch.float16):
+            return model(x).float().pow(2).mean()
+
+    found = explain(model, torch.ones(3, 4) * 8, loss)
+    texts = [each.text for each in found.remedies if each.is_recommended]
+    assert texts == ["body.1 in float32", "bfloat16 for autocast"]
+    assert torch.get_autocast_dtype("cpu") == torch.bfloat16  # torch's own default
+
+
+def test_a_smaller_loss_scale():
+    model = nn.Linear(4, 1).half()
+    x = torch.ones(3, 4).half() * 100
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    guard = OverflowGuard(model, optimizer, explain=True)
+    loss = guard.run(lambda: model(x).sum())
+    with pytest.raises(NonFiniteError) as error:
+        (loss * 1024).backward()
+        optimizer.step()
+    good = [e for e in error.value.report.explanation.remedies if e.is_recommended]
+    assert "a loss scale of 64 instead of 1024" in [each.text for each in good]
+
+
+# Data and weights.
+
+
+def test_samples_that_are_bad_are_left_out():
+    model, x = nn.Linear(4, 1), torch.randn(6, 4)
+    x[2, 1] = x[4, 0] = NAN
+    found = explain(model, (x,), lambda batch: model(batch[0]).pow(2).mean())
+    (remedy,) = found.remedies
+    assert remedy.is_recommended and "2 of 6 samples" in remedy.text
+    wanted = model(x[[0, 1, 3, 5]]).pow(2).mean()
+    assert remedy.loss == pytest.approx(wanted.item())
+
+
+def save(path, model, key=None):
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.save({key: state} if key else state, path)
+    return path
+
+
+def test_a_checkpoint_that_is_finite_is_found(tmp_path):
+    model = nn.Linear(4, 1)
+    files = [
+        save(tmp_path / "first.pt", model),
+        save(tmp_path / "good.pt", model, "model"),
+    ]
+    with torch.no_grad():
+        model.weight[0, 1] = NAN
+    files += [save(tmp_path / "bad.pt", model), tmp_path / "missing.pt"]
+    (tmp_path / "text.pt").write_text("no checkpoint")
+    files.append(tmp_path / "text.pt")
+    x, pointer = torch.ones(3, 4), model.weight.data_ptr()
+    found = explain(model, x, lambda x: model(x).mean(), checkpoints=files)
+    assert found.cause == "bad weights"
+    assert [each.is_recommended for each in found.remedies] == [True, True]
+    assert "good.pt" in found.remedies[0].text
+    assert model.weight.data_ptr() == pointer and model.weight.isnan().any()
+    notes = " ".join(found.notes)
+    assert "bad.pt is not finite either" in notes
+    assert "missing.pt was not read" in notes and "text.pt was not read" in notes
+    exec(found.remedies[0].code, {"torch": torch, "model": model})
+    assert model(x).isfinite().all()
+
+
+def test_without_a_loss_nothing_is_recommended():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    x = torch.ones(3, 4)
+    x[1] = NAN
+    found = explain(model, x)
+    assert found.remedies == []
+    assert "the forward is finite; loss and backward could not be tried" in str(found)
+
+
+def test_nothing_of_the_users_changes(tmp_path):
+    model = make_clamped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = state_of(model, optimizer)
+    grads = [parameter.grad for parameter in model.parameters()]
+    found = explain(model, torch.ones(3, 4).half() * 8, loss_with(model))
+    assert found.remedies
+    assert_same(before, state_of(model, optimizer))
+    after = [parameter.grad for parameter in model.parameters()]
+    assert all(a is b for a, b in zip(grads, after, strict=True))
+
+
+def test_the_budget_holds():
+    model = make_clamped()
+    found = explain(model, torch.ones(3, 4).half() * 8, loss_with(model), budget=2)
+    assert found.replays <= 4 and len(found.remedies) <= 2
+
+
+# Followed to the letter in a fresh run.
+
+ZOO = Path(__file__).parents[2].parent / "shared" / "zoo"
+REMEDIED = (
+    *("t5_ff_wo_fp16", "sdxl_vae_conv_fp16", "ppo_ratio_exp", "adam_eps_fp16"),
+    *("softmax_fully_masked", "log_negative_sigma", "entropy_zero_prob"),
+    *("sqrt_at_zero_distance", "lora_norm_regulariser", "cross_entropy_all_ignored"),
+    *("masked_mean_pool", "nan_in_feature", "nan_in_label"),
+)
+
+
+def case_of(cases, name):
+    return next(build() for build in cases.OPEN if build.__name__ == name)
+
+
+def explanation_of(common, case):
+    guard = OverflowGuard(case.model, case.optimizer, explain=True)
+    loss_of = case.loss_fn
+    case.loss_fn = lambda model, batch: guard.run(lambda: loss_of(model, batch))
+    with pytest.raises(NonFiniteError) as error:
+        list(common.train(case))
+    return error.value.report.explanation
+
+
+def follow(remedy, cases, name, tmp_path):
+    """The case with the remedy, as its text and code tell."""
+    if remedy.file:
+        fresh, _ = module_of(tmp_path, edited(Path(cases.__file__), remedy))
+        return case_of(fresh, name)
+    case = case_of(cases, name)
+    if remedy.code.startswith("keep = "):
+        make_batch = case.make_batch
+
+        def without(step):
+            batch = make_batch(step)
+            space = {"torch": torch, **batch}
+            exec(remedy.code, space)
+            return {key: value[space["keep"]] for key, value in batch.items()}
+
+        case.make_batch = without
+    elif "(..., " in remedy.code:
+        key, value = remedy.code.split("..., ")[1].rstrip(")").split("=")
+        case.optimizer.param_groups[0][key] = float(value)
+    else:
+        space = {"torch": torch, "overflow_fast": overflow_fast, "model": case.model}
+        exec(remedy.code, space)
+    return case
+
+
+@pytest.mark.skipif(not ZOO.exists(), reason="needs the collection of failures")
+@pytest.mark.parametrize("name", REMEDIED)
+def test_a_fresh_run_with_the_remedy_is_finite(name, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ZOO))
+    cases, common = (importlib.import_module(n) for n in ("cases_open", "common"))
+    found = explanation_of(common, case_of(cases, name))
+    good = [each for each in found.remedies if each.is_recommended]
+    assert good
+    for remedy in good:
+        case = follow(remedy, cases, name, tmp_path)
+        losses = [loss.item() for _, loss in common.train(case)]
+        assert all(map(math.isfinite, losses)), remedy
+        assert all(p.isfinite().all() for p in case.model.parameters()), remedy
