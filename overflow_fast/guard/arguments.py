@@ -57,10 +57,17 @@ def check_path(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a path or None, got {type(value).__name__}")
 
 
+def check_paths(name: str, value: Any) -> None:
+    """Raises TypeError if an argument is no list of paths."""
+    is_list = isinstance(value, Collection) and not isinstance(value, (str, bytes))
+    if not is_list or not all(isinstance(each, (str, os.PathLike)) for each in value):
+        raise TypeError(f"{name} must be a list of paths, got {value!r}")
+
+
 def check_watch(watch: Any) -> None:
     """Raises TypeError or ValueError if `watch` is no list of its names."""
     if isinstance(watch, str) or not isinstance(watch, Iterable):
-        raise TypeError(f"watch must be a list of names, got {watch!r}")
+        raise TypeError(f"watch must be a list of names, or 'tripwire', got {watch!r}")
     for name in watch:
         if name not in Wanted._fields:
             known = ", ".join(repr(field) for field in Wanted._fields)

@@ -17,6 +17,7 @@ from .arguments import (
     check_int,
     check_names,
     check_path,
+    check_paths,
     check_positive,
     check_ranges,
     check_safetensors,
@@ -29,8 +30,15 @@ from .policy import ACTIONS
 Policy = str | Callable[[Report], str | None]
 Path = str | os.PathLike[str]
 EVERYTHING = tuple(name for name in Wanted._fields if name != "optimizer_state")
+TRIPWIRE = "tripwire"
+WEIGHTS_EVERY = 64  # steps between the tripwire's scans of the weights
+NORM = "grad_norm"  # what `record()` calls the norm of all gradients
 _Class = TypeVar("_Class", bound=type)
 
+_ITERABLES = (
+    *("watch", "include", "exclude", "ranges", "allow", "metrics"),
+    "checkpoints",
+)
 _INTS = {
     "every": 1,
     "warmup": 0,
@@ -51,7 +59,12 @@ class GuardConfig:
             log a warning (logger `overflow_fast`). "skip": leave the optimizer's step
             out, so that weights and state keep every bit, and log a warning. Or a
             callable that takes the `Report` and returns one of these.
-        watch: The kinds of tensors to check: any of "activations", "grad_outputs"
+        watch: "tripwire", for production: check the loss and the gradients of the
+            parameters alone, with no hook but on the model; a bad step is run again
+            with everything watched, for the report. Where `record(grad_norm=...)` gives
+            the norm of all gradients, that number stands for them. Values that do not
+            reach loss or gradients are not seen, and there is no headroom. Or the kinds
+            of tensors to check: any of "activations", "grad_outputs"
             (gradients of outputs; needs "activations"), "gradients" (of parameters),
             "weights", "buffers", "loss" and "optimizer_state"; by default all but the
             last.
@@ -117,11 +130,14 @@ class GuardConfig:
             value, and the cause (`Report.explanation`). "auto": always where the run
             ends; else the first time for each place, at most once in 100 steps. Keeps
             references to each batch until its step is judged. Not with `sync="lagged"`.
-        explain_budget: The number of forwards that an explanation may run; None for 8.
+        explain_budget: The number of forwards that an explanation may run, and as many
+            again to try remedies; None for 8.
+        checkpoints: Files of weights (`torch.save`, safetensors), the newest last. If
+            weights are bad, the step is tried with those that are finite.
     """
 
     on_overflow: Policy
-    watch: Iterable[str]
+    watch: Iterable[str] | Literal["tripwire"]
     include: Sequence[str] | None
     exclude: Sequence[str]
     every: int
@@ -145,6 +161,7 @@ class GuardConfig:
     metrics: Any
     explain: bool | Literal["auto"]
     explain_budget: int | None
+    checkpoints: Sequence[Path]
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> GuardConfig:
@@ -155,7 +172,7 @@ class GuardConfig:
             ImportError: If `evidence` is given and safetensors is not installed.
         """
         given = {field.name: arguments[field.name] for field in fields(cls)}
-        for name in ("watch", "include", "exclude", "ranges", "allow", "metrics"):
+        for name in _ITERABLES:
             given[name] = reusable(given[name])
         given["allow"] = {} if given["allow"] is None else given["allow"]
         return cls(**given)
@@ -163,10 +180,12 @@ class GuardConfig:
     def __post_init__(self) -> None:
         """Checks the fields."""
         self._check_choices()
-        check_watch(self.watch)
+        if not self.is_tripwire:
+            check_watch(self.watch)
         self._check_numbers()
         check_path("evidence", self.evidence)
         check_path("log", self.log)
+        check_paths("checkpoints", self.checkpoints)
         check_ranges(self.ranges)
         check_names("include", self.include, optional=True)
         check_names("exclude", self.exclude)
@@ -205,7 +224,13 @@ class GuardConfig:
     @property
     def wanted(self) -> Wanted:
         """The kinds of tensors to check, as flags."""
-        return Wanted(**dict.fromkeys(self.watch, True))
+        kinds = ("loss", "gradients") if self.is_tripwire else self.watch
+        return Wanted(**dict.fromkeys(kinds, True))
+
+    @property
+    def is_tripwire(self) -> bool:
+        """True if modules are watched only when a bad step is run again."""
+        return self.watch == TRIPWIRE
 
     @property
     def may_skip(self) -> bool:

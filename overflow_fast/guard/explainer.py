@@ -14,6 +14,7 @@ from ..replay.explain import BUDGET, investigate
 from ..replay.explanation import Explanation
 from ..replay.incident import Incident
 from ..verdict.verdict import GRADIENTS, Verdict
+from .config import WEIGHTS_EVERY, GuardConfig
 
 _STEPS_BETWEEN = 100
 _LATE = (
@@ -27,22 +28,24 @@ class Explainer:
     """Explains a guard's alarms, as often as it was asked for.
 
     Args:
-        asked: True, False or "auto": always where the run ends; else the first time for
-            each place, at most once in 100 steps.
-        budget: How many forwards a replay may run; None for the default.
+        config: The guard's. "auto" explains always where the run ends; else the first
+            time for each place, at most once in 100 steps.
         watches: The watched models.
         capture: Keeps the calls of a step; None if nothing is to be explained.
     """
 
     def __init__(
         self,
-        asked: bool | str,
-        budget: int | None,
+        config: GuardConfig,
         watches: Sequence[ModelWatch],
         capture: Capture | None,
     ) -> None:
-        self._asked = asked
-        self._budget = BUDGET if budget is None else budget
+        self._asked = config.explain
+        self._budget = config.explain_budget or BUDGET
+        self._steps_between = WEIGHTS_EVERY if config.is_tripwire else 1
+        self._checkpoints = config.checkpoints
+        has_room = config.evidence is not None
+        self._artifact_bytes = int(config.evidence_mib * 2**20) * has_room
         self._watches = watches
         self._capture = capture
         self._places: set[tuple[str, str, str]] = set()
@@ -80,6 +83,8 @@ class Explainer:
             self._incident(verdict, moment, optimizers),
             start=capture.start(),
             budget=self._budget,
+            checkpoints=self._checkpoints,
+            artifact_bytes=self._artifact_bytes,
         )
 
     def _is_due(self, step: int, verdict: Verdict, ends: bool) -> bool:
@@ -111,6 +116,7 @@ class Explainer:
             or is_gradient
             or bool(verdict.dirty_gradients),
             weights=weights,
+            steps_between=self._steps_between,
             largest_gradient=max((r[-1] for r in gradients if r), default=0.0),
             gradients=self._bad_gradients(verdict.dirty_gradients),
             optimizers=optimizers,
@@ -145,9 +151,10 @@ class Explainer:
         }
 
 
-def make_capture(options: Any, watches: Sequence[ModelWatch]) -> Capture | None:
+def make_capture(options: GuardConfig, watches: Sequence[ModelWatch]) -> Capture | None:
     """Makes the watches keep their calls, if the guard explains its alarms."""
-    if options.explain is False or options.sync == "lagged":
+    is_wanted = options.explain is not False or options.is_tripwire
+    if not is_wanted or options.sync == "lagged":
         return None
     capture = Capture()
     for watch in watches:

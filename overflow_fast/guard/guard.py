@@ -79,7 +79,7 @@ class OverflowGuard(GuardStatus):
         optimizer: Optimizer | Iterable[Optimizer] | None = None,
         on_overflow: Policy = "raise",
         *,
-        watch: Iterable[str] = EVERYTHING,
+        watch: Iterable[str] | Literal["tripwire"] = EVERYTHING,
         include: Iterable[str] | None = None,
         exclude: Iterable[str] = (),
         every: int = 1,
@@ -103,6 +103,7 @@ class OverflowGuard(GuardStatus):
         metrics: Exporter | Iterable[Exporter] | None = None,
         explain: bool | Literal["auto"] = "auto",
         explain_budget: int | None = None,
+        checkpoints: Iterable[Path] = (),
         _defer: bool = False,
     ) -> None:
         config = GuardConfig.of(locals())

@@ -21,7 +21,7 @@ from ..report.guard_coverage import GuardCoverage
 from ..report.report import Report
 from ..verdict.rules import Rules
 from .buffer_snapshot import BufferSnapshot
-from .config import GuardConfig
+from .config import EVERYTHING, NORM, GuardConfig
 from .isolation import ErrorIsolation
 from .learning import Learning
 from .measurements import Measurements
@@ -80,9 +80,10 @@ class GuardLoop:
             self.watches,
             self.rounds,
             lambda: self.timer.cost,
-            lambda: self.coverage().gaps(),
+            lambda watches: self.coverage(watches).gaps(),
             lambda: self.steps.optimizers,
             self.timer.leave_out,
+            lambda: self.new_watches(watch=EVERYTHING),
         )
         self.isolation = ErrorIsolation(self.timer, self.engine.is_foreign)
         may_skip = config.may_skip and bool(self._hooks)
@@ -165,6 +166,8 @@ class GuardLoop:
         """Adds tensors that no module returns to the step."""
         watch = self.watches[0]
         watch.has_seen_loss |= "loss" in tensors
+        if self.config.is_tripwire and NORM in tensors:
+            self._judge.tensors.has_norm = True
         watch.record(_C.FrameKind.RECORDED, (list(tensors), list(tensors.values())))
 
     def check(self) -> Report | None:
@@ -198,9 +201,13 @@ class GuardLoop:
             steps, adopt, self.rules, self.watches, self.engine.agreement
         )
 
-    def twin_watches(self) -> list[ModelWatch]:
-        """Makes watches like the guard's, which nothing judges."""
-        config = dataclasses.replace(self.config, evidence=None)
+    def new_watches(self, **changes: Any) -> list[ModelWatch]:
+        """Makes watches like the guard's, which nothing judges.
+
+        Args:
+            changes: Fields of the configuration that differ.
+        """
+        config = dataclasses.replace(self.config, **changes)
         models = living_models(self.watches)
         return make_watches(models, config, self.rules, lambda _: None, self._defer)
 
@@ -216,10 +223,10 @@ class GuardLoop:
 
     # What users read.
 
-    def coverage(self) -> GuardCoverage:
-        """Returns what was checked so far."""
+    def coverage(self, watches: Sequence[ModelWatch] = ()) -> GuardCoverage:
+        """Returns what was checked so far, by the guard's watches or by others."""
         return GuardCoverage.of(
-            self.watches,
+            watches or self.watches,
             self.clock.num_steps,
             self.timer.num_watched,
             self._judge.tensors.without_gradient,

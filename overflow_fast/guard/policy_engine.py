@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 
 from torch.optim import Optimizer
@@ -22,6 +23,7 @@ from .learning import Learning
 from .optimizer_hook import OptimizerHook
 from .policy import limit_skips
 from .rounds import Rounds
+from .second_look import SecondLook
 from .step_report import StepReporter
 from .step_result import StepResult
 
@@ -34,9 +36,10 @@ class PolicyEngine:
         watches: The watched models.
         rounds: Counts steps and skips.
         cost: Returns the cost of the guard.
-        not_covered: Returns sentences about what was not checked.
+        not_covered: Returns sentences about what some watches have not checked.
         optimizers: Returns the guard's optimizers.
         on_explained: Called with the seconds that an explanation took.
+        make_watches: Makes watches of the models that look at everything.
 
     Attributes:
         agreement: The ranks that decide together.
@@ -53,9 +56,10 @@ class PolicyEngine:
         watches: Sequence[ModelWatch],
         rounds: Rounds,
         cost: Callable[[], Cost],
-        not_covered: Callable[[], list[str]],
+        not_covered: Callable[[Sequence[ModelWatch]], list[str]],
         optimizers: Callable[[], Sequence[Optimizer]],
         on_explained: Callable[[float], None],
+        make_watches: Callable[[], list[ModelWatch]],
     ) -> None:
         self.agreement = Agreement(
             config.process_group, watches, config.on_overflow != "warn", optimizers
@@ -71,8 +75,11 @@ class PolicyEngine:
         self._num_frames = _C.Recorder.num_frames()
         self._archive = Archive(config, watches, cost)
         self._reporter = StepReporter(config, watches, self._archive, cost, not_covered)
-        self._explainer = Explainer(
-            config.explain, config.explain_budget, watches, self.capture
+        self._explainer = Explainer(config, watches, self.capture)
+        self._second_look = (
+            SecondLook(self.capture, watches, make_watches)
+            if config.is_tripwire and self.capture is not None
+            else None
         )
         self._clean_line: tuple[int, Verdict, str | None] | None = None
         self.last_report: Report | None = None
@@ -168,9 +175,11 @@ class PolicyEngine:
         """Returns the report to act on, and whether it is this process's own."""
 
         def make_report() -> Report:
-            report = self._reporter.make(found, verdict, self._rounds.num_skipped)
-            self._explain(found, report)
-            return self._reporter.choose_action(found, report)
+            seen = self._look_again(found)
+            made = verdict if seen.frames is found.frames else self._attribute(seen)
+            report = self._reporter.make(seen, made, self._rounds.num_skipped)
+            self._explain(seen, report)
+            return self._reporter.choose_action(seen, report)
 
         if found.is_of_step and self.agreement.is_needed:
             self.num_agreed += 1
@@ -179,6 +188,15 @@ class PolicyEngine:
             position = max(0, first - begin)
             return self.agreement.agree(found.step, verdict, position, make_report)
         return None if verdict.is_clean else make_report(), True
+
+    def _look_again(self, found: StepResult) -> StepResult:
+        """Runs a step again that the tripwire alone has seen."""
+        if self._second_look is None:
+            return found
+        begin = time.perf_counter()
+        seen = self._second_look.look(found)
+        self._on_explained(time.perf_counter() - begin)
+        return seen
 
     def _explain(self, found: StepResult, report: Report) -> None:
         """Replays the step, if the configuration asks for it."""

@@ -13,7 +13,7 @@ from ..recording.watch import ModelWatch
 from ..report.report import Report
 from ..verdict.verdict import BadFrame
 from .buffer_snapshot import BufferSnapshot
-from .config import GuardConfig
+from .config import WEIGHTS_EVERY, GuardConfig
 from .device_flags import DeviceFlags
 from .optimizer_hook import OptimizerHook
 from .policy_engine import PolicyEngine
@@ -57,6 +57,7 @@ class StepJudge:
         self._frames = StepFrames(watches)
         self.flags = DeviceFlags(config, watches)
         self.has_scaler = False
+        self._is_tripwire = config.is_tripwire
         self.tensors = StepTensors(watches)
 
     def judge_step(
@@ -76,6 +77,7 @@ class StepJudge:
         # Without a batch the gradients are those of an earlier step.
         is_shadowing = self._engine.agreement.is_shadowing
         level = ScanLevel.OFF if is_shadowing else self._clock.level
+        self._sample_weights()
         self.tensors.scan(hook.optimizer, level, () if scaler else others)
         is_learning = self._engine.is_learning
         is_lagged = self.flags.are_lagged(hook, is_learning)
@@ -100,6 +102,11 @@ class StepJudge:
             return report is not None and report.action == "skip"
         finally:
             self._end(is_lagged)
+
+    def _sample_weights(self) -> None:
+        """Scans weights now and then: explanations ask how they have grown."""
+        if self._is_tripwire:
+            self.tensors.scans_weights = self._clock.num_steps % WEIGHTS_EVERY == 0
 
     def _result(
         self,

@@ -26,7 +26,7 @@ class StepReporter:
         watches: The watched models.
         archive: Keeps the evidence.
         cost: Returns the guard's cost.
-        not_covered: Returns sentences about what was not checked.
+        not_covered: Returns sentences about what some watches have not checked.
 
     Attributes:
         callables_error: The last error that the user's policy raised, or None.
@@ -38,7 +38,7 @@ class StepReporter:
         watches: Sequence[ModelWatch],
         archive: Archive,
         cost: Callable[[], Cost],
-        not_covered: Callable[[], list[str]],
+        not_covered: Callable[[Sequence[ModelWatch]], list[str]],
     ) -> None:
         self._config = config
         self._watches = watches
@@ -50,13 +50,14 @@ class StepReporter:
     def make(self, found: StepResult, verdict: Verdict, num_skipped: int) -> Report:
         """Makes the report of a bad step, and keeps its evidence."""
         policy = self._config.on_overflow
+        watches = found.watches or self._watches
         report = Report(
             step=found.step,
             action=policy if isinstance(policy, str) else "warn",
             verdict=verdict,
-            least_headroom=least_headroom(self._watches),
+            least_headroom=least_headroom(watches),
             frames=self._frames(found.frames),
-            not_covered=self._not_covered(),
+            not_covered=self._not_covered(watches),
             cost=self._cost(),
             num_skipped=num_skipped,
             notes=list(found.notes),

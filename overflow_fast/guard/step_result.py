@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..recording.step_tensors import StepTensors
+from ..recording.watch import ModelWatch
 from ..verdict.verdict import BadFrame
 from .optimizer_hook import OptimizerHook
 
@@ -28,6 +29,7 @@ class StepResult:
             none that a GradScaler handles.
         is_check: It is not counted: `check()` was called.
         is_late: The step is over already (`sync="lagged"`).
+        watches: The watches that have seen it, if it was run again; else empty.
     """
 
     step: int
@@ -42,6 +44,7 @@ class StepResult:
     is_whole: bool = False
     is_check: bool = False
     is_late: bool = False
+    watches: Sequence[ModelWatch] = ()
 
     @property
     def moment(self) -> str:

@@ -69,7 +69,12 @@ class HookOwner:
         self._attachment.handles = handles
         self.update_plan()
         self._recorder.total_calls = total_calls
-        self._recorder.begin_batch(self.batch_number)
+        self.begin_at(self.batch_number)
+
+    def begin_at(self, batch: int) -> None:
+        """Gives the next batch a number, from which the others count."""
+        self.batch_number = batch
+        self._recorder.begin_batch(batch)
 
     @property
     def model(self) -> nn.Module | None:

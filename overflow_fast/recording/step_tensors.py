@@ -28,6 +28,8 @@ class StepTensors:
 
     Attributes:
         without_gradient: How many parameters had none at the last scan.
+        has_norm: The norm of all gradients was recorded, and stands for them.
+        scans_weights: Weights are scanned, if not in a module's call.
     """
 
     def __init__(self, watches: Sequence[ModelWatch]) -> None:
@@ -37,6 +39,8 @@ class StepTensors:
         self._scanned: list[tuple[_C.FrameKind, Named]] = []
         self._last_gradients: dict[int, _Seen] = {}
         self.without_gradient = 0
+        self.has_norm = False
+        self.scans_weights = self._wanted.weights
 
     def begin_round(self) -> None:
         """Has weights and buffers scanned again: once for all optimizers of a step."""
@@ -47,6 +51,7 @@ class StepTensors:
     def forget(self) -> None:
         """Lets go of the tensors."""
         self._scanned = []
+        self.has_norm = False
 
     def find(self, kind: _C.FrameKind, name: str) -> torch.Tensor | None:
         """A tensor of the last scan, until `forget()`."""
@@ -80,7 +85,7 @@ class StepTensors:
         if level is ScanLevel.ALL and not self._has_scanned_weights:
             self._has_scanned_weights = True
             self._scan_models(listed)
-        if self._wanted.gradients:
+        if self._wanted.gradients and not self.has_norm:
             self._scan_gradients(optimizer, listed, others)
         if level is ScanLevel.ALL and self._wanted.optimizer_state and optimizer:
             state = self._state(optimizer)
@@ -93,8 +98,13 @@ class StepTensors:
     def _scan_models(self, listed: _Listed) -> None:
         for watch, parameters in listed:
             model = watch.model
+<<<<<<< HEAD
             if self._wanted.weights:
                 self._record(watch, _C.FrameKind.WEIGHTS, parameters)
+=======
+            if self.scans_weights:
+                self._record(watch, _C.Phase.WEIGHTS, parameters)
+>>>>>>> 6b77011 (Watch loss and gradients alone, and run a bad step again with everything watched)
             if self._wanted.buffers and model is not None:
                 self._record(watch, _C.FrameKind.BUFFERS, watch.tensors.buffers(model))
 

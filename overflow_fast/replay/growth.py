@@ -45,7 +45,9 @@ def growth_of(
         models: The models.
         incident: Has the largest magnitudes of the weights in the last steps.
     """
-    history = {} if incident is None else incident.weights
+    if incident is None:
+        return None
+    history = incident.weights
     before = {name: recent[0] for name, recent in history.items() if recent}
     now = _magnitudes(models, before)
     if not now:
@@ -54,7 +56,7 @@ def growth_of(
     most = max(before.values())
     if now[name] <= max(1.0, _MANY * most):
         return None
-    steps = max(map(len, history.values()))
+    steps = max(map(len, history.values())) * incident.steps_between
     factors = {
         each: before[each] / now[each]
         for each in now

@@ -20,6 +20,7 @@ class Incident:
         gradients: The bad gradients of parameters, by name.
         weights: The largest magnitudes of weights in the last steps, by name, where
             they were finite.
+        steps_between: How many steps are between two of these magnitudes.
         largest_gradient: That of all gradients in the last step.
         optimizers: The optimizers.
         num_dropped: How many forwards of the step were too many to be kept.
@@ -32,6 +33,7 @@ class Incident:
     reaches_loss: bool = True
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    steps_between: int = 1
     largest_gradient: float = 0.0
     optimizers: Sequence[torch.optim.Optimizer] = ()
     is_late: bool = False

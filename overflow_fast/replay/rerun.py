@@ -104,6 +104,7 @@ class Rerun:
         armed: int = -1,
         calls: Sequence[KeptCall] | None = None,
         change: AbstractContextManager[object] | None = None,
+        is_whole: bool = False,
     ) -> Outcome:
         """Runs calls from the state in which the step began, up to the first bad one.
 
@@ -111,6 +112,7 @@ class Rerun:
             armed: The place of the call that a table is made of; -1 for none.
             calls: The calls; None for the kept ones.
             change: What is tried: it is entered around the calls.
+            is_whole: Run all calls, each with its backward, as the step did.
         """
         outcome = Outcome()
         begin = time.perf_counter()
@@ -124,10 +126,19 @@ class Rerun:
                 self._state.begin()
                 if change is not None:
                     stack.enter_context(change)
-                outcome = self._run_in_order(calls[:last], armed)
+                if is_whole:
+                    outcome = self._run_all(calls)
+                else:
+                    outcome = self._run_in_order(calls[:last], armed)
         except Exception as error:
             outcome.error = error
         outcome.seconds = time.perf_counter() - begin
+        return outcome
+
+    def _run_all(self, calls: Sequence[KeptCall]) -> Outcome:
+        outcome = Outcome()
+        for place, call in enumerate(calls):
+            self._run_one(outcome, call, place, -1, stops=False)
         return outcome
 
     def _run_in_order(self, calls: Sequence[KeptCall], armed: int) -> Outcome:
@@ -168,6 +179,7 @@ class Rerun:
         place: int,
         armed: int,
         has_backward: bool = True,
+        stops: bool = True,
     ) -> None:
         self.num_forwards += 1
         with ExitStack() as stack:
@@ -176,7 +188,8 @@ class Rerun:
             with call.ambient.applied(self.models.values()):
                 output = call.function(call.batch)
             roots = self._look_at(outcome, call, output)
-            if roots and has_backward and not outcome.is_forward:
+            goes_on = has_backward and not (stops and outcome.is_forward)
+            if roots and goes_on:
                 outcome.has_backward = True
                 torch.autograd.backward(
                     [root for root, _ in roots], [gradient for _, gradient in roots]

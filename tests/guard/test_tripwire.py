@@ -1,0 +1,223 @@
+"""The tripwire tells of a bad step what the full watch would have told."""
+
+import re
+
+import pytest
+import torch
+from guarding import assert_same, state_of
+from torch import nn
+
+from overflow_fast import NonFiniteError, OverflowGuard
+
+INF, NAN = float("inf"), float("nan")
+
+
+class BadBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 0
+
+
+class Inner(nn.Module):
+    """Fails in the way that a test asks for."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.2)
+        self.register_buffer("total", torch.zeros(4))
+        self.fault = ""
+        self.flaky = ""
+
+    def forward(self, x):
+        fault, self.flaky = self.flaky or self.fault, ""
+        x = self.linear(x)
+        if fault == "forward":
+            x = x / torch.zeros(())
+        if fault == "backward":
+            x = BadBackward.apply(x)
+        x = self.drop(self.norm(x))
+        if fault == "masked":
+            x = torch.where(x > 0, x, (x * INF).clamp(-1, 1))
+        if fault == "buffer":
+            self.total += INF
+            x = x + self.total
+        return x
+
+
+def make():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Inner(), nn.ReLU(), nn.Linear(4, 1))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def spoil(model, x, fault):
+    if fault in ("forward", "backward", "masked", "buffer"):
+        model[1].fault = fault
+    if fault == "weight":
+        with torch.no_grad():
+            model[1].linear.weight[0, 1] = NAN
+    if fault == "data":
+        x[2, 1] = INF
+    return x
+
+
+FAULTS = ("forward", "backward", "buffer", "weight", "data", "loss")
+
+
+def run(watch, fault, policy="raise", micro_batches=1, **options):
+    """Three clean steps, one with a fault, and two more; returns guard and report."""
+    model, optimizer = make()
+    generator = torch.Generator().manual_seed(1)
+    guard = OverflowGuard(
+        model, optimizer, policy, watch=watch, explain=True, **options
+    )
+    torch.manual_seed(2)
+    for step in range(6):
+        optimizer.zero_grad()
+        for part in range(micro_batches):
+            x = torch.randn(6, 4, generator=generator)
+            is_faulty = step == 3 and part == micro_batches - 1
+            x = spoil(model, x, fault) if is_faulty else x
+            scale = 0.0 if fault == "loss" and is_faulty else 1.0
+            compute = lambda x=x, s=scale: (model(x).pow(2) * s / s).mean()  # noqa: E731
+            guard.run(compute).backward()
+        try:
+            optimizer.step()
+        except NonFiniteError as error:
+            assert step == 3
+            return guard, error.report, model, optimizer
+        model[1].fault = ""
+    return guard, guard.last_report, model, optimizer
+
+
+def facts(report):
+    verdict, found = report.verdict, report.explanation
+    first = verdict.first
+    return (
+        (first.kind, first.fqn, first.label, first.num_nan, first.num_inf),
+        (verdict.origin, verdict.maker, verdict.source, verdict.dirty_gradients),
+        report.frames,
+        report.not_covered,
+        (found.phase, found.cause, found.module, found.op and found.op.name),
+        [each.code for each in found.remedies],
+    )
+
+
+ALL = ("activations", "grad_outputs", "gradients", "weights", "buffers", "loss")
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_report_is_that_of_the_full_watch(fault, micro_batches):
+    _, wanted, *_ = run(ALL, fault, micro_batches=micro_batches)
+    _, report, *_ = run("tripwire", fault, micro_batches=micro_batches)
+    assert facts(report) == facts(wanted)
+    assert re.sub(r"When it was.*?\)\.\n", "", str(wanted), flags=re.S)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_skip_leaves_every_bit(fault):
+    if fault == "weight":
+        pytest.skip("a weight stays bad without the step")
+    states = []
+    for watch in (ALL, "tripwire"):
+        guard, _, model, optimizer = run(watch, fault, "skip")
+        assert guard.num_skipped == 1
+        states.append(state_of(model, optimizer))
+    assert_same(*states)
+
+
+def test_no_module_has_a_hook():
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, watch="tripwire"):
+        inner = [m for m in model.modules() if m is not model]
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in inner)
+
+
+def test_what_is_masked_is_not_seen():
+    assert run("tripwire", "masked")[1] is None
+
+
+def test_a_transient_fault_is_told_as_one():
+    model, optimizer = make()
+    guard = OverflowGuard(model, optimizer, watch="tripwire")
+    model[1].flaky = "forward"
+    guard.run(lambda: model(torch.ones(6, 4)).mean()).backward()
+    with pytest.raises(NonFiniteError) as error:
+        optimizer.step()
+    report = error.value.report
+    assert report.verdict.first.kind == "recorded"
+    assert any("is finite: the fault was transient" in note for note in report.notes)
+    assert report.explanation.cause == "not reproducible"
+
+
+def test_without_the_loss_it_says_what_was_not_run():
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, watch="tripwire") as guard:
+        (model(torch.ones(6, 4)).mean() * 0.0).log().sub(INF).backward()
+        with pytest.raises(NonFiniteError) as error:
+            optimizer.step()
+        guard.disable()
+    assert "guard.run(lambda: loss)" in str(error.value.report)
+
+
+def scanned_in_a_step(**recorded):
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, watch="tripwire") as guard:
+        for _ in range(2):  # weights are scanned in the first
+            before = guard.coverage().bytes_scanned
+            optimizer.zero_grad()
+            guard.run(lambda: model(torch.ones(6, 4)).mean()).backward()
+            guard.record(**recorded)
+            optimizer.step()
+        return guard.coverage().bytes_scanned - before
+
+
+def test_the_norm_stands_for_the_gradients():
+    size = 4 * sum(p.numel() for p in make()[0].parameters())
+    assert scanned_in_a_step() == size + 4  # and the loss
+    assert scanned_in_a_step(grad_norm=torch.ones(())) == 8
+
+
+def test_a_norm_that_is_not_finite_names_the_gradients():
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, watch="tripwire") as guard:
+        model[1].fault = "backward"
+        guard.run(lambda: model(torch.ones(6, 4)).mean()).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        guard.record(grad_norm=norm)
+        with pytest.raises(NonFiniteError) as error:
+            optimizer.step()
+    verdict = error.value.report.verdict
+    assert (verdict.first.kind, verdict.first.fqn) == ("grad_output", "1.linear")
+
+
+def test_weights_that_grew_are_told_as_divergence():
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, watch="tripwire") as guard:
+        for step in range(3):
+            optimizer.zero_grad()
+            if step == 2:
+                with torch.no_grad():
+                    model[3].weight.mul_(1e25)
+            loss = guard.run(lambda: model(torch.ones(6, 4)).pow(2).mean())
+            loss.backward()
+            if step < 2:
+                optimizer.step()
+        with pytest.raises(NonFiniteError) as error:
+            optimizer.step()
+    assert error.value.report.explanation.cause == "divergence"
+
+
+def test_arguments_are_checked():
+    model, optimizer = make()
+    with pytest.raises(TypeError, match="watch must be a list of names, or 'tripwire'"):
+        OverflowGuard(model, optimizer, watch="trip")
+    with pytest.raises(TypeError, match="checkpoints must be a list of paths"):
+        OverflowGuard(model, optimizer, checkpoints="last.pt")
