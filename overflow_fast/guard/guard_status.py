@@ -212,7 +212,10 @@ class GuardStatus:
             )
         patterns = reusable(layers)
         check_names("layers", patterns, optional=True)
-        watches, gather = self._loop.new_watches(evidence=None), self._loop.engine.agreement.gather
+        watches, gather = (
+            self._loop.new_watches(evidence=None),
+            self._loop.engine.agreement.gather,
+        )
         test = SelfTest(watches, batch, loss, patterns, max_layers, gather)
         with self._loop.suspended():
             result = test.run()

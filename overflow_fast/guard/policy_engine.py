@@ -164,10 +164,11 @@ class PolicyEngine:
         self._archive.log(step, verdict, action, self._rounds.num_skipped)
 
     def _attribute(self, found: StepResult) -> Verdict:
-        verdict = attribute(found.frames, self._watches, found.is_check)
+        watches = found.watches or self._watches
+        verdict = attribute(found.frames, watches, found.is_check)
         if verdict.source not in ("weight", "optimizer_state"):
             return verdict
-        had_finite = not self._in_row and all(w.wanted.gradients for w in self._watches)
+        had_finite = not self._in_row and all(w.wanted.gradients for w in watches)
         settings = bad_settings(self._optimizers(), had_finite)
         return dataclasses.replace(verdict, remarks=[*verdict.remarks, *settings])
 

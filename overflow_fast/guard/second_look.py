@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
 from .. import _C
+from ..core.tensors import loss_in
 from ..recording.schedule import ScanLevel
 from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
 from ..replay.capture import Capture
+from ..replay.kept_call import KeptCall, ModelCall
 from ..replay.rerun import Outcome, Rerun
 from ..replay.restore import KeptState
 from ..verdict.verdict import BadFrame
+from .config import NORM
 from .step_result import StepResult
 
 _CLEAN = (
@@ -81,6 +86,7 @@ class SecondLook:
         if not frames:
             is_whole = all(call.returns_loss for call in self._capture.calls)
             return _with_note(found, _CLEAN if is_whole else _PARTLY)
+        frames = [*_recorded(found, frames), *frames]
         return dataclasses.replace(found, frames=frames, watches=watches)
 
     def _why_not(self, found: StepResult) -> str:
@@ -95,7 +101,11 @@ class SecondLook:
         models = {w.prefix: w.model for w in watches if w.model is not None}
         with KeptState(models, self._capture.start()) as state:
             rerun = Rerun(models, self._capture.calls, state)
-            return rerun.run(change=_watched(watches, frames), is_whole=True)
+            return rerun.run(
+                change=_watched(watches, frames),
+                is_whole=True,
+                on_output=functools.partial(_record_loss, watches[0]),
+            )
 
 
 @contextlib.contextmanager
@@ -114,6 +124,27 @@ def _watched(watches: Sequence[ModelWatch], frames: list[BadFrame]) -> Iterator[
     finally:
         for watch in watches:
             watch.detach()
+
+
+def _record_loss(watch: ModelWatch, call: KeptCall, output: Any) -> None:
+    """Records the loss that a function returned, as `guard.run()` does."""
+    loss = None if isinstance(call, ModelCall) else loss_in(output)
+    if loss is not None:
+        watch.record(_C.FrameKind.RECORDED, (["loss"], [loss]))
+
+
+def _recorded(found: StepResult, frames: Sequence[BadFrame]) -> list[BadFrame]:
+    """What the user has recorded, which no replay has, if no forward is bad."""
+    kinds = {bad.frame.kind for bad in frames}
+    if kinds & {_C.FrameKind.FORWARD, _C.FrameKind.RECORDED}:
+        return []
+    recorded = [b for b in found.frames if b.frame.kind == _C.FrameKind.RECORDED]
+    return [bad for bad in recorded if not _is_norm(bad)]
+
+
+def _is_norm(bad: BadFrame) -> bool:
+    """Tells whether it is the norm of the gradients, which have frames of their own."""
+    return all(entry.label.name == NORM for entry in bad.bad_entries())
 
 
 def _with_note(found: StepResult, note: str) -> StepResult:

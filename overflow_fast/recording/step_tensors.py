@@ -98,13 +98,8 @@ class StepTensors:
     def _scan_models(self, listed: _Listed) -> None:
         for watch, parameters in listed:
             model = watch.model
-<<<<<<< HEAD
-            if self._wanted.weights:
-                self._record(watch, _C.FrameKind.WEIGHTS, parameters)
-=======
             if self.scans_weights:
-                self._record(watch, _C.Phase.WEIGHTS, parameters)
->>>>>>> 6b77011 (Watch loss and gradients alone, and run a bad step again with everything watched)
+                self._record(watch, _C.FrameKind.WEIGHTS, parameters)
             if self._wanted.buffers and model is not None:
                 self._record(watch, _C.FrameKind.BUFFERS, watch.tensors.buffers(model))
 

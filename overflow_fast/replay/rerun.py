@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,6 +92,7 @@ class Rerun:
         self.calls = list(calls)
         self._state = state
         self.num_forwards = 0
+        self._on_output: Callable[[KeptCall, Any], None] | None = None
         self._bad_before = set(bad_names(self._buffers(), masks=False))
 
     @property
@@ -105,6 +106,7 @@ class Rerun:
         calls: Sequence[KeptCall] | None = None,
         change: AbstractContextManager[object] | None = None,
         is_whole: bool = False,
+        on_output: Callable[[KeptCall, Any], None] | None = None,
     ) -> Outcome:
         """Runs calls from the state in which the step began, up to the first bad one.
 
@@ -113,8 +115,9 @@ class Rerun:
             calls: The calls; None for the kept ones.
             change: What is tried: it is entered around the calls.
             is_whole: Run all calls, each with its backward, as the step did.
+            on_output: Called with each call and what it returned, before its backward.
         """
-        outcome = Outcome()
+        outcome, self._on_output = Outcome(), on_output
         begin = time.perf_counter()
         calls = self.calls if calls is None else list(calls)
         last = len(calls) if armed < 0 else armed + 1
@@ -187,6 +190,8 @@ class Rerun:
                 self._arm(outcome, call, stack)
             with call.ambient.applied(self.models.values()):
                 output = call.function(call.batch)
+            if self._on_output is not None:
+                self._on_output(call, output)
             roots = self._look_at(outcome, call, output)
             goes_on = has_backward and not (stops and outcome.is_forward)
             if roots and goes_on:
