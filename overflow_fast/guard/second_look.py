@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from .. import _C
 from ..core.tensors import loss_in
@@ -102,28 +103,38 @@ class SecondLook:
         with KeptState(models, self._capture.start()) as state:
             rerun = Rerun(models, self._capture.calls, state)
             return rerun.run(
-                change=_watched(watches, frames),
+                change=_Watched(watches, frames),
                 is_whole=True,
                 on_output=functools.partial(_record_loss, watches[0]),
             )
 
 
-@contextlib.contextmanager
-def _watched(watches: Sequence[ModelWatch], frames: list[BadFrame]) -> Iterator[None]:
-    """Watches what runs within, and collects its bad frames."""
-    for watch in watches:
-        watch.attach()
-    try:
-        yield
-        StepTensors(watches).scan(None, ScanLevel.ALL)
-        for watch in watches:
+class _Watched:
+    """A change of a replay: it is watched, and its bad frames are collected."""
+
+    def __init__(self, watches: Sequence[ModelWatch], frames: list[BadFrame]) -> None:
+        self._watches = watches
+        self._frames = frames
+
+    @contextlib.contextmanager
+    def applied(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Watches what runs within."""
+        for watch in self._watches:
+            watch.attach()
+        try:
+            yield
+            self._collect()
+        finally:
+            for watch in self._watches:
+                watch.detach()
+
+    def _collect(self) -> None:
+        StepTensors(self._watches).scan(None, ScanLevel.ALL)
+        for watch in self._watches:
             watch.send()
             watch.receive(is_lagged=False)
             last = _C.Recorder.num_frames()
-            frames += [BadFrame(watch, frame) for frame in watch.take_bad(last)]
-    finally:
-        for watch in watches:
-            watch.detach()
+            self._frames += [BadFrame(watch, frame) for frame in watch.take_bad(last)]
 
 
 def _record_loss(watch: ModelWatch, call: KeptCall, output: Any) -> None:

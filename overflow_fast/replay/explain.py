@@ -19,7 +19,7 @@ from .incident import Incident
 from .kept_call import KeptCall
 from .optimizer_step import explain_update
 from .places import module_of_parameter, names_of
-from .remedies.module_changes import with_weights
+from .remedies.changes import ScaledWeights
 from .remedies.search import Failure, find_remedies
 from .repro import repro_of
 from .rerun import Outcome, Rerun
@@ -222,9 +222,7 @@ class _Search:
         found.evidence.insert(0, growth.text)
         if not self.may_run():
             return
-        named = {name: tensor for _, name, tensor in names_of(models)}
-        change = with_weights(named, growth.scaled_back(models))
-        if not self._rerun.run(change=change).bad_outputs:
+        if not self._rerun.run(change=ScaledWeights(growth.factors)).bad_outputs:
             found.cause = "divergence"
             found.evidence[0] += "; with weights as large as before it is finite"
 

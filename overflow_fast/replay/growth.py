@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from ..core.ops import scan
@@ -27,13 +26,6 @@ class Growth:
 
     text: str
     factors: dict[str, float]
-
-    def scaled_back(self, models: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
-        """The weights as large as they were, by name."""
-        named = {name: tensor for _, name, tensor in names_of(models)}
-        return {
-            name: named[name].detach() * factor for name, factor in self.factors.items()
-        }
 
 
 def growth_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from .kept_call import KeptCall, loss_and_gradients
 from .kinds import NEGATIVE_INF, bad_names, is_float, kinds_of, tensors_in
 from .op_table import OpTable
 from .places import ModuleStack, names_of
+from .remedies.changes import Change
 from .restore import KeptState
 from .rows import Leaf
 from .unseen import unseen
@@ -104,7 +105,7 @@ class Rerun:
         self,
         armed: int = -1,
         calls: Sequence[KeptCall] | None = None,
-        change: AbstractContextManager[object] | None = None,
+        change: Change | None = None,
         is_whole: bool = False,
         on_output: Callable[[KeptCall, Any], None] | None = None,
     ) -> Outcome:
@@ -128,7 +129,7 @@ class Rerun:
                 stack.enter_context(torch.enable_grad())
                 self._state.begin()
                 if change is not None:
-                    stack.enter_context(change)
+                    stack.enter_context(change.applied(self.models))
                 if is_whole:
                     outcome = self._run_all(calls)
                 else:

@@ -15,7 +15,7 @@ from ...core.ops import scan
 from ..explanation import Remedy
 from ..kinds import is_float
 from ..places import names_of
-from .module_changes import with_weights
+from .changes import OtherWeights
 from .trials import Trials
 
 _KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
@@ -52,8 +52,7 @@ def of_checkpoints(
             num_tried += 1
             text = f"the weights of {path.name}, which are finite"
             remedy = Remedy(text, f"model.load_state_dict({code})")
-            change = with_weights(named, weights)
-            yield functools.partial(trials.attempt, remedy, change)
+            yield functools.partial(trials.attempt, remedy, OtherWeights(weights))
 
 
 def _weights_in(

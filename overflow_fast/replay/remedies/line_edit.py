@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import gc
+import hashlib
 import linecache
 import sys
 import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import CodeType, FunctionType
 
 from ..places import Span
@@ -52,84 +54,115 @@ class SourceFile:
         lines = [*self.lines[: first - 1], head + text + tail, *self.lines[last:]]
         # What spans several lines becomes one: those below keep their numbers.
         lines[first:first] = ["\n"] * (last - first)
-        return LineEdit(self, first, last, textwrap.dedent(head + text + tail), lines)
+        code = textwrap.dedent(head + text + tail).rstrip("\n")
+        return LineEdit(first, last, code, "".join(lines))
 
 
+@dataclass(frozen=True)
 class LineEdit:
     """An edit of one line of a file, which is not written to.
 
     Attributes:
-        source: The file.
         first: The number of the first line that is replaced.
         last: That of the last one.
         code: The line that replaces them, without its indentation.
+        text: The edited file.
     """
 
-    def __init__(
-        self, source: SourceFile, first: int, last: int, code: str, lines: list[str]
-    ) -> None:
-        self.source = source
-        self.first, self.last = first, last
-        self.code = code.rstrip("\n")
-        self.lines = lines
+    first: int
+    last: int
+    code: str
+    text: str
 
-    def as_file(self) -> SourceFile:
-        """The edited file, to be edited again."""
-        edited = SourceFile(self.source.name)
-        edited.lines = self.lines
-        return edited
 
-    @contextmanager
-    def applied(self, code: CodeType) -> Iterator[None]:
-        """Lets the functions that a code belongs to run the edited file's code.
+@dataclass(frozen=True)
+class CodePlace:
+    """A function's code in a file; the same in every process that runs the file.
 
-        The functions have their own code again afterwards.
+    Attributes:
+        file: The file.
+        index: Its place among the file's code objects; see `_nested()`.
+        digest: Of the file's text.
+    """
 
-        Args:
-            code: That of the edited line, as it runs.
+    file: str
+    index: int
+    digest: str
+
+    @classmethod
+    def of(cls, code: CodeType) -> CodePlace:
+        """The place of a code that runs.
 
         Raises:
-            NotEditableError: If the file is not what runs, or another thread runs it.
+            NotEditableError: If the file is not what runs.
         """
-        pairs = self._changed_codes(code)
-        changes = [
-            (function, new)
-            for old, new in pairs
-            for function in gc.get_referrers(old)
-            if isinstance(function, FunctionType) and function.__code__ is old
-        ]
-        if not changes:
-            raise NotEditableError("no function with that line was found")
-        if _runs_elsewhere({old for old, _ in pairs}):
-            raise NotEditableError("another thread runs that code")
-        kept = [(function, function.__code__) for function, _ in changes]
-        try:
-            for function, new in changes:
-                function.__code__ = new
-            yield
-        finally:
-            for function, old in kept:
-                function.__code__ = old
-
-    def _changed_codes(self, code: CodeType) -> list[tuple[CodeType, CodeType]]:
-        """The running code with those around it, and what replaces each of them."""
-        name = self.source.name
-        original = "".join(linecache.getlines(name))
-        try:
-            old = _nested(compile(original, name, "exec", dont_inherit=True))
-            new = _nested(compile("".join(self.lines), name, "exec", dont_inherit=True))
-        except (SyntaxError, ValueError) as error:
-            raise NotEditableError(f"the line does not compile: {error}") from error
-        places = [i for i, (each, _) in enumerate(old) if _is_same(each, code)]
-        if len(places) != 1 or len(old) != len(new):
+        file = code.co_filename
+        text = "".join(linecache.getlines(file))
+        codes = _nested(_compiled(text, file))
+        places = [i for i, (each, _) in enumerate(codes) if _is_same(each, code)]
+        if len(places) != 1:
             raise NotEditableError("the file is not the code that runs")
-        pairs = [(code, new[places[0]][0])]
-        outer = old[places[0]][1]
-        while outer is not None and outer:  # 0 is the file itself
-            running = [each for each in _running_codes(old[outer][0])]
-            pairs += [(each, new[outer][0]) for each in running]
-            outer = old[outer][1]
-        return pairs
+        return cls(file, places[0], _digest(text))
+
+
+@contextmanager
+def edited_code(place: CodePlace, text: str) -> Iterator[None]:
+    """Lets functions run an edited file's code; they have their own again afterwards.
+
+    Args:
+        place: The code that is edited. Codes around it are replaced with it.
+        text: The edited file.
+
+    Raises:
+        NotEditableError: If the file is not what runs, or another thread runs it.
+    """
+    changes = _changes(place, text)
+    if not changes:
+        raise NotEditableError("no function with that line was found")
+    if _runs_elsewhere({function.__code__ for function, _ in changes}):
+        raise NotEditableError("another thread runs that code")
+    kept = [(function, function.__code__) for function, _ in changes]
+    try:
+        for function, new in changes:
+            function.__code__ = new
+        yield
+    finally:
+        for function, old in kept:
+            function.__code__ = old
+
+
+def _changes(place: CodePlace, text: str) -> list[tuple[FunctionType, CodeType]]:
+    """The live functions whose code is replaced, with their new code."""
+    own = "".join(linecache.getlines(place.file))
+    if _digest(own) != place.digest:
+        raise NotEditableError("the file is another one here")
+    old = _nested(_compiled(own, place.file))
+    new = _nested(_compiled(text, place.file))
+    if len(old) != len(new):
+        raise NotEditableError("the edit changes more than a line")
+    wanted: list[tuple[CodeType, CodeType]] = []
+    index: int | None = place.index
+    while index:  # 0 is the file itself
+        wanted.append((old[index][0], new[index][0]))
+        index = old[index][1]
+    functions = [each for each in gc.get_objects() if type(each) is FunctionType]
+    return [
+        (function, after)
+        for function in functions
+        for before, after in wanted
+        if _is_same(function.__code__, before)
+    ]
+
+
+def _compiled(text: str, file: str) -> CodeType:
+    try:
+        return compile(text, file, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        raise NotEditableError(f"the line does not compile: {error}") from error
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class NotEditableError(Exception):
@@ -161,16 +194,6 @@ def _is_same(a: CodeType, b: CodeType) -> bool:
         and a.co_code == b.co_code
         and a.co_freevars == b.co_freevars
         and a.co_names == b.co_names
-    )
-
-
-def _running_codes(code: CodeType) -> list[CodeType]:
-    """The code objects of live functions that are the same as one of a file."""
-    functions = (each for each in gc.get_objects() if isinstance(each, FunctionType))
-    return list(
-        {
-            id(f.__code__): f.__code__ for f in functions if _is_same(f.__code__, code)
-        }.values()
     )
 
 

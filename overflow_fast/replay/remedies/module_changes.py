@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -102,6 +102,3 @@ def with_weights(
     finally:
         for tensor, data in kept:
             tensor.data = data
-
-
-Change = Callable[[], Iterator[None]]

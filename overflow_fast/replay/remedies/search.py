@@ -18,10 +18,10 @@ from ..places import span_of
 from ..rerun import Rerun
 from ..rows import Row
 from ..sample import batch_size, cut
+from .changes import Bfloat16, Float32Modules, LineChange
 from .checkpoints import of_checkpoints
-from .line_edit import NotEditableError, SourceFile
+from .line_edit import CodePlace, NotEditableError, SourceFile
 from .line_forms import Written, forms_of
-from .module_changes import in_bfloat16, in_float32
 from .trials import Trials
 
 _LINES = ("range overflow", "undefined", "singular gradient", "empty reduction")
@@ -63,14 +63,13 @@ def find_remedies(
         step_seconds: How long a plain replay took.
     """
     trials = Trials(rerun, budget, step_seconds)
-    for attempt in _attempts(failure, trials):
-        if trials.is_over:
-            break
-        try:
+    try:
+        for attempt in _attempts(failure, trials):
+            if trials.is_over:
+                break
             attempt()
-        except NotEditableError as error:
-            trials.notes.append(f"A change of the line was not tried: {error}.")
-            break
+    except NotEditableError as error:
+        trials.notes.append(f"A change of the line was not tried: {error}.")
     found = failure.found
     found.remedies = sorted(trials.remedies, key=lambda each: not each.is_finite)
     found.notes += trials.notes
@@ -100,13 +99,14 @@ def _of_lines(failure: Failure, trials: Trials) -> Iterator[Any]:
     node = None if span is None else source.node_at(span)
     if node is None:
         return
+    place = CodePlace.of(code)
     forms = forms_of(Written(source, node), op, failure.found.cause)
     for _, form in zip(range(_MAX_FORMS), forms, strict=False):
         edit = source.edited(node, form.code)
         remedy = Remedy(
             form.text, edit.code, file=op.file, line=edit.first, last_line=edit.last
         )
-        yield lambda e=edit, r=remedy: trials.attempt(r, e.applied(code))
+        yield functools.partial(trials.attempt, remedy, LineChange(place, edit.text))
 
 
 def _of_precision(failure: Failure, trials: Trials) -> Iterator[Any]:
@@ -129,7 +129,7 @@ def _of_precision(failure: Failure, trials: Trials) -> Iterator[Any]:
         text = "bfloat16 for autocast"
         remedy = Remedy(text, "torch.autocast(device_type, dtype=torch.bfloat16)")
     remedy = Remedy(text, remedy.code)
-    yield lambda: trials.attempt(remedy, in_bfloat16(models.values()))
+    yield functools.partial(trials.attempt, remedy, Bfloat16())
 
 
 def _of_modules(
@@ -143,7 +143,7 @@ def _of_modules(
             f"{names[place]} in float32",
             f'overflow_fast.keep_in_fp32(model, ["{names[place]}"])',
         )
-        helped[place] = trials.attempt(remedy, in_float32(model, [names[place]]))
+        helped[place] = trials.attempt(remedy, Float32Modules((names[place],)))
 
     if not names or any(each.is_finite for each in trials.remedies):
         return
@@ -174,7 +174,7 @@ def _up_to_norms(
             f"float32 up to {until[0] if len(until) == 1 else f'{until[0]} ...'}",
             f"overflow_fast.keep_in_fp32(model, {names}, until={until})",
         )
-        change = in_float32(model, names, until)
+        change = Float32Modules(tuple(names), tuple(until))
         yield functools.partial(trials.attempt, remedy, change)
         if len(norms) == 1 or trials.remedies[-1].is_finite:
             return

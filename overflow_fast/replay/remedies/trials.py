@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -14,6 +13,7 @@ from ..explanation import Remedy
 from ..kept_call import KeptCall
 from ..kinds import kinds_of
 from ..rerun import Outcome, Rerun
+from .changes import Change
 from .line_edit import NotEditableError
 
 _STEP_TIMES = 4.0
@@ -58,14 +58,14 @@ class Trials:
     def attempt(
         self,
         remedy: Remedy,
-        change: AbstractContextManager[object] | None = None,
+        change: Change | None = None,
         calls: Sequence[KeptCall] | None = None,
     ) -> bool:
         """Replays the step with a change; returns True if it is finite then.
 
         Args:
             remedy: The change in words and as code; its outcome is filled in.
-            change: Makes the change while it is entered.
+            change: The change; None if it is one of the calls.
             calls: The calls with another batch; None for those of the step.
 
         Raises:
