@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from ..recording.watch import Wanted
 from ..report.report import Report
@@ -33,7 +32,6 @@ EVERYTHING = tuple(name for name in Wanted._fields if name != "optimizer_state")
 TRIPWIRE = "tripwire"
 WEIGHTS_EVERY = 64  # steps between the tripwire's scans of the weights
 NORM = "grad_norm"  # what `record()` calls the norm of all gradients
-_Class = TypeVar("_Class", bound=type)
 
 _ITERABLES = (
     *("watch", "include", "exclude", "ranges", "allow", "metrics"),
@@ -47,7 +45,9 @@ _INTS = {
     "evidence_keep": 1,
     "log_keep": 0,
 }
-_OPTIONAL_INTS = {"underflow_every": 1, "explain_budget": 1}
+_OPTIONAL_INTS = dict.fromkeys(
+    ("underflow_every", "explain_budget", "ops_every", "audit", "check_replicas"), 1
+)
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,14 @@ class GuardConfig:
             again to try remedies; None for 8.
         checkpoints: Files of weights (`torch.save`, safetensors), the newest last. If
             weights are bad, the step is tried with those that are finite.
+        ops_every: Run one clean step in this many again, and log the operations whose
+            non-finite values were masked, clamped or divided away. Not with several
+            ranks. None for never.
+        audit: In one step of this many compute one layer again, a different one each
+            time, and compare the bits: silent data corruption. None for never.
+        check_replicas: After one step in this many compare the replicas of weights and
+            optimizer states under DDP and HSDP, bit for bit: an all-gather of 8 bytes,
+            which every rank has to join. None for never.
     """
 
     on_overflow: Policy
@@ -162,6 +170,9 @@ class GuardConfig:
     explain: bool | Literal["auto"]
     explain_budget: int | None
     checkpoints: Sequence[Path]
+    ops_every: int | None
+    audit: int | None
+    check_replicas: int | None
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> GuardConfig:
@@ -233,18 +244,11 @@ class GuardConfig:
         return self.watch == TRIPWIRE
 
     @property
+    def weights_every(self) -> int | None:
+        """In one step of how many weights are scanned that are not watched."""
+        return WEIGHTS_EVERY if self.is_tripwire else None
+
+    @property
     def may_skip(self) -> bool:
         """True if the policy may skip a step."""
         return self.on_overflow == "skip" or callable(self.on_overflow)
-
-
-def documents_config(guard: _Class) -> _Class:
-    """Lists the fields of `GuardConfig` in the docstring of a class that takes them.
-
-    They stand in place of a line that says `(the fields of GuardConfig)`.
-    """
-    if guard.__doc__ and GuardConfig.__doc__:  # python -OO has none
-        _, _, listed = inspect.cleandoc(GuardConfig.__doc__).partition("Attributes:\n")
-        text = inspect.cleandoc(guard.__doc__)
-        guard.__doc__ = text.replace("    (the fields of GuardConfig)", listed)
-    return guard

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from ..recording.watch import ModelWatch
+from .buffer_snapshot import BufferSnapshot
 from .config import GuardConfig
 from .optimizer_hook import OptimizerHook
+from .step_frames import PendingStep
 
 
 class DeviceFlags:
@@ -78,3 +80,19 @@ class DeviceFlags:
             first = torch.maximum(first, other.to(first.device, non_blocking=True))
         hook.found_inf.set(first)
         return first
+
+    def skip(
+        self, step: PendingStep, hook: OptimizerHook, buffers: BufferSnapshot | None
+    ) -> None:
+        """Makes the device skip a step, and put buffers back, if it is bad.
+
+        Args:
+            step: The step.
+            hook: The hook of its optimizer.
+            buffers: The restore point, or None.
+        """
+        flag = self.hand_over(hook, step.scaler is not None)
+        if flag is not None:
+            step.skipped_by = "optimizer's kernel"
+            if buffers is not None:
+                buffers.restore_where(flag)

@@ -14,7 +14,7 @@ from ..replay.explain import BUDGET, investigate
 from ..replay.explanation import Explanation
 from ..replay.incident import Incident
 from ..verdict.verdict import GRADIENTS, Verdict
-from .config import WEIGHTS_EVERY, GuardConfig
+from .config import GuardConfig
 
 _STEPS_BETWEEN = 100
 _LATE = (
@@ -42,7 +42,7 @@ class Explainer:
     ) -> None:
         self._asked = config.explain
         self._budget = config.explain_budget or BUDGET
-        self._steps_between = WEIGHTS_EVERY if config.is_tripwire else 1
+        self._steps_between = config.weights_every or 1
         self._checkpoints = config.checkpoints
         has_room = config.evidence is not None
         self._artifact_bytes = int(config.evidence_mib * 2**20) * has_room
@@ -154,6 +154,7 @@ class Explainer:
 def make_capture(options: GuardConfig, watches: Sequence[ModelWatch]) -> Capture | None:
     """Makes the watches keep their calls, if the guard explains its alarms."""
     is_wanted = options.explain is not False or options.is_tripwire
+    is_wanted |= options.ops_every is not None
     if not is_wanted or options.sync == "lagged":
         return None
     capture = Capture()

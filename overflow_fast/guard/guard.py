@@ -14,7 +14,8 @@ from ..report.report import NonFiniteError, Report
 from ..report.run_lines import log_begin, log_end
 from ..verdict.rules import Allow
 from .arguments import check_int
-from .config import EVERYTHING, GuardConfig, Path, Policy, documents_config
+from .config import EVERYTHING, GuardConfig, Path, Policy
+from .documented import documents_config
 from .guard_status import GuardStatus
 from .isolation import isolate_errors
 from .learning import check_can_learn
@@ -104,6 +105,9 @@ class OverflowGuard(GuardStatus):
         explain: bool | Literal["auto"] = "auto",
         explain_budget: int | None = None,
         checkpoints: Iterable[Path] = (),
+        ops_every: int | None = None,
+        audit: int | None = None,
+        check_replicas: int | None = None,
         _defer: bool = False,
     ) -> None:
         config = GuardConfig.of(locals())

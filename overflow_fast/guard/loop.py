@@ -29,6 +29,7 @@ from .optimizer_hook import OptimizerHook
 from .optimizer_steps import OptimizerSteps
 from .policy_engine import PolicyEngine
 from .rounds import Rounds
+from .step_audits import StepAudits
 from .step_clock import StepClock
 from .step_judge import StepJudge
 from .watched_models import living_models, make_watches
@@ -71,7 +72,11 @@ class GuardLoop:
         self.measurements = Measurements(
             config,
             self.watches,
-            lambda: {"steps_total": self.clock.num_steps, **self.engine.metrics()},
+            lambda: {
+                "steps_total": self.clock.num_steps,
+                **self.engine.metrics(),
+                **self.audits.metrics(),
+            },
         )
         self.timer = self.measurements.timer
         self.headroom = self.measurements.headroom
@@ -95,6 +100,13 @@ class GuardLoop:
         self._judge = StepJudge(
             config, self.watches, self.engine, self.clock, self._buffers
         )
+        self.audits = StepAudits(
+            config,
+            self.watches,
+            self.engine.capture,
+            lambda: self.steps.optimizers,
+            self.isolation,
+        )
         self.steps = OptimizerSteps(
             self._hooks,
             self.rounds,
@@ -103,8 +115,10 @@ class GuardLoop:
             self.isolation,
             self.clock,
             self.measurements,
+            self.audits,
             joins_unwatched=config.budget is not None,
         )
+        self._judge.on_clean = self.audits.before_step
         for watch in self.watches:
             watch.shield = self.isolation.isolated
             if self._buffers is not None:

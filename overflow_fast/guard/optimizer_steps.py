@@ -15,6 +15,7 @@ from .measurements import Measurements
 from .optimizer_hook import OptimizerHook
 from .policy_engine import PolicyEngine
 from .rounds import Rounds
+from .step_audits import StepAudits
 from .step_clock import StepClock
 from .step_judge import StepJudge
 from .step_result import StepResult
@@ -34,6 +35,7 @@ class OptimizerSteps:
         isolation: Isolates the guard's own errors.
         clock: Has the step's number and level.
         measurements: Measures the watched steps.
+        audits: Looks at what no frame shows.
         joins_unwatched: Other ranks may watch a step that this one does not.
     """
 
@@ -46,6 +48,7 @@ class OptimizerSteps:
         isolation: ErrorIsolation,
         clock: StepClock,
         measurements: Measurements,
+        audits: StepAudits,
         joins_unwatched: bool,
     ) -> None:
         self._hooks = hooks
@@ -56,6 +59,7 @@ class OptimizerSteps:
         self._clock = clock
         self._joins_unwatched = joins_unwatched
         self._measurements = measurements
+        self._audits = audits
         self._last_seen: Report | None = None
         self._called: set[OptimizerHook] = set()
 
@@ -70,10 +74,12 @@ class OptimizerSteps:
         for hook in self._hooks:
             hook.attach()
         scalers.listen(self)
+        self._audits.begin_step(self._clock.step)
 
     def detach(self) -> None:
         """Removes the hooks."""
         scalers.stop_listening(self)
+        self._audits.detach()
         for hook in self._hooks:
             hook.detach()
 
@@ -209,7 +215,9 @@ class OptimizerSteps:
         if is_watched:
             self.end_headroom(step, is_bad)
             measurements.emit(step)
+        self._audits.end_step(step)
         clock.begin()
+        self._audits.begin_step(clock.step)
 
     def end_headroom(self, step: int, is_bad: bool) -> None:
         """Ends a step's headroom, and warns of values near the end of their dtype."""

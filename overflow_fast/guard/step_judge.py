@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -13,7 +13,7 @@ from ..recording.watch import ModelWatch
 from ..report.report import Report
 from ..verdict.verdict import BadFrame
 from .buffer_snapshot import BufferSnapshot
-from .config import WEIGHTS_EVERY, GuardConfig
+from .config import GuardConfig
 from .device_flags import DeviceFlags
 from .optimizer_hook import OptimizerHook
 from .policy_engine import PolicyEngine
@@ -40,6 +40,7 @@ class StepJudge:
         flags: Skip steps on the device.
         tensors: Scans what stands in no module's call.
         has_scaler: A GradScaler has called an optimizer.
+        on_clean: Called with the number of a clean step, before its optimizer steps.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class StepJudge:
         self._frames = StepFrames(watches)
         self.flags = DeviceFlags(config, watches)
         self.has_scaler = False
-        self._is_tripwire = config.is_tripwire
-        self.tensors = StepTensors(watches)
+        self.on_clean: Callable[[int], None] = lambda step: None
+        self.tensors = StepTensors(watches, config.weights_every)
 
     def judge_step(
         self,
@@ -77,7 +78,6 @@ class StepJudge:
         # Without a batch the gradients are those of an earlier step.
         is_shadowing = self._engine.agreement.is_shadowing
         level = ScanLevel.OFF if is_shadowing else self._clock.level
-        self._sample_weights()
         self.tensors.scan(hook.optimizer, level, () if scaler else others)
         is_learning = self._engine.is_learning
         is_lagged = self.flags.are_lagged(hook, is_learning)
@@ -86,7 +86,7 @@ class StepJudge:
             self.flags.drop()
         step = PendingStep(self._clock.step, hook, scaler)
         if is_lagged:
-            self._skip_on_device(step, hook)
+            self.flags.skip(step, hook, self.buffers)
         try:
             self.judge_late(is_lagged)
             # Ranks decide together, once for each step.
@@ -99,14 +99,11 @@ class StepJudge:
                     return False
             step.is_decided = True
             report = self._engine.decide(found)
+            if report is None:
+                self.on_clean(step.number)
             return report is not None and report.action == "skip"
         finally:
             self._end(is_lagged)
-
-    def _sample_weights(self) -> None:
-        """Scans weights now and then: explanations ask how they have grown."""
-        if self._is_tripwire:
-            self.tensors.scans_weights = self._clock.num_steps % WEIGHTS_EVERY == 0
 
     def _result(
         self,
@@ -239,14 +236,6 @@ class StepJudge:
     def restore(self) -> list[str]:
         """Puts back what the forward changed; returns sentences about failures."""
         return [] if self.buffers is None else self.buffers.restore()
-
-    def _skip_on_device(self, step: PendingStep, hook: OptimizerHook) -> None:
-        """Makes the device skip the step, and put buffers back, if it is bad."""
-        flag = self.flags.hand_over(hook, step.scaler is not None)
-        if flag is not None:
-            step.skipped_by = "optimizer's kernel"
-            if self.buffers is not None:
-                self.buffers.restore_where(flag)
 
     def _end(self, is_lagged: bool) -> None:
         self.tensors.forget()

@@ -26,13 +26,19 @@ _Seen = tuple[weakref.ref[torch.Tensor] | None, int]
 class StepTensors:
     """The tensors of a step that stand in no module's call, one scan for each kind.
 
+    Args:
+        watches: The watched models.
+        weights_every: Scan weights that are not watched in one round of so many; None
+            for never.
+
     Attributes:
         without_gradient: How many parameters had none at the last scan.
         has_norm: The norm of all gradients was recorded, and stands for them.
-        scans_weights: Weights are scanned, if not in a module's call.
     """
 
-    def __init__(self, watches: Sequence[ModelWatch]) -> None:
+    def __init__(
+        self, watches: Sequence[ModelWatch], weights_every: int | None = None
+    ) -> None:
         self._watches = watches
         self._wanted = watches[0].wanted
         self._has_scanned_weights = False
@@ -40,11 +46,13 @@ class StepTensors:
         self._last_gradients: dict[int, _Seen] = {}
         self.without_gradient = 0
         self.has_norm = False
-        self.scans_weights = self._wanted.weights
+        self._weights_every = weights_every
+        self._num_rounds = 0
 
     def begin_round(self) -> None:
         """Has weights and buffers scanned again: once for all optimizers of a step."""
         self._has_scanned_weights = False
+        self._num_rounds += 1
         for watch in self._watches:
             watch.recorder.forget_parameters()
 
@@ -96,9 +104,11 @@ class StepTensors:
         watch.record(kind, named)
 
     def _scan_models(self, listed: _Listed) -> None:
+        every = self._weights_every
+        is_sampled = every is not None and self._num_rounds % every == 0
         for watch, parameters in listed:
             model = watch.model
-            if self.scans_weights:
+            if is_sampled or self._wanted.weights:
                 self._record(watch, _C.FrameKind.WEIGHTS, parameters)
             if self._wanted.buffers and model is not None:
                 self._record(watch, _C.FrameKind.BUFFERS, watch.tensors.buffers(model))

@@ -1,0 +1,120 @@
+"""A guard looks inside of operations, at bits and at replicas as often as asked."""
+
+import functools
+import logging
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from guarding import assert_same, state_of
+from torch import nn
+
+from overflow_fast import OverflowGuard
+
+INF = float("inf")
+
+
+class Attention(nn.Module):
+    """A softmax of its own, whose overflow is divided away where a test asks."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x, large=False):
+        scores = self.linear(x) + (200.0 if large else 0.0)
+        odds = torch.exp(scores)
+        share = odds / (1 + odds)
+        mask = torch.zeros(4).masked_fill(torch.arange(4) > 2, -INF)
+        share = torch.where(odds.isinf(), torch.ones_like(share), share).detach()
+        return self.drop(torch.softmax(self.linear(x) * share + mask, -1))
+
+
+def make(**options):
+    torch.manual_seed(0)
+    model = Attention()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, optimizer, OverflowGuard(model, optimizer, **options)
+
+
+def loss_of(model, x, is_large):
+    return model(x, is_large).square().mean()
+
+
+def train(model, optimizer, guard, steps, large=()):
+    torch.manual_seed(1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        compute = functools.partial(loss_of, model, torch.ones(3, 4), step in large)
+        guard.run(compute).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("watch", ["tripwire", ("activations", "loss", "gradients")])
+def test_overflows_inside_of_a_module_are_told_once(watch, caplog):
+    model, optimizer, guard = make(ops_every=2, watch=watch)
+    with guard, caplog.at_level(logging.WARNING, "overflow_fast"):
+        train(model, optimizer, guard, 8, large=(3, 4, 6))
+        (message,) = caplog.messages
+        assert guard.metrics()["hidden_failures_total"] == 1
+    assert "Step 4 is finite, but values inside of it were not" in message
+    assert "odds = torch.exp(scores) (aten.exp)" in message
+    assert "12 inf of 12 values" in message
+    assert "-inf" not in message
+
+
+def test_audits_change_no_bit():
+    states = []
+    for options in ({}, {"ops_every": 1, "audit": 1, "check_replicas": 1}):
+        model, optimizer, guard = make(explain=False, **options)
+        with guard:
+            train(model, optimizer, guard, 4, large=(2,))
+        states.append(state_of(model, optimizer))
+    assert_same(*states)
+
+
+def test_layers_are_audited_in_their_steps(caplog):
+    model, optimizer, guard = make(audit=3)
+    with guard, caplog.at_level(logging.WARNING, "overflow_fast"):
+        train(model, optimizer, guard, 5)
+        metrics = guard.metrics()
+        assert caplog.messages == []
+    assert metrics["layers_audited_total"] == 2
+    assert metrics["layers_different_total"] == 0
+    assert not model.linear._forward_hooks
+
+
+def differing():
+    torch.manual_seed(0)
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("overflow_fast").addHandler(handler)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with OverflowGuard(model, optimizer, check_replicas=2) as guard:
+        for step in range(5):
+            if step == 3 and dist.get_rank() == 1:
+                with torch.no_grad():
+                    model.module.bias += 1
+            optimizer.zero_grad()
+            model(torch.ones(3, 4)).mean().backward()
+            optimizer.step()
+        count = guard.metrics()["replicas_different_total"]
+    return count, [text for text in messages if "replicas" in text]
+
+
+def test_replicas_are_compared():
+    for count, messages in ranks.on_ranks(2, differing):
+        assert count == 1
+        (message,) = messages
+        assert "Step 4: replicas of weights differ" in message
+        assert "bias differs between ranks 0, 1" in message
+
+
+@pytest.mark.parametrize("name", ["ops_every", "audit", "check_replicas"])
+def test_arguments_are_checked(name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        make(**{name: 0})
