@@ -28,6 +28,7 @@ _DETECTED = (
     "further. Please scroll up above this traceback to see the activation values prior "
     "to this event."
 )
+_MAX_IN_FLIGHT = {"step": 0, "frame": 0, "lagged": 1}
 _COPIED = (
     "max_frames_to_save",
     "trace_batch_nums",
@@ -90,6 +91,8 @@ class DebugUnderflowOverflow(StepHooks):
         _defer: bool = False,
     ) -> None:
         _check_arguments(model, max_frames_to_save, trace_batch_nums)
+        if sync not in _MAX_IN_FLIGHT:
+            raise ValueError(f"sync must be 'step', 'lagged' or 'frame', got {sync!r}")
         self.max_frames_to_save = max_frames_to_save
         self.trace_batch_nums: Container[int] = (
             [] if trace_batch_nums is None else trace_batch_nums
@@ -106,8 +109,9 @@ class DebugUnderflowOverflow(StepHooks):
             "list_kwargs": list_kwargs,
             "memo": memo,
             "defer": _defer,
+            "fetch_frames": sync == "frame",
         }
-        super().__init__(model, max_frames_to_save, options, sync)
+        super().__init__(model, max_frames_to_save, options, _MAX_IN_FLIGHT[sync])
         self._attach(model)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +14,18 @@ from ..torch_internals.module_internals import BUFFERS, PARAMETERS
 from .names import named_modules
 
 Named = tuple[list[str], list[torch.Tensor]]
+
+
+class Wanted(NamedTuple):
+    """The kinds of tensors that a guard scans; see `OverflowGuard`."""
+
+    activations: bool = False
+    grad_outputs: bool = False
+    gradients: bool = False
+    weights: bool = False
+    buffers: bool = False
+    loss: bool = False
+    optimizer_state: bool = False
 
 
 class Selection:

@@ -151,5 +151,5 @@ def make_capture(options: Any, watches: Sequence[ModelWatch]) -> Capture | None:
         return None
     capture = Capture()
     for watch in watches:
-        watch.capture = capture
+        watch.inputs.capture = capture
     return capture

@@ -109,7 +109,7 @@ class StepReporter:
     def _frames(self, frames: Sequence[BadFrame]) -> list[str]:
         """The frames up to the first call that was bad."""
         leading = leading_frame(frames)
-        shown = list(leading.watch.before)
+        shown = list(leading.watch.frames.before)
         if not leading.watch.wanted.activations:
             return []
         if leading.is_of_call:

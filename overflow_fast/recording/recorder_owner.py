@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from .. import _C
+from ..core.selection import Named
+from ..torch_internals.compiler import has_compiled
 from . import traced_walk
 from .coverage import Coverage, warn_of_scripted
 from .hooks import Attachment, modules_as_applied, modules_once
@@ -50,6 +52,35 @@ class HookOwner:
         self._attachment.attach(self, model, self._walk)
         self.update_plan()
 
+    def record(self, kind: _C.FrameKind, named: Named) -> None:
+        """Scans named tensors as one frame. Does not incur a CPU-GPU sync."""
+        names, tensors = named
+        if tensors:
+            self._recorder.record(kind, names, tensors)
+
+    def pause(self) -> None:
+        """Removes the hooks until they are attached again.
+
+        Where there is compiled code they stay and do nothing: to put them back would
+        compile all of it again.
+        """
+        if not has_compiled():
+            self._remove_hooks()
+        self._pause_recorder()
+
+    def detach(self) -> None:
+        """Removes the hooks; those in autograd's graphs do nothing any more."""
+        self._remove_hooks()
+        self._pause_recorder()
+
+    def _remove_hooks(self) -> None:
+        self._attachment.remove()
+
+    def _pause_recorder(self) -> None:
+        self._recorder.is_paused = True
+        self._recorder.set_gradients_wanted(False)
+        self._recorder.in_step = False
+
     # A watched model is copied and pickled together with its hooks.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -75,6 +106,16 @@ class HookOwner:
     def model(self) -> nn.Module | None:
         """The watched model, or None if it is gone."""
         return self._model()
+
+    @property
+    def recorder(self) -> _C.Recorder:
+        """The recorder that has the frames' entries."""
+        return self._recorder
+
+    @property
+    def is_attached(self) -> bool:
+        """True if the model has this object's hooks."""
+        return bool(self._attachment.handles)
 
     @property
     def device(self) -> torch.device | None:

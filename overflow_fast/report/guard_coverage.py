@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..core.selection import Wanted
 from ..recording.coverage import Coverage
-from ..recording.watch import ModelWatch, Wanted
+from ..recording.watch import ModelWatch
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class GuardCoverage:
         for each in found:
             reasons.update(each.not_scanned)
         wanted = watches[0].wanted
-        counts = [watch.count_modules() for watch in watches]
+        counts = [watch.modules.count(watch.model) for watch in watches]
         return cls(
             sum(each.tensors_listed for each in found),
             sum(each.tensors_scanned for each in found),

@@ -54,7 +54,7 @@ class SelfTest:
         self._most = most
         self._layers = layers
         self._gather = gather
-        names = [name for watch in watches for name in watch.all_names()]
+        names = [name for watch in watches for name in watch.modules.all_names()]
         check_patterns("layers", layers or (), names)
 
     def run(self) -> SelfTestResult:
@@ -112,9 +112,9 @@ class SelfTest:
 
         handles = []
         for watch in self._watches:
-            for index, name in enumerate(watch.names):
+            for index in range(len(watch.modules.names)):
                 module = watch.module_at(index)
-                if module is not None and watch.selection.takes(name):
+                if module is not None and watch.modules.is_selected(index):
                     handles.append(
                         module.register_forward_hook(
                             lambda module, args, output, watch=watch, index=index: note(

@@ -194,7 +194,7 @@ def _origin(
 
 def _origin_of_recorded(watches: Sequence[ModelWatch]) -> Origin:
     candidates: list[str] = [LOSS, BATCH]
-    is_seen = all(w.wanted.activations and w.selection.takes("") for w in watches)
+    is_seen = all(w.wanted.activations and w.modules.is_selected(0) for w in watches)
     if is_seen:
         maker = (
             "what was computed after the model, whose outputs were finite, or values "

@@ -120,7 +120,7 @@ def _is_unwatched_around(first: BadFrame) -> bool:
     """Whether the code of a module around it that is not looked at may have used it."""
     watch = first.watch
     around = ancestors(watch, first.frame.module)
-    return any(not watch.selection.takes(watch.names[index]) for index in around)
+    return any(not watch.modules.is_selected(index) for index in around)
 
 
 def _module_of(called: Called) -> nn.Module | None:

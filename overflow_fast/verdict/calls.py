@@ -124,7 +124,7 @@ class Calls:
 
     def _may_be_around(self, watch: ModelWatch, index: int, called: Called) -> bool:
         found = self._modules.get((id(watch), index), [])
-        if not watch.selection.takes(watch.names[index]):
+        if not watch.modules.is_selected(index):
             return True
         place = bisect.bisect_right(found, called.call.order, key=_order)
         if watch is called.watch:
@@ -217,26 +217,28 @@ def joined(words: Iterable[str], most: int = 6) -> str:
 
 def ancestors(watch: ModelWatch, index: int) -> Iterator[int]:
     """The indices of the modules around one, from the nearest out to the root."""
-    if index >= len(watch.names):
+    if index >= len(watch.modules.names):
         return
-    name = watch.names[index]
+    name = watch.modules.names[index]
     while name:
         name = name.rpartition(".")[0]
         # A wrapper has the name of the module in it, which comes behind it.
         for around in reversed(watch.modules.before(index)):
-            if watch.names[around] == name and _is_called(watch.module_at(around)):
+            if watch.modules.names[around] == name and _is_called(
+                watch.module_at(around)
+            ):
                 yield around
 
 
 def unwatched_in(watch: ModelWatch, index: int) -> list[str]:
     """The names of the modules within one that the guard does not look at."""
-    name = watch.names[index] if index < len(watch.names) else ""
+    name = watch.modules.names[index] if index < len(watch.modules.names) else ""
     inside = f"{name}." if name else ""
     return [
         watch.name_at(other)
-        for other, each in enumerate(watch.names)
+        for other, each in enumerate(watch.modules.names)
         if other != index and each.startswith(inside) and each != name
-        if not watch.selection.takes(each) and _is_called(watch.module_at(other))
+        if not watch.modules.is_selected(other) and _is_called(watch.module_at(other))
     ]
 
 

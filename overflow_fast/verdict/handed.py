@@ -23,7 +23,7 @@ def handed(outermost: Called, bad: Bad, calls: Calls) -> Origin:
     watch, call = outermost
     frame = bad[id(watch), call.order]
     around = list(ancestors(watch, call.module))
-    unwatched = [i for i in around if not watch.selection.takes(watch.names[i])]
+    unwatched = [i for i in around if not watch.modules.is_selected(i)]
     if call.kind == _C.FrameKind.RECOMPUTED:
         names = [name_of(watch, index) for index in around] or [outermost.name]
         maker = f"code that backward ran again: {joined(names)}"
@@ -46,7 +46,7 @@ def _handed_over(
     is_computed = all(entry.is_computed for entry in inputs)
     before = calls.before(outermost, None)
     after = "" if before is None else before.name
-    loop = frame.watch.loop_batches.of(outermost.call.batch)
+    loop = frame.watch.inputs.loop_batches.of(outermost.call.batch)
     if is_computed or (loop is not None and loop.bad_places() == []):
         where = f"between {after} and" if after else "before"
         maker = f"the training loop, {where} {outermost.name}"
@@ -73,7 +73,9 @@ def _held(frame: BadFrame, label: _C.Label) -> batch.Held:
 
 def _given(frame: BadFrame) -> batch.Given:
     """All that a root was handed by the training loop."""
-    given = None if frame.frame.module else frame.watch.given.get(frame.frame.batch)
+    given = (
+        None if frame.frame.module else frame.watch.inputs.given.get(frame.frame.batch)
+    )
     return given or (None, None)
 
 
@@ -100,7 +102,7 @@ def _batch_words(frame: BadFrame) -> str:
 
 def _place_in_loop(frame: BadFrame, label: _C.Label) -> str:
     """Where an input of an outermost call is in the batch of the trainer, or ""."""
-    loop = frame.watch.loop_batches.of(frame.frame.batch)
+    loop = frame.watch.inputs.loop_batches.of(frame.frame.batch)
     if loop is None:
         return ""
     is_batch_first = batch.is_batch_first(frame.watch.model)
@@ -127,7 +129,7 @@ def handed_unseen(
     outermost = around[-1] if around else called
     given = None
     if not outermost.call.module:
-        given = outermost.watch.given.get(outermost.call.batch)
+        given = outermost.watch.inputs.given.get(outermost.call.batch)
     labels = batch.unseen(given or (None, None))
     is_known = bool(given) and not around
     own = [] if frame is None else _unseen_inputs(frame, is_known)

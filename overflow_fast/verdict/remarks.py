@@ -26,7 +26,7 @@ def batch_remarks(first: BadFrame) -> list[str]:
 
     Incurs a CPU-GPU sync for each tensor of the batch.
     """
-    noted = first.watch.loop_batches.of(first.frame.batch)
+    noted = first.watch.inputs.loop_batches.of(first.frame.batch)
     is_batch_first = batch.is_batch_first(first.watch.model)
     places = None if noted is None else noted.bad_places(is_batch_first)
     return [f"The batch is non-finite: {', '.join(places)}."] if places else []

@@ -148,11 +148,11 @@ class _Search:
         batch = first.frame.batch
         self._before = {
             watch.name_at(frame.module)
-            for frame in watch.before
+            for frame in watch.frames.before
             if frame.batch == batch and frame.kind == _C.FrameKind.FORWARD
         }
-        self._is_history_long = len(watch.before) >= _LONG_HISTORY or any(
-            frame.opens_batch for frame in watch.before
+        self._is_history_long = len(watch.frames.before) >= _LONG_HISTORY or any(
+            frame.opens_batch for frame in watch.frames.before
         )
         calls = [
             bad

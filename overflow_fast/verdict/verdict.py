@@ -216,9 +216,12 @@ def collect(watches: Sequence[ModelWatch]) -> list[BadFrame]:
     """Takes all bad frames there are, of evaluations too. Incurs the sync."""
     frames = []
     for watch in watches:
-        watch.send()
-        watch.receive(is_lagged=False)
-        bad = watch.take_bad(_C.Recorder.num_frames()) + watch.take_evaluated()
+        watch.frames.send()
+        watch.frames.receive(is_lagged=False)
+        bad = (
+            watch.frames.take_bad(_C.Recorder.num_frames())
+            + watch.frames.take_evaluated()
+        )
         frames += [BadFrame(watch, frame) for frame in bad]
     return frames
 

@@ -91,7 +91,7 @@ def test_a_clean_run_leaves_nothing(tmp_path):
     model, optimizer = make()
     with OverflowGuard(model, optimizer, evidence=tmp_path / "bad") as guard:
         train(model, optimizer, batches(3))
-        assert guard._loop.watches[0].batches == {}
+        assert guard._loop.watches[0].inputs.batches == {}
     assert not (tmp_path / "bad").exists()
 
 
