@@ -11,8 +11,9 @@ from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
 from ..report.evidence import EvidenceFolder
 from ..report.json_log import JsonLog
-from ..report.report import Cost, Report, least_headroom, place_of
+from ..report.report import Cost, Report, place_of
 from ..report.run import Run
+from ..verdict.headroom import least_headroom
 from ..verdict.verdict import BadFrame, Verdict, kind_of, leading_frame
 from .config import GuardConfig
 

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 
 from ..core.ops import scan
 from ..recording.watch import ModelWatch
-from ..report.report import Cost, Report, frame_texts, least_headroom
+from ..report.frames import frame_texts
+from ..report.report import Cost, Report
+from ..verdict.headroom import least_headroom
 from ..verdict.remedy import Remedy, remedy_for
 from ..verdict.verdict import BadFrame, Verdict, leading_frame
 from .archive import Archive

@@ -9,6 +9,7 @@ import torch
 from .. import _C
 from ..core.ops import scan
 from ..recording.labels import entry_label, label_text
+from ..recording.watch import ModelWatch
 
 PREFIX = " " * 17
 COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
@@ -110,3 +111,25 @@ def nonfinite_lines(recorder: _C.Recorder, frame: _C.Frame) -> list[str]:
         if entry.stat.num_inf:
             lines.append(f"{label} has infs")
     return lines
+
+
+def frame_texts(watch: ModelWatch, frames: list[_C.Frame]) -> list[str]:
+    """Writes frames as transformers does, their modules' weights as they are now.
+
+    Incurs one CPU-GPU sync for each weight on a device.
+    """
+    return [
+        frame_text(watch.recorder, frame, watch.name_at(frame.module), weights)
+        for frame in frames
+        for weights in [_weight_lines(watch, frame)]
+    ]
+
+
+def _weight_lines(watch: ModelWatch, frame: _C.Frame) -> list[str]:
+    module = watch.module_at(frame.module)
+    entries = watch.recorder.entries(frame)
+    has_weights = any(entry.role == _C.Role.WEIGHT for entry in entries)
+    if module is None or has_weights or frame.kind == _C.FrameKind.BACKWARD:
+        return []
+    named = module.named_parameters(recurse=False)
+    return [get_abs_min_max(parameter, name) for name, parameter in named]

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .. import _C
 from ..core.strict_json import SCHEMA, dumps, to_plain
 from ..core.text import as_lines
-from ..recording.watch import ModelWatch
 from ..replay.explanation import Explanation
 from ..verdict.remedy import Remedy
-from ..verdict.verdict import BadEntry, Headroom, Verdict, headroom_of
+from ..verdict.verdict import BadEntry, Headroom, Verdict
 from .advice import advice_for
-from .frames import frame_text, frames_text, get_abs_min_max
+from .frames import frames_text
 from .origin import who_made_it
 
 _NEAREST = 8
@@ -241,32 +238,3 @@ def some(names: list[str]) -> str:
     shown = ", ".join(names[:_NEAREST])
     more = len(names) - _NEAREST
     return f"{shown} and {more} more" if more > 0 else shown
-
-
-def least_headroom(watches: Sequence[ModelWatch]) -> Headroom | None:
-    """The least headroom of what a step made, or None if nothing was looked at."""
-    peaks = [(watch, watch.recorder.least_headroom()) for watch in watches]
-    named = [headroom_of(watch, peak) for watch, peak in peaks if peak is not None]
-    return min(named, key=lambda headroom: headroom.bits, default=None)
-
-
-def frame_texts(watch: ModelWatch, frames: list[_C.Frame]) -> list[str]:
-    """Writes frames as transformers does, their modules' weights as they are now.
-
-    Incurs one CPU-GPU sync for each weight on a device.
-    """
-    return [
-        frame_text(watch.recorder, frame, watch.name_at(frame.module), weights)
-        for frame in frames
-        for weights in [_weight_lines(watch, frame)]
-    ]
-
-
-def _weight_lines(watch: ModelWatch, frame: _C.Frame) -> list[str]:
-    module = watch.module_at(frame.module)
-    entries = watch.recorder.entries(frame)
-    has_weights = any(entry.role == _C.Role.WEIGHT for entry in entries)
-    if module is None or has_weights or frame.kind == _C.FrameKind.BACKWARD:
-        return []
-    named = module.named_parameters(recurse=False)
-    return [get_abs_min_max(parameter, name) for name, parameter in named]
