@@ -1,4 +1,4 @@
-"""Who owns the hooks on a model: its recorder, and what copies of the model get."""
+"""The owner of the hooks on a model: its recorder, and its copies' state."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class HookOwner:
         warn_of_scripted(model)
 
     def _start(self) -> None:
-        """Makes what a copy has of its own."""
+        """Creates the state that is never copied or pickled."""
         self._recorder = _C.Recorder(self._max_frames, **self._options)
         self.root_hook = _C.FrameHook(self, 0)
         self._attachment = Attachment()
@@ -95,7 +95,7 @@ class HookOwner:
     def __setstate__(self, state: dict[str, Any]) -> None:
         total_calls, handles = state.pop("_total_calls"), state.pop("_handles")
         self.__dict__.update(state)
-        self._model = lambda: None  # known again when the copy's root is called
+        self._model = lambda: None  # set when the copy's root is called
         self._start()
         self._attachment.handles = handles
         self.update_plan()
@@ -119,13 +119,13 @@ class HookOwner:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the watched model's tensors are; None for the CPU."""
+        """The device of the watched model's first tensor; None without one."""
         model = self.model
         tensors = () if model is None else (*model.parameters(), *model.buffers())
         return next((tensor.device for tensor in tensors), None)
 
     def update_plan(self) -> None:
-        """Says anew what compiled code is to list, as flags of `traced_walk`."""
+        """Recomputes the flags of `traced_walk` that compiled hooks read."""
         options = self._options
         flags = {
             traced_walk.PARAMETERS: self._recorder.lists_parameters,
@@ -138,20 +138,20 @@ class HookOwner:
 
     @property
     def total_calls(self) -> int:
-        """How many frames were recorded."""
+        """The number of frames that were recorded."""
         return self._recorder.total_calls
 
     @property
     def coverage(self) -> Coverage:
-        """What was looked at so far, and what was not."""
+        """The counts of what was scanned so far, and what was not."""
         return Coverage.of(self._recorder)
 
-    # What a subclass decides.
+    # Defined by subclasses.
 
     def _walk(self, model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
         """Yields the modules to hook, each with its index in `named_modules()`."""
         return (modules_as_applied if self._is_strict else modules_once)(model)
 
     def _root_plan(self) -> dict[int, bool]:
-        """What compiled code is to list of the root."""
+        """Returns the flags for the root's frame in compiled code."""
         return {traced_walk.ROOT: True}

@@ -31,7 +31,7 @@ def submodules(module: nn.Module) -> dict[str, Any]:
 
 
 def share_tensors(module: nn.Module, source: nn.Module) -> None:
-    """Has a module hold the very parameters and buffers of another, later ones too."""
+    """Makes a module hold another's parameters and buffers, those set later too."""
     module._parameters, module._buffers = source._parameters, source._buffers
 
 

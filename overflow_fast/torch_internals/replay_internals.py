@@ -175,7 +175,7 @@ def sequence_of(node: Any) -> int:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Tells a storage from all others that are alive."""
+    """Returns a number that no other storage has which is alive."""
     return int(storage._cdata)
 
 

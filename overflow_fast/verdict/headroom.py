@@ -1,4 +1,4 @@
-"""How much room values have left, where they are heading, and what has underflowed."""
+"""The headroom of values, its trend, and underflow, over the steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .verdict import GRADIENTS, Headroom, headroom_of, where_of
 
 _log = logging.getLogger("overflow_fast")
 _FEW_NAMES = 3
-# What a total is counted of.
+# The kinds of the totals.
 _TOTALS = {
     _C.Role.GRADIENT: "gradient",
     _C.Role.GRAD_OUTPUT: "gradient",
@@ -27,14 +27,14 @@ _WIDER = (
 
 
 class HeadroomTracker:
-    """Warns of what runs out of headroom, and counts underflow when it is due.
+    """Warns of values that run out of headroom, and counts underflow when it is due.
 
     Args:
         watches: The watched models.
-        bits: Warn of what has fewer bits left; None for never.
+        bits: Warn of values that have fewer bits left; None for never.
         underflow_every: Count zeros and subnormals in every so many'th watched step;
             None for never.
-        is_lagged: Whether stats may come one step late.
+        is_lagged: True if stats may arrive one step late.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class HeadroomTracker:
         self._or_before = " or the one before" if is_lagged else ""
         self._every = underflow_every
         self._bits = bits
-        self._told: dict[str, float] = {}
+        self._warned: dict[str, float] = {}
         self._counted: dict[str, Underflow] = {}
         self._totals: dict[str, Underflow] = {}
         self._least = math.inf
@@ -58,21 +58,21 @@ class HeadroomTracker:
                 watch.recorder.set_low_headroom(bits)
 
     def begin_step(self) -> None:
-        """Has underflow counted in the step that begins, if it is due."""
+        """Makes the step that begins count underflow, if it is due."""
         if self._every is not None:
             is_due = self._num_watched % self._every == 0
             for watch in self._watches:
                 watch.recorder.counts_underflow = is_due
 
     def end_step(self, step: int, has_scaler: bool, is_bad: bool) -> None:
-        """Takes in what was counted, and warns.
+        """Reads the counts of a step, and warns.
 
         Incurs a CPU-GPU sync if something was counted.
 
         Args:
             step: The step's number.
-            has_scaler: Whether gradients are scaled up to the end of their dtype.
-            is_bad: Whether there is a report of the step already.
+            has_scaler: True if gradients are scaled up to the end of their dtype.
+            is_bad: True if there is a report of the step already.
         """
         peaks = (watch.recorder.least_headroom() for watch in self._watches)
         bits = (math.log2(p.limit / p.abs_max) for p in peaks if p and p.abs_max)
@@ -124,15 +124,15 @@ class HeadroomTracker:
         )
 
     def _short(self, has_scaler: bool) -> list[HeadroomHistory]:
-        """What is short of room, and was not told of, or has lost half since."""
+        """Lists what is short of room, unless warned of and not halved since."""
         short: dict[tuple[float, str], HeadroomHistory] = {}
         for watch in self._watches:
             for history in watch.recorder.low_headroom():
                 if has_scaler and history.last.place.kind in GRADIENTS:
                     continue
                 row = self._row(watch, history)
-                if row.bits <= self._told.get(row.where, math.inf) / 2:
-                    self._told[row.where] = row.bits
+                if row.bits <= self._warned.get(row.where, math.inf) / 2:
+                    self._warned[row.where] = row.bits
                     # A module may return what one within it returned, before it.
                     short.setdefault((row.abs_max, row.dtype), row)
         return sorted(short.values(), key=lambda row: row.bits)
@@ -164,7 +164,7 @@ def _short_text(row: HeadroomHistory) -> str:
 
 
 def least_headroom(watches: Sequence[ModelWatch]) -> Headroom | None:
-    """The least headroom of what a step made, or None if nothing was looked at."""
+    """Returns the least headroom of a step, or None if nothing was checked."""
     peaks = [(watch, watch.recorder.least_headroom()) for watch in watches]
     named = [headroom_of(watch, peak) for watch, peak in peaks if peak is not None]
     return min(named, key=lambda headroom: headroom.bits, default=None)

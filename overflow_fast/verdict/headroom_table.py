@@ -14,7 +14,7 @@ _LEAST_STEPS = 4
 
 @dataclass(frozen=True)
 class Underflow:
-    """How many values of a tensor are 0 or nearly.
+    """The numbers of a tensor's values that are 0 or nearly.
 
     Attributes:
         numel: How many values there are.
@@ -43,7 +43,7 @@ class HeadroomHistory(Headroom):
         highest: The largest magnitude of all watched steps; inf if it has overflowed,
             or was a nan (not of gradients, which a GradScaler may scale).
         recent: The largest magnitude of each of the last watched steps, at most 16.
-        underflow: What was counted last, or None if that was not asked for.
+        underflow: The last counts, or None if there are none.
     """
 
     highest: float = 0.0
@@ -52,14 +52,14 @@ class HeadroomHistory(Headroom):
 
     @property
     def float16_bits(self) -> float:
-        """How often the highest magnitude could double in float16; negative: never."""
+        """The bits left for the highest magnitude in float16; negative: too large."""
         if math.isinf(self.highest):
             return -math.inf
         return math.log2(_FLOAT16_MAX / self.highest) if self.highest else math.inf
 
     @property
     def trend(self) -> float:
-        """How many bits a watched step takes away: a line through the recent ones."""
+        """The bits that each watched step takes, by a line through the recent ones."""
         ys = [math.log2(value) for value in self.recent if value]
         if len(ys) < _LEAST_STEPS:
             return 0.0
@@ -69,7 +69,7 @@ class HeadroomHistory(Headroom):
 
     @property
     def steps_left(self) -> float:
-        """After how many watched steps the trend reaches the end of the dtype."""
+        """The watched steps until the trend reaches the end of the dtype."""
         return self.bits / self.trend if self.trend > 0 else math.inf
 
 
@@ -85,13 +85,13 @@ class HeadroomTable:
 
     @property
     def fits_float16(self) -> bool:
-        """Whether no magnitude so far was beyond float16's largest number."""
+        """True if no magnitude so far exceeded float16's largest number."""
         return all(row.highest <= _FLOAT16_MAX for row in self.rows)
 
     def __str__(self) -> str:
         """The first rows as text, and whether all would fit float16."""
         if not self.rows:
-            return "Nothing has been looked at yet."
+            return "Nothing has been checked yet."
         head = f"{'bits':>6} {'trend':>7} {'float16':>7} {'abs max':>9}"
         has_counts = any(row.underflow for row in self.rows)
         lines = [head + " zeros  subnorm." * has_counts + "  entry"]
@@ -116,7 +116,7 @@ class HeadroomTable:
 
 
 def _drift(row: HeadroomHistory) -> float:
-    """How many bits a step gives, without the sign of a 0."""
+    """Returns the bits that a step gives, without the sign of a 0."""
     return round(-row.trend, 2) + 0.0
 
 

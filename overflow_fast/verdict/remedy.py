@@ -1,4 +1,4 @@
-"""Which module to run in float32 so that a float16 overflow does not happen."""
+"""The search for a module that avoids a float16 overflow in float32."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ class Remedy:
 
 
 def remedy_for(frames: Sequence[BadFrame], verdict: Verdict) -> Remedy | None:
-    """Finds what to run in float32 where float16 has overflowed for certain.
+    """Finds the modules to run in float32 where float16 has certainly overflowed.
 
-    A module that multiplies and adds, no more, has a finite float32 result if what it
-    was given is finite. The smallest module around it that ends with a normalization
-    computes in one dtype then, and returns small values.
+    A module that only multiplies and adds has a finite float32 result if its inputs are
+    finite. The smallest module around it that ends with a normalization then computes
+    in one dtype, and returns small values.
 
     Args:
         frames: The bad frames of a step.
-        verdict: What they say.
+        verdict: The verdict on them.
 
     Returns:
         The remedy, or None if the overflow is not certain, or no such module is known.
     """
-    first = min(frames, key=lambda bad: bad.rank, default=None)
+    first = min(frames, key=lambda bad: bad.sequence, default=None)
     model = None if first is None else first.watch.model
     if first is None or model is None or not _is_overflow(first, verdict):
         return None
@@ -66,7 +66,7 @@ def remedy_for(frames: Sequence[BadFrame], verdict: Verdict) -> Remedy | None:
 
 
 def _is_overflow(first: BadFrame, verdict: Verdict) -> bool:
-    """Whether only float16's range can have made the first bad value."""
+    """Returns whether only float16's range can have made the first bad value."""
     entry, module = verdict.first, first.watch.module_at(first.frame.module)
     if entry is None or module is None or first.watch.prefix:
         return False
@@ -81,7 +81,7 @@ def _is_overflow(first: BadFrame, verdict: Verdict) -> bool:
 
 
 def _bad_outputs(bad: BadFrame) -> list[tuple[int, bool]]:
-    """The sizes of bad outputs, and whether they hold infs, as no norm returns."""
+    """Lists the sizes of bad outputs, and if they hold infs, as no norm returns."""
     infs = _C.POSITIVE_INF | _C.NEGATIVE_INF
     return [
         (entry.numel, bool(entry.nonfinite_kinds & infs))
@@ -91,12 +91,12 @@ def _bad_outputs(bad: BadFrame) -> list[tuple[int, bool]]:
 
 
 def _is_origin(bad: BadFrame) -> bool:
-    """Whether a call returned something bad, and was given nothing bad."""
+    """Returns whether a call with finite inputs and weights has a bad output."""
     return bool(_bad_outputs(bad)) and not bad.has_bad_input and not bad.bad_weights()
 
 
 class _Search:
-    """Looks for a normalization behind the first bad call."""
+    """A search for a normalization behind the first bad call."""
 
     def __init__(
         self, first: BadFrame, frames: Sequence[BadFrame], model: nn.Module
@@ -115,7 +115,7 @@ class _Search:
         )
         calls = [
             bad
-            for bad in sorted(frames, key=lambda bad: bad.rank)
+            for bad in sorted(frames, key=lambda bad: bad.sequence)
             if bad.watch is watch and bad.frame.batch == batch
             if bad.frame.kind == _C.FrameKind.FORWARD
         ]
@@ -132,7 +132,7 @@ class _Search:
         ]
 
     def remedy(self) -> Remedy | None:
-        """The smallest part of the model that can run in float32 by itself."""
+        """Finds the smallest part of the model that can run in float32 by itself."""
         end = self._end_in_sequence()
         if end and self._is_whole([self._name, end]):
             return Remedy([self._name], [end], end)
@@ -145,7 +145,7 @@ class _Search:
         return None
 
     def _end_in_sequence(self) -> str:
-        """The normalization behind it in an `nn.Sequential`, whose code is known."""
+        """Finds the normalization behind it in an `nn.Sequential`."""
         parent = self._name.rpartition(".")[0]
         is_sequence = type(self._modules[parent]) is nn.Sequential
         if not is_sequence or not self._is_called(parent):
@@ -160,7 +160,7 @@ class _Search:
         return ""
 
     def _end_of(self, around: str) -> str:
-        """The normalization that ends a module's call, or ""."""
+        """Finds the normalization that ends a module's call, or ""."""
         end = self._last_in(around)
         is_last = (
             end
@@ -170,7 +170,7 @@ class _Search:
         return end if is_last else ""
 
     def _last_in(self, around: str) -> str:
-        """The normalization behind which a module has no other weights, or ""."""
+        """Finds the normalization behind which a module has no other weights, or ""."""
         children = [child for child in self._children(around) if has_weights(child[1])]
         if children and self._history.has_room_in(*children[-1]):
             children.pop()
@@ -183,9 +183,9 @@ class _Search:
         return name in self._history or name in self._after
 
     def _is_whole(self, names: Sequence[str]) -> bool:
-        """Whether modules stay in float32, and nothing else needs to.
+        """Returns whether modules stay in float32, and nothing else needs to.
 
-        Another call that made something bad of finite values overflows again. A layer
+        Another call that made a bad value of finite ones overflows again. A layer
         elsewhere that shares a weight, as a tied head does, runs in float32, too, and
         its outputs are cast back: they must have been far from overflowing.
         """
@@ -212,7 +212,7 @@ class _Search:
         )
 
     def _runs_last(self, end: str, around: str) -> bool:
-        """Whether nothing that was seen to run speaks against it."""
+        """Returns whether a normalization may run last, by the calls that were seen."""
         is_known = end in self._after or self._is_history_long
         if end in self._before or not is_known:
             return False
@@ -225,7 +225,7 @@ class _Search:
         ) and not any(self._computes(name) for name in behind[1:])
 
     def _computes(self, name: str) -> bool:
-        """Whether a module of its own weights may make large values."""
+        """Returns whether a module with weights of its own may make large values."""
         module = self._modules[name]
         has_own = any(True for _ in module.parameters(recurse=False))
         return has_own and not self._history.has_room_in(name, module)

@@ -374,7 +374,7 @@ def test_a_guard_that_never_judges_says_so(caplog, monkeypatch):
         for batch in batches(4):
             train_step(model, optimizer, batch)
     (record,) = caplog.records
-    assert "5 forwards ran, and none was judged.\nGive the guard" in record.getMessage()
+    assert "5 forwards ran, and none was judged." in record.getMessage()
 
 
 def test_evaluations_are_judged_without_anybody(caplog, monkeypatch):

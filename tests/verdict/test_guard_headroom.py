@@ -138,7 +138,7 @@ def test_what_has_overflowed_fits_nothing():
 
 def test_before_the_first_step_there_is_nothing():
     assert str(OverflowGuard(nn.Linear(1, 1)).headroom()) == (
-        "Nothing has been looked at yet."
+        "Nothing has been checked yet."
     )
 
 

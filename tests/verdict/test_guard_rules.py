@@ -493,7 +493,7 @@ def test_the_report_gives_the_sign_and_the_rule():
         text = str(guard.last_report)
         assert "holds 4 -inf.\n" in text
         rule = """allow={"layers.0.attn:output['scores']": '-inf'}"""
-        assert f"What to try: if this is meant, as a mask is, {rule}" in flat(text)
+        assert f"What to try: if this is intended, as in a mask, {rule}" in flat(text)
         for layer in model.layers:
             layer["attn"].fill = torch.tensor([INF, -INF, 0.0, 1.0])
         run(model, optimizer)
@@ -520,4 +520,4 @@ def test_what_is_allowed_is_said_where_it_did_harm():
         model(torch.full((1, 2), 3.0))
         report = guard.check()
     assert report.verdict.maker == "1"
-    assert "was finite but for what is allowed in input[0]: it arose" in flat(report)
+    assert "were finite except allowed values in input[0]: it arose" in flat(report)
