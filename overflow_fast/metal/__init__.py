@@ -62,8 +62,8 @@ class MetalScan:
         except Exception as error:
             why = f"{type(error).__name__}: {error}".splitlines()[0]
         _log.warning(
-            "MPS's kernel is not used: %s. Tensors on MPS are scanned by torch "
-            "operations, which takes several times as long.",
+            "MPS's kernel is not used: %s.\n"
+            "Torch operations scan tensors on MPS, which takes several times as long.",
             why,
         )
         return None

@@ -21,7 +21,7 @@ class SubmoduleCall(NamedTuple):
 
 
 class SubmoduleCalls:
-    """Tells the outermost calls of submodules apart, and what backward computes again.
+    """Tracks the outermost calls of submodules, and the recomputation of a backward.
 
     Args:
         owner: The owner of the modules' hooks.

@@ -161,7 +161,7 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
 
 
 def _which_are_returned(count: int) -> list[bool]:
-    """Tells which tensors of `emit`'s arguments its whole graph returns unchanged.
+    """Returns for each tensor of `emit` whether its whole graph returns it unchanged.
 
     The interpreter that runs the graph is found on the Python stack. There is none
     where gradients are recorded, and none in bodies of other graphs.

@@ -146,7 +146,7 @@ class JsonLog:
     def _warn_once(self, text: str, *values: object) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            _log.warning(f"{text} Said once.", *values)
+            _log.warning(f"{text} Logged once.", *values)
 
 
 _LOOKS_AT_THE_END = 20

@@ -113,12 +113,12 @@ def everything_kept(models: Sequence[nn.Module]) -> Iterator[None]:
         kept = [*gradients, *stepped, *(buffer for _, _, buffer in buffers)]
         failures = [error for each in kept if (error := each.put_back()) is not None]
     if failures:
-        raise RuntimeError("not everything could be put back") from failures[0]
+        raise RuntimeError("a gradient or buffer was not restored") from failures[0]
     if is_written:
         raise RuntimeError(
             "the model's forward or backward changes its parameters (does an optimizer "
-            "step in backward?): what is changed by hooks behind gradients was put "
-            "back, the optimizer's state and the rest was not; load a checkpoint"
+            "step in backward?).\nChanges by hooks behind gradients were undone; those "
+            "of the optimizer's state and others were not.\nLoad a checkpoint."
         )
 
 

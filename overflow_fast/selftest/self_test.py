@@ -203,8 +203,7 @@ class SelfTest:
         if not floats:
             raise ValueError(
                 "loss must be given: a function that takes the batch, calls the model "
-                f"and returns a loss; the model returns {type(output).__name__}, in "
-                "which there is none"
+                f"and returns a loss; the model's {type(output).__name__} has none"
             )
         return torch.stack([each.float().sum() for each in floats]).sum()
 

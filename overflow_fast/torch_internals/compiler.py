@@ -49,7 +49,7 @@ def keep_in_order(operator: str) -> bool:
 
 INTERNALS["EvalFramePause"] = Internal(
     "torch._C._dynamo.eval_frame.set_eval_frame",
-    "dynamo looks at Python code that the extension calls while compiled code runs",
+    "dynamo traces Python code that the extension calls while compiled code runs",
     "Dynamo may compile the guard's own code",
 )
 

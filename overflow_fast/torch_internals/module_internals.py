@@ -151,7 +151,7 @@ def num_step_hooks(optimizer: Any) -> int:
 
 @internal(
     "torch.optim.SGD._step_supports_amp_scaling",
-    "optimizers whose kernels leave a step out where a GradScaler says so",
+    "optimizers whose kernels leave a step out where a GradScaler sets a flag",
     "Steps of fused optimizers wait for the verdict",
     False,
 )
@@ -162,7 +162,7 @@ def reads_found_inf(optimizer: object) -> bool:
 
 @internal(
     "torch.nn.modules.dropout._DropoutNd",
-    "which modules may return what they were given",
+    "which modules may return their inputs",
     "The makers of values that a dropout returns as they are may be named wrongly",
     False,
 )

@@ -71,7 +71,7 @@ def no_dispatch() -> AbstractContextManager[None]:
 
 @internal(
     "torch._C._autograd._unsafe_set_version_counter",
-    "what is put back is no write to the tensor",
+    "a restored value is no write to the tensor",
     "A replay raises the version counters of buffers",
 )
 def set_version(tensor: torch.Tensor, version: int) -> None:

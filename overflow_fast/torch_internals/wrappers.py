@@ -1,6 +1,6 @@
 """Private APIs of what wraps modules and tensors, most of it for several ranks.
 
-Classes are known by name: to import them would be slow, or fail, where nobody uses any.
+Classes are known by name: to import them would be slow, or fail, where none is used.
 """
 
 from __future__ import annotations

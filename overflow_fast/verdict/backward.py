@@ -6,7 +6,7 @@ from torch import nn
 
 from .. import _C
 from .calls import Called, Calls, ancestors, joined, name_of
-from .hooked import hands_on
+from .hooked import only_calls_submodules
 from .verdict import BATCH, LOSS, BadFrame, Origin
 
 
@@ -67,13 +67,13 @@ class _Users:
         A user has had a gradient itself by then, or its output has.
         """
         later = self._calls.after(inner, around, self._before)
-        if around is not None and hands_on(_module_of(around)):
+        if around is not None and only_calls_submodules(_module_of(around)):
             later = later[:1]  # it gives each module's output to the next one alone
         used = [each for each in later if self._has_gradient(each)]
         for user in used:
             names = [c.name for c in (user, *self._calls.within(user))]
             self.makers += [name for name in names if name not in self.makers]
-        if around is None or hands_on(_module_of(around)):
+        if around is None or only_calls_submodules(_module_of(around)):
             return
         if used or self._is_seen(around) or around.call.has_unseen:
             self.code.append(around.name)

@@ -8,7 +8,6 @@ from .. import _C
 from ..recording.labels import label_text
 from ..torch_internals.module_internals import is_batch_norm
 from .calls import Called, Calls, ancestors, joined, name_of, unwatched_in
-from .handed import Bad, handed, handed_unseen, minus_infs
 from .hooked import (
     has_earlier_hooks,
     has_later_hooks,
@@ -17,6 +16,12 @@ from .hooked import (
     never_writes,
 )
 from .kept import bad_attributes, bad_buffers
+from .outer_inputs import (
+    Bad,
+    origin_of_inputs,
+    origin_of_minus_infs,
+    origin_of_unsearched,
+)
 from .verdict import BATCH, LOOP, BadFrame, Origin
 
 
@@ -101,7 +106,7 @@ def _by_calls(first: BadFrame, bad: Bad, calls: Calls) -> Origin:
         if _may_change_input(frame, around):
             writers.append(around.name)
         outermost = around
-    return handed(outermost, bad, calls)
+    return origin_of_inputs(outermost, bad, calls)
 
 
 def key_of(frame: BadFrame) -> tuple[int, int]:
@@ -117,8 +122,8 @@ def _made_within(
     if buffer:
         return Origin("given", "buffer", f"its buffer {buffer}", [buffer])
     if called is not None:
-        given = minus_infs(called, first, name, bad, calls)
-        given = given or handed_unseen(called, first, name, calls)
+        given = origin_of_minus_infs(called, first, name, bad, calls)
+        given = given or origin_of_unsearched(called, first, name, calls)
         if given is not None:
             return given
     last = None if called is None else calls.last_within(called)
@@ -151,8 +156,10 @@ def _between(
     ]
     candidates = list(dict.fromkeys([name, *writers, *unwatched]))
     after = "" if before is None else before.name
-    given = None if frame is None else minus_infs(around, frame, name, bad, calls)
-    given = given or handed_unseen(around, frame, name, calls)
+    given = (
+        None if frame is None else origin_of_minus_infs(around, frame, name, bad, calls)
+    )
+    given = given or origin_of_unsearched(around, frame, name, calls)
     if given is not None:
         candidates = list(dict.fromkeys([*candidates, *given.candidates]))
         return dataclasses.replace(given, candidates=candidates, unwatched=unwatched)

@@ -29,7 +29,7 @@ def is_layer_of_torch(module: nn.Module | None) -> bool:
     return type(module).__module__.startswith("torch.nn.")
 
 
-def hands_on(module: nn.Module | None) -> bool:
+def only_calls_submodules(module: nn.Module | None) -> bool:
     """Returns whether a module's own code only calls its submodules in a row."""
     if not isinstance(module, nn.Sequential) or "forward" in vars(module):
         return False

@@ -11,7 +11,7 @@ from ..recording.labels import label_text
 from ..recording.watch import ModelWatch
 from ..torch_internals.module_internals import is_batch_norm
 from .calls import Calls
-from .handed import Bad
+from .outer_inputs import Bad
 from .verdict import BadFrame
 
 

@@ -12,7 +12,7 @@ from ..core.module_kinds import is_dropout, is_linear, is_normalization, is_of_t
 from ..recording.watch import ModelWatch
 
 _MUCH_ROOM = 4  # bits
-_Course = tuple[float, ...]  # the largest magnitude of each of the last steps
+_Peaks = tuple[float, ...]  # the largest magnitude of each of the last steps
 
 
 class OutputHistory:
@@ -24,7 +24,7 @@ class OutputHistory:
 
     def __init__(self, watch: ModelWatch) -> None:
         self._room: dict[str, float] = {}
-        self._made: dict[str, set[_Course]] = {}
+        self._made: dict[str, set[_Peaks]] = {}
         for name, history in _of_outputs(watch):
             abs_max = max(filter(math.isfinite, history.recent), default=0.0)
             bits = math.log2(history.last.limit / abs_max) if abs_max else 0.0
@@ -78,8 +78,8 @@ class OutputHistory:
         return any(
             all(b <= most * a for a, b in zip(*pair, strict=True))
             for made in self._made.get(end, ())
-            for course in self._made.get(name, ())
-            for pair in _aligned(made, course)
+            for other in self._made.get(name, ())
+            for pair in _aligned(made, other)
         )
 
 
@@ -92,20 +92,20 @@ def _of_outputs(watch: ModelWatch) -> Iterator[tuple[str, _C.HeadroomHistory]]:
             yield watch.name_at(place.module), history
 
 
-def _of_same_steps(made: set[_Course], courses: set[_Course]) -> set[_Course]:
-    """Those of `made` that are among `courses`, too, but for a last step."""
+def _of_same_steps(made: set[_Peaks], others: set[_Peaks]) -> set[_Peaks]:
+    """Those of `made` that are among `others`, too, but for a last step."""
     return {
         one
         for one in made
-        for course in courses
-        if any(a == b for a, b in _aligned(one, course))
+        for other in others
+        if any(a == b for a, b in _aligned(one, other))
     }
 
 
-def _aligned(made: _Course, course: _Course) -> Iterator[tuple[_Course, _Course]]:
-    """Yields the same steps of two courses; the second may have one step more.
+def _aligned(made: _Peaks, other: _Peaks) -> Iterator[tuple[_Peaks, _Peaks]]:
+    """Yields the same steps of two histories; the second may have one step more.
 
     It has if the module was called twice in the last step, and once was finite.
     """
-    pairs = [(made, course), (made, course[:-1]), (made[1:], course[:-1])]
+    pairs = [(made, other), (made, other[:-1]), (made[1:], other[:-1])]
     yield from (pair for pair in pairs if pair[0] and len(pair[0]) == len(pair[1]))

@@ -10,7 +10,7 @@ from .. import _C
 from ..recording.batch import is_plain
 from ..recording.labels import label_text
 from .calls import joined, name_of
-from .hooked import hands_on, has_hooks, is_layer_of_torch
+from .hooked import has_hooks, is_layer_of_torch, only_calls_submodules
 from .verdict import (
     AFTER_BACKWARD,
     EARLIER_GRADIENTS,
@@ -89,7 +89,8 @@ def _writers(first: BadFrame) -> list[str]:
     return [
         name_of(first.watch, index)
         for index, module in first.watch.modules.present()
-        if has_hooks(module) or not (hands_on(module) or is_layer_of_torch(module))
+        if has_hooks(module)
+        or not (only_calls_submodules(module) or is_layer_of_torch(module))
     ]
 
 

@@ -131,7 +131,7 @@ class Rules:
         watch.follow_rules(self._reader if self else None)
 
     def _reader(self, names: Sequence[str]) -> Callable[[_C.Place], int]:
-        # Must not lead back to the recorder, which the collector cannot look into.
+        # Must not refer to the recorder, which the garbage collector cannot see into.
         return lambda place: self.allowed(entry_name(names, place))
 
 

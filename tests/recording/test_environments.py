@@ -237,7 +237,7 @@ def test_a_device_map_of_accelerate():
 # Autograd that is compiled.
 
 
-def test_compiled_autograd_is_told_of_where_it_leaves_gradients_out(caplog):
+def test_compiled_autograd_is_reported_where_it_leaves_gradients_out(caplog):
     def run(is_compiled):
         torch._dynamo.reset()
         model, optimizer = make(depth=1)

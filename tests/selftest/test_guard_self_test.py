@@ -155,7 +155,7 @@ def test_a_wrong_blame_is_shown():
     assert fault.text == "caught, BLAMED ON gradient blocks.0.fc1.weight (unclear)"
 
 
-def test_a_batch_that_is_bad_itself_is_told():
+def test_a_batch_that_is_bad_itself_is_reported():
     model, optimizer = make()
     batch = batch_of()
     batch["x"][0, 0] = NAN
@@ -343,7 +343,7 @@ def test_checkpointed_layers_are_tried():
     assert result.has_passed, str(result)
 
 
-def test_an_optimizer_within_backward_is_told_of():
+def test_an_optimizer_within_backward_is_reported():
     def double(parameter):
         parameter.data.mul_(2)  # which no version tells of
 
@@ -379,19 +379,19 @@ def test_an_error_of_the_model_leaves_nothing_behind():
         ({"max_layers": 0}, ValueError, "max_layers must be at least 1"),
     ],
 )
-def test_wrong_arguments_are_told(arguments, error, message):
+def test_wrong_arguments_are_reported(arguments, error, message):
     with pytest.raises(error, match=message):
         model, _ = make()
         OverflowGuard(model).self_test(batch_of(), **arguments)
 
 
-def test_a_loss_that_is_no_tensor_is_told_of():
+def test_a_loss_that_is_no_tensor_is_reported():
     model, _ = make()
     with pytest.raises(TypeError, match=r"loss must return a tensor .* got float"):
         OverflowGuard(model).self_test(batch_of(), loss=lambda batch: 3.0)
 
 
-def test_a_model_that_is_gone_is_told_of():
+def test_a_model_that_is_gone_is_reported():
     guard = OverflowGuard(make()[0])
     with pytest.raises(RuntimeError, match="the model is gone"):
         guard.self_test(batch_of())

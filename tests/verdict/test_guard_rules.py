@@ -222,12 +222,12 @@ def test_rules_hold_in_compiled_code():
         ({"*.atn:output": "-inf"}, ValueError, r"no module's name matches '\*\.atn'"),
     ],
 )
-def test_wrong_rules_are_told(allow, error, message):
+def test_wrong_rules_are_reported(allow, error, message):
     with pytest.raises(error, match=message):
         OverflowGuard(attention()[0], allow=allow)
 
 
-def test_a_rule_that_matches_nothing_is_told_in_the_coverage():
+def test_a_rule_that_matches_nothing_is_reported_in_the_coverage():
     model, optimizer = attention()
     allow = {**ALLOWED, "out:output": "nan"}
     with OverflowGuard(model, optimizer, allow=allow) as guard:
@@ -501,7 +501,7 @@ def test_the_report_gives_the_sign_and_the_rule():
 
 
 @pytest.mark.parametrize("steps, error", [(0, ValueError), (1.5, TypeError)])
-def test_a_wrong_number_of_steps_is_told(steps, error):
+def test_a_wrong_number_of_steps_is_reported(steps, error):
     guard = OverflowGuard(Net())
     with pytest.raises(error, match="steps must be"):
         guard.learn(steps)

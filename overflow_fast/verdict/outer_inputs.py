@@ -18,7 +18,7 @@ from .verdict import BATCH, LOOP, BadFrame, Origin
 Bad = Mapping[tuple[int, int], BadFrame]  # by watch and order
 
 
-def handed(outermost: Called, bad: Bad, calls: Calls) -> Origin:
+def origin_of_inputs(outermost: Called, bad: Bad, calls: Calls) -> Origin:
     """Finds the origin of an outermost call's bad inputs: the batch, or the loop."""
     watch, call = outermost
     frame = bad[id(watch), call.order]
@@ -33,10 +33,10 @@ def handed(outermost: Called, bad: Bad, calls: Calls) -> Origin:
         names = [name_of(watch, index) for index in unwatched] or [outermost.name]
         maker = f"{_batch_words(frame)}, the training loop, or {joined(names)}"
         return Origin("unclear", "unclear", maker, [*names, BATCH, LOOP])
-    return _handed_over(outermost, frame, frame.bad_inputs(), calls)
+    return _origin_of_given(outermost, frame, frame.bad_inputs(), calls)
 
 
-def _handed_over(
+def _origin_of_given(
     outermost: Called, frame: BadFrame, inputs: Sequence[_C.Entry], calls: Calls
 ) -> Origin:
     """Makes the origin: the batch if a trainer has noted it as bad, else the loop's."""
@@ -119,7 +119,7 @@ def _place(frame: BadFrame, label: _C.Label) -> str:
     return f"`{label_text(label)}`{batch.samples(tensor, are_samples)}"
 
 
-def handed_unseen(
+def origin_of_unsearched(
     called: Called, frame: BadFrame | None, name: str, calls: Calls
 ) -> Origin | None:
     """Makes the origin where a call's input that was not searched may be bad."""
@@ -167,7 +167,7 @@ def _of_kind(entries: Sequence[_C.Entry], kind: _C.EntryKind) -> list[_C.Entry]:
     return [entry for entry in entries if entry.kind == kind]
 
 
-def minus_infs(
+def origin_of_minus_infs(
     called: Called, frame: BadFrame, name: str, bad: Bad, calls: Calls
 ) -> Origin | None:
     """Makes the origin where a call's inputs hold -inf that may be no mask."""
@@ -179,7 +179,8 @@ def minus_infs(
     root = bad.get((id(outermost.watch), outermost.call.order))
     module = called.watch.module_at(called.call.module)
     if not around and isinstance(module, nn.Linear) and not has_pre_hooks(module):
-        return _handed_over(called, frame, inputs, calls)  # nothing finite comes of it
+        # No output can be finite then.
+        return _origin_of_given(called, frame, inputs, calls)
     is_given = any(_is_mask(frame, entry.label) is False for entry in inputs)
     givers = [each.name for each in around] if is_given else []
     places = []
