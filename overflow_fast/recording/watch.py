@@ -100,13 +100,13 @@ class ModelWatch(StepHooks):
 
     def attach(self) -> None:
         """Puts the hooks on the selected modules and the root, if any are needed."""
-        model = self.model
-        wanted = self.wanted
+        model, wanted = self.model, self.wanted
         if model is None:
             return
-        has_buffers = any(True for _ in model.buffers())
         is_of_use = wanted.activations or wanted.weights or wanted.loss
-        if not is_of_use and (self.on_forward is None or not has_buffers):
+        if not is_of_use and self.on_forward is not None:
+            is_of_use = any(True for _ in model.buffers())
+        if not is_of_use:
             return
         self._recorder.is_paused = False
         self._recorder.set_gradients_wanted(True)
