@@ -80,7 +80,7 @@ def _given(frame: BadFrame) -> batch.Given:
 
 
 def _of_batch(places: list[str], outermost: Called) -> Origin:
-    maker = f"the batch, as {outermost.name} was given it: {', '.join(places)}"
+    maker = f"the batch, as {outermost.name} received it: {', '.join(places)}"
     return Origin("given", "batch", maker, [BATCH], batch_places=places)
 
 
@@ -88,7 +88,7 @@ def _of_batch_or_loop(places: list[str], outermost: Called, after: str) -> Origi
     """Makes the origin of a loop's input: the batch, or computed from anything."""
     maker = "the batch or from the training loop"
     maker += f" after {after}" if after else ""
-    maker += f", as {outermost.name} was given it" if outermost.call.module else ""
+    maker += f", as {outermost.name} received it" if outermost.call.module else ""
     maker += f": {', '.join(places)}"
     candidates: list[str] = [BATCH, LOOP]
     return Origin("given", "unclear", maker, candidates, after, batch_places=places)
