@@ -48,7 +48,7 @@ class StepTensors:
         """Releases the tensors."""
         self._scanned = []
 
-    def find(self, phase: _C.FrameKind, name: str) -> torch.Tensor | None:
+    def find(self, kind: _C.FrameKind, name: str) -> torch.Tensor | None:
         """Returns a tensor of the last scan, until `forget()`."""
         for scanned, (names, tensors) in self._scanned:
             if scanned == kind and name in names:
