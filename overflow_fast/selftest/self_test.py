@@ -203,7 +203,7 @@ class SelfTest:
         if not floats:
             raise ValueError(
                 "loss must be given: a function that takes the batch, calls the model "
-                f"and returns a loss; the model's {type(output).__name__} has none"
+                f"and returns a loss; the model returns {type(output).__name__}"
             )
         return torch.stack([each.float().sum() for each in floats]).sum()
 
