@@ -18,11 +18,12 @@ except ImportError as error:
     )
     if any(_here.glob("_C.*.so")):
         raise ImportError(
-            f"overflow_fast's extension cannot be loaded: {error}. Where it was built "
-            f"for another torch or Python, build it again: {_build}"
+            f"overflow_fast's extension cannot be loaded: {error}.\n"
+            f"If it was built for another torch or Python, build it again: {_build}."
         ) from error
     raise ImportError(
-        f"overflow_fast is not built: there is no extension in {_here}; {_build}"
+        f"overflow_fast is not built: there is no extension in {_here}.\n"
+        f"To build it, {_build}."
     ) from error
 
 from . import metal

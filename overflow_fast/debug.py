@@ -28,6 +28,7 @@ _DETECTED = (
     "further. Please scroll up above this traceback to see the activation values prior "
     "to this event."
 )
+_MAX_IN_FLIGHT = {"step": 0, "frame": 0, "lagged": 1}
 _COPIED = (
     "max_frames_to_save",
     "trace_batch_nums",
@@ -44,10 +45,10 @@ class DebugUnderflowOverflow(StepHooks):
     """Watches every module of a model and stops the run at the first inf or nan.
 
     The same arguments, output and exceptions as `transformers.debug_utils
-    .DebugUnderflowOverflow`, at the cost of about one read of the bytes it looks at.
-    On the CPU the exception rises from the hook of the module whose frame is bad; it
-    incurs no sync there. Tensors elsewhere are judged when the outermost forward ends,
-    with one CPU-GPU sync per device, or as `sync` says.
+    .DebugUnderflowOverflow`; each tensor is read once (see docs/performance.md). On the
+    CPU the hook of the module whose frame is bad raises the exception, without a sync.
+    Tensors elsewhere are judged when the outermost forward ends, with one CPU-GPU sync
+    per device, or as `sync` chooses.
 
     Args:
         model: The model to watch. It is held weakly; its hooks hold this detector.
@@ -55,18 +56,18 @@ class DebugUnderflowOverflow(StepHooks):
         trace_batch_nums: The batches to print in full, instead of looking for
             non-finite values in them. Any container; kept by reference.
         abort_after_batch_num: Raise once this batch is over.
-        strict_compat: Look where transformers looks and nowhere else, and print what it
-            prints even where it is wrong.
+        strict_compat: Check what transformers checks and nothing else, and print what
+            it prints even where it is wrong.
         list_kwargs: List keyword inputs, and the contents of containers among the
             inputs, also when they are finite.
-        memo: Scan a tensor that nobody wrote to since only once in a forward. False
-            for models that write behind autograd's back (`.data`, numpy) in it.
-        sync: When tensors on a device are judged, and the exception rises. "step": when
-            the outermost forward ends; the host waits once for each device. "lagged":
-            when the stats have come by themselves; the host waits only where it is a
+        memo: Scan an unchanged tensor only once in a forward. False for models that
+            write to activations through `.data` or numpy, unseen by autograd.
+        sync: When tensors on a device are judged, and the exception is raised. "step":
+            when the outermost forward ends; the host waits once for each device.
+            "lagged": when the stats have arrived; the host waits only where it is a
             whole step ahead of the device. The same report, at the latest one step
             later; call `check()` after the last step. "frame": from the hook of the bad
-            module, as the original does, by one sync for each frame.
+            module, as in the original, by one sync for each frame.
 
     Raises:
         TypeError, ValueError: If an argument cannot be used.
@@ -90,6 +91,8 @@ class DebugUnderflowOverflow(StepHooks):
         _defer: bool = False,
     ) -> None:
         _check_arguments(model, max_frames_to_save, trace_batch_nums)
+        if sync not in _MAX_IN_FLIGHT:
+            raise ValueError(f"sync must be 'step', 'lagged' or 'frame', got {sync!r}")
         self.max_frames_to_save = max_frames_to_save
         self.trace_batch_nums: Container[int] = (
             [] if trace_batch_nums is None else trace_batch_nums
@@ -106,15 +109,16 @@ class DebugUnderflowOverflow(StepHooks):
             "list_kwargs": list_kwargs,
             "memo": memo,
             "defer": _defer,
+            "fetch_frames": sync == "frame",
         }
-        super().__init__(model, max_frames_to_save, options, sync)
+        super().__init__(model, max_frames_to_save, options, _MAX_IN_FLIGHT[sync])
         self._attach(model)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {key: self.__dict__[key] for key in _COPIED}
         return {**super().__getstate__(), **own, "_earlier": list(self.frames)}
 
-    # What users read.
+    # Read by users.
 
     @property
     def frames(self) -> collections.deque[str]:
@@ -129,10 +133,10 @@ class DebugUnderflowOverflow(StepHooks):
         is_next = self.total_calls > 0 and self._opens_next
         return batch_header(self.batch_number) if is_next else []
 
-    # What happens in a step.
+    # Called in a step.
 
     def on_frame(self, frame: _C.Frame) -> None:
-        """Looks at a frame that is bad, traced, or one of a detector that gave up."""
+        """Processes a frame that is bad, traced, or of a detector that has given up."""
         is_bad = frame.is_bad
         for line in nonfinite_lines(self._recorder, frame):
             print(line)
@@ -142,7 +146,7 @@ class DebugUnderflowOverflow(StepHooks):
         self._recorder.keep(frame)
         self.detected_overflow = self.detected_overflow or is_bad
         if is_bad or (self.strict_compat and self.detected_overflow):
-            # The original has counted on when it looks at the root's frame.
+            # The original counts before it checks the root's frame.
             counts_on = self.strict_compat and frame.module == 0
             self._dump(frame.batch + counts_on)
             raise ValueError(_DETECTED)
@@ -220,7 +224,7 @@ def detect_overflow(var: torch.Tensor, ctx: str) -> bool:
 
     Args:
         var: A tensor of any shape and dtype.
-        ctx: What to call it.
+        ctx: The name to print.
 
     Returns:
         True if any element is nan or inf.

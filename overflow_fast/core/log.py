@@ -1,4 +1,4 @@
-"""The logger `overflow_fast`: each line that it writes says whose it is."""
+"""The logger `overflow_fast`: each of its lines begins with the package's name."""
 
 from __future__ import annotations
 

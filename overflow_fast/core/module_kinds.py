@@ -1,4 +1,4 @@
-"""What is known of a module from its class: torch's own, and normalizations."""
+"""Kinds of modules, known from their classes: torch's own, and normalizations."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ _NORMALIZATION_NAME = re.compile(r"(Layer|RMS|Group)_?Norm(\w*[a-z0-9])?$")
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Tells whether a module multiplies its input by its weights and adds, no more."""
+    """Returns whether a module only multiplies its input by its weights, and adds."""
     forwards = [each.forward for each in _LINEAR]
     return type(module).forward in forwards and _is_plain(module)
 
 
 def is_dropout(module: nn.Module) -> bool:
-    """Tells whether a module is one of torch's dropouts."""
+    """Returns whether a module is one of torch's dropouts."""
     return type(module) in _DROPOUTS and _is_plain(module)
 
 
 def is_small_step(module: nn.Module) -> bool:
-    """Tells whether a module of torch's without weights keeps small values small."""
+    """Returns whether a module of torch's without weights keeps small values small."""
     is_known = type(module).__module__ in _POINTWISE or type(module) is nn.Identity
     return is_known and not has_weights(module)
 
 
 def has_weights(module: nn.Module) -> bool:
-    """Tells whether a module, or one within it, has parameters."""
+    """Returns whether a module, or one within it, has parameters."""
     return any(True for _ in module.parameters())
 
 
 def is_normalization(module: nn.Module) -> bool:
-    """Tells whether a module returns small values whatever it is given.
+    """Returns whether a module returns small values for any input.
 
     So do torch's normalizations; batch norms in training alone. Classes of others are
     recognized by their names and their code, if they have no submodules.
@@ -76,15 +76,15 @@ def is_normalization(module: nn.Module) -> bool:
 
 
 def is_of_torch(module: nn.Module) -> bool:
-    """Tells whether a module's forward is torch's, and nobody has changed it."""
+    """Returns whether a module's forward is torch's own, unchanged."""
     place = str(getattr(type(module).forward, "__module__", ""))
     return place.startswith("torch.nn.") and _is_plain(module)
 
 
 def _normalizes_once(module: nn.Module) -> bool:
-    """Tells whether a forward takes one tensor, and divides by one measure of it.
+    """Returns whether a forward takes one tensor, and divides by one measure of it.
 
-    What takes a second tensor, or measures what a fused normalization was given, may
+    A forward that takes a second tensor, or measures a fused normalization's input, may
     scale its output by that.
     """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
@@ -97,7 +97,7 @@ def _normalizes_once(module: nn.Module) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Tells whether nobody has changed what the module computes."""
+    """Returns whether a module computes what its class does, unchanged."""
     return not (
         "forward" in module.__dict__
         or forward_pre_hooks(module)

@@ -1,4 +1,4 @@
-"""Names of modules as their author knows them, without what wrappers put in."""
+"""Names of modules as their author knows them, without the parts of wrappers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FSDP = {"FSDPModule", "FullyShardedDataParallel"}
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields what `model.named_modules()` does, under the names before wrapping.
+    """Yields the pairs of `model.named_modules()`, with the names before wrapping.
 
     A wrapper and what it wraps have the same name; the wrapper comes first.
     """
@@ -31,14 +31,14 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def has_base(cls: type, names: Container[str]) -> bool:
-    """Whether a class has one of these names, or derives from one that has."""
+    """Returns whether a class, or one of its bases, has one of these names."""
     return any(base.__name__ in names for base in cls.__mro__)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a model's own parameters are parts of what its modules compute with.
+    """Returns whether a model's own parameters are shards of its modules' weights.
 
-    So it is under FSDP, and where parameters are DTensors. A module's call then sees
+    This is so under FSDP, and where parameters are DTensors. A module's call then sees
     gathered parameters, or parts with a layout of their own; the parts are what
     `model.parameters()` yields outside of calls.
     """

@@ -16,7 +16,7 @@ def optimizers_in(optimizer: Any) -> Iterator[tuple[str, Any]]:
 
     Args:
         optimizer: An optimizer, or an object that has one as an attribute or in an
-            attribute that is a list, a tuple or a dict. Others are looked through in
+            attribute that is a list, a tuple or a dict. Others are searched in
             the same way if they are optimizers, or have `step` and `param_groups`.
 
     Yields:
@@ -54,7 +54,7 @@ def _attributes(holder: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether an object is an optimizer, or has `step` and `param_groups` like one."""
+    """Returns whether an object is an optimizer, or has `step` and `param_groups`."""
     if isinstance(value, Optimizer):
         return True
     has_step = callable(getattr(type(value), "step", None))

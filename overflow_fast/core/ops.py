@@ -12,17 +12,17 @@ from .tensors import NotScanned, reason, resolve
 
 
 class Stat(NamedTuple):
-    """What one scan of one tensor found.
+    """The result of one scan of one tensor.
 
     Attributes:
         abs_min: The smallest magnitude; an int for integer and bool dtypes. nan if any
-            element is nan, None if nothing was looked at.
+            element is nan, None if nothing was scanned.
         abs_max: The largest magnitude, likewise.
-        has_nan: Whether any element is nan, as `torch.isnan` says.
-        has_inf: Whether any element is inf or -inf, as `torch.isinf` says.
+        has_nan: True if any element is nan, as `torch.isnan` defines it.
+        has_inf: True if any element is inf or -inf, as `torch.isinf` defines it.
         numel: The number of elements of the tensor, repeats of expanded ones included.
         dtype: The tensor's dtype.
-        not_scanned: Why the tensor was not looked at; None if it was.
+        not_scanned: The reason why the tensor was not scanned; None if it was.
     """
 
     abs_min: float | None
@@ -35,12 +35,12 @@ class Stat(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether the tensor has no element."""
+        """True if the tensor has no element."""
         return self.numel == 0 and self.not_scanned is None
 
     @property
     def is_finite(self) -> bool:
-        """Whether every element was looked at and none is nan or inf."""
+        """True if every element was scanned and none is nan or inf."""
         return not (self.has_nan or self.has_inf or self.not_scanned)
 
 
@@ -50,9 +50,9 @@ def scan(tensors: Iterable[torch.Tensor], *, backend: str = "auto") -> list[Stat
     Works for any mix of dtypes, layouts and devices, and makes no copy of a tensor. On
     a device that has no kernel the stats come from torch operations. Magnitudes of
     complex numbers are moduli. The elements of sparse tensors are their values, those
-    of a DTensor its local part. What cannot be scanned (meta, fake and quantized
+    of a DTensor its local part. A tensor that cannot be scanned (meta, fake, quantized
     tensors, unknown subclasses, dtypes that a device's torch operations do not
-    know) gets a stat whose `not_scanned` says why.
+    know) gets a stat whose `not_scanned` is the reason.
 
     Incurs one CPU-GPU sync for each device that holds some of them; none for the CPU.
 
@@ -102,7 +102,7 @@ def _scan_values(
     not_read: dict[int, _C.Readability],
     backend: _C.ScanBackend,
 ) -> dict[int, NotScanned]:
-    """Scans the values of wrappers into `found`; says why of all that cannot be."""
+    """Scans the values of wrappers into `found`; returns why others cannot be."""
     reasons: dict[int, NotScanned] = {}
     values: dict[int, torch.Tensor] = {}
     for i, readability in not_read.items():

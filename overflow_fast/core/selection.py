@@ -1,11 +1,11 @@
-"""Which modules of a model are watched, by patterns of their names."""
+"""The selection of a model's modules and tensors to watch."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,13 +16,25 @@ from .names import named_modules
 Named = tuple[list[str], list[torch.Tensor]]
 
 
+class Wanted(NamedTuple):
+    """The kinds of tensors that a guard scans; see `OverflowGuard`."""
+
+    activations: bool = False
+    grad_outputs: bool = False
+    gradients: bool = False
+    weights: bool = False
+    buffers: bool = False
+    loss: bool = False
+    optimizer_state: bool = False
+
+
 class Selection:
     """Shell-style patterns of qualified names: `h.*.mlp`, `*norm*`; `*` spans dots.
 
     Args:
         include: Patterns of the modules to watch; None for all.
         exclude: Patterns of modules to leave out.
-        prefix: What stands in front of the names in reports and patterns.
+        prefix: The beginning of the names in reports and patterns.
     """
 
     def __init__(
@@ -37,7 +49,7 @@ class Selection:
         self._known: dict[str, bool] = {}
 
     def takes(self, fqn: str) -> bool:
-        """Whether the module of this name is watched; the root's name is empty.
+        """Returns whether the module of this name is watched; the root's name is empty.
 
         Args:
             fqn: Its name in its model, without the prefix.
@@ -52,7 +64,7 @@ class Selection:
 
 
 def full_name(prefix: str, fqn: str) -> str:
-    """A module's name as reports and patterns have it; the root's may be empty."""
+    """Returns a module's name in reports and patterns; the root's may be empty."""
     return f"{prefix}{fqn}" if fqn else prefix.rstrip(".")
 
 
@@ -74,15 +86,15 @@ def _matches(fqn: str, patterns: Iterable[str]) -> bool:
 
 
 def example_of(names: Sequence[str]) -> str:
-    """One of the names, of a module deep within."""
+    """Returns the name of one of the innermost modules."""
     return max(names, key=lambda name: (name.count("."), len(name)), default="")
 
 
 class NamedTensors:
     """The parameters and buffers of a model's modules, as they are now.
 
-    The modules are looked up once, and again when one is gone or `refresh()` asks for
-    it: walking a model's tree takes longer than all that is done with it.
+    The modules are looked up once, and again when one is gone or after `refresh()`:
+    to walk a model's tree takes longer than all that is done with it.
     """
 
     def __init__(self, prefix: str, selection: Selection) -> None:
@@ -92,15 +104,15 @@ class NamedTensors:
         self._modules: list[tuple[str, bool, weakref.ref[nn.Module]]] = []
 
     def refresh(self) -> None:
-        """Has the modules looked up again."""
+        """Looks the modules up again when they are next needed."""
         self._modules = []
 
     def parameters(self, model: nn.Module, all_modules: bool = False) -> Named:
-        """Each parameter of the selected, or all, modules once, with its first name."""
+        """Lists each parameter of the selected, or all, modules by its first name."""
         return self._list(model, PARAMETERS, all_modules)
 
     def buffers(self, model: nn.Module, all_modules: bool = False) -> Named:
-        """Each buffer of the selected, or all, modules once, with its first name."""
+        """Lists each buffer of the selected, or all, modules by its first name."""
         return self._list(model, BUFFERS, all_modules)
 
     def _list(self, model: nn.Module, kind: str, all_modules: bool) -> Named:
@@ -133,7 +145,7 @@ class NamedTensors:
 
 
 def _own(module: nn.Module, kind: str) -> Iterable[tuple[str, Any]]:
-    """A module's own parameters or buffers; TorchScript keeps its elsewhere."""
+    """Lists a module's own parameters or buffers; TorchScript keeps its elsewhere."""
     if isinstance(module, torch.jit.ScriptModule):
         is_buffers = kind == BUFFERS
         named = module.named_buffers if is_buffers else module.named_parameters

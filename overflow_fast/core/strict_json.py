@@ -12,7 +12,7 @@ SCHEMA = 1
 
 
 def to_plain(value: Any) -> Any:
-    """Dicts, lists, strings and finite numbers out of any nesting.
+    """Converts any nesting to dicts, lists, strings and finite numbers.
 
     A number that is not finite becomes the string "inf", "-inf" or "nan".
     """
@@ -30,5 +30,5 @@ def to_plain(value: Any) -> Any:
 
 
 def dumps(value: Any) -> str:
-    """One line of JSON; see `to_plain()`."""
+    """Writes one line of JSON; see `to_plain()`."""
     return json.dumps(to_plain(value), allow_nan=False)

@@ -1,4 +1,4 @@
-"""Which tensors can be scanned, and where the values of a wrapper lie."""
+"""The tensors that can be scanned, and the values of wrappers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _nested_values(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
 
 
 def resolve(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
-    """Finds what to scan for a tensor that the scan core could not read.
+    """Finds the values to scan of a tensor that the scan core could not read.
 
     Never raises: a tensor that cannot be understood yields the reason. Does not
     incur a CPU-GPU sync.
@@ -91,7 +91,7 @@ def resolve(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
 
 
 def reason(tensor: torch.Tensor, readability: _C.Readability) -> NotScanned:
-    """Says why a tensor with strided memory was not scanned."""
+    """Returns why a tensor with strided memory was not scanned."""
     if readability == _C.Readability.FREED:
         return NotScanned("its storage is freed")
     if readability == _C.Readability.UNSUPPORTED:
@@ -102,7 +102,7 @@ def reason(tensor: torch.Tensor, readability: _C.Readability) -> NotScanned:
 def loss_in(output: Any) -> torch.Tensor | None:
     """Finds the loss in what a model returned: a floating-point scalar, or None.
 
-    Runs none of the user's code: a property is not asked, and of a dict or an object
+    Runs none of the user's code: no property is evaluated, and of a dict or an object
     only what it holds counts. Never raises.
     """
     try:
@@ -159,7 +159,7 @@ def tensors_in(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def held_by(value: object, name: str) -> Any:
-    """An attribute that an object holds; None for a property, or if there is none."""
+    """Returns an attribute that an object holds; None for a property, or if missing."""
     found = inspect.getattr_static(value, name, None)
     if isinstance(found, types.MemberDescriptorType):  # of a class with slots
         try:
@@ -170,7 +170,7 @@ def held_by(value: object, name: str) -> Any:
 
 
 def traced_loss_in(output: Any) -> Any:
-    """What `loss_in` is where dynamo traces it, which runs no code to see what it does.
+    """Stands for `loss_in` where dynamo traces it, without running code to inspect it.
 
     Returns:
         The loss, or None.

@@ -12,12 +12,12 @@ _FIXED_SPACE = "\0"
 
 
 def as_lines(sentences: Iterable[str]) -> str:
-    """A message: each sentence begins a line, and a long one goes on in the next."""
+    """Writes a message: one sentence a line, a long one continued in the next line."""
     return "\n".join(line for each in sentences for line in wrapped(each))
 
 
 def wrapped(sentence: str) -> list[str]:
-    """The lines of a sentence; no code in backticks or braces is broken."""
+    """Wraps a sentence; code in backticks or braces is not broken."""
     fixed = _CODE.sub(lambda code: code[0].replace(" ", _FIXED_SPACE), sentence)
     lines = textwrap.wrap(
         fixed,

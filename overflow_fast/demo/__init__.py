@@ -1,4 +1,4 @@
-"""The demo: a T5 overflows, and two detectors tell the same story."""
+"""The demo: a T5 overflows, and two detectors report the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class Story(NamedTuple):
-    """What a detector said about a forward."""
+    """The output of a detector for a forward."""
 
     report: str
     error: str | None
@@ -45,7 +45,7 @@ def _watch(detector: type[Any], run: Callable[[], object], model: nn.Module) -> 
 
 
 def _time_each(settings: Settings, batch: Batch) -> dict[str, list[float]]:
-    """Times of a clean forward, taken in turn, in seconds."""
+    """Measures a clean forward of each, in turn, in seconds."""
     models = {name: build(settings) for name in ("bare", "transformers", "ours")}
     Original(models["transformers"])  # type: ignore[no-untyped-call]
     DebugUnderflowOverflow(models["ours"])
@@ -84,7 +84,7 @@ def _table(times: dict[str, list[float]]) -> str:
 
 
 def _compare(original: Story, ours: Story) -> str | None:
-    """The difference of two stories as a diff; None if there is none."""
+    """Returns the difference of two outputs as a diff; None if there is none."""
     if original == ours:
         return None
     theirs = f"{original.report}\n{original.error}".splitlines()
@@ -100,7 +100,7 @@ def _overflow(detector: type[Any], settings: Settings, batch: Batch) -> Story:
 
 
 def _remedied(settings: Settings, batch: Batch) -> Story:
-    """The same forward with the encoder in float32, up to its last layer norm."""
+    """Runs the same forward with the encoder in float32, up to its last layer norm."""
     model = build(settings)
     push_to_the_limit(model, batch, settings)
     keep_in_fp32(model, ["encoder"])
@@ -112,7 +112,7 @@ def show(settings: Settings) -> int:
     """Runs the demo, prints what it finds and returns the exit status.
 
     Returns:
-        0 if both detectors found the overflow and said the same, and if in float16 the
+        0 if both detectors found the overflow and reported the same, and in float16 the
         remedy helped, else 1.
     """
     batch = read_batch(settings)
@@ -124,7 +124,7 @@ def show(settings: Settings) -> int:
     print(
         f"\n{layer}.weight is scaled until its output nearly reaches "
         f"{settings.limit:.4g}.\nWithout detection the forward ends with loss "
-        f"{loss:.4g} and no word. With detection:"
+        f"{loss:.4g} and no message. With detection:"
     )
     original = _overflow(Original, settings, batch)
     ours = _overflow(DebugUnderflowOverflow, settings, batch)

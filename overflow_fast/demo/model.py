@@ -12,7 +12,7 @@ from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 
 
 class Settings(NamedTuple):
-    """What the demo runs."""
+    """The arguments of the demo."""
 
     dtype: str = "float16"
     batch_size: int = 4
@@ -55,7 +55,7 @@ def build(settings: Settings) -> nn.Module:
 
 
 def read_batch(settings: Settings) -> dict[str, torch.Tensor]:
-    """Article 1 of the Universal Declaration of Human Rights, a language a row.
+    """Reads article 1 of the Universal Declaration of Human Rights, a language a row.
 
     Returns:
         int64 tensors of shape [batch_size, length].

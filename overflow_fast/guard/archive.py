@@ -11,8 +11,9 @@ from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
 from ..report.evidence import EvidenceFolder
 from ..report.json_log import JsonLog
-from ..report.report import Cost, Report, least_headroom, place_of
+from ..report.report import Cost, Report, place_of
 from ..report.run import Run
+from ..verdict.headroom import least_headroom
 from ..verdict.verdict import BadFrame, Verdict, kind_of, leading_frame
 from .config import GuardConfig
 
@@ -81,7 +82,7 @@ class Archive:
         if self._evidence is None:
             return None
         leading = leading_frame(frames)
-        batch = leading.watch.batches.get(leading.frame.batch)
+        batch = leading.watch.inputs.batches.get(leading.frame.batch)
         return self._evidence.keep(step, _offending(leading, frames, tensors), batch)
 
     def add_report(self, report: Report) -> None:
@@ -134,8 +135,8 @@ def _offending(
 ) -> dict[str, object]:
     """The tensors to keep: those of the first bad call, and others that are bad."""
     found: dict[str, object] = {}
-    if leading.watch.held is not None:
-        found["call"] = leading.watch.held
+    if leading.watch.frames.captured_tensors is not None:
+        found["call"] = leading.watch.frames.captured_tensors
     for bad in frames:
         if bad.is_of_call or tensors is None:
             continue

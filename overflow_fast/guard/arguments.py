@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..recording.watch import Wanted
+from ..core.selection import Wanted
 
 
 def reusable(value: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from ..recording.watch import Wanted
+from ..core.selection import Wanted
 from ..report.report import Report
 from ..verdict.rules import Allow, Rules
 from .arguments import (

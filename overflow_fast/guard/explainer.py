@@ -159,5 +159,5 @@ def make_capture(options: GuardConfig, watches: Sequence[ModelWatch]) -> Capture
         return None
     capture = Capture()
     for watch in watches:
-        watch.capture = capture
+        watch.inputs.capture = capture
     return capture

@@ -12,7 +12,7 @@ from ..report.guard_coverage import GuardCoverage
 from ..report.report import Cost, NonFiniteError, Report
 from ..selftest.fault_results import SelfTestResult
 from ..selftest.self_test import Loss, SelfTest
-from ..verdict.headroom import HeadroomTable
+from ..verdict.headroom_table import HeadroomTable
 from .arguments import check_int, check_names, reusable
 from .loop import GuardLoop
 from .state import state_report

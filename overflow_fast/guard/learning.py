@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterable, Sequence
 
 from .. import _C
+from ..core.selection import Wanted
 from ..distributed.agreement import Agreement
-from ..recording.watch import ModelWatch, Wanted
+from ..recording.watch import ModelWatch
 from ..verdict.rules import KINDS, EntryName, Rules, entry_name, kinds_text
 from ..verdict.verdict import FORWARDS, BadFrame
 
@@ -91,7 +92,7 @@ class Learning:
         """The non-finite values of a step, or None if they cannot be intended."""
         found: dict[EntryName, int] = {}
         for bad in frames:
-            names, frame = bad.watch.all_names(), bad.frame
+            names, frame = bad.watch.modules.all_names(), bad.frame
             for entry in bad.bad_entries():
                 kinds = entry.nonfinite_kinds
                 is_scalar = entry.numel == 1  # it may be a loss
@@ -132,7 +133,7 @@ class Learning:
         self._log_proposal(proposed)
 
     def _proposed(self) -> dict[str, str | list[str]]:
-        names = [name for watch in self._watches for name in watch.all_names()]
+        names = [name for watch in self._watches for name in watch.modules.all_names()]
         proposed = {}
         for name, kinds in self._seen.items():
             wide = self._widened(name, kinds, names)

@@ -120,7 +120,7 @@ class GuardLoop:
         )
         self._judge.on_clean = self.audits.before_step
         for watch in self.watches:
-            watch.shield = self.isolation.isolated
+            watch.isolate_errors = self.isolation.isolated
             if self._buffers is not None:
                 measured = self.isolation.measured_call
                 watch.on_forward = measured(self._buffers.before_forward)
@@ -161,7 +161,7 @@ class GuardLoop:
             noted = None if batch is None else LoopBatch(batch)
             for watch in self.watches:
                 number, num_calls = watch.batch_number, watch.total_calls
-                watch.loop_batches.note(number, num_calls, noted)
+                watch.inputs.loop_batches.note(number, num_calls, noted)
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Calls a function that calls the models; keeps it until the step is judged."""

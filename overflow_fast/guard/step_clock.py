@@ -60,7 +60,7 @@ class StepClock:
         self.level = level
         self._headroom.begin_step()
         for watch in self._watches:
-            watch.attach() if level is ScanLevel.ALL else watch.rest()
+            watch.attach() if level is ScanLevel.ALL else watch.pause()
         if self._buffers is not None and level is not ScanLevel.OFF:
             self._buffers.prepare()
 
@@ -98,7 +98,7 @@ class StepClock:
     def suspended(self) -> Iterator[None]:
         """Watches nothing within; findings from before are judged as usual."""
         for watch in self._watches:
-            watch.rest()
+            watch.pause()
         try:
             yield
         finally:

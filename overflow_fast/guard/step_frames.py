@@ -50,7 +50,7 @@ class StepFrames:
     def send(self, is_lagged: bool = False) -> None:
         """Starts the copy of all stats to the host; does not wait."""
         for watch in self._watches:
-            watch.send(with_captured=not is_lagged)
+            watch.frames.send(with_captured=not is_lagged)
 
     def receive(self, is_lagged: bool) -> Iterator[tuple[PendingStep, list[BadFrame]]]:
         """Takes in stats, and yields the pending steps with their bad frames.
@@ -58,7 +58,7 @@ class StepFrames:
         Incurs a CPU-GPU sync for each device, unless it is lagged.
         """
         for watch in self._watches:
-            watch.receive(is_lagged)
+            watch.frames.receive(is_lagged)
         while self._pending:
             step = self._pending.popleft()
             yield step, self.take(step)
@@ -72,20 +72,22 @@ class StepFrames:
         return [
             BadFrame(watch, frame)
             for watch in self._watches
-            for frame in watch.take_bad(step.last_frame)
+            for frame in watch.frames.take_bad(step.last_frame)
         ]
 
     def take_evaluated(self, *watches: ModelWatch) -> list[BadFrame]:
         """Takes the bad frames of models' forwards that ran without autograd."""
-        return [BadFrame(w, frame) for w in watches for frame in w.take_evaluated()]
+        return [
+            BadFrame(w, frame) for w in watches for frame in w.frames.take_evaluated()
+        ]
 
     def forget(self) -> None:
         """Forgets all frames, those of pending steps too. Incurs the sync."""
         self._pending.clear()
         for watch in self._watches:
-            watch.receive(is_lagged=False)
-            watch.take_bad(_C.Recorder.num_frames())
-            watch.take_evaluated()
+            watch.frames.receive(is_lagged=False)
+            watch.frames.take_bad(_C.Recorder.num_frames())
+            watch.frames.take_evaluated()
 
     def end(self, is_lagged: bool) -> None:
         """Ends the judgement of a step."""

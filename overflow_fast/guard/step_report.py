@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 
 from ..core.ops import scan
 from ..recording.watch import ModelWatch
-from ..report.report import Cost, Report, frame_texts, least_headroom
+from ..report.frames import frame_texts
+from ..report.report import Cost, Report
+from ..verdict.headroom import least_headroom
 from ..verdict.remedy import Remedy, remedy_for
 from ..verdict.verdict import BadFrame, Verdict, leading_frame
 from .archive import Archive
@@ -110,7 +112,7 @@ class StepReporter:
     def _frames(self, frames: Sequence[BadFrame]) -> list[str]:
         """The frames up to the first call that was bad."""
         leading = leading_frame(frames)
-        shown = list(leading.watch.before)
+        shown = list(leading.watch.frames.before)
         if not leading.watch.wanted.activations:
             return []
         if leading.is_of_call:

@@ -101,7 +101,7 @@ def make_watches(
         )
         for prefix, model in models.items()
     ]
-    rules.check(name for watch in watches for name in watch.all_names())
+    rules.check(name for watch in watches for name in watch.modules.all_names())
     for watch in watches:
         rules.put_on(watch)
     return watches

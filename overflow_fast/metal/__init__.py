@@ -58,19 +58,19 @@ class MetalScan:
             kernels = {4: library.scan_4, _C.METAL_MAX_TENSORS: library.scan_24}
             if _agrees(kernels, device):
                 return kernels
-            why = "it does not find what the CPU finds"
+            why = "its results differ from the CPU's"
         except Exception as error:
             why = f"{type(error).__name__}: {error}".splitlines()[0]
         _log.warning(
-            "MPS's kernel is not used: %s. Tensors on MPS are scanned by torch "
-            "operations, which takes several times as long.",
+            "MPS's kernel is not used: %s.\n"
+            "Torch operations scan tensors on MPS, which takes several times as long.",
             why,
         )
         return None
 
 
 def source() -> str:
-    """The text that is compiled: torch takes one, without files of ours to include."""
+    """Returns the text to compile: one, since torch finds no files of ours."""
     return "\n".join((_HERE / f"{name}.metal").read_text() for name in ("keys", "scan"))
 
 
@@ -112,7 +112,7 @@ def _dispatch(
 
 
 def _agrees(kernels: dict[int, Any], device: torch.device) -> bool:
-    """Whether the kernels find in a few tensors what the CPU finds. Incurs a sync."""
+    """Returns whether kernels and CPU agree on a few tensors. Incurs a CPU-GPU sync."""
     x = torch.linspace(-3, 70000, 40_000, device=device)
     x[7], x[20_000], x[39_999] = torch.nan, torch.inf, -torch.inf
     half = x.to(torch.float16)

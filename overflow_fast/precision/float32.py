@@ -56,7 +56,7 @@ class Float32Forward(ReplacedForward):
     def _dtype_after(
         self, half: torch.dtype | None, has_float: bool
     ) -> torch.dtype | None:
-        """The dtype to cast float32 outputs to; None if they stay."""
+        """Returns the dtype to cast float32 outputs to; None if they stay."""
         if self._output == STAYS:
             return None
         if self._output == RETURNS_HALF:
@@ -65,7 +65,7 @@ class Float32Forward(ReplacedForward):
 
 
 def _autocast_device(module: nn.Module, leaves: Sequence[object]) -> str | None:
-    """The type of the device of a call, if its autocast is on."""
+    """Returns the type of the device of a call, if its autocast is on."""
     tensor = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
     if tensor is None:
         tensor = next(module.parameters(), None)
@@ -96,9 +96,9 @@ class Float32Weights:
     """The half-precision weights and buffers of modules, to be cast to float32.
 
     Args:
-        model: The model, whose first half-precision weight tells its dtype.
+        model: The model; its first half-precision weight has its dtype.
         modules: The modules by their names, with all that is within them.
-        fixed_by: What has taken the weights as they are already, such as "DDP", or "".
+        fixed_by: The wrapper that relies on the weights' dtypes, such as "DDP", or "".
     """
 
     def __init__(
@@ -113,12 +113,12 @@ class Float32Weights:
         }
 
     def are_of(self, module: nn.Module) -> bool:
-        """Whether a module itself owns one of them."""
+        """Returns whether a module itself owns one of them."""
         own = _named_tensors(module, recurse=False)
         return any(id(tensor) in self._tensors for _, tensor in own)
 
     def others_of(self, module: nn.Module) -> list[str]:
-        """The names of a module's half-precision weights that are not among them."""
+        """Lists a module's half-precision weights that are not among them."""
         return [
             name
             for name, tensor in _named_tensors(module)
@@ -126,7 +126,7 @@ class Float32Weights:
         ]
 
     def half_of(self, module: nn.Module, or_models: bool = False) -> torch.dtype | None:
-        """The half-precision dtype of a module's weights, or of the model's."""
+        """Returns the half-precision dtype of a module's weights, or of the model's."""
         return _half_of(module) or (self._models_dtype if or_models else None)
 
     def cast(self) -> None:
@@ -153,7 +153,7 @@ def _half_of(module: nn.Module) -> torch.dtype | None:
 
 
 def _is_castable(name: str, tensor: Tensor, fixed_by: str) -> bool:
-    """Whether a weight is half precision; raises if it cannot be cast."""
+    """Returns whether a weight is half precision; raises if it cannot be cast."""
     if tensor.dtype not in _HALF:
         return False
     if is_lazy(tensor):

@@ -12,7 +12,7 @@ from .float32 import FOLLOWS, RETURNS_HALF, STAYS, Float32Forward, Float32Weight
 
 
 class Fp32Handle:
-    """Lets the modules that `keep_in_fp32` chose run as before.
+    """A handle that lets the modules of a `keep_in_fp32` run as before.
 
     Attributes:
         names: The qualified names of the modules that `names` chose, and of those that
@@ -118,7 +118,7 @@ def _choose(
 
 
 def _taken_by(model: nn.Module) -> str:
-    """What relies on the dtypes that weights have: they cannot be cast any more."""
+    """Returns the wrapper that relies on the weights' dtypes, which are fixed then."""
     if is_sharded(model):
         return "FSDP or DTensor"
     ddp = {"DistributedDataParallel"}
@@ -128,7 +128,7 @@ def _taken_by(model: nn.Module) -> str:
 def _split(
     model: nn.Module, chosen: set[nn.Module]
 ) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The chosen modules that are within no other, and the modules within none."""
+    """Lists the chosen modules that are within no other, and those within none."""
     outermost: dict[nn.Module, None] = {}
     outside: dict[nn.Module, None] = {}
     to_do = [model]

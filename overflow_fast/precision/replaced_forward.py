@@ -16,7 +16,7 @@ class ReplacedForward:
     """Stands in for a module's forward on the instance.
 
     It has no state between calls: dynamo traces it, threads share it, and a copy of
-    the module has a copy of it. Subclasses say in `run()` what is done instead.
+    the module has a copy of it. Subclasses define in `run()` what is done instead.
 
     Args:
         module: The module.
@@ -31,17 +31,17 @@ class ReplacedForward:
         module.__dict__[REPLICATE] = functools.partial(_replicate, module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs what stands in, or after `remove()` what was there."""
+        """Runs the replacement, or after `remove()` the original forward."""
         if self.is_active:
             return self.run(*args, **kwargs)
         return self.__wrapped__(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs what stands in; `self.__wrapped__` is the forward that was there."""
+        """Runs the replacement; `self.__wrapped__` is the original forward."""
         raise NotImplementedError
 
     def remove(self) -> None:
-        """Puts back the forward that was there; one put over this one stays."""
+        """Restores the original forward; one put over this one stays."""
         self.is_active = False
         own = self.module.__dict__
         over = own.get("forward")
@@ -57,7 +57,7 @@ class ReplacedForward:
             own.pop(REPLICATE, None)
 
     def _bound_to(self, module: nn.Module) -> ReplacedForward:
-        """A copy that runs another module, such as a replica of this one."""
+        """Returns a copy that runs another module, such as a replica of this one."""
         bound = copy.copy(self)
         bound.module = module
         forward = self.__wrapped__

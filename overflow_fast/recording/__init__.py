@@ -1,1 +1,1 @@
-"""From a model's calls to frames: hooks, steps, compiled code, what is scanned."""
+"""From a model's calls to frames: hooks, steps, compiled code, scans."""

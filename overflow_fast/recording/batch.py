@@ -1,4 +1,4 @@
-"""The batches that a training loop hands to a model: held weakly, searched late."""
+"""The inputs that a training loop gives a model: held weakly, searched late."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _UNSEEN = object()
 
 
 class Held(NamedTuple):
-    """A tensor, held weakly, and how often it had been written to in place."""
+    """A tensor, held weakly, and its number of in-place writes at that time."""
 
     tensor: Callable[[], torch.Tensor | None]
     version: int | None
 
     def unchanged(self) -> torch.Tensor | None:
-        """The tensor as it was; None if it is gone or may have been written to."""
+        """Returns the tensor; None if it is gone or may have been written to since."""
         tensor = self.tensor()
         if tensor is None or self.version is None or version_of(tensor) != self.version:
             return None
@@ -51,9 +51,9 @@ def hold(tensor: torch.Tensor) -> Held:
 
 
 def weakly(value: object, depth: int = 0) -> Any:
-    """The tensors of a nesting as `Held`, in dicts and lists like it.
+    """Returns the tensors of a nesting as `Held`, in dicts and lists like it.
 
-    What may hold values and is no such nesting is marked: nobody looks into it.
+    Other objects that may hold values are marked: they are not searched.
     """
     if isinstance(value, torch.Tensor):
         return hold(value)
@@ -74,12 +74,12 @@ def weakly(value: object, depth: int = 0) -> Any:
 
 
 def _is_finite_number(value: object) -> bool:
-    """Whether it is a finite number of Python."""
+    """Returns whether a value is a finite number of Python."""
     return isinstance(value, (float, complex)) and cmath.isfinite(value)
 
 
 def unseen(given: Given) -> list[str]:
-    """The inputs of a call that nobody has looked into: objects, arrays, nan itself."""
+    """Lists the inputs of a call that were not searched: objects, arrays, nan."""
     args, kwargs = given
     labels = {f"input[{i}]": each for i, each in enumerate(args or [])}
     labels |= {f"input.{key}": each for key, each in (kwargs or {}).items()}
@@ -95,7 +95,7 @@ def _holds_unseen(held: object) -> bool:
 
 
 def find(given: Given, label: _C.Label) -> Held:
-    """The tensor of an input's label.
+    """Returns the tensor of an input's label.
 
     Args:
         given: The inputs of the call.
@@ -113,13 +113,13 @@ def find(given: Given, label: _C.Label) -> Held:
 
 
 def samples(tensor: torch.Tensor | None, are_samples: bool) -> str:
-    """Which entries of a tensor's first dimension are non-finite, unless all, in words.
+    """Names the entries of a tensor's first dimension that are non-finite, unless all.
 
     Incurs a CPU-GPU sync.
 
     Args:
         tensor: The tensor; None for none.
-        are_samples: Whether nothing contradicts that the first dimension is the batch.
+        are_samples: False if the first dimension is known not to be the batch.
     """
     if not is_plain(tensor) or tensor.dim() == 0 or len(tensor) < 2:
         return ""
@@ -136,7 +136,7 @@ def samples(tensor: torch.Tensor | None, are_samples: bool) -> str:
 
 
 def share_first(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Whether tensors agree in the size of dimension 0, and one has dimensions besides.
+    """Returns whether tensors agree in dimension 0, and one has further dimensions.
 
     Args:
         tensors: Those of a batch; None for one that is gone.
@@ -146,13 +146,13 @@ def share_first(tensors: Iterable[torch.Tensor | None]) -> bool:
 
 
 def is_batch_first(model: torch.nn.Module | None) -> bool:
-    """Whether no module has another dimension for the batch, as far as they tell."""
+    """Returns whether no module declares another dimension for the batch."""
     modules = [] if model is None else model.modules()
     return all(getattr(each, "batch_first", True) is not False for each in modules)
 
 
 def tensors_in(held: object) -> Iterator[torch.Tensor | None]:
-    """The tensors in what `weakly()` has returned; None for those that are gone."""
+    """Yields the tensors in a result of `weakly()`; None for those that are gone."""
     if isinstance(held, Held):
         yield held.tensor()
     elif isinstance(held, (dict, list, tuple)):
@@ -161,7 +161,7 @@ def tensors_in(held: object) -> Iterator[torch.Tensor | None]:
 
 
 def is_mask(tensor: torch.Tensor | None) -> bool | None:
-    """Whether a tensor that holds -inf is an additive mask: 0 else. None if unknown."""
+    """Returns whether a tensor with -inf is a mask, 0 elsewhere; None if unknown."""
     if not is_plain(tensor):
         return None
     finite = tensor.detach()[torch.isfinite(tensor.detach())]
@@ -169,7 +169,7 @@ def is_mask(tensor: torch.Tensor | None) -> bool | None:
 
 
 def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:
-    """Whether a tensor is there and its elements can be looked at."""
+    """Returns whether an object is a tensor whose elements can be read."""
     return (
         isinstance(tensor, torch.Tensor)
         and type(tensor) in (torch.Tensor, torch.nn.Parameter)

@@ -1,4 +1,4 @@
-"""Hands the extension what Python does for it; the extension imports nothing."""
+"""Gives the extension its Python functions; the extension imports nothing."""
 
 from .. import _C
 from ..core.tensors import reason, resolve

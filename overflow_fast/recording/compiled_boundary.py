@@ -1,4 +1,4 @@
-"""The root's hooks, where the root's own call is compiled with what is around it."""
+"""The root's hooks, where the root's call is compiled with the code around it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Steps(Protocol):
-    """Who tells the steps of a model apart; see `steps.StepHooks`."""
+    """The owner of a model's hooks; see `steps.StepHooks`."""
 
     @property
     def model(self) -> nn.Module | None: ...
@@ -24,10 +24,10 @@ class Steps(Protocol):
 
 
 class CompiledStepBoundary:
-    """What the operators call in place of the root's hooks; see `traced.trace_root`.
+    """The methods that operators call for the root's hooks; see `traced.trace_root`.
 
     Args:
-        steps: Whose hooks they are.
+        steps: The owner of the hooks.
     """
 
     def __init__(self, steps: Steps) -> None:
@@ -43,10 +43,10 @@ class CompiledStepBoundary:
                 self._steps.before_root(model, None)
 
     def returned(self, has_loss: bool) -> None:
-        """Stands for what `after_root` does once the frame is recorded.
+        """Stands for the part of `after_root` behind the recording of the frame.
 
         Args:
-            has_loss: Whether a loss is among what the root returned.
+            has_loss: True if the root has returned a loss.
         """
         self._steps.note_loss(has_loss)
         self._steps.close_root()

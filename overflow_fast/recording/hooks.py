@@ -1,4 +1,4 @@
-"""Attaches a recorder's hooks to a model and finds out which call is the outermost."""
+"""Hooks of a recorder on a model, and the search for the outermost call."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def modules_as_applied(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
 class Attachment:
     """The hooks of one owner on one model. Holds modules weakly.
 
-    Around each call of the root the owner gets `before_root(module, args, kwargs)`,
-    `after_root(module, args, kwargs, output)` when it has returned, and
-    `root_ended(module, args, output)`, the last also when the forward raised.
+    Around each call of the root, `before_root(module, args, kwargs)` is called on the
+    owner, `after_root(module, args, kwargs, output)` when it has returned, and
+    `root_ended(module, args, output)`, also when the forward raised.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Attachment:
     ) -> None:
         """Registers a frame hook on the modules that `walk` yields, and the root's.
 
-        What was compiled before is compiled again at its next call.
+        Code that was compiled before is compiled again at its next call.
         """
         traced.register()
         for index, module in walk(model):
@@ -75,7 +75,7 @@ class Attachment:
         traced.recompile()
 
     def add_before(self, owner: Any, name: str, module: nn.Module) -> None:
-        """Has a method of the owner's called before each call of one more module."""
+        """Calls a method of the owner before each call of one more module."""
         hook = functools.partial(_C.run_paused, StepBoundaryHook(owner, name))
         self.handles.append(module.register_forward_pre_hook(hook))
         move_hook_to_front(forward_pre_hooks(module), self.handles[-1].id)
@@ -90,11 +90,11 @@ class Attachment:
 class StepBoundaryHook:
     """Calls a method of its owner, found by name.
 
-    In a copy of the model that is the method of who owns the copy's hooks; a copied
+    In a copy of the model this is the method of the owner of the copy's hooks; a copied
     bound method would be the original owner's.
 
     Args:
-        owner: Who has the method.
+        owner: The object that has the method.
         name: The method's.
     """
 
@@ -131,9 +131,9 @@ def _is_partial_of(hook: object, function: object) -> TypeGuard[functools.partia
 
 
 class CopiedHooks:
-    """Who owns the hooks in a copy of a model whose original alone is watched.
+    """The owner of the hooks in a copy of a model whose original alone is watched.
 
-    They take themselves off when the copy is first called.
+    The hooks are removed when the copy is first called.
     """
 
     is_paused = False
@@ -150,7 +150,7 @@ class CopiedHooks:
         return CopiedHooks, (), {"handles": self.handles}
 
     def before_root(self, *_: object) -> None:
-        """Takes the hooks off."""
+        """Removes the hooks."""
         for handle in self.handles:
             handle.remove()
 
@@ -158,7 +158,7 @@ class CopiedHooks:
     before = returned = ended = evaluation_ended = raised = before_root
 
     def on_submodule_call(self, *_: object) -> int:
-        """Takes the hooks off; says what a `FrameHook` wants to know."""
+        """Removes the hooks; returns no flags for the `FrameHook`."""
         self.before_root()
         return 0
 
@@ -167,7 +167,7 @@ def outermost_call(is_watched: Callable[[nn.Module], bool]) -> tuple[int, nn.Mod
     """Finds the outermost running call of a watched module, from the Python stack.
 
     Args:
-        is_watched: Says which modules count.
+        is_watched: Returns whether a module counts.
 
     Returns:
         An identity of that call, equal as long as it runs, and its module.
@@ -182,7 +182,7 @@ def outermost_call(is_watched: Callable[[nn.Module], bool]) -> tuple[int, nn.Mod
 
 
 def hook_of(owner: object, module: nn.Module) -> _C.FrameHook | None:
-    """The frame hook of an owner on a module, or None."""
+    """Returns the frame hook of an owner on a module, or None."""
     for hook in forward_hooks(module).values():
         if _is_partial_of(hook, _C.run_hook) and hook.args[0].owner is owner:
             found: _C.FrameHook = hook.args[0]
@@ -191,12 +191,12 @@ def hook_of(owner: object, module: nn.Module) -> _C.FrameHook | None:
 
 
 def index_of(owner: object, module: nn.Module) -> int:
-    """The index by which an owner's hook knows its module, or -1."""
+    """Returns the index of a module in its owner's hook, or -1."""
     hook = hook_of(owner, module)
     return -1 if hook is None else hook.module
 
 
 def is_running(module: nn.Module) -> bool:
-    """Whether a call of a module runs around the one that asks; True if not known."""
+    """Returns whether another call of a module runs; True if that is not known."""
     calls = running_modules()
     return calls is None or sum(each is module for _, each in calls) > 1

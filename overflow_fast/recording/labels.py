@@ -21,7 +21,7 @@ def label_text(label: _C.Label) -> str:
 
 
 def dotted(label: str) -> str:
-    """A label with `.x` for each `[x]` and `['x']`, as patterns have it."""
+    """Writes a label with `.x` for each `[x]` and `['x']`, as in patterns."""
     return _BRACKETS.sub(r".\1", label)
 
 

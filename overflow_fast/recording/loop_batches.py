@@ -19,7 +19,7 @@ _HARMLESS = (str, bytes, int, float, complex, type(None))
 
 
 class LoopBatch:
-    """One batch: its tensors, by where they are in it.
+    """One batch: its tensors by their places in it.
 
     Args:
         batch: The batch, in any nesting.
@@ -46,7 +46,7 @@ class LoopBatch:
             self._is_whole = False
 
     def place_of(self, tensor: torch.Tensor | None, is_batch_first: bool = True) -> str:
-        """Where a tensor, or what it is a view of, is in the batch; "" if nowhere.
+        """Finds the place of a tensor, or of its base, in the batch; "" if it has none.
 
         Incurs a CPU-GPU sync if it is there.
 
@@ -63,7 +63,7 @@ class LoopBatch:
         return ""
 
     def bad_places(self, is_batch_first: bool = True) -> list[str] | None:
-        """Where the batch is non-finite; None if not all of it can be looked at.
+        """Lists the non-finite places of the batch; None if some cannot be checked.
 
         Incurs a CPU-GPU sync for each tensor on a device.
 
@@ -94,7 +94,7 @@ class LoopBatches:
         self._batches: dict[int, tuple[int, LoopBatch | None]] = {}
 
     def note(self, number: int, num_calls: int, batch: LoopBatch | None) -> None:
-        """Notes which batch the forwards from a number on belong to.
+        """Notes the batch of the forwards from a number on.
 
         Args:
             number: The number of the next forward.
@@ -108,7 +108,7 @@ class LoopBatches:
             del self._batches[next(iter(self._batches))]
 
     def of(self, number: int) -> LoopBatch | None:
-        """The batch of a forward, if it is known."""
+        """Returns the batch of a forward, or None if it is not known."""
         numbers = [each for each in self._batches if each <= number]
         return self._batches[max(numbers)][1] if numbers else None
 

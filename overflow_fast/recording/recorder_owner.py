@@ -1,4 +1,4 @@
-"""Who owns the hooks on a model: its recorder, and what copies of the model get."""
+"""The owner of the hooks on a model: its recorder, and its copies' state."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from .. import _C
+from ..core.selection import Named
+from ..torch_internals.compiler import has_compiled
 from . import traced_walk
 from .coverage import Coverage, warn_of_scripted
 from .hooks import Attachment, modules_as_applied, modules_once
@@ -40,7 +42,7 @@ class HookOwner:
         warn_of_scripted(model)
 
     def _start(self) -> None:
-        """Makes what a copy has of its own."""
+        """Creates the state that is never copied or pickled."""
         self._recorder = _C.Recorder(self._max_frames, **self._options)
         self.root_hook = _C.FrameHook(self, 0)
         self._attachment = Attachment()
@@ -49,6 +51,35 @@ class HookOwner:
     def _attach(self, model: nn.Module) -> None:
         self._attachment.attach(self, model, self._walk)
         self.update_plan()
+
+    def record(self, kind: _C.FrameKind, named: Named) -> None:
+        """Scans named tensors as one frame. Does not incur a CPU-GPU sync."""
+        names, tensors = named
+        if tensors:
+            self._recorder.record(kind, names, tensors)
+
+    def pause(self) -> None:
+        """Removes the hooks until they are attached again.
+
+        Where there is compiled code they stay and do nothing: to put them back would
+        compile all of it again.
+        """
+        if not has_compiled():
+            self._remove_hooks()
+        self._pause_recorder()
+
+    def detach(self) -> None:
+        """Removes the hooks; those in autograd's graphs do nothing any more."""
+        self._remove_hooks()
+        self._pause_recorder()
+
+    def _remove_hooks(self) -> None:
+        self._attachment.remove()
+
+    def _pause_recorder(self) -> None:
+        self._recorder.is_paused = True
+        self._recorder.set_gradients_wanted(False)
+        self._recorder.in_step = False
 
     # A watched model is copied and pickled together with its hooks.
 
@@ -64,7 +95,7 @@ class HookOwner:
     def __setstate__(self, state: dict[str, Any]) -> None:
         total_calls, handles = state.pop("_total_calls"), state.pop("_handles")
         self.__dict__.update(state)
-        self._model = lambda: None  # known again when the copy's root is called
+        self._model = lambda: None  # set when the copy's root is called
         self._start()
         self._attachment.handles = handles
         self.update_plan()
@@ -82,14 +113,24 @@ class HookOwner:
         return self._model()
 
     @property
+    def recorder(self) -> _C.Recorder:
+        """The recorder that has the frames' entries."""
+        return self._recorder
+
+    @property
+    def is_attached(self) -> bool:
+        """True if the model has this object's hooks."""
+        return bool(self._attachment.handles)
+
+    @property
     def device(self) -> torch.device | None:
-        """Where the watched model's tensors are; None for the CPU."""
+        """The device of the watched model's first tensor; None without one."""
         model = self.model
         tensors = () if model is None else (*model.parameters(), *model.buffers())
         return next((tensor.device for tensor in tensors), None)
 
     def update_plan(self) -> None:
-        """Says anew what compiled code is to list, as flags of `traced_walk`."""
+        """Recomputes the flags of `traced_walk` that compiled hooks read."""
         options = self._options
         flags = {
             traced_walk.PARAMETERS: self._recorder.lists_parameters,
@@ -102,20 +143,20 @@ class HookOwner:
 
     @property
     def total_calls(self) -> int:
-        """How many frames were recorded."""
+        """The number of frames that were recorded."""
         return self._recorder.total_calls
 
     @property
     def coverage(self) -> Coverage:
-        """What was looked at so far, and what was not."""
+        """The counts of what was scanned so far, and what was not."""
         return Coverage.of(self._recorder)
 
-    # What a subclass decides.
+    # Defined by subclasses.
 
     def _walk(self, model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
         """Yields the modules to hook, each with its index in `named_modules()`."""
         return (modules_as_applied if self._is_strict else modules_once)(model)
 
     def _root_plan(self) -> dict[int, bool]:
-        """What compiled code is to list of the root."""
+        """Returns the flags for the root's frame in compiled code."""
         return {traced_walk.ROOT: True}

@@ -1,4 +1,4 @@
-"""Which steps are watched: by number, by range, or so that a budget is kept."""
+"""The choice of the steps to watch: by number, by range, or within a budget."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 
 class ScanLevel(enum.IntEnum):
-    """How much of a step is looked at."""
+    """The part of a step that is checked."""
 
     OFF = 0
-    GRADIENTS = 1  # what protects the weights: no module has a hook
+    GRADIENTS = 1  # enough to protect the weights: no module has a hook
     ALL = 2
 
 
@@ -21,15 +21,15 @@ _MAX_EVERY = 1000
 
 
 class WatchSchedule:
-    """Says how much of each step is looked at.
+    """Decides how much of each step is checked.
 
     Args:
-        every: All of every so many steps, from `warmup` on.
-        warmup: How many steps are left alone at first.
+        every: Check one of every so many steps, from `warmup` on.
+        warmup: How many steps are left out at first.
         ranges: Only steps in one of these half-open ranges; None for all.
         budget: The share of a step's time that the guard may take on average, or None.
-            Gradients are looked at in every step if that alone fits, everything as
-            often as does.
+            Gradients are checked in every step if they fit the budget, everything else
+            as often as the budget allows.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class WatchSchedule:
         self._is_alarmed = False
 
     def level(self, step: int) -> ScanLevel:
-        """How much of a step is looked at."""
+        """Returns the part of a step to check."""
         if step < self._warmup or (step - self._warmup) % self._every:
             return ScanLevel.OFF
         if self._ranges is not None and not any(a <= step < b for a, b in self._ranges):
@@ -60,18 +60,18 @@ class WatchSchedule:
         return ScanLevel.GRADIENTS if step >= self._next_gradients else ScanLevel.OFF
 
     def alarm(self) -> None:
-        """Has the next step looked at in full, whatever it costs."""
+        """Checks the next step in full, whatever it costs."""
         self._is_alarmed = True
 
     def move(self, steps: int) -> None:
-        """Takes in that the steps to come have other numbers, larger by so many."""
+        """Adapts to larger numbers of the steps to come, by so many."""
         self._next_all += steps
         self._next_gradients += steps
 
     def note(
         self, step: int, level: ScanLevel, guard_seconds: float, step_seconds: float
     ) -> None:
-        """Takes in what a step cost, and plans the next ones by it."""
+        """Notes the cost of a step, and plans the next ones by it."""
         if level is ScanLevel.ALL:
             self._is_alarmed = False
         if self._budget is None:
@@ -89,7 +89,7 @@ class WatchSchedule:
         allowed = self._budget * (self._bare or 0.0)
         cost = self._cost.get(level)
         if cost is None:
-            return 1  # not known yet: look once
+            return 1  # not known yet: check once
         if level is ScanLevel.ALL:
             # Gradients have half of the budget where they fit into it.
             gradients = self._cost.get(ScanLevel.GRADIENTS)

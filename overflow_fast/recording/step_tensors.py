@@ -1,4 +1,4 @@
-"""What is scanned when a step is judged: gradients, weights, buffers, state."""
+"""The tensors that are scanned when a step is judged: gradients, weights and more."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Seen = tuple[weakref.ref[torch.Tensor] | None, int]
 
 
 class StepTensors:
-    """The tensors of a step that stand in no module's call, one scan for each kind.
+    """The tensors of a step that belong to no module's call, one scan for each kind.
 
     Args:
         watches: The watched models.
@@ -50,19 +50,19 @@ class StepTensors:
         self._num_rounds = 0
 
     def begin_round(self) -> None:
-        """Has weights and buffers scanned again: once for all optimizers of a step."""
+        """Makes the next scan include weights and buffers, once for all optimizers."""
         self._has_scanned_weights = False
         self._num_rounds += 1
         for watch in self._watches:
             watch.recorder.forget_parameters()
 
     def forget(self) -> None:
-        """Lets go of the tensors."""
+        """Releases the tensors."""
         self._scanned = []
         self.has_norm = False
 
     def find(self, kind: _C.FrameKind, name: str) -> torch.Tensor | None:
-        """A tensor of the last scan, until `forget()`."""
+        """Returns a tensor of the last scan, until `forget()`."""
         for scanned, (names, tensors) in self._scanned:
             if scanned == kind and name in names:
                 return tensors[names.index(name)]
@@ -74,14 +74,14 @@ class StepTensors:
         level: ScanLevel,
         others: Sequence[Optimizer] = (),
     ) -> None:
-        """Scans what is wanted. Does not incur a CPU-GPU sync.
+        """Scans the wanted tensors. Does not incur a CPU-GPU sync.
 
         Args:
-            optimizer: Whose parameters' gradients and state to look at; None for the
-                gradients of all parameters.
-            level: How much to look at.
-            others: The optimizers that step next. Of their parameters the gradients
-                that are new since they were last scanned are looked at too.
+            optimizer: The optimizer whose parameters' gradients and state to scan;
+                None for the gradients of all parameters.
+            level: How much to scan.
+            others: The optimizers that step next. Those of their parameters' gradients
+                that are new since the last scan are scanned too.
         """
         if level is ScanLevel.OFF:
             return
@@ -117,7 +117,7 @@ class StepTensors:
         self, optimizer: Optimizer | None, listed: _Listed, others: Sequence[Optimizer]
     ) -> None:
         self.without_gradient = 0
-        # What is left of these is not among the selected modules' parameters.
+        # Those that are left in the end are no parameters of selected modules.
         owned = {} if optimizer is None else {id(p): p for p in _parameters(optimizer)}
         for other in others:
             owned.update((id(p), p) for p in _parameters(other) if self._is_new(p))
@@ -131,11 +131,11 @@ class StepTensors:
             ]
             self._record(watch, _C.FrameKind.GRADIENTS, self._gradients(pairs))
         if optimizer is not None and owned:
-            strangers = self._gradients(self._strangers(optimizer, set(owned)))
-            self._record(self._watches[0], _C.FrameKind.GRADIENTS, strangers)
+            foreign = self._gradients(self._foreign(optimizer, set(owned)))
+            self._record(self._watches[0], _C.FrameKind.GRADIENTS, foreign)
 
     def _is_new(self, parameter: torch.Tensor) -> bool:
-        """Whether its gradient was made, or written to, since it was last scanned."""
+        """Returns whether a gradient was made, or written to, since its last scan."""
         gradient = parameter.grad
         if gradient is None:
             return False
@@ -154,10 +154,10 @@ class StepTensors:
                 self.without_gradient += 1
         return names, gradients
 
-    def _strangers(
+    def _foreign(
         self, optimizer: Optimizer, unlisted: set[int]
     ) -> list[tuple[str, torch.Tensor]]:
-        """Parameters of an optimizer that are in no watched model, or came to one."""
+        """Lists an optimizer's parameters outside of the models, or new in one."""
         for watch in self._watches:
             watch.tensors.refresh()
         known = self._names()
@@ -170,7 +170,7 @@ class StepTensors:
         ]
 
     def _names(self, all_modules: bool = True) -> dict[int, str]:
-        """The names of the models' parameters, by identity."""
+        """Returns the names of the models' parameters, by identity."""
         names: dict[int, str] = {}
         for watch in self._watches:
             model = watch.model
@@ -184,7 +184,7 @@ class StepTensors:
         found: dict[int, tuple[str, torch.Tensor]] = {}
         for path, each in optimizers_in(optimizer):
             for name, state in _states(each, path, known):
-                # Also what a quantized moment is made of, such as its scales.
+                # Also the parts of a quantized moment, such as its scales.
                 for key, value in tensors_in(state):
                     for part, tensor in _parts(value):
                         # A wrapper's state may be that of what it wraps.
@@ -195,7 +195,7 @@ class StepTensors:
 def _states(
     optimizer: Any, path: str, known: dict[int, str]
 ) -> Iterator[tuple[str, object]]:
-    """The states that an optimizer keeps, by the names of their parameters."""
+    """Yields the states that an optimizer keeps, with the names of their parameters."""
     states = getattr(optimizer, "state", None)
     if isinstance(states, Mapping):
         for i, (parameter, state) in enumerate(states.items()):
@@ -203,7 +203,7 @@ def _states(
 
 
 def _parts(value: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that a tensor is made of, by what is behind its name."""
+    """Yields the tensors that a tensor is made of, with the suffixes of their names."""
     if not isinstance(value, torch.Tensor):
         return
     if not is_wrapper(value) or local_tensor(value) is not None:

@@ -1,7 +1,7 @@
 """Hooks under `torch.compile`.
 
 Dynamo traces `trace_call` in place of `_C.run_hook`. Both walk a call alike; this one
-only writes down what the frame lists, and leaves the rest to `traced_graph`.
+only lists the frame's entries, and leaves the rest to `traced_graph`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _METHODS = {"before_root": "before", "root_ended": "ended"}  # of CompiledStepBo
 def register() -> None:
     """Registers the hooks with dynamo. Imports dynamo. Never raises.
 
-    Where torch has changed, a line is logged, and dynamo leaves hooks out of what it
-    compiles, or breaks its graphs where they run.
+    Where torch has changed, a line is logged, and dynamo leaves hooks out of compiled
+    code, or breaks its graphs where they run.
     """
     try:
         _register()
@@ -49,7 +49,7 @@ def _register() -> None:
         torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
     for constant in (step_in, step_out):
         torch.compiler.assume_constant_result(constant)  # type: ignore[no-untyped-call]
-    # So that compiled code drops none of them, and keeps their order.
+    # Compiled code may drop none of them, and must keep their order.
     names = ("frame", "call")
     are_kept = all([keep_in_order(f"overflow_fast::{name}") for name in names])
     for name in names:
@@ -63,17 +63,17 @@ def _register() -> None:
 
 
 def recompile() -> None:
-    """Has compiled code compiled again, with the hooks that were put on since.
+    """Discards compiled code, so that it is compiled with the hooks put on since.
 
     Dynamo does not notice a hook on a module that had none when it compiled its call.
     """
     if not has_compiled():
         return
     recompile_all()
-    _log.info("Hooks were put on: compiled code is compiled again at its next call.")
+    _log.info("Hooks were added: compiled code is compiled again at its next call.")
 
 
-# What dynamo traces.
+# Traced by dynamo.
 
 
 def trace_call(hook: Any, module: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -87,7 +87,7 @@ def trace_call(hook: Any, module: Any, args: Any, kwargs: Any, output: Any) -> N
 
 
 def trace_nothing(*_: Any) -> None:
-    """Stands for either where compiled code might drop the operators."""
+    """Stands for both where compiled code might drop the operators."""
 
 
 def trace_root(root_hook: Any, *arguments: Any) -> None:

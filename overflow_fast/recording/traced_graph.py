@@ -1,8 +1,8 @@
 """Operators for frames in the graphs of `torch.compile`.
 
 AOTAutograd runs `emit` and `watch_gradient` with the tensors of its trace. They put one
-operator for each frame into the graph: it takes the tensors that no earlier one was
-given, and a constant that says what they are (`traced_text`), with a number for it.
+operator for each frame into the graph: it takes the tensors that no earlier one has
+taken, and a constant that describes them (`traced_text`), with a number for it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def emit(
     Args:
         handle_tensor: The hook's `handle_tensor`.
         owner: The hook's `owner_handle`.
-        header: What the frame is.
+        header: The kind of the frame.
         items: The frame's entries.
         tensors: Those of the entries that are tensors, in order.
     """
@@ -69,7 +69,7 @@ def emit(
             continue
         is_named = path[0][0] == NAME
         number, is_new = (-1, True) if is_named else number_of(tensor, owner)
-        # What takes no gradient would be run in the forward.
+        # An operator that takes no gradient would run in the forward.
         if is_returned or header[0] == BACKWARD:
             is_new = True
         if is_new:
@@ -106,7 +106,7 @@ def _put(
 def emit_call(handle_tensor: torch.Tensor, method: str) -> None:
     """Puts the operator that calls a method of the hook's owner into the graph."""
     if method == _BEFORE:
-        # What it was given before may belong to a step that is over when this runs.
+        # Tensors of earlier calls may belong to a step that is over when this runs.
         begin_call(handle_tensor)
     operators = torch.ops.overflow_fast
     (operators.plain_call if is_split_for_ddp() else operators.call)(
@@ -121,7 +121,7 @@ def watch_gradient(
     path: Label,
     tensor: torch.Tensor,
 ) -> None:
-    """Has the gradient of an output recorded, if no module within has asked for it.
+    """Records the gradient of an output, unless a module within records it.
 
     Args:
         handle_tensor: The hook's `handle_tensor`.
@@ -147,7 +147,7 @@ def watch_gradient(
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
-    """What of a tensor in a trace the operator can be given."""
+    """Returns the part of a traced tensor that an operator can take, or why none."""
     local = local_tensor(tensor)
     if local is not None:
         return local
@@ -161,10 +161,10 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
 
 
 def _which_are_returned(count: int) -> list[bool]:
-    """Which of the tensors that `emit` was given its whole graph returns as they are.
+    """Returns for each tensor of `emit` whether its whole graph returns it unchanged.
 
-    The interpreter that runs the graph is found on the Python stack. Nobody runs one
-    where gradients are recorded, and in bodies of other graphs none is.
+    The interpreter that runs the graph is found on the Python stack. There is none
+    where gradients are recorded, and none in bodies of other graphs.
     """
     nodes = running_nodes()
     if len(nodes) != 1 or nodes[0].target is not emit:

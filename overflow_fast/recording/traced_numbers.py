@@ -1,4 +1,4 @@
-"""The numbers by which the frames of a trace know a tensor again."""
+"""Numbers that identify a tensor across the frames of a trace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Number(NamedTuple):
 
 
 def begin_call(owner: torch.Tensor) -> None:
-    """Has an owner begin anew: its root is called again in the same trace.
+    """Forgets an owner's numbers: its root is called again in the same trace.
 
     Args:
         owner: The `handle_tensor` of its `root_hook`.
@@ -33,10 +33,10 @@ def begin_call(owner: torch.Tensor) -> None:
 
 
 def number_of(tensor: torch.Tensor, owner: torch.Tensor) -> tuple[int, bool]:
-    """A value's number in the trace, and whether its owner sees it for the first time.
+    """Returns a value's number in the trace, and whether it is new to its owner.
 
     Args:
-        tensor: Holds the value when it is called; another one after each write.
+        tensor: The tensor that holds the value; another one after each write.
         owner: The `owner_handle` of the hook that sees it.
 
     Returns:

@@ -23,7 +23,7 @@ _NAMES = {
 
 
 def step_out() -> str:
-    """Finds out whether an operator of ours may stand where dynamo is.
+    """Finds out whether an operator of ours may be put where dynamo is.
 
     Dynamo calls it while it traces, and takes what it returns for a constant. Where no
     operator may stand it goes on in the outermost graph, until `step_in`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from urllib.parse import quote
 
-# Marks of the constant. What a label begins with, and what follows.
+# Marks of the constant: the beginnings of a label, and its parts.
 INPUT, OUTPUT, NAME = "i", "o", "="
 INDEX, KEY, ATTRIBUTE = "#", "@", "!"
 _INTEGER_KEY = "*"
@@ -16,9 +16,9 @@ _RETURNED, _KNOWN = "r", "k"
 FORWARD, BACKWARD, RECORDED = "F", "B", "R"
 
 Label = tuple[tuple[str, str | int], ...]
-# A value as dynamo has found it: the path of its label, and its kind.
+# A value in dynamo's trace: the path of its label, and its kind.
 Item = tuple[Label, str]
-# What a frame is of, the class's name, whether the root's call ends, whether there is a
+# A frame's kind, the class's name, whether the root's call ends, whether there is a
 # frame (else its items are only counted), whether the root has returned a loss.
 Header = tuple[str, str, bool, bool, bool]
 
@@ -34,13 +34,13 @@ def header_text(header: Header) -> str:
 
 
 def tensor_text(path: Label, number: int, is_new: bool, is_returned: bool) -> str:
-    """A tensor's item.
+    """Writes a tensor's item.
 
     Args:
         path: Its label.
-        number: What earlier or later operators know it by, or -1.
-        is_new: Whether the operator is given it.
-        is_returned: Whether the compiled code returns it.
+        number: Its number in earlier and later operators, or -1.
+        is_new: True if the operator takes it.
+        is_returned: True if the compiled code returns it.
 
     Returns:
         The text.
@@ -50,13 +50,13 @@ def tensor_text(path: Label, number: int, is_new: bool, is_returned: bool) -> st
 
 
 def item_text(path: Label, kind: str, why: str = "") -> str:
-    """The text of an item that the operator is given no tensor for."""
+    """Writes an item without a tensor."""
     reason = f":{_quoted(why)}" if kind == NOT_SCANNED else ""
     return f"{kind}:{_path(path)}{reason}"
 
 
 def id_of(text: str) -> int:
-    """A number below 2**63 that stands for a text, in every process."""
+    """Returns a number below 2**63 that stands for a text, in every process."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

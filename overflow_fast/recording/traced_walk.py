@@ -1,6 +1,6 @@
-"""What dynamo traces to take down a call: what the extension walks in eager mode.
+"""The walk over a call that dynamo traces; the extension has the one of eager mode.
 
-How each value is listed is the extension's to say, by its path.
+The extension decides how each value is listed, by its path.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .traced_text import (
     make_item,
 )
 
-# What an owner's `plan` is made of: what its frames list, and where they look.
+# Flags of an owner's `plan`: the entries of its frames.
 PARAMETERS, CALLS, GRADIENTS, STRICT, ROOT, LOSS = (1 << i for i in range(6))
 _MAX_DEPTH = 16
 
@@ -43,7 +43,7 @@ def walk(
     inputs: Entries,
     outputs: Entries,
 ) -> None:
-    """Lists a call: its module's parameters and what it was given, and its outputs."""
+    """Lists the entries of a call: its module's parameters, its inputs, its outputs."""
     if plan & PARAMETERS:
         for key, parameter in module.named_parameters(recurse=False):
             inputs.append((make_item(((NAME, key),)), parameter))

@@ -1,4 +1,4 @@
-"""The sentence of a report that says what to try."""
+"""The sentence of a report that advises what to try."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from ..verdict.verdict import BadEntry, Verdict
 
 
 def advice_for(verdict: Verdict, step: int = 0, remedy: Remedy | None = None) -> str:
-    """Writes what to try, by what is bad and where it came from.
+    """Writes what to try, by the bad entry and its origin.
 
     Args:
-        verdict: What was found, not clean.
+        verdict: The verdict, not clean.
         step: The step's number; before the first one weights were bad from the start.
-        remedy: What to run in float32, or None.
+        remedy: The modules to run in float32, or None.
 
     Returns:
-        The sentence without its full stop; "" where nothing is known that may help.
+        The sentence without its full stop; "" where no help is known.
     """
     first = verdict.first
     assert first is not None
@@ -26,11 +26,11 @@ def advice_for(verdict: Verdict, step: int = 0, remedy: Remedy | None = None) ->
         return _of_tensor(first, verdict, step)
     if first.kind in ("input", "output") and first.signs == "-" and not first.num_nan:
         rule = {f"{first.fqn}:{first.label}": "-inf"}
-        return f"if this is meant, as a mask is, allow={rule}"
+        return f"if this is intended, as in a mask, allow={rule}"
     if verdict.source == "batch":
-        return "look at the data that made this batch"
+        return "check the data of this batch"
     if verdict.batch_places:
-        return f"look at {', '.join(verdict.batch_places)}"
+        return f"check {', '.join(verdict.batch_places)}"
     return "" if remedy is None else _in_float32(remedy)
 
 

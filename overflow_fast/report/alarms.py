@@ -1,4 +1,4 @@
-"""The warnings that a guard logs: in full where their place is new, then ever rarer."""
+"""The warnings that a guard logs: in full for a new place, then ever rarer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _MAX_PLACES = 10_000
 class AlarmLog:
     """Logs the reports of bad steps (logger `overflow_fast`).
 
-    An alarm of a new place is logged in full; of those that repeat it, and of bad steps
-    in a row, the 2nd, 4th, 8th and so on in short.
+    An alarm of a new place is logged in full; of its repetitions, and of bad steps in a
+    row, the 2nd, 4th, 8th and so on in short.
     """
 
     def __init__(self) -> None:
         self._places: Counter[tuple[str, str, str]] = Counter()
 
     def warn(self, report: Report, num_in_row: int) -> None:
-        """Logs the report of a bad step, unless it repeats what was logged.
+        """Logs the report of a bad step, unless it is a repetition to leave out.
 
         Args:
             report: The report.

@@ -1,4 +1,4 @@
-"""What is left of a bad step on disk: its tensors, its batch, its report."""
+"""The evidence of a bad step on disk: its tensors, its batch, its report."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _MARKER = "overflow_fast.json"
 class EvidenceFolder:
     """A folder of a run's own, with one folder for each of its last bad steps.
 
-    `PATH/overflow_fast/RUN/step-00000012/` holds `overflow_fast.json` (the marker: what
-    wrote this), `report.txt`, `report.json`, `tensors.safetensors`,
-    `batch.safetensors`, and `left_out.txt` for what was too large or not a plain
+    `PATH/overflow_fast/RUN/step-00000012/` holds `overflow_fast.json` (the marker of
+    this run), `report.txt`, `report.json`, `tensors.safetensors`,
+    `batch.safetensors`, and `left_out.txt` with what was too large or not a plain
     tensor. A second report of the same step is in `step-00000012.2/`.
 
-    Nothing is overwritten. What is removed is this run's own: a folder that has its
-    marker and just the files that it was left with; one to which anything was added, in
-    which anything was changed or that was moved is left alone. Nothing here raises:
-    what cannot be written is logged, once.
+    Nothing is overwritten. Only this run's own folders are removed, if they still have
+    the marker and exactly their files: a folder in which a file was added or changed,
+    or that was moved, is left alone. Nothing here raises: a failure to write is logged,
+    once.
 
     Args:
-        path: The folder that was given; it is made when it is first needed.
+        path: The folder to write to; it is made when it is first needed.
         run: The run.
         max_bytes: How many bytes of tensors a step may leave.
         keep: How many of this run's steps are kept; older ones are removed.
@@ -50,10 +50,10 @@ class EvidenceFolder:
         self._max_bytes = max_bytes
         self._keep = keep
         self._steps: collections.deque[_StepFolder] = collections.deque()
-        self._has_told = False
+        self._has_warned = False
 
     def keep(self, step: int, tensors: object, batch: object) -> str | None:
-        """Keeps what a step left, and removes what is older than `keep` steps.
+        """Writes a step's evidence, and removes that of all but the last `keep` steps.
 
         Incurs a CPU-GPU sync for each tensor on a device.
 
@@ -98,17 +98,17 @@ class EvidenceFolder:
             self._tell(report.step, error)
 
     def _tell(self, step: int, error: Exception) -> None:
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_warned:
+            self._has_warned = True
             _log.warning(
-                "Not all evidence of step %d was kept: %s. Said once.",
+                "Not all evidence of step %d was kept: %s. Logged once.",
                 step,
                 error,
             )
 
 
 class _StepFolder:
-    """A new folder of one bad step, that knows what was written to it.
+    """A new folder of one bad step, and the list of what was written to it.
 
     Args:
         parent: The run's folder.
@@ -159,7 +159,7 @@ class _StepFolder:
         self._files[name] = _state_of(self.path / name)
 
     def remove(self) -> None:
-        """Removes the folder if it is what it was when it was left; never raises."""
+        """Removes the folder if nothing in it has changed since; never raises."""
         with contextlib.suppress(OSError, ValueError):
             if os.path.realpath(self.path) != self._real or not self._is_as_left():
                 return
@@ -175,6 +175,6 @@ class _StepFolder:
 
 
 def _state_of(path: Path) -> tuple[int, ...]:
-    """What changes when a file is written to or replaced; of a link, the link's own."""
+    """Returns what changes when a file is written to or replaced, of a link its own."""
     status = path.lstat()
     return status.st_mode, status.st_ino, status.st_size, status.st_mtime_ns

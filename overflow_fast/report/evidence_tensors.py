@@ -1,4 +1,4 @@
-"""Which tensors of a bad step are kept, as copies that can be saved."""
+"""The choice of a bad step's tensors to keep, as copies that can be saved."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..torch_internals.tensor_internals import pytree
 def choose(
     name: str, values: object, room: int, left_out: list[str]
 ) -> dict[str, torch.Tensor]:
-    """Copies tensors that can be saved and fit; those that are not finite come first.
+    """Copies tensors that can be saved and fit; non-finite ones come first.
 
     Incurs a CPU-GPU sync for each tensor on a device.
 
     Args:
-        name: What the values are, for `left_out`.
+        name: The name of the values, for `left_out`.
         values: Tensors and others, in any nesting.
         room: How many bytes they may have.
         left_out: Gets a line for each value that is not among them.
@@ -49,7 +49,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _by_need(named: list[tuple[str, Any]], room: int) -> Iterator[tuple[str, Any]]:
-    """What is not finite comes first, where there is no room for all."""
+    """Orders values: non-finite ones come first where there is no room for all."""
     is_short = sum(_num_bytes(value) for _, value in named) > room
     bad = [is_short and _is_plain(value) and _is_bad(value) for _, value in named]
     yield from itertools.compress(named, bad)
@@ -74,7 +74,7 @@ def _num_bytes(value: Any) -> int:
 
 
 def _why_not(value: Any, room: int) -> str:
-    """Why a value cannot be saved, or ""."""
+    """Returns why a value cannot be saved, or ""."""
     if not isinstance(value, torch.Tensor):
         return f"{value!r:.200}"
     if type(value) not in (torch.Tensor, torch.nn.Parameter):

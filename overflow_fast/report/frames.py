@@ -9,6 +9,7 @@ import torch
 from .. import _C
 from ..core.ops import scan
 from ..recording.labels import entry_label, label_text
+from ..recording.watch import ModelWatch
 
 PREFIX = " " * 17
 COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
@@ -19,12 +20,12 @@ class BackwardFrame(str):
 
 
 def batch_header(number: int) -> list[str]:
-    """The lines in front of a batch's first frame."""
+    """Writes the lines in front of a batch's first frame."""
     return [f"\n\n{PREFIX} *** Starting batch number={number} ***", COLUMNS]
 
 
 def stat_line(abs_min: float | None, abs_max: float | None, label: str) -> str:
-    """One line of a frame for a tensor's stat."""
+    """Writes one line of a frame for a tensor's stat."""
     if abs_min is None or abs_max is None:
         return f"{'empty':>17} {label}"
     return f"{abs_min:8.2e} {abs_max:8.2e} {label}"
@@ -68,7 +69,7 @@ def frame_text(
     """Writes a frame: its batch's header if it opens one, its name, its entries.
 
     Args:
-        recorder: Who recorded it.
+        recorder: The recorder that has it.
         frame: The frame of a module's call, or of the gradient of its output.
         fqn: The module's qualified name.
         weights: Lines to put in front of the entries.
@@ -87,7 +88,7 @@ def frame_text(
 
 
 def frames_text(batch: int, frames: Sequence[str]) -> list[str]:
-    """The lines of a report: its header and the frames."""
+    """Writes the lines of a report: its header and the frames."""
     has_backward = any(isinstance(frame, BackwardFrame) for frame in frames)
     return [
         f"Detected inf/nan during batch_number={batch}",
@@ -98,7 +99,7 @@ def frames_text(batch: int, frames: Sequence[str]) -> list[str]:
 
 
 def nonfinite_lines(recorder: _C.Recorder, frame: _C.Frame) -> list[str]:
-    """What is said as soon as a bad entry is looked at, such as `output has infs`."""
+    """Writes a line for each bad entry, such as `output has infs`."""
     lines = []
     for entry in recorder.entries(frame):
         if not entry.is_bad:
@@ -110,3 +111,25 @@ def nonfinite_lines(recorder: _C.Recorder, frame: _C.Frame) -> list[str]:
         if entry.stat.num_inf:
             lines.append(f"{label} has infs")
     return lines
+
+
+def frame_texts(watch: ModelWatch, frames: list[_C.Frame]) -> list[str]:
+    """Writes frames as transformers does, their modules' weights as they are now.
+
+    Incurs one CPU-GPU sync for each weight on a device.
+    """
+    return [
+        frame_text(watch.recorder, frame, watch.name_at(frame.module), weights)
+        for frame in frames
+        for weights in [_weight_lines(watch, frame)]
+    ]
+
+
+def _weight_lines(watch: ModelWatch, frame: _C.Frame) -> list[str]:
+    module = watch.module_at(frame.module)
+    entries = watch.recorder.entries(frame)
+    has_weights = any(entry.role == _C.Role.WEIGHT for entry in entries)
+    if module is None or has_weights or frame.kind == _C.FrameKind.BACKWARD:
+        return []
+    named = module.named_parameters(recurse=False)
+    return [get_abs_min_max(parameter, name) for name, parameter in named]

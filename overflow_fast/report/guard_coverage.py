@@ -1,4 +1,4 @@
-"""What a guard has looked at, and what not."""
+"""The counts of what a guard has checked, and what not."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..core.selection import Wanted
 from ..recording.coverage import Coverage
-from ..recording.watch import ModelWatch, Wanted
+from ..recording.watch import ModelWatch
 
 
 @dataclass(frozen=True)
 class GuardCoverage:
-    """What a guard's clean verdicts cover. `str()` of it is in sentences.
+    """The tensors and steps that a guard's clean verdicts cover, and the gaps.
 
     Attributes:
         tensors_listed: How many tensors the frames list.
         tensors_scanned: How many scans that took.
         bytes_scanned: How many bytes the scanned tensors have.
-        not_scanned: How many listed tensors were not looked at, by the reason.
+        not_scanned: How many listed tensors were not scanned, by the reason.
         modules: How many modules the models have.
-        modules_watched: How many of them are looked at.
+        modules_watched: How many of them are watched.
         steps: How many steps there were.
-        steps_watched: How many of them were looked at, in whatever detail.
+        steps_watched: How many of them were checked, in whatever detail.
         without_gradient: How many parameters had no gradient in the last watched step.
-        not_watched: Which kinds of tensors the guard was not asked to look at.
-        has_seen_loss: Whether a loss was among the outputs, or recorded.
+        not_watched: The kinds of tensors that `watch` leaves out.
+        has_seen_loss: True if a loss was among the outputs, or recorded.
         failures: How often the guard itself failed, so that something was not judged.
         rules_unused: The rules of `allow` that nothing has matched yet.
     """
@@ -54,13 +55,13 @@ class GuardCoverage:
         failures: int,
         rules_unused: list[str],
     ) -> GuardCoverage:
-        """What the watches of a guard have looked at so far."""
+        """Sums up what the watches of a guard have checked so far."""
         found = [Coverage.of(watch.recorder) for watch in watches]
         reasons: Counter[str] = Counter()
         for each in found:
             reasons.update(each.not_scanned)
         wanted = watches[0].wanted
-        counts = [watch.count_modules() for watch in watches]
+        counts = [watch.modules.count(watch.model) for watch in watches]
         return cls(
             sum(each.tensors_listed for each in found),
             sum(each.tensors_scanned for each in found),
@@ -79,18 +80,20 @@ class GuardCoverage:
 
     @classmethod
     def unknown(cls, failures: int) -> GuardCoverage:
-        """Of a guard that cannot say what it has looked at."""
+        """Makes the coverage of a guard whose counts cannot be read."""
         return cls(0, 0, 0, {}, 0, 0, 0, 0, 0, [], False, failures, [])
 
     def gaps(self) -> list[str]:
-        """What was not looked at, in sentences."""
+        """Lists what was not checked, in sentences."""
         sentences = []
         if self.not_scanned:
             counts = (f"{count} x {why}" for why, count in self.not_scanned.items())
             sentences.append(f"Not scanned: {', '.join(counts)}.")
         if self.not_watched:
             kinds = ", ".join(kind.replace("_", " ") for kind in self.not_watched)
-            sentences.append(f"Not asked for: {kinds}.")
+            is_default = self.not_watched == ["optimizer_state"]
+            why = "off by default" if is_default else "not in `watch`"
+            sentences.append(f"Not checked ({why}): {kinds}.")
         if 0 < self.modules_watched < self.modules:
             left_out = self.modules - self.modules_watched
             sentences.append(f"{left_out} of {self.modules} modules were left out.")
@@ -106,13 +109,13 @@ class GuardCoverage:
         return sentences
 
     def __str__(self) -> str:
-        """What was looked at, and what was not, and rules to look at again."""
-        looked_at = (
-            f"Looked at {self.tensors_listed} tensors in {self.tensors_scanned} scans "
+        """Writes what was checked, what was not, and the rules that match nothing."""
+        checked = (
+            f"Checked {self.tensors_listed} tensors in {self.tensors_scanned} scans "
             f"of {self.bytes_scanned} bytes in {self.steps_watched} steps."
         )
         unused = [
-            f"The rule {rule!r} has matched nothing: see which labels a report gives."
+            f"The rule {rule!r} has matched nothing: compare it with a report's labels."
             for rule in self.rules_unused
         ]
-        return " ".join([looked_at, *self.gaps(), *unused])
+        return " ".join([checked, *self.gaps(), *unused])

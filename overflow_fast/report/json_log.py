@@ -32,9 +32,9 @@ class JsonLog:
     machine stand between those of this one, never within them. A file in which this
     run has not written yet gets its header first.
 
-    Nothing is lost that is no log: where the file holds something else, another one
-    beside it is written to; where one of the older files is something else, none is
-    moved, and the log grows.
+    Files that are no logs are left alone: where the file holds something else, another
+    one beside it is written to; where one of the older files is something else, none
+    is moved, and the log grows.
 
     Args:
         path: The file; the ones before it get `.1`, `.2` at their end.
@@ -60,10 +60,10 @@ class JsonLog:
         self._keep = keep
         self._file: FileIO | None = None
         self._is_begun = False
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def write(self, line: dict[str, Any]) -> None:
-        """Appends a line. What cannot be written is lost, and said once."""
+        """Appends a line. One that cannot be written is lost, which is logged once."""
         try:
             file, data = self._prepared(line)
             if self._is_full(file, len(data)) and self._rotate(file):
@@ -79,7 +79,7 @@ class JsonLog:
         self._file = None
 
     def _prepared(self, line: dict[str, Any]) -> tuple[FileIO, bytes]:
-        """The file, and a line for it, behind the header if that is not there yet."""
+        """Returns the file, and a line for it, behind the header if that is missing."""
         file, data = self._opened(), f"{dumps(line)}\n".encode()
         if self._is_begun:
             return file, data
@@ -87,7 +87,7 @@ class JsonLog:
         return file, _line_end(self._path) + header + data
 
     def _opened(self) -> FileIO:
-        """The file, opened anew where another process has moved or removed it."""
+        """Opens the file, anew where another process has moved or removed it."""
         if self._file is not None and _is_at(self._file, self._path):
             return self._file
         self.close()
@@ -121,7 +121,7 @@ class JsonLog:
         return status.st_size > 0 and status.st_size + more > self._max_bytes
 
     def _rotate(self, file: FileIO) -> bool:
-        """Moves the file out of the way; False if it has to stay."""
+        """Renames the full file; returns False if it has to stay."""
         numbers = range(1, self._keep + 1)
         older = [self._path.with_name(f"{self._path.name}.{i}") for i in numbers]
         with _locked(file) as is_locked:
@@ -144,9 +144,9 @@ class JsonLog:
         return True
 
     def _warn_once(self, text: str, *values: object) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            _log.warning(f"{text} Said once.", *values)
+        if text not in self._warned:
+            self._warned.add(text)
+            _log.warning(f"{text} Logged once.", *values)
 
 
 _LOOKS_AT_THE_END = 20
@@ -154,7 +154,7 @@ _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
 
 
 def _is_at(file: FileIO, path: Path) -> bool:
-    """Whether a path still leads to an open file."""
+    """Returns whether a path still leads to an open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except OSError:
@@ -162,7 +162,7 @@ def _is_at(file: FileIO, path: Path) -> bool:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether a file is not there, empty, no plain file, or begins with a header."""
+    """Returns whether a file is missing, empty, not plain, or has a log's header."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             return True
@@ -180,9 +180,9 @@ def _is_own(path: Path) -> bool:
 
 
 def _line_end(path: Path) -> bytes:
-    """What ends the last line, where another process has left it half written.
+    """Returns the end of the last line, where another process has left it half written.
 
-    One that another process is writing at this moment is given time to be ended.
+    Waits for a line that another process is writing at this moment.
     """
     if not path.is_file() or not path.stat().st_size:
         return b""
@@ -196,7 +196,7 @@ def _line_end(path: Path) -> bytes:
 
 
 def _take_back(file: FileIO, written: int) -> None:
-    """Takes half a line back, unless another process has written behind it."""
+    """Removes half a line, unless another process has written behind it."""
     with contextlib.suppress(OSError):
         end = os.lseek(file.fileno(), 0, os.SEEK_CUR)
         if os.fstat(file.fileno()).st_size == end:
@@ -205,7 +205,7 @@ def _take_back(file: FileIO, written: int) -> None:
 
 @contextlib.contextmanager
 def _locked(file: FileIO) -> Iterator[bool]:
-    """Locks a file among processes, or not, where one has; never waits."""
+    """Locks a file among processes unless another has locked it; never waits."""
     if fcntl is None:
         yield True
         return

@@ -8,17 +8,17 @@ _FEW = 4
 
 
 def who_made_it(first: BadEntry, verdict: Verdict) -> str:
-    """The sentences on who made the first bad value, as far as it is known."""
+    """Writes the origin of the first bad value, as far as it is known."""
     return " ".join([_sentence(first, verdict), *verdict.remarks])
 
 
 def _sentence(first: BadEntry, verdict: Verdict) -> str:
     maker = verdict.maker
     if verdict.origin == "made":
-        given = f"What {maker} was given was finite{_exceptions(verdict)}"
+        given = f"The inputs of {maker} were finite{_exceptions(verdict)}"
         return f"{given}: it arose in {_code_of(maker, verdict)}."
     if verdict.origin == "given" and verdict.source == "unclear":
-        return f"It was non-finite when the model was given it: it came from {maker}."
+        return f"It was non-finite when the model received it: it came from {maker}."
     if verdict.source == "weight" and len(verdict.candidates) > 1:
         return f"It was non-finite when the call used it: {maker}."
     if verdict.origin == "given":
@@ -33,17 +33,17 @@ def _sentence(first: BadEntry, verdict: Verdict) -> str:
 
 
 def _exceptions(verdict: Verdict) -> str:
-    exceptions = {"the -inf": verdict.masks, "what is allowed": verdict.allowed}
+    exceptions = {"-inf": verdict.masks, "allowed values": verdict.allowed}
     but = " and ".join(
         f"{what} in {', '.join(labels)}"
         for what, labels in exceptions.items()
         if labels
     )
-    return f" but for {but}" if but else ""
+    return f" except {but}" if but else ""
 
 
 def _code_of(name: str, verdict: Verdict) -> str:
-    """The code of a module, as near as it is known."""
+    """Names the code of a module, as near as it is known."""
     after = f", after {verdict.after}" if verdict.after else ""
     if not verdict.unwatched:
         return f"{name}'s own code{after}"

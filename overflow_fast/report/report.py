@@ -1,21 +1,18 @@
-"""What a guard says about a bad step: in plain words first, then the frames."""
+"""The report of a bad step: in plain words first, then the frames."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .. import _C
 from ..core.strict_json import SCHEMA, dumps, to_plain
 from ..core.text import as_lines
-from ..recording.watch import ModelWatch
 from ..replay.explanation import Explanation
 from ..verdict.remedy import Remedy
-from ..verdict.verdict import BadEntry, Headroom, Verdict, headroom_of
+from ..verdict.verdict import BadEntry, Headroom, Verdict
 from .advice import advice_for
-from .frames import frame_text, frames_text, get_abs_min_max
+from .frames import frames_text
 from .origin import who_made_it
 
 _NEAREST = 8
@@ -39,7 +36,7 @@ _MOMENTS = {
 
 
 class NonFiniteError(FloatingPointError):
-    """A step had a nan or an inf, and the guard was told to raise.
+    """Raised for a step with a nan or an inf under `on_overflow="raise"`.
 
     Attributes:
         report: The `Report`.
@@ -55,12 +52,12 @@ class NonFiniteError(FloatingPointError):
 
 @dataclass(frozen=True)
 class Cost:
-    """What the guard itself took, as the host's clock measures it.
+    """The time that the guard itself took, by the host's clock.
 
     Attributes:
-        step_seconds: From the judgement before to this one.
-        guard_seconds: How much of it was spent in the guard: its hooks, scans on the
-            CPU, launches, waits and judgement. Not the time of kernels on a device.
+        step_seconds: The time from the judgement before to this one.
+        guard_seconds: The part of it that was spent in the guard: its hooks, scans on
+            the CPU, launches, waits and judgement. Not the time of kernels on a device.
         share: The guard's share of all watched steps so far.
     """
 
@@ -71,29 +68,29 @@ class Cost:
 
 @dataclass
 class Report:
-    """What a guard found in a step, and what it did.
+    """A guard's findings in a step, and its action.
 
     Attributes:
         step: The optimizer's step, counted from 0.
         action: "raise", "warn" or "skip".
-        verdict: What was bad, and who made it.
-        least_headroom: Of all that was finite in the step, what came nearest to the end
-            of its dtype.
+        verdict: The first bad entry, and its origin.
+        least_headroom: The finite value of the step that came nearest to the end of its
+            dtype.
         frames: The last frames up to the first bad one, as text.
-        not_covered: What was not looked at, in sentences.
-        cost: What the guard took.
+        not_covered: What was not checked, in sentences.
+        cost: The time that the guard took.
         num_skipped: How many steps were skipped so far, this one included.
         evidence: The folder with the tensors and the batch, or None.
-        notes: What else there is to say, in sentences.
+        notes: Further sentences.
         where: The rank, host and device that found it, where ranks decide together.
-        is_of_state: Whether it is of a state that was to be saved, and of no step.
+        is_of_state: True if it is of a state that was to be saved, and of no step.
         moment: When it was found: "before" the optimizer's step, "after" it
             (`sync="lagged"`), in an "evaluation" (a forward without autograd), by a
             "check", or "" where it is of no step, or not decided yet.
-        skipped_by: Who else has skipped the step: "GradScaler", or the optimizer's
-            kernel on a device.
-        remedy: What to run in float32 where float16 overflowed, or None.
-        explanation: What a replay of the step has found; None if none was asked for.
+        skipped_by: What has skipped the step instead of the guard: "GradScaler", or the
+            optimizer's kernel on a device.
+        remedy: The modules to run in float32 where float16 overflowed, or None.
+        explanation: The findings of a replay of the step; None if there was none.
     """
 
     step: int
@@ -114,18 +111,18 @@ class Report:
     explanation: Explanation | None = None
 
     def __str__(self) -> str:
-        """The report as text: a line for each sentence, then the frames."""
+        """Writes the report as text: a line for each sentence, then the frames."""
         text = "\n".join([as_lines(self.sentences()), *self._explained()])
         if not self.frames:
             return text
         return "\n".join([text, "", *frames_text(self.verdict.batch, self.frames)])
 
     def short_text(self, note: str) -> str:
-        """The headline, what became of the step, and a note."""
+        """Writes the headline, the outcome of the step, and a note."""
         return as_lines([self.headline(), *self._outcome(), note])
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as a dict of strings, finite numbers, lists and dicts."""
+        """Returns the report as a dict of strings, finite numbers, lists and dicts."""
         plain = to_plain(dataclasses.asdict(self))
         if self.verdict.first is not None:
             plain["verdict"]["first"]["place"] = place_of(self.verdict.first)
@@ -133,14 +130,14 @@ class Report:
         return {"schema": SCHEMA, "kind": "report", **plain, "summary": summary}
 
     def to_json(self) -> str:
-        """The report as one line of JSON; what is not finite is a string, as "inf"."""
+        """Writes the report as one line of JSON, non-finite numbers as strings."""
         return dumps(self.to_dict())
 
     def _explained(self) -> list[str]:
         return [] if self.explanation is None else [str(self.explanation)]
 
     def sentences(self) -> list[str]:
-        """All but the frames: the headline, what became of the step, and the rest."""
+        """Lists all but the frames: the headline, the step's outcome, and the rest."""
         first = self.verdict.first
         if first is None:
             return [f"Step {self.step} is clean.", *self.notes]
@@ -162,14 +159,14 @@ class Report:
         ]
 
     def headline(self) -> str:
-        """The first sentence: which step, what is bad, and where."""
+        """Writes the first sentence: the step, the bad values, and their place."""
         assert self.verdict.first is not None
         where = f" on {self.where}" if self.where else ""
         subject = "The state" if self.is_of_state else f"Step {self.step}"
         return f"{subject} is not finite{where}: {_what(self.verdict.first)}."
 
     def _outcome(self) -> list[str]:
-        """What became of the optimizer's step, as far as that is known."""
+        """Lists the outcome of the optimizer's step, as far as that is known."""
         if self.skipped_by:
             return [f"The {self.skipped_by} skipped the optimizer step."]
         if self.moment == "before":
@@ -184,7 +181,7 @@ class Report:
 
 
 def place_of(entry: BadEntry) -> str:
-    """The name of an entry's module, or of its tensor; the root's is "the model"."""
+    """Returns the name of an entry's module, or of its tensor; or "the model"."""
     return entry.fqn or "the model"
 
 
@@ -221,7 +218,7 @@ def _least_sentences(headroom: Headroom | None) -> list[str]:
     if headroom is None or headroom.bits > _FEW_BITS:
         return []
     return [
-        "What came nearest to the end of its dtype without reaching it: "
+        "The finite value nearest to the end of its dtype: "
         f"{headroom.where}, {headroom.bits:.1f} bits below."
     ]
 
@@ -230,43 +227,14 @@ def _gradient_sentences(verdict: Verdict) -> list[str]:
     dirty, clean = verdict.dirty_gradients, verdict.clean_gradients
     if not dirty:
         return []
-    sentences = [f"Bad gradients: {some(dirty)}."]
+    sentences = [f"Non-finite gradients: {some(dirty)}."]
     if clean:
-        sentences.append(f"The nearest clean ones: {some(clean)}.")
+        sentences.append(f"The nearest finite ones: {some(clean)}.")
     return sentences
 
 
 def some(names: list[str]) -> str:
-    """The first of several names, and how many more there are."""
+    """Lists the first of several names, and how many more there are."""
     shown = ", ".join(names[:_NEAREST])
     more = len(names) - _NEAREST
     return f"{shown} and {more} more" if more > 0 else shown
-
-
-def least_headroom(watches: Sequence[ModelWatch]) -> Headroom | None:
-    """The least headroom of what a step made, or None if nothing was looked at."""
-    peaks = [(watch, watch.recorder.least_headroom()) for watch in watches]
-    named = [headroom_of(watch, peak) for watch, peak in peaks if peak is not None]
-    return min(named, key=lambda headroom: headroom.bits, default=None)
-
-
-def frame_texts(watch: ModelWatch, frames: list[_C.Frame]) -> list[str]:
-    """Writes frames as transformers does, their modules' weights as they are now.
-
-    Incurs one CPU-GPU sync for each weight on a device.
-    """
-    return [
-        frame_text(watch.recorder, frame, watch.name_at(frame.module), weights)
-        for frame in frames
-        for weights in [_weight_lines(watch, frame)]
-    ]
-
-
-def _weight_lines(watch: ModelWatch, frame: _C.Frame) -> list[str]:
-    module = watch.module_at(frame.module)
-    entries = watch.recorder.entries(frame)
-    has_weights = any(entry.role == _C.Role.WEIGHT for entry in entries)
-    if module is None or has_weights or frame.kind == _C.FrameKind.BACKWARD:
-        return []
-    named = module.named_parameters(recurse=False)
-    return [get_abs_min_max(parameter, name) for name, parameter in named]

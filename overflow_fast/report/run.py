@@ -1,4 +1,4 @@
-"""Which run it is: what tells its lines and folders from those of any other."""
+"""The identity of a run, which marks its lines and folders."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class Run:
         return cls("-".join(parts), started, host, rank, size)
 
     def path_of_rank(self, path: str | os.PathLike[str]) -> Path:
-        """A path of this rank's own: `guard.rank3.jsonl` where there are several."""
+        """Returns a path of this rank's own: `guard.rank3.jsonl` with several ranks."""
         whole = Path(path)
         if self.world_size == 1:
             return whole
         return whole.with_name(f"{whole.stem}.rank{self.rank}{whole.suffix}")
 
     def header(self, watches: Sequence[ModelWatch], policy: object) -> dict[str, Any]:
-        """The line that a run begins with in a log.
+        """Makes the line that a run begins with in a log.
 
         Args:
             watches: The watched models.

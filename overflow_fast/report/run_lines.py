@@ -22,7 +22,7 @@ def log_begin(
     policy: object,
     coverage: GuardCoverage,
 ) -> None:
-    """Logs (INFO) what is watched, and what happens in a non-finite step.
+    """Logs (INFO) the watched modules, and the policy for a non-finite step.
 
     Args:
         watches: The watched models.
@@ -55,7 +55,7 @@ def log_begin(
 def log_end(
     coverage: GuardCoverage, num_reports: int, num_skipped: int, cost: Cost
 ) -> None:
-    """Logs what a run was: WARNING after a report or a failure, else INFO.
+    """Logs a summary of a run: WARNING after a report or a failure, else INFO.
 
     Of several ranks the first one warns.
 
@@ -63,7 +63,7 @@ def log_end(
         coverage: The guard's coverage.
         num_reports: How many reports there were.
         num_skipped: How many steps were skipped.
-        cost: What the guard cost.
+        cost: The time that the guard took.
     """
     if not (coverage.steps or num_reports or coverage.failures):
         return
@@ -86,6 +86,6 @@ def log_end(
 
 
 def _counted(objects: Sequence[object]) -> str:
-    """The objects' classes, each once, and how many there are."""
+    """Names the objects' classes, each once, and how many there are."""
     counts = Counter(type(each).__name__ for each in objects)
     return ", ".join(f"{n} x {name}" if n > 1 else name for name, n in counts.items())

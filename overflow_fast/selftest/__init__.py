@@ -1,1 +1,1 @@
-"""Planted faults, and whether the guard finds them."""
+"""Planted faults, and the test that the guard finds them."""

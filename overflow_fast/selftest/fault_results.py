@@ -1,4 +1,4 @@
-"""What became of planted faults, as a table."""
+"""The results of planted faults, as a table."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ DIRECTIONS = ("forward", "backward")
 
 @dataclass(frozen=True)
 class FaultResult:
-    """What became of one planted fault.
+    """The result of one planted fault.
 
     Attributes:
         layer: The qualified name of the module in whose output it was planted.
         class_name: The module's class.
         direction: "forward", in the output, or "backward", in its gradient.
         value: "nan" or "inf".
-        is_planted: Whether the layer was called, and backward came by.
-        is_caught: Whether the guard raised an alarm.
-        found_at: Where the guard said it was, or "".
-        is_attributed: Whether that is the layer.
+        is_planted: True if the layer was called, and backward reached it.
+        is_caught: True if the guard raised an alarm.
+        found_at: The place in the guard's report, or "".
+        is_attributed: True if that is the layer.
     """
 
     layer: str
@@ -35,7 +35,7 @@ class FaultResult:
 
     @property
     def text(self) -> str:
-        """What became of it, in a word or two."""
+        """The result in a word or two."""
         if not self.is_planted:
             return "not reached"
         if not self.is_caught:
@@ -45,14 +45,14 @@ class FaultResult:
 
 @dataclass(frozen=True)
 class SelfTestResult:
-    """What became of all faults. `str()` of it is a table.
+    """The results of all faults. `str()` of it is a table.
 
     Attributes:
-        clean: What was found without a fault, in words; "" if nothing. If something
-            was, no fault is planted.
+        clean: The findings without a fault, in words; "" if there are none. If there
+            are, no fault is planted.
         faults: The planted faults.
         not_chosen: How many layers were not tried.
-        not_watched: What the guard was not asked to look at; see `watch`.
+        not_watched: The kinds of tensors that `watch` leaves out.
     """
 
     clean: str
@@ -62,7 +62,7 @@ class SelfTestResult:
 
     @property
     def has_passed(self) -> bool:
-        """Whether the clean run was clean and each planted fault caught and attributed.
+        """True if the clean run was clean and each planted fault caught and attributed.
 
         False if nothing was planted at all.
         """
@@ -74,11 +74,11 @@ class SelfTestResult:
         )
 
     def __str__(self) -> str:
-        """A line for each layer."""
+        """Writes a line for each layer."""
         if self.clean:
             return (
                 f"Nothing was planted: {self.clean} is not finite without a fault. "
-                "Give a batch that is clean, or allow what is meant (see `learn()`)."
+                "Give a finite batch, or allow intended values (see `learn()`)."
             )
         kinds = [(way, value) for way in DIRECTIONS for value in FAULTS]
         rows = [["layer", *(f"{way} {value}" for way, value in kinds)]]
@@ -97,13 +97,13 @@ class SelfTestResult:
         caught = sum(fault.is_attributed for fault in self.faults)
         lines.append(
             f"{caught} of {planted} planted faults were caught and attributed; without "
-            "a fault the guard is quiet."
+            "a fault the guard raises no alarm."
         )
         if self.not_watched and caught < planted:
             kinds_missed = ", ".join(
                 name.replace("_", " ") for name in self.not_watched
             )
-            lines.append(f"The guard was not asked to watch: {kinds_missed}.")
+            lines.append(f"Not checked (not in `watch`): {kinds_missed}.")
         if self.not_chosen:
             lines.append(f"{self.not_chosen} other layers were not tried (layers=).")
         return "\n".join(lines)

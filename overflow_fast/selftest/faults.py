@@ -1,4 +1,4 @@
-"""Faults that are planted in a model, and everything put back behind them."""
+"""Faults that are planted in a model, and the restoration of all they changed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ..torch_internals.tensor_internals import may_step_in_backward, pytree, ver
 
 
 class Fault:
-    """Spoils a value of a module's first output, or of the gradient of it, once.
+    """A bad value in a module's first output, or in the gradient of it, once.
 
     Args:
         module: The module.
-        value: What to put there.
-        is_backward: Whether to spoil the gradient.
+        value: The value to plant.
+        is_backward: Plant it in the gradient.
 
     Attributes:
-        is_planted: Whether it has come to that.
+        is_planted: True once it is planted.
     """
 
     def __init__(self, module: nn.Module, value: float, is_backward: bool) -> None:
@@ -68,7 +68,7 @@ class Fault:
 
 
 def first_float(output: Any) -> int | None:
-    """Which leaf of an output is the first tensor of floating point numbers."""
+    """Finds the leaf of an output that is the first floating-point tensor."""
     for place, leaf in enumerate(pytree.tree_leaves(output)):
         is_tensor = isinstance(leaf, torch.Tensor)
         if is_tensor and leaf.is_floating_point() and leaf.numel():
@@ -78,14 +78,14 @@ def first_float(output: Any) -> int | None:
 
 @contextlib.contextmanager
 def everything_kept(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Puts gradients, buffers and random states back as they were, bit for bit.
+    """Restores gradients, buffers and random states, bit for bit.
 
     Random states are torch's, Python's and numpy's.
 
     Raises:
         RuntimeError: If a parameter was written to, or something could not be put back.
             Parameters that have a hook behind their gradient, such as an optimizer's
-            step, have been put back then.
+            step, are restored even then.
     """
     parameters = [each for model in models for each in model.parameters()]
     modules = [module for model in models for module in model.modules()]
@@ -113,12 +113,12 @@ def everything_kept(models: Sequence[nn.Module]) -> Iterator[None]:
         kept = [*gradients, *stepped, *(buffer for _, _, buffer in buffers)]
         failures = [error for each in kept if (error := each.put_back()) is not None]
     if failures:
-        raise RuntimeError("not everything could be put back") from failures[0]
+        raise RuntimeError("a gradient or buffer was not restored") from failures[0]
     if is_written:
         raise RuntimeError(
             "the model's forward or backward changes its parameters (does an optimizer "
-            "step in backward?): what is changed by hooks behind gradients was put "
-            "back, the optimizer's state and the rest was not; load a checkpoint"
+            "step in backward?).\nChanges by hooks behind gradients were undone; those "
+            "of the optimizer's state and others were not.\nLoad a checkpoint."
         )
 
 
@@ -136,7 +136,7 @@ def _other_random_states_kept() -> Iterator[None]:
 
 
 class _Kept:
-    """A tensor, or None, and what is in it.
+    """A tensor, or None, and a copy of its values.
 
     Attributes:
         tensor: The tensor itself.
@@ -147,15 +147,15 @@ class _Kept:
         self._copy = None if tensor is None else tensor.detach().clone()
 
     def has_changed(self) -> bool:
-        """Whether something else is in it now, in any bit."""
+        """Returns whether the tensor differs from the copy in any bit."""
         if self.tensor is None or self._copy is None:
             return False
         return not _is_same(self.tensor.detach(), self._copy)
 
     @torch.no_grad()
     def put_back(self) -> Exception | None:
-        """Has the tensor hold what it held; returns what failed."""
-        # Not where it holds that anyway: autograd would take it for changed.
+        """Restores the tensor's values; returns what failed."""
+        # Not if it holds them anyway: autograd would take it for changed.
         if self.tensor is None or self._copy is None or not self.has_changed():
             return None
         try:
@@ -166,7 +166,7 @@ class _Kept:
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one kind are equal in every bit; False if unknown."""
+    """Returns whether two tensors are equal in every bit; False if unknown."""
     if a.layout is not torch.strided or type(a) not in (torch.Tensor, nn.Parameter):
         return False
     bits = [each.contiguous().view(-1).view(torch.uint8) for each in (a, b)]

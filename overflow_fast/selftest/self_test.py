@@ -1,4 +1,4 @@
-"""Plants faults in a model and looks whether the guard finds them where they are."""
+"""The self-test: plants faults in a model and checks that the guard finds them."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _SEEN_BY = ("activations", "grad_outputs")
 
 
 class SelfTest:
-    """Runs a model with planted faults under watches that nobody else uses.
+    """A test of watches of its own on a model with planted faults.
 
     Args:
         watches: The watches; detached before and after.
-        batch: What the model is called with: a tuple or list of arguments, a dict of
-            keyword arguments, or the one argument.
-        loss: Calls the model with the batch and returns what to call backward on;
-            None: the loss that the model returns, or the sum of all it returns.
+        batch: The arguments of the model: a tuple or list, a dict of keyword arguments,
+            or the one argument.
+        loss: Calls the model with the batch and returns the tensor for backward; None:
+            the loss that the model returns, or the sum of all it returns.
         layers: Patterns of the names of the layers to try.
         most: How many layers to try at most, spread over the model.
-        gather: Gives what each rank gives, of those that share the model.
+        gather: Gathers an object of each rank that shares the model.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class SelfTest:
         self._most = most
         self._layers = layers
         self._gather = gather
-        names = [name for watch in watches for name in watch.all_names()]
+        names = [name for watch in watches for name in watch.modules.all_names()]
         check_patterns("layers", layers or (), names)
 
     def run(self) -> SelfTestResult:
-        """Plants each fault once. Everything is left as it was."""
+        """Plants each fault once, and restores everything."""
         called: dict[_Layer, bool] = {}
         with self._attached():
             with self._noting(called):
@@ -88,14 +88,14 @@ class SelfTest:
     def _models(self) -> list[nn.Module]:
         return [model for watch in self._watches if (model := watch.model) is not None]
 
-    # Which layers.
+    # The layers.
 
     def _agreed(self, clean: Verdict, chosen: list[_Layer]) -> tuple[str, list[_Layer]]:
-        """What all ranks do: nothing if one has found something, else the same."""
+        """Decides for all ranks: nothing if one has found something, else the same."""
         numbered = [(self._watches.index(watch), index) for watch, index in chosen]
         of_ranks = self._gather((clean, numbered))
         dirty = [verdict for verdict, _ in of_ranks if not verdict.is_clean]
-        # What DDP has mixed into gradients is bad on every rank.
+        # A bad gradient that DDP has reduced is bad on every rank.
         worst = min(dirty, key=_is_of_gradient, default=None)
         if worst is not None:
             return _where(worst), []
@@ -104,7 +104,7 @@ class SelfTest:
 
     @contextlib.contextmanager
     def _noting(self, called: dict[_Layer, bool]) -> Iterator[None]:
-        """Notes which layers return something that a fault can be planted in."""
+        """Notes the layers whose outputs a fault can be planted in."""
 
         def note(watch: ModelWatch, index: int, output: Any) -> None:
             if first_float(output) is not None:
@@ -112,9 +112,9 @@ class SelfTest:
 
         handles = []
         for watch in self._watches:
-            for index, name in enumerate(watch.names):
+            for index in range(len(watch.modules.names)):
                 module = watch.module_at(index)
-                if module is not None and watch.selection.takes(name):
+                if module is not None and watch.modules.is_selected(index):
                     handles.append(
                         module.register_forward_hook(
                             lambda module, args, output, watch=watch, index=index: note(
@@ -129,7 +129,7 @@ class SelfTest:
                 handle.remove()
 
     def _choose(self, called: list[_Layer]) -> list[_Layer]:
-        """Those that are asked for, or some from the first called to the last."""
+        """Chooses the requested layers, or some from the first called to the last."""
         called.sort(key=lambda each: (self._watches.index(each[0]), each[1]))
         if self._layers is not None:
             called = [each for each in called if self._is_asked_for(*each)]
@@ -167,7 +167,7 @@ class SelfTest:
         )
 
     def _judge_run(self) -> Verdict:
-        """Runs forward and backward once, and says what the watches found."""
+        """Runs forward and backward once, and returns what the watches found."""
         tensors = StepTensors(self._watches)
         tensors.begin_round()
         with everything_kept(self._models()):
@@ -203,8 +203,7 @@ class SelfTest:
         if not floats:
             raise ValueError(
                 "loss must be given: a function that takes the batch, calls the model "
-                f"and returns a loss; the model returns {type(output).__name__}, in "
-                "which there is none"
+                f"and returns a loss; the model returns {type(output).__name__}"
             )
         return torch.stack([each.float().sum() for each in floats]).sum()
 

@@ -12,7 +12,7 @@ from .registry import INTERNALS, Internal, internal
 @internal(
     "torch._dynamo.convert_frame.input_codes.seen",
     "hooks in compiled code are guards of it: taking them off compiles it again",
-    "Hooks stay on while `every` looks away",
+    "Hooks stay on in steps that `every` leaves out",
     True,
 )
 def has_compiled() -> bool:
@@ -26,7 +26,7 @@ def has_compiled() -> bool:
     "Make the guard before the first compiled call",
 )
 def recompile_all() -> None:
-    """Has all compiled code compiled again at its next call."""
+    """Discards all compiled code; it is compiled again at its next call."""
     torch._dynamo.reset_code_caches()
 
 
@@ -49,7 +49,7 @@ def keep_in_order(operator: str) -> bool:
 
 INTERNALS["EvalFramePause"] = Internal(
     "torch._C._dynamo.eval_frame.set_eval_frame",
-    "dynamo looks at Python code that the extension calls while compiled code runs",
+    "dynamo traces Python code that the extension calls while compiled code runs",
     "Dynamo may compile the guard's own code",
 )
 

@@ -31,7 +31,7 @@ def submodules(module: nn.Module) -> dict[str, Any]:
 
 
 def share_tensors(module: nn.Module, source: nn.Module) -> None:
-    """Has a module hold the very parameters and buffers of another, later ones too."""
+    """Makes a module hold another's parameters and buffers, those set later too."""
     module._parameters, module._buffers = source._parameters, source._buffers
 
 
@@ -151,7 +151,7 @@ def num_step_hooks(optimizer: Any) -> int:
 
 @internal(
     "torch.optim.SGD._step_supports_amp_scaling",
-    "optimizers whose kernels leave a step out where a GradScaler says so",
+    "optimizers whose kernels leave a step out where a GradScaler sets a flag",
     "Steps of fused optimizers wait for the verdict",
     False,
 )
@@ -162,7 +162,7 @@ def reads_found_inf(optimizer: object) -> bool:
 
 @internal(
     "torch.nn.modules.dropout._DropoutNd",
-    "which modules may return what they were given",
+    "which modules may return their inputs",
     "The makers of values that a dropout returns as they are may be named wrongly",
     False,
 )

@@ -71,7 +71,7 @@ def no_dispatch() -> AbstractContextManager[None]:
 
 @internal(
     "torch._C._autograd._unsafe_set_version_counter",
-    "what is put back is no write to the tensor",
+    "a restored value is no write to the tensor",
     "A replay raises the version counters of buffers",
 )
 def set_version(tensor: torch.Tensor, version: int) -> None:
@@ -175,7 +175,7 @@ def sequence_of(node: Any) -> int:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Tells a storage from all others that are alive."""
+    """Returns a number that no other storage has which is alive."""
     return int(storage._cdata)
 
 

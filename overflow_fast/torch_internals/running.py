@@ -1,4 +1,4 @@
-"""Private APIs that tell what runs: a trace, a transform, a backward."""
+"""Private APIs that find what runs: a trace, a transform, a backward."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def graph_task_id() -> int:
     "Checkpointed forwards are judged one step late",
 )
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Has the backward that runs call a function when it ends."""
+    """Calls a function when the backward that runs ends."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 

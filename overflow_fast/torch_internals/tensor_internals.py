@@ -10,7 +10,7 @@ from .registry import INTERNALS, MISSING, Internal, internal, note_missing
 
 @internal(
     "torch.Tensor._version",
-    "whether somebody has written to a tensor since",
+    "whether a tensor was written to since",
     "Writes are not noticed",
     0,
 )

@@ -1,6 +1,6 @@
 """Private APIs of what wraps modules and tensors, most of it for several ranks.
 
-Classes are known by name: to import them would be slow, or fail, where nobody uses any.
+Classes are known by name: to import them would be slow, or fail, where none is used.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def replicate_sharing(module: nn.Module) -> tuple[Any, Any] | None:
     "The order of objects in a `Join` is not checked",
 )
 def join_config(joinable: Any) -> Any:
-    """What a `Join` has told an object, or None. Torch does not take it back."""
+    """Returns the configuration that a `Join` gave an object, or None. It stays set."""
     return getattr(joinable, "_join_config", None)
 
 
@@ -155,7 +155,7 @@ def join_config(joinable: Any) -> Any:
     False,
 )
 def is_shadowing() -> bool:
-    """Whether a `Join` is calling its hooks, for a rank that has no batch left."""
+    """Returns whether a `Join` is calling its hooks, for a rank without a batch."""
     from torch.distributed.algorithms.join import Join
 
     code = Join.__exit__.__code__
@@ -169,7 +169,7 @@ def is_shadowing() -> bool:
     False,
 )
 def is_dry_run() -> bool:
-    """Whether a pipeline runs its stage to learn shapes, with unset memory."""
+    """Returns whether a pipeline runs its stage to learn shapes, with unset memory."""
     stage = sys.modules.get("torch.distributed.pipelining.stage")
     file = getattr(stage, "__file__", None)
     codes = (frame.f_code for frame in stack()) if stage is not None else ()

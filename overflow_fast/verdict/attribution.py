@@ -1,4 +1,4 @@
-"""What a step's bad frames say: the first bad entry, and who made it."""
+"""The attribution of a step's bad frames: the first bad entry, and its origin."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def attribute(
     watches: Sequence[ModelWatch] = (),
     is_check: bool = False,
 ) -> Verdict:
-    """Says what the bad frames of one step mean.
+    """Finds the first bad entry of a step and its origin.
 
-    Incurs a CPU-GPU sync for each tensor on a device that is looked at again, if
+    Incurs a CPU-GPU sync for each tensor on a device that is scanned again, if
     something is bad.
 
     Args:
         frames: All bad frames of a step, in any order.
         watches: All watched models; those of the frames if none are given.
-        is_check: Whether an optimizer that the guard does not know of may have stepped
+        is_check: True if an optimizer that the guard does not have may have stepped
             since the frames of calls.
 
     Returns:
@@ -57,7 +57,7 @@ def attribute(
     """
     if not frames:
         return Verdict()
-    ordered = sorted(frames, key=lambda bad: bad.rank[1 if is_check else 0 :])
+    ordered = sorted(frames, key=lambda bad: bad.sequence[1 if is_check else 0 :])
     first, entry = _first_of(ordered, is_check)
     watches = watches or list(dict.fromkeys(bad.watch for bad in frames))
     origin = _origin_or_why_not(first, entry, ordered, watches)
@@ -66,8 +66,8 @@ def attribute(
         batch=first.frame.batch,
         first=_bad_entry(first, entry),
         **vars(origin),
-        masks=_masks(first, are_masks=True),
-        allowed=_masks(first, are_masks=False),
+        masks=_tolerated(first, are_masks=True),
+        allowed=_tolerated(first, are_masks=False),
         headroom=_headroom_before(first, entry),
         num_bad_frames=len(frames),
         dirty_gradients=dirty,
@@ -78,10 +78,10 @@ def attribute(
 
 
 def _first_of(ordered: Sequence[BadFrame], is_check: bool) -> tuple[BadFrame, _C.Entry]:
-    """The first bad frame and entry: a weight that was bad before the step, if any.
+    """Finds the first bad frame and entry: a weight that was bad before, if any.
 
-    Weights are scanned where they are used, so a later module's come behind what an
-    earlier module has made.
+    Weights are scanned where they are used, so a later module's come behind the
+    outputs of an earlier module.
     """
     earliest = ordered[0]
     for bad in ordered:
@@ -92,12 +92,12 @@ def _first_of(ordered: Sequence[BadFrame], is_check: bool) -> tuple[BadFrame, _C
         )
         if weights and is_of_step:
             return bad, weights[0]
-    # A weight that the call may have written stands in front of what it was given.
+    # A weight that the call may have written stands in front of its inputs.
     return earliest, (earliest.bad_inputs() or earliest.bad_entries())[0]
 
 
 def _is_of_loss(bad: BadFrame) -> bool:
-    """Whether it is of a loss, or of what a model returned."""
+    """Returns whether a bad entry is a loss, or an output of a model."""
     roles = [entry.role for entry in bad.bad_entries()]
     is_root = bad.frame.module == 0 and bad.is_of_call
     return _C.Role.RECORDED in roles or (is_root and _C.Role.OUTPUT in roles)
@@ -132,8 +132,8 @@ def _signs(kinds: int) -> str:
     )
 
 
-def _masks(bad: BadFrame, are_masks: bool) -> list[str]:
-    """The labels of inputs that are not finite and not bad, by whether all is -inf."""
+def _tolerated(bad: BadFrame, are_masks: bool) -> list[str]:
+    """Lists the inputs that are tolerated although non-finite: masks, or by rules."""
     return [
         entry_label(entry.place)
         for entry in bad.entries()
@@ -147,7 +147,7 @@ def _headroom_before(bad: BadFrame, entry: _C.Entry) -> Headroom | None:
     return None if peak is None else headroom_of(bad.watch, peak)
 
 
-# Who made it.
+# The origin.
 
 
 def _origin_or_why_not(
@@ -156,7 +156,7 @@ def _origin_or_why_not(
     ordered: Sequence[BadFrame],
     watches: Sequence[ModelWatch],
 ) -> Origin:
-    """Finds who made it; an alarm is raised although that may fail."""
+    """Finds the origin; if that fails, the alarm is raised all the same."""
     try:
         origin = _origin(first, entry, ordered, watches)
         is_of_call = first.is_of_call and origin.source != "weight"
@@ -165,8 +165,9 @@ def _origin_or_why_not(
             remarks = [*remarks, *batch_remarks(first)]
         return dataclasses.replace(origin, remarks=remarks)
     except Exception as error:
-        _log.warning("who made the value could not be found out", exc_info=True)
-        maker = f"looking for it failed ({type(error).__name__}: {error})"
+        message = "The search for the origin of a non-finite value failed."
+        _log.warning(message, exc_info=True)
+        maker = f"the search for it failed ({type(error).__name__}: {error})"
         return Origin("unclear", "unclear", maker)
 
 
@@ -194,14 +195,14 @@ def _origin(
 
 def _origin_of_recorded(watches: Sequence[ModelWatch]) -> Origin:
     candidates: list[str] = [LOSS, BATCH]
-    is_seen = all(w.wanted.activations and w.selection.takes("") for w in watches)
+    is_seen = all(w.wanted.activations and w.modules.is_selected(0) for w in watches)
     if is_seen:
         maker = (
-            "what was computed after the model, whose outputs were finite, or values "
-            "that never went through the model, such as labels"
+            "code after the model, whose outputs were finite, or values that do not "
+            "pass through the model, such as labels"
         )
         return Origin("unclear", "loss", maker, candidates)
-    maker = "the model, the loss or the batch: the model's outputs were not looked at"
+    maker = "the model, the loss or the batch: the model's outputs were not checked"
     names = [watch.name_at(0) or "the model" for watch in watches]
     return Origin("unclear", "unclear", maker, [*names, *candidates])
 
@@ -209,8 +210,9 @@ def _origin_of_recorded(watches: Sequence[ModelWatch]) -> Origin:
 def _origin_of_buffer(first: BadFrame, entry: _C.Entry) -> Origin:
     label = label_text(entry.label)
     owner = label.rpartition(".")[0] or "the model"
+    seen = "every checked output was finite"
     if _headroom_before(first, entry) is None:
-        maker = f"{label}: it was never seen finite, and no call was bad"
+        maker = f"{label}, which was never seen finite; {seen}"
     else:
-        maker = f"whoever wrote to {label}, such as {owner}: no call was bad"
+        maker = f"code that writes to {label}, such as {owner}; {seen}"
     return Origin("unclear", "buffer", maker, [owner])

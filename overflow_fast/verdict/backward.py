@@ -6,22 +6,22 @@ from torch import nn
 
 from .. import _C
 from .calls import Called, Calls, ancestors, joined, name_of
-from .hooked import hands_on
+from .hooked import only_calls_submodules
 from .verdict import BATCH, LOSS, BadFrame, Origin
 
 
 def origin_of_gradient(first: BadFrame, calls: Calls) -> Origin:
-    """Finds who made the gradient of an output, which is the first bad one.
+    """Finds the origin of the gradient of an output, which is the first bad one.
 
-    It is a sum over all that was computed from the output, and no hook tells which of
-    these parts is bad. All gradients that were looked at before it are finite.
+    It is a sum over all that was computed from the output, and no hook shows which of
+    these parts is bad. All gradients that were scanned before it are finite.
 
     Args:
         first: Its frame.
         calls: The calls of all watched models.
 
     Returns:
-        The loss, where nothing else can have used the output, or all who can have.
+        The loss, where nothing else can have used the output, or all that can have.
     """
     frame = first.frame
     found = calls.in_backward(first.watch, frame.module, frame.order)
@@ -62,18 +62,18 @@ class _Users:
         self._add(inner, None)
 
     def _add(self, inner: Called, around: Called | None) -> None:
-        """Adds what can have used a call's output within the call around it.
+        """Adds the users of a call's output within the call around it.
 
-        What has used it has had a gradient itself by then, or what it returned has.
+        A user has had a gradient itself by then, or its output has.
         """
         later = self._calls.after(inner, around, self._before)
-        if around is not None and hands_on(_module_of(around)):
+        if around is not None and only_calls_submodules(_module_of(around)):
             later = later[:1]  # it gives each module's output to the next one alone
         used = [each for each in later if self._has_gradient(each)]
         for user in used:
             names = [c.name for c in (user, *self._calls.within(user))]
             self.makers += [name for name in names if name not in self.makers]
-        if around is None or hands_on(_module_of(around)):
+        if around is None or only_calls_submodules(_module_of(around)):
             return
         if used or self._is_seen(around) or around.call.has_unseen:
             self.code.append(around.name)
@@ -107,7 +107,7 @@ class _Users:
         return Origin("unclear", "unclear", f"{between}{joined(words)}", names, near)
 
     def _near(self) -> str:
-        """The module whose finite gradient came last, if it can bound what is bad."""
+        """Returns the module of the last finite gradient, if it bounds the search."""
         last = next(reversed(self._seen), None)
         if last is None:
             return ""
@@ -117,10 +117,10 @@ class _Users:
 
 
 def _is_unwatched_around(first: BadFrame) -> bool:
-    """Whether the code of a module around it that is not looked at may have used it."""
+    """Returns whether the code of an unwatched module around it may have used it."""
     watch = first.watch
     around = ancestors(watch, first.frame.module)
-    return any(not watch.selection.takes(watch.names[index]) for index in around)
+    return any(not watch.modules.is_selected(index) for index in around)
 
 
 def _module_of(called: Called) -> nn.Module | None:
@@ -128,15 +128,15 @@ def _module_of(called: Called) -> nn.Module | None:
 
 
 def loss_origin(first: BadFrame, maker: str) -> Origin:
-    """The origin of what arose after the model: in the loss, or in its other inputs."""
+    """Makes the origin of a value that arose in the loss, or in its other inputs."""
     if first.watch.has_seen_loss:
         return Origin("passed_on", "loss", maker, [LOSS])
-    maker = f"{maker}, or values that never went through the model, such as labels"
+    maker = f"{maker}, or values that do not pass through the model, such as labels"
     return Origin("passed_on", "loss", maker, [LOSS, BATCH])
 
 
 def _any_of(found: list[Called], first: BadFrame, calls: Calls) -> Origin:
-    """Where it is not known of which call the gradient is, or the call ran again."""
+    """Makes the origin where the gradient's call is not known, or ran again."""
     here = name_of(first.watch, first.frame.module)
     around = [
         name_of(first.watch, index)
@@ -145,5 +145,5 @@ def _any_of(found: list[Called], first: BadFrame, calls: Calls) -> Origin:
     users = calls.users(found[0]) if found else []
     names = [*users, *around, *loss_origin(first, "").candidates]
     names = list(dict.fromkeys(names))
-    maker = f"what was computed from the output of {here}: {joined(names)}"
+    maker = f"code that used the output of {here}: {joined(names)}"
     return Origin("unclear", "unclear", maker, names)

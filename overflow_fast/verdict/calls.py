@@ -1,4 +1,4 @@
-"""The calls of a step's modules: who called whom, in which order."""
+"""The calls of a step's modules: their order, and the calls around them."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class Called(NamedTuple):
         return name_of(self.watch, self.call.module)
 
     def encloses(self, inner: Called) -> bool:
-        """Whether `inner` ran within it, as far as names, order and inputs tell."""
+        """Returns whether `inner` ran within it, by names, order and inputs."""
         a, b = self.call, inner.call
         is_around = a.order > b.order and (a.batch, a.kind) == (b.batch, b.kind)
-        # It was given what had not been made yet when the other call ended.
+        # Its inputs did not exist yet when the other call ended.
         is_later = a.thread == b.thread and a.begins_after > b.ends_before
         return is_around and not is_later and self.watch is inner.watch
 
     @property
     def may_pass_through(self) -> bool:
-        """Whether it may have returned what it was given."""
+        """Returns whether the call may have returned one of its inputs."""
         module = self.watch.module_at(self.call.module)
         is_known = isinstance(module, nn.Identity) or is_dropout(module)
         return is_known or self.call.begins_after >= self.call.ends_before
 
 
 class Calls:
-    """All calls that are known of, in the order in which they ended.
+    """All known calls, in the order in which they ended.
 
     Args:
         watches: The watched models.
@@ -70,20 +70,20 @@ class Calls:
         self._callers: dict[int, Called | None] = {}
 
     def of_frame(self, watch: ModelWatch, order: int) -> Called | None:
-        """The call whose frame has this order."""
+        """Returns the call whose frame has this order."""
         place = bisect.bisect_left(self._all, order, key=_order)
         if place == len(self._all) or self._all[place].call.order != order:
             return None
         return self._all[place] if self._all[place].watch is watch else None
 
     def last_of(self, watch: ModelWatch, module: int, before: int) -> Called | None:
-        """The last call of a module that ended before a frame."""
+        """Returns the last call of a module that ended before a frame."""
         found = self._modules.get((id(watch), module), [])
         place = bisect.bisect_left(found, before, key=_order)
         return found[place - 1] if place else None
 
     def caller(self, called: Called) -> Called | None:
-        """The nearest watched call around one; None for an outermost call."""
+        """Returns the nearest watched call around one; None for an outermost call."""
         order = called.call.order
         if order not in self._callers:
             self._callers[order] = self._find_caller(called)
@@ -98,7 +98,7 @@ class Calls:
         return None
 
     def chain(self, called: Called) -> list[Called]:
-        """A call and all watched calls around it, from the innermost."""
+        """Lists a call and all watched calls around it, from the innermost."""
         chain, around = [called], self.caller(called)
         while around is not None:
             chain.append(around)
@@ -106,7 +106,7 @@ class Calls:
         return chain
 
     def other_callers(self, called: Called) -> list[str]:
-        """The modules that share a call's module, which may have called it too.
+        """Lists the modules that share a call's module, which may have called it too.
 
         A module that others hold as well is named by the first of them.
         """
@@ -124,7 +124,7 @@ class Calls:
 
     def _may_be_around(self, watch: ModelWatch, index: int, called: Called) -> bool:
         found = self._modules.get((id(watch), index), [])
-        if not watch.selection.takes(watch.names[index]):
+        if not watch.modules.is_selected(index):
             return True
         place = bisect.bisect_right(found, called.call.order, key=_order)
         if watch is called.watch:
@@ -132,7 +132,7 @@ class Calls:
         return place < len(found)
 
     def before(self, called: Called, within: Called | None) -> Called | None:
-        """The last call that ended before one began, within the same outer call."""
+        """Returns the last call that ended before one began, in the same outer call."""
         end = bisect.bisect_left(self._all, called.call.order, key=_order)
         for other in reversed(self._all[:end]):
             chain = self.chain(other)
@@ -142,7 +142,7 @@ class Calls:
         return None
 
     def last_within(self, called: Called) -> Called | None:
-        """The last call that a call itself has made."""
+        """Returns the last call that a call itself has made."""
         end = bisect.bisect_left(self._all, called.call.order, key=_order)
         for other in reversed(self._all[:end]):
             if self.caller(other) == called:
@@ -150,18 +150,18 @@ class Calls:
         return None
 
     def within(self, called: Called) -> Iterator[Called]:
-        """All calls that ran within one."""
+        """Lists all calls that ran within one."""
         return (c for c in self._all if c != called and called in self.chain(c))
 
     def users(self, called: Called) -> list[str]:
-        """The modules that can have used what a call returned, as they ended."""
+        """Lists the modules that can have used a call's output, as they ended."""
         start = bisect.bisect_right(self._all, called.call.order, key=_order)
         if called.may_pass_through:  # others may have been given it before
             start = 0
         return list(dict.fromkeys(other.name for other in self._all[start:]))
 
     def after(self, called: Called, within: Called | None, before: int) -> list[Called]:
-        """What the same outer call has called later, of what ended before a frame."""
+        """Lists later calls of the same outer call that ended before a frame."""
         start = bisect.bisect_right(self._all, called.call.order, key=_order)
         if called.may_pass_through:
             start = 0
@@ -174,7 +174,7 @@ class Calls:
         ]
 
     def in_backward(self, watch: ModelWatch, module: int, before: int) -> list[Called]:
-        """The calls of a module that one backward may run through, before a frame.
+        """Lists a module's calls that one backward may run through, before a frame.
 
         Those since the last gradient of an output before its last call.
         """
@@ -187,7 +187,7 @@ class Calls:
         return [c for c in found if begin < c.call.order < before]
 
     def gradients(self, begin: int, end: int) -> list[Called]:
-        """The gradients of outputs that came between two frames."""
+        """Lists the gradients of outputs that came between two frames."""
         first = bisect.bisect_right(self._gradients, begin, key=_order)
         return self._gradients[
             first : bisect.bisect_left(self._gradients, end, key=_order)
@@ -203,12 +203,12 @@ def _order_of(called: Called | None) -> int | None:
 
 
 def name_of(watch: ModelWatch, index: int) -> str:
-    """The qualified name of a module, or "the model"."""
+    """Returns the qualified name of a module, or "the model"."""
     return watch.name_at(index) or "the model"
 
 
 def joined(words: Iterable[str], most: int = 6) -> str:
-    """Alternatives as text, cut after a number of them."""
+    """Joins alternatives as text, cut after a number of them."""
     listed = list(words)
     if len(listed) > most:
         return f"{', '.join(listed[:most])} or one of {len(listed) - most} more"
@@ -216,30 +216,32 @@ def joined(words: Iterable[str], most: int = 6) -> str:
 
 
 def ancestors(watch: ModelWatch, index: int) -> Iterator[int]:
-    """The indices of the modules around one, from the nearest out to the root."""
-    if index >= len(watch.names):
+    """Yields the indices of the modules around one, from the nearest to the root."""
+    if index >= len(watch.modules.names):
         return
-    name = watch.names[index]
+    name = watch.modules.names[index]
     while name:
         name = name.rpartition(".")[0]
         # A wrapper has the name of the module in it, which comes behind it.
         for around in reversed(watch.modules.before(index)):
-            if watch.names[around] == name and _is_called(watch.module_at(around)):
+            if watch.modules.names[around] == name and _is_called(
+                watch.module_at(around)
+            ):
                 yield around
 
 
 def unwatched_in(watch: ModelWatch, index: int) -> list[str]:
-    """The names of the modules within one that the guard does not look at."""
-    name = watch.names[index] if index < len(watch.names) else ""
+    """Lists the names of the modules within one that the guard does not watch."""
+    name = watch.modules.names[index] if index < len(watch.modules.names) else ""
     inside = f"{name}." if name else ""
     return [
         watch.name_at(other)
-        for other, each in enumerate(watch.names)
+        for other, each in enumerate(watch.modules.names)
         if other != index and each.startswith(inside) and each != name
-        if not watch.selection.takes(each) and _is_called(watch.module_at(other))
+        if not watch.modules.is_selected(other) and _is_called(watch.module_at(other))
     ]
 
 
 def _is_called(module: nn.Module | None) -> bool:
-    """Whether a module has a forward at all; a ModuleList has none."""
+    """Returns whether a module has a forward; a ModuleList has none."""
     return module is None or type(module).forward is not nn.Module.forward

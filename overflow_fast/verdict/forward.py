@@ -1,4 +1,4 @@
-"""Who made the first bad value of a forward, by what calls were given and returned."""
+"""The origin of a forward's first bad value, from the inputs and outputs of calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from .. import _C
 from ..recording.labels import label_text
 from ..torch_internals.module_internals import is_batch_norm
 from .calls import Called, Calls, ancestors, joined, name_of, unwatched_in
-from .handed import Bad, handed, handed_unseen, minus_infs
 from .hooked import (
     has_earlier_hooks,
     has_later_hooks,
@@ -17,11 +16,17 @@ from .hooked import (
     never_writes,
 )
 from .kept import bad_attributes, bad_buffers
+from .outer_inputs import (
+    Bad,
+    origin_of_inputs,
+    origin_of_minus_infs,
+    origin_of_unsearched,
+)
 from .verdict import BATCH, LOOP, BadFrame, Origin
 
 
 def origin_in_forward(first: BadFrame, bad: Bad, calls: Calls) -> Origin:
-    """Who made what is bad in a call, which is the first bad one.
+    """Finds the origin of the bad value in a call, which is the first bad one.
 
     Args:
         first: The call's frame.
@@ -37,7 +42,7 @@ def origin_in_forward(first: BadFrame, bad: Bad, calls: Calls) -> Origin:
 def _others(
     first: BadFrame, origin: Origin, bad: Bad, calls: Calls
 ) -> list[tuple[str, str]]:
-    """Who else can have made it, that no call tells of: candidates, and words."""
+    """Lists further candidates that no call shows, each with its words."""
     module = first.watch.module_at(first.frame.module)
     buffers = [] if origin.origin == "given" else bad_buffers(first, bad, calls)
     if origin.source == "module" and is_layer_of_torch(module):
@@ -54,14 +59,14 @@ def _others(
     called = calls.of_frame(first.watch, first.frame.order)
     if called is None or not first.has_bad_input:
         return found
-    # What the root was given it was given, whoever called what is in it.
+    # The root's inputs are its caller's, whichever module called those within it.
     if origin.origin != "given" or calls.chain(called)[-1].call.module:
         found += _other_callers(called, calls)
     return found
 
 
 def _other_callers(called: Called, calls: Calls) -> list[tuple[str, str]]:
-    """Those who share a module, and may have called it with what is bad."""
+    """Lists the modules that share one, and may have called it with the bad value."""
     return [
         (name, f"{name}, which has {around.name} too and may have called it")
         for around in calls.chain(called)
@@ -70,7 +75,7 @@ def _other_callers(called: Called, calls: Calls) -> list[tuple[str, str]]:
 
 
 def _unless(others: list[tuple[str, str]], origin: Origin) -> Origin:
-    """An origin, which is unclear if others can have made it too."""
+    """Returns an origin, which is unclear if others can have made the value too."""
     if not others:
         return origin
     maker = f"the code of {origin.maker}" if origin.origin == "made" else origin.maker
@@ -101,11 +106,11 @@ def _by_calls(first: BadFrame, bad: Bad, calls: Calls) -> Origin:
         if _may_change_input(frame, around):
             writers.append(around.name)
         outermost = around
-    return handed(outermost, bad, calls)
+    return origin_of_inputs(outermost, bad, calls)
 
 
 def key_of(frame: BadFrame) -> tuple[int, int]:
-    """What a bad frame is known by."""
+    """Returns the key of a bad frame."""
     return id(frame.watch), frame.frame.order
 
 
@@ -117,8 +122,8 @@ def _made_within(
     if buffer:
         return Origin("given", "buffer", f"its buffer {buffer}", [buffer])
     if called is not None:
-        given = minus_infs(called, first, name, bad, calls)
-        given = given or handed_unseen(called, first, name, calls)
+        given = origin_of_minus_infs(called, first, name, bad, calls)
+        given = given or origin_of_unsearched(called, first, name, calls)
         if given is not None:
             return given
     last = None if called is None else calls.last_within(called)
@@ -139,7 +144,7 @@ def _between(
     bad: Bad,
     calls: Calls,
 ) -> Origin:
-    """It arose in a call, before a call within it was given it."""
+    """Makes the origin of a value that arose in a call, before a call within it."""
     name = around.name
     before = calls.before(called, around)
     unwatched = unwatched_in(around.watch, around.call.module)
@@ -151,8 +156,10 @@ def _between(
     ]
     candidates = list(dict.fromkeys([name, *writers, *unwatched]))
     after = "" if before is None else before.name
-    given = None if frame is None else minus_infs(around, frame, name, bad, calls)
-    given = given or handed_unseen(around, frame, name, calls)
+    given = (
+        None if frame is None else origin_of_minus_infs(around, frame, name, bad, calls)
+    )
+    given = given or origin_of_unsearched(around, frame, name, calls)
     if given is not None:
         candidates = list(dict.fromkeys([*candidates, *given.candidates]))
         return dataclasses.replace(given, candidates=candidates, unwatched=unwatched)
@@ -168,7 +175,7 @@ def _between(
 
 
 def _may_change_input(first: BadFrame, called: Called) -> bool:
-    """Whether the input that is bad behind a call may be none that it was given."""
+    """Returns whether the bad input of a call may have been written within it."""
     module = first.watch.module_at(first.frame.module)
     if has_pre_hooks(module):
         return True
@@ -179,7 +186,7 @@ def _may_change_input(first: BadFrame, called: Called) -> bool:
 
 
 def _may_hide(called: Called) -> bool:
-    """Whether a call may have returned something bad that was not seen."""
+    """Returns whether a call may have returned something bad that was not seen."""
     module = called.watch.module_at(called.call.module)
     return called.call.has_unseen or has_later_hooks(module)
 
@@ -196,7 +203,7 @@ def _bad_buffer_of(first: BadFrame, bad: Bad) -> str | None:
 
 
 def _reads_buffers_only(first: BadFrame) -> bool:
-    """Whether a module is known to leave its buffers alone in this call."""
+    """Returns whether a module is known not to write to its buffers in this call."""
     module = first.watch.module_at(first.frame.module)
     is_norm = is_batch_norm(module)
     return is_norm and module is not None and not module.training

@@ -1,4 +1,4 @@
-"""Whether a module's code, run in float32, may leave float32's safety by itself."""
+"""The search for casts in a module's code that undo running it in float32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-# To float16, to autocast's dtype, or beyond what float32 holds.
+# To float16, to autocast's dtype, or beyond the range of float32.
 _NAMES = {
     *("float16", "half", "HalfTensor", "autocast", "custom_fwd"),
     *("exp", "exp_", "expm1", "expm1_", "exp2", "exp2_", "cosh", "sinh"),
@@ -22,16 +22,16 @@ _MAX_FUNCTIONS = 400
 
 
 def may_leave_float32(module: nn.Module) -> bool:
-    """Whether the code of a module, or of one within it, may make float16 or an exp.
+    """Returns whether the code of a module, or within it, may make float16 or an exp.
 
-    torch's own modules follow the dtype of what they are given. Of other code what can
-    be reached by name is read, as bytecode; a dtype that is only compared is no cast.
+    torch's own modules follow the dtype of their inputs. Of other code, the functions
+    that names reach are read, as bytecode; a dtype that is only compared is no cast.
 
     Args:
         module: The module.
 
     Returns:
-        False if nothing of the kind was found, True also where code cannot be read.
+        False if no such code was found, True also where code cannot be read.
     """
     return any(_Code(each).may_leave() for each in module.modules())
 
@@ -44,7 +44,7 @@ class _Code:
         self._seen: set[types.CodeType] = set()
 
     def may_leave(self) -> bool:
-        """Whether one of them makes what float16 or float32 cannot hold."""
+        """Returns whether a function may exceed the range of float16 or float32."""
         module = self._module
         if "forward" not in module.__dict__ and _is_torchs(type(module).forward):
             return False
@@ -78,7 +78,7 @@ class _Code:
         )
 
     def _named(self, names: set[str], scope: dict[str, object]) -> Iterator[object]:
-        """What names may stand for: globals, what is in modules, and methods."""
+        """Yields the values of names: globals, attributes of modules, and methods."""
         found = [scope[name] for name in names if name in scope]
         places = [each for each in found if isinstance(each, types.ModuleType)]
         yield from found
@@ -93,7 +93,7 @@ class _Code:
 
 
 def _makes_risk(code: types.CodeType, scope: dict[str, object]) -> bool:
-    """Whether a name of risk is more than compared."""
+    """Returns whether a name of risk is more than compared."""
     instructions = list(dis.get_instructions(code))
     for place, instruction in enumerate(instructions):
         value = instruction.argval

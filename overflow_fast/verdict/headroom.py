@@ -1,23 +1,20 @@
-"""How much room values have left, where they are heading, and what has underflowed."""
+"""The headroom of values, its trend, and underflow, over the steps."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from .. import _C
 from ..core.text import as_lines
 from ..recording.watch import ModelWatch
+from .headroom_table import HeadroomHistory, HeadroomTable, Underflow
 from .verdict import GRADIENTS, Headroom, headroom_of, where_of
 
 _log = logging.getLogger("overflow_fast")
-_FLOAT16_MAX = 65504.0
-_FEW_ROWS = 24
 _FEW_NAMES = 3
-_LEAST_STEPS = 4
-# What a total is counted of.
+# The kinds of the totals.
 _TOTALS = {
     _C.Role.GRADIENT: "gradient",
     _C.Role.GRAD_OUTPUT: "gradient",
@@ -29,118 +26,15 @@ _WIDER = (
 )
 
 
-@dataclass(frozen=True)
-class Underflow:
-    """How many values of a tensor are 0 or nearly.
-
-    Attributes:
-        numel: How many values there are.
-        zeros: How many are 0.
-        subnormals: How many are not, and nearer to 0 than the smallest normal number.
-    """
-
-    numel: int
-    zeros: int
-    subnormals: int
-
-    def __add__(self, other: Underflow) -> Underflow:
-        """The counts of several tensors together."""
-        return Underflow(
-            self.numel + other.numel,
-            self.zeros + other.zeros,
-            self.subnormals + other.subnormals,
-        )
-
-
-@dataclass(frozen=True)
-class HeadroomHistory(Headroom):
-    """The headroom of an entry over the steps; `abs_max` is of the last one.
-
-    Attributes:
-        highest: The largest magnitude of all watched steps; inf if it has overflowed,
-            or was a nan (not of gradients, which a GradScaler may scale).
-        recent: The largest magnitude of each of the last watched steps, at most 16.
-        underflow: What was counted last, or None if that was not asked for.
-    """
-
-    highest: float = 0.0
-    recent: list[float] = field(default_factory=list)
-    underflow: Underflow | None = None
-
-    @property
-    def float16_bits(self) -> float:
-        """How often the highest magnitude could double in float16; negative: never."""
-        if math.isinf(self.highest):
-            return -math.inf
-        return math.log2(_FLOAT16_MAX / self.highest) if self.highest else math.inf
-
-    @property
-    def trend(self) -> float:
-        """How many bits a watched step takes away: a line through the recent ones."""
-        ys = [math.log2(value) for value in self.recent if value]
-        if len(ys) < _LEAST_STEPS:
-            return 0.0
-        mean_x, mean_y = (len(ys) - 1) / 2, sum(ys) / len(ys)
-        covariance = sum((x - mean_x) * (y - mean_y) for x, y in enumerate(ys))
-        return covariance / sum((x - mean_x) ** 2 for x in range(len(ys)))
-
-    @property
-    def steps_left(self) -> float:
-        """After how many watched steps the trend reaches the end of the dtype."""
-        return self.bits / self.trend if self.trend > 0 else math.inf
-
-
-@dataclass(frozen=True)
-class HeadroomTable:
-    """The headroom of all that modules made, and of weights and gradients.
-
-    Attributes:
-        rows: A row for each entry, those with the fewest bits left first.
-    """
-
-    rows: list[HeadroomHistory]
-
-    @property
-    def fits_float16(self) -> bool:
-        """Whether no magnitude so far was beyond float16's largest number."""
-        return all(row.highest <= _FLOAT16_MAX for row in self.rows)
-
-    def __str__(self) -> str:
-        """The first rows as text, and whether all would fit float16."""
-        if not self.rows:
-            return "Nothing has been looked at yet."
-        head = f"{'bits':>6} {'trend':>7} {'float16':>7} {'abs max':>9}"
-        has_counts = any(row.underflow for row in self.rows)
-        lines = [head + " zeros  subnorm." * has_counts + "  entry"]
-        for row in self.rows[:_FEW_ROWS]:
-            counts = _counts_text(row.underflow) if has_counts else ""
-            lines.append(
-                f"{row.bits:6.1f} {_drift(row):+7.2f} {row.float16_bits:7.1f} "
-                f"{row.abs_max:9.2e}{counts}  {row.where} ({row.dtype})"
-            )
-        if len(self.rows) > _FEW_ROWS:
-            lines.append(f"... and {len(self.rows) - _FEW_ROWS} more")
-        beyond = sum(row.highest > _FLOAT16_MAX for row in self.rows)
-        spent = sum(math.isinf(row.highest) for row in self.rows)
-        if spent:
-            lines.append(f"{spent} of {len(self.rows)} have been inf or nan already.")
-        lines.append(
-            f"{beyond} of {len(self.rows)} would overflow in float16."
-            if beyond
-            else "All magnitudes so far would fit float16."
-        )
-        return "\n".join(lines)
-
-
 class HeadroomTracker:
-    """Warns of what runs out of headroom, and counts underflow when it is due.
+    """Warns of values that run out of headroom, and counts underflow when it is due.
 
     Args:
         watches: The watched models.
-        bits: Warn of what has fewer bits left; None for never.
+        bits: Warn of values that have fewer bits left; None for never.
         underflow_every: Count zeros and subnormals in every so many'th watched step;
             None for never.
-        is_lagged: Whether stats may come one step late.
+        is_lagged: True if stats may arrive one step late.
     """
 
     def __init__(
@@ -154,7 +48,7 @@ class HeadroomTracker:
         self._or_before = " or the one before" if is_lagged else ""
         self._every = underflow_every
         self._bits = bits
-        self._told: dict[str, float] = {}
+        self._warned: dict[str, float] = {}
         self._counted: dict[str, Underflow] = {}
         self._totals: dict[str, Underflow] = {}
         self._least = math.inf
@@ -164,21 +58,21 @@ class HeadroomTracker:
                 watch.recorder.set_low_headroom(bits)
 
     def begin_step(self) -> None:
-        """Has underflow counted in the step that begins, if it is due."""
+        """Makes the step that begins count underflow, if it is due."""
         if self._every is not None:
             is_due = self._num_watched % self._every == 0
             for watch in self._watches:
                 watch.recorder.counts_underflow = is_due
 
     def end_step(self, step: int, has_scaler: bool, is_bad: bool) -> None:
-        """Takes in what was counted, and warns.
+        """Reads the counts of a step, and warns.
 
         Incurs a CPU-GPU sync if something was counted.
 
         Args:
             step: The step's number.
-            has_scaler: Whether gradients are scaled up to the end of their dtype.
-            is_bad: Whether there is a report of the step already.
+            has_scaler: True if gradients are scaled up to the end of their dtype.
+            is_bad: True if there is a report of the step already.
         """
         peaks = (watch.recorder.least_headroom() for watch in self._watches)
         bits = (math.log2(p.limit / p.abs_max) for p in peaks if p and p.abs_max)
@@ -230,15 +124,15 @@ class HeadroomTracker:
         )
 
     def _short(self, has_scaler: bool) -> list[HeadroomHistory]:
-        """What is short of room, and was not told of, or has lost half since."""
+        """Lists what is short of room, unless warned of and not halved since."""
         short: dict[tuple[float, str], HeadroomHistory] = {}
         for watch in self._watches:
             for history in watch.recorder.low_headroom():
                 if has_scaler and history.last.place.kind in GRADIENTS:
                     continue
                 row = self._row(watch, history)
-                if row.bits <= self._told.get(row.where, math.inf) / 2:
-                    self._told[row.where] = row.bits
+                if row.bits <= self._warned.get(row.where, math.inf) / 2:
+                    self._warned[row.where] = row.bits
                     # A module may return what one within it returned, before it.
                     short.setdefault((row.abs_max, row.dtype), row)
         return sorted(short.values(), key=lambda row: row.bits)
@@ -256,11 +150,6 @@ class HeadroomTracker:
         _log.warning("%s", as_lines(sentences))
 
 
-def _drift(row: HeadroomHistory) -> float:
-    """How many bits a step gives, without the sign of a 0."""
-    return round(-row.trend, 2) + 0.0
-
-
 def _short_text(row: HeadroomHistory) -> str:
     text = (
         f"{row.where} has {row.bits:.1f} bits left (its largest magnitude is "
@@ -274,8 +163,8 @@ def _short_text(row: HeadroomHistory) -> str:
     )
 
 
-def _counts_text(counts: Underflow | None) -> str:
-    if counts is None:
-        return " " * 15
-    zeros, subnormals = counts.zeros / counts.numel, counts.subnormals / counts.numel
-    return f" {zeros:6.1%} {subnormals:7.1%}"
+def least_headroom(watches: Sequence[ModelWatch]) -> Headroom | None:
+    """Returns the least headroom of a step, or None if nothing was checked."""
+    peaks = [(watch, watch.recorder.least_headroom()) for watch in watches]
+    named = [headroom_of(watch, peak) for watch, peak in peaks if peak is not None]
+    return min(named, key=lambda headroom: headroom.bits, default=None)

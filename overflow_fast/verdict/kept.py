@@ -1,4 +1,4 @@
-"""What modules keep that any code may have read: non-finite buffers and attributes."""
+"""Non-finite buffers and attributes of modules, which any code may have read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..recording.labels import label_text
 from ..recording.watch import ModelWatch
 from ..torch_internals.module_internals import is_batch_norm
 from .calls import Calls
-from .handed import Bad
+from .outer_inputs import Bad
 from .verdict import BadFrame
 
 
@@ -26,7 +26,7 @@ def bad_buffers(first: BadFrame, bad: Bad, calls: Calls) -> list[str]:
         calls: The calls of all watched models.
 
     Returns:
-        Their names; not of those that only -inf makes non-finite, as masks are filled.
+        Their names; not of those whose only non-finite values are -inf, as in masks.
     """
     found = {name: True for watch in calls.watches for name in _with_nan(watch)}
     for frame in bad.values():
@@ -43,7 +43,7 @@ def bad_buffers(first: BadFrame, bad: Bad, calls: Calls) -> list[str]:
 
 
 def _with_nan(watch: ModelWatch) -> Iterator[str]:
-    """The buffers that hold a nan, also where buffers are not looked at."""
+    """Yields the buffers that hold a nan, also where buffers are not checked."""
     model = watch.model
     if model is not None:
         for name, buffer in zip(*watch.tensors.buffers(model, True), strict=True):
@@ -52,7 +52,7 @@ def _with_nan(watch: ModelWatch) -> Iterator[str]:
 
 
 def bad_attributes(first: BadFrame, calls: Calls) -> list[tuple[str, str]]:
-    """The modules that keep a nan in an attribute which is no buffer, and its name.
+    """Finds the modules that keep a nan in an attribute which is no buffer.
 
     Not those that were only called later. Incurs a CPU-GPU sync for each tensor.
     """
@@ -93,5 +93,5 @@ def _may_be_read(
         return False  # its statistics are only written to
     before = calls.last_of(watch, index, first.frame.order + 1)
     after = calls.last_of(watch, index, _C.Recorder.num_frames())
-    # Where it was finite, and its owner only called later, that has made it bad.
+    # Where it was finite, and its owner only called later, that call has made it bad.
     return was_bad or before is not None or after is None

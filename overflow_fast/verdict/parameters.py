@@ -1,4 +1,4 @@
-"""Who made weights, or gradients of parameters, bad."""
+"""The origin of bad weights, and of bad gradients of parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .. import _C
 from ..recording.batch import is_plain
 from ..recording.labels import label_text
 from .calls import joined, name_of
-from .hooked import hands_on, has_hooks, is_layer_of_torch
+from .hooked import has_hooks, is_layer_of_torch, only_calls_submodules
 from .verdict import (
     AFTER_BACKWARD,
     EARLIER_GRADIENTS,
@@ -25,10 +25,10 @@ from .verdict import (
 
 
 def given_weights(bad: BadFrame) -> list[_C.Entry]:
-    """The bad weights of a frame that its call cannot have written.
+    """Lists the bad weights of a frame that its call cannot have written.
 
     Weights are scanned when a call is over. Custom modules keep statistics in
-    parameters without a gradient, and change them when they are called.
+    parameters without a gradient, and change them in their forward.
     """
     module = bad.watch.module_at(bad.frame.module)
     if not bad.is_of_call or module is None or is_layer_of_torch(module):
@@ -42,12 +42,12 @@ def given_weights(bad: BadFrame) -> list[_C.Entry]:
 
 
 def origin_of_state(first: BadFrame, entry: _C.Entry, was_finite: bool) -> Origin:
-    """Who made a weight or a state of the optimizer bad, which is the first bad entry.
+    """Finds the origin of a bad weight, or state of the optimizer.
 
     Args:
         first: Its frame.
         entry: The entry.
-        was_finite: Whether it was seen finite before.
+        was_finite: True if it was seen finite before.
     """
     label, kind = label_text(entry.label), kind_of(entry.role)
     owner = name_of(first.watch, first.frame.module)
@@ -61,8 +61,8 @@ def origin_of_state(first: BadFrame, entry: _C.Entry, was_finite: bool) -> Origi
         return Origin("unclear", "unclear", maker, [label, *_writers(first), LOOP])
     if first.is_of_call and (writers := _writers(first)):
         maker = (
-            f"it is not known whether {label} was so before the step, or was written "
-            "within it"
+            f"it is not known whether {label} was non-finite before the step, or was "
+            "written within it"
         )
         return Origin("given", kind, maker, [label, *writers])
     if was_finite:
@@ -73,7 +73,7 @@ def origin_of_state(first: BadFrame, entry: _C.Entry, was_finite: bool) -> Origi
 
 
 def _is_bad_now(first: BadFrame, label: str) -> bool:
-    """Whether the model's own weight of that name is bad; incurs a CPU-GPU sync."""
+    """Returns whether the model's weight of a name is bad; incurs a CPU-GPU sync."""
     model = first.watch.model
     if model is None:
         return False
@@ -85,16 +85,17 @@ def _is_bad_now(first: BadFrame, label: str) -> bool:
 
 
 def _writers(first: BadFrame) -> list[str]:
-    """The modules whose own code, or hooks, may write to weights."""
+    """Lists the modules whose own code, or hooks, may write to weights."""
     return [
         name_of(first.watch, index)
         for index, module in first.watch.modules.present()
-        if has_hooks(module) or not (hands_on(module) or is_layer_of_torch(module))
+        if has_hooks(module)
+        or not (only_calls_submodules(module) or is_layer_of_torch(module))
     ]
 
 
 def origin_of_gradients(first: BadFrame, ordered: Sequence[BadFrame]) -> Origin:
-    """Who made gradients of parameters bad, while those of outputs were finite."""
+    """Finds the origin of bad gradients of parameters; those of outputs were finite."""
     bad, count = _bad_gradients(ordered)
     owners = list(dict.fromkeys(n.rpartition(".")[0] or "the model" for n in bad))
     others = [LOSS, AFTER_BACKWARD, HOOK, EARLIER_GRADIENTS, *_other_ranks()]
@@ -102,7 +103,7 @@ def origin_of_gradients(first: BadFrame, ordered: Sequence[BadFrame]) -> Origin:
         maker = (
             "the loss, the backward of any module, a hook on a gradient, gradients "
             "that were there before, or code after it: no gradient of an output was "
-            "looked at"
+            "checked"
         )
         return Origin("unclear", "unclear", maker, [*owners, *others])
     reduced = ", or what another rank had in its gradients" * bool(_other_ranks())
@@ -126,13 +127,13 @@ def origin_of_gradients(first: BadFrame, ordered: Sequence[BadFrame]) -> Origin:
 
 
 def _other_ranks() -> list[str]:
-    """The candidate that collectives of the training add to gradients."""
+    """Lists the candidate that collectives of the training add to gradients."""
     is_there = dist.is_available() and dist.is_initialized()
     return [OTHER_RANK] if is_there and dist.get_world_size() > 1 else []
 
 
 def _bad_gradients(ordered: Sequence[BadFrame]) -> tuple[list[str], int]:
-    """The parameters whose gradients are bad, and how many gradients there are."""
+    """Returns the parameters with bad gradients, and the number of gradients."""
     entries = [
         entry
         for bad in ordered
@@ -143,7 +144,7 @@ def _bad_gradients(ordered: Sequence[BadFrame]) -> tuple[list[str], int]:
 
 
 def around_gradients(ordered: Sequence[BadFrame]) -> tuple[list[str], list[str]]:
-    """The parameters whose gradients are bad, and the nearest whose are not."""
+    """Returns the parameters with bad gradients, and the nearest with finite ones."""
     dirty: list[str] = []
     clean: list[str] = []
     for bad in ordered:

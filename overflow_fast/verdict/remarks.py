@@ -1,4 +1,4 @@
-"""What else was seen at a bad call that may have to do with it."""
+"""Remarks on a bad call: the batch, fill values, negative variances."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..recording.labels import entry_label
 from .verdict import BadFrame
 
 # Masks are filled with the lowest finite number, or with nearly that.
-_NEAR_MAX = 0.999  # -3.4e38 is meant, and not what comes near by itself
+_NEAR_MAX = 0.999  # finds -3.4e38, not values that only come near
 
 
 def remarks_on(first: BadFrame) -> list[str]:
-    """What else was seen at the first bad call, in sentences.
+    """Writes what else was seen at the first bad call, in sentences.
 
     Incurs a CPU-GPU sync for each running variance on a device.
     """
@@ -22,18 +22,18 @@ def remarks_on(first: BadFrame) -> list[str]:
 
 
 def batch_remarks(first: BadFrame) -> list[str]:
-    """Where the batch is non-finite that a trainer has noted, in sentences.
+    """Writes where the batch that a trainer has noted is non-finite, in sentences.
 
     Incurs a CPU-GPU sync for each tensor of the batch.
     """
-    noted = first.watch.loop_batches.of(first.frame.batch)
+    noted = first.watch.inputs.loop_batches.of(first.frame.batch)
     is_batch_first = batch.is_batch_first(first.watch.model)
     places = None if noted is None else noted.bad_places(is_batch_first)
     return [f"The batch is non-finite: {', '.join(places)}."] if places else []
 
 
 def _sentinels(first: BadFrame) -> list[str]:
-    """Finite inputs that reach the end of their dtype, as finfo.min in a mask does."""
+    """Lists finite inputs that reach the end of their dtype, as finfo.min does."""
     sentences = []
     for entry in first.entries():
         stat, dtype = entry.stat, entry.dtype

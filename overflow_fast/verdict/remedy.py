@@ -1,8 +1,7 @@
-"""Which module to run in float32 so that a float16 overflow does not happen."""
+"""The search for a module that avoids a float16 overflow in float32."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -13,17 +12,13 @@ from ..core.module_kinds import (
     has_weights,
     is_dropout,
     is_linear,
-    is_normalization,
-    is_of_torch,
     is_small_step,
 )
 from ..core.names import named_modules
-from ..recording.watch import ModelWatch
 from .half_casts import may_leave_float32
+from .output_history import OutputHistory
 from .verdict import BadFrame, Verdict
 
-_MUCH_ROOM = 4  # bits
-_Course = tuple[float, ...]  # the largest magnitude of each of the last steps
 _LONG_HISTORY = 16  # frames: a norm that runs first in a block is among them
 
 
@@ -50,20 +45,20 @@ class Remedy:
 
 
 def remedy_for(frames: Sequence[BadFrame], verdict: Verdict) -> Remedy | None:
-    """Finds what to run in float32 where float16 has overflowed for certain.
+    """Finds the modules to run in float32 where float16 has certainly overflowed.
 
-    A module that multiplies and adds, no more, has a finite float32 result if what it
-    was given is finite. The smallest module around it that ends with a normalization
-    computes in one dtype then, and returns small values.
+    A module that only multiplies and adds has a finite float32 result if its inputs are
+    finite. The smallest module around it that ends with a normalization then computes
+    in one dtype, and returns small values.
 
     Args:
         frames: The bad frames of a step.
-        verdict: What they say.
+        verdict: The verdict on them.
 
     Returns:
         The remedy, or None if the overflow is not certain, or no such module is known.
     """
-    first = min(frames, key=lambda bad: bad.rank, default=None)
+    first = min(frames, key=lambda bad: bad.sequence, default=None)
     model = None if first is None else first.watch.model
     if first is None or model is None or not _is_overflow(first, verdict):
         return None
@@ -71,7 +66,7 @@ def remedy_for(frames: Sequence[BadFrame], verdict: Verdict) -> Remedy | None:
 
 
 def _is_overflow(first: BadFrame, verdict: Verdict) -> bool:
-    """Whether only float16's range can have made the first bad value."""
+    """Returns whether only float16's range can have made the first bad value."""
     entry, module = verdict.first, first.watch.module_at(first.frame.module)
     if entry is None or module is None or first.watch.prefix:
         return False
@@ -86,7 +81,7 @@ def _is_overflow(first: BadFrame, verdict: Verdict) -> bool:
 
 
 def _bad_outputs(bad: BadFrame) -> list[tuple[int, bool]]:
-    """The sizes of bad outputs, and whether they hold infs, as no norm returns."""
+    """Lists the sizes of bad outputs, and if they hold infs, as no norm returns."""
     infs = _C.POSITIVE_INF | _C.NEGATIVE_INF
     return [
         (entry.numel, bool(entry.nonfinite_kinds & infs))
@@ -95,49 +90,13 @@ def _bad_outputs(bad: BadFrame) -> list[tuple[int, bool]]:
     ]
 
 
-def _room_of_outputs(watch: ModelWatch) -> dict[str, float]:
-    """How many bits outputs had left in the last steps, where they were finite."""
-    room: dict[str, float] = {}
-    for name, history in _of_outputs(watch):
-        abs_max = max(filter(math.isfinite, history.recent), default=0.0)
-        bits = math.log2(history.last.limit / abs_max) if abs_max else 0.0
-        room[name] = min(bits, room.get(name, math.inf))
-    return room
-
-
-def _made_in_steps(watch: ModelWatch) -> dict[str, set[_Course]]:
-    """The largest magnitudes of each module's outputs in the last finite steps."""
-    made: dict[str, set[_Course]] = {}
-    for name, history in _of_outputs(watch):
-        made.setdefault(name, set()).add(tuple(history.recent))
-    return made
-
-
-def _of_outputs(watch: ModelWatch) -> Iterator[tuple[str, _C.HeadroomHistory]]:
-    """The histories of what forwards returned, with the modules' names."""
-    for history in watch.recorder.headroom():
-        place = history.last.place
-        is_output = place.label.role == _C.Role.OUTPUT
-        if place.kind == _C.FrameKind.FORWARD and is_output:
-            yield watch.name_at(place.module), history
-
-
-def _aligned(made: _Course, course: _Course) -> Iterator[tuple[_Course, _Course]]:
-    """The same steps of two courses, the second of which may have one step more.
-
-    So has that of a module that was called twice in the last step, and once was finite.
-    """
-    pairs = [(made, course), (made, course[:-1]), (made[1:], course[:-1])]
-    yield from (pair for pair in pairs if pair[0] and len(pair[0]) == len(pair[1]))
-
-
 def _is_origin(bad: BadFrame) -> bool:
-    """Whether a call returned something bad, and was given nothing bad."""
+    """Returns whether a call with finite inputs and weights has a bad output."""
     return bool(_bad_outputs(bad)) and not bad.has_bad_input and not bad.bad_weights()
 
 
 class _Search:
-    """Looks for a normalization behind the first bad call."""
+    """A search for a normalization behind the first bad call."""
 
     def __init__(
         self, first: BadFrame, frames: Sequence[BadFrame], model: nn.Module
@@ -148,15 +107,15 @@ class _Search:
         batch = first.frame.batch
         self._before = {
             watch.name_at(frame.module)
-            for frame in watch.before
+            for frame in watch.frames.before
             if frame.batch == batch and frame.kind == _C.FrameKind.FORWARD
         }
-        self._is_history_long = len(watch.before) >= _LONG_HISTORY or any(
-            frame.opens_batch for frame in watch.before
+        self._is_history_long = len(watch.frames.before) >= _LONG_HISTORY or any(
+            frame.opens_batch for frame in watch.frames.before
         )
         calls = [
             bad
-            for bad in sorted(frames, key=lambda bad: bad.rank)
+            for bad in sorted(frames, key=lambda bad: bad.sequence)
             if bad.watch is watch and bad.frame.batch == batch
             if bad.frame.kind == _C.FrameKind.FORWARD
         ]
@@ -164,8 +123,7 @@ class _Search:
         self._returned = {
             watch.name_at(bad.frame.module): _bad_outputs(bad) for bad in calls
         }
-        self._room = _room_of_outputs(watch)
-        self._made = _made_in_steps(watch)
+        self._history = OutputHistory(watch)
         self._origins = [
             name
             for bad in calls
@@ -174,7 +132,7 @@ class _Search:
         ]
 
     def remedy(self) -> Remedy | None:
-        """The smallest part of the model that can run in float32 by itself."""
+        """Finds the smallest part of the model that can run in float32 by itself."""
         end = self._end_in_sequence()
         if end and self._is_whole([self._name, end]):
             return Remedy([self._name], [end], end)
@@ -187,7 +145,7 @@ class _Search:
         return None
 
     def _end_in_sequence(self) -> str:
-        """The normalization behind it in an `nn.Sequential`, whose code is known."""
+        """Finds the normalization behind it in an `nn.Sequential`."""
         parent = self._name.rpartition(".")[0]
         is_sequence = type(self._modules[parent]) is nn.Sequential
         if not is_sequence or not self._is_called(parent):
@@ -195,48 +153,39 @@ class _Search:
         children = list(self._children(parent))
         place = [name for name, _ in children].index(self._name)
         for name, module in children[place + 1 :]:
-            if self._normalizes(name, module):
+            if self._history.normalizes(name, module):
                 return name
             if not is_small_step(module):
                 break
         return ""
 
     def _end_of(self, around: str) -> str:
-        """The normalization that ends a module's call, or ""."""
+        """Finds the normalization that ends a module's call, or ""."""
         end = self._last_in(around)
-        is_last = end and self._runs_last(end, around) and self._returns(end, around)
+        is_last = (
+            end
+            and self._runs_last(end, around)
+            and self._history.returns(end, around, self._modules)
+        )
         return end if is_last else ""
 
     def _last_in(self, around: str) -> str:
-        """The normalization behind which a module has no other weights, or ""."""
+        """Finds the normalization behind which a module has no other weights, or ""."""
         children = [child for child in self._children(around) if has_weights(child[1])]
-        if children and self._has_room_in(*children[-1]):
+        if children and self._history.has_room_in(*children[-1]):
             children.pop()
         if not children or not self._is_called(around):
             return ""
         name, module = children[-1]
-        return name if self._normalizes(name, module) else self._last_in(name)
-
-    def _normalizes(self, name: str, module: nn.Module) -> bool:
-        """Whether a module's class is a normalization's, and its outputs have been."""
-        if not is_normalization(module):
-            return False
-        if is_of_torch(module):
-            return True
-        weights = list(module.parameters())
-        sizes = [float(weight.detach().abs().max()) for weight in weights]
-        width = max((weight.numel() for weight in weights), default=0)
-        most = math.sqrt(width) * (1.01 + sum(sizes))
-        made = self._made.get(name, set())
-        return bool(made) and all(each <= most for recent in made for each in recent)
+        return name if self._history.normalizes(name, module) else self._last_in(name)
 
     def _is_called(self, name: str) -> bool:
-        return name in self._room or name in self._after
+        return name in self._history or name in self._after
 
     def _is_whole(self, names: Sequence[str]) -> bool:
-        """Whether modules stay in float32, and nothing else needs to.
+        """Returns whether modules stay in float32, and nothing else needs to.
 
-        Another call that made something bad of finite values overflows again. A layer
+        Another call that made a bad value of finite ones overflows again. A layer
         elsewhere that shares a weight, as a tied head does, runs in float32, too, and
         its outputs are cast back: they must have been far from overflowing.
         """
@@ -250,7 +199,10 @@ class _Search:
         }
         is_shared = any(
             shared & weights
-            and (shared & large or not self._has_room_in(name, self._modules[name]))
+            and (
+                shared & large
+                or not self._history.has_room_in(name, self._modules[name])
+            )
             for name, shared in sharing.items()
         )
         return (
@@ -259,47 +211,8 @@ class _Search:
             and not any(may_leave_float32(self._modules[name]) for name in names)
         )
 
-    def _returns(self, end: str, around: str) -> bool:
-        """Whether a module has returned what its normalization did, as far as seen.
-
-        Behind the normalization there may be a dropout, or a linear layer with room.
-        """
-        made = self._made.get(around, set())
-        known = set(self._made.get(end, ()))
-        for name, module in self._modules.items():
-            if name.startswith(f"{around}.") and name in self._made:
-                is_drop = is_dropout(module) and self._is_dropped(name, end)
-                if is_drop or self._has_room_in(name, module):
-                    known |= self._of_same_steps(made, self._made[name])
-        return bool(made) and made <= known
-
-    def _of_same_steps(self, made: set[_Course], courses: set[_Course]) -> set[_Course]:
-        """What was made that courses show, too, but for their last step."""
-        return {
-            one
-            for one in made
-            for course in courses
-            if any(a == b for a, b in _aligned(one, course))
-        }
-
-    def _is_dropped(self, name: str, end: str) -> bool:
-        """Whether a dropout has returned what may be a normalization's output."""
-        module = self._modules[name]
-        p = getattr(module, "p", 1.0)
-        most = 1.01 / (1 - p) if module.training and p < 1 else 1.0
-        return any(
-            all(b <= most * a for a, b in zip(*pair, strict=True))
-            for made in self._made.get(end, ())
-            for course in self._made.get(name, ())
-            for pair in _aligned(made, course)
-        )
-
-    def _has_room_in(self, name: str, module: nn.Module) -> bool:
-        """Whether it is a linear layer whose outputs have been far from overflowing."""
-        return is_linear(module) and self._room.get(name, 0.0) >= _MUCH_ROOM
-
     def _runs_last(self, end: str, around: str) -> bool:
-        """Whether nothing that was seen to run speaks against it."""
+        """Returns whether a normalization may run last, by the calls that were seen."""
         is_known = end in self._after or self._is_history_long
         if end in self._before or not is_known:
             return False
@@ -312,10 +225,10 @@ class _Search:
         ) and not any(self._computes(name) for name in behind[1:])
 
     def _computes(self, name: str) -> bool:
-        """Whether a module of its own weights may make large values."""
+        """Returns whether a module with weights of its own may make large values."""
         module = self._modules[name]
         has_own = any(True for _ in module.parameters(recurse=False))
-        return has_own and not self._has_room_in(name, module)
+        return has_own and not self._history.has_room_in(name, module)
 
     def _children(self, name: str) -> Iterator[tuple[str, nn.Module]]:
         for key, child in self._modules[name].named_children():

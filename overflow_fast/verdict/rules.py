@@ -1,4 +1,4 @@
-"""Which non-finite values are expected: `allow={"*.attn:output": "-inf"}`."""
+"""Rules for expected non-finite values: `allow={"*.attn:output": "-inf"}`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _ROOTS = [kind_of(role) for role in _C.Role.__members__.values()]
 
 
 class EntryName(NamedTuple):
-    """Where a value stands, as rules name it.
+    """The place of a value, as rules name it.
 
     Attributes:
         fqn: The qualified name of the module.
-        label: What of it, such as `input.attn_mask`, `output[0]` or `weight.bias`.
+        label: The entry, such as `input.attn_mask`, `output[0]` or `weight.bias`.
     """
 
     fqn: str
@@ -73,13 +73,13 @@ class Rules:
     """The rules of a guard.
 
     Args:
-        allow: What is allowed, by "module:entry". The first is a pattern of qualified
-            names of modules, the second one of labels, in which `[x]`, `['x']` and `.x`
-            are the same. The values are "-inf", "+inf", "inf" for both, "nan", or
-            several of them.
+        allow: The allowed values, by "module:entry". The first is a pattern of
+            qualified names of modules, the second one of labels, in which `[x]`,
+            `['x']` and `.x` are the same. The values are "-inf", "+inf", "inf" for
+            both, "nan", or several of them.
 
     Raises:
-        TypeError, ValueError: If that is not what came.
+        TypeError, ValueError: If `allow` has another form.
     """
 
     def __init__(self, allow: Allow) -> None:
@@ -94,7 +94,7 @@ class Rules:
         return bool(self._rules)
 
     def check(self, names: Iterable[str]) -> None:
-        """Raises ValueError for a rule about modules of which there are none."""
+        """Raises ValueError for a rule that matches no module."""
         names = list(names)
         for rule in self._rules:
             if not any(fnmatchcase(name, rule.module) for name in names):
@@ -109,15 +109,15 @@ class Rules:
         self._rules += [_rule_of(text, kinds) for text, kinds in allow.items()]
 
     def to_dict(self) -> dict[str, str | list[str]]:
-        """The rules, as they may be given to `allow`."""
+        """Returns the rules, in the form that `allow` takes."""
         return {rule.text: kinds_text(rule.kinds) for rule in self._rules}
 
     def unused(self) -> list[str]:
-        """The rules that nothing has matched yet."""
+        """Lists the rules that nothing has matched yet."""
         return [rule.text for rule in self._rules if not rule.has_matched]
 
     def allowed(self, name: EntryName) -> int:
-        """Which kinds of non-finite values are allowed there, as bits."""
+        """Returns the kinds of non-finite values that a place may hold, as bits."""
         kinds = 0
         for rule in self._rules:
             is_there = fnmatchcase(name.fqn, rule.module)
@@ -127,16 +127,16 @@ class Rules:
         return kinds
 
     def put_on(self, watch: ModelWatch) -> None:
-        """Has a watch's recorder follow the rules."""
+        """Makes a watch's recorder follow the rules."""
         watch.follow_rules(self._reader if self else None)
 
     def _reader(self, names: Sequence[str]) -> Callable[[_C.Place], int]:
-        # Must not lead back to the recorder, which the collector cannot look into.
+        # Must not refer to the recorder, which the garbage collector cannot see into.
         return lambda place: self.allowed(entry_name(names, place))
 
 
 def kinds_text(kinds: int) -> str | list[str]:
-    """Writes kinds as `allow` takes them."""
+    """Writes kinds in the form that `allow` takes."""
     texts = [text for text in ("-inf", "+inf", "nan") if kinds & KINDS[text]]
     if kinds & KINDS["inf"] == KINDS["inf"]:
         texts = ["inf", *texts[2:]]

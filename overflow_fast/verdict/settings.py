@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-# What an optimizer divides by together with a root that may be 0.
+# Settings that an optimizer adds to a root that may be 0, and divides by.
 _EPS = ("eps", "epsilon")
 
 
@@ -26,10 +26,10 @@ class SettingRemark(str):
 def bad_settings(
     optimizers: Sequence[Optimizer], had_finite_gradients: bool = True
 ) -> list[str]:
-    """What in `param_groups` can have made weights non-finite, in sentences.
+    """Lists the settings in `param_groups` that can make weights non-finite.
 
     A number that is non-finite, and an epsilon that is 0 in the dtype of a group's
-    parameters. The latter is told only where the gradients of the step before were
+    parameters. The latter is listed only where the gradients of the step before were
     finite. Incurs a CPU-GPU sync for each setting that is a tensor on a device.
     """
     sentences: list[str] = []
@@ -41,7 +41,7 @@ def bad_settings(
 
 
 def nonfinite_settings(remarks: Iterable[str]) -> list[str]:
-    """The settings that are no finite numbers, of what `bad_settings()` has said."""
+    """Lists the settings that are no finite numbers, from those sentences."""
     return [each.setting for each in remarks if isinstance(each, SettingRemark)]
 
 

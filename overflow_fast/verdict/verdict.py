@@ -1,4 +1,4 @@
-"""What can be bad in a step, and what is said of it."""
+"""A step's bad entries, and the verdict on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOURCES = (
 
 
 class Outsider(str):
-    """One of `Verdict.candidates` that is no module."""
+    """A candidate of `Verdict.candidates` that is no module."""
 
 
 BATCH = Outsider("the batch")
@@ -36,7 +36,7 @@ OTHER_RANK = Outsider("another rank")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value came from; the fields are those of `Verdict`."""
+    """The origin of a value; the fields are those of `Verdict`."""
 
     origin: str
     source: str
@@ -58,7 +58,7 @@ class BadEntry:
         fqn: The qualified name of the module; of the tensor itself where it belongs to
             no call.
         class_name: The module's class, or "".
-        label: Which of the call's tensors, such as `output[0]`, or the tensor's name.
+        label: The entry of the call, such as `output[0]`, or the tensor's name.
         dtype: The tensor's dtype, such as "float16".
         num_nan: How many of its elements are nan.
         num_inf: How many are inf or -inf.
@@ -79,10 +79,10 @@ class BadEntry:
 
 @dataclass(frozen=True)
 class Headroom:
-    """How near a magnitude is to the largest number of its dtype.
+    """The distance of a magnitude from the largest number of its dtype.
 
     Attributes:
-        where: Whose magnitude it is.
+        where: The entry that has the magnitude.
         abs_max: The largest magnitude.
         limit: The largest finite number of the dtype.
         dtype: The dtype, such as "float16".
@@ -95,47 +95,47 @@ class Headroom:
 
     @property
     def bits(self) -> float:
-        """How often the magnitude could double: log2(limit / abs_max)."""
+        """The number of times that it could double: log2(limit / abs_max)."""
         return math.log2(self.limit / self.abs_max) if self.abs_max else math.inf
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found in a step.
+    """The findings of a step.
 
     Attributes:
         batch: The forward that the first bad frame belongs to, counted from 0.
         first: The first bad entry in execution order; None if the step is clean.
         origin: "made" by the module of `first`; "passed_on" by it, made before;
             "given", where the model's own inputs or weights were bad; "unclear".
-        source: What made it or held it first, where that is known, out of `SOURCES`:
+        source: The kind of its first maker or holder, where known, out of `SOURCES`:
             "module" (the code of one module's call), "caller" (a module's own code
             between the calls of its submodules), "loss" (code after the model),
             "batch" (the batch that a trainer took from its loader),
             "weight", "buffer" and "optimizer_state" (non-finite before the step),
             "after_backward" (gradients were changed between backward and the
             optimizer's step), or "unclear": one of `candidates`.
-        maker: Who made it, in words; the qualified name where it is a module.
-        candidates: All who can have made it: qualified names for modules (their code,
+        maker: The maker in words; the qualified name where it is a module.
+        candidates: All possible makers: qualified names for modules (their code,
             its backward, or modules within), "the model", "the loss" (code after the
             model), "the batch" (which includes labels), "the training loop", "code
             after backward", "a hook", "gradients from before" (this backward).
         after: The module whose call, or the gradient of whose output, was the last one
             seen before it where that is of use, or "".
-        unwatched: The modules within the maker that the guard does not look at.
-        batch_places: Where in the batch it is, or in what else the training loop handed
-            to the model, such as "`input.labels`, sample 3 of 8".
-        remarks: What else was seen that may have to do with it, in sentences.
+        unwatched: The modules within the maker that the guard does not watch.
+        batch_places: Its places in the batch, or in other inputs that the training loop
+            gave the model, such as "`input.labels`, sample 3 of 8".
+        remarks: Further observations that may explain it, in sentences.
         masks: The inputs of the first bad call that hold -inf and nothing worse; that
             is no alarm, since additive masks are made of it.
         allowed: Those that hold what a rule allows; see `allow` of `OverflowGuard`.
-        headroom: What the same entry's largest magnitude was when it was last finite.
+        headroom: The same entry's largest magnitude when it was last finite.
         num_bad_frames: How many calls, gradients and lists of tensors are bad.
         dirty_gradients: The parameters whose gradients are bad, in the model's order.
         clean_gradients: The nearest parameters around those whose gradients are clean.
-        is_recomputed: Whether it was finite in the forward, and bad when backward
+        is_recomputed: True if it was finite in the forward, and bad when backward
             computed that again.
-        reaches_loss: Whether the loss, or anything that the model returned, is bad.
+        reaches_loss: True if the loss, or any output of the model, is bad.
     """
 
     batch: int = 0
@@ -159,7 +159,7 @@ class Verdict:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing bad was found."""
+        """True if nothing bad was found."""
         return self.first is None
 
 
@@ -171,76 +171,79 @@ class BadFrame:
     frame: _C.Frame
 
     @property
-    def rank(self) -> tuple[bool, int]:
-        """Orders frames as they ran; the weights were what they are before the step."""
+    def sequence(self) -> tuple[bool, int]:
+        """The key that orders frames as they ran; weights, set before, come first."""
         return self.frame.kind != _C.FrameKind.WEIGHTS, self.frame.order
 
     @property
     def is_of_call(self) -> bool:
-        """Whether it is of a module's call, or of the gradient of its output."""
+        """True if it is of a module's call, or of the gradient of its output."""
         return self.frame.kind in FORWARDS or self.is_backward
 
     @property
     def is_backward(self) -> bool:
-        """Whether it is of the gradient of an output."""
+        """True if it is of the gradient of an output."""
         return self.frame.kind == _C.FrameKind.BACKWARD
 
     @property
     def is_gradient(self) -> bool:
-        """Whether it is of gradients: of an output, or of parameters."""
+        """True if it is of gradients: of an output, or of parameters."""
         return self.frame.kind in GRADIENTS
 
     def entries(self) -> list[_C.Entry]:
-        """The frame's entries."""
+        """Lists the frame's entries."""
         return self.watch.recorder.entries(self.frame)
 
     def bad_entries(self) -> list[_C.Entry]:
-        """The bad ones."""
+        """Lists the bad entries."""
         return [entry for entry in self.entries() if entry.is_bad]
 
     @property
     def has_bad_input(self) -> bool:
-        """Whether the call was given something bad."""
+        """True if an input of the call is bad."""
         return bool(self.bad_inputs())
 
     def bad_inputs(self) -> list[_C.Entry]:
-        """The bad ones among what a call was given."""
+        """Lists the bad inputs of a call."""
         return [each for each in self.bad_entries() if each.role == _C.Role.INPUT]
 
     def bad_weights(self) -> list[_C.Entry]:
-        """The bad ones among weights."""
+        """Lists the bad weights."""
         return [each for each in self.bad_entries() if each.role == _C.Role.WEIGHT]
 
 
 def collect(watches: Sequence[ModelWatch]) -> list[BadFrame]:
-    """Takes all bad frames there are, of evaluations too. Incurs the sync."""
+    """Takes all bad frames, of evaluations too. Incurs one CPU-GPU sync per device."""
     frames = []
     for watch in watches:
-        watch.send()
-        watch.receive(is_lagged=False)
-        bad = watch.take_bad(_C.Recorder.num_frames()) + watch.take_evaluated()
+        watch.frames.send()
+        watch.frames.receive(is_lagged=False)
+        bad = (
+            watch.frames.take_bad(_C.Recorder.num_frames())
+            + watch.frames.take_evaluated()
+        )
         frames += [BadFrame(watch, frame) for frame in bad]
     return frames
 
 
 def leading_frame(frames: Sequence[BadFrame]) -> BadFrame:
-    """The first frame of a call, or the first of all if no call was bad."""
-    return min(frames, key=lambda bad: (not bad.is_of_call, bad.rank))
+    """Returns the first frame of a call, or the first of all if no call was bad."""
+    return min(frames, key=lambda bad: (not bad.is_of_call, bad.sequence))
 
 
 def kind_of(role: _C.Role) -> str:
-    """What has this role: see `BadEntry.kind`."""
+    """Returns the kind of a role: see `BadEntry.kind`."""
     return role.name.lower()
 
 
 def headroom_of(watch: ModelWatch, peak: _C.Peak) -> Headroom:
-    """Names a recorder's peak."""
+    """Makes the headroom of a recorder's peak."""
     where = where_of(watch, peak.place)
     return Headroom(where, peak.abs_max, peak.limit, peak.dtype)
 
 
 def where_of(watch: ModelWatch, place: _C.Place) -> str:
-    """Names where an entry stands: see `Headroom.where`."""
+    """Names the place of an entry: see `Headroom.where`."""
     text = entry_label(place)
     if place.kind in (*FORWARDS, _C.FrameKind.BACKWARD):
         return f"{text} of {watch.name_at(place.module) or 'the model'}"

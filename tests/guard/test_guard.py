@@ -279,7 +279,7 @@ def test_what_came_near_the_end_of_its_dtype_is_told():
     assert report.least_headroom.where == "output of 0"
     assert report.least_headroom.abs_max == 6e4
     assert (
-        "What came nearest to the end of its dtype without reaching it: output of 0, "
+        "The finite value nearest to the end of its dtype: output of 0, "
         "0.1 bits below." in flat(report)
     )
 
@@ -297,9 +297,9 @@ def test_a_report_reads_as_text_and_as_json():
         "Step 0 is not finite: `output` of blocks.1.fc2 (Linear) holds 1 inf.\n"
         "The optimizer step is not made: NonFiniteError is raised before it.\n"
         "1 of its 32 float32 values is non-finite.\n"
-        "Bad gradients: "
+        "Non-finite gradients: "
     )
-    assert "\nWhat blocks.1.fc2 was given was finite: it arose in" in paragraph
+    assert "\nThe inputs of blocks.1.fc2 were finite: it arose in" in paragraph
     assert "What to try: " not in paragraph  # nothing is known that helps
     assert frames.startswith("Detected inf/nan during batch_number=0\nLast 7 forward")
     data = json.loads(report.to_json())
@@ -410,5 +410,5 @@ def test_a_mask_is_no_alarm_and_not_blamed_in_vain(by_keyword):
     label = "input.mask" if by_keyword else "input[1]"
     assert report.verdict.maker == "attention"
     assert report.verdict.masks == [label]
-    said = f"was finite but for the -inf in {label}: it arose in attention's own code"
+    said = f"were finite except -inf in {label}: it arose in attention's own code"
     assert said in flat(report)

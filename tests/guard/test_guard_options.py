@@ -7,7 +7,7 @@ from torch import nn
 
 from overflow_fast import OverflowGuard
 from overflow_fast.guard.overhead import OverheadTimer
-from overflow_fast.recording import watch
+from overflow_fast.recording import unjudged_frames
 from overflow_fast.recording.schedule import ScanLevel, WatchSchedule
 from overflow_fast.report.report import Cost
 
@@ -362,7 +362,7 @@ def test_an_optimizer_of_another_model_is_told_of(caplog):
 
 
 def test_a_guard_that_never_judges_says_so(caplog, monkeypatch):
-    monkeypatch.setattr(watch, "_MANY_UNJUDGED", 5)
+    monkeypatch.setattr(unjudged_frames, "_MANY_UNJUDGED", 5)
     model, optimizer = make()
     with OverflowGuard(model) as guard:
         for batch in batches(4):
@@ -374,11 +374,11 @@ def test_a_guard_that_never_judges_says_so(caplog, monkeypatch):
         for batch in batches(4):
             train_step(model, optimizer, batch)
     (record,) = caplog.records
-    assert "5 forwards, and none was judged: the guard" in record.getMessage()
+    assert "5 forwards ran, and none was judged." in record.getMessage()
 
 
 def test_evaluations_are_judged_without_anybody(caplog, monkeypatch):
-    monkeypatch.setattr(watch, "_MANY_UNJUDGED", 5)
+    monkeypatch.setattr(unjudged_frames, "_MANY_UNJUDGED", 5)
     model, _ = make()
     with OverflowGuard(model), torch.no_grad():
         for x, y in batches(9):

@@ -466,7 +466,7 @@ def test_no_error_of_its_own_comes_out(call, fault):
     guard.remove()
 
 
-HOOKS = ["_before_step", "_choose_watch", "_end_step", "_record_root", "_end_batch"]
+HOOKS = ["_before_step", "_choose_watch", "_end_step", "_record_root", "_begin_batch"]
 
 
 @pytest.mark.parametrize("method", HOOKS)

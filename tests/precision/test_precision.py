@@ -180,7 +180,7 @@ def test_a_module_that_shares_a_weight_runs_in_float32_too():
     assert out.dtype == torch.bfloat16
 
 
-def test_a_shared_weight_of_a_module_with_others_is_told():
+def test_a_shared_weight_of_a_module_with_others_is_reported():
     model = Tied().bfloat16()
     model.body.embed_weight = model.embed.weight
     with pytest.raises(ValueError, match=r"body shares a weight .* its weight is half"):
@@ -199,7 +199,7 @@ def test_gradients_are_cast_with_their_weights():
     torch.optim.AdamW(model.parameters()).step()
 
 
-def test_weights_that_cannot_be_cast_are_told():
+def test_weights_that_cannot_be_cast_are_reported():
     lazy = nn.Sequential(nn.LazyLinear(4, dtype=torch.float16))
     with pytest.raises(ValueError, match=r"0.weight is not initialized yet: run"):
         keep_in_fp32(lazy, ["0"])
@@ -472,7 +472,7 @@ def test_a_guard_sees_what_the_module_returns(graphs):
         assert row.abs_max > 65504
 
 
-def test_wrong_arguments_are_told():
+def test_wrong_arguments_are_reported():
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got int"):
         keep_in_fp32(3, ["2"])
     with pytest.raises(TypeError, match="names must be a list of names, got the str"):

@@ -222,7 +222,9 @@ def package_without_its_extension(tmp_path, files=()):
         (tmp_path / name).write_text("")
     script = tmp_path / "script.py"
     script.write_text(IMPORTS_ANEW)
-    return python(str(script), cwd=tmp_path).stderr.strip().splitlines()[-1]
+    # The message has several lines, behind those of the error that caused it.
+    error = python(str(script), cwd=tmp_path).stderr
+    return "ImportError: " + error.rpartition("\nImportError: ")[2].strip()
 
 
 def test_a_checkout_that_is_not_built(tmp_path):

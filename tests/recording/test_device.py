@@ -326,7 +326,7 @@ def test_memory_that_a_graph_writes_to_outlives_the_detector(emulated):
 # What may go wrong.
 
 
-def test_a_launch_that_fails_is_told_and_the_program_goes_on(emulated, caplog):
+def test_a_launch_that_fails_is_reported_and_the_program_goes_on(emulated, caplog):
     model = nn.Linear(4, 4)
     detector = watch(model)
     emulated.state.fails_scans = True
@@ -346,7 +346,7 @@ def test_a_launch_that_fails_is_told_and_the_program_goes_on(emulated, caplog):
 
 @by_every_step_end
 @pytest.mark.parametrize("sync", SYNCS)
-def test_a_device_that_is_lost_is_told_and_leaves_no_stale_slots(
+def test_a_device_that_is_lost_is_reported_and_leaves_no_stale_slots(
     emulated, sync, variant
 ):
     model = nn.Linear(4, 4)
@@ -364,7 +364,7 @@ def test_a_device_that_is_lost_is_told_and_leaves_no_stale_slots(
     assert "device lost" not in detector.frames[-1]
 
 
-def test_a_device_that_is_lost_before_the_check_of_a_graph_is_told(emulated):
+def test_a_device_that_is_lost_before_the_check_of_a_graph_is_reported(emulated):
     detector = captured(emulated, nn.Linear(4, 4), CLEAN.clone())
     emulated.replay()
     emulated.state.fails_streams = 1
@@ -388,7 +388,7 @@ def test_slots_that_could_not_be_sent_are_not_used_again(emulated, variant):
 
 
 @by_every_step_end
-def test_memory_that_cannot_be_had_is_told_and_asked_for_in_the_next_step(
+def test_memory_that_cannot_be_had_is_reported_and_asked_for_in_the_next_step(
     emulated, variant
 ):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

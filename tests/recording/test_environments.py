@@ -120,7 +120,7 @@ def test_scripted_modules_are_not_seen_and_said_so(caplog):
     model.blocks[1] = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
     with caplog.at_level(logging.WARNING, "overflow_fast"):
         guard = OverflowGuard(model, optimizer, "warn")
-    assert "3 scripted modules are not looked at" in caplog.text
+    assert "3 scripted modules are not checked" in caplog.text
     with guard:
         train(model, optimizer, batches(1))
         assert guard.last_report is None
@@ -237,7 +237,7 @@ def test_a_device_map_of_accelerate():
 # Autograd that is compiled.
 
 
-def test_compiled_autograd_is_told_of_where_it_leaves_gradients_out(caplog):
+def test_compiled_autograd_is_reported_where_it_leaves_gradients_out(caplog):
     def run(is_compiled):
         torch._dynamo.reset()
         model, optimizer = make(depth=1)

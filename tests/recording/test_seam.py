@@ -14,7 +14,7 @@ from overflow_fast import _C, OverflowGuard
 from overflow_fast.report.frames import BackwardFrame, frames_text
 from overflow_fast.report.origin import who_made_it
 from overflow_fast.report.report import Report
-from overflow_fast.verdict import remedy
+from overflow_fast.verdict import output_history, remedy
 from overflow_fast.verdict.settings import bad_settings, nonfinite_settings
 from overflow_fast.verdict.verdict import LOOP, BadEntry, BadFrame, Verdict
 
@@ -124,7 +124,7 @@ def test_a_parameter_called_output_is_no_output(watch):
     watch, bad = watch
     finite = {history.last.place.label.name for history in watch.recorder.headroom()}
     assert "output" in finite  # the parameter; what was returned is inf
-    assert list(remedy._of_outputs(watch)) == []
+    assert list(output_history._of_outputs(watch)) == []
     assert [size for size, _ in remedy._bad_outputs(BadFrame(watch, bad[0]))] == [8]
 
 
@@ -136,7 +136,7 @@ def test_labels_are_equal_by_role_and_parts(watch):
         assert [label == other for other in again] == [i == j for j in range(5)]
 
 
-def test_frames_of_gradients_are_not_told_by_their_text():
+def test_frames_of_gradients_are_not_known_by_their_text():
     assert "Last 1 forward frames:" in frames_text(0, ["b (backward) Linear"])
     assert "Last 1 frames:" in frames_text(0, [BackwardFrame("b Linear")])
 
@@ -165,7 +165,7 @@ def test_the_training_loop_is_no_module_of_that_name():
     assert "in the training loop's own code." in who_made_it(first, of_module)
 
 
-def test_settings_are_not_told_by_their_text():
+def test_settings_are_not_known_by_their_text():
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=INF)
     remarks = bad_settings([optimizer])

@@ -91,7 +91,7 @@ def test_a_clean_run_leaves_nothing(tmp_path):
     model, optimizer = make()
     with OverflowGuard(model, optimizer, evidence=tmp_path / "bad") as guard:
         train(model, optimizer, batches(3))
-        assert guard._loop.watches[0].batches == {}
+        assert guard._loop.watches[0].inputs.batches == {}
     assert not (tmp_path / "bad").exists()
 
 
@@ -106,7 +106,7 @@ def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path, caplog):
     assert "Evidence" not in str(guard.last_report)
 
 
-def test_without_safetensors_it_is_told_at_once(tmp_path, monkeypatch):
+def test_without_safetensors_it_is_reported_at_once(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     model, optimizer = make()
     with pytest.raises(ImportError, match="pip install safetensors"):

@@ -221,7 +221,7 @@ def test_a_write_raises_the_version():
     assert tensors.version_of(tensor) > before
 
 
-def test_transforms_and_traces_are_told():
+def test_transforms_and_traces_are_reported():
     seen = []
 
     def look(x):

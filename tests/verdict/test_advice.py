@@ -462,7 +462,7 @@ def test_a_bad_batch(value):
     report = warned(model, optimizer, (x, y))
     assert report.verdict.batch_places == ["`input[0]`, sample 2 of 4 (from 0)"]
     place = "`input[0]`, sample 2 of 4 (from 0)"
-    assert advice_of(report) == [f"What to try: look at {place}."]
+    assert advice_of(report) == [f"What to try: check {place}."]
 
 
 class Tower(nn.Module):

@@ -450,7 +450,7 @@ def test_minus_inf_in_a_bias_is_a_possibility(is_root, is_inner):
     assert verdict.origin == "unclear"
     name = "the model" if is_root else "attn"
     assert set(verdict.candidates) >= {name, *HANDED_OVER}
-    assert "which handed over -inf in `input[1]`" in verdict.maker
+    assert "which passed on -inf in `input[1]`" in verdict.maker
 
 
 class Data:
@@ -488,7 +488,7 @@ def test_what_nobody_looked_into_is_not_called_finite(wrap, has_layer, is_keywor
     assert verdict.origin == "unclear"
     assert set(verdict.candidates) == {"the model", *HANDED_OVER}
     label = "input.d" if is_keyword else "input[0]"
-    assert f"{label} of the model was not looked into" in verdict.maker
+    assert f"{label} of the model was not searched" in verdict.maker
     if is_keyword:
         return
     model = nn.Sequential(Reads(has_layer))
@@ -598,7 +598,7 @@ def test_what_the_loop_computed_is_not_said_to_be_the_batchs(compute):
     assert report.verdict.source == "unclear"
     assert report.verdict.candidates == HANDED_OVER
     said = " ".join(report.sentences())
-    assert "It was non-finite when the model was given it: it came from the" in said
+    assert "It was non-finite when the model received it: it came from the" in said
     assert "before the step" not in said and "data" not in said
 
 
@@ -932,7 +932,7 @@ def test_gradients_of_outputs_that_nobody_saw_are_not_called_finite():
 
     verdict = verdict_of(model, loss_of, record=False)
     assert verdict.origin == "unclear"
-    assert "no gradient of an output was looked at" in verdict.maker
+    assert "no gradient of an output was checked" in verdict.maker
     assert "the loss" in verdict.candidates
 
 

@@ -138,7 +138,7 @@ def test_what_has_overflowed_fits_nothing():
 
 def test_before_the_first_step_there_is_nothing():
     assert str(OverflowGuard(nn.Linear(1, 1)).headroom()) == (
-        "Nothing has been looked at yet."
+        "Nothing has been checked yet."
     )
 
 
@@ -457,7 +457,7 @@ def test_an_exporter_that_fails_stops_nothing(said):
         ({"metrics": [print, 3]}, TypeError, "metrics must be a callable .* got int"),
     ],
 )
-def test_wrong_arguments_are_told(arguments, error, message):
+def test_wrong_arguments_are_reported(arguments, error, message):
     with pytest.raises(error, match=message):
         OverflowGuard(nn.Linear(1, 1), **arguments)
 

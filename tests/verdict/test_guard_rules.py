@@ -222,12 +222,12 @@ def test_rules_hold_in_compiled_code():
         ({"*.atn:output": "-inf"}, ValueError, r"no module's name matches '\*\.atn'"),
     ],
 )
-def test_wrong_rules_are_told(allow, error, message):
+def test_wrong_rules_are_reported(allow, error, message):
     with pytest.raises(error, match=message):
         OverflowGuard(attention()[0], allow=allow)
 
 
-def test_a_rule_that_matches_nothing_is_told_in_the_coverage():
+def test_a_rule_that_matches_nothing_is_reported_in_the_coverage():
     model, optimizer = attention()
     allow = {**ALLOWED, "out:output": "nan"}
     with OverflowGuard(model, optimizer, allow=allow) as guard:
@@ -493,7 +493,7 @@ def test_the_report_gives_the_sign_and_the_rule():
         text = str(guard.last_report)
         assert "holds 4 -inf.\n" in text
         rule = """allow={"layers.0.attn:output['scores']": '-inf'}"""
-        assert f"What to try: if this is meant, as a mask is, {rule}" in flat(text)
+        assert f"What to try: if this is intended, as in a mask, {rule}" in flat(text)
         for layer in model.layers:
             layer["attn"].fill = torch.tensor([INF, -INF, 0.0, 1.0])
         run(model, optimizer)
@@ -501,7 +501,7 @@ def test_the_report_gives_the_sign_and_the_rule():
 
 
 @pytest.mark.parametrize("steps, error", [(0, ValueError), (1.5, TypeError)])
-def test_a_wrong_number_of_steps_is_told(steps, error):
+def test_a_wrong_number_of_steps_is_reported(steps, error):
     guard = OverflowGuard(Net())
     with pytest.raises(error, match="steps must be"):
         guard.learn(steps)
@@ -520,4 +520,4 @@ def test_what_is_allowed_is_said_where_it_did_harm():
         model(torch.full((1, 2), 3.0))
         report = guard.check()
     assert report.verdict.maker == "1"
-    assert "was finite but for what is allowed in input[0]: it arose" in flat(report)
+    assert "were finite except allowed values in input[0]: it arose" in flat(report)

@@ -1,4 +1,4 @@
-"""Bad values that a call was handed: by the batch, the training loop or a caller."""
+"""The origin of bad inputs: the batch, the training loop or a caller."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .verdict import BATCH, LOOP, BadFrame, Origin
 Bad = Mapping[tuple[int, int], BadFrame]  # by watch and order
 
 
-def handed(outermost: Called, bad: Bad, calls: Calls) -> Origin:
-    """Who handed bad inputs to an outermost call: the batch, or the training loop."""
+def origin_of_inputs(outermost: Called, bad: Bad, calls: Calls) -> Origin:
+    """Finds the origin of an outermost call's bad inputs: the batch, or the loop."""
     watch, call = outermost
     frame = bad[id(watch), call.order]
     around = list(ancestors(watch, call.module))
-    unwatched = [i for i in around if not watch.selection.takes(watch.names[i])]
+    unwatched = [i for i in around if not watch.modules.is_selected(i)]
     if call.kind == _C.FrameKind.RECOMPUTED:
         names = [name_of(watch, index) for index in around] or [outermost.name]
         maker = f"code that backward ran again: {joined(names)}"
@@ -33,20 +33,20 @@ def handed(outermost: Called, bad: Bad, calls: Calls) -> Origin:
         names = [name_of(watch, index) for index in unwatched] or [outermost.name]
         maker = f"{_batch_words(frame)}, the training loop, or {joined(names)}"
         return Origin("unclear", "unclear", maker, [*names, BATCH, LOOP])
-    return _handed_over(outermost, frame, frame.bad_inputs(), calls)
+    return _origin_of_given(outermost, frame, frame.bad_inputs(), calls)
 
 
-def _handed_over(
+def _origin_of_given(
     outermost: Called, frame: BadFrame, inputs: Sequence[_C.Entry], calls: Calls
 ) -> Origin:
-    """The batch if a trainer has noted that it was bad, else what the loop may do."""
+    """Makes the origin: the batch if a trainer has noted it as bad, else the loop's."""
     places = [_place_in_loop(frame, entry.label) for entry in inputs]
     if all(places):
         return _of_batch(places, outermost)
     is_computed = all(entry.is_computed for entry in inputs)
     before = calls.before(outermost, None)
     after = "" if before is None else before.name
-    loop = frame.watch.loop_batches.of(outermost.call.batch)
+    loop = frame.watch.inputs.loop_batches.of(outermost.call.batch)
     if is_computed or (loop is not None and loop.bad_places() == []):
         where = f"between {after} and" if after else "before"
         maker = f"the training loop, {where} {outermost.name}"
@@ -57,7 +57,7 @@ def _handed_over(
 
 
 def _is_written(frame: BadFrame) -> bool:
-    """Whether the model may have written to what it was handed."""
+    """Returns whether the model may have written to its inputs."""
     if never_writes(frame.watch.module_at(frame.frame.module)):
         return False
     return any(
@@ -67,40 +67,42 @@ def _is_written(frame: BadFrame) -> bool:
 
 
 def _held(frame: BadFrame, label: _C.Label) -> batch.Held:
-    """What a root was handed by the training loop."""
+    """Returns an input that the training loop gave a root."""
     return batch.find(_given(frame), label)
 
 
 def _given(frame: BadFrame) -> batch.Given:
-    """All that a root was handed by the training loop."""
-    given = None if frame.frame.module else frame.watch.given.get(frame.frame.batch)
+    """Returns all inputs that the training loop gave a root."""
+    given = (
+        None if frame.frame.module else frame.watch.inputs.given.get(frame.frame.batch)
+    )
     return given or (None, None)
 
 
 def _of_batch(places: list[str], outermost: Called) -> Origin:
-    maker = f"the batch, as {outermost.name} was given it: {', '.join(places)}"
+    maker = f"the batch, as {outermost.name} received it: {', '.join(places)}"
     return Origin("given", "batch", maker, [BATCH], batch_places=places)
 
 
 def _of_batch_or_loop(places: list[str], outermost: Called, after: str) -> Origin:
-    """What the loop hands over may be the batch, or be computed from anything."""
+    """Makes the origin of a loop's input: the batch, or computed from anything."""
     maker = "the batch or from the training loop"
     maker += f" after {after}" if after else ""
-    maker += f", as {outermost.name} was given it" if outermost.call.module else ""
+    maker += f", as {outermost.name} received it" if outermost.call.module else ""
     maker += f": {', '.join(places)}"
     candidates: list[str] = [BATCH, LOOP]
     return Origin("given", "unclear", maker, candidates, after, batch_places=places)
 
 
 def _batch_words(frame: BadFrame) -> str:
-    """The batch, by the labels of what is bad in it."""
+    """Names the batch, with the labels of the bad tensors in it."""
     labels = [entry_label(entry.place) for entry in frame.bad_inputs()]
     return f"the batch ({', '.join(labels)})"
 
 
 def _place_in_loop(frame: BadFrame, label: _C.Label) -> str:
-    """Where an input of an outermost call is in the batch of the trainer, or ""."""
-    loop = frame.watch.loop_batches.of(frame.frame.batch)
+    """Returns the place of an outermost call's input in the trainer's batch, or ""."""
+    loop = frame.watch.inputs.loop_batches.of(frame.frame.batch)
     if loop is None:
         return ""
     is_batch_first = batch.is_batch_first(frame.watch.model)
@@ -117,17 +119,17 @@ def _place(frame: BadFrame, label: _C.Label) -> str:
     return f"`{label_text(label)}`{batch.samples(tensor, are_samples)}"
 
 
-def handed_unseen(
+def origin_of_unsearched(
     called: Called, frame: BadFrame | None, name: str, calls: Calls
 ) -> Origin | None:
-    """A call may have been given it in what nobody has looked into: by whom?"""
+    """Makes the origin where a call's input that was not searched may be bad."""
     if is_layer_of_torch(called.watch.module_at(called.call.module)):
         return None
     around = calls.chain(called)[1:]
     outermost = around[-1] if around else called
     given = None
     if not outermost.call.module:
-        given = outermost.watch.given.get(outermost.call.batch)
+        given = outermost.watch.inputs.given.get(outermost.call.batch)
     labels = batch.unseen(given or (None, None))
     is_known = bool(given) and not around
     own = [] if frame is None else _unseen_inputs(frame, is_known)
@@ -144,15 +146,15 @@ def handed_unseen(
     candidates = list(dict.fromkeys([name, *givers, *hidden, *outside]))
     where = ", ".join(labels or own)
     of = outermost.name if labels else name
-    maker = f"{joined(candidates)}; {where} of {of} was not looked into"
+    maker = f"{joined(candidates)}; {where} of {of} was not searched"
     return Origin("unclear", "unclear", maker, candidates)
 
 
 def _unseen_inputs(frame: BadFrame, is_known: bool) -> list[str]:
-    """What was not looked into of what a call was given, where that may be the data.
+    """Lists the inputs of a call that were not searched, where they may be the data.
 
-    Tensors that are not scanned are; what is no tensor, where nothing else was given
-    and its type is not known.
+    Tensors that are not scanned may be; objects only where there is no other input
+    and their type is not known.
     """
     inputs = [each for each in frame.entries() if each.role == _C.Role.INPUT]
     odd = _of_kind(inputs, _C.EntryKind.NOT_SCANNED)
@@ -165,10 +167,10 @@ def _of_kind(entries: Sequence[_C.Entry], kind: _C.EntryKind) -> list[_C.Entry]:
     return [entry for entry in entries if entry.kind == kind]
 
 
-def minus_infs(
+def origin_of_minus_infs(
     called: Called, frame: BadFrame, name: str, bad: Bad, calls: Calls
 ) -> Origin | None:
-    """A call was given -inf that may be no mask: it, or who handed it that?"""
+    """Makes the origin where a call's inputs hold -inf that may be no mask."""
     inputs = _minus_inf_inputs(frame)
     if not inputs:
         return None
@@ -177,7 +179,8 @@ def minus_infs(
     root = bad.get((id(outermost.watch), outermost.call.order))
     module = called.watch.module_at(called.call.module)
     if not around and isinstance(module, nn.Linear) and not has_pre_hooks(module):
-        return _handed_over(called, frame, inputs, calls)  # nothing finite comes of it
+        # No output can be finite then.
+        return _origin_of_given(called, frame, inputs, calls)
     is_given = any(_is_mask(frame, entry.label) is False for entry in inputs)
     givers = [each.name for each in around] if is_given else []
     places = []
@@ -189,7 +192,7 @@ def minus_infs(
         return None
     outside = [BATCH, LOOP] if places or root is None else []
     candidates = list(dict.fromkeys([name, *givers, *outside]))
-    maker = f"{name}, or {joined(candidates[1:])}, which handed over -inf"
+    maker = f"{name}, or {joined(candidates[1:])}, which passed on -inf"
     maker += f" in {', '.join(places)}" if places else ""
     return Origin("unclear", "unclear", maker, candidates, batch_places=places)
 
@@ -204,7 +207,7 @@ def _minus_inf_inputs(frame: BadFrame) -> list[_C.Entry]:
 
 
 def _is_mask(frame: BadFrame, label: _C.Label) -> bool | None:
-    """Whether an input that holds -inf is an additive mask; None if it may be one.
+    """Returns whether an input that holds -inf is an additive mask; None if it may be.
 
     A mask holds 0 besides, and comes with something to mask.
     """
