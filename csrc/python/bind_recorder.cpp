@@ -131,6 +131,7 @@ void bind_recorder(py::module_& m) {
       .def("take_step_results", &Recorder::take_step_results)
       .def("forget_parameters", &Recorder::forget_parameters)
       .def_readwrite("counts_underflow", &Recorder::counts_underflow)
+      .def_property_readonly("has_counts", &Recorder::has_counts)
       .def("take_underflow", &take_underflow)
       .def("set_rules", [](Recorder& self, py::object rules) { self.rules().set(rules); })
       .def("begin_headroom", [](Recorder& self) { self.headroom().begin_step(); })

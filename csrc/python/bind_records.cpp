@@ -167,7 +167,9 @@ void bind_headroom(py::module_& m) {
       .attribute("dtype", [](const Underflow::Counts& self) { return name_of(self.dtype); })
       .attribute("numel", &Underflow::Counts::numel)
       .attribute("num_zero", &Underflow::Counts::num_zero)
-      .attribute("num_subnormal", &Underflow::Counts::num_subnormal);
+      .attribute("num_subnormal", &Underflow::Counts::num_subnormal)
+      .attribute("num_limit", &Underflow::Counts::num_limit)
+      .attribute("num_positive", &Underflow::Counts::num_positive);
 }
 
 void bind_frames(py::module_& m) {

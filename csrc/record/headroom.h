@@ -7,6 +7,7 @@
 #include <array>
 #include <optional>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "frame.h"
@@ -33,6 +34,7 @@ class Headroom {
     Peak last;         // the last finite one
     uint64_t highest;  // of all steps
     bool has_overflowed = false;
+    int64_t steps_at_limit = 0;
 
     void add(const Peak& peak, int64_t step) {
       if (num_steps_ == 0 || peak.dtype != last.dtype) {
@@ -96,6 +98,11 @@ class Headroom {
   // From now on low() lists the places whose peaks have fewer bits left.
   void set_low(double bits) { low_bits_ = bits; }
   const std::vector<Place>& low() const { return low_; }
+  // Whether a place's values at the end of a narrow dtype are to be counted: after the 1st, 2nd,
+  // 4th, 8th, ... step in which there were some, the next time.
+  bool wants_count(const Place& place) {
+    return !to_count_.empty() && to_count_.erase(place) > 0;
+  }
 
   // The history of an entry, or null.
   const History* find(const Place& place) const {
@@ -119,9 +126,22 @@ class Headroom {
     const auto found = histories_.find(peak.place);
     if (found != histories_.end()) {
       found->second.add(peak, step_);
+      note_limit(found->second);
     } else if (histories_.size() < kMaxHistories) {
-      histories_[peak.place].add(peak, step_);
+      History& history = histories_[peak.place];
+      history.add(peak, step_);
+      note_limit(history);
     }
+  }
+
+  // Casts to the narrow dtypes end there on devices that saturate; a mask's number in a wide one
+  // is no news.
+  void note_limit(History& history) {
+    const DtypeInfo& info = dtype_info(history.last.dtype);
+    const bool is_narrow = info.key_bytes == 1 || history.last.dtype == Dtype::kFloat16;
+    if (!is_narrow || history.last.max_key != history.last.limit()) return;
+    const int64_t steps = ++history.steps_at_limit;
+    if ((steps & (steps - 1)) == 0) to_count_.insert(history.last.place);
   }
 
   int64_t step_ = 0;
@@ -129,6 +149,7 @@ class Headroom {
   double low_bits_ = -1;
   std::optional<Peak> least_;
   std::vector<Place> low_;
+  std::unordered_set<Place, PlaceHash> to_count_;
   std::unordered_map<Place, History, PlaceHash> histories_;
 };
 

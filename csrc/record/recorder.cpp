@@ -103,8 +103,11 @@ void Recorder::add_wrapper(Frame& frame, Listing listing, const at::Tensor& tens
 
 void Recorder::add_scanned(Frame& frame, Listing listing, const at::Tensor& tensor,
                            const View& view) {
-  if (counts_underflow && listing.role != Role::kInput && !deferred_.is_capturing()) {
-    underflow_.add({frame.kind, frame.module, listing.label}, view.dtype, tensor, coverage_);
+  if (listing.role != Role::kInput && !deferred_.is_capturing()) {
+    const Place place{frame.kind, frame.module, listing.label};
+    if (headroom_.wants_count(place) || counts_underflow) {
+      underflow_.add(place, view.dtype, tensor, coverage_);
+    }
   }
   if (!is_here(tensor)) return add_unscanned(frame, listing, tensor, view);
   const size_t mark = frame_mark_;

@@ -144,6 +144,7 @@ class Recorder {
   Headroom& headroom() { return headroom_; }
   Rules& rules() { return rules_; }
   // The counts since the last call; none while a graph is being captured.
+  bool has_counts() const { return !underflow_.is_empty(); }
   std::vector<Underflow::Counts> take_underflow() {
     return deferred_.is_capturing() ? std::vector<Underflow::Counts>() : underflow_.take();
   }

@@ -27,6 +27,18 @@ at::Tensor magnitude_bits(const at::Tensor& tensor, const DtypeInfo& info) {
   }
 }
 
+// Where the sign bit is not set.
+at::Tensor is_positive(const at::Tensor& tensor, const DtypeInfo& info) {
+  switch (info.itemsize) {
+    case 1: return tensor.view(at::kByte).lt(0x80);
+    case 2: return tensor.view(at::kShort).ge(0);
+    case 4: return tensor.view(at::kInt).ge(0);
+    default: return tensor.view(at::kLong).ge(0);
+  }
+}
+
+constexpr size_t kCounts = 4;
+
 }  // namespace
 
 void Underflow::add(const Place& place, Dtype dtype, const at::Tensor& tensor, Coverage& coverage) {
@@ -41,7 +53,11 @@ void Underflow::add(const Place& place, Dtype dtype, const at::Tensor& tensor, C
     const at::Tensor keys = magnitude_bits(tensor.detach(), info);
     const at::Tensor zeros = keys.eq(0).sum();
     const at::Tensor small = keys.lt(int64_t{1} << info.mantissa).sum();
-    pending_.push_back({{place, dtype, tensor.numel(), 0, 0}, at::stack({zeros, small})});
+    const at::Tensor at_limit = keys.eq(static_cast<int64_t>(info.first_nonfinite() - 1));
+    const at::Tensor largest = at_limit.sum();
+    const at::Tensor positive = at_limit.logical_and(is_positive(tensor.detach(), info)).sum();
+    pending_.push_back({{place, dtype, tensor.numel(), 0, 0},
+                        at::stack({zeros, small, largest, positive})});
   } catch (...) {
     coverage.count(py::str("underflow not counted: ") + py::str(current_exception_text()));
   }
@@ -66,8 +82,10 @@ std::vector<Underflow::Counts> Underflow::take() {
     const auto* values = here.const_data_ptr<int64_t>();
     for (size_t i = 0; i < places.size(); ++i) {
       Counts& counts = pending[places[i]].counts;
-      counts.num_zero = values[2 * i];
-      counts.num_subnormal = values[2 * i + 1] - values[2 * i];
+      counts.num_zero = values[kCounts * i];
+      counts.num_subnormal = values[kCounts * i + 1] - values[kCounts * i];
+      counts.num_limit = values[kCounts * i + 2];
+      counts.num_positive = values[kCounts * i + 3];
     }
   }
   std::vector<Counts> taken;

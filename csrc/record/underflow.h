@@ -1,5 +1,5 @@
-// The number of values of a tensor that have underflowed: counted by torch operations, on request,
-// since the scan's own pass has no instruction to spare for it.
+// The numbers of values of a tensor that have underflowed, or stand at the end of their dtype:
+// counted by torch operations, on request, since the scan's own pass has no instruction to spare.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,12 +18,15 @@ class Underflow {
     int64_t numel;
     int64_t num_zero;
     int64_t num_subnormal;
+    int64_t num_limit = 0;     // of the dtype's largest magnitude
+    int64_t num_positive = 0;  // those of them that are positive
   };
 
-  // Counts the zeros and subnormals of a tensor of real numbers, on its device. Allocates
+  // Counts zeros, subnormals and largest numbers of a tensor of reals, on its device. Allocates
   // temporaries of the tensor's size; does not incur a CPU-GPU sync. A failure is counted in
   // `coverage`.
   void add(const Place& place, Dtype dtype, const at::Tensor& tensor, Coverage& coverage);
+  bool is_empty() const { return pending_.empty(); }
   // The counts since the last call. Incurs one CPU-GPU sync per device.
   std::vector<Counts> take();
 
@@ -33,7 +36,7 @@ class Underflow {
 
   struct Pending {
     Counts counts;
-    at::Tensor on_device;  // int64 [2]: zeros, and zeros and subnormals
+    at::Tensor on_device;  // int64 [4]: zeros; with subnormals; largest ones; positive ones
   };
   std::vector<Pending> pending_;
 };

@@ -123,6 +123,10 @@ class GuardConfig:
         underflow_every: Count the zeros and subnormals of all these in one of this many
             watched steps, for `headroom()` and `metrics()`. That takes torch operations
             and temporaries of each tensor's size. None for never.
+        saturation: Log a warning if this share of the values of an output, weight or
+            gradient in float16 or float8 equals the dtype's largest number, where casts
+            may have cut them off; counted in the step after one in which a value stood
+            there. None for never.
         metrics: Exporters that receive numbers after each watched step: a callable that
             takes the step and a dict, such as
             `overflow_fast.integrations.tensorboard.TensorBoardMetrics()`, or several.
@@ -166,6 +170,7 @@ class GuardConfig:
     allow: Allow
     headroom_bits: float | None
     underflow_every: int | None
+    saturation: float | None
     metrics: Any
     explain: bool | Literal["auto"]
     explain_budget: int | None
@@ -227,8 +232,9 @@ class GuardConfig:
                 check_int(name, getattr(self, name), least)
         for name in ("evidence_mib", "log_mib"):
             check_positive(name, getattr(self, name))
-        if self.headroom_bits is not None:
-            check_positive("headroom_bits", self.headroom_bits)
+        for name in ("headroom_bits", "saturation"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
         if self.budget is not None:
             check_budget(self.budget)
 

@@ -101,6 +101,7 @@ class OverflowGuard(GuardStatus):
         allow: Allow | None = None,
         headroom_bits: float | None = None,
         underflow_every: int | None = None,
+        saturation: float | None = 0.001,
         metrics: Exporter | Iterable[Exporter] | None = None,
         explain: bool | Literal["auto"] = "auto",
         explain_budget: int | None = None,

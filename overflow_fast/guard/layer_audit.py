@@ -21,7 +21,7 @@ _NUM_AGAIN = 2
 
 
 class LayerAudit:
-    """Has one layer computed again in one of so many steps, a different one each time.
+    """Computes one layer again in one step of so many, a different one each time.
 
     Layers without random numbers and without submodules: linear layers, convolutions,
     embeddings and normalizations of torch. Nothing runs again but the layer's own
@@ -62,7 +62,7 @@ class LayerAudit:
             (watch, index, module)
             for watch in self._watches
             for index, module in watch.modules.present()
-            if watch.selection.takes(watch.names[index]) and _is_auditable(module)
+            if watch.modules.is_selected(index) and _is_auditable(module)
             if watch.name_at(index) not in self._unsteady
         ]
         if not layers:

@@ -38,6 +38,7 @@ class Measurements:
             watches,
             config.headroom_bits,
             config.underflow_every,
+            config.saturation,
             config.sync == "lagged",
         )
 

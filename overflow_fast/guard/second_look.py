@@ -78,7 +78,7 @@ class SecondLook:
         for watch, own in zip(watches, self._watches, strict=True):
             num_calls = len(self._capture.calls)
             watch.begin_at(max(0, own.batch_number - num_calls))
-            watch.loop_batches = own.loop_batches
+            watch.inputs.loop_batches = own.inputs.loop_batches
             watch.has_seen_loss = own.has_seen_loss
         outcome = self._replay(watches, frames)
         if outcome.error is not None:
@@ -131,10 +131,12 @@ class _Watched:
     def _collect(self) -> None:
         StepTensors(self._watches).scan(None, ScanLevel.ALL)
         for watch in self._watches:
-            watch.send()
-            watch.receive(is_lagged=False)
+            watch.frames.send()
+            watch.frames.receive(is_lagged=False)
             last = _C.Recorder.num_frames()
-            self._frames += [BadFrame(watch, frame) for frame in watch.take_bad(last)]
+            self._frames += [
+                BadFrame(watch, frame) for frame in watch.frames.take_bad(last)
+            ]
 
 
 def _record_loss(watch: ModelWatch, call: KeptCall, output: Any) -> None:
@@ -145,7 +147,7 @@ def _record_loss(watch: ModelWatch, call: KeptCall, output: Any) -> None:
 
 
 def _recorded(found: StepResult, frames: Sequence[BadFrame]) -> list[BadFrame]:
-    """What the user has recorded, which no replay has, if no forward is bad."""
+    """Takes over what the user has recorded, if no forward of the replay is bad."""
     kinds = {bad.frame.kind for bad in frames}
     if kinds & {_C.FrameKind.FORWARD, _C.FrameKind.RECORDED}:
         return []

@@ -6,10 +6,13 @@ import logging
 import math
 from collections.abc import Sequence
 
+import torch
+
 from .. import _C
 from ..core.text import as_lines
 from ..recording.watch import ModelWatch
 from .headroom_table import HeadroomHistory, HeadroomTable, Underflow
+from .saturation import Saturation, SaturationWatch
 from .verdict import GRADIENTS, Headroom, headroom_of, where_of
 
 _log = logging.getLogger("overflow_fast")
@@ -34,6 +37,8 @@ class HeadroomTracker:
         bits: Warn of values that have fewer bits left; None for never.
         underflow_every: Count zeros and subnormals in every so many'th watched step;
             None for never.
+        saturation: Warn if this share of an entry's values equals the largest number of
+            its dtype; None for never.
         is_lagged: True if stats may arrive one step late.
     """
 
@@ -42,6 +47,7 @@ class HeadroomTracker:
         watches: Sequence[ModelWatch],
         bits: float | None,
         underflow_every: int | None,
+        saturation: float | None,
         is_lagged: bool,
     ) -> None:
         self._watches = watches
@@ -49,6 +55,7 @@ class HeadroomTracker:
         self._every = underflow_every
         self._bits = bits
         self._warned: dict[str, float] = {}
+        self._saturation = SaturationWatch(saturation)
         self._counted: dict[str, Underflow] = {}
         self._totals: dict[str, Underflow] = {}
         self._least = math.inf
@@ -79,24 +86,33 @@ class HeadroomTracker:
         self._least = min(bits, default=math.inf)
         if any(watch.recorder.is_headroom_spent for watch in self._watches):
             self._least = 0.0
-        if any(watch.recorder.counts_underflow for watch in self._watches):
-            self._take_underflow()
+        if any(watch.recorder.has_counts for watch in self._watches):
+            self._take_counts(step, has_scaler)
         self._num_watched += 1
         if self._bits is not None and not is_bad:
             self._warn(step, self._short(has_scaler))
         for watch in self._watches:
             watch.recorder.begin_headroom()
 
-    def _take_underflow(self) -> None:
+    def _take_counts(self, step: int, has_scaler: bool) -> None:
         totals = dict.fromkeys(_TOTALS.values(), Underflow(0, 0, 0))
+        saturated: list[Saturation] = []
+        is_due = any(watch.recorder.counts_underflow for watch in self._watches)
         for watch in self._watches:
             for each in watch.recorder.take_underflow():
                 counts = Underflow(each.numel, each.num_zero, each.num_subnormal)
-                self._counted[where_of(watch, each.place)] = counts
+                where = where_of(watch, each.place)
+                if is_due:
+                    self._counted[where] = counts
                 kind = _TOTALS.get(each.place.label.role)
                 if kind is not None:
                     totals[kind] += counts
-        self._totals = totals
+                is_scaled = has_scaler and each.place.kind in GRADIENTS
+                if each.num_limit and not is_scaled:
+                    saturated.append(_saturation_of(where, each))
+        self._saturation.note(step, saturated)
+        if is_due:
+            self._totals = totals
 
     def table(self) -> HeadroomTable:
         """The headroom of every entry."""
@@ -148,6 +164,13 @@ class HeadroomTracker:
             *([_WIDER] if any(row.dtype == "float16" for row in short) else []),
         ]
         _log.warning("%s", as_lines(sentences))
+
+
+def _saturation_of(where: str, found: _C.Underflow) -> Saturation:
+    limit = torch.finfo(getattr(torch, found.dtype)).max
+    return Saturation(
+        where, found.dtype, limit, found.numel, found.num_limit, found.num_positive
+    )
 
 
 def _short_text(row: HeadroomHistory) -> str:

@@ -1,0 +1,111 @@
+"""Values that a dtype's end cuts off leave no inf: they are counted, and told once."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from overflow_fast import OverflowGuard
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
+
+
+class Cast(nn.Module):
+    """Returns what a test asks for, and its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.cast = Returned()
+
+    def forward(self, x, value):
+        self.cast(value)
+        return self.linear(x)
+
+
+class Returned(nn.Module):
+    def forward(self, value):
+        return value.clone()
+
+
+def messages_of(caplog, values, **options):
+    """What is logged of steps in which a module returns these values."""
+    model = Cast()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        OverflowGuard(model, optimizer, explain=False, **options),
+        caplog.at_level(logging.WARNING, "overflow_fast"),
+    ):
+        for value in values:
+            model(torch.ones(1, 2), value).sum().backward()
+            optimizer.step()
+    return [text for text in caplog.messages if "cut off" in text]
+
+
+def end_of(dtype, num, numel=1000, sign=1.0):
+    values = torch.linspace(0.01, 1, numel)
+    values[:num] = sign * torch.finfo(dtype).max
+    return values.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [*FLOAT8, torch.float16], ids=str)
+def test_values_at_the_end_are_told_once(dtype, caplog):
+    (text,) = messages_of(caplog, [end_of(dtype, 100)] * 5)
+    limit = f"{torch.finfo(dtype).max:g}"
+    assert "10.0% of the 1000 values of cast" in text
+    assert limit in text and str(dtype)[6:] in text
+    assert "Step 1 is finite" in text  # counted in the step after
+
+
+def test_a_saturating_cast(caplog):
+    value = (torch.randn(2000, generator=torch.Generator().manual_seed(0)) * 1e6).to(
+        torch.float8_e4m3fn
+    )
+    assert not value.float().isinf().any()
+    (text,) = messages_of(caplog, [value] * 2)
+    assert "of the 2000 values of cast are 448" in text
+
+
+def test_a_share_that_doubles_is_told_again(caplog):
+    dtype = torch.float8_e4m3fn
+    steps = [end_of(dtype, n) for n in (100, 100, 150, 150, 400, 400, 400, 400, 400)]
+    assert len(messages_of(caplog, steps)) == 2
+
+
+SILENT = {
+    "scaled to its largest value": end_of(torch.float8_e4m3fn, 3),
+    "a mask": end_of(torch.float16, 500, sign=-1.0),
+    "a wide mask": torch.full((1000,), torch.finfo(torch.float32).min),
+    "bfloat16": end_of(torch.bfloat16, 500),
+    "near the end": torch.full((1000,), 65472.0).half(),
+    "integers": torch.full((1000,), 127, dtype=torch.int8),
+    "empty": torch.empty(0, dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_what_stands_there_on_purpose_is_not_told(name, caplog):
+    assert messages_of(caplog, [SILENT[name]] * 4) == []
+
+
+def test_it_can_be_switched_off(caplog):
+    value = end_of(torch.float8_e4m3fn, 500)
+    assert messages_of(caplog, [value] * 4, saturation=None) == []
+    assert messages_of(caplog, [value] * 4, saturation=0.6) == []
+    with pytest.raises(ValueError, match="saturation must be more than 0"):
+        messages_of(caplog, [], saturation=0)
+
+
+def test_underflow_counts_are_those_of_their_own_steps(caplog):
+    model = Cast()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = OverflowGuard(model, optimizer, explain=False, underflow_every=4)
+    value = end_of(torch.float8_e4m3fn, 500)
+    with guard:
+        for step in range(3):
+            model(torch.ones(1, 2), value).sum().backward()
+            optimizer.step()
+            zeros = guard.metrics()["activation_zeros"]
+            first = zeros if step == 0 else first
+            assert zeros == first
