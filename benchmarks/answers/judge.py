@@ -1,0 +1,89 @@
+"""The rule by which every tool's answer is judged.
+
+- A part of an answer (phase, cause, op, module, line, sample, tensor) is right if it is
+  that of the truth, wrong if the tool names another, and missing if it names none.
+- The module counts as named also where the tool names the module directly above or
+  below it; the operation also where the tool shows the marked line, whatever operation
+  it calls it, and where a backward operation is shown with the forward's line.
+- An answer misleads if it names another cause, or another place: an operation, module
+  or line that is wrong, and none that is right. A phase misleads alone where neither
+  operation, line nor cause is right.
+- What a tool does not say itself and only a reader would conclude (the causes read
+  from the prints of transformers' detector) counts where it is right, and is no fault
+  where it is wrong.
+- No alarm at all, or no answer, is missing and does not mislead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .failure import Failure
+from .oracle import base_of
+from .tools import Answer
+
+_CONCLUDED = ("transformers",)
+
+
+@dataclass
+class Judgement:
+    """What of an answer is right: True, False, or None where nothing is named."""
+
+    phase: bool | None
+    cause: bool | None
+    op: bool | None
+    module: bool | None
+    line: bool | None
+    sample: bool | None
+    tensor: bool | None
+    misleads: bool
+    text: str = ""
+
+    def as_row(self) -> dict[str, Any]:
+        """A plain dict."""
+        return asdict(self)
+
+
+def judge(failure: Failure, answer: Answer, tool: str) -> Judgement:
+    """Judges an answer by the rule above."""
+    has_op = bool(failure.op)
+    line = _same(answer.line, failure.line) if failure.line and has_op else None
+    op = None
+    if answer.op is not None:
+        bases = [base_of(each) for each in failure.ops] if has_op else []
+        op = base_of(answer.op) in bases or line is True
+    module = None
+    if answer.module is not None:
+        module = _is_near(answer.module, failure.module)
+    cause, phase = (
+        _same(answer.cause, failure.cause),
+        _same(answer.phase, failure.phase),
+    )
+    if tool in _CONCLUDED:
+        cause = cause or None
+        phase = phase or None
+    places = [each for each in (op, module, line) if each is not None]
+    is_lost = bool(places) and not any(places)
+    is_wrong_phase = phase is False and True not in (op, line, cause)
+    sample = None if failure.sample is None else _same(answer.sample, failure.sample)
+    tensor = _same(answer.tensor, failure.tensor) if failure.tensor else None
+    misleads = cause is False or is_lost or is_wrong_phase
+    return Judgement(
+        *(phase, cause, op, module, line, sample, tensor, misleads), answer.text
+    )
+
+
+def _same(named: Any, truth: Any) -> bool | None:
+    return None if named is None else bool(named == truth)
+
+
+def _is_near(named: str, truth: str) -> bool:
+    """Whether it is the module, or directly above or below it."""
+    if named == truth or not (named and truth):
+        return named == truth
+    return _above(truth) == named or _above(named) == truth
+
+
+def _above(name: str) -> str:
+    return name.rpartition(".")[0]

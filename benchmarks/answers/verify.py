@@ -1,0 +1,47 @@
+"""Whether a failure is what its truth says, by experiment."""
+
+from __future__ import annotations
+
+import torch
+
+from .failure import Failure, is_finite
+from .oracle import base_of, look
+
+
+def problems(failure: Failure) -> list[str]:
+    """What an experiment finds wrong with a failure's truth, in sentences."""
+    found = []
+    if _ends_finite(failure, cured=False):
+        found.append("it is finite")
+    if failure.kind != "transient" and not _ends_finite(failure, cured=True):
+        found.append("cured, it is not finite")
+    return found + _of_place(failure)
+
+
+def _ends_finite(failure: Failure, cured: bool) -> bool:
+    torch.manual_seed(0)
+    return is_finite(failure.build(cured))
+
+
+def _of_place(failure: Failure) -> list[str]:
+    """Compares the truth with what is seen first where every operation is looked at."""
+    seen = look(failure)
+    if failure.cause in ("only in compiled code",):
+        return [] if seen is None else [f"run eagerly, it fails: {seen}"]
+    if seen is None:
+        return ["no operation makes a bad value"]
+    if failure.cause in ("bad data", "bad weights"):
+        wanted = f"{failure.phase} {failure.tensor}".strip()
+        return [] if wanted in seen.origin else [f"it reads {seen}"]
+    if failure.kind == "unwritten":
+        wanted = f"unwritten {failure.line}"
+        return [] if wanted in seen.origin else [f"it reads {seen}"]
+    if failure.cause == "not reproducible":
+        return []
+    truths = [(base_of(op), failure.module, failure.line) for op in failure.ops]
+    experiment = (base_of(seen.op), seen.module, seen.line if failure.line else 0)
+    found = [] if experiment in truths else [f"it is {experiment} and not {truths}"]
+    if seen.how != "made":
+        found.append(f"it was read: {seen.origin}")
+    phase = "optimizer" if seen.phase == "between" else seen.phase
+    return found if phase == failure.phase else [*found, f"it is in {seen.phase}"]
