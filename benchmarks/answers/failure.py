@@ -59,12 +59,13 @@ class Failure:
         name: Of the function that builds it.
         source: The public reports, as owner/repo#number.
         phase: Where the first bad value arises, or already was.
-        cause: Out of `CAUSES`.
+        cause: Out of `CAUSES`; "a|b" where both are right.
         op: The operation, such as "aten.exp"; in backward that of the forward whose
             derivative fails; "" where there is none; "a|b" where both are right.
         module: The name of the module whose code calls it, or that has the weight; ""
             for code outside of modules.
-        tensor: The weight, buffer or key of the batch that is bad, or "".
+        tensor: The weight, buffer or key of the batch that is bad, or ""; "a|b" where
+            it has two names.
         sample: The sample that it comes from, or None.
         ranks: With how many processes it runs.
         build: Takes whether it is cured, and returns the run.
@@ -87,6 +88,11 @@ class Failure:
     def ops(self) -> list[str]:
         """The operations that are right to name."""
         return self.op.split("|")
+
+    @property
+    def causes(self) -> list[str]:
+        """The causes that are right to name."""
+        return self.cause.split("|")
 
     @property
     def line(self) -> int:

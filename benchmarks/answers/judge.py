@@ -56,10 +56,8 @@ def judge(failure: Failure, answer: Answer, tool: str) -> Judgement:
     module = None
     if answer.module is not None:
         module = _is_near(answer.module, failure.module)
-    cause, phase = (
-        _same(answer.cause, failure.cause),
-        _same(answer.phase, failure.phase),
-    )
+    cause = None if answer.cause is None else answer.cause in failure.causes
+    phase = _same(answer.phase, failure.phase)
     if tool in _CONCLUDED:
         cause = cause or None
         phase = phase or None
@@ -67,7 +65,9 @@ def judge(failure: Failure, answer: Answer, tool: str) -> Judgement:
     is_lost = bool(places) and not any(places)
     is_wrong_phase = phase is False and True not in (op, line, cause)
     sample = None if failure.sample is None else _same(answer.sample, failure.sample)
-    tensor = _same(answer.tensor, failure.tensor) if failure.tensor else None
+    tensor = None
+    if failure.tensor and answer.tensor is not None:
+        tensor = answer.tensor in failure.tensor.split("|")
     misleads = cause is False or is_lost or is_wrong_phase
     return Judgement(
         *(phase, cause, op, module, line, sample, tensor, misleads), answer.text

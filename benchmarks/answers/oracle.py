@@ -116,7 +116,10 @@ class Oracle(TorchDispatchMode):
 
     def on_batch(self, batch: Any) -> None:
         """Notes which memory is the batch's."""
-        keys = batch if isinstance(batch, dict) else {"": batch}
+        keys = {"batch": batch}
+        if isinstance(batch, tuple):
+            keys = {f"batch[{i}]": each for i, each in enumerate(batch)}
+        keys = batch if isinstance(batch, dict) else keys
         for key, value in keys.items():
             for tensor in _tensors(value):
                 self._kept.append(tensor)

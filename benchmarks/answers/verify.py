@@ -13,7 +13,7 @@ def problems(failure: Failure) -> list[str]:
     found = []
     if _ends_finite(failure, cured=False):
         found.append("it is finite")
-    if failure.kind != "transient" and not _ends_finite(failure, cured=True):
+    if not _ends_finite(failure, cured=True):
         found.append("cured, it is not finite")
     return found + _of_place(failure)
 
@@ -25,14 +25,16 @@ def _ends_finite(failure: Failure, cured: bool) -> bool:
 
 def _of_place(failure: Failure) -> list[str]:
     """Compares the truth with what is seen first where every operation is looked at."""
+    if failure.kind == "transient":
+        return []  # cured, it is the same step without the fault
     seen = look(failure)
     if failure.cause in ("only in compiled code",):
         return [] if seen is None else [f"run eagerly, it fails: {seen}"]
     if seen is None:
         return ["no operation makes a bad value"]
     if failure.cause in ("bad data", "bad weights"):
-        wanted = f"{failure.phase} {failure.tensor}".strip()
-        return [] if wanted in seen.origin else [f"it reads {seen}"]
+        wanted = {f"{failure.phase} {name}" for name in failure.tensor.split("|")}
+        return [] if wanted & set(seen.origin) else [f"it reads {seen}"]
     if failure.kind == "unwritten":
         wanted = f"unwritten {failure.line}"
         return [] if wanted in seen.origin else [f"it reads {seen}"]

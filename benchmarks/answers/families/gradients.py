@@ -177,23 +177,6 @@ def gradient_penalty_of_a_dead_critic(cured):
 
 
 @failure(
-    "pytorch/pytorch#19126",
-    "forward",
-    "undefined",
-    "aten._weight_norm_interface",
-    "head.parametrizations.weight.0",
-)
-def weight_norm_of_a_zero_row(cured):
-    torch.manual_seed(8)
-    head = nn.Linear(4, 3)
-    head.weight.data[1] = 1e-3 if cured else 0.0
-    model = Chain(
-        body=nn.Linear(4, 4), head=nn.utils.parametrizations.weight_norm(head)
-    )
-    return Run(model, square, lambda step: randn(3, 4, seed=step))
-
-
-@failure(
     "pytorch/FBGEMM#5754",
     "backward",
     "not reproducible",
@@ -237,25 +220,26 @@ def nan_to_num_behind_a_logarithm(cured):
     return Run(model, loss, lambda step: (randn(5, 4, seed=step), torch.ones(5)))
 
 
-@failure("csteinmetz1/auraloss#25", "forward", "undefined", "aten.div", "")
-def distortion_of_a_silent_target(cured):
-    torch.manual_seed(11)
-    model = Chain(encode=nn.Conv1d(1, 4, 3, padding=1), decode=nn.Conv1d(4, 1, 1))
+@failure(
+    "Pzoom522/ProcrustEs-KGE#2, naver/roma#6",
+    "backward",
+    "singular gradient",
+    "aten._linalg_svd",
+    "align",
+)
+def rotation_of_equal_singular_values(cured):
+    def align(self, x):
+        moment = x.transpose(1, 2) @ x / x.shape[1]
+        if cured:
+            moment = moment + torch.diag(torch.tensor([0.1, 0.2, 0.3]))
+        u, _, v = torch.linalg.svd(moment)  # <-
+        return u @ v
 
-    def loss(model, batch):
-        x, target = batch
-        x = model(x).flatten(1)
-        eps = 1e-8 if cured else 0.0
-        power = (target**2).sum(-1, keepdim=True) + eps
-        scale = (x * target).sum(-1, keepdim=True) / power  # <-
-        rest = x - scale * target
-        ratio = (scale * target).pow(2).sum(-1) / (rest.pow(2).sum(-1) + 1e-8)
-        return -10 * torch.log10(ratio + 1e-8).mean()
+    torch.manual_seed(8)
+    model = Chain(map=nn.Linear(3, 3, bias=False), align=Fn(align))
+    model.map.weight.data = torch.eye(3)
 
-    def batch(step):
-        x = randn(3, 1, 12, seed=step)
-        target = x.flatten(1).clone()
-        target[1] = 0
-        return x, target
+    def loss(model, x):
+        return (model(x) * torch.arange(9.0).view(3, 3)).sum()
 
-    return Run(model, loss, batch)
+    return Run(model, loss, lambda step: torch.eye(3).repeat(2, 1, 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ..failure import Chain, Fn, Run, failure, randn, square
@@ -20,13 +21,21 @@ def garbage(tensor, cured):
     return tensor
 
 
-def flip(tensor, cured, place=0):
-    """Flips the highest bit of an exponent below 1.0, unseen by torch."""
-    if cured:
-        return
-    address = tensor.data_ptr() + 4 * place
-    word = ctypes.c_uint32.from_address(address)
+def strike(tensor, place=0):
+    """Sets the exponent of a float32 to ones, unseen by torch, as a fault does."""
+    word = ctypes.c_uint32.from_address(tensor.data_ptr() + 4 * place)
     word.value |= 0x7F800000
+
+
+def once(when=0):
+    """A function that is true in one call alone, also where steps are run again."""
+    calls = []
+
+    def is_now():
+        calls.append(None)
+        return len(calls) == when + 1
+
+    return is_now
 
 
 @failure(
@@ -103,3 +112,105 @@ def buffer_that_no_checkpoint_holds(cured):
         head=nn.Linear(4, 1),
     )
     return Run(model, square, lambda step: randn(2, 5, 4, seed=step))
+
+
+def kernels(is_now, change):
+    """A module that now and then does what a race or a fault does to its output."""
+
+    def forward(self, x):
+        output = self.inner(x)
+        if is_now():
+            change(output.detach())
+        return output
+
+    return forward
+
+
+@failure(
+    "mrphys/tensorflow-nufft#20",
+    *("forward", "not reproducible", "", "layers.1"),
+    **TRANSIENT,
+)
+def kernel_that_fails_once(cured):
+    torch.manual_seed(4)
+    is_now = once(1)
+    faulty = Fn(kernels(lambda: is_now() and not cured, strike), inner=nn.Linear(4, 4))
+    model = Chain(
+        layers=nn.Sequential(nn.Linear(4, 4), faulty, nn.Tanh()), head=nn.Linear(4, 1)
+    )
+    return Run(model, square, lambda step: randn(3, 4, seed=step), 3)
+
+
+@failure(
+    "paiml/aprender#2251",
+    *("forward", "not reproducible", "", "scores"),
+    **TRANSIENT,
+)
+def scores_that_are_read_while_written(cured):
+    torch.manual_seed(5)
+    is_now = once()
+    faulty = Fn(
+        kernels(lambda: is_now() and not cured, lambda output: garbage(output, False)),
+        inner=nn.Linear(4, 4),
+    )
+    model = Chain(
+        norm=nn.LayerNorm(4),
+        scores=faulty,
+        softmax=nn.Softmax(-1),
+        head=nn.Linear(4, 1),
+    )
+    return Run(model, square, lambda step: randn(3, 4, seed=step))
+
+
+@failure(
+    "pytorch/pytorch#193633, huggingface/transformers#48205",
+    *("backward", "not reproducible", "aten.empty", "experts"),
+    **UNWRITTEN,
+)
+def rows_behind_the_last_expert(cured):
+    def experts(self, x):
+        up = (torch.zeros if cured else torch.empty)(8, 4)  # <-
+        garbage(up, cured)
+        up[:6] = self.up(x)
+        gate = self.gate(F.pad(x, (0, 0, 0, 2)))
+        return (F.silu(gate) * up)[:6]
+
+    torch.manual_seed(6)
+    experts = Fn(experts, up=nn.Linear(4, 4), gate=nn.Linear(4, 4))
+    model = Chain(embed=nn.Linear(4, 4), experts=experts, head=nn.Linear(4, 1))
+    return Run(model, square, lambda step: randn(6, 4, seed=step))
+
+
+@failure(
+    "pvjosue/pytorch_convNd#4, karpathy/nanochat#686",
+    *("weights", "bad weights", "", "conv"),
+    tensor="conv.bias",
+)
+def bias_of_raw_memory(cured):
+    torch.manual_seed(7)
+    model = Chain(
+        conv=nn.Conv1d(1, 3, 3), act=nn.GELU(), flat=nn.Flatten(), head=nn.Linear(12, 1)
+    )
+    garbage(model.conv.bias.data[2:], cured)
+    return Run(model, square, lambda step: randn(2, 1, 6, seed=step))
+
+
+@failure(
+    "huggingface/transformers#45621",
+    *("backward", "not reproducible", "", "scale"),
+    tensor="scale.weight",
+    **TRANSIENT,
+)
+def gradient_that_is_struck_once(cured):
+    torch.manual_seed(8)
+    model = Chain(
+        body=nn.Linear(4, 4), scale=nn.Linear(4, 4, bias=False), head=nn.Linear(4, 1)
+    )
+    is_now = once(1)
+
+    def fault(gradient):
+        if is_now() and not cured:
+            strike(gradient, 5)
+
+    model.scale.weight.register_hook(fault)
+    return Run(model, square, lambda step: randn(3, 4, seed=step), 3)
