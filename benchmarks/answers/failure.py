@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 MARK = "# <-"
@@ -33,7 +34,6 @@ class Run:
         before_step: Called between backward and the optimizer's step, such as clipping.
         after_step: Called after the optimizer's step, with its number.
         around: Entered around forward and loss, such as autocast.
-        compiled: The backend that the model is compiled with, or None.
     """
 
     model: nn.Module
@@ -44,7 +44,6 @@ class Run:
     before_step: Callable[[], None] = lambda: None
     after_step: Callable[[int], None] = lambda step: None
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
-    compiled: Any = None
 
     def __post_init__(self) -> None:
         if self.optimizer is None:
@@ -148,11 +147,8 @@ def train(
         mark: Called as each part of a step begins.
         on_batch: Called with each batch.
     """
-    model, optimizer = run.model, run.optimizer
+    optimizer = run.optimizer
     assert optimizer is not None
-    called = (
-        model if run.compiled is None else torch.compile(model, backend=run.compiled)
-    )
     for step in range(run.steps):
         mark("data")
         batch = run.batch(step)
@@ -160,7 +156,7 @@ def train(
         optimizer.zero_grad()
         mark("forward")
         with run.around():
-            loss = step_loss(lambda batch=batch: run.loss(called, batch))
+            loss = step_loss(lambda batch=batch: run.loss(run.model, batch))
         mark("backward")
         loss.backward()
         mark("between")
@@ -180,6 +176,11 @@ def is_finite(run: Run) -> bool:
         if not all(bool(t.detach().isfinite().all()) for t in tensors):
             return False
     return True
+
+
+def rank() -> int:
+    """The number of this process; the last one's where there is one alone."""
+    return dist.get_rank() if dist.is_initialized() else 1
 
 
 class Fn(nn.Module):

@@ -8,9 +8,14 @@
 - An answer misleads if it names another cause, or another place: an operation, module
   or line that is wrong, and none that is right. A phase misleads alone where neither
   operation, line nor cause is right.
+- In a run that diverges it is by chance which operation overflows first: where the
+  cause is right, no place misleads. The module of a bad weight is no place of an
+  optimizer's update.
 - What a tool does not say itself and only a reader would conclude (the causes read
   from the prints of transformers' detector) counts where it is right, and is no fault
   where it is wrong.
+- Of several ranks all answers are read: a part is right if one rank has it right, and
+  they mislead if one does.
 - No alarm at all, or no answer, is missing and does not mislead.
 """
 
@@ -23,6 +28,7 @@ from .failure import Failure
 from .oracle import base_of
 from .tools import Answer
 
+PARTS = ("phase", "cause", "op", "module", "line", "sample", "tensor")
 _CONCLUDED = ("transformers",)
 
 
@@ -54,8 +60,11 @@ def judge(failure: Failure, answer: Answer, tool: str) -> Judgement:
         bases = [base_of(each) for each in failure.ops] if has_op else []
         op = base_of(answer.op) in bases or line is True
     module = None
-    if answer.module is not None:
-        module = _is_near(answer.module, failure.module)
+    names_weight = bool(answer.tensor) and answer.op is None
+    if answer.module is not None and not (
+        names_weight and failure.phase == "optimizer"
+    ):
+        module = _is_near(_plain(answer.module), failure.module)
     cause = None if answer.cause is None else answer.cause in failure.causes
     phase = _same(answer.phase, failure.phase)
     if tool in _CONCLUDED:
@@ -67,11 +76,28 @@ def judge(failure: Failure, answer: Answer, tool: str) -> Judgement:
     sample = None if failure.sample is None else _same(answer.sample, failure.sample)
     tensor = None
     if failure.tensor and answer.tensor is not None:
-        tensor = answer.tensor in failure.tensor.split("|")
+        tensor = _plain(answer.tensor) in failure.tensor.split("|")
+    if failure.cause == "divergence" and cause:
+        is_lost = False
     misleads = cause is False or is_lost or is_wrong_phase
     return Judgement(
         *(phase, cause, op, module, line, sample, tensor, misleads), answer.text
     )
+
+
+def judge_ranks(failure: Failure, answers: list[Answer], tool: str) -> Judgement:
+    """Judges what the ranks say together: all of it is read."""
+    judged = [judge(failure, answer, tool) for answer in answers]
+    if len(judged) == 1:
+        return judged[0]
+
+    def either(part: str) -> bool | None:
+        named = [getattr(each, part) for each in judged]
+        return True if True in named else False if False in named else None
+
+    texts = [f"rank {i}: {each.text}" for i, each in enumerate(judged)]
+    misleads = any(each.misleads for each in judged)
+    return Judgement(*map(either, PARTS), misleads, "\n".join(texts))
 
 
 def _same(named: Any, truth: Any) -> bool | None:
@@ -83,6 +109,13 @@ def _is_near(named: str, truth: str) -> bool:
     if named == truth or not (named and truth):
         return named == truth
     return _above(truth) == named or _above(named) == truth
+
+
+def _plain(name: str) -> str:
+    """A name without what wrappers of the model prepend."""
+    for prefix in ("_orig_mod", "module"):
+        name = "" if name == prefix else name.removeprefix(f"{prefix}.")
+    return name
 
 
 def _above(name: str) -> str:

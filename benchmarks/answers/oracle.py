@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from .failure import Failure, Run, train
 
 _FAMILIES = str(Path(__file__).parent / "families")
+WRAPPED = "_orig_mod."  # what torch.compile prepends
 _EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 
 
@@ -85,6 +86,7 @@ class Oracle(TorchDispatchMode):
         self._kept: list[Any] = []  # so that no memory is given out twice
         self._run = run
         for name, module in run.model.named_modules():
+            name = name.removeprefix(WRAPPED)
             module.register_forward_pre_hook(
                 lambda module, args, name=name: self._modules.append(name)
             )
@@ -112,7 +114,7 @@ class Oracle(TorchDispatchMode):
                 *self._run.model.named_parameters(),
                 *self._run.model.named_buffers(),
             ]:
-                self._origins[_memory(tensor)] = f"weights {name}"
+                self._origins[_memory(tensor)] = f"weights {name.removeprefix(WRAPPED)}"
 
     def on_batch(self, batch: Any) -> None:
         """Notes which memory is the batch's."""
@@ -204,10 +206,10 @@ def look(failure: Failure) -> Seen | None:
     """Runs a failure under the oracle; returns what it saw first."""
     torch.manual_seed(0)
     run = failure.build(False)
-    run.compiled = None
     is_masked = failure.phase == "backward" and failure.kind != "unwritten"
     oracle = Oracle(run, is_masked)
-    with _Nodes(oracle), oracle:
+    eager = torch.compiler.set_stance("force_eager")
+    with eager, _Nodes(oracle), oracle:
         for _ in train(run, mark=oracle.mark, on_batch=oracle.on_batch):
             if oracle.seen is not None:
                 break

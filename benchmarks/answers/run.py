@@ -10,6 +10,9 @@ import json
 import multiprocessing
 import os
 import sys
+import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,40 +22,83 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch._dynamo
+import torch.distributed as dist
 
 from answers.failure import Failure
 from answers.families import FAILURES
-from answers.judge import judge
+from answers.judge import PARTS, judge_ranks
 from answers.tools import TOOLS, Answer
+from answers.verify import ends_finite, of_place
 
-SECONDS = 120
+SECONDS = 60.0
 _fork: Any = multiprocessing.get_context("fork")
-_PARTS = ("phase", "cause", "op", "module", "line", "sample", "tensor")
 
 
-def _answer(name: str, tool: str, pipe: Any) -> None:
+def _answer(name: str, tool: str, rank: int, store: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     failure = FAILURES[name]
     try:
-        pipe.send(TOOLS[tool](failure, failure.build(False)))
+        if failure.ranks > 1:
+            address = f"file://{store}"
+            size = {"rank": rank, "world_size": failure.ranks}
+            dist.init_process_group("gloo", init_method=address, **size)
+        pipe.send(WAYS[tool](failure))
     except BaseException as error:
-        pipe.send(Answer(text=f"the tool raised {type(error).__name__}: {error}"[:500]))
+        pipe.send(Answer(text=f"raised {type(error).__name__}: {error}"[:500]))
+    os._exit(0)  # others may wait in a collective, and threads of the compiler run
 
 
-def ask(failure: Failure, tool: str, seconds: float = SECONDS) -> Answer:
-    """What a tool says of a failure, in a process of its own."""
-    here, there = _fork.Pipe(duplex=False)
-    process = _fork.Process(target=_answer, args=(failure.name, tool, there))
-    process.start()
-    there.close()
+def _run_tool(tool: str) -> Callable[[Failure], Answer]:
+    return lambda failure: TOOLS[tool](failure, failure.build(False))
+
+
+def _plain(is_cured: bool) -> Callable[[Failure], Answer]:
+    return lambda failure: Answer(text=str(ends_finite(failure, is_cured)))
+
+
+WAYS = {tool: _run_tool(tool) for tool in TOOLS}
+WAYS |= {"as it is": _plain(False), "cured": _plain(True)}
+
+
+def ask(failure: Failure, tool: str, seconds: float = SECONDS) -> list[Answer]:
+    """What a tool says of a failure on each rank, in processes of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(failure.ranks):
+            here, there = _fork.Pipe(duplex=False)
+            store = f"{folder}/store"
+            given = failure.name, tool, rank, store, there
+            processes.append(_fork.Process(target=_answer, args=given))
+            processes[-1].start()
+            there.close()
+            pipes.append(here)
+        end = time.monotonic() + seconds
+        answers = [_received(pipe, end - time.monotonic()) for pipe in pipes]
+        for process in processes:
+            process.kill()
+            process.join()
+    return answers
+
+
+def _received(pipe: Any, seconds: float) -> Answer:
     try:
-        answer: Answer = here.recv() if here.poll(seconds) else Answer(text="timed out")
+        answer: Answer = (
+            pipe.recv() if pipe.poll(max(1.0, seconds)) else Answer(text="timed out")
+        )
     except EOFError:
         answer = Answer(text="the process died")
-    process.kill()
-    process.join()
     return answer
+
+
+def verified(failure: Failure) -> list[str]:
+    """What an experiment finds wrong with the truth of a failure of several ranks."""
+    found = []
+    if all(answer.text == "True" for answer in ask(failure, "as it is")):
+        found.append("it is finite")
+    if not all(answer.text == "True" for answer in ask(failure, "cured")):
+        found.append("cured, it is not finite")
+    return found + of_place(failure)
 
 
 def rows_of(names: list[str], tools: list[str], show: Any) -> list[dict[str, Any]]:
@@ -61,7 +107,7 @@ def rows_of(names: list[str], tools: list[str], show: Any) -> list[dict[str, Any
     for name in names:
         failure = FAILURES[name]
         for tool in tools:
-            judgement = judge(failure, ask(failure, tool), tool)
+            judgement = judge_ranks(failure, ask(failure, tool), tool)
             rows.append({"failure": name, "tool": tool, **judgement.as_row()})
             show(rows[-1])
     return rows
@@ -72,7 +118,7 @@ def summary(rows: list[dict[str, Any]], tools: list[str]) -> list[dict[str, Any]
     found = []
     for tool in tools:
         own = [row for row in rows if row["tool"] == tool]
-        right = {part: sum(row[part] is True for row in own) for part in _PARTS}
+        right = {part: sum(row[part] is True for row in own) for part in PARTS}
         misleads = sum(row["misleads"] for row in own)
         found.append(
             {"tool": tool, "failures": len(own), **right, "misleads": misleads}
@@ -82,7 +128,7 @@ def summary(rows: list[dict[str, Any]], tools: list[str]) -> list[dict[str, Any]
 
 def _show(row: dict[str, Any]) -> None:
     signs = {True: "+", False: "!", None: "."}
-    parts = " ".join(f"{part} {signs[row[part]]}" for part in _PARTS)
+    parts = " ".join(f"{part} {signs[row[part]]}" for part in PARTS)
     misleads = "MISLEADS" if row["misleads"] else ""
     print(f"{row['failure']:44} {row['tool']:15} {parts} {misleads}", flush=True)
 

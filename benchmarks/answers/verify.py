@@ -11,25 +11,31 @@ from .oracle import base_of, look
 def problems(failure: Failure) -> list[str]:
     """What an experiment finds wrong with a failure's truth, in sentences."""
     found = []
-    if _ends_finite(failure, cured=False):
+    if ends_finite(failure, cured=False):
         found.append("it is finite")
-    if not _ends_finite(failure, cured=True):
+    if not ends_finite(failure, cured=True):
         found.append("cured, it is not finite")
-    return found + _of_place(failure)
+    return found + of_place(failure)
 
 
-def _ends_finite(failure: Failure, cured: bool) -> bool:
+def ends_finite(failure: Failure, cured: bool) -> bool:
+    """Whether a run is finite to its end."""
     torch.manual_seed(0)
     return is_finite(failure.build(cured))
 
 
-def _of_place(failure: Failure) -> list[str]:
-    """Compares the truth with what is seen first where every operation is looked at."""
-    if failure.kind == "transient":
+def of_place(failure: Failure) -> list[str]:
+    """Compares the truth with what is seen first where every operation is looked at.
+
+    One process is enough for that, but for what processes make together.
+    """
+    if failure.kind == "transient" or failure.op.startswith("c10d"):
         return []  # cured, it is the same step without the fault
+    if failure.cause == "only in compiled code":
+        with torch.compiler.set_stance("force_eager"):
+            is_clean = ends_finite(failure, cured=False)
+        return [] if is_clean else ["run eagerly, it fails too"]
     seen = look(failure)
-    if failure.cause in ("only in compiled code",):
-        return [] if seen is None else [f"run eagerly, it fails: {seen}"]
     if seen is None:
         return ["no operation makes a bad value"]
     if failure.cause in ("bad data", "bad weights"):

@@ -30,9 +30,8 @@ def rescaled_update_of_zero(cured):
             for parameter in self.param_groups[0]["params"]:
                 update = parameter.grad
                 after = (0.9 * update).norm()
-                ratio = update.norm() / (
-                    after.clamp(min=1e-8) if cured else after
-                )  # <-
+                after = after.clamp(min=1e-8) if cured else after
+                ratio = update.norm() / after  # <-
                 parameter.add_(update * ratio, alpha=-0.02)
 
     torch.manual_seed(1)
