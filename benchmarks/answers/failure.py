@@ -168,9 +168,9 @@ def train(
         yield loss
 
 
-def is_finite(run: Run) -> bool:
+def is_finite(run: Run, mark: Callable[[str], None] = lambda phase: None) -> bool:
     """Trains; whether losses, gradients, weights and buffers are finite all along."""
-    for loss in train(run):
+    for loss in train(run, mark=mark):
         tensors = [loss, *run.model.parameters(), *run.model.buffers()]
         tensors += [p.grad for p in run.model.parameters() if p.grad is not None]
         if not all(bool(t.detach().isfinite().all()) for t in tensors):

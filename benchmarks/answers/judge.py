@@ -11,9 +11,9 @@
 - In a run that diverges it is by chance which operation overflows first: where the
   cause is right, no place misleads. The module of a bad weight is no place of an
   optimizer's update.
-- What a tool does not say itself and only a reader would conclude (the causes read
-  from the prints of transformers' detector) counts where it is right, and is no fault
-  where it is wrong.
+- What a tool does not say itself and only a reader would conclude (phase and cause,
+  read from the prints of transformers' detector and of msprobe) counts where it is
+  right, and is no fault where it is wrong.
 - Of several ranks all answers are read: a part is right if one rank has it right, and
   they mislead if one does.
 - No alarm at all, or no answer, is missing and does not mislead.
@@ -29,7 +29,7 @@ from .oracle import base_of
 from .tools import Answer
 
 PARTS = ("phase", "cause", "op", "module", "line", "sample", "tensor")
-_CONCLUDED = ("transformers",)
+_CONCLUDED = ("transformers", "msprobe")
 
 
 @dataclass

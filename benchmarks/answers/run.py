@@ -9,6 +9,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import platform
 import sys
 import tempfile
 import time
@@ -23,7 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from check.record import commit
 
+from answers.ascend import msprobe
 from answers.failure import Failure
 from answers.families import FAILURES
 from answers.judge import PARTS, judge_ranks
@@ -31,6 +34,22 @@ from answers.tools import TOOLS, Answer
 from answers.verify import ends_finite, of_place
 
 SECONDS = 60.0
+RESULT = Path(__file__).parent.parent / "results" / "answers-cpu.json"
+_TITLE = "Who names the cause"
+_NOTES = (
+    "Failures of public reports, made again small, and what each tool names of them. "
+    "How it is judged is written at the top of benchmarks/answers/judge.py."
+)
+_COLUMNS = {part: part for part in ("phase", "module", "op", "cause", "sample")}
+_COLUMNS["misleads"] = "misleads"
+_NAMES = {
+    "ours": "OverflowGuard alone",
+    "ours-run": "OverflowGuard, `guard.run`",
+    "transformers": "DebugUnderflowOverflow",
+    "detect_anomaly": "`detect_anomaly`",
+    "debugmode": "`DebugMode`, norms of all tensors",
+    "msprobe": "msprobe, a second run",
+}
 _fork: Any = multiprocessing.get_context("fork")
 
 
@@ -57,6 +76,7 @@ def _plain(is_cured: bool) -> Callable[[Failure], Answer]:
     return lambda failure: Answer(text=str(ends_finite(failure, is_cured)))
 
 
+TOOLS["msprobe"] = msprobe
 WAYS = {tool: _run_tool(tool) for tool in TOOLS}
 WAYS |= {"as it is": _plain(False), "cured": _plain(True)}
 
@@ -126,6 +146,36 @@ def summary(rows: list[dict[str, Any]], tools: list[str]) -> list[dict[str, Any]
     return found
 
 
+def table_of(rows: list[dict[str, Any]]) -> str:
+    """The summary in Markdown: a tool a row."""
+    tools = list(dict.fromkeys(row["tool"] for row in rows))
+    lines = ["| of all failures | " + " | ".join(_COLUMNS.values()) + " |"]
+    lines.append("|" + "---|" * (len(_COLUMNS) + 1))
+    for each in summary(rows, tools):
+        cells = [str(each[column]) for column in _COLUMNS]
+        lines.append(f"| {_NAMES[each['tool']]} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _machine() -> dict[str, Any]:
+    facts = {"torch": torch.__version__, "python": platform.python_version()}
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    return facts | {"threads": 1, "commit": commit(), "date": date}
+
+
+def keep(rows: list[dict[str, Any]]) -> None:
+    """Writes rows in place of those that the result has of the same tools."""
+    before = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
+    tools = {row["tool"] for row in rows}
+    plain = [{k: v for k, v in row.items() if k != "text"} for row in rows]
+    plain += [row for row in before if row["tool"] not in tools]
+    plain.sort(key=lambda row: list(TOOLS).index(row["tool"]))
+    result = {"machine": _machine(), "title": _TITLE, "notes": _NOTES, "rows": plain}
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    text = f"# {_TITLE}\n\n{_NOTES}\n\n{table_of(plain)}\n"
+    RESULT.with_suffix(".md").write_text(text)
+
+
 def _show(row: dict[str, Any]) -> None:
     signs = {True: "+", False: "!", None: "."}
     parts = " ".join(f"{part} {signs[row[part]]}" for part in PARTS)
@@ -135,10 +185,11 @@ def _show(row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="part of the names of failures")
     parser.add_argument("--tools", default=",".join(TOOLS))
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print rows as JSON")
     parser.add_argument("--text", action="store_true", help="print what was said")
+    parser.add_argument("--write", action="store_true", help="keep the result")
     options = parser.parse_args()
     tools = options.tools.split(",")
     names = [name for name in FAILURES if options.only in name]
@@ -149,6 +200,8 @@ def main() -> None:
             print(row["text"]) if options.text else None
 
     rows = rows_of(names, tools, show)
+    if options.write:
+        keep(rows)
     if options.json:
         print(json.dumps(rows, indent=1))
     for each in [] if options.json else summary(rows, tools):
