@@ -72,7 +72,7 @@ class Answers:
         """It was bad without a table and is clean, or meant, with one."""
         if first.is_clean:
             return self.clean(first)
-        if not armed.is_clean:
+        if not armed.is_clean and first.is_forward == armed.is_forward:
             return Explanation(
                 "backward"
                 if armed.bad_gradients and not armed.bad_outputs
@@ -176,4 +176,6 @@ class Answers:
 
 def _are_all(incident: Incident, clean: Outcome) -> bool:
     """Whether all of several gradients are bad, as clipping by a bad norm makes them."""
-    return len(clean.gradients) > 1 and incident.gradients.keys() >= clean.gradients.keys()
+    return (
+        len(clean.gradients) > 1 and incident.gradients.keys() >= clean.gradients.keys()
+    )
