@@ -175,7 +175,7 @@ class Answers:
 
 
 def _are_all(incident: Incident, clean: Outcome) -> bool:
-    """Whether all of several gradients are bad, as clipping by a bad norm makes them."""
+    """Whether all of several gradients are bad, as after clipping by a bad norm."""
     return (
         len(clean.gradients) > 1 and incident.gradients.keys() >= clean.gradients.keys()
     )
