@@ -94,6 +94,11 @@ class Failure:
         return self.cause.split("|")
 
     @property
+    def has_module(self) -> bool:
+        """Whether a module is to be named: not of bad data or a compiler."""
+        return self.phase != "data" and self.cause != "only in compiled code"
+
+    @property
     def line(self) -> int:
         """The number of the marked line, or 0."""
         lines, first = inspect.getsourcelines(self.build)

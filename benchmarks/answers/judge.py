@@ -8,9 +8,9 @@
 - An answer misleads if it names another cause, or another place: an operation, module
   or line that is wrong, and none that is right. A phase misleads alone where neither
   operation, line nor cause is right.
-- In a run that diverges it is by chance which operation overflows first: where the
-  cause is right, no place misleads. The module of a bad weight is no place of an
-  optimizer's update.
+- No place misleads in a run that diverges, where it is by chance which operation
+  overflows first, where the data is bad, and where compiled code alone fails. The
+  module of a bad weight is no place of an optimizer's update.
 - What a tool does not say itself and only a reader would conclude (phase and cause,
   read from the prints of transformers' detector and of msprobe) counts where it is
   right, and is no fault where it is wrong.
@@ -77,7 +77,7 @@ def judge(failure: Failure, answer: Answer, tool: str) -> Judgement:
     tensor = None
     if failure.tensor and answer.tensor is not None:
         tensor = _plain(answer.tensor) in failure.tensor.split("|")
-    if failure.cause == "divergence" and cause:
+    if failure.cause == "divergence" or not failure.has_module:
         is_lost = False
     misleads = cause is False or is_lost or is_wrong_phase
     return Judgement(

@@ -149,7 +149,14 @@ def summary(rows: list[dict[str, Any]], tools: list[str]) -> list[dict[str, Any]
 def table_of(rows: list[dict[str, Any]]) -> str:
     """The summary in Markdown: a tool a row."""
     tools = list(dict.fromkeys(row["tool"] for row in rows))
-    lines = ["| of all failures | " + " | ".join(_COLUMNS.values()) + " |"]
+    own = FAILURES.values()
+    most = {
+        "op": sum(bool(failure.op) for failure in own),
+        "sample": sum(failure.sample is not None for failure in own),
+        "module": sum(failure.has_module for failure in own),
+    }
+    heads = [f"{name} (of {most.get(name, len(own))})" for name in _COLUMNS.values()]
+    lines = ["| named rightly | " + " | ".join(heads) + " |"]
     lines.append("|" + "---|" * (len(_COLUMNS) + 1))
     for each in summary(rows, tools):
         cells = [str(each[column]) for column in _COLUMNS]
