@@ -14,6 +14,12 @@ from .places import module_of_parameter
 from .rerun import Outcome, Rerun
 
 _RATE = 3
+_GIVEN_BAD = "The gradient that the model's output was given is non-finite."
+_ALL_BAD = (
+    "All gradients are non-finite, and the replayed backward is finite: code between "
+    "it and the optimizer's step (clipping, unscaling, communication) may have made "
+    "them. It was not replayed."
+)
 
 
 class Answers:
@@ -49,6 +55,8 @@ class Answers:
                 return found
         if not first.has_backward and incident.kind in ("gradient", "grad_output"):
             return Explanation("backward", notes=[self._no_backward()])
+        if first.bad_held:
+            return Explanation(notes=[_GIVEN_BAD, self._outside()])
         if incident.kind == "recorded" and not self._rerun.returns_loss:
             return Explanation("forward", notes=[self._outside()])
         doubt = self._doubt(incident)
@@ -64,7 +72,7 @@ class Answers:
         """It was bad without a table and is clean, or meant, with one."""
         if first.is_clean:
             return self.clean(first)
-        if not armed.is_clean:
+        if not armed.is_clean and first.is_forward == armed.is_forward:
             return Explanation(
                 "backward"
                 if armed.bad_gradients and not armed.bad_outputs
@@ -114,7 +122,9 @@ class Answers:
             is_told = self._whose(found, first, incident)
             if not self._rerun.returns_loss and not is_told:
                 # Parameters may get gradients from the loss itself.
-                return Explanation("backward", notes=[self._outside()])
+                return Explanation(notes=[self._outside()])
+            if not is_told and _are_all(incident, first):
+                return Explanation(evidence=found.evidence, notes=[_ALL_BAD])
             found.notes.append(
                 "Code between backward and the optimizer's step (clipping, unscaling, "
                 "communication) was not replayed."
@@ -162,3 +172,10 @@ class Answers:
         else:
             why = "what backward was called on is not known"
         return f"Backward was not replayed: {why}. Use `guard.run(lambda: loss)`."
+
+
+def _are_all(incident: Incident, clean: Outcome) -> bool:
+    """Whether all of several gradients are bad, as after clipping by a bad norm."""
+    return (
+        len(clean.gradients) > 1 and incident.gradients.keys() >= clean.gradients.keys()
+    )

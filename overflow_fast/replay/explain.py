@@ -173,7 +173,7 @@ class _Search:
         if armed.error is not None:
             return self._answers.failed(armed.error)
         culprit, in_gradients = self._culprit(armed)
-        if culprit is None:
+        if culprit is None or (first.is_forward and not armed.is_forward):
             return self._answers.not_in_eager(first, armed)
         assert armed.table is not None
         rows = ForwardRows(armed.table)

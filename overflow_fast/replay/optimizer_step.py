@@ -44,7 +44,11 @@ def explain_update(
         for name, parameter in model.named_parameters()
     }
     parameter = named[found.tensor]
-    found.evidence = [_BETWEEN.format(found.tensor)]
+    found = Explanation(
+        module=found.module,
+        tensor=found.tensor,
+        evidence=[_BETWEEN.format(found.tensor)],
+    )
     for optimizer in incident.optimizers:
         group = _group_of(optimizer, parameter)
         if group is not None:

@@ -21,6 +21,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _NOT_USERS = (os.path.dirname(os.path.abspath(torch.__file__)), _PACKAGE)
 _DEMO = os.path.join(_PACKAGE, "demo")
 _ENGINE = "_engine_run_backward"
+_BEGINS = {"_run_one", "_made_again"}  # who runs the user's code again
 _is_users: dict[str, bool] = {}
 
 # The code, the line and the instruction of each frame.
@@ -34,18 +35,23 @@ def users_frames() -> Frames:
     """The running lines of the user's code, the innermost first.
 
     In a backward, those that run inside of autograd's engine only: of a custom
-    Function, a hook, or a checkpoint that computes its forward again.
+    Function, a hook, or a checkpoint that computes its forward again. Of a replay, what
+    called the guard is left out.
     """
     found: list[tuple[CodeType, int, int]] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and len(found) < _MAX_FRAMES:
         code = frame.f_code
-        if code.co_name == _ENGINE:
+        if code.co_name == _ENGINE or _begins(code):
             break
         if _is_of_user(code.co_filename):
             found.append((code, frame.f_lineno, frame.f_lasti))
         frame = frame.f_back
     return tuple(found)
+
+
+def _begins(code: CodeType) -> bool:
+    return code.co_name in _BEGINS and code.co_filename.startswith(_PACKAGE)
 
 
 def _is_of_user(file: str) -> bool:

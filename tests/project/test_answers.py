@@ -1,0 +1,79 @@
+"""The collection of failures: its truths hold, and the guard misleads in none."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from answers.failure import CAUSES, PHASES
+from answers.families import FAILURES
+from answers.judge import judge
+from answers.tools import Answer
+from answers.verify import problems
+
+ALL = list(FAILURES.values())
+ALONE = [each for each in ALL if each.ranks == 1 and each.kind != "compiled"]
+FEW = ALONE[:: len(ALONE) // 9]
+RUNNER = Path(__file__).parents[2] / "benchmarks" / "answers" / "run.py"
+SOURCE = re.compile(r"[\w.-]+/[\w.-]+#\d+(, [\w.-]+/[\w.-]+#\d+)*")
+
+
+def names(failures):
+    return [each.name for each in failures]
+
+
+@pytest.mark.parametrize("failure", ALL, ids=names(ALL))
+def test_a_truth_is_whole(failure):
+    assert SOURCE.fullmatch(failure.source)
+    assert failure.phase in PHASES and set(failure.causes) <= set(CAUSES)
+    assert not failure.op or all("." in op for op in failure.ops)
+    has_name = failure.cause in ("bad data", "bad weights")
+    assert has_name == bool(failure.tensor) or failure.kind == "transient"
+
+
+def test_the_classes_are_all_there():
+    assert len(ALL) >= 60
+    assert sum(each.phase == "backward" for each in ALL) >= 12
+    assert sum(each.kind in ("compiled", "ranks") for each in ALL) >= 8
+    assert sum(each.kind in ("transient", "unwritten") for each in ALL) >= 7
+    assert {cause for each in ALL for cause in each.causes} == set(CAUSES)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("failure", FEW, ids=names(FEW))
+def test_an_experiment_finds_the_truth(failure):
+    assert problems(failure) == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("failure", ALONE, ids=names(ALONE))
+def test_experiments_find_all_truths(failure):
+    assert problems(failure) == []
+
+
+def test_an_answer_is_judged_by_what_it_names():
+    failure = FAILURES["gates_that_sum_to_zero"]
+    right = Answer("forward", "undefined", "aten.div.Tensor", "moe.router")
+    assert not judge(failure, right, "ours").misleads
+    near = judge(failure, Answer(module="moe"), "ours")
+    assert near.module and not near.misleads
+    assert judge(failure, Answer(op="aten.mul", module="head"), "ours").misleads
+    assert judge(failure, Answer(cause="bad data"), "ours").misleads
+    concluded = judge(failure, Answer(cause="bad data", module="moe"), "transformers")
+    assert concluded.cause is None and not concluded.misleads
+    assert not judge(failure, Answer(text="no alarm"), "ours").misleads
+
+
+@pytest.mark.slow
+def test_the_guard_misleads_in_none():
+    command = [sys.executable, str(RUNNER), "--tools", "ours,ours-run", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = json.loads(done.stdout)
+    assert len(rows) == 2 * len(ALL)
+    assert [(r["failure"], r["text"]) for r in rows if r["misleads"]] == []
+    with_loss = [row for row in rows if row["tool"] == "ours-run"]
+    alone = [row for row in with_loss if FAILURES[row["failure"]].ranks == 1]
+    assert sum(row["cause"] is True for row in alone) >= 0.9 * len(alone)

@@ -1,0 +1,111 @@
+"""A replay that is finite, or differs, is no reason to say more than is known."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from overflow_fast import NonFiniteError, OverflowGuard
+
+
+def data():
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+
+
+def explained(model, loss, optimizer=None, between=lambda: None, runs=True, steps=1):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
+    with OverflowGuard(model, optimizer) as guard:
+        with pytest.raises(NonFiniteError) as error:
+            for _ in range(steps):
+                optimizer.zero_grad()
+                value = guard.run(loss) if runs else loss()
+                value.backward()
+                between()
+                optimizer.step()
+    return error.value.report.explanation
+
+
+def net(*layers):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), *layers)
+
+
+def test_gradients_that_clipping_has_spoiled():
+    model, x = net(), data()
+
+    def clip():
+        total = sum(p.grad.sum() * 0 for p in model.parameters())
+        for parameter in model.parameters():
+            parameter.grad.div_(total)
+
+    found = explained(model, lambda: model(x).pow(2).mean(), between=clip)
+    assert (found.phase, found.cause) == ("", "unknown")
+    assert "clipping" in found.notes[0]
+
+
+def test_one_bad_gradient_among_good_ones_is_a_fault():
+    model, x = net(), data()
+
+    def fault():
+        model[0].weight.grad[0, 0] = torch.nan
+
+    found = explained(model, lambda: model(x).pow(2).mean(), between=fault)
+    assert (found.cause, found.tensor) == ("not reproducible", "0.weight")
+
+
+def test_a_bad_gradient_from_outside_that_the_model_stops():
+    model, x = net(nn.ReLU()), data()
+    model[0].bias.data.fill_(-99.0)
+
+    def loss():
+        return (model(x).sum() / model(x).sum()).mean()
+
+    found = explained(model, loss, runs=False)
+    assert (found.phase, found.cause) == ("", "unknown")
+    assert "was given" in found.notes[0] and "guard.run" in found.notes[1]
+
+
+class Spoils(torch.optim.SGD):
+    """Makes weights bad by gradients that are no longer there afterwards."""
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data += (-parameter.grad.abs()).sqrt()
+
+
+def test_a_weight_that_an_update_has_spoiled_was_not_bad_before():
+    model, x = net(), data()
+    optimizer = Spoils(model.parameters(), lr=0.0)
+    found = explained(model, lambda: model(x).pow(2).mean(), optimizer, steps=2)
+    assert (found.phase, found.cause, found.tensor) == ("", "unknown", "0.weight")
+    assert "was finite when the step before was judged" in found.evidence[0]
+
+
+def test_a_forward_that_compiled_code_alone_gets_wrong():
+    def backend(graph, inputs):
+        for node in graph.graph.nodes:
+            if node.target is F.softplus:
+                node.target = lambda x, *rest: (1 + x.exp()).log()
+        graph.recompile()
+        return graph.forward
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(3, 4)
+
+        def forward(self, x):
+            return F.softplus(self.body(x))
+
+    torch.manual_seed(0)
+    model, x = torch.compile(Model(), backend=backend), 1e3 * data()
+    found = explained(model, lambda: model(x).pow(2).mean(), runs=False)
+    assert (found.phase, found.cause) == ("forward", "only in compiled code")
+
+
+def test_what_called_the_guard_is_no_line_of_the_model():
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), data()
+    model[1].weight.data.fill_(1e38)
+    found = explained(model, lambda: 1e3 * model(x).mean(), runs=False)
+    assert found.op is not None and found.op.line == 0 and not found.op.stack
