@@ -35,6 +35,13 @@ def random_states(devices: Iterable[torch.device]) -> list[tuple[Any, torch.Tens
     return states
 
 
+def has_drawn(states: Iterable[tuple[Any, torch.Tensor]]) -> bool:
+    """Tells whether random numbers were drawn since the states were taken."""
+    kept = list(states)
+    now = random_states(device for device, _ in kept if device is not None)
+    return not all(torch.equal(a[1], b[1]) for a, b in zip(kept, now, strict=True))
+
+
 def set_random_states(states: Iterable[tuple[Any, torch.Tensor]]) -> None:
     """Puts the states of torch's random number generators back."""
     for device, state in states:
