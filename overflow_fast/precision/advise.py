@@ -12,10 +12,10 @@ from torch import nn
 
 from ..core.model_call import step_of
 from ..core.names import named_modules
-from .advice import LayerAdvice, PrecisionAdvice, PrecisionCheck
 from .copies import HALF, check_model
 from .judge import Judge, Thresholds
 from .layers import LayerProbe
+from .precision_advice import LayerAdvice, PrecisionAdvice, PrecisionCheck
 from .runs import Outcome, Steps
 from .verify import Verifier
 

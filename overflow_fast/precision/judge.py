@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .advice import LayerAdvice
 from .layers import Layer
+from .precision_advice import LayerAdvice
 from .recast import DTYPES, FLOAT8, expected_error
 
 HALF = ("float16", "bfloat16")

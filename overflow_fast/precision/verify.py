@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from .advice import LayerAdvice, PrecisionCheck
 from .judge import Thresholds
 from .makers import Makers
+from .precision_advice import LayerAdvice, PrecisionCheck
 from .recast import DTYPES, first_line
 from .runs import Outcome, Steps
 
