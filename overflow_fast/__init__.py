@@ -32,7 +32,9 @@ from .core.ops import Stat, scan
 from .debug import DebugUnderflowOverflow, detect_overflow, get_abs_min_max
 from .guard.guard import OverflowGuard
 from .guard.state import assert_finite_state
+from .precision.advise import advise_precision
 from .precision.keep_in_fp32 import keep_in_fp32
+from .precision.precision_advice import PrecisionAdvice
 from .recording import callbacks  # noqa: F401  (what the extension calls)
 from .recording.coverage import Coverage
 from .replay.explanation import Explanation, Op
@@ -48,8 +50,10 @@ __all__ = [
     "NonFiniteError",
     "Op",
     "OverflowGuard",
+    "PrecisionAdvice",
     "Report",
     "Stat",
+    "advise_precision",
     "assert_finite_state",
     "detect_overflow",
     "explain",

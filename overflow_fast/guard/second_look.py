@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _C
+from ..core.restore import KeptState
 from ..core.tensors import loss_in
 from ..recording.schedule import ScanLevel
 from ..recording.step_tensors import StepTensors
@@ -19,7 +20,6 @@ from ..recording.watch import ModelWatch
 from ..replay.capture import Capture
 from ..replay.kept_call import KeptCall, ModelCall
 from ..replay.rerun import Outcome, Rerun
-from ..replay.restore import KeptState
 from ..verdict.verdict import BadFrame
 from .config import NORM
 from .step_result import StepResult

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.restore import devices_of
 from ..torch_internals.running import is_recorded
 from .buffer_copies import BufferCopies
 from .functions import Captured
 from .kept_call import Ambient, KeptCall, ModelCall
-from .restore import devices_of
 
 _MAX_KEPT = 8
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..core.restore import KeptState
 from . import sample
 from .answers import Answers
 from .explanation import Artifact, Explanation
@@ -23,7 +24,6 @@ from .remedies.changes import ScaledWeights
 from .remedies.search import Failure, find_remedies
 from .repro import repro_of
 from .rerun import Outcome, Rerun
-from .restore import KeptState
 from .rows import Row
 from .saved_step import saved_step
 from .slice import Culprit, ForwardRows, culprit_of

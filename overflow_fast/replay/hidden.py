@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from ..core.restore import KeptState
 from .explanation import Explanation
 from .finding import explain_culprit
 from .kept_call import KeptCall
 from .rerun import Rerun
-from .restore import KeptState
 from .slice import Culprit, ForwardRows
 
 _MOST = 8

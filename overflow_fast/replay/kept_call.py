@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.restore import random_states, set_random_states
 from ..core.tensors import loss_in
 from ..torch_internals.tensor_internals import pytree, version_of
 from .kinds import is_float, tensors_in
-from .restore import random_states, set_random_states
 
 _MAX_HELD_BYTES = 2**26
 _NUM_SAMPLED = 64  # values of a tensor that is compared with itself later

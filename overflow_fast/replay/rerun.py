@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.restore import KeptState
+from ..recording.unseen import unseen
 from ..torch_internals.replay_internals import no_dispatch
 from .kept_call import KeptCall, loss_and_gradients
 from .kinds import NEGATIVE_INF, bad_names, is_float, kinds_of, tensors_in
 from .op_table import OpTable
 from .places import ModuleStack, names_of
 from .remedies.changes import Change
-from .restore import KeptState
 from .rows import Leaf
-from .unseen import unseen
 
 
 @dataclass

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..core.model_call import step_of
+from ..core.restore import devices_of
 from .explain import BUDGET, investigate
 from .explanation import Explanation
 from .kept_call import Ambient, KeptCall
-from .restore import devices_of
 
 
 def explain(
@@ -51,40 +51,7 @@ def explain(
         >>> found.phase
         'forward'
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if loss is not None and not callable(loss):
-        raise TypeError(
-            "loss must be a callable that takes the batch, or the model and the batch, "
-            f"and returns a loss, got {type(loss).__name__}"
-        )
-    function = _step_of(model, loss)
+    function = step_of(model, loss)
     call = KeptCall(function, batch, Ambient(model, devices_of([model])))
     call.returns_loss = loss is not None
     return investigate({"": model}, [call], budget=budget, checkpoints=checkpoints)
-
-
-def _step_of(
-    model: nn.Module, loss: Callable[..., torch.Tensor] | None
-) -> Callable[[Any], Any]:
-    if loss is None:
-        return lambda batch: _call(model, batch)
-    if _num_required(loss) >= 2:
-        return lambda batch: loss(model, batch)
-    return loss
-
-
-def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-
-
-def _num_required(function: Callable[..., Any]) -> int:
-    """How many positional arguments a function has to be called with."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return 1
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.kind in kinds and p.default is p.empty for p in parameters)

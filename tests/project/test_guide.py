@@ -26,6 +26,7 @@ from torch import nn
 import overflow_fast
 
 runs = Examples("docs/guide.md")
+BLOCK = "encoder.block.1.layer.1"
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +72,23 @@ def test_run(code):
                 **names,
             )
     assert caught.value.report.explanation.op.name == "aten.log"
+
+
+@runs("which-precision-for-which-layer")
+def test_advice(capsys, code):
+    model, batch, _ = t5()
+    model.float()
+    with torch.no_grad():
+        model.get_submodule(f"{BLOCK}.DenseReluDense.wo").weight *= 1e6
+    run(code, model=model, batches=[batch])
+    out = capsys.readouterr().out
+    kept = [
+        f"{BLOCK}.DenseReluDense.wo",
+        f"{BLOCK}.dropout",
+        "encoder.final_layer_norm",
+    ]
+    assert f"keep_in_fp32(model, {kept})" in out
+    assert_shown("docs/guide.md", "Use autocast to", out)
 
 
 @runs("trainers-debug-flag")

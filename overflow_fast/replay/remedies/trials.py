@@ -17,7 +17,7 @@ from .changes import Change
 from .line_edit import NotEditableError
 
 _STEP_TIMES = 4.0
-_LEAST_SECONDS = 1.0
+_LEAST_SECONDS = 5.0
 _ENOUGH = 2  # remedies that help
 
 

@@ -1,4 +1,4 @@
-"""Everything that a replay may change, put back bit for bit."""
+"""Everything that a run of a model may change, put back bit for bit."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.names import named_modules
 from ..torch_internals.module_internals import own_buffers, own_parameters
 from ..torch_internals.replay_internals import gradient_hooks, set_version
 from ..torch_internals.tensor_internals import version_of
+from .names import named_modules
 
 _MAX_BYTES = 2**28  # of larger tensors that no optimizer steps there is no copy
 _CONTAINERS = (list, dict, set, OrderedDict)
@@ -35,6 +35,13 @@ def random_states(devices: Iterable[torch.device]) -> list[tuple[Any, torch.Tens
     return states
 
 
+def has_drawn(states: Iterable[tuple[Any, torch.Tensor]]) -> bool:
+    """Tells whether random numbers were drawn since the states were taken."""
+    kept = list(states)
+    now = random_states(device for device, _ in kept if device is not None)
+    return not all(torch.equal(a[1], b[1]) for a, b in zip(kept, now, strict=True))
+
+
 def set_random_states(states: Iterable[tuple[Any, torch.Tensor]]) -> None:
     """Puts the states of torch's random number generators back."""
     for device, state in states:
@@ -53,6 +60,8 @@ class KeptState:
     Args:
         models: The models.
         start: Buffers and what was in them when the step began.
+        on_copies: Whether other tensors take the place of parameters and buffers
+            meanwhile: then these are not copied.
 
     Attributes:
         lost: What could not be kept, in sentences.
@@ -62,9 +71,11 @@ class KeptState:
         self,
         models: Mapping[str, nn.Module],
         start: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
+        on_copies: bool = False,
     ) -> None:
         self._models = list(models.values())
         self._start = list(start)
+        self._on_copies = on_copies
         self._undo: list[Callable[[], None]] = []
         self.lost: list[str] = []
 
@@ -139,11 +150,12 @@ class KeptState:
             for key, value in vars(module).items()
             if isinstance(value, torch.Tensor)
         }
-        tensors |= dict(own_buffers(module)) | {
-            key: each
-            for key, each in own_parameters(module).items()
-            if each is not None and not each.requires_grad
-        }
+        if not self._on_copies:
+            tensors |= dict(own_buffers(module)) | {
+                key: each
+                for key, each in own_parameters(module).items()
+                if each is not None and not each.requires_grad
+            }
         for key, tensor in tensors.items():
             if tensor is None or tensor.is_meta or _is_lazy(tensor):
                 continue

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from ..recording.hooks import root_hooks
 from ..torch_internals.replay_internals import (
     with_torch_function,
     without_function_modes,
     without_operator_modes,
     without_saving_hooks,
 )
+from .hooks import root_hooks
 
 
 @contextlib.contextmanager

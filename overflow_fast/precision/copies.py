@@ -1,0 +1,144 @@
+"""A model on copies of its weights, buffers and batches, of another dtype."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ..core.names import has_base, is_sharded, named_modules
+from ..core.restore import KeptState
+from ..torch_internals.module_internals import own_buffers, own_parameters
+from ..torch_internals.tensor_internals import is_wrapper, pytree
+
+HALF = (torch.float16, torch.bfloat16)
+_PARALLEL = {"DistributedDataParallel", "DataParallel"}
+
+
+Convert = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Copies:
+    """Copies of tensors, one for each, so that what is shared stays shared.
+
+    Args:
+        convert: Makes a new tensor of one without a graph.
+    """
+
+    def __init__(self, convert: Convert) -> None:
+        self._convert = convert
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The copy of a tensor; a parameter's is a parameter."""
+        if id(tensor) not in self._known:
+            made = self._convert(tensor.detach())
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, tensor.requires_grad)
+            self._known[id(tensor)] = tensor, made
+        return self._known[id(tensor)][1]
+
+    def has(self, value: Any) -> bool:
+        """Tells whether there is a copy of this very tensor."""
+        return isinstance(value, torch.Tensor) and id(value) in self._known
+
+
+def to_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy, cast if it is float32, float16 or bfloat16."""
+    is_cast = tensor.dtype in (*HALF, torch.float32)
+    return tensor.to(dtype if is_cast else tensor.dtype, copy=True)
+
+
+def to_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, float32 if it is half precision."""
+    return to_dtype(tensor, torch.float32)
+
+
+@contextlib.contextmanager
+def on_copies(model: nn.Module, convert: Convert = to_float32) -> Iterator[None]:
+    """Has a model compute with copies of its parameters and buffers.
+
+    On exit the model has its own tensors again, and its attributes and the random
+    states are what they were, bit for bit. The own ones are never written to, get no
+    gradient and call no hook.
+
+    Args:
+        model: The model.
+        convert: See `Copies`.
+    """
+    with KeptState({"": model}, on_copies=True):
+        copies = Copies(convert)
+        for module in model.modules():
+            for table in (own_parameters(module), own_buffers(module)):
+                for key, tensor in list(table.items()):
+                    if tensor is not None:
+                        table[key] = copies.of(tensor)
+        for module in model.modules():
+            _replace_attributes(module, copies)
+        yield
+
+
+def _replace_attributes(module: nn.Module, copies: Copies) -> None:
+    """Has attributes hold the copies, too, such as the flat weights of an LSTM."""
+    for key, value in list(vars(module).items()):
+        if isinstance(value, torch.Tensor):
+            vars(module)[key] = copies.of(value)
+        elif type(value) is list:
+            value[:] = [copies.of(v) if copies.has(v) else v for v in value]
+
+
+def copied_batch(batch: Any) -> Any:
+    """A batch whose tensors are copies, float32 instead of half precision."""
+    if isinstance(batch, torch.Tensor):
+        return to_float32(batch.detach()).requires_grad_(batch.requires_grad)
+    leaves, spec = pytree.tree_flatten(batch)
+    if len(leaves) != 1 or leaves[0] is not batch:
+        return pytree.tree_unflatten([copied_batch(each) for each in leaves], spec)
+    if isinstance(batch, Mapping) and hasattr(batch, "update"):
+        made = copy.copy(batch)  # such as a tokenizer's BatchEncoding
+        made.update({key: copied_batch(each) for key, each in batch.items()})
+        return made
+    return batch
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises ValueError for a model that cannot run on copies.
+
+    Args:
+        model: The model.
+    """
+    for name, module in named_modules(model):
+        if has_base(type(module), _PARALLEL):
+            raise ValueError(
+                "model must be the module that is wrapped, without its wrapper: "
+                f"{name or 'it'} is a {type(module).__name__}; give model.module"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                "model must not be scripted: modules inside of "
+                f"{name or 'it'} cannot be looked at; give what was scripted"
+            )
+    if is_sharded(model):
+        raise ValueError(
+            "model must hold whole weights; they are sharded (FSDP or DTensor): give "
+            "the model before it is sharded"
+        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        why = _why_not(tensor)
+        if why:
+            raise ValueError(f"model must hold plain tensors; {name} {why}")
+
+
+def _why_not(tensor: torch.Tensor) -> str:
+    if is_lazy(tensor):
+        return "is not initialized yet: run the model once first"
+    if tensor.is_meta:
+        return "is on the meta device"
+    if tensor.is_quantized or is_wrapper(tensor):
+        return f"is a {type(tensor).__name__} that is quantized or wraps others"
+    return ""

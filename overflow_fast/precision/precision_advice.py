@@ -1,0 +1,214 @@
+"""The advice of a precision run, and how it reads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from ..core.text import as_lines
+
+_MOST_ROWS = 8
+_MOST_NAMES = 4
+
+
+@dataclass(frozen=True)
+class LayerAdvice:
+    """One layer: what the float32 run found, and which dtypes it can take.
+
+    Shares are of the values that are not 0. A share is "lost" if float16 makes it 0.
+
+    Attributes:
+        name: The module's qualified name.
+        class_name: Its class.
+        calls: How often the batches called it.
+        abs_max: The largest finite magnitude of "input", "output", "weight" (its own
+            parameters), "grad_output" and "grad_weight"; 0.0 if there was none.
+        bits: How often the largest of the first three can double, in "float16" and
+            "bfloat16"; negative: it is beyond the range.
+        lost: The share of its outputs that float16 makes 0.
+        subnormal: The share that is subnormal in float16 or lost.
+        gradient_lost: The share of gradients, of outputs or of weights, whichever is
+            larger, that float16 makes 0 without a loss scale; None without gradients.
+        gradient_lost_scaled: The same with the largest safe loss scale.
+        gradient_subnormal_scaled: The share that is subnormal or lost with it.
+        errors: The relative L2 error of the layer alone in "float16", "bfloat16" and
+            "float8", against float32 with the same inputs.
+        ratios: The errors in multiples of what rounding explains.
+        runs_in: The dtypes that it may run in.
+        reasons: Why not, by dtype, for the others.
+        not_compared: Why it has no errors, or ''.
+        is_product: Whether it is linear in its inputs and its matrices.
+    """
+
+    name: str
+    class_name: str
+    calls: int
+    abs_max: dict[str, float]
+    bits: dict[str, float]
+    lost: float
+    subnormal: float
+    gradient_lost: float | None
+    gradient_lost_scaled: float | None
+    gradient_subnormal_scaled: float | None
+    errors: dict[str, float]
+    ratios: dict[str, float]
+    runs_in: list[str]
+    reasons: dict[str, str]
+    not_compared: str
+    is_product: bool
+
+
+@dataclass(frozen=True)
+class PrecisionCheck:
+    """A run of the whole model under autocast, against the float32 run.
+
+    Attributes:
+        dtype: Autocast's dtype: "float16" or "bfloat16".
+        kept: The names that `keep_in_fp32` kept in float32.
+        loss_scale: The loss scale of the run; 1.0 for bfloat16.
+        failure: Why it did not pass, or ''.
+        finite: Whether loss and gradients (outputs, without a loss) were finite.
+        loss: The mean loss over the batches, or None.
+        loss_difference: The relative difference of the losses to those in float32; of
+            the outputs in L2, where there is no loss; None if the run raised.
+        gradient_difference: The relative L2 difference of the gradients, or None.
+        widened: The names that were added because a run before this one failed.
+        runs: How many runs this took.
+    """
+
+    dtype: str
+    kept: list[str]
+    loss_scale: float
+    failure: str = ""
+    finite: bool = False
+    loss: float | None = None
+    loss_difference: float | None = None
+    gradient_difference: float | None = None
+    widened: list[str] = field(default_factory=list)
+    runs: int = 1
+
+    @property
+    def passed(self) -> bool:
+        """Whether it was finite and within the thresholds."""
+        return not self.failure
+
+
+@dataclass(frozen=True)
+class PrecisionAdvice:
+    """Which modules can run in which dtype; printed, it is a page of text.
+
+    Attributes:
+        rows: One `LayerAdvice` for each layer, in the order in which they first
+            returned.
+        float32: The names of all layers that are in neither of the next two.
+        bfloat16: The names that may run in bfloat16; empty if its check has not passed.
+        float16: The names that may run in float16; empty if its check has not passed.
+        float8: The names of products that may take float8 (e4m3) inputs and weights.
+        dtype: The dtype of the passed check that keeps the fewest modules (bfloat16,
+            which needs no loss scale, where both keep as many); "float32" if none has
+            passed.
+        code: The line that keeps modules in float32 under autocast to `dtype`; '' if
+            none has to be kept, or no check has passed.
+        codes: The same by dtype, for each check that has passed.
+        checks: The last check with each list.
+        loss: The mean loss in float32, or None.
+        loss_scale: The power of two for float16's gradients that the check used, or
+            the one that was derived from the gradients; None without gradients.
+        not_seen: The layers that the batches did not call: nothing is known of them.
+        notes: What else to know, in sentences.
+    """
+
+    rows: list[LayerAdvice]
+    float32: list[str]
+    bfloat16: list[str]
+    float16: list[str]
+    float8: list[str]
+    dtype: str
+    code: str
+    codes: dict[str, str]
+    checks: list[PrecisionCheck]
+    loss: float | None
+    loss_scale: float | None
+    not_seen: list[str]
+    notes: list[str]
+
+    def __str__(self) -> str:
+        """The verdict, the checks and the worst layers, in about 24 lines."""
+        sentences = [self._verdict(), *map(self._check_text, self.checks)]
+        products = sum(row.is_product for row in self.rows)
+        if products:
+            sentences.append(
+                f"float8: {len(self.float8)} of {products} products may take e4m3 "
+                "inputs and weights, by a simulation with casts; no run has checked it."
+            )
+        if self.not_seen:
+            sentences.append(f"Not seen in these batches: {_few(self.not_seen)}.")
+        lines = as_lines([*sentences, *self.notes]).splitlines()
+        return "\n".join([*lines, *self._table()])
+
+    def _verdict(self) -> str:
+        count = f"{len(self.rows)} layer{'s' * (len(self.rows) != 1)}"
+        if self.dtype == "float32":
+            return f"Stay in float32: no check has passed ({count} looked at)."
+        if not self.code:
+            return f"Use autocast to {self.dtype}: all {count} may run in it."
+        return f"Use autocast to {self.dtype} with: `{self.code}`"
+
+    def _check_text(self, check: PrecisionCheck) -> str:
+        parts = [f"{check.dtype}: {'passed' if check.passed else 'failed'}"]
+        if check.failure:
+            parts.append(f" ({check.failure})")
+        parts.append(f"; {len(check.kept)} of {len(self.rows)} layers in float32")
+        what = "outputs differ" if check.loss is None else "loss differs"
+        if check.finite and check.loss_difference is not None:
+            parts.append(f"; {what} by {check.loss_difference:.2%}")
+            if check.gradient_difference is not None:
+                parts.append(f", gradients by {check.gradient_difference:.2%}")
+        if check.loss_scale != 1.0:
+            parts.append(f"; loss scale 2^{round(math.log2(check.loss_scale))}")
+        if check.widened:
+            parts.append(f"; added after a failed run: {_few(check.widened)}")
+        return "".join(parts) + "."
+
+    def _table(self) -> list[str]:
+        worst = sorted(self.rows, key=_badness)[:_MOST_ROWS]
+        lines = [
+            "  float16  error, in multiples of rounding's",
+            "bits left  float16 bfloat16   float8  layer",
+        ]
+        for row in worst:
+            ratios = " ".join(
+                f"{_ratio_text(row, name):>8}"
+                for name in ("float16", "bfloat16", "float8")
+            )
+            lines.append(f"{row.bits['float16']:9.1f} {ratios}  {_layer_text(row)}")
+        if len(self.rows) > len(worst):
+            lines.append(f"... and {len(self.rows) - len(worst)} more in .rows")
+        return lines
+
+
+def _badness(row: LayerAdvice) -> tuple[int, float]:
+    """Sorts what can run nowhere first, then by float16's error."""
+    half = [name for name in row.runs_in if name != "float8"]
+    return len(half), -row.ratios.get("float16", 0.0)
+
+
+def _ratio_text(row: LayerAdvice, name: str) -> str:
+    ratio = row.ratios.get(name)
+    if ratio is None:
+        return "-"
+    return f"{ratio:.1f}" if ratio < 1e5 else "inf" if math.isinf(ratio) else ">1e5"
+
+
+def _layer_text(row: LayerAdvice) -> str:
+    name = row.name or "(the model)"
+    reason = next((f": {why}" for n, why in row.reasons.items() if n != "float8"), "")
+    half = [name for name in ("float16", "bfloat16") if name in row.reasons]
+    where = f" not {' or '.join(half)}" if half else ""
+    return f"{name} ({row.class_name}){where}{reason}"
+
+
+def _few(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    text = ", ".join(name or "the model itself" for name in names[:_MOST_NAMES])
+    return f"{text} and {more} more" if more > 0 else text
