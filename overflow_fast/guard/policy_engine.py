@@ -168,27 +168,61 @@ class PolicyEngine:
         """Returns the report to act on, and whether it is this process's own."""
 
         def make_report() -> Report:
-            report = self._reporter.make(found, verdict, self._rounds.num_skipped)
-            self._explain(found, report)
-            return self._reporter.choose_action(found, report)
+            return self._reporter.make(found, verdict, self._rounds.num_skipped)
 
         if found.is_of_step and self.agreement.is_needed:
             self.num_agreed += 1
             begin, self._num_frames = self._num_frames, _C.Recorder.num_frames()
             first = min((bad.frame.order for bad in found.frames), default=begin)
             position = max(0, first - begin)
-            return self.agreement.agree(found.step, verdict, position, make_report)
-        return None if verdict.is_clean else make_report(), True
-
-    def _explain(self, found: StepResult, report: Report) -> None:
-        """Replays the step, if the configuration asks for it."""
+            return self._agree_together(found, verdict, position, make_report)
+        if verdict.is_clean:
+            return None, True
+        report = make_report()
         report.explanation = self._explainer.explain(
-            found.step,
-            report.verdict,
-            report.action == "raise",
-            found.moment,
+            *(found.step, verdict, report.action == "raise", found.moment),
             self._optimizers(),
         )
+        self._note_explained(report)
+        return self._reporter.choose_action(found, report), True
+
+    def _agree_together(
+        self,
+        found: StepResult,
+        verdict: Verdict,
+        position: int,
+        make: Callable[[], Report],
+    ) -> tuple[Report | None, bool]:
+        """Agrees with the other ranks, and replays the step with them.
+
+        A callable is asked once it is explained. Any other policy is followed before,
+        so that all ranks know what to do if one is lost in the replay.
+        """
+        is_asked = callable(self._config.on_overflow)
+        choose = self._reporter.choose_action
+        agreed = self.agreement.agree(
+            *(found.step, verdict, position),
+            make if is_asked else lambda: choose(found, make()),
+            lambda: self._explainer.offer(
+                *(found.step, verdict, self._config.on_overflow == "raise"),
+                self.agreement.joins,
+            ),
+        )
+        report, is_own = agreed.report, agreed.is_own
+        if report is None:
+            return None, is_own
+        report.explanation, is_broken = self._explainer.explain_together(
+            agreed, found.moment, self._optimizers()
+        )
+        self._note_explained(report)
+        if is_broken:  # it may yet be in a collective that the next step would meet
+            report.action = "raise"
+        elif is_asked:
+            own = report
+            report = self.agreement.act_on(is_own, lambda: choose(found, own))
+        return report, is_own
+
+    def _note_explained(self, report: Report) -> None:
         if report.explanation is not None:
             self._on_explained(report.explanation.seconds)
 

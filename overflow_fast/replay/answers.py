@@ -9,9 +9,11 @@ from ..torch_internals.replay_internals import active_modes
 from .explanation import Explanation
 from .finding import first_bad_weight
 from .incident import Incident
+from .outcome import Outcome
 from .payload import of_whom
 from .places import module_of_parameter
-from .rerun import Outcome, Rerun
+from .rerun import Rerun
+from .team import OnRank, text_of
 
 _RATE = 3
 
@@ -83,11 +85,8 @@ class Answers:
 
     def failed(self, error: Exception) -> Explanation:
         """The replay has raised."""
-        text = str(error).splitlines()
-        first = text[0][:120] if text else ""
-        return Explanation(
-            notes=[f"The replay raised {type(error).__name__}: {first}."]
-        )
+        what = str(error) if isinstance(error, OnRank) else text_of(error)
+        return Explanation(notes=[f"The replay raised {what}."])
 
     def note_overwritten(self, found: Explanation) -> None:
         """Adds that the batch is not what it was, if that is seen."""

@@ -1,4 +1,4 @@
-"""The decision tree from an alarm to its explanation."""
+"""From an alarm to its explanation: what can be said at once, else by a replay."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import sample
-from .answers import Answers
 from .explanation import Explanation
-from .finding import explain_culprit, first_bad_weight
-from .growth import growth_of
+from .finding import first_bad_weight
 from .incident import Incident
 from .kept_call import KeptCall
 from .optimizer_step import explain_update
-from .places import module_of_parameter, names_of
-from .rerun import Outcome, Rerun
+from .rerun import Rerun
 from .restore import KeptState
-from .slice import Culprit, ForwardRows, culprit_of
+from .search import Search
+from .team import BEGIN, NotJoined, Team, text_of
 
 BUDGET = 8
-_STEP_TIMES = 4.0
-_LEAST_SECONDS = 1.0
 _NOT_ALONE = (
-    "The step was not replayed: there are several ranks, and collectives in it would "
-    "wait for the others."
+    "The step was not replayed: there are several ranks, which do not decide together. "
+    "Collectives in it would wait for the others. Give the guard process_group=."
+)
+_NO_CALLS = (
+    "The step was not replayed: no forward of it was kept. Call the model and the loss "
+    "within `guard.run(lambda: loss)`."
 )
 
 
@@ -43,6 +42,7 @@ def investigate(
     *,
     start: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     budget: int = BUDGET,
+    team: Team | None = None,
 ) -> Explanation:
     """Replays a step and says why it is not finite. Everything is put back afterwards.
 
@@ -52,34 +52,63 @@ def investigate(
         incident: What a guard saw; None where nobody watched.
         start: Buffers and what was in them when the step began.
         budget: How many forwards it may run.
+        team: The ranks that replay it together, all of which call this; None for this
+            one alone.
     """
     begin = time.perf_counter()
-    found, rerun = Explanation(), None
+    team = Team() if team is None else team
+    found, reruns = Explanation(), list[Rerun]()
+
+    def replay() -> Explanation:
+        with _kept(models, start, team) as state:
+            reruns.append(Rerun(models, calls, state, team))
+            found = Search(reruns[0], incident, budget).run()
+            found.notes += state.lost if team.leads else []
+        return found
+
     try:
-        known = None if incident is None else _without_replay(models, incident)
-        if known is not None:
-            found = known
-        elif _has_peers():
-            found.notes.append(_NOT_ALONE)
-        elif not calls:
-            found.notes.append(
-                "The step was not replayed: no forward of it was kept. Call the model "
-                "and the loss within `guard.run(lambda: loss)`."
-            )
-        else:
-            with KeptState(models, start) as state:
-                rerun = Rerun(models, calls, state)
-                found = _Search(rerun, incident, budget).run()
-                found.notes += state.lost
+        if team.leads:
+            known = None if incident is None else _without_replay(models, incident)
+            known = known or _not_replayable(calls, team)
+            if known is None:
+                team.order(BEGIN)
+            found = known or replay()
+        elif team.receive() == BEGIN:
+            found = replay()
+    except NotJoined as error:
+        team.is_broken = True
+        found.notes.append(str(error))
     except Exception as error:
-        text = str(error).splitlines()
-        found.notes.append(
-            f"The explanation ended early: {type(error).__name__}: "
-            f"{text[0][:120] if text else ''}."
-        )
-    found.replays = 0 if rerun is None else rerun.num_forwards
+        found.notes.append(f"The explanation ended early: {text_of(error)}.")
+    found.replays = sum(each.num_forwards for each in reruns)
     found.seconds = time.perf_counter() - begin
-    return found
+    return team.finish(found)
+
+
+def _not_replayable(calls: Sequence[KeptCall], team: Team) -> Explanation | None:
+    if team.is_alone and _has_peers():
+        return Explanation(notes=[_NOT_ALONE])
+    return None if calls else Explanation(notes=[_NO_CALLS])
+
+
+def _kept(
+    models: Mapping[str, nn.Module],
+    start: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    team: Team,
+) -> KeptState:
+    """What is put back afterwards; raises on all ranks if one cannot keep it."""
+    state = KeptState(models, start)
+    error: Exception | None = None
+    try:
+        state.keep()
+    except Exception as raised:
+        error = raised
+    try:
+        team.check(error)
+    except BaseException:
+        state.put_back()
+        raise
+    return state
 
 
 def _without_replay(
@@ -96,92 +125,3 @@ def _without_replay(
             "optimizer", notes=["Which step made the optimizer's state is not known."]
         )
     return found
-
-
-class _Search:
-    """One explanation in the making."""
-
-    def __init__(self, rerun: Rerun, incident: Incident | None, budget: int) -> None:
-        self._rerun = rerun
-        self._incident = incident
-        self._budget = budget
-        self._begin = time.perf_counter()
-        self._step_seconds = 0.0
-        self._answers = Answers(rerun, incident, self.may_run)
-
-    def may_run(self, forwards: int = 1) -> bool:
-        """Whether the budget allows so many forwards more."""
-        seconds = time.perf_counter() - self._begin
-        most = max(_LEAST_SECONDS, _STEP_TIMES * self._step_seconds)
-        left = self._budget - self._rerun.num_forwards
-        return left >= forwards and seconds < most
-
-    def run(self) -> Explanation:
-        first = self._rerun.run()
-        self._step_seconds = first.seconds
-        if first.error is not None:
-            return self._answers.failed(first.error)
-        is_inside = self._incident is not None and not self._incident.reaches_loss
-        if first.is_clean and not is_inside:
-            return self._answers.clean(first)
-        place = max(first.bad_call, 0)
-        armed = self._rerun.run(place if first.bad_call >= 0 else self._last())
-        if armed.error is not None:
-            return self._answers.failed(armed.error)
-        culprit, in_gradients = self._culprit(armed)
-        if culprit is None:
-            return self._answers.not_in_eager(first, armed)
-        assert armed.table is not None
-        rows = ForwardRows(armed.table)
-        found = explain_culprit(culprit, rows, in_gradients)
-        incident = self._incident
-        was_finite = incident is not None and incident.weights.get(found.tensor)
-        if incident is not None and found.phase == "weights" and was_finite:
-            return explain_update(self._rerun.models, incident, found)
-        if in_gradients and not found.tensor:
-            found.tensor = self._only_gradient(armed, culprit)
-        self._name_accumulated(found, culprit)
-        self._answers.note_overwritten(found)
-        growth = growth_of(self._rerun.models, self._incident)
-        if found.cause == "range overflow" and growth:
-            found.cause = "divergence"
-            found.evidence.insert(0, growth)
-        sample.find(found, culprit, self._rerun, place, self.may_run)
-        return found
-
-    def _last(self) -> int:
-        return len(self._rerun.calls) - 1
-
-    def _culprit(self, outcome: Outcome) -> tuple[Culprit | None, bool]:
-        """What the bad values of a replay began with; whether in gradients alone."""
-        table = outcome.table
-        assert table is not None
-        if outcome.bad_outputs:
-            targets = outcome.bad_outputs
-        elif outcome.bad_gradients:
-            targets = [outcome.gradients[name] for name in outcome.bad_gradients]
-        else:
-            targets = [tensor for _, tensor in outcome.modules[:1]]
-            if not targets and outcome.bad_buffers:
-                named = {name: t for _, name, t in names_of(self._rerun.models)}
-                targets = [named[name] for name in outcome.bad_buffers]
-        sources = [each for tensor in targets for each in table.sources(tensor)]
-        in_gradients = not outcome.bad_outputs and bool(outcome.bad_gradients)
-        return culprit_of(sources), in_gradients
-
-    def _name_accumulated(self, found: Explanation, culprit: Culprit) -> None:
-        """Names the parameter whose gradients overflowed when they were added up."""
-        variable = getattr(culprit.source, "variable", None)
-        for _, name, tensor in names_of(self._rerun.models):
-            if variable is not None and tensor is variable:
-                found.tensor, found.module = name, module_of_parameter(name)
-
-    def _only_gradient(self, outcome: Outcome, culprit: Culprit) -> str:
-        """The one parameter whose gradient is bad because of a culprit, or ""."""
-        table, names = outcome.table, []
-        assert table is not None
-        for name in outcome.bad_gradients:
-            other = culprit_of(table.sources(outcome.gradients[name]))
-            if other is not None and other.source is culprit.source:
-                names.append(name)
-        return names[0] if len(names) == 1 else ""

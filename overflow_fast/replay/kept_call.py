@@ -16,6 +16,7 @@ from ..core.tensors import loss_in
 from ..torch_internals.tensor_internals import pytree, version_of
 from .kinds import is_float, tensors_in
 from .restore import random_states, set_random_states
+from .wrapped import set_shares_buffers
 
 _MAX_HELD_BYTES = 2**26
 
@@ -40,6 +41,8 @@ class Ambient:
             for type in types
         ]
         self._caches = torch.is_autocast_cache_enabled()
+        # DDP: whether the forward takes the first rank's buffers.
+        self._shares_buffers = getattr(model, "require_forward_param_sync", None)
 
     @contextmanager
     def applied(self, models: Iterable[nn.Module]) -> Iterator[None]:
@@ -49,6 +52,8 @@ class Ambient:
         for model in models:
             if model.training != self._training:
                 model.train(self._training)
+            if self._shares_buffers is not None:
+                set_shares_buffers(model, self._shares_buffers)
         with ExitStack() as stack:
             for type, enabled, dtype in self._autocast:
                 stack.enter_context(

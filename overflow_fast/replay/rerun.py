@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,53 +15,14 @@ from ..torch_internals.replay_internals import no_dispatch
 from .kept_call import KeptCall, loss_and_gradients
 from .kinds import NEGATIVE_INF, bad_names, is_float, kinds_of, tensors_in
 from .op_table import OpTable
+from .outcome import Outcome
+from .parts import part_of
 from .places import ModuleStack, names_of
 from .restore import KeptState
 from .rows import Leaf
+from .team import BAD, CLEAN, FAILED, NotJoined, OnRank, Run, Team
 from .unseen import unseen
-
-
-@dataclass
-class Outcome:
-    """What a replay has come to.
-
-    Attributes:
-        bad_outputs: What was returned and is non-finite; a loss comes first.
-        bad_held: Whether the gradient that came from outside is non-finite.
-        bad_gradients: The names of parameters whose gradients are non-finite.
-        bad_buffers: Those of buffers that became non-finite.
-        has_backward: Whether there was a backward.
-        bad_call: Which of the kept calls was the first bad one, or -1.
-        gradients: The gradients of the parameters, by their names.
-        table: The operations, if there was a table.
-        modules: The modules' outputs that were bad, with their names, in order.
-        error: What ended it, or None.
-        seconds: The time that it took.
-    """
-
-    bad_outputs: list[torch.Tensor] = field(default_factory=list)
-    bad_held: bool = False
-    bad_gradients: list[str] = field(default_factory=list)
-    bad_buffers: list[str] = field(default_factory=list)
-    has_backward: bool = False
-    bad_call: int = -1
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    table: OpTable | None = None
-    modules: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    error: Exception | None = None
-    seconds: float = 0.0
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether outputs, gradients and buffers are finite."""
-        return not (
-            self.bad_outputs or self.bad_gradients or self.bad_buffers or self.error
-        )
-
-    @property
-    def is_forward(self) -> bool:
-        """Whether it was bad before a backward began."""
-        return bool(self.bad_outputs)
+from .wrapped import local_part, without_reduction
 
 
 class Rerun:
@@ -72,6 +32,7 @@ class Rerun:
         models: The models, by what their modules' names begin with.
         calls: What was kept.
         state: The kept state; it is entered.
+        team: The ranks that run them.
 
     Attributes:
         num_forwards: How many forwards were run.
@@ -82,9 +43,11 @@ class Rerun:
         models: Mapping[str, nn.Module],
         calls: Sequence[KeptCall],
         state: KeptState,
+        team: Team,
     ) -> None:
         self.models = models
         self.calls = list(calls)
+        self.team = team
         self._state = state
         self.num_forwards = 0
         self._bad_before = set(bad_names(self._buffers(), masks=False))
@@ -94,28 +57,44 @@ class Rerun:
         """Whether the calls compute the loss, and not only what it is made of."""
         return all(call.returns_loss for call in self.calls)
 
-    def run(self, armed: int = -1, calls: Sequence[KeptCall] | None = None) -> Outcome:
+    def run(self, armed: int = -1, rows: Sequence[int] | None = None) -> Outcome:
         """Runs calls from the state in which the step began, up to the first bad one.
+
+        Called by the rank that leads; all others do the same.
 
         Args:
             armed: The place of the call that a table is made of; -1 for none.
-            calls: The calls; None for the kept ones.
+            rows: The samples of that call's batch to run alone; None for all calls.
         """
+        order = Run(armed, None if rows is None else tuple(rows))
+        self.team.order(order)
+        return self.follow(order)
+
+    def follow(self, order: Run) -> Outcome:
+        """Runs what the rank that leads has ordered; see `run()`."""
         outcome = Outcome()
         begin = time.perf_counter()
-        calls = self.calls if calls is None else list(calls)
-        last = len(calls) if armed < 0 else armed + 1
         try:
             with ExitStack() as stack:
                 stack.enter_context(unseen(self.models.values()))
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.enable_grad())
+                stack.enter_context(without_reduction(self.models.values()))
                 self._state.begin()
-                outcome = self._run_in_order(calls[:last], armed)
+                outcome = self._run_in_order(*self._calls_of(order))
+        except NotJoined:
+            raise
         except Exception as error:
             outcome.error = error
         outcome.seconds = time.perf_counter() - begin
         return outcome
+
+    def _calls_of(self, order: Run) -> tuple[list[KeptCall], int]:
+        """The calls to run, and the place of the armed one."""
+        if order.rows is not None:
+            return [part_of(self.calls[order.armed], order.rows)], 0
+        last = len(self.calls) if order.armed < 0 else order.armed + 1
+        return self.calls[:last], order.armed
 
     def _run_in_order(self, calls: Sequence[KeptCall], armed: int) -> Outcome:
         """Runs calls up to the first bad one.
@@ -124,23 +103,26 @@ class Rerun:
         others, one of which may have made that.
         """
         outcome, given = Outcome(), None
-        if armed < 0 and len({call.caller for call in calls}) > 1:
-            for place, call in enumerate(calls):  # of models that call one another
+        call_one_another = len({call.caller for call in calls}) > 1
+        if armed < 0 and call_one_another and self.team.is_alone:
+            for place, call in enumerate(calls):
                 self._run_one(outcome, call, place, armed, has_backward=False)
                 if not outcome.is_clean:
                     outcome.bad_call = place
                     return outcome
             self._state.begin()
         for place, call in enumerate(calls):
-            self._run_one(outcome, call, place, armed)
-            if outcome.is_clean:
+            state = self._run_one(outcome, call, place, armed)
+            if state == FAILED:
+                return outcome
+            if state == CLEAN:
                 continue
             if armed not in (-1, place):
                 outcome = Outcome()
                 self._state.drop_gradients()
                 continue
             outcome.bad_call = place
-            if not outcome.bad_held or outcome.is_forward:
+            if state == BAD:
                 return outcome
             if given is None:
                 given = outcome
@@ -155,15 +137,30 @@ class Rerun:
         place: int,
         armed: int,
         has_backward: bool = True,
-    ) -> None:
+    ) -> int:
+        """Runs a call; returns the worst of what it has come to on any rank."""
         self.num_forwards += 1
+        try:
+            self._call(outcome, call, place == armed, has_backward)
+        except Exception as error:
+            outcome.error = error
+        state, text, outcome.bad_ranks = self.team.agree(outcome.state, outcome.error)
+        if text and outcome.error is None:
+            outcome.error = OnRank(text)
+        return state
+
+    def _call(
+        self, outcome: Outcome, call: KeptCall, is_armed: bool, has_backward: bool
+    ) -> None:
         with ExitStack() as stack:
-            if place == armed:
+            if is_armed:
                 self._arm(outcome, call, stack)
             with call.ambient.applied(self.models.values()):
                 output = call.function(call.batch)
             roots = self._look_at(outcome, call, output)
-            if roots and has_backward and not outcome.is_forward:
+            # Where there are others, they may wait for this rank's part in theirs.
+            is_wanted = not outcome.is_forward or not self.team.is_alone
+            if roots and has_backward and is_wanted:
                 outcome.has_backward = True
                 torch.autograd.backward(
                     [root for root, _ in roots], [gradient for _, gradient in roots]
@@ -215,7 +212,7 @@ class Rerun:
             for prefix, model in self.models.items()
             for name, parameter in model.named_parameters()
         ]
-        gradients = {n: p.grad for n, p in named if p.grad is not None}
+        gradients = {n: local_part(p.grad) for n, p in named if p.grad is not None}
         plain = {n: g for n, g in gradients.items() if g.layout is torch.strided}
         outcome.gradients = plain
         outcome.bad_gradients = bad_names(plain.items(), masks=True)

@@ -15,6 +15,9 @@ from ..core.names import named_modules
 from ..torch_internals.module_internals import own_buffers, own_parameters
 from ..torch_internals.replay_internals import gradient_hooks, set_version
 from ..torch_internals.tensor_internals import version_of
+from ..torch_internals.wrappers import local_tensor
+from .memory import is_whole
+from .wrapped import reshard
 
 _MAX_BYTES = 2**28  # of larger tensors that no optimizer steps there is no copy
 _CONTAINERS = (list, dict, set, OrderedDict)
@@ -45,7 +48,7 @@ def set_random_states(states: Iterable[tuple[Any, torch.Tensor]]) -> None:
 
 
 class KeptState:
-    """The state of models and random number generators; put back on exit.
+    """The state of models and random number generators, from `keep()` until the exit.
 
     Gradients are set aside by reference, and hooks on them that step an optimizer in
     backward with them: they are not called meanwhile.
@@ -69,14 +72,11 @@ class KeptState:
         self.lost: list[str] = []
 
     def __enter__(self) -> KeptState:
-        try:
-            self._keep()
-        except BaseException:
-            self.__exit__()
-            raise
         return self
 
-    def _keep(self) -> None:
+    def keep(self) -> None:
+        """Keeps everything; what it has changed at an error, `put_back()` puts back."""
+        self._undo.append(lambda: reshard(self._models))
         self._keep_random()
         for model in self._models:
             for name, module in named_modules(model):
@@ -100,6 +100,10 @@ class KeptState:
                 parameter.grad = None
 
     def __exit__(self, *exception: object) -> None:
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Makes everything what it was."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
@@ -160,6 +164,9 @@ class KeptState:
         saved = dict(hooks)
         if hooks:
             hooks.clear()
+        is_plain = gradient is not None and local_tensor(gradient) is None
+        if gradient is not None and is_plain and not is_whole(gradient):
+            self._undo.append(_rewriter(gradient))  # DDP may reduce others in there
 
         def undo() -> None:
             parameter.grad = gradient

@@ -54,13 +54,14 @@ class Row:
         kinds: The kinds of non-finite values that it returned.
         is_meant: Whether these are infs that the code asked for, as of a mask.
         is_empty: Whether it returned memory that nobody has written to.
+        is_communication: Whether other ranks may have made what it returned.
         details: What is known of its inputs and outputs, where it made the bad value.
     """
 
     __slots__ = (
         *("index", "name", "module", "frames", "node", "node_sequence", "sequence"),
         *("parents", "kinds", "is_meant", "is_empty", "details", "custom", "thread"),
-        "variable",
+        *("variable", "is_communication"),
     )
 
     def __init__(
@@ -75,7 +76,7 @@ class Row:
         self.node_sequence = self.sequence = -1
         self.parents: list[Source] = []
         self.kinds = 0
-        self.is_meant = self.is_empty = self.custom = False
+        self.is_meant = self.is_empty = self.custom = self.is_communication = False
         self.details: Details | None = None
         self.variable: torch.Tensor | None = None
 
