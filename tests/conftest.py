@@ -56,6 +56,7 @@ GROUPS = {
     "test_dead_ranks.py": "processes",
     "test_groups.py": "processes",
     "test_parallel.py": "processes",
+    "test_replay_compiled.py": "compiled",
     "test_replay_ranks.py": "processes",
     "test_compile.py": "compiled",
     "test_compile_regions.py": "compiled",

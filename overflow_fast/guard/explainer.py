@@ -170,6 +170,7 @@ class Explainer:
             optimizers=optimizers,
             is_late=moment == "check",
             num_dropped=0 if self._capture is None else self._capture.num_dropped,
+            hidden_by="" if self._capture is None else self._capture.hidden_by,
         )
 
     def _histories(self) -> tuple[dict[str, list[float]], list[list[float]]]:

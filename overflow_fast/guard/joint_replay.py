@@ -55,7 +55,8 @@ def offer_of(
         return ReplayOffer(is_due, "is within a Join, where others have no batch")
     why = why_not(models)
     if not why and not capture.calls:
-        why = "kept no forward of it; call the loss within `guard.run(lambda: loss)`"
+        why = "kept no forward of it, which " * bool(capture.hidden_by)
+        why += capture.hidden_by or "kept no forward of it; use `guard.run()`"
     calls = tuple(map(_shape_of, capture.calls))
     return ReplayOffer(is_due, why, calls, tuple(map(batch_size, capture.calls)))
 

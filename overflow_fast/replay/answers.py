@@ -139,6 +139,8 @@ class Answers:
         modes = active_modes()
         if modes:
             return f"ran without {', '.join(modes)}"
+        if any(call.is_part_of_compiled for call in self._rerun.calls):
+            return "it ran eagerly what was compiled together with code around it"
         if incident.is_late:
             return "the weights may have been stepped since"
         if incident.num_dropped:

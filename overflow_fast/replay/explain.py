@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .capture import GRAPH
 from .explanation import Explanation
 from .finding import first_bad_weight
 from .incident import Incident
@@ -25,8 +26,8 @@ _NOT_ALONE = (
     "Collectives in it would wait for the others. Give the guard process_group=."
 )
 _NO_CALLS = (
-    "The step was not replayed: no forward of it was kept. Call the model and the loss "
-    "within `guard.run(lambda: loss)`."
+    "The step was not replayed: no forward of it was kept{}. Call the model and the "
+    "loss within `guard.run(lambda: loss)`."
 )
 
 
@@ -69,7 +70,7 @@ def investigate(
     try:
         if team.leads:
             known = None if incident is None else _without_replay(models, incident)
-            known = known or _not_replayable(calls, team)
+            known = known or _not_replayable(calls, incident, team)
             if known is None:
                 team.order(BEGIN)
             found = known or replay()
@@ -85,10 +86,17 @@ def investigate(
     return team.finish(found)
 
 
-def _not_replayable(calls: Sequence[KeptCall], team: Team) -> Explanation | None:
+def _not_replayable(
+    calls: Sequence[KeptCall], incident: Incident | None, team: Team
+) -> Explanation | None:
     if team.is_alone and _has_peers():
         return Explanation(notes=[_NOT_ALONE])
-    return None if calls else Explanation(notes=[_NO_CALLS])
+    if calls:
+        return None
+    why = "" if incident is None else incident.hidden_by
+    if why == GRAPH:
+        return Explanation(notes=[f"The step was not replayed: it {why}."])
+    return Explanation(notes=[_NO_CALLS.format(f": it {why}" * bool(why))])
 
 
 def _kept(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..core.tensors import loss_in
+from ..torch_internals.compiler import uncompiled
 from ..torch_internals.tensor_internals import pytree, version_of
 from .kinds import is_float, tensors_in
 from .restore import random_states, set_random_states
@@ -74,6 +75,8 @@ class KeptCall:
         held: The gradients of what it returned, by their places among its tensors.
         not_held: How many bytes of gradients were too many to be held; 0 for none.
         returns_loss: Whether backward is called on what it returned.
+        is_part_of_compiled: Whether it ran in code that was compiled together with
+            others', and runs eagerly when it is called alone.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class KeptCall:
         self.held: dict[int, torch.Tensor] = {}
         self.not_held = 0
         self.returns_loss = False
+        self.is_part_of_compiled = False
         self._versions = [(t, _version(t)) for t in tensors_in(batch)]
 
     @property
@@ -136,7 +140,8 @@ class ModelCall(KeptCall):
         function: Any = self.function
         args, kwargs = self.batch
         try:
-            names = list(inspect.signature(function.args[0].forward).parameters)
+            forward = uncompiled(function.args[0]).forward
+            names = list(inspect.signature(forward).parameters)
         except (TypeError, ValueError):
             names = []
         names += [f"input[{i}]" for i in range(len(names), len(args))]
