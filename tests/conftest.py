@@ -17,6 +17,7 @@ from gpus import GPUS, Cuda, Emulated
 # `make test-quick` leaves these out, and the tests marked slow: they start processes,
 # compile, or train with other libraries, whose imports alone take seconds.
 SLOW = {
+    "test_trainer_replays.py",
     "test_agreement.py",
     "test_build.py",
     "test_command_line.py",

@@ -44,7 +44,10 @@ class Capture:
 
     def begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Keeps what an outermost forward is called with."""
-        if self.is_running or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        if self.is_running:
+            self._buffers.take(model)  # the function may call several models
             return
         if args is None:
             self.hidden_by = COMPILED

@@ -80,7 +80,7 @@ class KeptState:
         self._keep_random()
         for model in self._models:
             for name, module in named_modules(model):
-                self._keep_attributes(module)
+                self._undo.append(keep_attributes(module))
                 self._keep_tensors(name, module)
             for parameter in model.parameters():
                 self._set_gradient_aside(parameter)
@@ -115,26 +115,6 @@ class KeptState:
         if numpys is not None:
             state = numpys.get_state()
             self._undo.append(lambda: numpys.set_state(state))
-
-    def _keep_attributes(self, module: nn.Module) -> None:
-        own = vars(module)
-        saved = dict(own)
-        contents = {
-            key: value.copy()
-            for key, value in saved.items()
-            if type(value) in _CONTAINERS
-        }
-
-        def undo() -> None:
-            for key in [key for key in own if key not in saved]:
-                del own[key]
-            for key, value in saved.items():
-                if own.get(key, own) is not value:
-                    own[key] = value
-                if key in contents and not _is_same(value, contents[key]):
-                    _refill(value, contents[key])
-
-        self._undo.append(undo)
 
     def _keep_tensors(self, name: str, module: nn.Module) -> None:
         """Copies buffers, attributes that are tensors, and frozen parameters."""
@@ -174,6 +154,30 @@ class KeptState:
                 hooks.update(saved)
 
         self._undo.append(undo)
+
+
+def keep_attributes(owner: Any) -> Callable[[], None]:
+    """Keeps an object's attributes, and what lists, dicts and sets of its hold.
+
+    Returns:
+        What puts them back.
+    """
+    own = vars(owner)
+    saved = dict(own)
+    contents = {
+        key: value.copy() for key, value in saved.items() if type(value) in _CONTAINERS
+    }
+
+    def undo() -> None:
+        for key in [key for key in own if key not in saved]:
+            del own[key]
+        for key, value in saved.items():
+            if own.get(key, own) is not value:
+                own[key] = value
+            if key in contents and not _is_same(value, contents[key]):
+                _refill(value, contents[key])
+
+    return undo
 
 
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
