@@ -18,6 +18,7 @@ from gpus import GPUS, Cuda, Emulated
 # compile, or train with other libraries, whose imports alone take seconds.
 SLOW = {
     "test_advise_models.py",
+    "test_trainer_replays.py",
     "test_agreement.py",
     "test_build.py",
     "test_command_line.py",
@@ -38,6 +39,7 @@ SLOW = {
     "test_parity_models.py",
     "test_precision.py",
     "test_readme.py",
+    "test_replay_ranks.py",
     "test_torch_internals.py",
     "test_traced_text.py",
     "test_trainer_batches.py",
@@ -56,6 +58,8 @@ GROUPS = {
     "test_dead_ranks.py": "processes",
     "test_groups.py": "processes",
     "test_parallel.py": "processes",
+    "test_replay_compiled.py": "compiled",
+    "test_replay_ranks.py": "processes",
     "test_compile.py": "compiled",
     "test_compile_regions.py": "compiled",
     "test_environments.py": "compiled",

@@ -14,7 +14,10 @@ from torch import nn
 from ..torch_internals.module_internals import own_buffers, own_parameters
 from ..torch_internals.replay_internals import gradient_hooks, set_version
 from ..torch_internals.tensor_internals import version_of
+from ..torch_internals.wrappers import local_tensor
+from .memory import is_whole
 from .names import named_modules
+from .wrapped import reshard
 
 _MAX_BYTES = 2**28  # of larger tensors that no optimizer steps there is no copy
 _CONTAINERS = (list, dict, set, OrderedDict)
@@ -52,7 +55,7 @@ def set_random_states(states: Iterable[tuple[Any, torch.Tensor]]) -> None:
 
 
 class KeptState:
-    """The state of models and random number generators; put back on exit.
+    """The state of models and random number generators, from `keep()` until the exit.
 
     Gradients are set aside by reference, and hooks on them that step an optimizer in
     backward with them: they are not called meanwhile.
@@ -80,18 +83,15 @@ class KeptState:
         self.lost: list[str] = []
 
     def __enter__(self) -> KeptState:
-        try:
-            self._keep()
-        except BaseException:
-            self.__exit__()
-            raise
         return self
 
-    def _keep(self) -> None:
+    def keep(self) -> None:
+        """Keeps everything; what it has changed at an error, `put_back()` puts back."""
+        self._undo.append(lambda: reshard(self._models))
         self._keep_random()
         for model in self._models:
             for name, module in named_modules(model):
-                self._keep_attributes(module)
+                self._undo.append(keep_attributes(module))
                 self._keep_tensors(name, module)
             for parameter in model.parameters():
                 self._set_gradient_aside(parameter)
@@ -111,6 +111,10 @@ class KeptState:
                 parameter.grad = None
 
     def __exit__(self, *exception: object) -> None:
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Makes everything what it was."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
@@ -122,26 +126,6 @@ class KeptState:
         if numpys is not None:
             state = numpys.get_state()
             self._undo.append(lambda: numpys.set_state(state))
-
-    def _keep_attributes(self, module: nn.Module) -> None:
-        own = vars(module)
-        saved = dict(own)
-        contents = {
-            key: value.copy()
-            for key, value in saved.items()
-            if type(value) in _CONTAINERS
-        }
-
-        def undo() -> None:
-            for key in [key for key in own if key not in saved]:
-                del own[key]
-            for key, value in saved.items():
-                if own.get(key, own) is not value:
-                    own[key] = value
-                if key in contents and not _is_same(value, contents[key]):
-                    _refill(value, contents[key])
-
-        self._undo.append(undo)
 
     def _keep_tensors(self, name: str, module: nn.Module) -> None:
         """Copies buffers, attributes that are tensors, and frozen parameters."""
@@ -172,6 +156,9 @@ class KeptState:
         saved = dict(hooks)
         if hooks:
             hooks.clear()
+        is_plain = gradient is not None and local_tensor(gradient) is None
+        if gradient is not None and is_plain and not is_whole(gradient):
+            self._undo.append(_rewriter(gradient))  # DDP may reduce others in there
 
         def undo() -> None:
             parameter.grad = gradient
@@ -179,6 +166,30 @@ class KeptState:
                 hooks.update(saved)
 
         self._undo.append(undo)
+
+
+def keep_attributes(owner: Any) -> Callable[[], None]:
+    """Keeps an object's attributes, and what lists, dicts and sets of its hold.
+
+    Returns:
+        What puts them back.
+    """
+    own = vars(owner)
+    saved = dict(own)
+    contents = {
+        key: value.copy() for key, value in saved.items() if type(value) in _CONTAINERS
+    }
+
+    def undo() -> None:
+        for key in [key for key in own if key not in saved]:
+            del own[key]
+        for key, value in saved.items():
+            if own.get(key, own) is not value:
+                own[key] = value
+            if key in contents and not _is_same(value, contents[key]):
+                _refill(value, contents[key])
+
+    return undo
 
 
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:

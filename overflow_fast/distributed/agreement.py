@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,22 @@ from .peers import Peers
 # has mixed into a gradient is bad on every rank.
 _LAST = 2**24
 _SEVERITY = {"grad_output": 2, "gradient": 1, "optimizer_state": 1}
+
+
+class Agreed(NamedTuple):
+    """What ranks have agreed on.
+
+    Attributes:
+        report: The report that all ranks act on, or None if no rank has found anything.
+        is_own: Whether it is this rank's own.
+        rank: The rank whose it is.
+        offers: What each rank has said along with its report, by rank.
+    """
+
+    report: Report | None
+    is_own: bool = False
+    rank: int = 0
+    offers: dict[int, Any] = {}  # noqa: RUF012 - it is never written to
 
 
 class Agreement:
@@ -59,6 +75,11 @@ class Agreement:
     def is_needed(self) -> bool:
         """True if there are other ranks to agree with; determined at the first step."""
         return self._participants.decide_together
+
+    @property
+    def joins(self) -> bool:
+        """True if ranks without batches may shadow steps by `Join`."""
+        return self._participants.joins
 
     @property
     def is_shadowing(self) -> bool:
@@ -100,7 +121,7 @@ class Agreement:
         peers = self._meet()
         if peers is None and world_size() > 1:
             peers = Peers.of(dist.group.WORLD)
-        return self._agree(peers, step, verdict, 0, lambda: own)[0]
+        return self._agree(peers, step, verdict, 0, lambda: own).report
 
     def agree(
         self,
@@ -108,7 +129,8 @@ class Agreement:
         verdict: Verdict,
         position: int,
         make_report: Callable[[], Report],
-    ) -> tuple[Report | None, bool]:
+        make_offer: Callable[[], Any] = lambda: None,
+    ) -> Agreed:
         """Agrees on a step.
 
         Incurs a CPU-GPU sync where the group's collectives run on a GPU.
@@ -118,10 +140,7 @@ class Agreement:
             verdict: This rank's.
             position: The number of the step's frames before the first bad one.
             make_report: Makes this rank's report; called on one rank.
-
-        Returns:
-            The report that all ranks act on, or None if no rank has found anything, and
-            whether it is this rank's own.
+            make_offer: Makes what this rank says besides where one has a report.
 
         Raises:
             RuntimeError: If the ranks are at different steps, or make_report() raised
@@ -129,7 +148,8 @@ class Agreement:
         """
         with self._propagate():
             self._participants.notify()
-        return self._agree(self._meet(), step, verdict, position, make_report)
+        peers = self._meet()
+        return self._agree(peers, step, verdict, position, make_report, make_offer)
 
     def _agree(
         self,
@@ -138,7 +158,8 @@ class Agreement:
         verdict: Verdict,
         position: int,
         make_report: Callable[[], Report],
-    ) -> tuple[Report | None, bool]:
+        make_offer: Callable[[], Any] = lambda: None,
+    ) -> Agreed:
         priority = 0
         if verdict.first is not None:
             priority = _priority(verdict.first.kind, position)
@@ -149,7 +170,7 @@ class Agreement:
                 f"{-least} to {most}: each has to make the same optimizer steps"
             )
         if worst == 0:
-            return None, False
+            return Agreed(None)
         is_own = priority == worst
         own: Report | str | None = None
         error: Exception | None = None
@@ -158,14 +179,44 @@ class Agreement:
                 own = dataclasses.replace(make_report(), where=self._where(peers))
             except Exception as raised:  # the others wait for the result
                 error, own = raised, f"{type(raised).__name__}: {raised}"
-        gathered = self._gather(peers, own)
+        ranks = [0] if peers is None else sorted(peers.ranks)
+        gathered = dict(
+            zip(ranks, self._gather(peers, (own, make_offer())), strict=True)
+        )
         if error is not None:
             raise error
-        found = next(each for each in gathered if each is not None)
+        rank = next(rank for rank in ranks if gathered[rank][0] is not None)
+        offers = {each: offer for each, (_, offer) in gathered.items()}
+        return Agreed(self._told(gathered[rank][0]), is_own, rank, offers)
+
+    def act_on(self, is_own: bool, choose: Callable[[], Report]) -> Report:
+        """The report with its action, chosen on the rank whose own it is.
+
+        Args:
+            is_own: Whether it is this rank's.
+            choose: Chooses the action; called on that rank.
+
+        Raises:
+            RuntimeError: If choose() raised on another rank.
+        """
+        own: Report | str | None = None
+        error: Exception | None = None
+        if is_own:
+            try:
+                own = choose()
+            except Exception as raised:
+                error, own = raised, f"{type(raised).__name__}: {raised}"
+        gathered = self.gather(own)
+        if error is not None:
+            raise error
+        return self._told(next(each for each in gathered if each is not None))
+
+    def _told(self, found: Report | str) -> Report:
+        """A rank's report; raises where it is the text of an error."""
         if isinstance(found, str):
             with self._propagate():
                 raise RuntimeError(f"the rank that found it failed to decide: {found}")
-        return found, is_own
+        return found
 
     def all_agree(self, value: bool) -> bool:
         """Returns True if the value is True on all ranks, or they have no batch."""

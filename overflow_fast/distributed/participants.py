@@ -57,8 +57,13 @@ class Participants:
     @property
     def is_shadowing(self) -> bool:
         """True if `Join` makes the step at hand for a rank that has no batch."""
+        return self.joins and is_shadowing()
+
+    @property
+    def joins(self) -> bool:
+        """True if a `Join` has the guard, a model or an optimizer."""
         joinables = (self.joinable, *self._models(), *self._optimizers())
-        return any(map(is_joining, joinables)) and is_shadowing()
+        return any(map(is_joining, joinables))
 
     @property
     def optimizers_join(self) -> bool:

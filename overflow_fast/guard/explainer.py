@@ -8,13 +8,17 @@ from typing import Any
 import torch
 
 from .. import _C
+from ..core.wrapped import local_part
+from ..distributed.agreement import Agreed
 from ..recording.watch import ModelWatch
 from ..replay.capture import Capture
 from ..replay.explain import BUDGET, investigate
 from ..replay.explanation import Explanation
 from ..replay.incident import Incident
+from ..replay.team import Team, text_of
 from ..verdict.verdict import GRADIENTS, Verdict
 from .config import GuardConfig
+from .joint_replay import ReplayOffer, offer_of, team_of, why_not_together
 
 _STEPS_BETWEEN = 100
 _LATE = (
@@ -70,6 +74,55 @@ class Explainer:
         """
         if not self._is_due(step, verdict, ends):
             return None
+        return self._explained(verdict, moment, optimizers)
+
+    def offer(
+        self, step: int, verdict: Verdict, ends: bool, joins: bool
+    ) -> ReplayOffer:
+        """This rank's part in a replay of all ranks.
+
+        Args:
+            step: See `explain()`, as all others.
+            verdict: This rank's.
+            ends: Whether the run ends with it.
+            joins: Whether a `Join` has ranks without batches take part.
+        """
+        is_due = self._is_due(step, verdict, ends)
+        models = [watch.model for watch in self._watches if watch.model is not None]
+        try:
+            return offer_of(is_due, self._capture, models, joins)
+        except Exception as error:  # the others wait for this rank's report
+            return ReplayOffer(is_due, f"failed ({text_of(error)})")
+
+    def explain_together(
+        self, agreed: Agreed, moment: str, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> tuple[Explanation | None, bool]:
+        """Explains a step along with all other ranks that agreed on it.
+
+        Args:
+            agreed: What they agreed on.
+            moment: See `Report.moment`.
+            optimizers: The guard's.
+
+        Returns:
+            The explanation, or None if none is due, and whether a rank was lost in it.
+        """
+        offers, report = agreed.offers, agreed.report
+        if report is None or not offers[agreed.rank].is_due:
+            return None, False
+        text = why_not_together(offers)
+        if text:
+            return Explanation(notes=[text]), False
+        team = team_of(offers, agreed.rank)
+        return self._explained(report.verdict, moment, optimizers, team), team.is_broken
+
+    def _explained(
+        self,
+        verdict: Verdict,
+        moment: str,
+        optimizers: Sequence[torch.optim.Optimizer],
+        team: Team | None = None,
+    ) -> Explanation:
         if moment == "after":
             return Explanation(notes=[_LATE])
         if moment == "evaluation":
@@ -85,6 +138,7 @@ class Explainer:
             budget=self._budget,
             checkpoints=self._checkpoints,
             artifact_bytes=self._artifact_bytes,
+            team=team,
         )
 
     def _is_due(self, step: int, verdict: Verdict, ends: bool) -> bool:
@@ -122,6 +176,7 @@ class Explainer:
             optimizers=optimizers,
             is_late=moment == "check",
             num_dropped=0 if self._capture is None else self._capture.num_dropped,
+            hidden_by="" if self._capture is None else self._capture.hidden_by,
         )
 
     def _histories(self) -> tuple[dict[str, list[float]], list[list[float]]]:
@@ -143,7 +198,7 @@ class Explainer:
     def _bad_gradients(self, names: Sequence[str]) -> dict[str, Any]:
         wanted = set(names)
         return {
-            f"{watch.prefix}{name}": parameter.grad
+            f"{watch.prefix}{name}": local_part(parameter.grad)
             for watch in self._watches
             if watch.model is not None
             for name, parameter in watch.model.named_parameters()

@@ -163,7 +163,7 @@ class GuardLoop:
                 number, num_calls = watch.batch_number, watch.total_calls
                 watch.inputs.loop_batches.note(number, num_calls, noted)
 
-    def run(self, function: Callable[[], Any]) -> Any:
+    def run(self, function: Callable[[], Any], records_loss: bool = True) -> Any:
         """Calls a function that calls the models; keeps it until the step is judged."""
         capture, model = self.engine.capture, self.watches[0].model
         is_watched = self.is_enabled and self.clock.level is ScanLevel.ALL
@@ -172,7 +172,7 @@ class GuardLoop:
         output = capture.run(model, function, self.isolation.isolated)
         with self.isolation.isolated():
             loss = loss_in(output)
-            if loss is not None and self.config.wanted.loss:
+            if loss is not None and self.config.wanted.loss and records_loss:
                 self.record({"loss": loss})
         return output
 

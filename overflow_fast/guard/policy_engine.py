@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 
 from torch.optim import Optimizer
 
-from .. import _C
 from ..distributed.agreement import Agreement
 from ..recording.watch import ModelWatch
 from ..report.alarms import AlarmLog
@@ -22,6 +20,7 @@ from .explainer import Explainer, make_capture
 from .learning import Learning
 from .optimizer_hook import OptimizerHook
 from .policy import limit_skips
+from .report_maker import ReportMaker
 from .rounds import Rounds
 from .second_look import SecondLook
 from .step_report import StepReporter
@@ -47,7 +46,6 @@ class PolicyEngine:
         last_report: The report of the last bad step, or None.
         learning: Learns rules from clean steps, or None.
         num_bad: The number of bad steps.
-        num_agreed: The number of times that the ranks have agreed.
     """
 
     def __init__(
@@ -70,22 +68,32 @@ class PolicyEngine:
         self._in_row = 0
         self._alarms = AlarmLog()
         self._optimizers = optimizers
-        self._on_explained = on_explained
         self.capture = make_capture(config, watches)
-        self._num_frames = _C.Recorder.num_frames()
         self._archive = Archive(config, watches, cost)
         self._reporter = StepReporter(config, watches, self._archive, cost, not_covered)
-        self._explainer = Explainer(config, watches, self.capture)
-        self._second_look = (
-            SecondLook(self.capture, watches, make_watches)
-            if config.is_tripwire and self.capture is not None
-            else None
+        second_look = None
+        if config.is_tripwire and self.capture is not None:
+            second_look = SecondLook(self.capture, watches, make_watches)
+        self._maker = ReportMaker(
+            config,
+            self.agreement,
+            self._reporter,
+            Explainer(config, watches, self.capture),
+            second_look,
+            self._attribute,
+            lambda: rounds.num_skipped,
+            optimizers,
+            on_explained,
         )
         self._clean_line: tuple[int, Verdict, str | None] | None = None
         self.last_report: Report | None = None
         self.num_bad = 0
-        self.num_agreed = 0
         self.learning: Learning | None = None
+
+    @property
+    def num_agreed(self) -> int:
+        """The number of times that the ranks have agreed."""
+        return self._maker.num_agreed
 
     @property
     def is_learning(self) -> bool:
@@ -109,7 +117,7 @@ class PolicyEngine:
         """
         found = self._without_expected(found)
         verdict = self._attribute(found)
-        report, is_own = self._agree(found, verdict)
+        report, is_own = self._maker.make(found, verdict)
         if report is None:
             self._end_clean(found, verdict)
             return None
@@ -171,45 +179,6 @@ class PolicyEngine:
         had_finite = not self._in_row and all(w.wanted.gradients for w in watches)
         settings = bad_settings(self._optimizers(), had_finite)
         return dataclasses.replace(verdict, remarks=[*verdict.remarks, *settings])
-
-    def _agree(self, found: StepResult, verdict: Verdict) -> tuple[Report | None, bool]:
-        """Returns the report to act on, and whether it is this process's own."""
-
-        def make_report() -> Report:
-            seen = self._look_again(found)
-            made = verdict if seen.frames is found.frames else self._attribute(seen)
-            report = self._reporter.make(seen, made, self._rounds.num_skipped)
-            self._explain(seen, report)
-            return self._reporter.choose_action(seen, report)
-
-        if found.is_of_step and self.agreement.is_needed:
-            self.num_agreed += 1
-            begin, self._num_frames = self._num_frames, _C.Recorder.num_frames()
-            first = min((bad.frame.order for bad in found.frames), default=begin)
-            position = max(0, first - begin)
-            return self.agreement.agree(found.step, verdict, position, make_report)
-        return None if verdict.is_clean else make_report(), True
-
-    def _look_again(self, found: StepResult) -> StepResult:
-        """Runs a step again that the tripwire alone has seen."""
-        if self._second_look is None:
-            return found
-        begin = time.perf_counter()
-        seen = self._second_look.look(found)
-        self._on_explained(time.perf_counter() - begin)
-        return seen
-
-    def _explain(self, found: StepResult, report: Report) -> None:
-        """Replays the step, if the configuration asks for it."""
-        report.explanation = self._explainer.explain(
-            found.step,
-            report.verdict,
-            report.action == "raise",
-            found.moment,
-            self._optimizers(),
-        )
-        if report.explanation is not None:
-            self._on_explained(report.explanation.seconds)
 
     def metrics(self) -> dict[str, int]:
         """Returns the numbers of bad and skipped steps."""

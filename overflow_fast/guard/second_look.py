@@ -12,19 +12,23 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _C
-from ..core.restore import KeptState
 from ..core.tensors import loss_in
+from ..distributed.agreement import Agreed
 from ..recording.schedule import ScanLevel
 from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
 from ..replay.capture import Capture
+from ..replay.change import Change
+from ..replay.explain import kept_state
 from ..replay.kept_call import KeptCall, ModelCall
-from ..replay.rerun import Outcome, Rerun
+from ..replay.rerun import Rerun
+from ..replay.team import NotJoined, Team
 from ..verdict.verdict import BadFrame
 from .config import NORM
+from .joint_replay import team_of, why_not_together
 from .step_result import StepResult
 
-_CLEAN = (
+CLEAN = (
     "The step was run again with every module watched, and is finite: the fault was "
     "transient, or outside of the models' forward and backward."
 )
@@ -33,8 +37,7 @@ _PARTLY = (
     "are finite; the loss outside of them was not: use `guard.run(lambda: loss)`."
 )
 _NOT_ALONE = (
-    "The step was not run again: there are several ranks, and collectives in it would "
-    "wait for the others."
+    "The step was not run again: there are several ranks, which do not decide together."
 )
 _LATE = "The step was not run again: its weights had been stepped when it was judged."
 _NOTHING = "The step was not run again: no forward of it was kept."
@@ -73,22 +76,38 @@ class SecondLook:
         why = self._why_not(found)
         if why:
             return _with_note(found, why)
-        frames: list[BadFrame] = []
-        watches = self._make_watches()
-        for watch, own in zip(watches, self._watches, strict=True):
-            num_calls = len(self._capture.calls)
-            watch.begin_at(max(0, own.batch_number - num_calls))
-            watch.inputs.loop_batches = own.inputs.loop_batches
-            watch.has_seen_loss = own.has_seen_loss
-        outcome = self._replay(watches, frames)
-        if outcome.error is not None:
-            kind = type(outcome.error).__name__
-            return _with_note(found, f"The step was run again, and raised {kind}.")
-        if not frames:
+        seen, error = self._replayed(found, Team())
+        if error is not None:
+            return _with_note(found, f"The step was run again, and raised {error}.")
+        if not seen.frames:
             is_whole = all(call.returns_loss for call in self._capture.calls)
-            return _with_note(found, _CLEAN if is_whole else _PARTLY)
-        frames = [*_recorded(found, frames), *frames]
-        return dataclasses.replace(found, frames=frames, watches=watches)
+            return _with_note(found, CLEAN if is_whole else _PARTLY)
+        return seen
+
+    def look_together(
+        self, found: StepResult, agreed: Agreed
+    ) -> tuple[StepResult, str, bool]:
+        """Runs the step again on all ranks that agreed on it.
+
+        Args:
+            found: See `look()`.
+            agreed: What they agreed on.
+
+        Returns:
+            What this rank has seen; a note, the same on all ranks, if it could not be
+            run, else ""; and whether a rank was lost.
+        """
+        why = _LATE if found.moment == "after" else why_not_together(agreed.offers)
+        if why:
+            return found, why, False
+        team = team_of(agreed.offers, agreed.rank)
+        try:
+            seen, error = self._replayed(found, team)
+        except NotJoined as lost:
+            return found, str(lost), True
+        # Each rank's run has agreed on errors: all of them have one.
+        note = "" if error is None else "The step was run again, and raised an error."
+        return seen, note, False
 
     def _why_not(self, found: StepResult) -> str:
         if found.moment == "after":
@@ -98,18 +117,36 @@ class SecondLook:
         has_ranks = dist.is_available() and dist.is_initialized()
         return _NOT_ALONE * (has_ranks and dist.get_world_size() > 1)
 
-    def _replay(self, watches: Sequence[ModelWatch], frames: list[BadFrame]) -> Outcome:
+    def _replayed(
+        self, found: StepResult, team: Team
+    ) -> tuple[StepResult, Exception | None]:
+        """What the step looks like with everything watched, and what it has raised."""
+        frames: list[BadFrame] = []
+        watches = self._watches_now()
         models = {w.prefix: w.model for w in watches if w.model is not None}
-        with KeptState(models, self._capture.start()) as state:
-            rerun = Rerun(models, self._capture.calls, state)
-            return rerun.run(
-                change=_Watched(watches, frames),
-                is_whole=True,
-                on_output=functools.partial(_record_loss, watches[0]),
-            )
+        with kept_state(models, self._capture.start(), team) as state:
+            rerun = Rerun(models, self._capture.calls, state, team)
+            rerun.watched = _Watched(watches, frames)
+            rerun.on_output = functools.partial(_record_loss, watches[0])
+            if team.leads:
+                outcome = rerun.run(is_whole=True)
+            else:
+                outcome = rerun.follow(team.receive())
+        seen = [*_recorded(found, frames), *frames] if frames else []
+        return dataclasses.replace(found, frames=seen, watches=watches), outcome.error
+
+    def _watches_now(self) -> list[ModelWatch]:
+        """Watches that number and name what runs as the tripwire's do."""
+        watches = self._make_watches()
+        for watch, own in zip(watches, self._watches, strict=True):
+            num_calls = len(self._capture.calls)
+            watch.begin_at(max(0, own.batch_number - num_calls))
+            watch.inputs.loop_batches = own.inputs.loop_batches
+            watch.has_seen_loss = own.has_seen_loss
+        return watches
 
 
-class _Watched:
+class _Watched(Change):
     """A change of a replay: it is watched, and its bad frames are collected."""
 
     def __init__(self, watches: Sequence[ModelWatch], frames: list[BadFrame]) -> None:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..guard.guard import OverflowGuard
 from ..torch_internals.module_internals import share_tensors, submodules
+from .kept_step import KeptStep
 from .stand_in import StandIn
 from .trainer_support import GuardOwner, check_before_saving
 
@@ -154,6 +155,12 @@ class _Fit:
         self._replaced_methods = [
             StandIn(trainer, "save_checkpoint", self._check_before_saving),
             StandIn(pl_module, "lr_scheduler_step", self._may_schedule),
+            KeptStep(
+                *(pl_module, "training_step", self.guard, ("log", "log_dict")),
+                # By hand, it steps the optimizers itself.
+                is_kept=lambda *_, **__: bool(pl_module.automatic_optimization),
+                records_loss=False,
+            ),
         ]
         if wants_loss:
             backward = StandIn(trainer.strategy, "backward", self._record_loss)

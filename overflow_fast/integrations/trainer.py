@@ -6,6 +6,8 @@ import logging
 from typing import Any
 
 from ..report.report import NonFiniteError, Report
+from ..torch_internals.registry import stack
+from .kept_step import KeptStep
 from .trainer_support import GuardOwner
 
 try:
@@ -34,6 +36,7 @@ class GuardCallback(GuardOwner, TrainerCallback):
     def __init__(self, *, learn: int | None = None, **arguments: Any) -> None:
         super().__init__(learn=learn, **arguments)
         self._last_seen: Report | None = None
+        self._step: KeptStep | None = None
         self._has_warned_of_filter = False
 
     def on_train_begin(
@@ -44,6 +47,31 @@ class GuardCallback(GuardOwner, TrainerCallback):
         guard = self.attach_guard(kwargs["model"], kwargs["optimizer"])
         guard.step = state.global_step
         self._last_seen, self._has_warned_of_filter = None, False
+        trainer = self._trainer()
+        if trainer is not None:
+            self._step = KeptStep(
+                *(trainer, "compute_loss", guard, ("log",), _is_training),
+                records_loss=True,
+            )
+
+    def _trainer(self) -> Any:
+        """The Trainer that calls this object, which it does not hand over."""
+        for frame in stack():
+            caller = frame.f_locals.get("self")
+            handler = getattr(caller, "callback_handler", None)
+            if any(each is self for each in getattr(handler, "callbacks", ())):
+                return caller
+        return None
+
+    def remove_guard(self) -> None:
+        """Detaches the guard, and puts the Trainer's method back."""
+        if self._step is not None:
+            self._step.remove()
+            self._step = None
+        super().remove_guard()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_step": None}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Sets the step's number to the Trainer's."""
@@ -88,3 +116,9 @@ class GuardCallback(GuardOwner, TrainerCallback):
             control.should_save = False
             # The best checkpoint is saved by its score, without another check.
             control.should_evaluate = control.should_evaluate and not saves_best
+
+
+def _is_training(*args: Any, **kwargs: Any) -> bool:
+    """Returns True for a call that backward follows; evaluation wants the outputs."""
+    wants_outputs = kwargs.get("return_outputs", args[2] if len(args) > 2 else False)
+    return not wants_outputs

@@ -9,9 +9,11 @@ from ..torch_internals.replay_internals import active_modes
 from .explanation import Explanation
 from .finding import first_bad_weight
 from .incident import Incident
+from .outcome import Outcome
 from .payload import of_whom
 from .places import module_of_parameter
-from .rerun import Outcome, Rerun
+from .rerun import Rerun
+from .team import OnRank, text_of
 
 _RATE = 3
 _GIVEN_BAD = "The gradient that the model's output was given is non-finite."
@@ -91,11 +93,8 @@ class Answers:
 
     def failed(self, error: Exception) -> Explanation:
         """The replay has raised."""
-        text = str(error).splitlines()
-        first = text[0][:120] if text else ""
-        return Explanation(
-            notes=[f"The replay raised {type(error).__name__}: {first}."]
-        )
+        what = str(error) if isinstance(error, OnRank) else text_of(error)
+        return Explanation(notes=[f"The replay raised {what}."])
 
     def note_overwritten(self, found: Explanation) -> None:
         """Adds that the batch is not what it was, if that is seen."""
@@ -150,6 +149,8 @@ class Answers:
         modes = active_modes()
         if modes:
             return f"ran without {', '.join(modes)}"
+        if any(call.is_part_of_compiled for call in self._rerun.calls):
+            return "it ran eagerly what was compiled together with code around it"
         if incident.is_late:
             return "the weights may have been stepped since"
         if incident.num_dropped:

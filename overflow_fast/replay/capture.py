@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,36 +11,58 @@ import torch
 from torch import nn
 
 from ..core.restore import devices_of
+from ..torch_internals.compiler import compiled_call_of, has_compiled
 from ..torch_internals.running import is_recorded
 from .buffer_copies import BufferCopies
 from .functions import Captured
 from .kept_call import Ambient, KeptCall, ModelCall
 
 _MAX_KEPT = 8
+COMPILED = "was compiled together with code around it, which hides its arguments"
+GRAPH = "was captured in a CUDA graph, which runs no code that could be run again"
 
 
 class Capture:
-    """Keeps the calls of the watched models since the last judged step."""
+    """Keeps the calls of the watched models since the last judged step.
+
+    Attributes:
+        calls: The calls.
+        num_dropped: How many were too many to be kept.
+        hidden_by: Why forwards could not be kept, as the end of a sentence, or "".
+        is_running: Whether a function runs that is kept as a whole.
+    """
 
     def __init__(self) -> None:
         self._devices: dict[int, tuple[torch.device | None, list[torch.device]]] = {}
         self.calls: list[KeptCall] = []
         self.num_dropped = 0
+        self.hidden_by = ""
         self.is_running = False
         self._open: KeptCall | None = None
         self._buffers = BufferCopies()
 
     def begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Keeps what an outermost forward is called with."""
-        # Of compiled code the arguments are not known.
-        if self.is_running or args is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
-        if _has_no_values(self._devices_of(model)):
+        if self.is_running:
+            self._buffers.take(model)  # the function may call several models
+            return
+        if args is None:
+            self.hidden_by = COMPILED
+            return
+        if is_recorded() or self._is_captured(model):
             return
         self._buffers.take(model)
         ambient = Ambient(model, self._devices_of(model))
         batch = (tuple(map(_copied, args)), {k: _copied(v) for k, v in kwargs.items()})
-        self._open = ModelCall.of(model, batch, ambient)
+        is_compiled, called = False, model
+        if "torch._dynamo" in sys.modules and has_compiled():
+            is_compiled, known = compiled_call_of(model)
+            called = model if known is None else known
+            is_compiled = is_compiled and known is None
+        self._open = ModelCall.of(called, batch, ambient)
+        self._open.is_part_of_compiled = is_compiled
 
     def end(self, output: Any) -> None:
         """Keeps the gradients that its output will get."""
@@ -91,10 +114,20 @@ class Capture:
         self._buffers.clear()
         self._open = None
         self.num_dropped = 0
+        if self.hidden_by == COMPILED:
+            self.hidden_by = ""
 
     def start(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The buffers, and what was in them when the step began."""
         return self._buffers.pairs()
+
+    def _is_captured(self, model: nn.Module) -> bool:
+        """Whether a CUDA graph is being captured, whose replays call no hook."""
+        has_device = any(each.type == "cuda" for each in self._devices_of(model))
+        is_captured = has_device and torch.cuda.is_current_stream_capturing()
+        if is_captured:
+            self.hidden_by = GRAPH
+        return is_captured
 
     def _devices_of(self, model: nn.Module) -> list[torch.device]:
         """The devices of a model, looked up again when its first parameter moves."""
@@ -104,14 +137,6 @@ class Capture:
         if known is None or known[0] != device:
             known = self._devices[id(model)] = device, devices_of([model])
         return known[1]
-
-
-def _has_no_values(devices: list[torch.device]) -> bool:
-    """Returns True where calls are traced, transformed, or captured in a CUDA graph."""
-    return is_recorded() or (
-        any(device.type == "cuda" for device in devices)
-        and torch.cuda.is_current_stream_capturing()
-    )
 
 
 def _copied(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The decision tree from an alarm to its explanation."""
+"""From an alarm to its explanation: what can be said at once, else by a replay."""
 
 from __future__ import annotations
 
@@ -11,29 +11,26 @@ import torch.distributed as dist
 from torch import nn
 
 from ..core.restore import KeptState
-from . import sample
-from .answers import Answers
+from .capture import GRAPH
 from .explanation import Artifact, Explanation
-from .finding import explain_culprit, first_bad_weight, named_row
-from .growth import growth_of
+from .finding import first_bad_weight
 from .incident import Incident
 from .kept_call import KeptCall
 from .optimizer_step import explain_update
-from .places import module_of_parameter, names_of
-from .remedies.changes import ScaledWeights
-from .remedies.search import Failure, find_remedies
-from .repro import repro_of
-from .rerun import Outcome, Rerun
-from .rows import Row
+from .remedies.attempts import Failure, find_remedies
+from .rerun import Rerun
 from .saved_step import saved_step
-from .slice import Culprit, ForwardRows, culprit_of
+from .search import Search
+from .team import BEGIN, NotJoined, Team, text_of
 
 BUDGET = 8
-_STEP_TIMES = 4.0
-_LEAST_SECONDS = 1.0
 _NOT_ALONE = (
-    "The step was not replayed: there are several ranks, and collectives in it would "
-    "wait for the others."
+    "The step was not replayed: there are several ranks, which do not decide together. "
+    "Collectives in it would wait for the others. Give the guard process_group=."
+)
+_NO_CALLS = (
+    "The step was not replayed: no forward of it was kept{}. Call the model and the "
+    "loss within `guard.run(lambda: loss)`."
 )
 
 
@@ -49,6 +46,7 @@ def investigate(
     *,
     start: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     budget: int = BUDGET,
+    team: Team | None = None,
     checkpoints: Sequence[str | os.PathLike[str]] = (),
     artifact_bytes: int = 0,
 ) -> Explanation:
@@ -60,45 +58,47 @@ def investigate(
         incident: What a guard saw; None where nobody watched.
         start: Buffers and what was in them when the step began.
         budget: How many forwards it may run; as many again for remedies.
+        team: The ranks that replay it together, all of which call this; None for this
+            one alone.
         checkpoints: Files of weights to try where weights are bad, the newest last.
         artifact_bytes: How many bytes of tensors its artifacts may have; 0 for none.
     """
     begin = time.perf_counter()
-    found, rerun = Explanation(), None
+    team = Team() if team is None else team
+    found, reruns = Explanation(), list[Rerun]()
+
+    def replay() -> Explanation:
+        with kept_state(models, start, team) as state:
+            reruns.append(Rerun(models, calls, state, team, artifact_bytes > 0))
+            search = Search(reruns[0], incident, budget, checkpoints, artifact_bytes)
+            found = search.run()
+            found.notes += state.lost if team.leads else []
+        return found
+
     try:
-        known = None if incident is None else _without_replay(models, incident)
-        if known is not None:
-            found = known
-            if checkpoints and calls and not _has_peers():
-                with KeptState(models, start) as state:
-                    rerun = Rerun(models, calls, state)
-                    failure = Failure(found, None, calls[0], checkpoints=checkpoints)
-                    find_remedies(failure, rerun, budget, 0.0)
-        elif _has_peers():
-            found.notes.append(_NOT_ALONE)
-        elif not calls:
-            found.notes.append(
-                "The step was not replayed: no forward of it was kept. Call the model "
-                "and the loss within `guard.run(lambda: loss)`."
-            )
-        else:
-            with KeptState(models, start) as state:
-                rerun = Rerun(models, calls, state, artifact_bytes > 0)
-                found = _Search(
-                    rerun, incident, budget, checkpoints, artifact_bytes
-                ).run()
-                found.notes += state.lost
+        if team.leads:
+            known = None if incident is None else _without_replay(models, incident)
+            known = known or _not_replayable(calls, incident, team)
+            if known is None:
+                team.order(BEGIN)
+            found = known or replay()
+            if known is not None and checkpoints and calls and team.is_alone:
+                with kept_state(models, start, team) as state:
+                    reruns.append(Rerun(models, calls, state, team))
+                    failure = Failure(found, None, 0, checkpoints=checkpoints)
+                    find_remedies(failure, reruns[0], budget, 0.0)
+        elif team.receive() == BEGIN:
+            found = replay()
+    except NotJoined as error:
+        team.is_broken = True
+        found.notes.append(str(error))
     except Exception as error:
-        text = str(error).splitlines()
-        found.notes.append(
-            f"The explanation ended early: {type(error).__name__}: "
-            f"{text[0][:120] if text else ''}."
-        )
+        found.notes.append(f"The explanation ended early: {text_of(error)}.")
     if artifact_bytes and calls:
         found.artifacts += _saved(models, calls, start, artifact_bytes, found)
-    found.replays = 0 if rerun is None else rerun.num_forwards
+    found.replays = sum(each.num_forwards for each in reruns)
     found.seconds = time.perf_counter() - begin
-    return found
+    return team.finish(found)
 
 
 def _saved(
@@ -113,8 +113,41 @@ def _saved(
     try:
         return saved_step(models, calls, start, most - used)
     except Exception as error:
-        found.notes.append(f"The step was not saved: {type(error).__name__}: {error}.")
+        found.notes.append(f"The step was not saved: {text_of(error)}.")
         return []
+
+
+def _not_replayable(
+    calls: Sequence[KeptCall], incident: Incident | None, team: Team
+) -> Explanation | None:
+    if team.is_alone and _has_peers():
+        return Explanation(notes=[_NOT_ALONE])
+    if calls:
+        return None
+    why = "" if incident is None else incident.hidden_by
+    if why == GRAPH:
+        return Explanation(notes=[f"The step was not replayed: it {why}."])
+    return Explanation(notes=[_NO_CALLS.format(f": it {why}" * bool(why))])
+
+
+def kept_state(
+    models: Mapping[str, nn.Module],
+    start: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    team: Team,
+) -> KeptState:
+    """What is put back afterwards; raises on all ranks if one cannot keep it."""
+    state = KeptState(models, start)
+    error: Exception | None = None
+    try:
+        state.keep()
+    except Exception as raised:
+        error = raised
+    try:
+        team.check(error)
+    except BaseException:
+        state.put_back()
+        raise
+    return state
 
 
 def _without_replay(
@@ -131,134 +164,3 @@ def _without_replay(
             "optimizer", notes=["Which step made the optimizer's state is not known."]
         )
     return found
-
-
-class _Search:
-    """One explanation in the making."""
-
-    def __init__(
-        self,
-        rerun: Rerun,
-        incident: Incident | None,
-        budget: int,
-        checkpoints: Sequence[str | os.PathLike[str]],
-        artifact_bytes: int,
-    ) -> None:
-        self._artifact_bytes = artifact_bytes
-        self._rerun = rerun
-        self._checkpoints = checkpoints
-        self._incident = incident
-        self._budget = budget
-        self._begin = time.perf_counter()
-        self._step_seconds = 0.0
-        self._answers = Answers(rerun, incident, self.may_run)
-
-    def may_run(self, forwards: int = 1) -> bool:
-        """Whether the budget allows so many forwards more."""
-        seconds = time.perf_counter() - self._begin
-        most = max(_LEAST_SECONDS, _STEP_TIMES * self._step_seconds)
-        left = self._budget - self._rerun.num_forwards
-        return left >= forwards and seconds < most
-
-    def run(self) -> Explanation:
-        first = self._rerun.run()
-        self._step_seconds = first.seconds
-        if first.error is not None:
-            return self._answers.failed(first.error)
-        is_inside = self._incident is not None and not self._incident.reaches_loss
-        if first.is_clean and not is_inside:
-            return self._answers.clean(first)
-        place = max(first.bad_call, 0)
-        armed = self._rerun.run(place if first.bad_call >= 0 else self._last())
-        if armed.error is not None:
-            return self._answers.failed(armed.error)
-        culprit, in_gradients = self._culprit(armed)
-        if culprit is None or (first.is_forward and not armed.is_forward):
-            return self._answers.not_in_eager(first, armed)
-        assert armed.table is not None
-        rows = ForwardRows(armed.table)
-        found = explain_culprit(culprit, rows, in_gradients)
-        incident = self._incident
-        was_finite = incident is not None and incident.weights.get(found.tensor)
-        if incident is not None and found.phase == "weights" and was_finite:
-            return explain_update(self._rerun.models, incident, found)
-        if in_gradients and not found.tensor:
-            found.tensor = self._only_gradient(armed, culprit)
-        self._name_accumulated(found, culprit)
-        self._answers.note_overwritten(found)
-        if found.cause == "range overflow":
-            self._test_growth(found)
-        sample.find(found, culprit, self._rerun, place, self.may_run)
-        call = culprit.source.call if isinstance(culprit.source, Row) else None
-        if call is not None:
-            found.artifacts += repro_of(call, found, self._artifact_bytes)
-        self._try_remedies(found, culprit, rows, place)
-        return found
-
-    def _try_remedies(
-        self, found: Explanation, culprit: Culprit, rows: ForwardRows, place: int
-    ) -> None:
-        source = culprit.source
-        failure = Failure(
-            found,
-            None,
-            self._rerun.calls[place],
-            self._incident,
-            checkpoints=self._checkpoints,
-        )
-        if isinstance(source, Row):
-            failure.row = named_row(source, rows)
-            failure.modules = rows.modules_from(failure.row)
-        else:
-            failure.bad = source.tensor
-        find_remedies(failure, self._rerun, self._budget, self._step_seconds)
-
-    def _test_growth(self, found: Explanation) -> None:
-        """Tests whether it is the size of the weights: they are scaled back."""
-        models = self._rerun.models
-        growth = growth_of(models, self._incident)
-        if growth is None:
-            return
-        found.evidence.insert(0, growth.text)
-        if not self.may_run():
-            return
-        if not self._rerun.run(change=ScaledWeights(growth.factors)).bad_outputs:
-            found.cause = "divergence"
-            found.evidence[0] += "; with weights as large as before it is finite"
-
-    def _last(self) -> int:
-        return len(self._rerun.calls) - 1
-
-    def _culprit(self, outcome: Outcome) -> tuple[Culprit | None, bool]:
-        """What the bad values of a replay began with; whether in gradients alone."""
-        table = outcome.table
-        assert table is not None
-        if outcome.bad_outputs:
-            targets = outcome.bad_outputs
-        elif outcome.bad_gradients:
-            targets = [outcome.gradients[name] for name in outcome.bad_gradients]
-        else:
-            targets = [tensor for _, tensor in outcome.modules[:1]]
-            if not targets and outcome.bad_buffers:
-                named = {name: t for _, name, t in names_of(self._rerun.models)}
-                targets = [named[name] for name in outcome.bad_buffers]
-        sources = [each for tensor in targets for each in table.sources(tensor)]
-        in_gradients = not outcome.bad_outputs and bool(outcome.bad_gradients)
-        return culprit_of(sources), in_gradients
-
-    def _name_accumulated(self, found: Explanation, culprit: Culprit) -> None:
-        """Names the parameter whose gradients overflowed when they were added up."""
-        variable = getattr(culprit.source, "variable", None)
-        for _, name, tensor in names_of(self._rerun.models):
-            if variable is not None and tensor is variable:
-                found.tensor, found.module = name, module_of_parameter(name)
-
-    def _only_gradient(self, outcome: Outcome, culprit: Culprit) -> str:
-        """The one parameter whose gradient is bad because of a culprit, or ""."""
-        table, names = outcome.table, []
-        assert table is not None
-        for name in outcome.bad_gradients:
-            other = culprit_of(table.sources(outcome.gradients[name]))
-            if other is not None and other.source is culprit.source:
-                names.append(name)
-        return names[0] if len(names) == 1 else ""

@@ -178,6 +178,9 @@ class Explanation:
         chain: The operations from `op` to where the guard saw it.
         evidence: What was measured, in sentences.
         notes: What could not be found out, and why, in sentences.
+        rank: The rank that found it, of several that replayed the step together; else
+            None.
+        num_ranks: How many ranks found the like.
         replays: How often the step's forward was run.
         seconds: The time that the explanation took.
         remedies: What was tried on this step, what made it finite first.
@@ -194,6 +197,8 @@ class Explanation:
     chain: list[str] = field(default_factory=list)
     evidence: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    rank: int | None = None
+    num_ranks: int = 0
     replays: int = 0
     seconds: float = 0.0
     remedies: list[Remedy] = field(default_factory=list)
@@ -244,7 +249,14 @@ class Explanation:
         in_phase = (
             f" in {self.phase}" if self.phase in ("backward", "optimizer") else ""
         )
-        return f"{cause}{in_phase}"
+        return f"{cause}{in_phase}{self._on_rank()}"
+
+    def _on_rank(self) -> str:
+        if self.rank is None:
+            return ""
+        others = self.num_ranks - 1
+        more = f" and {others} more" if others > 0 else " alone"
+        return f" on rank {self.rank}{more}"
 
     def _where(self) -> str:
         if self.op is None:

@@ -115,7 +115,12 @@ def _of_row(row: Row, forward_rows: ForwardRows, in_gradients: bool) -> Explanat
         found.notes.append(f"Which line of the forward {row.node} is of is not known.")
     found.op = _op_of(named, row)
     details = row.details
-    if row.is_empty:
+    if row.is_communication:
+        if "reduce" in row.name:
+            found.cause = "range overflow"
+        text = "no rank gave it non-finite values, and what it returned holds some"
+        found.evidence.append(f"{row.name}: {text}")
+    elif row.is_empty:
         found.cause = "not reproducible"
         found.evidence.append(_UNWRITTEN.format(row.name))
     elif details is None:

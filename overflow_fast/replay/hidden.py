@@ -13,6 +13,7 @@ from .finding import explain_culprit
 from .kept_call import KeptCall
 from .rerun import Rerun
 from .slice import Culprit, ForwardRows
+from .team import Team
 
 _MOST = 8
 
@@ -37,7 +38,7 @@ def hidden_failures(
         One explanation for each line of code and operation, in order, at most eight.
     """
     with KeptState(models, start) as state:
-        rerun = Rerun(models, calls, state)
+        rerun = Rerun(models, calls, state, Team())
         outcome = rerun.run(len(calls) - 1)
     table = outcome.table
     if table is None or outcome.error is not None:

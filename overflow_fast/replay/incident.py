@@ -24,6 +24,7 @@ class Incident:
         largest_gradient: That of all gradients in the last step.
         optimizers: The optimizers.
         num_dropped: How many forwards of the step were too many to be kept.
+        hidden_by: Why forwards of the step could not be kept, or "".
         is_late: Whether the weights may have been stepped since.
     """
 
@@ -38,3 +39,4 @@ class Incident:
     optimizers: Sequence[torch.optim.Optimizer] = ()
     is_late: bool = False
     num_dropped: int = 0
+    hidden_by: str = ""

@@ -14,6 +14,8 @@ from torch import nn
 
 from ..core.restore import random_states, set_random_states
 from ..core.tensors import loss_in
+from ..core.wrapped import set_shares_buffers
+from ..torch_internals.compiler import uncompiled
 from ..torch_internals.tensor_internals import pytree, version_of
 from .kinds import is_float, tensors_in
 
@@ -41,6 +43,8 @@ class Ambient:
             for type in types
         ]
         self._caches = torch.is_autocast_cache_enabled()
+        # DDP: whether the forward takes the first rank's buffers.
+        self._shares_buffers = getattr(model, "require_forward_param_sync", None)
 
     def as_plain(self, put: Callable[[torch.Tensor], str]) -> dict[str, Any]:
         """All of it as JSON.
@@ -83,6 +87,7 @@ class Ambient:
             if torch.amp.is_autocast_available(type)
         ]
         ambient._caches = plain["caches"]
+        ambient._shares_buffers = None
         return ambient
 
     @contextmanager
@@ -93,6 +98,8 @@ class Ambient:
         for model in models:
             if model.training != self._training:
                 model.train(self._training)
+            if self._shares_buffers is not None:
+                set_shares_buffers(model, self._shares_buffers)
         with ExitStack() as stack:
             for type, enabled, dtype in self._autocast:
                 stack.enter_context(
@@ -113,6 +120,8 @@ class KeptCall:
         held: The gradients of what it returned, by their places among its tensors.
         not_held: How many bytes of gradients were too many to be held; 0 for none.
         returns_loss: Whether backward is called on what it returned.
+        is_part_of_compiled: Whether it ran in code that was compiled together with
+            others', and runs eagerly when it is called alone.
     """
 
     def __init__(
@@ -124,6 +133,7 @@ class KeptCall:
         self.held: dict[int, torch.Tensor] = {}
         self.not_held = 0
         self.returns_loss = False
+        self.is_part_of_compiled = False
         self._versions = [(t, _version(t), _sample(t)) for t in tensors_in(batch)]
 
     @property
@@ -134,6 +144,12 @@ class KeptCall:
     def leaves(self) -> list[tuple[str, torch.Tensor]]:
         """The tensors of the batch with their keys."""
         return list(named_leaves(self.batch))
+
+    def with_held(self, held: dict[int, torch.Tensor]) -> KeptCall:
+        """The same call, whose output gets other gradients."""
+        copy = type(self)(self.function, self.batch, self.ambient)
+        copy.returns_loss, copy.held = self.returns_loss, held
+        return copy
 
     def is_overwritten(self) -> bool:
         """Whether the batch was written to since.
@@ -191,7 +207,7 @@ class ModelCall(KeptCall):
         """The tensors among the arguments, by the names of the parameters."""
         function: Any = self.function
         args, kwargs = self.batch
-        names = parameter_names(function.args[0].forward)
+        names = parameter_names(uncompiled(function.args[0]).forward)
         names += [f"input[{i}]" for i in range(len(names), len(args))]
         return list(named_leaves({**dict(zip(names, args, strict=False)), **kwargs}))
 

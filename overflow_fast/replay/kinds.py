@@ -9,13 +9,17 @@ from typing import Any
 
 import torch
 
+from ..core.memory import storages
 from ..core.ops import Stat, scan
+from ..core.wrapped import local_part
+from ..torch_internals.replay_internals import storage_id
 from ..torch_internals.tensor_internals import version_of
 from .explanation import TensorSummary
 
 NAN, POSITIVE_INF, NEGATIVE_INF = 1, 2, 4
 INF = POSITIVE_INF | NEGATIVE_INF
 _DEPTH = 4
+_State = tuple[int, int, tuple[int, ...], int]
 
 
 def tensors_in(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
@@ -43,7 +47,8 @@ class Kinds:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, int, int, tuple[int, ...], int, Stat]] = {}
+        self._known: dict[int, tuple[Any, _State, int, Stat]] = {}
+        self._num_writes: dict[int, int] = {}  # by memory
 
     def of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """The kinds in each tensor, as a sum of NAN, POSITIVE_INF and NEGATIVE_INF."""
@@ -65,29 +70,33 @@ class Kinds:
         return found[1]
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Has tensors scanned again: their version is raised only after this."""
+        """Has tensors, and others that share their memory, scanned again.
+
+        Their version is raised only after this, or never: operators of extensions need
+        not raise it.
+        """
         for tensor in tensors:
-            self._known.pop(id(tensor), None)
+            for key in map(storage_id, storages(tensor)):
+                self._num_writes[key] = self._num_writes.get(key, 0) + 1
 
     def _look_up(self, tensor: torch.Tensor) -> tuple[int, Stat] | None:
         known = self._known.get(id(tensor))
         if known is None or tensor.is_inference() or known[0]() is not tensor:
             return None
-        if known[1:4] != _state(tensor):
-            return None
-        return known[4:]
+        return known[2:] if known[1] == self._state(tensor) else None
 
     def _remember(self, tensor: torch.Tensor, stat: Stat) -> tuple[int, Stat]:
         kinds = kinds_of(tensor, stat) if stat.has_nan or stat.has_inf else 0
         if not tensor.is_inference():
             reference = weakref.ref(tensor)
-            self._known[id(tensor)] = (reference, *_state(tensor), kinds, stat)
+            self._known[id(tensor)] = (reference, self._state(tensor), kinds, stat)
         return kinds, stat
 
-
-def _state(tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...]]:
-    pointer = tensor.data_ptr() if type(tensor) is torch.Tensor else 0
-    return version_of(tensor), pointer, tuple(tensor.shape)
+    def _state(self, tensor: torch.Tensor) -> _State:
+        """What tells whether somebody has written to a tensor since."""
+        pointer = tensor.data_ptr() if type(tensor) is torch.Tensor else 0
+        writes = [self._num_writes.get(storage_id(s), 0) for s in storages(tensor)]
+        return version_of(tensor), pointer, tuple(tensor.shape), sum(writes)
 
 
 def kinds_of(tensor: torch.Tensor, stat: Stat | None = None) -> int:
@@ -105,6 +114,7 @@ def kinds_of(tensor: torch.Tensor, stat: Stat | None = None) -> int:
 
 def as_wide(tensor: torch.Tensor) -> torch.Tensor | None:
     """The values of a plain tensor in a dtype that has all operations, or None."""
+    tensor = local_part(tensor)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         return None
     if tensor.layout is not torch.strided:

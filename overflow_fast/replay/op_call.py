@@ -8,16 +8,19 @@ from typing import Any
 
 import torch
 
+from ..core.memory import storages
 from ..torch_internals.replay_internals import schema_of, storage_id
 from ..torch_internals.tensor_internals import version_of
 from .kinds import is_float, tensors_in
-from .memory import storages
 
 # These write to all of their first argument, whatever was in it.
 _OVERWRITE = {
     *("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_"),
     *("exponential_", "set_", "resize_", "log_normal_", "cauchy_", "geometric_"),
 }
+# Whatever they return or write to comes from other ranks, and may not be there yet.
+_COMMUNICATION = ("c10d.", "_c10d_functional", "c10d_functional", "_dtensor.")
+_WAITS = "wait_tensor"
 CONSTANT = "lift_fresh"  # what `torch.tensor(1.0)` ends with: it makes what it is given
 # Batch norm's schemas do not say that it writes to these.
 _STATISTICS = ("running_mean", "running_var")
@@ -51,6 +54,13 @@ class OpCall:
         schema = schema_of(func)
         if schema is not None and (schema.is_mutable or "batch_norm" in self.base):
             self._note_written(schema)
+        if self.name.startswith("c10d.") and self._has_output_first():
+            self._overwritten += tensors_in(args[0])
+
+    def _has_output_first(self) -> bool:
+        """Whether a collective only writes to its first argument, as most do."""
+        takes_two = len(self.args) > 1 and any(True for _ in tensors_in(self.args[1]))
+        return takes_two or self.base.startswith("recv")
 
     def _note_written(self, schema: Any) -> None:
         for i, argument in enumerate(schema.arguments):
@@ -110,6 +120,16 @@ class OpCall:
             for tensor in tensors_in(output)
             if not given.intersection(storage_id(each) for each in storages(tensor))
         ]
+
+    @property
+    def is_communication(self) -> bool:
+        """Whether it takes part in a collective, or waits for one."""
+        return self.name.startswith(_COMMUNICATION)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for a collective, whose result it is given."""
+        return self.is_communication and self.base == _WAITS
 
     @property
     def is_constant(self) -> bool:

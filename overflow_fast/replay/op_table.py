@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..core.memory import StorageMap, is_whole, storages
 from ..torch_internals.replay_internals import (
     TorchDispatchMode,
     autograd_node,
@@ -15,8 +16,7 @@ from ..torch_internals.replay_internals import (
     storage_id,
 )
 from .culprit import details_of
-from .kinds import NAN, NEGATIVE_INF, Kinds, is_float
-from .memory import StorageMap, is_whole, storages
+from .kinds import NAN, NEGATIVE_INF, Kinds, is_float, tensors_in
 from .op_call import OpCall
 from .places import ModuleStack, users_frames
 from .rows import Leaf, Row, Source, is_meant
@@ -26,6 +26,7 @@ _EMPTY = {
     *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"),
     *("empty_permuted", "empty_quantized", "resize_"),
 }
+_WRAPPERS = ("DTensor", "AsyncCollectiveTensor")  # of tensors that ranks share
 _MAX_SOURCES = 8
 _MAX_DETAILS = 48
 _autograd: Any = torch.autograd
@@ -87,9 +88,15 @@ class OpTable(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(each.__name__ in _WRAPPERS for each in types):
+            return NotImplemented  # it comes again, with this rank's parts
         if str(func).startswith("profiler."):
             return func(*args, **kwargs)
         op = OpCall(func, args, kwargs)
+        if op.waits:
+            output = func(*args, **kwargs)
+            self.kinds.forget(tensors_in(output))
+            return output
         row = self._begin(op)
         read = op.read()
         kinds = self.kinds.of(read)
@@ -117,6 +124,9 @@ class OpTable(TorchDispatchMode):
 
     def _end(self, op: OpCall, row: Row, output: Any, read: _Read) -> None:
         self.kinds.forget(op.written)
+        if op.is_communication:
+            self._note_communication(op, row, output, read)
+            return
         fresh = op.fresh(output)
         if op.base in _EMPTY:
             row.is_empty = True
@@ -135,6 +145,21 @@ class OpTable(TorchDispatchMode):
                 self._empty.drop(tensor)
         if bad:
             self._note_bad(op, row, bad, output, read)
+
+    def _note_communication(
+        self, op: OpCall, row: Row, output: Any, read: _Read
+    ) -> None:
+        """Notes that what arrives came from other ranks, or from here.
+
+        It may not have arrived yet, and is not looked at before somebody reads it.
+        """
+        row.is_communication = True
+        row.parents = [s for of, kinds in read for s in of if not is_meant(s, kinds)]
+        for tensor in tensors_in((op.args, op.kwargs, output)):
+            self.kinds.forget([tensor])
+            self._empty.drop(tensor)
+            if self._bad.get(tensor) is None:
+                self._bad.put(tensor, [row])
 
     def _note_bad(
         self,

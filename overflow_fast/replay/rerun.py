@@ -6,66 +6,24 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..core.restore import KeptState
+from ..core.wrapped import local_part, without_reduction
 from ..recording.unseen import unseen
 from ..torch_internals.replay_internals import no_dispatch
+from .change import Change
 from .kept_call import KeptCall, loss_and_gradients
 from .kinds import NEGATIVE_INF, bad_names, is_float, kinds_of, tensors_in
 from .op_table import OpTable
+from .outcome import Outcome
+from .parts import part_of
 from .places import ModuleStack, names_of
-from .remedies.changes import Change
 from .rows import Leaf
-
-
-@dataclass
-class Outcome:
-    """What a replay has come to.
-
-    Attributes:
-        bad_outputs: What was returned and is non-finite; a loss comes first.
-        bad_held: Whether the gradient that came from outside is non-finite.
-        bad_gradients: The names of parameters whose gradients are non-finite.
-        bad_buffers: Those of buffers that became non-finite.
-        has_backward: Whether there was a backward.
-        bad_call: Which of the kept calls was the first bad one, or -1.
-        gradients: The gradients of the parameters, by their names.
-        table: The operations, if there was a table.
-        modules: The modules' outputs that were bad, with their names, in order.
-        error: What ended it, or None.
-        seconds: The time that it took.
-        losses: What backward was called on, where that is a number.
-    """
-
-    bad_outputs: list[torch.Tensor] = field(default_factory=list)
-    bad_held: bool = False
-    bad_gradients: list[str] = field(default_factory=list)
-    bad_buffers: list[str] = field(default_factory=list)
-    has_backward: bool = False
-    bad_call: int = -1
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    table: OpTable | None = None
-    modules: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    error: Exception | None = None
-    seconds: float = 0.0
-    losses: list[torch.Tensor] = field(default_factory=list)
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether outputs, gradients and buffers are finite."""
-        return not (
-            self.bad_outputs or self.bad_gradients or self.bad_buffers or self.error
-        )
-
-    @property
-    def is_forward(self) -> bool:
-        """Whether it was bad before a backward began."""
-        return bool(self.bad_outputs)
+from .team import BAD, CLEAN, FAILED, NotJoined, OnRank, Run, Team
 
 
 class Rerun:
@@ -75,10 +33,13 @@ class Rerun:
         models: The models, by what their modules' names begin with.
         calls: What was kept.
         state: The kept state; it is entered.
+        team: The ranks that run them.
         keeps_calls: Keep the arguments of operations that make bad values.
 
     Attributes:
         num_forwards: How many forwards were run.
+        watched: This rank's own change of runs of the whole step, or None.
+        on_output: Called with each call and what it returned, before its backward.
     """
 
     def __init__(
@@ -86,14 +47,17 @@ class Rerun:
         models: Mapping[str, nn.Module],
         calls: Sequence[KeptCall],
         state: KeptState,
+        team: Team,
         keeps_calls: bool = False,
     ) -> None:
-        self._keeps_calls = keeps_calls
         self.models = models
         self.calls = list(calls)
+        self.team = team
         self._state = state
+        self._keeps_calls = keeps_calls
+        self.watched: Change | None = None
+        self.on_output: Callable[[KeptCall, Any], None] | None = None
         self.num_forwards = 0
-        self._on_output: Callable[[KeptCall, Any], None] | None = None
         self._bad_before = set(bad_names(self._buffers(), masks=False))
 
     @property
@@ -104,45 +68,68 @@ class Rerun:
     def run(
         self,
         armed: int = -1,
-        calls: Sequence[KeptCall] | None = None,
+        rows: Sequence[int] | None = None,
         change: Change | None = None,
         is_whole: bool = False,
-        on_output: Callable[[KeptCall, Any], None] | None = None,
     ) -> Outcome:
         """Runs calls from the state in which the step began, up to the first bad one.
 
+        Called by the rank that leads; all others do the same.
+
         Args:
             armed: The place of the call that a table is made of; -1 for none.
-            calls: The calls; None for the kept ones.
-            change: What is tried: it is entered around the calls.
-            is_whole: Run all calls, each with its backward, as the step did.
-            on_output: Called with each call and what it returned, before its backward.
+            rows: The samples of that call's batch to run alone; None for all calls.
+            change: See `Run`.
+            is_whole: See `Run`.
         """
-        outcome, self._on_output = Outcome(), on_output
+        part = None if rows is None else tuple(rows)
+        order = Run(armed, part, change, is_whole)
+        self.team.order(order)
+        return self.follow(order)
+
+    def follow(self, order: Run) -> Outcome:
+        """Runs what the rank that leads has ordered; see `run()`."""
+        outcome = Outcome()
         begin = time.perf_counter()
-        calls = self.calls if calls is None else list(calls)
-        last = len(calls) if armed < 0 else armed + 1
         try:
             with ExitStack() as stack:
                 stack.enter_context(unseen(self.models.values()))
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.enable_grad())
+                stack.enter_context(without_reduction(self.models.values()))
                 self._state.begin()
-                if change is not None:
+                for change in filter(None, (order.change, self._watched_in(order))):
                     stack.enter_context(change.applied(self.models))
-                if is_whole:
-                    outcome = self._run_all(calls)
+                if order.is_whole:
+                    outcome = self._run_all()
                 else:
-                    outcome = self._run_in_order(calls[:last], armed)
+                    outcome = self._run_in_order(*self._calls_of(order))
+        except NotJoined:
+            raise
         except Exception as error:
             outcome.error = error
         outcome.seconds = time.perf_counter() - begin
         return outcome
 
-    def _run_all(self, calls: Sequence[KeptCall]) -> Outcome:
+    def _calls_of(self, order: Run) -> tuple[list[KeptCall], int]:
+        """The calls to run, and the place of the armed one."""
+        if order.rows is not None:
+            return [part_of(self.calls[order.armed], order.rows)], 0
+        last = len(self.calls) if order.armed < 0 else order.armed + 1
+        calls = self.calls[:last]
+        calls = calls if order.change is None else order.change.calls(calls)
+        return calls, order.armed
+
+    def _watched_in(self, order: Run) -> Change | None:
+        return self.watched if order.is_whole else None
+
+    def _run_all(self) -> Outcome:
+        """Runs all calls, each with its backward, whatever they have come to."""
         outcome = Outcome()
-        for place, call in enumerate(calls):
-            self._run_one(outcome, call, place, -1, stops=False)
+        for place, call in enumerate(self.calls):
+            state = self._run_one(outcome, call, place, -1, stops=False)
+            if state == FAILED:
+                break
         return outcome
 
     def _run_in_order(self, calls: Sequence[KeptCall], armed: int) -> Outcome:
@@ -152,23 +139,26 @@ class Rerun:
         others, one of which may have made that.
         """
         outcome, given = Outcome(), None
-        if armed < 0 and len({call.caller for call in calls}) > 1:
-            for place, call in enumerate(calls):  # of models that call one another
+        call_one_another = len({call.caller for call in calls}) > 1
+        if armed < 0 and call_one_another and self.team.is_alone:
+            for place, call in enumerate(calls):
                 self._run_one(outcome, call, place, armed, has_backward=False)
                 if not outcome.is_clean:
                     outcome.bad_call = place
                     return outcome
             self._state.begin()
         for place, call in enumerate(calls):
-            self._run_one(outcome, call, place, armed)
-            if outcome.is_clean:
+            state = self._run_one(outcome, call, place, armed)
+            if state == FAILED:
+                return outcome
+            if state == CLEAN:
                 continue
             if armed not in (-1, place):
                 outcome = Outcome()
                 self._state.drop_gradients()
                 continue
             outcome.bad_call = place
-            if not outcome.bad_held or outcome.is_forward:
+            if state == BAD:
                 return outcome
             if given is None:
                 given = outcome
@@ -184,18 +174,37 @@ class Rerun:
         armed: int,
         has_backward: bool = True,
         stops: bool = True,
-    ) -> None:
+    ) -> int:
+        """Runs a call; returns the worst of what it has come to on any rank."""
         self.num_forwards += 1
+        try:
+            self._call(outcome, call, place == armed, has_backward, stops)
+        except Exception as error:
+            outcome.error = error
+        state, text, outcome.bad_ranks = self.team.agree(outcome.state, outcome.error)
+        if text and outcome.error is None:
+            outcome.error = OnRank(text)
+        return state
+
+    def _call(
+        self,
+        outcome: Outcome,
+        call: KeptCall,
+        is_armed: bool,
+        has_backward: bool,
+        stops: bool,
+    ) -> None:
         with ExitStack() as stack:
-            if place == armed:
+            if is_armed:
                 self._arm(outcome, call, stack)
             with call.ambient.applied(self.models.values()):
                 output = call.function(call.batch)
-            if self._on_output is not None:
-                self._on_output(call, output)
+            if self.on_output is not None:
+                self.on_output(call, output)
             roots = self._look_at(outcome, call, output)
-            goes_on = has_backward and not (stops and outcome.is_forward)
-            if roots and goes_on:
+            # Where there are others, they may wait for this rank's part in theirs.
+            is_wanted = not (outcome.is_forward and stops and self.team.is_alone)
+            if roots and has_backward and is_wanted:
                 outcome.has_backward = True
                 torch.autograd.backward(
                     [root for root, _ in roots], [gradient for _, gradient in roots]
@@ -248,7 +257,7 @@ class Rerun:
             for prefix, model in self.models.items()
             for name, parameter in model.named_parameters()
         ]
-        gradients = {n: p.grad for n, p in named if p.grad is not None}
+        gradients = {n: local_part(p.grad) for n, p in named if p.grad is not None}
         plain = {n: g for n, g in gradients.items() if g.layout is torch.strided}
         outcome.gradients = plain
         outcome.bad_gradients = bad_names(plain.items(), masks=True)

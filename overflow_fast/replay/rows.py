@@ -55,6 +55,7 @@ class Row:
         kinds: The kinds of non-finite values that it returned.
         is_meant: Whether these are infs that the code asked for, as of a mask.
         is_empty: Whether it returned memory that nobody has written to.
+        is_communication: Whether other ranks may have made what it returned.
         details: What is known of its inputs and outputs, where it made the bad value.
         call: Its arguments, where it made the bad value and they are wanted; else None.
     """
@@ -62,7 +63,7 @@ class Row:
     __slots__ = (
         *("index", "name", "module", "frames", "node", "node_sequence", "sequence"),
         *("parents", "kinds", "is_meant", "is_empty", "details", "custom", "thread"),
-        *("variable", "call"),
+        *("variable", "call", "is_communication"),
     )
 
     def __init__(
@@ -77,7 +78,7 @@ class Row:
         self.node_sequence = self.sequence = -1
         self.parents: list[Source] = []
         self.kinds = 0
-        self.is_meant = self.is_empty = self.custom = False
+        self.is_meant = self.is_empty = self.custom = self.is_communication = False
         self.details: Details | None = None
         self.variable: torch.Tensor | None = None
         self.call: OpCall | None = None

@@ -10,6 +10,7 @@ import torch
 from .explanation import Explanation, Sample
 from .kept_call import KeptCall
 from .kinds import as_wide, is_float
+from .parts import batch_size
 from .rerun import Rerun
 from .rows import Leaf, Row
 from .slice import Culprit, culprit_of
@@ -38,23 +39,16 @@ def find(
     source = culprit.source
     if isinstance(source, Leaf):
         index = _only_bad(source.tensor, size) if source.kind == "batch" else None
-    elif size < 2 or not _is_replayable(found):
+    elif size < 2 or not _is_replayable(found) or not rerun.team.can_cut(place):
         index = None
     else:
-        index = _halved(source, rerun, call, size, may_run)
+        index = _halved(source, rerun, place, size, may_run)
     if index is not None:
         found.sample = Sample.of(index, _of_dataset(call, index, size))
 
 
 def _is_replayable(found: Explanation) -> bool:
     return found.phase in ("forward", "backward") and found.cause != "not reproducible"
-
-
-def batch_size(call: KeptCall) -> int | None:
-    """The size of dimension 0 that the tensors of a batch share, or None."""
-    tensors = [tensor for _, tensor in call.leaves() if tensor.dim()]
-    sizes = {len(tensor) for tensor in tensors}
-    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _only_bad(tensor: torch.Tensor | None, size: int) -> int | None:
@@ -69,25 +63,23 @@ def _only_bad(tensor: torch.Tensor | None, size: int) -> int | None:
 def _halved(
     source: Row,
     rerun: Rerun,
-    call: KeptCall,
+    place: int,
     size: int,
     may_run: Callable[[int], bool],
 ) -> int | None:
     """The sample with which alone the same operation fails, and not without it."""
     left = _guess(source, size) or list(range(size))
-    if len(left) == 1 and not (may_run(1) and _fails(rerun, call, left, size, source)):
+    if len(left) == 1 and not (may_run(1) and _fails(rerun, place, left, source)):
         left = list(range(size))
     while len(left) > 1:
         if not may_run(1):
             return None
         half = left[: len(left) // 2]
-        left = half if _fails(rerun, call, half, size, source) else left[len(half) :]
-        if len(left) == 1 and not (
-            may_run(1) and _fails(rerun, call, left, size, source)
-        ):
+        left = half if _fails(rerun, place, half, source) else left[len(half) :]
+        if len(left) == 1 and not (may_run(1) and _fails(rerun, place, left, source)):
             return None
     others = [i for i in range(size) if i != left[0]]
-    is_only = may_run(1) and not _fails(rerun, call, others, size, None)
+    is_only = may_run(1) and not _fails(rerun, place, others, None)
     return left[0] if is_only else None
 
 
@@ -102,11 +94,9 @@ def _guess(source: Row, size: int) -> list[int] | None:
     return [details.first_index[0] // (length // size)]
 
 
-def _fails(
-    rerun: Rerun, call: KeptCall, rows: Sequence[int], size: int, source: Row | None
-) -> bool:
+def _fails(rerun: Rerun, place: int, rows: Sequence[int], source: Row | None) -> bool:
     """Whether a part of the batch fails: at the same place, or anywhere."""
-    outcome = rerun.run(0, [cut(call, rows, size)])
+    outcome = rerun.run(place, rows)
     if source is None:
         return outcome.error is not None or not outcome.is_clean
     table = outcome.table
@@ -122,37 +112,6 @@ def _fails(
 
 def _place_of(row: Row) -> tuple[Any, ...]:
     return row.name, row.module, row.node, row.frames[:1]
-
-
-def cut(call: KeptCall, rows: Sequence[int], size: int) -> KeptCall:
-    """The call with a part of its batch, and of the gradients that it got.
-
-    Args:
-        call: The call.
-        rows: The indices of the samples that are left.
-        size: How many there are.
-    """
-    part = type(call)(call.function, _cut(call.batch, rows, size), call.ambient)
-    part.returns_loss = call.returns_loss
-    part.held = {
-        place: held[list(rows)] if held.dim() and len(held) == size else held
-        for place, held in call.held.items()
-    }
-    return part
-
-
-def _cut(batch: Any, rows: Sequence[int], size: int) -> Any:
-    if isinstance(batch, torch.Tensor):
-        if not batch.dim() or len(batch) != size:
-            return batch
-        part = batch.detach()[list(rows)]
-        wants = batch.requires_grad and is_float(batch)
-        return part.requires_grad_() if wants else part
-    if type(batch) is dict:
-        return {key: _cut(each, rows, size) for key, each in batch.items()}
-    if type(batch) in (list, tuple):
-        return type(batch)(_cut(each, rows, size) for each in batch)
-    return batch
 
 
 def _of_dataset(call: KeptCall, index: int, size: int) -> int | None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ..core.memory import StorageMap
 from .kinds import Kinds, is_float
-from .memory import StorageMap
 from .op_call import OpCall
 
 _SUMS = {"sum", "count_nonzero", "cumsum", "nansum", "bincount"}

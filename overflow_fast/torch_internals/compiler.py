@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
-from .registry import INTERNALS, Internal, internal
+from .registry import INTERNALS, Internal, internal, stack
+
+_WRAPPERS = ("eval_frame.py",)
 
 
 @internal(
@@ -18,6 +21,38 @@ from .registry import INTERNALS, Internal, internal
 def has_compiled() -> bool:
     """Returns True if dynamo has compiled anything in this process."""
     return bool(torch._dynamo.convert_frame.input_codes.seen)
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile(module)` was given; any other as it is."""
+    found = getattr(module, "_orig_mod", module)
+    return found if isinstance(found, nn.Module) else module
+
+
+@internal(
+    "torch._dynamo.eval_frame.OptimizedModule",
+    "a replay calls what the program called, which runs compiled code",
+    "Replays of `torch.compile(model)` run eagerly where the model itself is watched",
+    (True, None),
+)
+def compiled_call_of(module: nn.Module) -> tuple[bool, nn.Module | None]:
+    """Looks for compiled code around a call of a module that runs in this thread.
+
+    Returns:
+        Whether there is any, and what to call for the same: the module, or the
+        `torch.compile(module)` that has called it; None if it is compiled as a part of
+        something else.
+    """
+    is_inside = False
+    for frame in stack():
+        code = frame.f_code
+        if code.co_name == "compile_wrapper" and code.co_filename.endswith(_WRAPPERS):
+            is_inside = True
+        caller = frame.f_locals.get("self") if is_inside else None
+        if isinstance(caller, nn.Module):
+            is_same = caller is module or uncompiled(caller) is module
+            return True, caller if is_same else None
+    return is_inside, None if is_inside else module
 
 
 @internal(

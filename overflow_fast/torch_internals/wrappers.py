@@ -105,6 +105,29 @@ def fsdp_meshes(module: Any) -> list[Any]:
 
 
 @internal(
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
+    "gradients that wait for a later micro-batch cannot be put back",
+    "Steps under fully_shard() are not replayed",
+    True,
+)
+def holds_gradients(module: Any) -> bool:
+    """Whether a module under `fully_shard()` keeps gradients that are not reduced."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        groups = state._fsdp_param_groups
+    else:
+        groups = [state._fsdp_param_group]
+    return any(
+        not group.reduce_grads
+        or any(
+            each.unsharded_accumulated_grad is not None for each in group.fsdp_params
+        )
+        for group in groups
+        if group is not None
+    )
+
+
+@internal(
     "torch.distributed.fsdp._common_utils._FSDPState",
     "the ranks that replicate what FSDP with hybrid sharding shards",
     "Give process_group= for hybrid sharding",
@@ -136,6 +159,16 @@ def replicate_sharing(module: nn.Module) -> tuple[Any, Any] | None:
         return made.process_group, None
     arguments = state._init_kwargs
     return arguments.get("process_group"), arguments.get("device_mesh")
+
+
+@internal(
+    "torch.distributed.distributed_c10d._get_default_store",
+    "what ranks tell one another in a replay waits for no collective of a model",
+    "Steps on several ranks are not replayed",
+)
+def default_store() -> Any:
+    """The key-value store that the ranks met at."""
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 @internal(

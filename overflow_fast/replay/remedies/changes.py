@@ -1,15 +1,17 @@
-"""What is tried: changes of a replay, as data that every rank can make for itself."""
+"""Changes that are tried on a step, as data that every rank can make for itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
 
+from ..change import Change
+from ..kept_call import KeptCall
+from ..parts import part_of
 from ..places import names_of
 from .line_edit import CodePlace, edited_code
 from .module_changes import in_bfloat16, in_float32, with_weights
@@ -17,19 +19,8 @@ from .module_changes import in_bfloat16, in_float32, with_weights
 _Models = Mapping[str, nn.Module]
 
 
-class Change(Protocol):
-    """A change that is made while a step is replayed. It can be pickled."""
-
-    def applied(self, models: _Models) -> AbstractContextManager[object]:
-        """Makes the change while it is entered; undoes it bit for bit.
-
-        Args:
-            models: The models, by what their modules' names begin with.
-        """
-
-
 @dataclass(frozen=True)
-class LineChange:
+class LineChange(Change):
     """Functions run the code of an edited file.
 
     Attributes:
@@ -46,7 +37,7 @@ class LineChange:
 
 
 @dataclass(frozen=True)
-class Float32Modules:
+class Float32Modules(Change):
     """Modules run in float32.
 
     Attributes:
@@ -64,7 +55,7 @@ class Float32Modules:
 
 
 @dataclass(frozen=True)
-class Bfloat16:
+class Bfloat16(Change):
     """What is float16, by weights or by autocast, is bfloat16."""
 
     def applied(self, models: _Models) -> AbstractContextManager[object]:
@@ -73,7 +64,7 @@ class Bfloat16:
 
 
 @dataclass(frozen=True)
-class ScaledWeights:
+class ScaledWeights(Change):
     """Weights are multiplied.
 
     Attributes:
@@ -94,7 +85,7 @@ class ScaledWeights:
 
 
 @dataclass(frozen=True)
-class OtherWeights:
+class OtherWeights(Change):
     """Weights have other values.
 
     Attributes:
@@ -107,3 +98,61 @@ class OtherWeights:
         """See `Change`."""
         named = {name: tensor for _, name, tensor in names_of(models)}
         return with_weights(named, self.values)
+
+
+@dataclass(frozen=True)
+class SomeSamples(Change):
+    """A call's batch has some of its samples alone.
+
+    Attributes:
+        place: The call's place.
+        rows: The samples that it has.
+    """
+
+    place: int
+    rows: tuple[int, ...]
+
+    def calls(self, calls: Sequence[KeptCall]) -> list[KeptCall]:
+        """See `Change`."""
+        return [
+            part_of(call, self.rows) if place == self.place else call
+            for place, call in enumerate(calls)
+        ]
+
+
+@dataclass(frozen=True)
+class ScaledGradients(Change):
+    """Backward begins with other gradients.
+
+    Attributes:
+        factor: By how much they are multiplied.
+    """
+
+    factor: float
+
+    def calls(self, calls: Sequence[KeptCall]) -> list[KeptCall]:
+        """See `Change`."""
+        return [
+            call.with_held({p: held * self.factor for p, held in call.held.items()})
+            for call in calls
+        ]
+
+
+@dataclass(frozen=True)
+class FromLoss(Change):
+    """Backward begins at the losses that are returned, and nowhere else.
+
+    Attributes:
+        change: Another change, which is made too; None for none.
+    """
+
+    change: Change | None = None
+
+    def applied(self, models: _Models) -> AbstractContextManager[object]:
+        """See `Change`."""
+        return (self.change or Change()).applied(models)
+
+    def calls(self, calls: Sequence[KeptCall]) -> list[KeptCall]:
+        """See `Change`."""
+        changed = (self.change or Change()).calls(calls)
+        return [call.with_held({}) for call in changed]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
+from ..change import Change
 from ..explanation import Remedy
 from ..kept_call import KeptCall
 from ..kinds import kinds_of
-from ..rerun import Outcome, Rerun
-from .changes import Change
+from ..outcome import Outcome
+from ..rerun import Rerun
+from .changes import FromLoss
 from .line_edit import NotEditableError
 
 _STEP_TIMES = 4.0
@@ -43,36 +44,28 @@ class Trials:
             _LEAST_SECONDS, _STEP_TIMES * step_seconds
         )
         bad = [call for call in rerun.calls if _has_bad_gradients(call)]
-        self._calls = [
-            _without_gradients(call) if call in bad else call for call in rerun.calls
-        ]
+        self._drops_gradients = bool(bad)
         self._has_loss = all(call.returns_loss for call in bad)
 
     @property
     def is_over(self) -> bool:
         """Whether enough has helped, or the budget is spent."""
-        is_spent = self.rerun.num_forwards + len(self._calls) > self._most
+        is_spent = self.rerun.num_forwards + len(self.rerun.calls) > self._most
         num_good = sum(each.is_finite for each in self.remedies)
         return is_spent or num_good >= _ENOUGH or time.perf_counter() > self._end
 
-    def attempt(
-        self,
-        remedy: Remedy,
-        change: Change | None = None,
-        calls: Sequence[KeptCall] | None = None,
-    ) -> bool:
+    def attempt(self, remedy: Remedy, change: Change) -> bool:
         """Replays the step with a change; returns True if it is finite then.
 
         Args:
             remedy: The change in words and as code; its outcome is filled in.
-            change: The change; None if it is one of the calls.
-            calls: The calls with another batch; None for those of the step.
+            change: The change.
 
         Raises:
             NotEditableError: If the change could not be made.
         """
-        given = self._calls if calls is None else calls
-        outcome = self.rerun.run(calls=given, change=change)
+        change = FromLoss(change) if self._drops_gradients else change
+        outcome = self.rerun.run(change=change)
         if isinstance(outcome.error, NotEditableError):
             raise outcome.error
         is_finite = outcome.is_clean
@@ -109,10 +102,3 @@ def _loss_of(outcome: Outcome) -> float | None:
 
 def _has_bad_gradients(call: KeptCall) -> bool:
     return any(kinds_of(held) for held in call.held.values())
-
-
-def _without_gradients(call: KeptCall) -> KeptCall:
-    """The call, whose backward begins at its loss, if it has one."""
-    copy = type(call)(call.function, call.batch, call.ambient)
-    copy.returns_loss = call.returns_loss
-    return copy

@@ -1,4 +1,4 @@
-"""What is tried, in which order, by the cause of a failure."""
+"""Tries remedies in order, by the cause of a failure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ import torch
 
 from ...core.module_kinds import is_normalization
 from ..explanation import Explanation, Op, Remedy
-from ..incident import Incident
-from ..kept_call import KeptCall
+from ..parts import batch_size
 from ..places import span_of
 from ..rerun import Rerun
 from ..rows import Row
-from ..sample import batch_size, cut
-from .changes import Bfloat16, Float32Modules, LineChange
+from .changes import (
+    Bfloat16,
+    Float32Modules,
+    LineChange,
+    ScaledGradients,
+    SomeSamples,
+)
 from .checkpoints import of_checkpoints
 from .line_edit import CodePlace, NotEditableError, SourceFile
 from .line_forms import Written, forms_of
@@ -35,8 +39,7 @@ class Failure:
     Attributes:
         found: Its explanation.
         row: The operation that is named, or None.
-        call: The call in which it failed.
-        incident: What a guard saw, or None.
+        place: The place of the call in which it failed.
         bad: The tensor that was non-finite before the step, or None.
         modules: The names of the modules that ran from the operation on, in order.
         checkpoints: Files of weights that the user gave, the newest last.
@@ -44,8 +47,7 @@ class Failure:
 
     found: Explanation
     row: Row | None
-    call: KeptCall
-    incident: Incident | None = None
+    place: int
     bad: torch.Tensor | None = None
     modules: Sequence[str] = ()
     checkpoints: Sequence[str | os.PathLike[str]] = ()
@@ -208,21 +210,22 @@ def _is_half(op: Op) -> bool:
 
 def _of_data(failure: Failure, trials: Trials) -> Iterator[Any]:
     """The step without the samples that are not finite."""
-    call, found = failure.call, failure.found
-    size, bad = batch_size(call), failure.bad
+    found, rerun = failure.found, trials.rerun
+    size, bad = batch_size(rerun.calls[failure.place]), failure.bad
+    if not rerun.team.can_cut(failure.place):
+        return
     if size is None or bad is None or not bad.dim() or len(bad) != size:
         return
     rows = bad.detach().isfinite().reshape(size, -1).all(1).nonzero().flatten().tolist()
     if not rows:
         return
-    part = cut(call, rows, size)
-    calls = [part if each is call else each for each in trials.rerun.calls]
     name = found.tensor
     remedy = Remedy(
         f"without the {size - len(rows)} of {size} samples whose {name} is not finite",
         f"keep = torch.isfinite({name}).reshape({size}, -1).all(1)",
     )
-    yield lambda: trials.attempt(remedy, calls=calls)
+    change = SomeSamples(failure.place, tuple(rows))
+    yield functools.partial(trials.attempt, remedy, change)
 
 
 def _of_scale(failure: Failure, trials: Trials) -> Iterator[Any]:
@@ -238,16 +241,9 @@ def _of_scale(failure: Failure, trials: Trials) -> Iterator[Any]:
         return
     for factor in (2**4, 2**10):
         scale = max(1.0, max(scales) / factor)
-        calls = [_scaled(call, scale / max(scales)) for call in trials.rerun.calls]
+        change = ScaledGradients(scale / max(scales))
         remedy = Remedy(
             f"a loss scale of {scale:g} instead of {max(scales):g}",
             f"torch.amp.GradScaler(init_scale={scale:g})",
         )
-        yield lambda r=remedy, c=calls: trials.attempt(r, calls=c)
-
-
-def _scaled(call: KeptCall, factor: float) -> KeptCall:
-    part = type(call)(call.function, call.batch, call.ambient)
-    part.returns_loss = call.returns_loss
-    part.held = {place: held * factor for place, held in call.held.items()}
-    return part
+        yield functools.partial(trials.attempt, remedy, change)

@@ -1,0 +1,72 @@
+"""Models that several ranks share: what wraps them, in a replay."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.names import has_base
+from ..torch_internals.wrappers import holds_gradients, local_tensor
+
+_DDP = {"DistributedDataParallel"}
+_FSDP2 = {"FSDPModule"}
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    local = local_tensor(tensor)
+    return tensor if local is None else local
+
+
+@contextlib.contextmanager
+def without_reduction(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Has DDP leave gradients as each rank computes them.
+
+    They tell which rank is to blame, no communication hook is called, and the memory
+    that gradients are reduced in, of which the step's own may be views, stays as it is.
+    """
+    wrappers = list(_all_of(models, _DDP))
+    before = [wrapper.require_backward_grad_sync for wrapper in wrappers]
+    for wrapper in wrappers:
+        wrapper.require_backward_grad_sync = False
+    try:
+        yield
+    finally:
+        for wrapper, was_reducing in zip(wrappers, before, strict=True):
+            wrapper.require_backward_grad_sync = was_reducing
+
+
+def set_shares_buffers(model: nn.Module, value: bool) -> None:
+    """Has DDP take the first rank's buffers in its next forward, or not."""
+    for wrapper in _all_of([model], _DDP):
+        wrapper.require_forward_param_sync = value
+
+
+def reshard(models: Iterable[nn.Module]) -> None:
+    """Has FSDP2 forget gathered parameters, which only a backward would have done."""
+    for module in _all_of(models, _FSDP2):
+        module.reshard()
+
+
+def why_not(models: Iterable[nn.Module]) -> str:
+    """Why a step of several ranks cannot be replayed with its models; else ""."""
+    models = list(models)
+    if any(_all_of(models, {"FullyShardedDataParallel"})):
+        return "has a model under FSDP1, whose gradients cannot be set aside"
+    if any(_all_of(models, {"DDP"})):
+        return "has a model under replicate(), whose reduction cannot be left out"
+    if any(holds_gradients(module) for module in _all_of(models, _FSDP2)):
+        return "has gradients under fully_shard() that are not reduced yet"
+    return ""
+
+
+def _all_of(models: Iterable[nn.Module], names: set[str]) -> Iterator[Any]:
+    """Yields the modules of classes with these names."""
+    for model in models:
+        for module in model.modules():
+            if has_base(type(module), names):
+                yield module

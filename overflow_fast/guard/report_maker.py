@@ -1,0 +1,156 @@
+"""From the bad frames of a step to its report: agree, look again, explain."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from torch.optim import Optimizer
+
+from .. import _C
+from ..distributed.agreement import Agreed, Agreement
+from ..report.report import Report
+from ..verdict.verdict import Verdict
+from .config import GuardConfig
+from .explainer import Explainer
+from .second_look import CLEAN, SecondLook
+from .step_report import StepReporter
+from .step_result import StepResult
+
+
+class ReportMaker:
+    """Makes the report that all ranks act on, with its explanation.
+
+    Args:
+        config: The guard's.
+        agreement: The ranks that decide together.
+        reporter: Makes this rank's report.
+        explainer: Replays the step.
+        second_look: Runs a step again that the tripwire has seen; None without one.
+        attribute: Attributes the bad frames of a step.
+        num_skipped: Returns the number of skipped steps.
+        optimizers: Returns the guard's optimizers.
+        on_replayed: Called with the seconds that replays took.
+
+    Attributes:
+        num_agreed: The number of times that the ranks have agreed.
+    """
+
+    def __init__(
+        self,
+        config: GuardConfig,
+        agreement: Agreement,
+        reporter: StepReporter,
+        explainer: Explainer,
+        second_look: SecondLook | None,
+        attribute: Callable[[StepResult], Verdict],
+        num_skipped: Callable[[], int],
+        optimizers: Callable[[], Sequence[Optimizer]],
+        on_replayed: Callable[[float], None],
+    ) -> None:
+        self._config = config
+        self._agreement = agreement
+        self._reporter = reporter
+        self._explainer = explainer
+        self._second_look = second_look
+        self._attribute = attribute
+        self._num_skipped = num_skipped
+        self._optimizers = optimizers
+        self._on_replayed = on_replayed
+        self._num_frames = _C.Recorder.num_frames()
+        self.num_agreed = 0
+
+    def make(self, found: StepResult, verdict: Verdict) -> tuple[Report | None, bool]:
+        """Returns the report to act on, and whether it is this process's own."""
+        if found.is_of_step and self._agreement.is_needed:
+            return self._make_together(found, verdict)
+        if verdict.is_clean:
+            return None, True
+        if self._second_look is not None:
+            begin = time.perf_counter()
+            seen = self._second_look.look(found)
+            self._on_replayed(time.perf_counter() - begin)
+            if seen.frames is not found.frames:
+                verdict = self._attribute(seen)
+            found = seen
+        report = self._reporter.make(found, verdict, self._num_skipped())
+        report.explanation = self._explainer.explain(
+            *(found.step, verdict, report.action == "raise", found.moment),
+            self._optimizers(),
+        )
+        self._note_explained(report)
+        return self._reporter.choose_action(found, report), True
+
+    def _make_together(
+        self, found: StepResult, verdict: Verdict
+    ) -> tuple[Report | None, bool]:
+        """Agrees with the other ranks, and replays the step with them.
+
+        A callable is asked once it is explained. Any other policy is followed before,
+        so that all ranks know what to do if one is lost in the replay.
+        """
+        self.num_agreed += 1
+        begin, self._num_frames = self._num_frames, _C.Recorder.num_frames()
+        agreed = self._agree(found, verdict, begin)
+        is_broken = False
+        if self._second_look is not None and agreed.report is not None:
+            found, agreed, is_broken = self._look_together(found, agreed)
+        report, is_own = agreed.report, agreed.is_own
+        if report is None:
+            return None, is_own
+        if not is_broken:
+            report.explanation, is_broken = self._explainer.explain_together(
+                agreed, found.moment, self._optimizers()
+            )
+        self._note_explained(report)
+        if is_broken:  # it may yet be in a collective that the next step would meet
+            report.action = "raise"
+        elif callable(self._config.on_overflow):
+            own = report
+            choose = self._reporter.choose_action
+            report = self._agreement.act_on(is_own, lambda: choose(found, own))
+        return report, is_own
+
+    def _agree(self, found: StepResult, verdict: Verdict, begin: int) -> Agreed:
+        """Agrees on the report of the rank that found the first bad value.
+
+        Args:
+            found: This rank's result.
+            verdict: What it says.
+            begin: The number of frames before the step, or its replay.
+        """
+        first = min((bad.frame.order for bad in found.frames), default=begin)
+        is_asked = callable(self._config.on_overflow)
+
+        def make() -> Report:
+            report = self._reporter.make(found, verdict, self._num_skipped())
+            return report if is_asked else self._reporter.choose_action(found, report)
+
+        return self._agreement.agree(
+            *(found.step, verdict, max(0, first - begin), make),
+            lambda: self._explainer.offer(
+                *(found.step, verdict, self._config.on_overflow == "raise"),
+                self._agreement.joins,
+            ),
+        )
+
+    def _look_together(
+        self, found: StepResult, agreed: Agreed
+    ) -> tuple[StepResult, Agreed, bool]:
+        """Looks at a step again with the other ranks, and agrees on what they saw."""
+        assert self._second_look is not None and agreed.report is not None
+        begin, frames = time.perf_counter(), _C.Recorder.num_frames()
+        seen, note, is_broken = self._second_look.look_together(found, agreed)
+        self._on_replayed(time.perf_counter() - begin)
+        if note:
+            agreed.report.notes.append(note)
+            return found, agreed, is_broken
+        again = self._agree(seen, self._attribute(seen), frames)
+        if again.report is None:
+            agreed.report.notes.append(CLEAN)
+            return found, agreed, False
+        return seen, again, False
+
+    def _note_explained(self, report: Report) -> None:
+        if report.explanation is not None:
+            self._on_replayed(report.explanation.seconds)

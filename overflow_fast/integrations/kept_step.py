@@ -1,0 +1,106 @@
+"""A trainer's step function, kept so that a replay can call it again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.restore import keep_attributes
+from ..core.wrapped import without_reduction
+from ..guard.guard import OverflowGuard
+from .stand_in import StandIn
+
+
+class KeptStep(StandIn):
+    """Stands in for the method of a trainer that computes the loss.
+
+    A replay calls it as the trainer did, with logging off, and puts the attributes of
+    its owner back. What it does to other objects is not undone.
+
+    Args:
+        owner: The object whose method it is.
+        name: The method.
+        guard: Keeps its calls.
+        logs: The names of the owner's methods that log.
+        is_kept: Called with the arguments; whether that call may be made again.
+        records_loss: Whether what it returns is the step's loss, to be recorded.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        name: str,
+        guard: OverflowGuard,
+        logs: Sequence[str],
+        is_kept: Callable[..., bool],
+        records_loss: bool,
+    ) -> None:
+        self._guard = guard
+        self._logs = logs
+        self._is_kept = is_kept
+        self._records_loss = records_loss
+        super().__init__(owner, name, lambda *_, **__: True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_off = self._before is None or not torch.is_grad_enabled()
+        if is_off or not self._is_kept(*args, **kwargs):
+            return self.__wrapped__(*args, **kwargs)
+        call = _Call(self, args, kwargs)
+        # What the method takes out of its arguments is there for the next call.
+        again = functools.partial(call, _copied(args), _copied(kwargs))
+        return self._guard._loop.run(again, self._records_loss)
+
+    @contextlib.contextmanager
+    def unseen(self, models: Sequence[nn.Module]) -> Iterator[None]:
+        """Switches logging off, and puts the owner's attributes back."""
+        undo = keep_attributes(self._owner)
+        try:
+            for name in self._logs:
+                vars(self._owner)[name] = _nothing
+            with without_reduction(models):
+                yield
+        finally:
+            undo()
+
+
+class _Call:
+    """A call of the method: first with the trainer's own arguments, then with copies.
+
+    Args:
+        step: The method's stand-in.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+    """
+
+    def __init__(self, step: KeptStep, args: Any, kwargs: Any) -> None:
+        self._step = step
+        self._own: Any = args, kwargs
+
+    def __call__(self, args: Any, kwargs: Any) -> Any:
+        own, self._own = self._own, None
+        method = self._step.__wrapped__
+        if own is not None:
+            return method(*own[0], **own[1])
+        models = [each for each in args if isinstance(each, nn.Module)]
+        with self._step.unseen(models):
+            return method(*_copied(args), **_copied(kwargs))
+
+
+def _copied(value: Any) -> Any:
+    """The same, with dicts and lists of its own."""
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    copy = getattr(value, "copy", None)  # such as transformers' BatchEncoding
+    is_mapping = hasattr(value, "keys") and callable(copy)
+    return dict(value) if is_mapping else value
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Logs nothing."""

@@ -1,0 +1,65 @@
+"""What a replay of a step has come to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from .op_table import OpTable
+from .team import BAD, CLEAN, FAILED, GIVEN
+
+
+@dataclass
+class Outcome:
+    """What a replay has come to.
+
+    Attributes:
+        bad_outputs: What was returned and is non-finite; a loss comes first.
+        bad_held: Whether the gradient that came from outside is non-finite.
+        bad_gradients: The names of parameters whose gradients are non-finite.
+        bad_buffers: Those of buffers that became non-finite.
+        has_backward: Whether there was a backward.
+        bad_call: Which of the kept calls was the first bad one, or -1.
+        gradients: The gradients of the parameters, by their names.
+        table: The operations, if there was a table.
+        modules: The modules' outputs that were bad, with their names, in order.
+        error: What ended it, or None.
+        seconds: The time that it took.
+        bad_ranks: The ranks whose call was the first bad one.
+        losses: What backward was called on, where that is a number.
+    """
+
+    bad_outputs: list[torch.Tensor] = field(default_factory=list)
+    bad_held: bool = False
+    bad_gradients: list[str] = field(default_factory=list)
+    bad_buffers: list[str] = field(default_factory=list)
+    has_backward: bool = False
+    bad_call: int = -1
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    table: OpTable | None = None
+    modules: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    error: Exception | None = None
+    seconds: float = 0.0
+    bad_ranks: list[int] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether outputs, gradients and buffers are finite, on all ranks."""
+        is_bad = self.bad_outputs or self.bad_gradients or self.bad_buffers
+        return not (is_bad or self.bad_ranks or self.error)
+
+    @property
+    def state(self) -> int:
+        """What this rank has come to: CLEAN, GIVEN, BAD or FAILED."""
+        if self.error is not None:
+            return FAILED
+        if not (self.bad_outputs or self.bad_gradients or self.bad_buffers):
+            return CLEAN
+        return GIVEN if self.bad_held and not self.is_forward else BAD
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it was bad before a backward began."""
+        return bool(self.bad_outputs)

@@ -1,0 +1,229 @@
+"""The decision tree of a replayed step, on one rank or on several that go together."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+from . import sample
+from .answers import Answers
+from .explanation import Explanation
+from .finding import explain_culprit, named_row
+from .growth import growth_of
+from .incident import Incident
+from .optimizer_step import explain_update
+from .outcome import Outcome
+from .places import module_of_parameter, names_of
+from .remedies.attempts import Failure, find_remedies
+from .remedies.changes import ScaledWeights
+from .repro import repro_of
+from .rerun import Rerun
+from .rows import Leaf, Row
+from .slice import Culprit, ForwardRows, culprit_of
+from .team import NotJoined
+
+_STEP_TIMES = 4.0
+_LEAST_SECONDS = 1.0
+# How well a rank can say where bad values began, by what it found.
+_NOTHING, _FROM_OTHERS, _FROM_OUTSIDE, _HELD, _IN_BACKWARD, _IN_FORWARD = range(6)
+_OF_LEAVES = ("parameter", "buffer", "batch")
+
+
+class Search:
+    """One explanation in the making.
+
+    Args:
+        rerun: Runs the step.
+        incident: What a guard saw; None where nobody watched.
+        budget: How many forwards it may run; as many again for remedies.
+        checkpoints: Files of weights to try where weights are bad, the newest last.
+        artifact_bytes: How many bytes of tensors its artifacts may have; 0 for none.
+    """
+
+    def __init__(
+        self,
+        rerun: Rerun,
+        incident: Incident | None,
+        budget: int,
+        checkpoints: Sequence[str | os.PathLike[str]],
+        artifact_bytes: int,
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._artifact_bytes = artifact_bytes
+        self._rerun = rerun
+        self._team = rerun.team
+        self._incident = incident
+        self._budget = budget
+        self._begin = time.perf_counter()
+        self._first: Outcome | None = None
+        self._answers = Answers(rerun, incident, self.may_run)
+
+    def may_run(self, forwards: int = 1) -> bool:
+        """Whether the budget allows so many forwards more."""
+        seconds = time.perf_counter() - self._begin
+        step = 0.0 if self._first is None else self._first.seconds
+        left = self._budget - self._rerun.num_forwards
+        return left >= forwards and seconds < max(_LEAST_SECONDS, _STEP_TIMES * step)
+
+    def run(self) -> Explanation:
+        """Finds the explanation, or follows the rank that does."""
+        return self._lead() if self._team.leads else self._follow()
+
+    def _lead(self) -> Explanation:
+        first = self._first = self._rerun.run()
+        if first.error is not None:
+            return self._answers.failed(first.error)
+        is_inside = self._incident is not None and not self._incident.reaches_loss
+        if first.is_clean and not is_inside:
+            return self._answers.clean(first)
+        place = first.bad_call if first.bad_call >= 0 else self._last()
+        return self._explained(place, self._rerun.run(place))
+
+    def _follow(self) -> Explanation:
+        """Does what the rank that leads orders, until it ends, or this one leads."""
+        while not isinstance(order := self._team.receive(), Explanation):
+            outcome = self._rerun.follow(order)
+            self._first = self._first or outcome
+            if order.armed >= 0 and order.rows is None:
+                return self._explained(order.armed, outcome)
+        return order
+
+    def _explained(self, place: int, armed: Outcome) -> Explanation:
+        """Explains a replay with a table, on the rank that knows best."""
+        if armed.error is not None:
+            failed = self._answers.failed(armed.error)
+            return failed if self._team.leads else self._follow()
+        culprit, failure = None, None
+        try:
+            culprit = self._culprit(armed)
+        except Exception as error:  # the others wait for this rank's claim
+            failure = error
+        if not self._team.elect(_claim(culprit)):
+            return self._follow()
+        if failure is not None:
+            raise failure
+        assert self._first is not None
+        if culprit is None:
+            return self._answers.not_in_eager(self._first, armed)
+        found = self._of_culprit(culprit, armed)
+        self._name_ranks(found)
+        self._keep_call(found, culprit)
+        try:
+            if found.cause == "range overflow":
+                self._test_growth(found)
+            sample.find(found, culprit, self._rerun, place, self.may_run)
+            self._try_remedies(found, culprit, armed, place)
+        except NotJoined as error:  # the operation is known all the same
+            self._team.is_broken = True
+            found.notes.append(str(error))
+        return found
+
+    def _of_culprit(self, culprit: Culprit, armed: Outcome) -> Explanation:
+        assert armed.table is not None
+        rows = ForwardRows(armed.table)
+        in_gradients = _is_in_gradients(armed)
+        found = explain_culprit(culprit, rows, in_gradients)
+        incident = self._incident
+        was_finite = incident is not None and incident.weights.get(found.tensor)
+        if incident is not None and found.phase == "weights" and was_finite:
+            return explain_update(self._rerun.models, incident, found)
+        if in_gradients and not found.tensor:
+            found.tensor = self._only_gradient(armed, culprit)
+        self._name_accumulated(found, culprit)
+        self._answers.note_overwritten(found)
+        return found
+
+    def _test_growth(self, found: Explanation) -> None:
+        """Tests whether it is the size of the weights: they are scaled back."""
+        growth = growth_of(self._rerun.models, self._incident)
+        if growth is None:
+            return
+        found.evidence.insert(0, growth.text)
+        if not self.may_run():
+            return
+        outcome = self._rerun.run(change=ScaledWeights(growth.factors))
+        if outcome.error is None and not outcome.bad_outputs:
+            found.cause = "divergence"
+            found.evidence[0] += "; with weights as large as before it is finite"
+
+    def _keep_call(self, found: Explanation, culprit: Culprit) -> None:
+        """Keeps the operation as a script, where artifacts are wanted."""
+        call = culprit.source.call if isinstance(culprit.source, Row) else None
+        if call is not None:
+            found.artifacts += repro_of(call, found, self._artifact_bytes)
+
+    def _try_remedies(
+        self, found: Explanation, culprit: Culprit, armed: Outcome, place: int
+    ) -> None:
+        assert armed.table is not None and self._first is not None
+        failure = Failure(found, None, place, checkpoints=self._checkpoints)
+        if isinstance(culprit.source, Row):
+            rows = ForwardRows(armed.table)
+            failure.row = named_row(culprit.source, rows)
+            failure.modules = rows.modules_from(failure.row)
+        else:
+            failure.bad = culprit.source.tensor
+        find_remedies(failure, self._rerun, self._budget, self._first.seconds)
+
+    def _name_ranks(self, found: Explanation) -> None:
+        """Says on which rank it began, or that it began in what they reduced."""
+        claims = self._team.claims.values()
+        if max(claims) == _FROM_OTHERS and min(claims) != _FROM_OTHERS:
+            found.cause = "unknown"  # what one rank gave is not known
+        elif not self._team.is_alone and max(claims) > _FROM_OTHERS:
+            found.rank = self._team.rank
+            alike = min(max(claims), _IN_BACKWARD)  # what was handed on is no origin
+            found.num_ranks = sum(each >= alike for each in claims)
+
+    def _last(self) -> int:
+        return len(self._rerun.calls) - 1
+
+    def _culprit(self, outcome: Outcome) -> Culprit | None:
+        """What the bad values of a replay began with."""
+        table = outcome.table
+        assert table is not None
+        if outcome.bad_outputs:
+            targets = outcome.bad_outputs
+        elif outcome.bad_gradients:
+            targets = [outcome.gradients[name] for name in outcome.bad_gradients]
+        else:
+            targets = [tensor for _, tensor in outcome.modules[:1]]
+            if not targets and outcome.bad_buffers:
+                named = {name: t for _, name, t in names_of(self._rerun.models)}
+                targets = [named[name] for name in outcome.bad_buffers]
+        return culprit_of(
+            [each for tensor in targets for each in table.sources(tensor)]
+        )
+
+    def _name_accumulated(self, found: Explanation, culprit: Culprit) -> None:
+        """Names the parameter whose gradients overflowed when they were added up."""
+        variable = getattr(culprit.source, "variable", None)
+        for _, name, tensor in names_of(self._rerun.models):
+            if variable is not None and tensor is variable:
+                found.tensor, found.module = name, module_of_parameter(name)
+
+    def _only_gradient(self, outcome: Outcome, culprit: Culprit) -> str:
+        """The one parameter whose gradient is bad because of a culprit, or ""."""
+        table, names = outcome.table, []
+        assert table is not None
+        for name in outcome.bad_gradients:
+            other = culprit_of(table.sources(outcome.gradients[name]))
+            if other is not None and other.source is culprit.source:
+                names.append(name)
+        return names[0] if len(names) == 1 else ""
+
+
+def _is_in_gradients(outcome: Outcome) -> bool:
+    return not outcome.bad_outputs and bool(outcome.bad_gradients)
+
+
+def _claim(culprit: Culprit | None) -> int:
+    source = None if culprit is None else culprit.source
+    if isinstance(source, Row):
+        if source.is_communication:
+            return _FROM_OTHERS
+        return _IN_BACKWARD if source.in_backward else _IN_FORWARD
+    if isinstance(source, Leaf):
+        return _HELD if source.kind in _OF_LEAVES else _FROM_OUTSIDE
+    return _NOTHING
