@@ -37,7 +37,8 @@ from .precision.keep_in_fp32 import keep_in_fp32
 from .precision.precision_advice import PrecisionAdvice
 from .recording import callbacks  # noqa: F401  (what the extension calls)
 from .recording.coverage import Coverage
-from .replay.explanation import Explanation, Op
+from .replay.explanation import Explanation
+from .replay.named_op import Op
 from .replay.standalone import explain
 from .report.guard_coverage import GuardCoverage
 from .report.report import NonFiniteError, Report

@@ -53,6 +53,6 @@ class StorageMap(Generic[_Fact]):
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has an element for all of its memory."""
+    """Tells whether a tensor has an element for all of its memory."""
     size = tensor.numel() * tensor.element_size()
     return all(storage.nbytes() == size for storage in storages(tensor))

@@ -220,7 +220,7 @@ def _is_lazy(tensor: torch.Tensor) -> bool:
 
 
 def _is_same(value: Any, before: Any) -> bool:
-    """Whether a container holds the same objects as before."""
+    """Tells whether a container holds the same objects as before."""
     if len(value) != len(before):
         return False
     if isinstance(value, dict):

@@ -24,7 +24,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def without_reduction(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Has DDP leave gradients as each rank computes them.
+    """Makes DDP leave gradients as each rank computes them.
 
     They tell which rank is to blame, no communication hook is called, and the memory
     that gradients are reduced in, of which the step's own may be views, stays as it is.
@@ -41,13 +41,13 @@ def without_reduction(models: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def set_shares_buffers(model: nn.Module, value: bool) -> None:
-    """Has DDP take the first rank's buffers in its next forward, or not."""
+    """Makes DDP take the first rank's buffers in its next forward, or not."""
     for wrapper in _all_of([model], _DDP):
         wrapper.require_forward_param_sync = value
 
 
 def reshard(models: Iterable[nn.Module]) -> None:
-    """Has FSDP2 forget gathered parameters, which only a backward would have done."""
+    """Makes FSDP2 forget gathered parameters, as only a backward does."""
     for module in _all_of(models, _FSDP2):
         module.reshard()
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,30 +15,11 @@ from torch.optim import Optimizer
 from ..recording.watch import ModelWatch
 from ..report.report import Report
 from ..verdict.verdict import Verdict
+from .agreed import Agreed as Agreed
+from .agreed import priority_of
 from .joinable import GuardJoinable
 from .participants import Participants, world_size
 from .peers import Peers
-
-# The rank with the earliest bad value decides: one that a collective of the training
-# has mixed into a gradient is bad on every rank.
-_LAST = 2**24
-_SEVERITY = {"grad_output": 2, "gradient": 1, "optimizer_state": 1}
-
-
-class Agreed(NamedTuple):
-    """What ranks have agreed on.
-
-    Attributes:
-        report: The report that all ranks act on, or None if no rank has found anything.
-        is_own: Whether it is this rank's own.
-        rank: The rank whose it is.
-        offers: What each rank has said along with its report, by rank.
-    """
-
-    report: Report | None
-    is_own: bool = False
-    rank: int = 0
-    offers: dict[int, Any] = {}  # noqa: RUF012 - it is never written to
 
 
 class Agreement:
@@ -162,7 +143,7 @@ class Agreement:
     ) -> Agreed:
         priority = 0
         if verdict.first is not None:
-            priority = _priority(verdict.first.kind, position)
+            priority = priority_of(verdict.first.kind, position)
         worst, most, least = self._maximum(peers, [priority, step, -step])
         if most != -least:
             raise RuntimeError(
@@ -172,13 +153,9 @@ class Agreement:
         if worst == 0:
             return Agreed(None)
         is_own = priority == worst
-        own: Report | str | None = None
-        error: Exception | None = None
-        if is_own:
-            try:
-                own = dataclasses.replace(make_report(), where=self._where(peers))
-            except Exception as raised:  # the others wait for the result
-                error, own = raised, f"{type(raised).__name__}: {raised}"
+        own, error = _attempted(
+            is_own, lambda: dataclasses.replace(make_report(), where=self._where(peers))
+        )
         ranks = [0] if peers is None else sorted(peers.ranks)
         gathered = dict(
             zip(ranks, self._gather(peers, (own, make_offer())), strict=True)
@@ -199,13 +176,7 @@ class Agreement:
         Raises:
             RuntimeError: If choose() raised on another rank.
         """
-        own: Report | str | None = None
-        error: Exception | None = None
-        if is_own:
-            try:
-                own = choose()
-            except Exception as raised:
-                error, own = raised, f"{type(raised).__name__}: {raised}"
+        own, error = _attempted(is_own, choose)
         gathered = self.gather(own)
         if error is not None:
             raise error
@@ -266,8 +237,13 @@ class Agreement:
         return self._watches[0].device or torch.device("cpu")
 
 
-def _priority(kind: str, position: int) -> int:
-    """A number that is larger for an earlier bad value, then for a lower rank."""
-    severity, earliness = _SEVERITY.get(kind, 3), max(0, _LAST - position)
-    rank = dist.get_rank() if world_size() > 1 else 0
-    return (severity * (_LAST + 1) + earliness) * _LAST - rank
+def _attempted(
+    is_own: bool, make: Callable[[], Report]
+) -> tuple[Report | str | None, Exception | None]:
+    """Makes a report, or the text of an error: the other ranks wait for one of them."""
+    if not is_own:
+        return None, None
+    try:
+        return make(), None
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", error

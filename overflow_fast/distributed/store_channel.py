@@ -1,4 +1,4 @@
-"""What ranks tell one another by way of the store, with a limit to the wait."""
+"""Messages of ranks by way of the store, with a limit to the wait."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StoreChannel:
         self._limit = datetime.timedelta(seconds=PATIENCE_SECONDS)
 
     def exchange(self, value: Any) -> dict[int, Any]:
-        """What each rank gives, by rank.
+        """Exchanges values; returns those of all ranks, by rank.
 
         Raises:
             NotJoined: If a rank gives nothing within the limit.
@@ -61,7 +61,7 @@ class StoreChannel:
         return gathered
 
     def _gathered(self) -> dict[int, Any] | list[int]:
-        """What all ranks gave; the ranks that gave nothing, if there are any."""
+        """The values of all ranks; the ranks that gave none, if there are any."""
         keys = {rank: self._key(rank) for rank in self._ranks}
         try:
             self._store.wait(list(keys.values()), self._limit)

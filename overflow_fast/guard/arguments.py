@@ -10,6 +10,18 @@ import torch.distributed as dist
 
 from ..core.selection import Wanted
 
+_INTS = {
+    "every": 1,
+    "warmup": 0,
+    "max_consecutive_skips": 0,
+    "max_frames": 0,
+    "evidence_keep": 1,
+    "log_keep": 0,
+}
+_OPTIONAL_INTS = dict.fromkeys(
+    ("underflow_every", "explain_budget", "ops_every", "audit", "check_replicas"), 1
+)
+
 
 def reusable(value: Any) -> Any:
     """Returns an argument that can be read repeatedly: its iterators as tuples."""
@@ -36,6 +48,22 @@ def check_positive(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     if not value > 0:
         raise ValueError(f"{name} must be more than 0, got {value}")
+
+
+def check_numbers(config: Any) -> None:
+    """Raises TypeError or ValueError if a number of a configuration cannot be used."""
+    for name, least in _INTS.items():
+        check_int(name, getattr(config, name), least)
+    for name, least in _OPTIONAL_INTS.items():
+        if getattr(config, name) is not None:
+            check_int(name, getattr(config, name), least)
+    for name in ("evidence_mib", "log_mib"):
+        check_positive(name, getattr(config, name))
+    for name in ("headroom_bits", "saturation"):
+        if getattr(config, name) is not None:
+            check_positive(name, getattr(config, name))
+    if config.budget is not None:
+        check_budget(config.budget)
 
 
 def check_names(name: str, patterns: Any, optional: bool = False) -> None:

@@ -11,13 +11,11 @@ from ..core.selection import Wanted
 from ..report.report import Report
 from ..verdict.rules import Allow, Rules
 from .arguments import (
-    check_budget,
     check_group,
-    check_int,
     check_names,
+    check_numbers,
     check_path,
     check_paths,
-    check_positive,
     check_ranges,
     check_safetensors,
     check_watch,
@@ -36,17 +34,6 @@ NORM = "grad_norm"  # what `record()` calls the norm of all gradients
 _ITERABLES = (
     *("watch", "include", "exclude", "ranges", "allow", "metrics"),
     "checkpoints",
-)
-_INTS = {
-    "every": 1,
-    "warmup": 0,
-    "max_consecutive_skips": 0,
-    "max_frames": 0,
-    "evidence_keep": 1,
-    "log_keep": 0,
-}
-_OPTIONAL_INTS = dict.fromkeys(
-    ("underflow_every", "explain_budget", "ops_every", "audit", "check_replicas"), 1
 )
 
 
@@ -198,7 +185,7 @@ class GuardConfig:
         self._check_choices()
         if not self.is_tripwire:
             check_watch(self.watch)
-        self._check_numbers()
+        check_numbers(self)
         check_path("evidence", self.evidence)
         check_path("log", self.log)
         check_paths("checkpoints", self.checkpoints)
@@ -223,20 +210,6 @@ class GuardConfig:
             raise ValueError(
                 f"explain must be True, False or 'auto', got {self.explain!r}"
             )
-
-    def _check_numbers(self) -> None:
-        for name, least in _INTS.items():
-            check_int(name, getattr(self, name), least)
-        for name, least in _OPTIONAL_INTS.items():
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), least)
-        for name in ("evidence_mib", "log_mib"):
-            check_positive(name, getattr(self, name))
-        for name in ("headroom_bits", "saturation"):
-            if getattr(self, name) is not None:
-                check_positive(name, getattr(self, name))
-        if self.budget is not None:
-            check_budget(self.budget)
 
     @property
     def wanted(self) -> Wanted:

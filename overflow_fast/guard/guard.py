@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from ..recording.schedule import ScanLevel
 from ..report.report import NonFiniteError, Report
 from ..report.run_lines import log_begin, log_end
 from ..verdict.rules import Allow
@@ -206,8 +205,7 @@ class OverflowGuard(GuardStatus):
                     f"{name} must be a torch.Tensor, got {type(tensor).__name__}"
                 )
         with self._loop.isolation.isolated():
-            if self._loop.clock.level is ScanLevel.ALL:
-                self._loop.record(tensors)
+            self._loop.inputs.record(tensors)
 
     def run(self, function: Callable[[], _Result]) -> _Result:
         """Calls a function that computes the loss, and can call it again.
@@ -231,7 +229,7 @@ class OverflowGuard(GuardStatus):
                 f"function must be callable, got {type(function).__name__}: pass "
                 "`lambda: criterion(model(x), y)`"
             )
-        result: _Result = self._loop.run(function)
+        result: _Result = self._loop.inputs.run(function)
         return result
 
     def learn(self, steps: int, *, adopt: bool = True) -> None:

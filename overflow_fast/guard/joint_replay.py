@@ -1,4 +1,4 @@
-"""Whether all ranks can replay a step together, as they agree on its verdict."""
+"""Tells whether all ranks can replay a step together, as they agree on its verdict."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Shape = tuple[bool, bool]
 
 @dataclass(frozen=True)
 class ReplayOffer:
-    """What a rank says of its part in a replay, when it reports.
+    """The part of a rank in a replay, as it reports it.
 
     Attributes:
         is_due: Whether it wants one, if the report is its own.

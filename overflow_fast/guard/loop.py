@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .. import _C
-from ..core.tensors import loss_in
 from ..distributed.joinable import GuardJoinable
-from ..recording.loop_batches import LoopBatch
-from ..recording.schedule import ScanLevel, WatchSchedule
+from ..recording.schedule import WatchSchedule
 from ..recording.watch import ModelWatch
 from ..report.guard_coverage import GuardCoverage
 from ..report.report import Report
 from ..verdict.rules import Rules
 from .buffer_snapshot import BufferSnapshot
-from .config import EVERYTHING, NORM, GuardConfig
+from .config import EVERYTHING, GuardConfig
 from .isolation import ErrorIsolation
 from .learning import Learning
+from .loop_inputs import LoopInputs
 from .measurements import Measurements
 from .optimizer_hook import OptimizerHook
 from .optimizer_steps import OptimizerSteps
@@ -100,6 +97,14 @@ class GuardLoop:
         self._judge = StepJudge(
             config, self.watches, self.engine, self.clock, self._buffers
         )
+        self.inputs = LoopInputs(
+            config,
+            self.watches,
+            self.engine.capture,
+            self.clock,
+            self._judge.tensors,
+            self.isolation,
+        )
         self.audits = StepAudits(
             config,
             self.watches,
@@ -150,39 +155,6 @@ class GuardLoop:
         self._judge.forget()
 
     # The training loop's calls.
-
-    def note_batch(self, batch: object) -> None:
-        """Notes the batch of a trainer's step, which calls the models.
-
-        Args:
-            batch: The batch, in any nesting. It is held weakly. None after the step.
-        """
-        with self.isolation.measured():
-            noted = None if batch is None else LoopBatch(batch)
-            for watch in self.watches:
-                number, num_calls = watch.batch_number, watch.total_calls
-                watch.inputs.loop_batches.note(number, num_calls, noted)
-
-    def run(self, function: Callable[[], Any], records_loss: bool = True) -> Any:
-        """Calls a function that calls the models; keeps it until the step is judged."""
-        capture, model = self.engine.capture, self.watches[0].model
-        is_watched = self.is_enabled and self.clock.level is ScanLevel.ALL
-        if capture is None or model is None or not is_watched:
-            return function()
-        output = capture.run(model, function, self.isolation.isolated)
-        with self.isolation.isolated():
-            loss = loss_in(output)
-            if loss is not None and self.config.wanted.loss and records_loss:
-                self.record({"loss": loss})
-        return output
-
-    def record(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Adds tensors that no module returns to the step."""
-        watch = self.watches[0]
-        watch.has_seen_loss |= "loss" in tensors
-        if self.config.is_tripwire and NORM in tensors:
-            self._judge.tensors.has_norm = True
-        watch.record(_C.FrameKind.RECORDED, (list(tensors), list(tensors.values())))
 
     def check(self) -> Report | None:
         """Judges what has run since the last step."""

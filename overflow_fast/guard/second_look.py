@@ -120,7 +120,7 @@ class SecondLook:
     def _replayed(
         self, found: StepResult, team: Team
     ) -> tuple[StepResult, Exception | None]:
-        """What the step looks like with everything watched, and what it has raised."""
+        """Runs the step with everything watched; returns it, and its error."""
         frames: list[BadFrame] = []
         watches = self._watches_now()
         models = {w.prefix: w.model for w in watches if w.model is not None}

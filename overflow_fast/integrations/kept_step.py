@@ -53,7 +53,7 @@ class KeptStep(StandIn):
         call = _Call(self, args, kwargs)
         # What the method takes out of its arguments is there for the next call.
         again = functools.partial(call, _copied(args), _copied(kwargs))
-        return self._guard._loop.run(again, self._records_loss)
+        return self._guard._loop.inputs.run(again, self._records_loss)
 
     @contextlib.contextmanager
     def unseen(self, models: Sequence[nn.Module]) -> Iterator[None]:

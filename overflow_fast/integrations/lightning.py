@@ -85,7 +85,7 @@ class GuardCallback(GuardOwner, Callback):
         """Gives the step the Trainer's number, and notes its batch."""
         for fit in self._fits_of(trainer):
             fit.guard.step = trainer.global_step
-            fit.guard._loop.note_batch(batch)
+            fit.guard._loop.inputs.note_batch(batch)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any
@@ -93,7 +93,7 @@ class GuardCallback(GuardOwner, Callback):
         """Logs the guard's metrics."""
         for fit in self._fits_of(trainer):
             fit.guard.step = trainer.global_step
-            fit.guard._loop.note_batch(None)
+            fit.guard._loop.inputs.note_batch(None)
             if self._to_loggers and _logs_now(trainer):
                 fit.log_metrics()
 

@@ -61,7 +61,7 @@ def to_float32(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def on_copies(model: nn.Module, convert: Convert = to_float32) -> Iterator[None]:
-    """Has a model compute with copies of its parameters and buffers.
+    """Lets a model compute with copies of its parameters and buffers.
 
     On exit the model has its own tensors again, and its attributes and the random
     states are what they were, bit for bit. The own ones are never written to, get no
@@ -84,7 +84,7 @@ def on_copies(model: nn.Module, convert: Convert = to_float32) -> Iterator[None]
 
 
 def _replace_attributes(module: nn.Module, copies: Copies) -> None:
-    """Has attributes hold the copies, too, such as the flat weights of an LSTM."""
+    """Puts the copies into attributes, too, such as the flat weights of an LSTM."""
     for key, value in list(vars(module).items()):
         if isinstance(value, torch.Tensor):
             vars(module)[key] = copies.of(value)

@@ -71,7 +71,7 @@ class Judge:
         self.loss_scale = loss_scale_of(fit, limits.headroom_bits)
 
     def rows(self) -> list[LayerAdvice]:
-        """What was found of each layer, and what it can take."""
+        """The findings of each layer, and the dtypes that it can take."""
         return [self._row(each) for each in self._layers]
 
     def _row(self, layer: Layer) -> LayerAdvice:

@@ -1,4 +1,4 @@
-"""What each layer does in a float32 run: magnitudes, gradients, errors in half."""
+"""Measures each layer in a float32 run: magnitudes, gradients, errors in half."""
 
 from __future__ import annotations
 

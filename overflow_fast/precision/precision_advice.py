@@ -89,7 +89,7 @@ class PrecisionCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether it was finite and within the thresholds."""
+        """Tells whether it was finite and within the thresholds."""
         return not self.failure
 
 

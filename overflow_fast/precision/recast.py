@@ -104,7 +104,7 @@ class LayerCall:
             return floats_in(self.module.forward(*args, **kwargs))
 
     def in_dtype(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """What the module returns in a dtype, inputs and weights cast to it."""
+        """Runs the module in a dtype, inputs and weights cast to it."""
         if dtype is FLOAT8:
             return self.computed(rounded_to_float8, _rounded_matrix)
         cast = functools.partial(to_dtype, dtype=dtype)
@@ -129,7 +129,7 @@ class LayerCall:
 
 
 def why_not_compared(module: nn.Module, given: Any, output: Any) -> str:
-    """Says why a call cannot be computed again in half precision, or ''.
+    """Returns why a call cannot be computed again in half precision, or ''.
 
     Args:
         module: The module.

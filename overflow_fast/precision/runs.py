@@ -26,7 +26,7 @@ Gradients = dict[int, torch.Tensor]
 
 @dataclass
 class Outcome:
-    """What a run returned.
+    """The result of a run.
 
     Attributes:
         losses: The loss of each batch; empty if there is none.
@@ -47,7 +47,7 @@ class Outcome:
 
     @property
     def is_finite(self) -> bool:
-        """Whether losses, gradients and, without a loss, outputs are finite."""
+        """Tells whether losses, gradients and, without a loss, outputs are finite."""
         values = [*self.outputs, *self.gradients.values()]
         return all(map(math.isfinite, self.losses)) and all(
             bool(_values(each).isfinite().all()) for each in values

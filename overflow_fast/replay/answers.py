@@ -1,4 +1,4 @@
-"""What can be said where no operation is to blame: the replay is finite, or ended."""
+"""Explanations without an operation: the replay is finite, or has ended."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class Answers:
 
 
 def _are_all(incident: Incident, clean: Outcome) -> bool:
-    """Whether all of several gradients are bad, as after clipping by a bad norm."""
+    """Tells whether all of several gradients are bad, as clipping makes them."""
     return (
         len(clean.gradients) > 1 and incident.gradients.keys() >= clean.gradients.keys()
     )

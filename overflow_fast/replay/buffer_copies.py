@@ -22,7 +22,7 @@ class BufferCopies:
         self._copied: set[int] = set()  # the models whose copies are of this step
 
     def clear(self) -> None:
-        """Has them copied again by the next forward."""
+        """Makes the next forward copy them again."""
         self._copied.clear()
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

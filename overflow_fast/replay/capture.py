@@ -1,4 +1,4 @@
-"""What is kept of a step, by reference, so that it can be run again."""
+"""Keeps the calls of a step, by reference, so that it can be run again."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Capture:
         return self._buffers.pairs()
 
     def _is_captured(self, model: nn.Module) -> bool:
-        """Whether a CUDA graph is being captured, whose replays call no hook."""
+        """Tells whether a CUDA graph is being captured, whose replays call no hook."""
         has_device = any(each.type == "cuda" for each in self._devices_of(model))
         is_captured = has_device and torch.cuda.is_current_stream_capturing()
         if is_captured:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ..torch_internals.replay_internals import attention_by_definition, schema_names
-from ..torch_internals.tensor_internals import pytree
-from .explanation import TensorSummary
+from .in_float64 import Call, in_float64
 from .kinds import first_bad, is_float, summary_of, tensors_in
+from .named_op import TensorSummary
 
-_MAX_NUMEL = 2**27  # of all arguments together, which are copied
 _DEGREES = {"std", "var", "std_mean", "var_mean", "std_correction", "var_correction"}
 # Their results are large only because they grow; other operations have poles.
 _GROW = {
@@ -28,7 +26,6 @@ _GROW = {
     *("_foreach_mul", "_foreach_add", "_foreach_exp", "_to_copy", "copy", *_DEGREES),
 }
 _DIVIDES = {"div", "true_divide", "floor_divide", "remainder", "fmod", "addcdiv"}
-_HALF_TO_FLOAT = {"_softmax", "_log_softmax"}
 _COUNTING = {"nll_loss_forward", "nll_loss2d_forward"}
 
 RANGE, INTERMEDIATE, UNDEFINED = "range", "intermediate", "undefined"
@@ -37,7 +34,7 @@ EMPTY, NOT_TRIED = "empty", ""
 
 @dataclass
 class Details:
-    """What is known of an operation that made a non-finite value.
+    """Facts about an operation that made a non-finite value.
 
     Attributes:
         why: RANGE, INTERMEDIATE, UNDEFINED, EMPTY or NOT_TRIED.
@@ -59,34 +56,13 @@ class Details:
 
     @property
     def has_bad_inputs(self) -> bool:
-        """Whether it was given non-finite values, which were meant."""
+        """Tells whether it was given non-finite values, which were meant."""
         return any(each.num_nan or each.num_inf for each in self.inputs)
 
     @property
     def is_overflow(self) -> bool:
-        """Whether its true result is a finite number."""
+        """Tells whether its true result is a finite number."""
         return self.why in (RANGE, INTERMEDIATE) and self.true_value is not None
-
-
-class Call(Protocol):
-    """A call of an operation; `kept` has what it overwrote."""
-
-    func: Any
-    args: Any
-    kwargs: Any
-    base: str
-    kept: dict[int, torch.Tensor]
-
-    def read(self, floats: bool = True) -> list[torch.Tensor]:
-        """The tensors whose values it reads."""
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether it makes a tensor of a number of Python."""
-
-    @property
-    def numbers(self) -> list[float]:
-        """The numbers of Python among its arguments that are nan or inf."""
 
 
 def details_of(
@@ -138,7 +114,7 @@ def _classify(
             f"the code itself gives the number {number}",
         )
         return
-    reference, written = _in_float64(op)
+    reference, written = in_float64(op)
     results = [t for t in tensors_in(output) if is_float(t)]
     references = [t for t in tensors_in(reference) if is_float(t)]
     pairs = list(zip(results, references, strict=False))
@@ -176,7 +152,7 @@ def _compare(
 
 
 def _is_at_pole(op: Call, index: tuple[int, ...]) -> bool:
-    """Whether an infinite result in float64 is that of a pole, such as 1 / 0."""
+    """Tells whether an infinite result in float64 is that of a pole, such as 1 / 0."""
     base = op.base.removesuffix("_")
     if base in _DIVIDES:
         divisor = op.args[-1]
@@ -202,7 +178,7 @@ def _value_at(value: Any, index: tuple[int, ...]) -> float | None:
 def _of_nothing(
     op: Call, bad: torch.Tensor, output: Any, counts: Sequence[torch.Tensor]
 ) -> str:
-    """Says of what it is a reduction, if that is nothing; else ""."""
+    """Describes what it reduces, if that is nothing; else ""."""
     base = op.base.rstrip("_")
     read = [t for t in tensors_in(op.args) if t.is_floating_point() or t.is_complex()]
     if base in _COUNTING:
@@ -225,57 +201,6 @@ def _has_one_element(tensor: torch.Tensor, result: torch.Tensor) -> bool:
     return tensor.numel() <= max(1, result.numel())
 
 
-def _in_float64(op: Call) -> tuple[Any, dict[int, torch.Tensor]]:
-    """What it returns in float64, and what it writes to then, by what it wrote to."""
-    if not str(op.func).startswith(("aten.", "prims.")):
-        raise NotImplementedError("an operation of an extension")
-    arguments = list(tensors_in((op.args, op.kwargs)))
-    if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in arguments):
-        raise NotImplementedError("a tensor subclass")
-    if sum(tensor.numel() for tensor in arguments) > _MAX_NUMEL:
-        raise NotImplementedError("too large")
-    if torch.Tag.nondeterministic_seeded in op.func.tags:
-        raise NotImplementedError("it draws random numbers")
-    written: dict[int, torch.Tensor] = {}
-
-    def widened(value: Any) -> Any:
-        wide = _widened(op, value)
-        if id(value) in op.kept:
-            wide = written.setdefault(id(value), wide)
-        return wide
-
-    args, kwargs = pytree.tree_map(widened, (op.args, op.kwargs))
-    if op.base in _HALF_TO_FLOAT:
-        args = (*args[:2], False)
-    if op.base.startswith("_scaled_dot_product") and "backward" not in op.base:
-        return _attention(op, args, kwargs), {}
-    return op.func(*args, **kwargs), written
-
-
-def _widened(op: Call, value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return torch.float64 if value.is_floating_point else value
-    if not isinstance(value, torch.Tensor):
-        return value
-    value = op.kept.get(id(value), value).detach()
-    if value.is_complex():
-        return value.to(torch.complex128)
-    return value.double() if value.is_floating_point() else value.clone()
-
-
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     values = tensor.detach()
     return values.float() if values.itemsize == 1 else values
-
-
-def _attention(op: Call, args: Any, kwargs: Any) -> Any:
-    """Fused attention by its definition."""
-    names = schema_names(op.func)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    mask = given.get("attn_mask", given.get("attn_bias"))
-    return attention_by_definition(
-        *(given["query"], given["key"], given["value"]),
-        attn_mask=mask,
-        is_causal=given.get("is_causal", False),
-        scale=given.get("scale"),
-    )

@@ -17,7 +17,8 @@ from .finding import first_bad_weight
 from .incident import Incident
 from .kept_call import KeptCall
 from .optimizer_step import explain_update
-from .remedies.attempts import Failure, find_remedies
+from .remedies.attempts import find_remedies
+from .remedies.failure import Failure
 from .rerun import Rerun
 from .saved_step import saved_step
 from .search import Search
@@ -35,7 +36,7 @@ _NO_CALLS = (
 
 
 def _has_peers() -> bool:
-    """Whether a replay may meet collectives that other ranks would not join."""
+    """Tells whether a replay may meet collectives that other ranks would not join."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -135,7 +136,7 @@ def kept_state(
     start: Sequence[tuple[torch.Tensor, torch.Tensor]],
     team: Team,
 ) -> KeptState:
-    """What is put back afterwards; raises on all ranks if one cannot keep it."""
+    """Keeps what is put back afterwards; raises on all ranks if one cannot."""
     state = KeptState(models, start)
     error: Exception | None = None
     try:

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from .culprit import EMPTY, INTERMEDIATE, RANGE, UNDEFINED, Details
-from .explanation import Explanation, Op, TensorSummary
+from .explanation import Explanation
 from .kinds import as_wide, bad_names
+from .named_op import Op, TensorSummary
 from .places import code_at, module_of_parameter, names_of, stack_of
 from .rows import Leaf, Row
 from .slice import Culprit, ForwardRows
@@ -29,7 +30,7 @@ _UNWRITTEN = (
 def explain_culprit(
     culprit: Culprit, forward_rows: ForwardRows, in_gradients: bool
 ) -> Explanation:
-    """Says what is known of a culprit.
+    """Explains a culprit.
 
     Args:
         culprit: What was found.

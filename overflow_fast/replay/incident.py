@@ -1,4 +1,4 @@
-"""What a guard saw of a step that is explained."""
+"""A step that is explained, as a guard saw it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass
 class Incident:
-    """What a guard saw of the step that is explained.
+    """The step that is explained, as a guard saw it.
 
     Attributes:
         kind: Of the first bad entry: see `BadEntry.kind`; "" where nobody watched.

@@ -4,110 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..core.restore import random_states, set_random_states
 from ..core.tensors import loss_in
-from ..core.wrapped import set_shares_buffers
 from ..torch_internals.compiler import uncompiled
 from ..torch_internals.tensor_internals import pytree, version_of
+from .ambient import Ambient as Ambient
 from .kinds import is_float, tensors_in
 
 _MAX_HELD_BYTES = 2**26
 _NUM_SAMPLED = 64  # values of a tensor that is compared with itself later
-
-
-class Ambient:
-    """Random states, autocast and training mode at one moment.
-
-    Does not incur a CPU-GPU sync.
-
-    Args:
-        model: The model whose training mode counts.
-        devices: The devices besides the CPU that it is on.
-    """
-
-    def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
-        self._random = random_states(devices)
-        self._pythons = random.getstate()
-        self._training = model.training
-        types = ("cpu", *dict.fromkeys(device.type for device in devices))
-        self._autocast = [
-            (type, torch.is_autocast_enabled(type), torch.get_autocast_dtype(type))
-            for type in types
-        ]
-        self._caches = torch.is_autocast_cache_enabled()
-        # DDP: whether the forward takes the first rank's buffers.
-        self._shares_buffers = getattr(model, "require_forward_param_sync", None)
-
-    def as_plain(self, put: Callable[[torch.Tensor], str]) -> dict[str, Any]:
-        """All of it as JSON.
-
-        Args:
-            put: Keeps a tensor, and returns its name.
-        """
-        return {
-            "random": [[str(d) if d else "", put(state)] for d, state in self._random],
-            "python": self._pythons,
-            "training": self._training,
-            "autocast": [
-                [t, is_on, str(dtype)[6:]] for t, is_on, dtype in self._autocast
-            ],
-            "caches": self._caches,
-        }
-
-    @classmethod
-    def of_plain(
-        cls, plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-    ) -> Ambient:
-        """Makes it of JSON; states of devices that are not here are left out.
-
-        Args:
-            plain: What `as_plain()` returned.
-            tensors: The tensors that it kept.
-        """
-        ambient = cls.__new__(cls)
-        ambient._random = [
-            (torch.device(device) if device else None, tensors[name].to(torch.uint8))
-            for device, name in plain["random"]
-            if not device or _is_here(torch.device(device))
-        ]
-        version, numbers, gauss = plain["python"]
-        ambient._pythons = version, tuple(numbers), gauss
-        ambient._training = plain["training"]
-        ambient._autocast = [
-            (type, is_on, getattr(torch, dtype))
-            for type, is_on, dtype in plain["autocast"]
-            if torch.amp.is_autocast_available(type)
-        ]
-        ambient._caches = plain["caches"]
-        ambient._shares_buffers = None
-        return ambient
-
-    @contextmanager
-    def applied(self, models: Iterable[nn.Module]) -> Iterator[None]:
-        """Sets all of it; autocast is as it was afterwards, the rest is not."""
-        set_random_states(self._random)
-        random.setstate(self._pythons)
-        for model in models:
-            if model.training != self._training:
-                model.train(self._training)
-            if self._shares_buffers is not None:
-                set_shares_buffers(model, self._shares_buffers)
-        with ExitStack() as stack:
-            for type, enabled, dtype in self._autocast:
-                stack.enter_context(
-                    torch.autocast(
-                        type, dtype=dtype, enabled=enabled, cache_enabled=self._caches
-                    )
-                )
-            yield
 
 
 class KeptCall:
@@ -152,7 +62,7 @@ class KeptCall:
         return copy
 
     def is_overwritten(self) -> bool:
-        """Whether the batch was written to since.
+        """Tells whether the batch was written to since.
 
         Writes that torch does not count, as through NumPy, are seen on the CPU alone,
         if they change one of a few values.
@@ -163,7 +73,7 @@ class KeptCall:
         )
 
     def hold_gradients(self, output: Any) -> None:
-        """Has the gradients of what was returned held, by reference.
+        """Holds the gradients of the output, by reference, once they are there.
 
         Of a loss if there is one, else of all tensors up to a size.
         """
@@ -228,11 +138,6 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else version_of(tensor)
 
 
-def _is_here(device: torch.device) -> bool:
-    module = torch.get_device_module(device)
-    return bool(module.is_available()) and (device.index or 0) < module.device_count()
-
-
 def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
     """A few values of a tensor on the CPU, evenly spaced; None elsewhere."""
     is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
@@ -243,7 +148,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _is_equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Whether two samples have the same bits."""
+    """Tells whether two samples have the same bits."""
     if a is None or b is None:
         return a is b
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
@@ -262,7 +167,7 @@ def _as_leaf(value: Any) -> Any:
 
 
 def loss_and_gradients(call: KeptCall, output: Any) -> list[tuple[Any, Any]]:
-    """What backward is called on, with the gradients it begins with.
+    """The tensors that backward begins at, with their gradients.
 
     Args:
         call: The kept call.

@@ -14,7 +14,7 @@ from ..core.ops import Stat, scan
 from ..core.wrapped import local_part
 from ..torch_internals.replay_internals import storage_id
 from ..torch_internals.tensor_internals import version_of
-from .explanation import TensorSummary
+from .named_op import TensorSummary
 
 NAN, POSITIVE_INF, NEGATIVE_INF = 1, 2, 4
 INF = POSITIVE_INF | NEGATIVE_INF
@@ -35,7 +35,7 @@ def tensors_in(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def is_float(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can hold a nan or an inf, and has memory to look at."""
+    """Tells whether a tensor can hold a nan or an inf, and has memory to look at."""
     return (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta
 
 
@@ -70,7 +70,7 @@ class Kinds:
         return found[1]
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Has tensors, and others that share their memory, scanned again.
+        """Forgets tensors, and others that share their memory: they are scanned again.
 
         Their version is raised only after this, or never: operators of extensions need
         not raise it.
@@ -93,7 +93,7 @@ class Kinds:
         return kinds, stat
 
     def _state(self, tensor: torch.Tensor) -> _State:
-        """What tells whether somebody has written to a tensor since."""
+        """Identifies the contents of a tensor until somebody writes to it."""
         pointer = tensor.data_ptr() if type(tensor) is torch.Tensor else 0
         writes = [self._num_writes.get(storage_id(s), 0) for s in storages(tensor)]
         return version_of(tensor), pointer, tuple(tensor.shape), sum(writes)

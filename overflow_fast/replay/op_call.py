@@ -58,7 +58,7 @@ class OpCall:
             self._overwritten += tensors_in(args[0])
 
     def _has_output_first(self) -> bool:
-        """Whether a collective only writes to its first argument, as most do."""
+        """Tells whether a collective only writes to its first argument, as most do."""
         takes_two = len(self.args) > 1 and any(True for _ in tensors_in(self.args[1]))
         return takes_two or self.base.startswith("recv")
 
@@ -106,11 +106,11 @@ class OpCall:
 
     @property
     def is_as_it_was(self) -> bool:
-        """Whether nobody has written to its arguments since it ran."""
+        """Tells whether nobody has written to its arguments since it ran."""
         return all(version_of(tensor) == before for tensor, before in self._versions)
 
     def fresh(self, output: Any) -> list[torch.Tensor]:
-        """What it returns in memory of its own."""
+        """The results that it returns in memory of their own."""
         if self.base == CONSTANT:
             return list(tensors_in(output))
         arguments = tensors_in((self.args, self.kwargs))
@@ -123,17 +123,17 @@ class OpCall:
 
     @property
     def is_communication(self) -> bool:
-        """Whether it takes part in a collective, or waits for one."""
+        """Tells whether it takes part in a collective, or waits for one."""
         return self.name.startswith(_COMMUNICATION)
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for a collective, whose result it is given."""
+        """Tells whether it waits for a collective, whose result it is given."""
         return self.is_communication and self.base == _WAITS
 
     @property
     def is_constant(self) -> bool:
-        """Whether it makes a tensor of a number of Python."""
+        """Tells whether it makes a tensor of a number of Python."""
         return self.base == CONSTANT
 
     @property

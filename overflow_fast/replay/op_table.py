@@ -75,7 +75,7 @@ class OpTable(TorchDispatchMode):
         return False  # that would import dynamo, which takes seconds
 
     def sources(self, tensor: torch.Tensor) -> list[Source]:
-        """What the non-finite values of a tensor came from."""
+        """The sources of the non-finite values of a tensor."""
         known, empty = self._bad.get(tensor), self._empty.get(tensor)
         if known is not None:
             return known
@@ -204,7 +204,7 @@ class OpTable(TorchDispatchMode):
 
 
 def _is_meant(op: OpCall, row: Row, read: _Read) -> bool:
-    """Whether an operation's infs were asked for: by a constant, or handed on.
+    """Tells whether an operation's infs were asked for: by a constant, or handed on.
 
     A mask is made of -inf. Of another constant that was used it is told.
     """

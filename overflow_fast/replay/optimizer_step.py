@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from .culprit import NOT_TRIED
-from .explanation import Explanation, Op, Remedy
+from .explanation import Explanation, Remedy
 from .incident import Incident
+from .named_op import Op
 from .op_table import OpTable
 from .places import ModuleStack, code_at, module_of_parameter, stack_of
 from .slice import culprit_of
@@ -134,7 +135,7 @@ def _op_of(row: Any) -> Op:
 def _too_large(
     group: Mapping[str, Any], incident: Incident, found: Explanation
 ) -> Explanation:
-    """Whether the learning rate alone takes the weight beyond its dtype."""
+    """Tells whether the learning rate alone takes the weight beyond its dtype."""
     learning_rate = group.get("lr")
     gradient = incident.largest_gradient
     if not isinstance(learning_rate, (int, float)) or not gradient:

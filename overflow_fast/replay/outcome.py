@@ -1,4 +1,4 @@
-"""What a replay of a step has come to."""
+"""The outcome of a replay of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .team import BAD, CLEAN, FAILED, GIVEN
 
 @dataclass
 class Outcome:
-    """What a replay has come to.
+    """The outcome of a replay.
 
     Attributes:
         bad_outputs: What was returned and is non-finite; a loss comes first.
@@ -46,13 +46,13 @@ class Outcome:
 
     @property
     def is_clean(self) -> bool:
-        """Whether outputs, gradients and buffers are finite, on all ranks."""
+        """Tells whether outputs, gradients and buffers are finite, on all ranks."""
         is_bad = self.bad_outputs or self.bad_gradients or self.bad_buffers
         return not (is_bad or self.bad_ranks or self.error)
 
     @property
     def state(self) -> int:
-        """What this rank has come to: CLEAN, GIVEN, BAD or FAILED."""
+        """The state of this rank: CLEAN, GIVEN, BAD or FAILED."""
         if self.error is not None:
             return FAILED
         if not (self.bad_outputs or self.bad_gradients or self.bad_buffers):
@@ -61,5 +61,5 @@ class Outcome:
 
     @property
     def is_forward(self) -> bool:
-        """Whether it was bad before a backward began."""
+        """Tells whether it was bad before a backward began."""
         return bool(self.bad_outputs)

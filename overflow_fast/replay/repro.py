@@ -82,7 +82,7 @@ def _copied(op: OpCall, value: Any, device: str, named: dict[str, torch.Tensor])
 
 
 def _fails(op: OpCall, args: Any, kwargs: Any) -> bool:
-    """Whether it gives a non-finite value again."""
+    """Tells whether it gives a non-finite value again."""
     given = pytree.tree_map(
         lambda v: v.clone() if isinstance(v, torch.Tensor) else v, (args, kwargs)
     )

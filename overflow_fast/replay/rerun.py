@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,14 +14,13 @@ from ..core.restore import KeptState
 from ..core.wrapped import local_part, without_reduction
 from ..recording.unseen import unseen
 from ..torch_internals.replay_internals import no_dispatch
+from .armed_call import armed
 from .change import Change
 from .kept_call import KeptCall, loss_and_gradients
 from .kinds import NEGATIVE_INF, bad_names, is_float, kinds_of, tensors_in
-from .op_table import OpTable
 from .outcome import Outcome
 from .parts import part_of
-from .places import ModuleStack, names_of
-from .rows import Leaf
+from .places import names_of
 from .team import BAD, CLEAN, FAILED, NotJoined, OnRank, Run, Team
 
 
@@ -62,7 +60,7 @@ class Rerun:
 
     @property
     def returns_loss(self) -> bool:
-        """Whether the calls compute the loss, and not only what it is made of."""
+        """Tells whether the calls compute the loss, and not only what it is made of."""
         return all(call.returns_loss for call in self.calls)
 
     def run(
@@ -196,7 +194,9 @@ class Rerun:
     ) -> None:
         with ExitStack() as stack:
             if is_armed:
-                self._arm(outcome, call, stack)
+                stack.enter_context(
+                    armed(outcome, call, self.models, self._keeps_calls)
+                )
             with call.ambient.applied(self.models.values()):
                 output = call.function(call.batch)
             if self.on_output is not None:
@@ -210,28 +210,6 @@ class Rerun:
                     [root for root, _ in roots], [gradient for _, gradient in roots]
                 )
         self._look_at_state(outcome)
-
-    def _arm(self, outcome: Outcome, call: KeptCall, stack: ExitStack) -> None:
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        modules = ModuleStack(self.models, lambda *found: self._note(outcome, *found))
-        leaves = [Leaf("batch", name, tensor) for name, tensor in call.leaves()]
-        leaves += [Leaf(*found) for found in names_of(self.models)]
-        leaves += [Leaf("gradient", "", held) for held in call.held.values()]
-        outcome.table = OpTable(modules, leaves, self._keeps_calls)
-        stack.enter_context(modules)
-        stack.enter_context(outcome.table)
-
-    def _note(self, outcome: Outcome, name: str, output: Any) -> None:
-        """Notes what a module has returned, if it is bad."""
-        table = outcome.table
-        assert table is not None
-        floats = [t for t in tensors_in(output) if is_float(t) and t.numel()]
-        with no_dispatch():
-            found = table.kinds.of(floats)
-        for tensor, kinds in zip(floats, found, strict=True):
-            if kinds & ~NEGATIVE_INF:
-                outcome.modules.append((name, tensor))
 
     def _look_at(
         self, outcome: Outcome, call: KeptCall, output: Any

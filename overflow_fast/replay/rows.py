@@ -1,4 +1,4 @@
-"""What a table of operations is made of: operations, and tensors that were there."""
+"""The parts of a table of operations: operations, and tensors from before."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Leaf:
 
     @functools.cached_property
     def is_mask(self) -> bool:
-        """Whether it holds -inf alone: a buffer, or a batch's tensor of -inf and 0."""
+        """Tells whether it holds -inf alone; in a batch, with zeros alone."""
         values = self.tensor
         if values is None or kinds_of(values) != NEGATIVE_INF:
             return False
@@ -85,7 +85,7 @@ class Row:
 
     @property
     def in_backward(self) -> bool:
-        """Whether an autograd node called it, and no forward that is run again."""
+        """Tells whether an autograd node called it, not a checkpointed forward."""
         return bool(self.node) and self.module is None
 
 
@@ -93,7 +93,7 @@ Source = Row | Leaf
 
 
 def is_meant(source: Source, kinds: int) -> bool:
-    """Whether the infs of a source were asked for, as those of a mask are.
+    """Tells whether the infs of a source were asked for, as those of a mask are.
 
     Args:
         source: The source.

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from .explanation import Explanation, Sample
+from .explanation import Explanation
 from .kept_call import KeptCall
 from .kinds import as_wide, is_float
+from .named_op import Sample
 from .parts import batch_size
 from .rerun import Rerun
 from .rows import Leaf, Row
@@ -95,7 +96,7 @@ def _guess(source: Row, size: int) -> list[int] | None:
 
 
 def _fails(rerun: Rerun, place: int, rows: Sequence[int], source: Row | None) -> bool:
-    """Whether a part of the batch fails: at the same place, or anywhere."""
+    """Tells whether a part of the batch fails: at the same place, or anywhere."""
     outcome = rerun.run(place, rows)
     if source is None:
         return outcome.error is not None or not outcome.is_clean

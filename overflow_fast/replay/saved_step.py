@@ -92,7 +92,7 @@ def _plain(value: Any, put: Callable[[torch.Tensor], str]) -> Any:
 
 
 def _identity(tensor: torch.Tensor) -> list[Any]:
-    """What tells a weight from another: dtype, shape, digest."""
+    """Identifies a weight: dtype, shape, digest."""
     is_plain = tensor.layout is torch.strided and not tensor.is_meta
     digest = int(digest_of(tensor)) if is_plain and tensor.numel() else 0
     return [str(tensor.dtype)[6:], list(tensor.shape), digest]

@@ -15,8 +15,9 @@ from .incident import Incident
 from .optimizer_step import explain_update
 from .outcome import Outcome
 from .places import module_of_parameter, names_of
-from .remedies.attempts import Failure, find_remedies
+from .remedies.attempts import find_remedies
 from .remedies.changes import ScaledWeights
+from .remedies.failure import Failure
 from .repro import repro_of
 from .rerun import Rerun
 from .rows import Leaf, Row
@@ -60,7 +61,7 @@ class Search:
         self._answers = Answers(rerun, incident, self.may_run)
 
     def may_run(self, forwards: int = 1) -> bool:
-        """Whether the budget allows so many forwards more."""
+        """Tells whether the budget allows so many forwards more."""
         seconds = time.perf_counter() - self._begin
         step = 0.0 if self._first is None else self._first.seconds
         left = self._budget - self._rerun.num_forwards
@@ -104,7 +105,8 @@ class Search:
         if failure is not None:
             raise failure
         assert self._first is not None
-        if culprit is None:
+        is_gone = self._first.is_forward and not armed.is_forward
+        if culprit is None or (is_gone and self._team.is_alone):
             return self._answers.not_in_eager(self._first, armed)
         found = self._of_culprit(culprit, armed)
         self._name_ranks(found)
@@ -167,7 +169,7 @@ class Search:
         find_remedies(failure, self._rerun, self._budget, self._first.seconds)
 
     def _name_ranks(self, found: Explanation) -> None:
-        """Says on which rank it began, or that it began in what they reduced."""
+        """Names the rank on which it began, if it began on one."""
         claims = self._team.claims.values()
         if max(claims) == _FROM_OTHERS and min(claims) != _FROM_OTHERS:
             found.cause = "unknown"  # what one rank gave is not known
@@ -180,7 +182,7 @@ class Search:
         return len(self._rerun.calls) - 1
 
     def _culprit(self, outcome: Outcome) -> Culprit | None:
-        """What the bad values of a replay began with."""
+        """The beginning of the bad values of a replay."""
         table = outcome.table
         assert table is not None
         if outcome.bad_outputs:

@@ -39,7 +39,7 @@ class Sums:
                 self._known.put(tensor, kind)
 
     def counts_in(self, op: OpCall) -> list[torch.Tensor]:
-        """What an operation reads that counts the elements which a mask selects."""
+        """Finds inputs of an operation that count the elements which a mask selects."""
         read = op.read(floats=False)
         kinds = [self._known.get(tensor) for tensor in read]
         is_mean = len(read) == 2 and all(kinds)  # of what may be nothing but zeros
@@ -50,7 +50,7 @@ class Sums:
         ]
 
     def _sum_of(self, tensor: torch.Tensor) -> str:
-        """What the sum of a tensor is."""
+        """Classifies the sum of a tensor."""
         if not is_float(tensor) or self._known.get(tensor) == _MASK:
             return _COUNT
         if tensor.numel() == 0:

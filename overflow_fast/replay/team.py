@@ -31,7 +31,7 @@ class Channel(Protocol):
     rank: int
 
     def exchange(self, value: Any) -> Mapping[int, Any]:
-        """What each rank gives, by rank.
+        """Exchanges values; returns those of all ranks, by rank.
 
         Raises:
             NotJoined: If a rank gives nothing within the limit.
@@ -88,24 +88,24 @@ class Team:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there are no other ranks."""
+        """Tells whether there are no other ranks."""
         return self._channel is None
 
     @property
     def leads(self) -> bool:
-        """Whether this rank leads."""
+        """Tells whether this rank leads."""
         return self.rank == self.lead
 
     def can_cut(self, place: int) -> bool:
-        """Whether a part of a call's batch is the same part on all ranks."""
+        """Tells whether a part of a call's batch is the same part on all ranks."""
         return self.is_alone or self._can_cut[place]
 
     def order(self, order: Any) -> None:
-        """Has the others do something; called by the rank that leads."""
+        """Orders the others to do something; called by the rank that leads."""
         self._exchange(order)
 
     def receive(self) -> Any:
-        """What the rank that leads orders; an explanation ends the replay."""
+        """Receives an order of the rank that leads; an explanation ends the replay."""
         order = self._exchange(None)[self.lead]
         if isinstance(order, Explanation):
             self._result = order
@@ -141,7 +141,7 @@ class Team:
             raise OnRank(text)
 
     def elect(self, claim: int) -> bool:
-        """Has the rank lead that can say best; among equals, the one that does.
+        """Gives the lead to the rank that can say best; it stays among equals.
 
         Args:
             claim: How well this one can say where bad values began.

@@ -111,7 +111,7 @@ def fsdp_meshes(module: Any) -> list[Any]:
     True,
 )
 def holds_gradients(module: Any) -> bool:
-    """Whether a module under `fully_shard()` keeps gradients that are not reduced."""
+    """Tells whether a module under `fully_shard()` has gradients to be reduced."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         groups = state._fsdp_param_groups

@@ -74,7 +74,7 @@ class SaturationWatch:
             "%s",
             as_lines(
                 [
-                    f"Step {step} is finite, but values were probably cut off:",
+                    f"Step {step} is finite, but casts may have cut values off:",
                     *(_text(each) for each in new[:_FEW]),
                     *([f"{more} more entries."] if more > 0 else []),
                     "Casts to float8, and devices in saturation mode, give the largest "

@@ -40,7 +40,7 @@ def messages_of(caplog, values, **options):
         for value in values:
             model(torch.ones(1, 2), value).sum().backward()
             optimizer.step()
-    return [text for text in caplog.messages if "cut off" in text]
+    return [text for text in caplog.messages if "cut values off" in text]
 
 
 def end_of(dtype, num, numel=1000, sign=1.0):
@@ -53,7 +53,7 @@ def end_of(dtype, num, numel=1000, sign=1.0):
 def test_values_at_the_end_are_told_once(dtype, caplog):
     (text,) = messages_of(caplog, [end_of(dtype, 100)] * 5)
     limit = f"{torch.finfo(dtype).max:g}"
-    assert "10.0% of the 1000 values of cast" in text
+    assert "10.0% of the 1000 values of output of cast" in text
     assert limit in text and str(dtype)[6:] in text
     assert "Step 1 is finite" in text  # counted in the step after
 
@@ -64,7 +64,7 @@ def test_a_saturating_cast(caplog):
     )
     assert not value.float().isinf().any()
     (text,) = messages_of(caplog, [value] * 2)
-    assert "of the 2000 values of cast are 448" in text
+    assert "of the 2000 values of output of cast are 448" in text
 
 
 def test_a_share_that_doubles_is_told_again(caplog):

@@ -56,7 +56,7 @@ class Float32Modules(Change):
 
 @dataclass(frozen=True)
 class Bfloat16(Change):
-    """What is float16, by weights or by autocast, is bfloat16."""
+    """Uses bfloat16 in place of float16, in weights and autocast."""
 
     def applied(self, models: _Models) -> AbstractContextManager[object]:
         """See `Change`."""

@@ -198,7 +198,7 @@ def _is_same(a: CodeType, b: CodeType) -> bool:
 
 
 def _runs_elsewhere(codes: set[CodeType]) -> bool:
-    """Whether another thread is within one of these codes."""
+    """Tells whether another thread is within one of these codes."""
     own = threading.get_ident()
     for thread, frame in sys._current_frames().items():
         current = frame if thread != own else None

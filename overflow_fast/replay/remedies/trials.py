@@ -23,7 +23,7 @@ _ENOUGH = 2  # remedies that help
 
 
 class Trials:
-    """What was tried on one step.
+    """The trials on one step.
 
     Args:
         rerun: Runs the step.
@@ -49,7 +49,7 @@ class Trials:
 
     @property
     def is_over(self) -> bool:
-        """Whether enough has helped, or the budget is spent."""
+        """Tells whether enough has helped, or the budget is spent."""
         is_spent = self.rerun.num_forwards + len(self.rerun.calls) > self._most
         num_good = sum(each.is_finite for each in self.remedies)
         return is_spent or num_good >= _ENOUGH or time.perf_counter() > self._end
@@ -80,7 +80,7 @@ class Trials:
         return is_finite
 
     def _is_whole(self, outcome: Outcome) -> bool:
-        """Whether loss and backward were replayed, and not the forward alone."""
+        """Tells whether loss and backward were replayed, and not the forward alone."""
         return self._has_loss and outcome.has_backward
 
     def _note_forward(self, remedy: Remedy) -> None:

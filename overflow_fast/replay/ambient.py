@@ -1,0 +1,106 @@
+"""Random states, autocast and training mode at one moment."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.restore import random_states, set_random_states
+from ..core.wrapped import set_shares_buffers
+
+
+class Ambient:
+    """Random states, autocast and training mode at one moment.
+
+    Does not incur a CPU-GPU sync.
+
+    Args:
+        model: The model whose training mode counts.
+        devices: The devices besides the CPU that it is on.
+    """
+
+    def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
+        self._random = random_states(devices)
+        self._pythons = random.getstate()
+        self._training = model.training
+        types = ("cpu", *dict.fromkeys(device.type for device in devices))
+        self._autocast = [
+            (type, torch.is_autocast_enabled(type), torch.get_autocast_dtype(type))
+            for type in types
+        ]
+        self._caches = torch.is_autocast_cache_enabled()
+        # DDP: whether the forward takes the first rank's buffers.
+        self._shares_buffers = getattr(model, "require_forward_param_sync", None)
+
+    def as_plain(self, put: Callable[[torch.Tensor], str]) -> dict[str, Any]:
+        """All of it as JSON.
+
+        Args:
+            put: Keeps a tensor, and returns its name.
+        """
+        return {
+            "random": [[str(d) if d else "", put(state)] for d, state in self._random],
+            "python": self._pythons,
+            "training": self._training,
+            "autocast": [
+                [t, is_on, str(dtype)[6:]] for t, is_on, dtype in self._autocast
+            ],
+            "caches": self._caches,
+        }
+
+    @classmethod
+    def of_plain(
+        cls, plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    ) -> Ambient:
+        """Makes it of JSON; states of devices that are not here are left out.
+
+        Args:
+            plain: What `as_plain()` returned.
+            tensors: The tensors that it kept.
+        """
+        ambient = cls.__new__(cls)
+        ambient._random = [
+            (torch.device(device) if device else None, tensors[name].to(torch.uint8))
+            for device, name in plain["random"]
+            if not device or _is_here(torch.device(device))
+        ]
+        version, numbers, gauss = plain["python"]
+        ambient._pythons = version, tuple(numbers), gauss
+        ambient._training = plain["training"]
+        ambient._autocast = [
+            (type, is_on, getattr(torch, dtype))
+            for type, is_on, dtype in plain["autocast"]
+            if torch.amp.is_autocast_available(type)
+        ]
+        ambient._caches = plain["caches"]
+        ambient._shares_buffers = None
+        return ambient
+
+    @contextmanager
+    def applied(self, models: Iterable[nn.Module]) -> Iterator[None]:
+        """Sets all of it; autocast is as it was afterwards, the rest is not."""
+        set_random_states(self._random)
+        random.setstate(self._pythons)
+        for model in models:
+            if model.training != self._training:
+                model.train(self._training)
+            if self._shares_buffers is not None:
+                set_shares_buffers(model, self._shares_buffers)
+        with ExitStack() as stack:
+            for type, enabled, dtype in self._autocast:
+                stack.enter_context(
+                    torch.autocast(
+                        type, dtype=dtype, enabled=enabled, cache_enabled=self._caches
+                    )
+                )
+            yield
+
+
+def _is_here(device: torch.device) -> bool:
+    module = torch.get_device_module(device)
+    return bool(module.is_available()) and (device.index or 0) < module.device_count()

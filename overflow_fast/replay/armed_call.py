@@ -1,0 +1,56 @@
+"""Makes a table of the operations of a call while it runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..torch_internals.replay_internals import no_dispatch
+from .kept_call import KeptCall
+from .kinds import NEGATIVE_INF, is_float, tensors_in
+from .op_table import OpTable
+from .outcome import Outcome
+from .places import ModuleStack, names_of
+from .rows import Leaf
+
+
+@contextmanager
+def armed(
+    outcome: Outcome, call: KeptCall, models: Mapping[str, nn.Module], keeps_calls: bool
+) -> Iterator[None]:
+    """Runs eagerly, and records all operations in the outcome's table.
+
+    Args:
+        outcome: Gets the table, and the modules whose outputs are bad.
+        call: The call that runs.
+        models: The models, by what their modules' names begin with.
+        keeps_calls: Keep the arguments of operations that make bad values.
+    """
+    modules = ModuleStack(models, lambda *found: _note(outcome, *found))
+    leaves = [Leaf("batch", name, tensor) for name, tensor in call.leaves()]
+    leaves += [Leaf(*found) for found in names_of(models)]
+    leaves += [Leaf("gradient", "", held) for held in call.held.values()]
+    outcome.table = OpTable(modules, leaves, keeps_calls)
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(modules)
+        stack.enter_context(outcome.table)
+        yield
+
+
+def _note(outcome: Outcome, name: str, output: Any) -> None:
+    """Notes the output of a module, if it is bad."""
+    table = outcome.table
+    assert table is not None
+    floats = [t for t in tensors_in(output) if is_float(t) and t.numel()]
+    with no_dispatch():
+        found = table.kinds.of(floats)
+    for tensor, kinds in zip(floats, found, strict=True):
+        if kinds & ~NEGATIVE_INF:
+            outcome.modules.append((name, tensor))

@@ -1,0 +1,108 @@
+"""Tries wider dtypes where float16 has overflowed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ...core.module_kinds import is_normalization
+from ..explanation import Remedy
+from .changes import Bfloat16, Float32Modules
+from .failure import Failure
+from .trials import Trials
+
+
+def of_precision(failure: Failure, trials: Trials) -> Iterator[Any]:
+    """Wider dtypes where float16 has overflowed."""
+    models = trials.rerun.models
+    if not failure.is_half:
+        return
+    if len(models) == 1:
+        ((prefix, model),) = models.items()
+        names = _around(model, failure.found.module.removeprefix(prefix))
+        yield from _of_modules(model, names[:1], trials)
+        yield from _up_to_norms(failure, model, prefix, trials)
+        yield from _of_modules(model, names[1:], trials)
+    remedy = Remedy("bfloat16", "model.to(torch.bfloat16)")
+    if any(
+        each.dtype == torch.float16 for m in models.values() for each in m.parameters()
+    ):
+        text = "bfloat16 for the model"
+    else:
+        text = "bfloat16 for autocast"
+        remedy = Remedy(text, "torch.autocast(device_type, dtype=torch.bfloat16)")
+    remedy = Remedy(text, remedy.code)
+    yield functools.partial(trials.attempt, remedy, Bfloat16())
+
+
+def _of_modules(
+    model: torch.nn.Module, names: list[str], trials: Trials
+) -> Iterator[Any]:
+    """The smallest module around the operation that helps in float32, by halving."""
+    helped: dict[int, bool] = {}
+
+    def attempt(place: int) -> None:
+        remedy = Remedy(
+            f"{names[place]} in float32",
+            f'overflow_fast.keep_in_fp32(model, ["{names[place]}"])',
+        )
+        helped[place] = trials.attempt(remedy, Float32Modules((names[place],)))
+
+    if not names or any(each.is_finite for each in trials.remedies):
+        return
+    low, high = -1, len(names) - 1
+    yield lambda: attempt(high)
+    while helped.get(high) and high - low > 1:
+        middle = (low + high) // 2
+        yield functools.partial(attempt, middle)
+        low, high = (low, middle) if helped.get(middle) else (middle, high)
+
+
+def _up_to_norms(
+    failure: Failure, model: torch.nn.Module, prefix: str, trials: Trials
+) -> Iterator[Any]:
+    """All from the operation up to normalizations, which make values small again.
+
+    A residual stream stays large beyond the first of them.
+    """
+    modules = dict(model.named_modules())
+    ran = [name.removeprefix(prefix) for name in failure.modules]
+    ran = [name for name in ran if name and name in modules]
+    norms = [name for name in ran if is_normalization(modules[name])]
+    if not norms or any(each.is_finite for each in trials.remedies):
+        return
+    names = ran[: ran.index(norms[0])]
+    for until in ([norms[0]], _patterns(norms, modules)):
+        remedy = Remedy(
+            f"float32 up to {until[0] if len(until) == 1 else f'{until[0]} ...'}",
+            f"overflow_fast.keep_in_fp32(model, {names}, until={until})",
+        )
+        change = Float32Modules(tuple(names), tuple(until))
+        yield functools.partial(trials.attempt, remedy, change)
+        if len(norms) == 1 or trials.remedies[-1].is_finite:
+            return
+
+
+def _patterns(norms: list[str], modules: Mapping[str, torch.nn.Module]) -> list[str]:
+    """Patterns of normalizations by the last parts of their names, or the names."""
+    lasts = dict.fromkeys(name.rpartition(".")[2] for name in norms)
+    alike = [n for n in modules if n.rpartition(".")[2] in lasts]
+    if not all(is_normalization(modules[name]) for name in alike):
+        return norms
+    return [f"*{last}" for last in lasts]
+
+
+def _around(model: torch.nn.Module, name: str) -> list[str]:
+    """A module's name and those of the modules around it that are called."""
+    names, modules = [], dict(model.named_modules())
+    while name:
+        if (
+            getattr(type(modules.get(name)), "forward", None)
+            is not torch.nn.Module.forward
+        ):
+            names.append(name)
+        name = name.rpartition(".")[0]
+    return names
