@@ -1,12 +1,15 @@
-"""The command line: `python -m overflow_fast demo` and `... run script.py`."""
+"""The command line: `python -m overflow_fast demo|run|explain`."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import runpy
 import sys
 from collections.abc import Sequence
+
+from .core.strict_json import to_plain
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -28,6 +31,28 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--rounds", type=int, default=7, help="how often to time")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--tiny", action="store_true", help="a small model, for a try")
+
+    explain = commands.add_parser(
+        "explain", help="explain a bad step from the folder of its evidence"
+    )
+    explain.add_argument(
+        "folder", help="the folder, such as evidence/.../step-00000012"
+    )
+    explain.add_argument(
+        "--model",
+        required=True,
+        metavar="FILE.py:FUNCTION",
+        help="a function that returns the model with the weights of the step",
+    )
+    explain.add_argument(
+        "--loss",
+        metavar="FILE.py:FUNCTION",
+        help="a function that takes the model and the batch and returns the loss",
+    )
+    explain.add_argument(
+        "--any-weights", action="store_true", help="explain with other weights, too"
+    )
+    explain.add_argument("--json", action="store_true", help="print JSON")
 
     run = commands.add_parser(
         "run", help="run a program whose Trainer(debug=...) shall use this detector"
@@ -64,12 +89,31 @@ def _run(program: str, arguments: Sequence[str], is_module: bool) -> None:
     runpy.run_path(program, run_name="__main__")
 
 
+def _explain(parsed: argparse.Namespace) -> int:
+    from .replay.offline import explain_folder, function_at
+    from .replay.saved_step import UnreadableStepError
+
+    try:
+        model = function_at("--model", parsed.model)()
+        loss = None if parsed.loss is None else function_at("--loss", parsed.loss)
+        found = explain_folder(
+            parsed.folder, model, loss, any_weights=parsed.any_weights
+        )
+    except UnreadableStepError as error:
+        print(f"The step cannot be explained: {error}.", file=sys.stderr)
+        return 2
+    print(json.dumps(to_plain(found.to_dict()), indent=1) if parsed.json else found)
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line and returns its exit status."""
     parsed = _parser().parse_args(arguments)
     if parsed.command == "run":
         _run(parsed.program, parsed.arguments, parsed.is_module)
         return 0
+    if parsed.command == "explain":
+        return _explain(parsed)
     try:
         from .demo import Settings, show
     except ImportError as error:

@@ -99,7 +99,9 @@ def investigate(
         found.artifacts += _saved(models, calls, start, artifact_bytes, found)
     found.replays = sum(each.num_forwards for each in reruns)
     found.seconds = time.perf_counter() - begin
-    return team.finish(found)
+    result = team.finish(found)
+    result.artifacts = found.artifacts
+    return result
 
 
 def _saved(

@@ -119,6 +119,9 @@ class Explanation:
     remedies: list[Remedy] = field(default_factory=list)
     artifacts: list[Artifact] = field(default_factory=list, repr=False, compare=False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "artifacts": []}  # they stay on this rank
+
     def to_dict(self) -> dict[str, Any]:
         """The explanation as dicts, lists, texts and numbers, without the artifacts."""
         whole = replace(self, artifacts=[])

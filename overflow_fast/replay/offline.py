@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,35 @@ from .explanation import Explanation
 from .saved_step import SavedStep, UnreadableStepError
 
 _FEW = 3
+
+
+def function_at(argument: str, place: str) -> Callable[..., Any]:
+    """The function of a file.
+
+    Args:
+        argument: The name of the argument, for errors.
+        place: The file and the function, such as "train.py:build".
+
+    Raises:
+        UnreadableStepError: If there is no such file or function, or it cannot be run.
+    """
+    file, _, name = place.rpartition(":")
+    path = Path(file)
+    if not file or not path.is_file():
+        raise UnreadableStepError(
+            f"{argument} must be FILE.py:FUNCTION with a file that exists, got {place!r}"
+        )
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        found = runpy.run_path(str(path), run_name=path.stem).get(name)
+    except Exception as error:
+        raise UnreadableStepError(f"{path} cannot be run: {error!r}") from error
+    finally:
+        sys.path.pop(0)
+    if not callable(found):
+        raise UnreadableStepError(f"{path} has no function {name!r}")
+    function: Callable[..., Any] = found
+    return function
 
 
 def explain_folder(
@@ -40,6 +71,10 @@ def explain_folder(
         UnreadableStepError: If the folder has no step that can be run, or the weights
             are not those of the step.
     """
+    if not isinstance(model, nn.Module):
+        raise UnreadableStepError(
+            f"the model must be a torch.nn.Module, got {type(model).__name__}"
+        )
     step = SavedStep(Path(folder))
     models = step.models(model)
     other = step.differences(models)

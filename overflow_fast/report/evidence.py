@@ -8,11 +8,13 @@ import itertools
 import json
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from ..core.strict_json import SCHEMA, dumps
+from ..replay.explanation import Artifact, Explanation
 from .evidence_tensors import choose
 from .report import Report
 from .run import Run
@@ -78,6 +80,7 @@ class EvidenceFolder:
                 except Exception as error:
                     left_out.append(f"{name}: {error}")
                     self._tell(step, error)
+            folder.room = room
             if left_out:
                 folder.write("left_out.txt", "\n".join(left_out))
             if len(self._steps) > self._keep:
@@ -94,6 +97,9 @@ class EvidenceFolder:
         try:
             folder.write("report.txt", str(report))
             folder.write("report.json", report.to_json())
+            if report.explanation is not None:
+                folder.write("explanation.json", _as_json(report.explanation))
+                folder.save_artifacts(report.explanation.artifacts)
         except Exception as error:
             self._tell(report.step, error)
 
@@ -117,6 +123,7 @@ class _StepFolder:
     """
 
     def __init__(self, parent: Path, run: Run, step: int) -> None:
+        self.room = 0
         parent.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):
             suffix = f".{number}" if number > 1 else ""
@@ -158,6 +165,17 @@ class _StepFolder:
             raise
         self._files[name] = _state_of(self.path / name)
 
+    def save_artifacts(self, artifacts: Sequence[Artifact]) -> None:
+        """Saves the files of an explanation, if there is room for them all."""
+        size = sum(t.nbytes for each in artifacts for t in each.tensors.values())
+        if size > self.room:
+            return
+        for each in artifacts:
+            if each.tensors:
+                self.save(each.name, each.tensors)
+            else:
+                self.write(each.name, each.text)
+
     def remove(self) -> None:
         """Removes the folder if nothing in it has changed since; never raises."""
         with contextlib.suppress(OSError, ValueError):
@@ -172,6 +190,11 @@ class _StepFolder:
         states = {name: _state_of(self.path / name) for name in names}
         marker = (self.path / _MARKER).read_text(encoding="utf-8")
         return states == self._files and json.loads(marker) == json.loads(self._marker)
+
+
+def _as_json(explanation: Explanation) -> str:
+    marker = {"schema": SCHEMA, "kind": "explanation"}
+    return dumps({**marker, **explanation.to_dict()})
 
 
 def _state_of(path: Path) -> tuple[int, ...]:
