@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -52,16 +52,25 @@ def reshard(models: Iterable[nn.Module]) -> None:
         module.reshard()
 
 
+def reduces(models: Mapping[str, nn.Module]) -> bool:
+    """Whether a replay reduces gradients as the step did: with FSDP2 alone."""
+    return _has(models.values(), _FSDP2) and not _has(models.values(), _DDP)
+
+
 def why_not(models: Iterable[nn.Module]) -> str:
     """Why a step of several ranks cannot be replayed with its models; else ""."""
     models = list(models)
-    if any(_all_of(models, {"FullyShardedDataParallel"})):
+    if _has(models, {"FullyShardedDataParallel"}):
         return "has a model under FSDP1, whose gradients cannot be set aside"
-    if any(_all_of(models, {"DDP"})):
+    if _has(models, {"DDP"}):
         return "has a model under replicate(), whose reduction cannot be left out"
     if any(holds_gradients(module) for module in _all_of(models, _FSDP2)):
         return "has gradients under fully_shard() that are not reduced yet"
     return ""
+
+
+def _has(models: Iterable[nn.Module], names: set[str]) -> bool:
+    return any(True for _ in _all_of(models, names))  # one may have the length 0
 
 
 def _all_of(models: Iterable[nn.Module], names: set[str]) -> Iterator[Any]:

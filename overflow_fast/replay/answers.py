@@ -14,8 +14,13 @@ from .payload import of_whom
 from .places import module_of_parameter
 from .rerun import Rerun
 from .team import OnRank, text_of
+from .wrapped import reduces
 
 _RATE = 3
+_NOT_REDUCED = (
+    "Each rank's own gradients are finite in the replay; what ranks make of them "
+    "together (DDP's reduction, communication hooks) was not replayed."
+)
 _GIVEN_BAD = "The gradient that the model's output was given is non-finite."
 _ALL_BAD = (
     "All gradients are non-finite, and the replayed backward is finite: code between "
@@ -61,6 +66,8 @@ class Answers:
             return Explanation(notes=[_GIVEN_BAD, self._outside()])
         if incident.kind == "recorded" and not self._rerun.returns_loss:
             return Explanation("forward", notes=[self._outside()])
+        if incident.kind == "gradient" and self._leaves_reduction_out():
+            return Explanation("backward", notes=[_NOT_REDUCED])
         doubt = self._doubt(incident)
         if doubt:
             return Explanation(notes=[f"The replay is finite, but {doubt}."])
@@ -158,6 +165,10 @@ class Answers:
         if any(call.is_overwritten() for call in self._rerun.calls):
             return "the batch was written to after the forward"
         return ""
+
+    def _leaves_reduction_out(self) -> bool:
+        """Whether ranks reduced gradients in the step, and not in its replay."""
+        return not self._rerun.team.is_alone and not reduces(self._rerun.models)
 
     def _outside(self) -> str:
         return (

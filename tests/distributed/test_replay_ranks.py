@@ -226,6 +226,23 @@ def transient():
     return found.phase, found.cause, found.replays
 
 
+def reduced_in_half():
+    """A communication hook whose sum overflows: no rank's own gradient is bad."""
+
+    def add(state, bucket):
+        half = bucket.buffer().to(torch.float16)
+        future = dist.all_reduce(half, async_op=True).get_future()
+        return future.then(lambda done: done.value()[0].to(torch.float32))
+
+    model, optimizer = seeded(ddp)
+    model.register_comm_hook(None, add)
+    guard = OverflowGuard(model, optimizer, "skip")
+    (1e6 * model(*data(0))).backward()
+    optimizer.step()
+    found = guard.last_report.explanation
+    return found.cause, str(found)
+
+
 class Stage(nn.Module):
     """A stage of a pipeline, which fails in the second batch."""
 
@@ -275,6 +292,7 @@ def on_two_ranks():
         "raising": raising_on_one_rank(),
         "asked": asked(),
         "transient": transient(),
+        "reduced in half": reduced_in_half(),
         "pipelines": [a_pipeline(*each) for each in PIPELINES],
     }
 
@@ -332,6 +350,12 @@ def test_a_callable_is_asked_once_and_given_the_explanation():
 def test_what_happens_once_on_one_rank_is_not_reproducible():
     for each in on_two():
         assert each["transient"] == ("forward", "not reproducible", 3)
+
+
+def test_what_ddps_reduction_makes_is_no_transient():
+    for cause, text in (each["reduced in half"] for each in on_two()):
+        assert cause == "unknown"
+        assert "DDP's reduction, communication hooks) was not replayed" in text
 
 
 def test_the_stages_of_a_pipeline_are_replayed_one_by_one():
