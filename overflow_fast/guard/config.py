@@ -123,6 +123,9 @@ class GuardConfig:
             references to each batch until its step is judged. Not with `sync="lagged"`.
         explain_budget: The number of forwards that an explanation may run, and as many
             again to try remedies; None for 8.
+        replay_safe: False: the forward has effects outside of modules that must not
+            happen twice, such as taking data from a loader. Nothing is run again then;
+            explanations say what is known without.
         checkpoints: Files of weights (`torch.save`, safetensors), the newest last. If
             weights are bad, the step is tried with those that are finite.
         ops_every: Run one clean step in this many again, and log the operations whose
@@ -161,6 +164,7 @@ class GuardConfig:
     metrics: Any
     explain: bool | Literal["auto"]
     explain_budget: int | None
+    replay_safe: bool
     checkpoints: Sequence[Path]
     ops_every: int | None
     audit: int | None
@@ -206,6 +210,10 @@ class GuardConfig:
             )
         if self.sync not in ("step", "lagged"):
             raise ValueError(f"sync must be 'step' or 'lagged', got {self.sync!r}")
+        if not isinstance(self.replay_safe, bool):
+            raise TypeError(
+                f"replay_safe must be a bool, got {type(self.replay_safe).__name__}"
+            )
         if self.explain not in (True, False, "auto"):
             raise ValueError(
                 f"explain must be True, False or 'auto', got {self.explain!r}"

@@ -25,6 +25,7 @@ _LATE = (
     "The step was not replayed: its verdict came when the weights had been stepped "
     "(sync='lagged')."
 )
+_UNSAFE = "The step was not replayed: replay_safe=False."
 _NO_STEP = "The forward was not replayed: it ran without autograd."
 
 
@@ -47,6 +48,7 @@ class Explainer:
         self._asked = config.explain
         self._budget = config.explain_budget or BUDGET
         self._steps_between = config.weights_every or 1
+        self._is_replay_safe = config.replay_safe or config.sync == "lagged"
         self._checkpoints = config.checkpoints
         has_room = config.evidence is not None
         self._artifact_bytes = int(config.evidence_mib * 2**20) * has_room
@@ -129,7 +131,10 @@ class Explainer:
             return Explanation(notes=[_NO_STEP])
         models = {w.prefix: w.model for w in self._watches if w.model is not None}
         capture = self._capture
-        assert capture is not None
+        if capture is None:
+            incident = self._incident(verdict, moment, optimizers)
+            found = investigate(models, [], incident)
+            return found if found.phase else Explanation(notes=[_UNSAFE])
         return investigate(
             models,
             capture.calls,
@@ -143,7 +148,8 @@ class Explainer:
 
     def _is_due(self, step: int, verdict: Verdict, ends: bool) -> bool:
         first = verdict.first
-        if self._asked is False or self._capture is None or first is None:
+        is_off = self._capture is None and self._is_replay_safe
+        if self._asked is False or is_off or first is None:
             return False
         if self._asked is True or ends:
             return True
@@ -210,7 +216,7 @@ def make_capture(options: GuardConfig, watches: Sequence[ModelWatch]) -> Capture
     """Makes the watches keep their calls, if the guard explains its alarms."""
     is_wanted = options.explain is not False or options.is_tripwire
     is_wanted |= options.ops_every is not None
-    if not is_wanted or options.sync == "lagged":
+    if not is_wanted or options.sync == "lagged" or not options.replay_safe:
         return None
     capture = Capture()
     for watch in watches:

@@ -41,10 +41,8 @@ class OverflowGuard(GuardStatus):
     """Watches training for nans and infs and decides before the optimizer steps.
 
     The guard judges a step when `optimizer.step()` is called, before it touches a
-    weight; the training loop needs no other call. It checks the inputs and outputs of
-    every module, the gradients of the outputs, the parameters, their gradients, the
-    buffers and the loss, and names the first bad one in execution order, and the module
-    or code that created it.
+    weight; the training loop needs no other call. It names the first bad value in
+    execution order, and the module or code that created it.
 
     A forward without autograd is judged when it ends. Without an optimizer, `check()`
     judges a step. With several optimizers a step is a round of them.
@@ -104,6 +102,7 @@ class OverflowGuard(GuardStatus):
         metrics: Exporter | Iterable[Exporter] | None = None,
         explain: bool | Literal["auto"] = "auto",
         explain_budget: int | None = None,
+        replay_safe: bool = True,
         checkpoints: Iterable[Path] = (),
         ops_every: int | None = None,
         audit: int | None = None,

@@ -50,7 +50,7 @@ def offer_of(
         joins: Whether ranks without batches shadow the others' steps.
     """
     if capture is None:
-        return ReplayOffer(is_due, "keeps no steps (explain=False or sync='lagged')")
+        return ReplayOffer(is_due, "keeps no steps (explain, replay_safe or sync)")
     if joins:
         return ReplayOffer(is_due, "is within a Join, where others have no batch")
     why = why_not(models)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..core.wrapped import reduces
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replay_internals import active_modes
 from .explanation import Explanation
@@ -14,7 +15,6 @@ from .payload import of_whom
 from .places import module_of_parameter
 from .rerun import Rerun
 from .team import OnRank, text_of
-from .wrapped import reduces
 
 _RATE = 3
 _NOT_REDUCED = (

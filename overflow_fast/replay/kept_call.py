@@ -55,6 +55,14 @@ class KeptCall:
         """The tensors of the batch with their keys."""
         return list(named_leaves(self.batch))
 
+    def with_own_batch(self) -> KeptCall:
+        """The same call with a copy of its batch, for code that writes to it."""
+        copies = {id(t): _as_copy(t) for t in tensors_in(self.batch)}
+        batch = pytree.tree_map(lambda each: copies.get(id(each), each), self.batch)
+        copy = type(self)(self.function, batch, self.ambient)
+        copy.returns_loss, copy.held = self.returns_loss, self.held
+        return copy
+
     def with_held(self, held: dict[int, torch.Tensor]) -> KeptCall:
         """The same call, whose output gets other gradients."""
         copy = type(self)(self.function, self.batch, self.ambient)
@@ -120,6 +128,11 @@ class ModelCall(KeptCall):
         names = parameter_names(uncompiled(function.args[0]).forward)
         names += [f"input[{i}]" for i in range(len(names), len(args))]
         return list(named_leaves({**dict(zip(names, args, strict=False)), **kwargs}))
+
+
+def _as_copy(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.detach().clone()
+    return copy.requires_grad_() if tensor.requires_grad and is_float(tensor) else copy
 
 
 def parameter_names(function: Callable[..., Any]) -> list[str]:

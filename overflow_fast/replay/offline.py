@@ -32,7 +32,7 @@ def function_at(argument: str, place: str) -> Callable[..., Any]:
     path = Path(file)
     if not file or not path.is_file():
         raise UnreadableStepError(
-            f"{argument} must be FILE.py:FUNCTION with a file that exists, got {place!r}"
+            f"{argument} must be FILE.py:FUNCTION, and the file exist, got {place!r}"
         )
     sys.path.insert(0, str(path.parent.resolve()))
     try:
