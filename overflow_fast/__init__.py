@@ -33,6 +33,8 @@ from .debug import DebugUnderflowOverflow, detect_overflow, get_abs_min_max
 from .guard.guard import OverflowGuard
 from .guard.state import assert_finite_state
 from .precision.keep_in_fp32 import keep_in_fp32
+from .record.record_lines import RecordError
+from .record.table import FlightRecord, read_record
 from .recording import callbacks  # noqa: F401  (what the extension calls)
 from .recording.coverage import Coverage
 from .replay.explanation import Explanation, Op
@@ -44,10 +46,12 @@ __all__ = [
     "Coverage",
     "DebugUnderflowOverflow",
     "Explanation",
+    "FlightRecord",
     "GuardCoverage",
     "NonFiniteError",
     "Op",
     "OverflowGuard",
+    "RecordError",
     "Report",
     "Stat",
     "assert_finite_state",
@@ -55,6 +59,7 @@ __all__ = [
     "explain",
     "get_abs_min_max",
     "keep_in_fp32",
+    "read_record",
     "scan",
 ]
 __version__ = "0.1.0"

@@ -24,6 +24,7 @@ ROOMS = (
     "verdict",
     "precision",
     "report",
+    "record",
     "distributed",
     "selftest",
     "guard",
