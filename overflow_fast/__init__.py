@@ -33,8 +33,9 @@ from .debug import DebugUnderflowOverflow, detect_overflow, get_abs_min_max
 from .guard.guard import OverflowGuard
 from .guard.state import assert_finite_state
 from .precision.keep_in_fp32 import keep_in_fp32
+from .record.reading import read_record
 from .record.record_lines import RecordError
-from .record.table import FlightRecord, read_record
+from .record.table import FlightRecord
 from .recording import callbacks  # noqa: F401  (what the extension calls)
 from .recording.coverage import Coverage
 from .replay.explanation import Explanation, Op

@@ -38,6 +38,7 @@ _INTS = {
     "max_frames": 0,
     "evidence_keep": 1,
     "log_keep": 0,
+    "record_steps": 1,
 }
 _OPTIONAL_INTS = {"underflow_every": 1, "explain_budget": 1}
 
@@ -87,6 +88,12 @@ class GuardConfig:
             run.
         log_mib: The MiB that the file may have before a new one is begun.
         log_keep: The number of older files to keep; 0: no new one is begun.
+        record: A file for the flight record: magnitudes and counts of each entry in
+            each watched step, for `overflow_fast.read_record()`. A file that is there
+            already is left alone: this run's is `run.2.ofr` then.
+        record_mib: The MiB that the record may have; older steps are folded together.
+        record_steps: The number of last steps that keep a line of their own, where a
+            quarter of the file has room for them.
         process_group: The ranks that decide together, a `ProcessGroup` or a
             `DeviceMesh`: each judged step they join one all-reduce of 64 bytes, and all
             act on the report of the rank that found the bad value first. None: all
@@ -138,6 +145,9 @@ class GuardConfig:
     log: Path | None
     log_mib: float
     log_keep: int
+    record: Path | None
+    record_mib: float
+    record_steps: int
     process_group: Any
     allow: Allow
     headroom_bits: float | None
@@ -165,8 +175,8 @@ class GuardConfig:
         self._check_choices()
         check_watch(self.watch)
         self._check_numbers()
-        check_path("evidence", self.evidence)
-        check_path("log", self.log)
+        for name in ("evidence", "log", "record"):
+            check_path(name, getattr(self, name))
         check_ranges(self.ranges)
         check_names("include", self.include, optional=True)
         check_names("exclude", self.exclude)
@@ -195,7 +205,7 @@ class GuardConfig:
         for name, least in _OPTIONAL_INTS.items():
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), least)
-        for name in ("evidence_mib", "log_mib"):
+        for name in ("evidence_mib", "log_mib", "record_mib"):
             check_positive(name, getattr(self, name))
         if self.headroom_bits is not None:
             check_positive("headroom_bits", self.headroom_bits)

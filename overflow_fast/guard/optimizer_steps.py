@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -17,6 +18,7 @@ from .policy_engine import PolicyEngine
 from .rounds import Rounds
 from .step_clock import StepClock
 from .step_judge import StepJudge
+from .step_record import StepRecord
 from .step_result import StepResult
 
 
@@ -35,6 +37,9 @@ class OptimizerSteps:
         clock: Has the step's number and level.
         measurements: Measures the watched steps.
         joins_unwatched: Other ranks may watch a step that this one does not.
+
+    Attributes:
+        record: The flight record.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class OptimizerSteps:
         self._clock = clock
         self._joins_unwatched = joins_unwatched
         self._measurements = measurements
+        self.record = StepRecord(measurements.record, isolation, engine, rounds)
         self._last_seen: Report | None = None
         self._called: set[OptimizerHook] = set()
 
@@ -106,6 +112,7 @@ class OptimizerSteps:
         if self._rounds.report is not None:
             return self._pass_over(hook, self._rounds.report)
         scaler = scalers.scaler_of(hook.layers)
+        self.record.scan_loss_scale(scaler)
         others = [
             optimizer
             for other in self._hooks
@@ -179,6 +186,7 @@ class OptimizerSteps:
         if self._rounds.report is not None:
             self._pass_over(hook, self._rounds.report)
         else:
+            self.record.scan_loss_scale(scaler)
             self._judge.judge_scaler_skip(hook, scaler)
 
     # Called by `Join`.
@@ -205,9 +213,11 @@ class OptimizerSteps:
         self._judge.tensors.begin_round()
         is_bad = engine.last_report is not self._last_seen
         self._last_seen = engine.last_report
-        clock.note(measurements.timer.end_step(is_watched), is_bad)
+        cost = measurements.timer.end_step(is_watched)
+        clock.note(cost, is_bad)
         if is_watched:
             self.end_headroom(step, is_bad)
+            self.record.end_step(step, cost, self.optimizers)
             measurements.emit(step)
         clock.begin()
 
@@ -216,6 +226,15 @@ class OptimizerSteps:
         with self._isolation.measured():
             headroom = self._measurements.headroom
             headroom.end_step(step, self._judge.has_scaler, is_bad)
+
+    @contextlib.contextmanager
+    def checked(self) -> Iterator[None]:
+        """Ends a step of the record after a check, in loops without optimizers."""
+        try:
+            yield
+        finally:
+            if not self._hooks:
+                self.record.end_step(self._clock.step, None, [])
 
     @property
     def _is_judged(self) -> bool:

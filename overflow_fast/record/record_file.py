@@ -55,7 +55,7 @@ class RecordFile:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process made it; a forked one may not write to it."""
+        """True in the process that made it; a forked one may not write to it."""
         return self._pid == os.getpid()
 
     def append(self, heads: bytes, steps: bytes) -> None:

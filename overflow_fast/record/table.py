@@ -4,101 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import math
-import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .record_lines import (
-    BEGINNING,
-    COLUMNS,
-    COUNTS,
-    KIND,
-    RECORD_SCHEMA,
-    Line,
-    RecordError,
-    read_column,
-)
+from .record_lines import COLUMNS, COUNTS, Line, read_column
+from .record_types import RecordEntry, RecordStep
 
-# The most severe comes first.
-_ACTIONS = ("raise", "skip", "warn")
-
-
-@dataclass(frozen=True)
-class RecordEntry:
-    """A tensor that was looked at in many steps.
-
-    Attributes:
-        model: Which of the guard's models it is of.
-        module: The qualified name of the module; "" for the root, or for none.
-        class_name: The module's class, or "".
-        kind: "output", "grad_output", "weight", "buffer", "gradient",
-            "optimizer_state", or "recorded" for a loss or what `record()` was given.
-        label: Which tensor of the module, such as `output[0]` or `weight`.
-        dtype: Its dtype, such as "float16".
-        limit: The largest finite number of the dtype.
-        numel: How many elements it had when it was first seen.
-    """
-
-    model: int
-    module: str
-    class_name: str
-    kind: str
-    label: str
-    dtype: str
-    limit: float
-    numel: int
-
-
-@dataclass(frozen=True)
-class RecordStep:
-    """A step, or several older ones that share a line.
-
-    Attributes:
-        first: The number of the first step.
-        last: The number of the last one.
-        count: How many watched steps these are.
-        time: When the last one ended, in seconds since 1970.
-        seconds: How long they took; None in a loop that calls `check()` alone.
-        guard_seconds: How much of it the guard took, or None.
-        learning_rate: The highest; None if it was not known.
-        actions: How often the guard did "raise", "skip" or "warn".
-        num_skipped: How many optimizer steps were skipped, by whomever.
-        loss: The largest magnitude of the loss (a stat has no sign); None if there was
-            none.
-        loss_scale: The largest scale of a GradScaler, or None.
-        grad_norm: The largest that `guard.record(grad_norm=...)` was given, or None.
-    """
-
-    first: int
-    last: int
-    count: int
-    time: float
-    seconds: float | None
-    guard_seconds: float | None
-    learning_rate: float | None
-    actions: dict[str, int] = field(default_factory=dict)
-    num_skipped: int = 0
-    loss: float | None = None
-    loss_scale: float | None = None
-    grad_norm: float | None = None
-
-    @property
-    def action(self) -> str | None:
-        """The most severe of the actions, or None."""
-        return next((each for each in _ACTIONS if each in self.actions), None)
-
-    @property
-    def guard_share(self) -> float | None:
-        """The guard's share of the time, or None if that was not measured."""
-        if not self.seconds or self.guard_seconds is None:
-            return None
-        return self.guard_seconds / self.seconds
+_LOSSES = ("output.loss", "output['loss']")
 
 
 class FlightRecord:
@@ -125,9 +41,9 @@ class FlightRecord:
         self.num_damaged = num_damaged
         self._lines = [line for line in lines if line.get("kind") == "steps"]
         heads = [line for line in lines if line.get("kind") == "entries"]
-        models = 1 + max((line["model"] for line in heads), default=-1)
-        by_model = [_entries_of(heads, model) for model in range(models)]
-        self._begins = [sum(map(len, by_model[:i])) for i in range(models)]
+        widths = _widths(self._lines)
+        by_model = [_entries_of(heads, i, width) for i, width in enumerate(widths)]
+        self._begins = [sum(widths[:i]) for i in range(len(widths))]
         self.entries: list[RecordEntry] = [each for all_ in by_model for each in all_]
 
     def __len__(self) -> int:
@@ -181,7 +97,9 @@ class FlightRecord:
         """
         high = self.values["abs_max"]
         assert high is not None
-        limits = torch.tensor([each.limit for each in self.entries], dtype=high.dtype)
+        limits = torch.tensor(
+            [each.limit for each in self.entries], dtype=high.dtype, device="cpu"
+        )
         bits = torch.log2(limits / high)
         return bits.masked_fill(self.is_nonfinite(), -math.inf)
 
@@ -247,10 +165,15 @@ class FlightRecord:
 
     def _losses(self) -> list[int]:
         """The entries that are a loss: one that was recorded, else the root's."""
-        return self._recorded("loss") or [
+        named = self._recorded("loss") or self._outputs_of_root(_LOSSES)
+        return named or self._outputs_of_root(("output", "output[0]"))
+
+    def _outputs_of_root(self, labels: Sequence[str]) -> list[int]:
+        return [
             i
             for i, each in enumerate(self.entries)
-            if each.numel == 1 and each.kind == "output" and not each.module
+            if each.kind == "output" and not each.module
+            if each.numel == 1 and each.label in labels
         ]
 
     def _recorded(self, label: str) -> list[int]:
@@ -276,68 +199,29 @@ class FlightRecord:
         ]
 
 
-def read_record(path: str | os.PathLike[str]) -> FlightRecord:
-    """Reads a flight record, also while it is written, or of a process that died.
-
-    Args:
-        path: The file that `OverflowGuard(record=...)` has written.
-
-    Returns:
-        Its steps, entries and values.
-
-    Raises:
-        OSError: If the file cannot be read.
-        RecordError: If it is no flight record, or one of a newer version.
-
-    Example:
-        >>> record = overflow_fast.read_record("run.ofr")  # doctest: +SKIP
-        >>> record.to_dataframe().query("num_nan > 0")  # doctest: +SKIP
-    """
-    where = Path(path)
-    *whole, rest = where.read_bytes().split(b"\n")
-    lines: list[Line] = []
-    for text in whole:
-        parsed = _parsed(text)
-        if not lines:
-            _check(parsed, where)
-        if parsed is not None:
-            lines.append(parsed)
-    if not whole and not (rest.startswith(BEGINNING) or BEGINNING.startswith(rest)):
-        _check(None, where)
-    num_damaged = len(whole) - len(lines)
-    return FlightRecord(where, lines, bool(rest), num_damaged)
+def _widths(steps: Sequence[Line]) -> list[int]:
+    """How many entries each model has, by the widest of its lines."""
+    models = max((len(line["models"]) for line in steps), default=0)
+    widths = [0] * models
+    for line in steps:
+        for i, columns in enumerate(line["models"]):
+            widths[i] = max(widths[i], columns["num"])
+    return widths
 
 
-def _parsed(text: bytes) -> Line | None:
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return None
-    return line if isinstance(line, dict) else None
-
-
-def _check(first: Line | None, path: Path) -> None:
-    """Raises RecordError if a first line is not that of a record that can be read."""
-    if first is None or first.get("kind") != KIND:
-        raise RecordError(f"{path} is no flight record of overflow_fast.")
-    schema = first.get("schema")
-    if not isinstance(schema, int) or schema > RECORD_SCHEMA:
-        raise RecordError(
-            f"{path} has schema {schema}, written by overflow_fast "
-            f"{first.get('overflow_fast')}; this one reads schemas up to "
-            f"{RECORD_SCHEMA}: run `pip install -U overflow_fast`."
-        )
-
-
-def _entries_of(heads: list[Line], model: int) -> list[RecordEntry]:
-    found: list[RecordEntry] = []
+def _entries_of(heads: Sequence[Line], model: int, width: int) -> list[RecordEntry]:
+    """A model's entries; those whose line was damaged are of no known kind."""
+    found = [
+        RecordEntry(model, "", "", "unknown", f"entry {i}", "unknown", math.nan, 0)
+        for i in range(width)
+    ]
     for line in heads:
         if line["model"] == model:
-            del found[line["first"] :]
-            found += [
-                RecordEntry(model, each["module"], each["class"], *_rest(each))
-                for each in line["entries"]
-            ]
+            room = max(0, width - line["first"])  # its step may be missing
+            for i, each in enumerate(line["entries"][:room]):
+                found[line["first"] + i] = RecordEntry(
+                    model, each["module"], each["class"], *_rest(each)
+                )
     return found
 
 

@@ -117,6 +117,18 @@ def test_a_damaged_line_costs_that_line(tmp_path):
     assert record.num_damaged == 1
 
 
+def test_entries_whose_line_was_damaged_are_of_no_known_kind(tmp_path):
+    path = tmp_path / "run.ofr"
+    write(path, 2)
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[1] = b"\0" * 40 + b"\n"
+    path.write_bytes(b"".join(lines))
+    record = read_record(path)
+    assert [each.kind for each in record.entries] == ["unknown"] * 4
+    assert record.values["abs_max"].tolist() == [[0.0] * 4, [1.0] * 4]
+    assert len(list(record)) == 8
+
+
 def test_a_forked_process_does_not_own_the_file(tmp_path):
     file = record_file(tmp_path / "run.ofr")
     pid = os.fork()
