@@ -35,6 +35,9 @@ from .guard.state import assert_finite_state
 from .precision.advise import advise_precision
 from .precision.keep_in_fp32 import keep_in_fp32
 from .precision.precision_advice import PrecisionAdvice
+from .record.reading import read_record
+from .record.record_lines import RecordError
+from .record.table import FlightRecord
 from .recording import callbacks  # noqa: F401  (what the extension calls)
 from .recording.coverage import Coverage
 from .replay.explanation import Explanation
@@ -47,11 +50,13 @@ __all__ = [
     "Coverage",
     "DebugUnderflowOverflow",
     "Explanation",
+    "FlightRecord",
     "GuardCoverage",
     "NonFiniteError",
     "Op",
     "OverflowGuard",
     "PrecisionAdvice",
+    "RecordError",
     "Report",
     "Stat",
     "advise_precision",
@@ -60,6 +65,7 @@ __all__ = [
     "explain",
     "get_abs_min_max",
     "keep_in_fp32",
+    "read_record",
     "scan",
 ]
 __version__ = "0.1.0"

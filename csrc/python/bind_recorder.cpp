@@ -93,6 +93,16 @@ std::vector<Named<Underflow::Counts>> take_underflow(Recorder& recorder) {
   return taken;
 }
 
+// The columns of its rows from one on.
+std::vector<Named<StepRows::Column>> row_columns(Recorder& recorder, size_t first) {
+  const std::vector<StepRows::Column>& all = recorder.rows().columns();
+  std::vector<Named<StepRows::Column>> columns;
+  for (size_t i = first; i < all.size(); ++i) {
+    columns.push_back({named_in(recorder, all[i].place), all[i]});
+  }
+  return columns;
+}
+
 }  // namespace
 
 void bind_recorder(py::module_& m) {
@@ -133,6 +143,12 @@ void bind_recorder(py::module_& m) {
       .def_readwrite("counts_underflow", &Recorder::counts_underflow)
       .def_property_readonly("has_counts", &Recorder::has_counts)
       .def("take_underflow", &take_underflow)
+      .def("keep_rows", [](Recorder& self) { self.rows().is_on = true; })
+      .def("end_row", [](Recorder& self,
+                         int64_t number) { self.rows().end_step(number, Recorder::num_frames()); })
+      .def_property_readonly("has_row", &Recorder::has_row)
+      .def("take_row", [](Recorder& self) { return self.rows().take(); })
+      .def("row_columns", &row_columns, py::arg("first"))
       .def("set_rules", [](Recorder& self, py::object rules) { self.rules().set(rules); })
       .def("begin_headroom", [](Recorder& self) { self.headroom().begin_step(); })
       .def_property_readonly("is_headroom_spent",

@@ -136,6 +136,15 @@ void Deferred::send_captured() {
   in_flight_.push_back(std::move(batch));
 }
 
+bool Deferred::waits_for(int64_t order) const {
+  const auto waits = [order](const std::vector<Frame>& frames) {
+    return !frames.empty() && frames.front().capture == 0 && frames.front().order <= order;
+  };
+  return waits(waiting_) ||
+         std::any_of(in_flight_.begin(), in_flight_.end(),
+                     [&](const InFlightBatch& batch) { return waits(batch.frames); });
+}
+
 bool Deferred::InFlightBatch::has_arrived() {
   return std::all_of(transfers.begin(), transfers.end(),
                      [](Transfer& transfer) { return transfer.has_arrived(); });

@@ -31,6 +31,8 @@ class Deferred {
   // True while a graph is being captured on one of the devices that have slots.
   bool is_capturing();
   bool is_empty() const { return waiting_.empty() && in_flight_.empty(); }
+  // True if the stats of a frame up to this one, by its order, have not arrived.
+  bool waits_for(int64_t order) const;
   void add(Frame&& frame);
 
   // Starts the copies of the slots that the frames wait for; does not wait.

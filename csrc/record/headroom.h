@@ -100,9 +100,7 @@ class Headroom {
   const std::vector<Place>& low() const { return low_; }
   // Whether a place's values at the end of a narrow dtype are to be counted: after the 1st, 2nd,
   // 4th, 8th, ... step in which there were some, the next time.
-  bool wants_count(const Place& place) {
-    return !to_count_.empty() && to_count_.erase(place) > 0;
-  }
+  bool wants_count(const Place& place) { return !to_count_.empty() && to_count_.erase(place) > 0; }
 
   // The history of an entry, or null.
   const History* find(const Place& place) const {

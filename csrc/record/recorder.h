@@ -29,6 +29,7 @@
 #include "labels.h"
 #include "memo.h"
 #include "rules.h"
+#include "step_rows.h"
 #include "traced.h"
 #include "underflow.h"
 
@@ -145,8 +146,12 @@ class Recorder {
   Rules& rules() { return rules_; }
   // The counts since the last call; none while a graph is being captured.
   bool has_counts() const { return !underflow_.is_empty(); }
-  std::vector<Underflow::Counts> take_underflow() {
-    return deferred_.is_capturing() ? std::vector<Underflow::Counts>() : underflow_.take();
+  std::vector<Underflow::Counts> take_underflow();
+  StepRows& rows() { return rows_; }
+  // True if the oldest row of a step that has ended waits for no stat.
+  bool has_row() const {
+    const StepRows::Row* oldest = rows_.oldest();
+    return oldest != nullptr && !deferred_.waits_for(oldest->last_frame);
   }
   double seconds = 0;  // spent in hooks, in step mode
 
@@ -233,6 +238,7 @@ class Recorder {
   Headroom headroom_;
   Rules rules_;
   Underflow underflow_;
+  StepRows rows_;
   int64_t batch_ = 0;
   bool opens_batch_ = true;
 };

@@ -83,6 +83,7 @@ void Recorder::record(FrameKind kind, const std::vector<py::str>& names,
 
 void Recorder::add_result(Frame&& frame) {
   headroom_.add(frame);
+  rows_.add(frame);
   if (frame.is_bad) {
     if (results_.num_bad == 0) results_.before.assign(history_.begin(), history_.end());
     ++results_.num_bad;
@@ -90,6 +91,13 @@ void Recorder::add_result(Frame&& frame) {
   }
   if (!frame.is_of_call()) return;
   keep(std::move(frame));
+}
+
+std::vector<Underflow::Counts> Recorder::take_underflow() {
+  if (deferred_.is_capturing()) return {};
+  std::vector<Underflow::Counts> taken = underflow_.take();
+  for (const Underflow::Counts& counts : taken) rows_.add(counts);
+  return taken;
 }
 
 StepResults Recorder::take_step_results() { return std::exchange(results_, {}); }

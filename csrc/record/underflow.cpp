@@ -56,8 +56,8 @@ void Underflow::add(const Place& place, Dtype dtype, const at::Tensor& tensor, C
     const at::Tensor at_limit = keys.eq(static_cast<int64_t>(info.first_nonfinite() - 1));
     const at::Tensor largest = at_limit.sum();
     const at::Tensor positive = at_limit.logical_and(is_positive(tensor.detach(), info)).sum();
-    pending_.push_back({{place, dtype, tensor.numel(), 0, 0},
-                        at::stack({zeros, small, largest, positive})});
+    pending_.push_back(
+        {{place, dtype, tensor.numel(), 0, 0}, at::stack({zeros, small, largest, positive})});
   } catch (...) {
     coverage.count(py::str("underflow not counted: ") + py::str(current_exception_text()));
   }

@@ -17,6 +17,7 @@ _INTS = {
     "max_frames": 0,
     "evidence_keep": 1,
     "log_keep": 0,
+    "record_steps": 1,
 }
 _OPTIONAL_INTS = dict.fromkeys(
     ("underflow_every", "explain_budget", "ops_every", "audit", "check_replicas"), 1
@@ -57,7 +58,7 @@ def check_numbers(config: Any) -> None:
     for name, least in _OPTIONAL_INTS.items():
         if getattr(config, name) is not None:
             check_int(name, getattr(config, name), least)
-    for name in ("evidence_mib", "log_mib"):
+    for name in ("evidence_mib", "log_mib", "record_mib"):
         check_positive(name, getattr(config, name))
     for name in ("headroom_bits", "saturation"):
         if getattr(config, name) is not None:

@@ -87,6 +87,12 @@ class GuardConfig:
             run.
         log_mib: The MiB that the file may have before a new one is begun.
         log_keep: The number of older files to keep; 0: no new one is begun.
+        record: A file for the flight record: magnitudes and counts of each entry in
+            each watched step, for `overflow_fast.read_record()`. A file that is there
+            already is left alone: this run's is `run.2.ofr` then.
+        record_mib: The MiB that the record may have; older steps are folded together.
+        record_steps: The number of last steps that keep a line of their own, where a
+            quarter of the file has room for them.
         process_group: The ranks that decide together, a `ProcessGroup` or a
             `DeviceMesh`: each judged step they join one all-reduce of 64 bytes, and all
             act on the report of the rank that found the bad value first. None: all
@@ -156,6 +162,9 @@ class GuardConfig:
     log: Path | None
     log_mib: float
     log_keep: int
+    record: Path | None
+    record_mib: float
+    record_steps: int
     process_group: Any
     allow: Allow
     headroom_bits: float | None
@@ -190,8 +199,8 @@ class GuardConfig:
         if not self.is_tripwire:
             check_watch(self.watch)
         check_numbers(self)
-        check_path("evidence", self.evidence)
-        check_path("log", self.log)
+        for name in ("evidence", "log", "record"):
+            check_path(name, getattr(self, name))
         check_paths("checkpoints", self.checkpoints)
         check_ranges(self.ranges)
         check_names("include", self.include, optional=True)

@@ -45,14 +45,12 @@ class OverflowGuard(GuardStatus):
     execution order, and the module or code that created it.
 
     A forward without autograd is judged when it ends. Without an optimizer, `check()`
-    judges a step. With several optimizers a step is a round of them.
-
-    A judgement incurs one CPU-GPU sync for each device that holds stats; none with
-    `sync="lagged"`; none on the CPU.
+    judges a step. With several optimizers a step is a round of them. A judgement incurs
+    one CPU-GPU sync per device; none with `sync="lagged"`.
 
     Args:
-        model: The model, or a list or dict of models. They are held weakly; their hooks
-            hold the guard. Give a criterion that is a module along with them.
+        model: The model, or a list or dict of models, held weakly; their hooks hold the
+            guard. Give a criterion that is a module along with them.
         optimizer: The optimizer, or a list of them, or None. Wrappers that have one as
             their `optimizer` (Accelerate's) are fine.
         (the fields of GuardConfig)
@@ -94,6 +92,9 @@ class OverflowGuard(GuardStatus):
         log: Path | None = None,
         log_mib: float = 16,
         log_keep: int = 3,
+        record: Path | None = None,
+        record_mib: float = 64,
+        record_steps: int = 1000,
         process_group: ProcessGroup | DeviceMesh | Literal[False] | None = None,
         allow: Allow | None = None,
         headroom_bits: float | None = None,

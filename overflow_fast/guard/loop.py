@@ -160,7 +160,7 @@ class GuardLoop:
         """Judges what has run since the last step."""
         if not self.is_enabled:
             return None
-        with self.timer:
+        with self.steps.checked(), self.timer:
             report = self._judge.judge_now()
         self.steps.end_headroom(self.clock.step, report is not None)
         self.headroom.begin_step()
@@ -174,6 +174,7 @@ class GuardLoop:
         finally:
             self.disable()
             self.engine.close()
+            self.steps.record.close()
 
     def discard(self) -> None:
         """Forgets what was found and not judged."""

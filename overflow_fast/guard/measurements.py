@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from ..record.flight import FlightRecorder
 from ..recording.watch import ModelWatch
 from ..verdict.headroom import HeadroomTracker
 from .config import GuardConfig
@@ -22,6 +23,7 @@ class Measurements:
     Attributes:
         timer: Measures the guard's own cost.
         headroom: Tracks how far values are from the end of their dtype.
+        record: Keeps the flight record, or None.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Measurements:
             config.saturation,
             config.sync == "lagged",
         )
+        self.record = _recorder_of(config, watches)
 
     def metrics(self) -> dict[str, float]:
         """Returns all numbers. Does not incur a CPU-GPU sync."""
@@ -56,3 +59,18 @@ class Measurements:
     def emit(self, step: int) -> None:
         """Sends the numbers of a step to the exporters."""
         self._dispatcher.emit(step, self.metrics)
+
+
+def _recorder_of(
+    config: GuardConfig, watches: Sequence[ModelWatch]
+) -> FlightRecorder | None:
+    if config.record is None:
+        return None
+    return FlightRecorder(
+        config.record,
+        config.record_steps,
+        int(config.record_mib * 2**20),
+        watches,
+        config.on_overflow,
+        config.sync == "lagged",
+    )

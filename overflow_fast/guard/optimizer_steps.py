@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -18,6 +19,7 @@ from .rounds import Rounds
 from .step_audits import StepAudits
 from .step_clock import StepClock
 from .step_judge import StepJudge
+from .step_record import StepRecord
 from .step_result import StepResult
 
 
@@ -37,6 +39,9 @@ class OptimizerSteps:
         measurements: Measures the watched steps.
         audits: Looks at what no frame shows.
         joins_unwatched: Other ranks may watch a step that this one does not.
+
+    Attributes:
+        record: The flight record.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class OptimizerSteps:
         self._joins_unwatched = joins_unwatched
         self._measurements = measurements
         self._audits = audits
+        self.record = StepRecord(measurements.record, isolation, engine, rounds)
         self._last_seen: Report | None = None
         self._called: set[OptimizerHook] = set()
 
@@ -112,6 +118,7 @@ class OptimizerSteps:
         if self._rounds.report is not None:
             return self._pass_over(hook, self._rounds.report)
         scaler = scalers.scaler_of(hook.layers)
+        self.record.scan_loss_scale(scaler)
         others = [
             optimizer
             for other in self._hooks
@@ -185,12 +192,13 @@ class OptimizerSteps:
         if self._rounds.report is not None:
             self._pass_over(hook, self._rounds.report)
         else:
+            self.record.scan_loss_scale(scaler)
             self._judge.judge_scaler_skip(hook, scaler)
 
     # Called by `Join`.
 
     def judge_others(self) -> None:
-        """Judges a step that other ranks make, and for which this one has no batch."""
+        """Judges a step of other ranks, for which this one has no batch."""
         try:
             if self._is_judged:
                 self._rounds.begin()
@@ -211,9 +219,11 @@ class OptimizerSteps:
         self._judge.tensors.begin_round()
         is_bad = engine.last_report is not self._last_seen
         self._last_seen = engine.last_report
-        clock.note(measurements.timer.end_step(is_watched), is_bad)
+        cost = measurements.timer.end_step(is_watched)
+        clock.note(cost, is_bad)
         if is_watched:
             self.end_headroom(step, is_bad)
+            self.record.end_step(step, cost, self.optimizers)
             measurements.emit(step)
         self._audits.end_step(step)
         clock.begin()
@@ -222,12 +232,19 @@ class OptimizerSteps:
     def end_headroom(self, step: int, is_bad: bool) -> None:
         """Ends a step's headroom, and warns of values near the end of their dtype."""
         with self._isolation.measured():
-            headroom = self._measurements.headroom
-            headroom.end_step(step, self._judge.has_scaler, is_bad)
+            self._measurements.headroom.end_step(step, self._judge.has_scaler, is_bad)
+
+    @contextlib.contextmanager
+    def checked(self) -> Iterator[None]:
+        """Ends a step of the record after a check, in loops without optimizers."""
+        try:
+            yield
+        finally:
+            if not self._hooks:
+                self.record.end_step(self._clock.step, None, [])
 
     @property
     def _is_judged(self) -> bool:
         """True if this rank watches the step, or another one may."""
-        if self._clock.level is not ScanLevel.OFF:
-            return True
-        return self._joins_unwatched and self._engine.agreement.is_needed
+        is_joined = self._joins_unwatched and self._engine.agreement.is_needed
+        return self._clock.level is not ScanLevel.OFF or is_joined

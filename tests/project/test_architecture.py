@@ -24,6 +24,7 @@ ROOMS = (
     "replay",
     "verdict",
     "report",
+    "record",
     "distributed",
     "selftest",
     "guard",

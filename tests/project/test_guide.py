@@ -250,6 +250,23 @@ def test_metrics(code):
     prometheus.REGISTRY.unregister(known["exporters"][1])
 
 
+@runs("a-flight-record")
+def test_flight_record(code):
+    pytest.importorskip("pandas")
+
+    def train(model, optimizer):
+        for batch in loader_of(4):
+            model(**batch).loss.backward()
+            optimizer.step()
+
+    model = Small()
+    known = run(code, model=model, optimizer=sgd(model), train=train)
+    assert known["last"].first == 1 and known["last"].loss > 0
+    assert known["largest"].shape == known["bits"].shape
+    assert known["first_bad"].numel() == 0
+    assert len(known["table"]) > 0
+
+
 @runs("before-you-save")
 def test_saving(code):
     model = Small()

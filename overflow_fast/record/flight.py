@@ -1,0 +1,208 @@
+"""Keeps a flight record while a run trains: a line for each watched step."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from .. import _C
+from ..core.strict_json import to_plain
+from ..recording.watch import ModelWatch
+from ..report.report import Cost, Report
+from ..report.run import Run
+from .record_file import RecordFile
+from .record_lines import Line, columns_of, line_bytes
+from .record_run import entry_lines, run_line
+
+_log = logging.getLogger("overflow_fast")
+
+
+@dataclass
+class _Step:
+    """A step whose stats may still be on their way."""
+
+    number: int  # counts the steps of the record
+    line: Line
+
+
+class FlightRecorder:
+    """Writes what recorders have collected of each step. Never raises.
+
+    Args:
+        path: Where the record is to be.
+        num_full: How many steps keep a line of their own, where there is room.
+        max_bytes: How many bytes the file may have.
+        watches: The watched models.
+        policy: The guard's `on_overflow`.
+        is_lagged: Whether a step's verdict comes with the next one.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        num_full: int,
+        max_bytes: int,
+        watches: Sequence[ModelWatch],
+        policy: object,
+        is_lagged: bool,
+    ) -> None:
+        self._path = path
+        self._watches = watches
+        self._policy = policy
+        self._is_lagged = is_lagged
+        self._open = functools.partial(
+            RecordFile, num_full=num_full, max_bytes=max_bytes
+        )
+        self._file: RecordFile | None = None
+        self._num_entries = [0] * len(watches)  # that are in the file
+        self._is_begun = False  # the file: its first line is there
+        self._steps: collections.deque[_Step] = collections.deque()
+        self._num_steps = 0
+        self._last_report: Report | None = None
+        self._has_warned = False
+        for watch in watches:
+            watch.recorder.keep_rows()
+
+    def scan_loss_scale(self, scaler: GradScaler) -> None:
+        """Adds a scaler's scale to the step. Does not incur a CPU-GPU sync."""
+        model = self._watches[0].model
+        if model is None:
+            return
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        with torch.no_grad():
+            scale: Any = scaler.scale(torch.ones((), device=device))
+        self._watches[0].record(_C.FrameKind.RECORDED, (["loss_scale"], [scale]))
+
+    def end_step(
+        self,
+        step: int,
+        cost: Cost | None,
+        optimizers: Sequence[Optimizer],
+        report: Report | None,
+        is_skipped: bool,
+    ) -> None:
+        """Ends a step, and writes those of which everything is known.
+
+        Args:
+            step: The step's number.
+            cost: What it and the guard took; None if that was not measured.
+            optimizers: The learning rate is that of the first one's first group.
+            report: The last report of the run, or None.
+            is_skipped: Whether the optimizer's step was skipped, by whomever.
+        """
+        for watch in self._watches:
+            watch.recorder.end_row(self._num_steps)
+        line: Line = {
+            "kind": "steps",
+            "level": 0,
+            "first": step,
+            "last": step,
+            "count": 1,
+            "time": round(time.time(), 3),
+            "seconds": None if cost is None else round(cost.step_seconds, 6),
+            "guard_seconds": None if cost is None else round(cost.guard_seconds, 6),
+            "learning_rate": to_plain(_learning_rate(optimizers)),
+            "actions": {},
+            "skipped": int(is_skipped and not self._is_lagged),
+        }
+        self._steps.append(_Step(self._num_steps, line))
+        self._num_steps += 1
+        self._note(report)
+        self._write_known(int(self._is_lagged))
+
+    def _note(self, report: Report | None) -> None:
+        """Adds what was done about a step to its line, when its report is new."""
+        if report is None or report is self._last_report:
+            return
+        self._last_report = report
+        for each in self._steps:
+            if each.line["first"] == report.step:
+                each.line["actions"] = {report.action: 1}
+                if report.action == "skip" or report.skipped_by:
+                    each.line["skipped"] = 1
+
+    def _write_known(self, num_left: int) -> None:
+        recorders = [watch.recorder for watch in self._watches]
+        while len(self._steps) > num_left and all(r.has_row for r in recorders):
+            rows = [recorder.take_row() for recorder in recorders]
+            step = self._steps.popleft()
+            while step.number < rows[0].number and self._steps:
+                step = self._steps.popleft()  # a step of which no row is kept
+            step.line["models"] = [columns_of(row) for row in rows]
+            self._isolated(functools.partial(self._write, step.line))
+
+    def close(self, report: Report | None = None) -> None:
+        """Writes what has arrived, and closes the file; a later step has a new one.
+
+        Args:
+            report: The last report of the run, or None.
+        """
+        self._note(report)
+        self._write_known(0)
+        file, self._file = self._file, None
+        if file is not None:
+            self._isolated(file.close)
+
+    # The file.
+
+    def _isolated(self, function: Callable[[], None]) -> None:
+        """Calls a function; its first failure is logged, and none stops the run."""
+        try:
+            function()
+        except Exception as error:
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning(
+                    "Steps of the flight record %s are lost: %s. Said once.",
+                    self._path,
+                    error,
+                )
+
+    def _write(self, line: Line) -> None:
+        file = self._opened()
+        counts = list(self._num_entries)
+        heads = list[Line]()
+        if not self._is_begun:
+            heads.append(run_line(self._run, self._watches, self._policy))
+        for i, watch in enumerate(self._watches):
+            new = entry_lines(watch, i, counts[i])
+            counts[i] += sum(len(each["entries"]) for each in new)
+            heads += new
+        file.append(b"".join(map(line_bytes, heads)), line_bytes(line))
+        self._num_entries, self._is_begun = counts, True
+
+    def _opened(self) -> RecordFile:
+        """The file; a new one where another process, or an end, has closed it."""
+        if self._file is None or not self._file.is_own:
+            self._run = Run.begin()
+            wanted = self._run.path_of_rank(self._path)
+            self._file = self._open(wanted)
+            self._num_entries, self._is_begun = [0] * len(self._watches), False
+            if self._file.path != wanted:
+                _log.info(
+                    "%s is there already: this run's flight record is %s.",
+                    wanted,
+                    self._file.path,
+                )
+        return self._file
+
+
+def _learning_rate(optimizers: Sequence[Optimizer]) -> float | None:
+    """Of the first group of the first optimizer; None where it is on a device."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            rate = group.get("lr")
+            if isinstance(rate, torch.Tensor) and not rate.is_cpu:
+                return None
+            return None if rate is None else float(rate)
+    return None

@@ -1,0 +1,241 @@
+"""Reads a flight record: steps, entries, and a number for each of both."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .record_lines import COLUMNS, COUNTS, Line, read_column
+from .record_types import RecordEntry, RecordStep
+
+_LOSSES = ("output.loss", "output['loss']")
+
+
+class FlightRecord:
+    """A flight record as `read_record()` reads it.
+
+    Iterating yields a dict for each entry of each step in which it was looked at.
+
+    Attributes:
+        path: The file.
+        run: What is known of the run: `run`, `host`, `rank`, `world_size`, `devices`,
+            `torch`, `overflow_fast` and more; empty if the file is.
+        entries: The entries in the order in which they first came, which is the order
+            of execution.
+        is_truncated: Whether the last line was not written to its end.
+        num_damaged: How many other lines cannot be read.
+    """
+
+    def __init__(
+        self, path: Path, lines: list[Line], is_truncated: bool, num_damaged: int
+    ) -> None:
+        self.path = path
+        self.run: dict[str, Any] = lines[0] if lines else {}
+        self.is_truncated = is_truncated
+        self.num_damaged = num_damaged
+        self._lines = [line for line in lines if line.get("kind") == "steps"]
+        heads = [line for line in lines if line.get("kind") == "entries"]
+        widths = _widths(self._lines)
+        by_model = [_entries_of(heads, i, width) for i, width in enumerate(widths)]
+        self._begins = [sum(widths[:i]) for i in range(len(widths))]
+        self.entries: list[RecordEntry] = [each for all_ in by_model for each in all_]
+
+    def __len__(self) -> int:
+        """How many lines of steps there are."""
+        return len(self._lines)
+
+    @functools.cached_property
+    def steps(self) -> list[RecordStep]:
+        """The steps, the oldest first; the newest have a line each."""
+        scalars = {
+            name: self._scalar(indices)
+            for name, indices in (
+                ("loss", self._losses()),
+                ("loss_scale", self._recorded("loss_scale")),
+                ("grad_norm", self._recorded("grad_norm")),
+            )
+        }
+        return [
+            RecordStep(
+                line["first"],
+                line["last"],
+                line["count"],
+                line["time"],
+                line["seconds"],
+                line["guard_seconds"],
+                _number(line["learning_rate"]),
+                line["actions"],
+                line["skipped"],
+                **{name: values[i] for name, values in scalars.items()},
+            )
+            for i, line in enumerate(self._lines)
+        ]
+
+    @functools.cached_property
+    def values(self) -> Mapping[str, torch.Tensor | None]:
+        """Tensors of shape `[len(steps), len(entries)]` by the name of their column.
+
+        "abs_min" and "abs_max" (float64; nan: not looked at, or a nan where "num_nan"
+        is not 0), "num_nan", "num_inf", "num_saturated" and "num_zero" (int64; -1: not
+        counted). None where a column was never counted. Of several steps it is the
+        least "abs_min" and the most of everything else.
+        """
+        return {name: self._column(name) for name in COLUMNS}
+
+    def headroom_bits(self) -> torch.Tensor:
+        """How often each magnitude could double in its dtype.
+
+        Returns:
+            float64 of shape `[len(steps), len(entries)]`; -inf where a value was inf or
+            nan, nan where the entry was not looked at, inf where all values were 0.
+        """
+        high = self.values["abs_max"]
+        assert high is not None
+        limits = torch.tensor(
+            [each.limit for each in self.entries], dtype=high.dtype, device="cpu"
+        )
+        bits = torch.log2(limits / high)
+        return bits.masked_fill(self.is_nonfinite(), -math.inf)
+
+    def is_nonfinite(self) -> torch.Tensor:
+        """Where a nan or an inf was: bool of shape `[len(steps), len(entries)]`."""
+        nans, infs = self.values["num_nan"], self.values["num_inf"]
+        assert nans is not None and infs is not None
+        return (nans > 0) | (infs > 0)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        columns = {name: values for name, values in self.values.items()}
+        high, bad = columns["abs_max"], self.is_nonfinite()
+        assert high is not None
+        is_there = ~high.isnan() | bad
+        for i, step in enumerate(self.steps):
+            numbers = {
+                name: None if values is None else values[i].tolist()
+                for name, values in columns.items()
+            }
+            for j in is_there[i].nonzero().flatten().tolist():
+                yield {
+                    "step": step.first,
+                    "last_step": step.last,
+                    **vars(self.entries[j]),
+                    **{name: _cell(name, row, j) for name, row in numbers.items()},
+                }
+
+    def to_dataframe(self) -> Any:
+        """The record as a `pandas.DataFrame`: a row for each dict of iterating.
+
+        Raises:
+            ImportError: If pandas is not installed.
+        """
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError as error:
+            raise ImportError(
+                f"to_dataframe needs pandas: run `pip install pandas` ({error})"
+            ) from error
+        names = ("step", "last_step", *RecordEntry.__dataclass_fields__, *COLUMNS)
+        return pandas.DataFrame(iter(self), columns=list(names))
+
+    # How lines become tensors.
+
+    def _column(self, name: str) -> torch.Tensor | None:
+        is_count, is_known = name in COUNTS, False
+        shape = (len(self._lines), len(self.entries))
+        whole = torch.full(
+            shape,
+            -1 if is_count else math.nan,
+            dtype=torch.int64 if is_count else torch.float64,
+            device="cpu",
+        )
+        byteorder = self.run.get("byteorder", "little")
+        for i, line in enumerate(self._lines):
+            for begin, columns in zip(self._begins, line["models"], strict=False):
+                column = read_column(columns, name, byteorder)
+                if column is not None:
+                    whole[i, begin : begin + len(column)] = column
+                    is_known = True
+        always = name not in ("num_saturated", "num_zero")
+        return whole if is_known or always else None
+
+    def _losses(self) -> list[int]:
+        """The entries that are a loss: one that was recorded, else the root's."""
+        named = self._recorded("loss") or self._outputs_of_root(_LOSSES)
+        return named or self._outputs_of_root(("output", "output[0]"))
+
+    def _outputs_of_root(self, labels: Sequence[str]) -> list[int]:
+        return [
+            i
+            for i, each in enumerate(self.entries)
+            if each.kind == "output" and not each.module
+            if each.numel == 1 and each.label in labels
+        ]
+
+    def _recorded(self, label: str) -> list[int]:
+        return [
+            i
+            for i, each in enumerate(self.entries)
+            if each.kind == "recorded" and each.label == label
+        ]
+
+    def _scalar(self, indices: list[int]) -> list[float | None]:
+        high = self.values["abs_max"]
+        assert high is not None
+        if not indices:
+            return [None] * len(self._lines)
+        found = high[:, indices]
+        most = found.masked_fill(found.isnan(), -1.0).amax(1).tolist()
+        bad = self.values["num_nan"]
+        assert bad is not None
+        has_nan = (bad[:, indices] > 0).any(1).tolist()
+        return [
+            math.nan if is_nan else (None if value < 0 else value)
+            for value, is_nan in zip(most, has_nan, strict=True)
+        ]
+
+
+def _widths(steps: Sequence[Line]) -> list[int]:
+    """How many entries each model has, by the widest of its lines."""
+    models = max((len(line["models"]) for line in steps), default=0)
+    widths = [0] * models
+    for line in steps:
+        for i, columns in enumerate(line["models"]):
+            widths[i] = max(widths[i], columns["num"])
+    return widths
+
+
+def _entries_of(heads: Sequence[Line], model: int, width: int) -> list[RecordEntry]:
+    """A model's entries; those whose line was damaged are of no known kind."""
+    found = [
+        RecordEntry(model, "", "", "unknown", f"entry {i}", "unknown", math.nan, 0)
+        for i in range(width)
+    ]
+    for line in heads:
+        if line["model"] == model:
+            room = max(0, width - line["first"])  # its step may be missing
+            for i, each in enumerate(line["entries"][:room]):
+                found[line["first"] + i] = RecordEntry(
+                    model, each["module"], each["class"], *_rest(each)
+                )
+    return found
+
+
+def _rest(entry: Line) -> tuple[str, str, str, float, int]:
+    limit = float(entry["limit"])
+    return entry["kind"], entry["label"], entry["dtype"], limit, entry["numel"]
+
+
+def _number(value: float | str | None) -> float | None:
+    """A number of a line, where one that is not finite is a string."""
+    return None if value is None else float(value)
+
+
+def _cell(name: str, row: list[Any] | None, index: int) -> Any:
+    if row is None or (name in COUNTS and row[index] < 0):
+        return None
+    return row[index]
