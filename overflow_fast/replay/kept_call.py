@@ -57,8 +57,12 @@ class KeptCall:
 
     def with_own_batch(self) -> KeptCall:
         """The same call with a copy of its batch, for code that writes to it."""
-        copies = {id(t): _as_copy(t) for t in tensors_in(self.batch)}
-        batch = pytree.tree_map(lambda each: copies.get(id(each), each), self.batch)
+        return self.with_batch(_as_copy)
+
+    def with_batch(self, change: Callable[[torch.Tensor], torch.Tensor]) -> KeptCall:
+        """The same call with another tensor in place of each of its batch's."""
+        others = {id(t): change(t) for t in tensors_in(self.batch)}
+        batch = pytree.tree_map(lambda each: others.get(id(each), each), self.batch)
         copy = type(self)(self.function, batch, self.ambient)
         copy.returns_loss, copy.held = self.returns_loss, self.held
         return copy

@@ -10,6 +10,7 @@ import pytest
 from answers.failure import CAUSES, PHASES
 from answers.families import FAILURES
 from answers.judge import judge
+from answers.remedied import can_be_remedied, followed
 from answers.tools import Answer
 from answers.verify import problems
 
@@ -77,3 +78,22 @@ def test_the_guard_misleads_in_none():
     with_loss = [row for row in rows if row["tool"] == "ours-run"]
     alone = [row for row in with_loss if FAILURES[row["failure"]].ranks == 1]
     assert sum(row["cause"] is True for row in alone) >= 0.9 * len(alone)
+
+
+CURABLE = [each for each in ALL if can_be_remedied(each)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("failure", CURABLE[::8], ids=names(CURABLE[::8]))
+def test_a_recommended_remedy_helps(failure):
+    found = followed(failure)
+    assert found and all(each.is_finite for each in found), found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_all_recommended_remedies_help():
+    found = {each.name: followed(each) for each in ALONE}
+    wrong = [each for all in found.values() for each in all if not each.is_finite]
+    assert wrong == []
+    assert sum(bool(found[each.name]) for each in CURABLE) >= 0.7 * len(CURABLE)

@@ -228,7 +228,7 @@ def test_the_fewest_modules_run_in_float32():
     assert good[0].code == (
         "overflow_fast.keep_in_fp32(model, ['body.1'], until=['norm'])"
     )
-    assert good[1].code == "model.to(torch.bfloat16)"
+    assert good[1].code.startswith("model.to(torch.bfloat16)")
     after = {name: (t.dtype, t.data_ptr()) for name, t in model.state_dict().items()}
     assert after == before
     assert all("forward" not in vars(module) for module in model.modules())

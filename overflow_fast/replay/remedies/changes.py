@@ -56,11 +56,15 @@ class Float32Modules(Change):
 
 @dataclass(frozen=True)
 class Bfloat16(Change):
-    """Uses bfloat16 in place of float16, in weights and autocast."""
+    """Uses bfloat16 in place of float16, in weights, batches and autocast."""
 
     def applied(self, models: _Models) -> AbstractContextManager[object]:
         """See `Change`."""
         return in_bfloat16(models.values())
+
+    def calls(self, calls: Sequence[KeptCall]) -> list[KeptCall]:
+        """See `Change`."""
+        return [call.with_batch(_as_bfloat16) for call in calls]
 
 
 @dataclass(frozen=True)
@@ -156,3 +160,10 @@ class FromLoss(Change):
         """See `Change`."""
         changed = (self.change or Change()).calls(calls)
         return [call.with_held({}) for call in changed]
+
+
+def _as_bfloat16(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype != torch.float16:
+        return tensor
+    copy = tensor.detach().bfloat16()
+    return copy.requires_grad_() if tensor.requires_grad else copy

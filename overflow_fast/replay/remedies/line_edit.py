@@ -51,7 +51,10 @@ class SourceFile:
         first, last, begin, end = _span(node)
         head = self.lines[first - 1].encode()[:begin].decode()
         tail = self.lines[last - 1].encode()[end:].decode()
-        lines = [*self.lines[: first - 1], head + text + tail, *self.lines[last:]]
+        run = text
+        if isinstance(node, ast.expr):  # a closure keeps the variables of the old text
+            run = f"(({text}) if True else ({ast.unparse(node)}))"
+        lines = [*self.lines[: first - 1], head + run + tail, *self.lines[last:]]
         # What spans several lines becomes one: those below keep their numbers.
         lines[first:first] = ["\n"] * (last - first)
         code = textwrap.dedent(head + text + tail).rstrip("\n")
@@ -66,7 +69,7 @@ class LineEdit:
         first: The number of the first line that is replaced.
         last: That of the last one.
         code: The line that replaces them, without its indentation.
-        text: The edited file.
+        text: The edited file, to be run.
     """
 
     first: int

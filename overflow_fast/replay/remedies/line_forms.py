@@ -81,10 +81,12 @@ def forms_of(written: Written, op: Op, cause: str) -> Iterator[Form]:
     if cause == "range overflow":
         yield from _of_overflow(written, dtype)
         return
-    if cause == "empty reduction":
+    if cause == "empty reduction" or written.name == "ctc_loss":
         yield from _of_nothing(written, op.name)
     for makes in (_of_root, _of_log, _of_inverse, _of_norm, _of_softmax):
         yield from makes(written, dtype)
+    if dtype == "float16" and written.name in _NORMS | {"std", "var"}:
+        yield _in_float32(written)
 
 
 _Makes = Callable[[Written, str], Iterator[Form]]
@@ -228,6 +230,8 @@ def _of_nothing(written: Written, op: str) -> Iterator[Form]:
             "no correction, and 1e-8 inside the root",
             f"({first}.var({rest}correction=0) + 1e-8).sqrt()",
         )
+    if written.name == "ctc_loss":
+        yield Form("zero_infinity=True", written.with_keyword("zero_infinity", "True"))
     if not written.is_statement and any(base in op for base in _MEANS):
         yield Form("0 where there is nothing", f"torch.nan_to_num({written.text})")
 
@@ -241,9 +245,13 @@ def _of_overflow(written: Written, dtype: str) -> Iterator[Form]:
                 written.with_operands(f"{first}.clamp(max={largest})"),
             )
     if dtype == "float16" and written.name in _PRODUCTS and not written.is_statement:
-        num = 2 if written.name in _OF_TWO else 1
-        wide = [
-            None if written.is_constant(i) else f"{each}.float()"
-            for i, each in enumerate(written.operands[:num])
-        ]
-        yield Form("in float32", written.with_operands(*wide))
+        yield _in_float32(written)
+
+
+def _in_float32(written: Written) -> Form:
+    num = 2 if written.name in _OF_TWO else 1
+    wide = [
+        None if written.is_constant(i) else f"{each}.float()"
+        for i, each in enumerate(written.operands[:num])
+    ]
+    return Form("in float32", written.with_operands(*wide))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -53,33 +52,20 @@ def in_bfloat16(models: Iterable[nn.Module]) -> Iterator[None]:
                 if tensor.dtype == torch.float16:
                     tensor.data = tensor.data.bfloat16()
             for module in model.modules():
-                handle = module.register_forward_pre_hook(
-                    _begin_bfloat16, prepend=True, with_kwargs=True
-                )
+                handle = module.register_forward_pre_hook(_begin_bfloat16, prepend=True)
                 stack.callback(handle.remove)
         torch.clear_autocast_cache()
         stack.callback(torch.clear_autocast_cache)
         yield
 
 
-def _begin_bfloat16(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _begin_bfloat16(module: nn.Module, args: object) -> None:
     for device in ("cpu", "cuda", "mps", "xpu"):
         if not torch.amp.is_autocast_available(device):
             continue
         is_half = torch.get_autocast_dtype(device) == torch.float16
         if torch.is_autocast_enabled(device) and is_half:
             torch.set_autocast_dtype(device, torch.bfloat16)
-    return (
-        tuple(_as_bfloat16(each) for each in args),
-        {key: _as_bfloat16(each) for key, each in kwargs.items()},
-    )
-
-
-def _as_bfloat16(value: Any) -> Any:
-    is_half = isinstance(value, torch.Tensor) and value.dtype == torch.float16
-    return value.bfloat16() if is_half else value
 
 
 @contextmanager

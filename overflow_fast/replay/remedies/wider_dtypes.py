@@ -26,16 +26,25 @@ def of_precision(failure: Failure, trials: Trials) -> Iterator[Any]:
         yield from _of_modules(model, names[:1], trials)
         yield from _up_to_norms(failure, model, prefix, trials)
         yield from _of_modules(model, names[1:], trials)
-    remedy = Remedy("bfloat16", "model.to(torch.bfloat16)")
-    if any(
-        each.dtype == torch.float16 for m in models.values() for each in m.parameters()
-    ):
-        text = "bfloat16 for the model"
-    else:
-        text = "bfloat16 for autocast"
-        remedy = Remedy(text, "torch.autocast(device_type, dtype=torch.bfloat16)")
-    remedy = Remedy(text, remedy.code)
+    remedy = Remedy(*_bfloat16_text(failure, trials))
     yield functools.partial(trials.attempt, remedy, Bfloat16())
+
+
+def _bfloat16_text(failure: Failure, trials: Trials) -> tuple[str, str]:
+    """Describes bfloat16 for autocast, or for the weights and the batch."""
+    models = trials.rerun.models.values()
+    parameters = [each for model in models for each in model.parameters()]
+    if not any(each.dtype == torch.float16 for each in parameters):
+        code = "torch.autocast(device_type, dtype=torch.bfloat16)"
+        return "bfloat16 for autocast", code
+    names = [
+        name
+        for name, tensor in trials.rerun.calls[failure.place].leaves()
+        if tensor.dtype == torch.float16
+    ]
+    casts = [f"{name} = {name}.to(torch.bfloat16)" for name in names]
+    text = f"bfloat16 for the model{' and its inputs' * bool(names)}"
+    return text, "; ".join(["model.to(torch.bfloat16)", *casts])
 
 
 def _of_modules(
