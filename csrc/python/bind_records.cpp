@@ -6,6 +6,7 @@
 
 #include "../record/recorder.h"
 #include "../record/records.h"
+#include "bound.h"
 
 namespace overflow_fast {
 
@@ -20,41 +21,6 @@ constexpr const char* kDtypeNames[] = {
     "bool",
 };
 static_assert(std::size(kDtypeNames) == static_cast<size_t>(Dtype::kCount));
-
-// Binds a class whose repr() shows all its attributes.
-template <class T>
-class Bound {
- public:
-  Bound(py::module_& m, const char* name) : class_(m, name) {
-    class_.def("__repr__", [names = names_](const py::object& self) {
-      py::list shown;
-      for (const auto& name : names) {
-        shown.append(py::str("{}={!r}").format(name, py::getattr(self, name)));
-      }
-      const py::object type = py::type::of(self).attr("__name__");
-      return py::str("{}({})").format(type, py::str(", ").attr("join")(shown));
-    });
-  }
-
-  // `get` is a member, or a function of the object; of a Named<Record>, also of its record.
-  template <class Get>
-  Bound& attribute(const char* name, Get get) {
-    names_.append(name);
-    class_.def_property_readonly(name, [get](const T& self) {
-      if constexpr (std::is_invocable_v<Get, const T&>) {
-        return std::invoke(get, self);
-      } else {
-        return std::invoke(get, self.record);
-      }
-    });
-    return *this;
-  }
-  py::class_<T>& type() { return class_; }
-
- private:
-  py::class_<T> class_;
-  py::list names_;
-};
 
 void bind_enums(py::module_& m) {
   py::enum_<EntryKind>(m, "EntryKind")
@@ -172,38 +138,6 @@ void bind_headroom(py::module_& m) {
       .attribute("num_positive", &Underflow::Counts::num_positive);
 }
 
-template <std::string (StepRows::Row::*column)() const>
-py::bytes bytes_of(const StepRows::Row& row) {
-  return py::bytes((row.*column)());
-}
-
-py::object zeros_of(const StepRows::Row& row) {
-  return row.zeros.empty() ? py::object(py::none()) : py::object(py::bytes(row.num_zero()));
-}
-
-py::object saturated_of(const StepRows::Row& row) {
-  if (row.saturated.empty()) return py::none();
-  return py::bytes(row.num_saturated());
-}
-
-void bind_rows(py::module_& m) {
-  Bound<Named<StepRows::Column>>(m, "RowColumn")
-      .attribute("place", &Named<StepRows::Column>::place)
-      .attribute("dtype", [](const StepRows::Column& self) { return name_of(self.dtype); })
-      .attribute("numel", &StepRows::Column::numel)
-      .attribute("limit", &StepRows::Column::limit);
-  Bound<StepRows::Row>(m, "StepRow")
-      .attribute("number", &StepRows::Row::number)
-      .attribute("num_entries", [](const StepRows::Row& self) { return self.slots.size(); })
-      .attribute("num_left_out", &StepRows::Row::num_left_out)
-      .attribute("abs_min", &bytes_of<&StepRows::Row::abs_min>)
-      .attribute("abs_max", &bytes_of<&StepRows::Row::abs_max>)
-      .attribute("num_nan", &bytes_of<&StepRows::Row::num_nan>)
-      .attribute("num_inf", &bytes_of<&StepRows::Row::num_inf>)
-      .attribute("num_zero", zeros_of)
-      .attribute("num_saturated", saturated_of);
-}
-
 void bind_frames(py::module_& m) {
   Bound<Frame>(m, "Frame")
       .attribute("module", &Frame::module)
@@ -249,7 +183,6 @@ void bind_records(py::module_& m) {
   bind_labels(m);
   bind_entry(m);
   bind_headroom(m);
-  bind_rows(m);
   bind_frames(m);
 }
 

@@ -81,6 +81,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_callbacks(m);
   bind_stat(m);
   bind_records(m);
+  bind_rows(m);
   bind_recorder(m);
   add_frame_hook(m);
   add_hook_functions(m);

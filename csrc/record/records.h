@@ -31,6 +31,7 @@ inline NamedPlace named(const LabelTable& labels, const Place& place, Role role)
 
 void bind_stat(py::module_& m);
 void bind_records(py::module_& m);
+void bind_rows(py::module_& m);
 void bind_recorder(py::module_& m);
 
 }  // namespace overflow_fast

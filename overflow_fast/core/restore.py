@@ -55,7 +55,7 @@ def set_random_states(states: Iterable[tuple[Any, torch.Tensor]]) -> None:
 
 
 class KeptState:
-    """The state of models and random number generators, from `keep()` until the exit.
+    """The state of models and random number generators; put back on exit.
 
     Gradients are set aside by reference, and hooks on them that step an optimizer in
     backward with them: they are not called meanwhile.
@@ -83,6 +83,12 @@ class KeptState:
         self.lost: list[str] = []
 
     def __enter__(self) -> KeptState:
+        if not self._undo:
+            try:
+                self.keep()
+            except BaseException:
+                self.put_back()
+                raise
         return self
 
     def keep(self) -> None:

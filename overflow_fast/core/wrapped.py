@@ -53,7 +53,7 @@ def reshard(models: Iterable[nn.Module]) -> None:
 
 
 def reduces(models: Mapping[str, nn.Module]) -> bool:
-    """Whether a replay reduces gradients as the step did: with FSDP2 alone."""
+    """Tells whether a replay reduces gradients as the step did: with FSDP2 alone."""
     return _has(models.values(), _FSDP2) and not _has(models.values(), _DDP)
 
 

@@ -1,4 +1,4 @@
-"""What a training loop hands to a guard: batches, losses, functions to run again."""
+"""Takes what a training loop hands over: batches, losses, functions to run again."""
 
 from __future__ import annotations
 

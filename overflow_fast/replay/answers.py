@@ -167,7 +167,7 @@ class Answers:
         return ""
 
     def _leaves_reduction_out(self) -> bool:
-        """Whether ranks reduced gradients in the step, and not in its replay."""
+        """Tells whether ranks reduced gradients in the step, and not in its replay."""
         return not self._rerun.team.is_alone and not reduces(self._rerun.models)
 
     def _outside(self) -> str:

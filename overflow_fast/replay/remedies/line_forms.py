@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..named_op import Op
@@ -16,18 +16,12 @@ _WIDE_EPS = {
     "bfloat16": "1e-2",
     "float16": "1e-3",
 }
-_LOG_MAX = {
-    "float64": (700, 80),
-    "float32": (80, 20),
-    "bfloat16": (80, 20),
-    "float16": (10, 5),
-}
+_LOG_MAX = {"float64": (700, 80), "float16": (10, 5)}  # else 80 and 20
 _LOWEST = {"float16": "-1e4"}
 _ROOTS = {"sqrt", "rsqrt"}
 _LOGS = {"log", "log2", "log10"}
 _EXPS = {"exp", "expm1", "sinh", "cosh", "exp2"}
 _NORMS = {"norm", "vector_norm"}
-_SPREADS = {"std": "var", "var": "var"}
 _ATTENTION = "scaled_dot_product_attention"
 _MEANS = ("mean", "loss", "cross_entropy", "median")  # in the names of operations
 _OF_TWO = {"matmul", "bmm", "mm", "mul", "add", "sub", "dot", "linear", "mse_loss"}
@@ -87,9 +81,6 @@ def forms_of(written: Written, op: Op, cause: str) -> Iterator[Form]:
         yield from makes(written, dtype)
     if dtype == "float16" and written.name in _NORMS | {"std", "var"}:
         yield _in_float32(written)
-
-
-_Makes = Callable[[Written, str], Iterator[Form]]
 
 
 def _of_root(written: Written, dtype: str) -> Iterator[Form]:
@@ -239,7 +230,7 @@ def _of_nothing(written: Written, op: str) -> Iterator[Form]:
 def _of_overflow(written: Written, dtype: str) -> Iterator[Form]:
     first = written.operands[0]
     if written.name in _EXPS:
-        for largest in _LOG_MAX[dtype]:
+        for largest in _LOG_MAX.get(dtype, (80, 20)):
             yield Form(
                 f"an argument of at most {largest}",
                 written.with_operands(f"{first}.clamp(max={largest})"),
