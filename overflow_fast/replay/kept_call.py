@@ -160,6 +160,8 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
     is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
     if not is_plain or not tensor.is_cpu or not tensor.is_contiguous():
         return None
+    if tensor.untyped_storage().nbytes() < tensor.nbytes:  # it is freed
+        return None
     values = tensor.detach().view(-1)
     return values[:: max(1, len(values) // _NUM_SAMPLED)].clone()
 

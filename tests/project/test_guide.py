@@ -74,6 +74,18 @@ def test_run(code):
     assert caught.value.report.explanation.op.name == "aten.log"
 
 
+@runs("in-production-the-tripwire")
+def test_tripwire(code):
+    model, batch = nn.Linear(2, 1), (torch.ones(3, 2), torch.zeros(3, 1))
+    names = {"model": model, "criterion": nn.functional.mse_loss}
+    names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    known = run(code, loader=[batch] * 3, **names)
+    known["guard"].remove()
+    with pytest.raises(overflow_fast.NonFiniteError) as caught:
+        run(code, loader=[(batch[0], batch[1] + torch.nan)], **names)
+    assert caught.value.report.explanation.cause == "bad data"
+
+
 @runs("which-precision-for-which-layer")
 def test_advice(capsys, code):
     model, batch, _ = t5()
