@@ -205,10 +205,12 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 
 def _rewriter(tensor: torch.Tensor) -> Callable[[], None]:
     """Copies a tensor; returns what makes it that again, for autograd too."""
-    value = tensor.detach().clone()
+    value, own = tensor.detach().clone(), tensor.data
     version = None if tensor.is_inference() else version_of(tensor)
 
     def undo() -> None:
+        if tensor.data_ptr() != own.data_ptr():  # code has exchanged its memory
+            tensor.data = own
         _write(tensor, value)
         if version is not None and version_of(tensor) != version:
             set_version(tensor, version)

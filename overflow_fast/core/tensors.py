@@ -99,6 +99,16 @@ def reason(tensor: torch.Tensor, readability: _C.Readability) -> NotScanned:
     return NotScanned(f"tensor subclass {_type_name(tensor)}")
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Tells whether a plain strided tensor can be read: its storage is not freed."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return False
+    try:
+        return tensor.untyped_storage().nbytes() >= tensor.nbytes or not tensor.numel()
+    except (RuntimeError, NotImplementedError):  # a wrapper without a storage
+        return False
+
+
 def loss_in(output: Any) -> torch.Tensor | None:
     """Finds the loss in what a model returned: a floating-point scalar, or None.
 

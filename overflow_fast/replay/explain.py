@@ -69,7 +69,7 @@ def investigate(
     found, reruns = Explanation(), list[Rerun]()
 
     def replay() -> Explanation:
-        with kept_state(models, start, team) as state:
+        with kept_state(models, calls, start, team) as state:
             reruns.append(Rerun(models, calls, state, team, artifact_bytes > 0))
             search = Search(reruns[0], incident, budget, checkpoints, artifact_bytes)
             found = search.run()
@@ -84,7 +84,7 @@ def investigate(
                 team.order(BEGIN)
             found = known or replay()
             if known is not None and checkpoints and calls and team.is_alone:
-                with kept_state(models, start, team) as state:
+                with kept_state(models, calls, start, team) as state:
                     reruns.append(Rerun(models, calls, state, team))
                     failure = Failure(found, None, 0, checkpoints=checkpoints)
                     find_remedies(failure, reruns[0], budget, 0.0)
@@ -95,12 +95,14 @@ def investigate(
         found.notes.append(str(error))
     except Exception as error:
         found.notes.append(f"The explanation ended early: {text_of(error)}.")
+    own = found.artifacts
     if artifact_bytes and calls:
-        found.artifacts += _saved(models, calls, start, artifact_bytes, found)
-    found.replays = sum(each.num_forwards for each in reruns)
-    found.seconds = time.perf_counter() - begin
+        own += _saved(models, calls, start, artifact_bytes, found)
+    if found is not team.result:  # which has the numbers of the rank that led
+        found.replays = sum(each.num_forwards for each in reruns)
+        found.seconds = time.perf_counter() - begin
     result = team.finish(found)
-    result.artifacts = found.artifacts
+    result.artifacts = own
     return result
 
 
@@ -135,6 +137,7 @@ def _not_replayable(
 
 def kept_state(
     models: Mapping[str, nn.Module],
+    calls: Sequence[KeptCall],
     start: Sequence[tuple[torch.Tensor, torch.Tensor]],
     team: Team,
 ) -> KeptState:
@@ -142,6 +145,8 @@ def kept_state(
     state = KeptState(models, start)
     error: Exception | None = None
     try:
+        for call in calls:
+            call.note_overwritten()
         state.keep()
     except Exception as raised:
         error = raised

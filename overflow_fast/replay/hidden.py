@@ -37,6 +37,8 @@ def hidden_failures(
     Returns:
         One explanation for each line of code and operation, in order, at most eight.
     """
+    for call in calls:
+        call.note_overwritten()
     with KeptState(models, start) as state:
         rerun = Rerun(models, calls, state, Team())
         outcome = rerun.run(len(calls) - 1)

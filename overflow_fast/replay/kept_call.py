@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.tensors import loss_in
+from ..core.tensors import has_memory, loss_in
 from ..torch_internals.compiler import uncompiled
 from ..torch_internals.tensor_internals import pytree, version_of
 from .ambient import Ambient as Ambient
@@ -44,6 +44,7 @@ class KeptCall:
         self.not_held = 0
         self.returns_loss = False
         self.is_part_of_compiled = False
+        self._is_overwritten: bool | None = None
         self._versions = [(t, _version(t), _sample(t)) for t in tensors_in(batch)]
 
     @property
@@ -54,6 +55,10 @@ class KeptCall:
     def leaves(self) -> list[tuple[str, torch.Tensor]]:
         """The tensors of the batch with their keys."""
         return list(named_leaves(self.batch))
+
+    def note_overwritten(self) -> None:
+        """Keeps the answer of `is_overwritten()`, before a replay writes to anything."""
+        self._is_overwritten = self.is_overwritten()
 
     def with_own_batch(self) -> KeptCall:
         """The same call with a copy of its batch, for code that writes to it."""
@@ -79,6 +84,8 @@ class KeptCall:
         Writes that torch does not count, as through NumPy, are seen on the CPU alone,
         if they change one of a few values.
         """
+        if self._is_overwritten is not None:
+            return self._is_overwritten
         return any(
             _version(tensor) != before or not _is_equal(_sample(tensor), sample)
             for tensor, before, sample in self._versions
@@ -135,6 +142,8 @@ class ModelCall(KeptCall):
 
 
 def _as_copy(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) is torch.Tensor and not has_memory(tensor):
+        return tensor
     copy = tensor.detach().clone()
     return copy.requires_grad_() if tensor.requires_grad and is_float(tensor) else copy
 
@@ -157,10 +166,8 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
     """A few values of a tensor on the CPU, evenly spaced; None elsewhere."""
-    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    is_plain = type(tensor) is torch.Tensor and has_memory(tensor)
     if not is_plain or not tensor.is_cpu or not tensor.is_contiguous():
-        return None
-    if tensor.untyped_storage().nbytes() < tensor.nbytes:  # it is freed
         return None
     values = tensor.detach().view(-1)
     return values[:: max(1, len(values) // _NUM_SAMPLED)].clone()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..core.tensors import has_memory
 from .kept_call import KeptCall
 from .kinds import is_float
 
@@ -14,6 +15,9 @@ from .kinds import is_float
 def batch_size(call: KeptCall) -> int | None:
     """The size of dimension 0 that the tensors of a batch share, or None."""
     tensors = [tensor for _, tensor in call.leaves() if tensor.dim()]
+    plain = [each for each in tensors if type(each) is torch.Tensor]
+    if not all(map(has_memory, plain)):
+        return None
     sizes = {len(tensor) for tensor in tensors}
     return sizes.pop() if len(sizes) == 1 else None
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..core.tensors import has_memory
 from ..torch_internals.tensor_internals import pytree
 from .explanation import Artifact, Explanation
 from .kinds import tensors_in
@@ -51,7 +52,8 @@ def repro_of(op: OpCall, found: Explanation, most: int) -> Iterator[Artifact]:
     if not op.is_as_it_was:
         return
     tensors = list(tensors_in((op.args, op.kwargs)))
-    if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
+    plain = (torch.Tensor, torch.nn.Parameter)
+    if not all(type(t) in plain and has_memory(t) for t in tensors):
         return
     if sum(tensor.nbytes for tensor in tensors) > most:
         return

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..core.digests import digest_of
 from ..core.strict_json import SCHEMA
+from ..core.tensors import has_memory
 from .explanation import Artifact
 from .kept_call import Ambient, KeptCall, ModelCall, parameter_names
 from .places import names_of
@@ -77,7 +78,7 @@ def _call(call: KeptCall, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 def _plain(value: Any, put: Callable[[torch.Tensor], str]) -> Any:
     """A batch as JSON; of a tensor its name, of what cannot be saved its type."""
     if isinstance(value, torch.Tensor):
-        if type(value) not in (torch.Tensor, nn.Parameter):
+        if type(value) not in (torch.Tensor, nn.Parameter) or not has_memory(value):
             return {"lost": type(value).__name__}
         is_wanted = value.requires_grad and value.is_floating_point()
         return {"tensor": put(value), "requires_grad": is_wanted}
@@ -93,8 +94,7 @@ def _plain(value: Any, put: Callable[[torch.Tensor], str]) -> Any:
 
 def _identity(tensor: torch.Tensor) -> list[Any]:
     """Identifies a weight: dtype, shape, digest."""
-    is_plain = tensor.layout is torch.strided and not tensor.is_meta
-    digest = int(digest_of(tensor)) if is_plain and tensor.numel() else 0
+    digest = int(digest_of(tensor)) if has_memory(tensor) and tensor.numel() else 0
     return [str(tensor.dtype)[6:], list(tensor.shape), digest]
 
 

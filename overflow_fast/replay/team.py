@@ -70,6 +70,7 @@ class Team:
         lead: The rank that leads.
         claims: How well each rank can say where bad values began.
         is_broken: Whether a rank was lost, or may be out of step.
+        result: The explanation of the rank that led, once it is here; else None.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Team:
         self.rank = 0 if channel is None else channel.rank
         self.lead = self.rank if channel is None else lead
         self._can_cut = can_cut
-        self._result: Explanation | None = None
+        self.result: Explanation | None = None
         self.claims: Mapping[int, int] = {}
         self.is_broken = False
 
@@ -108,7 +109,7 @@ class Team:
         """Receives an order of the rank that leads; an explanation ends the replay."""
         order = self._exchange(None)[self.lead]
         if isinstance(order, Explanation):
-            self._result = order
+            self.result = order
         return order
 
     def agree(self, state: int, error: Exception | None) -> tuple[int, str, list[int]]:
@@ -161,8 +162,8 @@ class Team:
         Args:
             found: This rank's, which counts where it leads, or a rank was lost.
         """
-        if self.is_alone or self.is_broken or self._result is not None:
-            return self._result or found
+        if self.is_alone or self.is_broken or self.result is not None:
+            return self.result or found
         try:
             if self.leads:
                 self._exchange(found)
@@ -172,7 +173,7 @@ class Team:
         except NotJoined as error:
             self.is_broken = True
             found.notes.append(str(error))
-        return self._result or found
+        return self.result or found
 
     def _exchange(self, value: Any) -> Mapping[int, Any]:
         if self._channel is None:
