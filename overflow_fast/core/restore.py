@@ -17,6 +17,7 @@ from ..torch_internals.tensor_internals import version_of
 from ..torch_internals.wrappers import local_tensor
 from .memory import is_whole
 from .names import named_modules
+from .tensors import has_memory
 from .wrapped import reshard
 
 _MAX_BYTES = 2**28  # of larger tensors that no optimizer steps there is no copy
@@ -209,7 +210,8 @@ def _rewriter(tensor: torch.Tensor) -> Callable[[], None]:
     version = None if tensor.is_inference() else version_of(tensor)
 
     def undo() -> None:
-        if tensor.data_ptr() != own.data_ptr():  # code has exchanged its memory
+        is_plain = local_tensor(tensor) is None and has_memory(own)
+        if is_plain and tensor.data_ptr() != own.data_ptr():  # code has exchanged it
             tensor.data = own
         _write(tensor, value)
         if version is not None and version_of(tensor) != version:

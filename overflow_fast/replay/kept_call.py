@@ -57,7 +57,7 @@ class KeptCall:
         return list(named_leaves(self.batch))
 
     def note_overwritten(self) -> None:
-        """Keeps the answer of `is_overwritten()`, before a replay writes to anything."""
+        """Keeps the answer of `is_overwritten()`: a replay may write, too."""
         self._is_overwritten = self.is_overwritten()
 
     def with_own_batch(self) -> KeptCall:
