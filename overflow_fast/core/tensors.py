@@ -103,8 +103,11 @@ def has_memory(tensor: torch.Tensor) -> bool:
     """Tells whether a plain strided tensor can be read: its storage is not freed."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return False
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in pairs)
+    needed = (last + 1) * tensor.itemsize
     try:
-        return tensor.untyped_storage().nbytes() >= tensor.nbytes or not tensor.numel()
+        return tensor.untyped_storage().nbytes() >= needed or not tensor.numel()
     except (RuntimeError, NotImplementedError):  # a wrapper without a storage
         return False
 

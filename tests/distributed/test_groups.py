@@ -78,7 +78,11 @@ def one_bad(models, make_optimizer=None, policy="skip", bad_rank=BAD_RANK, **arg
         "skipped": guard.num_skipped,
         "changed": changed,
         "report": str(guard.last_report),
-        "logged": [text for text in messages if " decide" in text],
+        "logged": [
+            text
+            for text in messages
+            if " decide" in text and "is not finite" not in text
+        ],
         "failures": guard.coverage().failures,
         "weights": weights_of(models),
     }
