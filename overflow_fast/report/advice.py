@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..replay.explanation import Explanation
 from ..verdict.remedy import Remedy
 from ..verdict.settings import nonfinite_settings
 from ..verdict.verdict import BadEntry, Verdict
@@ -32,6 +33,18 @@ def advice_for(verdict: Verdict, step: int = 0, remedy: Remedy | None = None) ->
     if verdict.batch_places:
         return f"check {', '.join(verdict.batch_places)}"
     return "" if remedy is None else _in_float32(remedy)
+
+
+def answers(explanation: Explanation | None, first: BadEntry) -> bool:
+    """Tells whether an explanation leaves no advice to give.
+
+    A remedy was tried and helped; or -inf, as masks have it, is an overflow.
+    """
+    if explanation is None:
+        return False
+    is_mask = first.signs == "-" and not first.num_nan
+    is_overflow = explanation.cause == "range overflow" and is_mask
+    return is_overflow or any(each.is_recommended for each in explanation.remedies)
 
 
 def _of_tensor(first: BadEntry, verdict: Verdict, step: int) -> str:

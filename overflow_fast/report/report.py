@@ -11,7 +11,7 @@ from ..core.text import as_lines
 from ..replay.explanation import Explanation
 from ..verdict.remedy import Remedy
 from ..verdict.verdict import BadEntry, Headroom, Verdict
-from .advice import advice_for
+from .advice import advice_for, answers
 from .frames import frames_text
 from .origin import who_made_it
 
@@ -141,7 +141,8 @@ class Report:
         first = self.verdict.first
         if first is None:
             return [f"Step {self.step} is clean.", *self.notes]
-        advice = advice_for(self.verdict, self.step, self.remedy)
+        is_answered = answers(self.explanation, first)
+        advice = advice_for(self.verdict, self.step, self.remedy) * (not is_answered)
         return [
             self.headline(),
             *self._outcome(),

@@ -1,6 +1,7 @@
 """What a report tells to try helps when it is followed to the letter."""
 
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from guarding import INF, NAN, Net, batches, make, plant, train_step, warned
 from torch import nn
 
 import overflow_fast
-from overflow_fast import OverflowGuard
+from overflow_fast import Explanation, OverflowGuard
 from overflow_fast.demo.model import Settings, build, push_to_the_limit, read_batch
+from overflow_fast.replay.explanation import Remedy
+from overflow_fast.report.advice import answers
 
 WIDTH = 8
 CODE = re.compile(r"`(overflow_fast\.keep_in_fp32\(.*?\))`")
@@ -542,3 +545,13 @@ def test_a_remedy_that_fails_costs_no_alarm(monkeypatch):
     with plant(model.blocks[0], INF), OverflowGuard(model, on_overflow="warn") as guard:
         model(*batches(1)[0])
         assert guard.check().verdict.first.fqn == "blocks.0"
+
+
+def test_an_answer_takes_the_place_of_advice():
+    first = mock.Mock(signs="-", num_nan=0)
+    overflow, other = Explanation(cause="range overflow"), Explanation()
+    helped = Explanation(remedies=[Remedy("eps", is_finite=True)])
+    failed = Explanation(remedies=[Remedy("eps", is_finite=False)])
+    found = [answers(each, first) for each in (None, other, failed, overflow, helped)]
+    assert found == [False, False, False, True, True]
+    assert not answers(overflow, mock.Mock(signs="+-", num_nan=0))
