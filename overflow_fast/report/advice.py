@@ -36,15 +36,10 @@ def advice_for(verdict: Verdict, step: int = 0, remedy: Remedy | None = None) ->
 
 
 def answers(explanation: Explanation | None, first: BadEntry) -> bool:
-    """Tells whether an explanation leaves no advice to give.
-
-    A remedy was tried and helped; or -inf, as masks have it, is an overflow.
-    """
-    if explanation is None:
-        return False
+    """Tells whether -inf, as masks have it, is known to be an overflow."""
     is_mask = first.signs == "-" and not first.num_nan
-    is_overflow = explanation.cause == "range overflow" and is_mask
-    return is_overflow or any(each.is_recommended for each in explanation.remedies)
+    is_overflow = explanation is not None and explanation.cause == "range overflow"
+    return is_overflow and is_mask
 
 
 def _of_tensor(first: BadEntry, verdict: Verdict, step: int) -> str:
