@@ -146,12 +146,8 @@ class GuardStatus:
         Args:
             path: The file; with several ranks `run.rank3.html` for `run.html`.
 
-        Returns:
-            The file.
-
         Raises:
-            FileExistsError: If the file is there, and no page of overflow_fast.
-            OSError: If a file cannot be read or written.
+            OSError: If it cannot be written, or is no older page of overflow_fast.
         """
         return write_guard_page(path, self._loop)
 

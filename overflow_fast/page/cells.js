@@ -54,14 +54,15 @@ function shareColour(code, numel) {
   return between(SHARE_STOPS, Math.log10(Math.min(1, countOf(code) / Math.max(1, numel))));
 }
 
-function bitText(code, entry) {
+function bitText(code, entry, isRank) {
   if (code === NONFINITE) return "non-finite (nan or inf)";
   if (code === NOT_SEEN) return "not looked at";
   if (code === ALL_ZERO) return "all values were 0";
   const bits = code / BITS;
-  // Powers are taken apart, so that float64's smallest numbers do not overflow.
-  const magnitude = entry ? `, magnitude about ${(entry.limit / 2 ** bits).toPrecision(2)}` : "";
-  return `${bits.toFixed(1)} bits of headroom${magnitude}`;
+  const magnitude = (entry.limit / 2 ** bits).toPrecision(2);
+  // Of ranks the page has half bits, rounded down.
+  return isRank ? `${bits.toFixed(1)} to ${(bits + 0.5).toFixed(1)} bits of headroom, magnitude up to ${magnitude}`
+    : `${bits.toFixed(1)} bits of headroom, magnitude about ${magnitude}`;
 }
 
 function countText(code, what, entry) {

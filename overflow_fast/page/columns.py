@@ -30,27 +30,25 @@ class Column:
         return f"{self.first} to {self.last}"
 
 
-def columns_of(records: Sequence[FlightRecord], most: int) -> list[Column]:
+def columns_of(records: Sequence[FlightRecord]) -> list[Column]:
     """Divides the steps of records into columns, the oldest first.
 
-    Steps that one record keeps in one line are not divided. If there are too many, the
-    newest half keep columns of their own, and the older ones share the rest evenly.
+    Steps that one record keeps in one line are not divided.
 
     Args:
         records: The records, of one run or of its ranks.
-        most: How many columns there may be, at least 2.
     """
     if len(records) == 1:
         # In the order of the file: a run may count its steps from 0 again.
         steps = enumerate(records[0].steps)
-        return _thinned([Column(s.first, s.last, [[i]]) for i, s in steps], most)
+        return [Column(s.first, s.last, [[i]]) for i, s in steps]
     lines = [
         (step, which, i)
         for which, record in enumerate(records)
         for i, step in enumerate(record.steps)
     ]
     lines.sort(key=lambda line: (line[0].first, line[0].last))
-    return _thinned(_overlapping(lines, len(records)), most)
+    return _overlapping(lines, len(records))
 
 
 def _overlapping(
@@ -69,7 +67,15 @@ def _overlapping(
     return columns
 
 
-def _thinned(columns: list[Column], most: int) -> list[Column]:
+def thinned(columns: list[Column], most: int) -> list[Column]:
+    """Joins columns if there are too many.
+
+    The newest half keep columns of their own; older ones share the rest evenly.
+
+    Args:
+        columns: The columns, the oldest first.
+        most: How many there may be, at least 2.
+    """
     if len(columns) <= most:
         return columns
     num_new = most // 2

@@ -4,11 +4,10 @@
   const by = (id) => document.getElementById(id);
   const data = await loaded();
   const ROW = 16, GUTTER = 300, STRIP = 44, MARGIN = 12;
-  const kinds = [...new Set(data.entries.map((entry) => entry.family))];
+  const kinds = data.families.filter((kind) => data.entries.some((entry) => entry.family === kind));
   const state = {find: "", show: "headroom", families: new Set(kinds.slice(0, 1)),
     open: new Set(), shut: new Set(), all: false, from: 0, to: data.width,
     row: -1, column: -1, drag: null};
-  if (kinds.includes("outputs")) state.families = new Set(["outputs"]);
   const scroller = by("rows"), heat = by("heat"), strips = by("strips");
   const STRIP_NAMES = {loss: "loss", grad_norm: "gradient norm",
     learning_rate: "learning rate", loss_scale: "loss scale", skips: "skips"};
@@ -45,6 +44,11 @@
     return "…" + parts.slice(low).join("");
   }
 
+  const short = (value) => {  // a number that is not finite is a text
+    if (typeof value === "string" || Number.isInteger(value)) return String(value);
+    return value.toPrecision(4).replace(/\.?0+($|e)/, "$1");
+  };
+
   function drawStrips() {
     const height = shownStrips.length * STRIP + 20, pen = sized(strips, height);
     shownStrips.forEach((name, i) => drawStrip(pen, name, i * STRIP));
@@ -67,7 +71,7 @@
     pen.fillStyle = colour("--ink");
     pen.fillText(STRIP_NAMES[name] + (isLog ? " (log)" : ""), 4, top + 14);
     pen.fillStyle = colour("--soft");
-    if (known.length) pen.fillText(`${low.toPrecision(3)} to ${high.toPrecision(3)}`, 4, top + 30);
+    if (known.length) pen.fillText(`${short(low)} to ${short(high)}`, 4, top + 30);
     pen.strokeStyle = colour("--accent");
     pen.fillStyle = colour("--ink");
     pen.beginPath();
@@ -145,13 +149,13 @@
     const lines = [row.rank === undefined ? "" : `${row.name}: `];
     lines[0] += `${entry.name} (${about})`;
     if (row.isGroup) lines[0] = `${row.name}; the worst here is ${lines[0]}`;
-    const text = state.show === "headroom" ? bitText(code, entry) :
+    const text = state.show === "headroom" ? bitText(code, entry, row.rank !== undefined) :
       row.rank === undefined ? countText(code, state.show === "num_zero" ? "zero" : "saturated", entry) :
         "counts are not kept by rank";
     lines.push(`${stepText(column)}: ${text}`);
     lines.push(shownStrips.map((name) => [name, data.strips[name][state.column]])
       .filter(([, value]) => value !== null)
-      .map(([name, value]) => `${STRIP_NAMES[name]} ${Number.isFinite(Number(value)) ? Number(value).toPrecision(4) : value}`)
+      .map(([name, value]) => `${STRIP_NAMES[name]} ${short(value)}`)
       .join(", "));
     by("readout").textContent = lines.join("\n");
   }

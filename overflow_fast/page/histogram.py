@@ -49,10 +49,14 @@ class Histogram:
 
 
 _FEW = 8
+_CALL = "['call']"
 
 
 def histogram_of(incident: Incident) -> Histogram | None:
-    """Counts the tensor of an incident's evidence that has most non-finite values.
+    """Counts a non-finite tensor of an incident's evidence.
+
+    It is one of the call that was bad, if it can be; then the one with most finite
+    values, which show where its magnitudes were.
 
     Returns:
         The histogram; None if no tensor is kept, safetensors is not installed, or no
@@ -72,15 +76,16 @@ def histogram_of(incident: Incident) -> Histogram | None:
 
 def _worst(path: Path) -> tuple[str, torch.Tensor] | None:
     safetensors = importlib.import_module("safetensors")
-    worst, most = None, 0
+    worst, most = None, (False, -1)
     with safetensors.safe_open(path, framework="pt", device="cpu") as file:
         for name in file.keys():  # noqa: SIM118  (it is no dict)
             tensor = file.get_tensor(name)
             if not tensor.dtype.is_floating_point:
                 continue
-            num_bad = int((~tensor.double().isfinite()).sum())
-            if num_bad > most:
-                worst, most = (name, tensor), num_bad
+            num_finite = int(tensor.double().isfinite().sum())
+            rank = name.startswith(_CALL), num_finite
+            if num_finite < tensor.numel() and rank > most:
+                worst, most = (name, tensor), rank
     return worst
 
 
@@ -88,25 +93,28 @@ def _counted(name: str, tensor: torch.Tensor) -> Histogram:
     values, info = tensor.double(), torch.finfo(tensor.dtype)
     is_bad = ~values.isfinite()
     own = values[~is_bad & (values != 0)].abs()
-    exponents, counts = (torch.frexp(own).exponent - 1).unique(return_counts=True)
     bad = is_bad.nonzero()
-    rows, totals = bad[:, 0].unique(return_counts=True) if values.dim() else ((), ())
+    rows = bad[:, 0].bincount().tolist() if values.dim() else []
     return Histogram(
         name,
         str(tensor.dtype).removeprefix("torch."),
         tuple(tensor.shape),
-        _filled(dict(zip(exponents.tolist(), counts.tolist(), strict=True))),
+        _bins(own),
         math.frexp(info.smallest_normal)[1] - 1,
         math.frexp(info.max)[1] - 1,
         int(values.isnan().sum()),
         int(values.isinf().sum()),
         int((values == 0).sum()),
         [tuple(place) for place in bad[:_FEW].tolist()],
-        [(int(i), int(n)) for i, n in zip(rows[:_FEW], totals[:_FEW], strict=True)],
+        [(i, count) for i, count in enumerate(rows) if count][:_FEW],
     )
 
 
-def _filled(counts: dict[int, int]) -> list[tuple[int, int]]:
-    if not counts:
+def _bins(magnitudes: torch.Tensor) -> list[tuple[int, int]]:
+    """Counts finite magnitudes other than 0 by their exponents."""
+    if not len(magnitudes):
         return []
-    return [(e, counts.get(e, 0)) for e in range(min(counts), max(counts) + 1)]
+    exponents = torch.frexp(magnitudes).exponent - 1
+    lowest = int(exponents.min())
+    counts = (exponents - lowest).bincount().tolist()
+    return list(enumerate(counts, lowest))

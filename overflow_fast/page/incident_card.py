@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from ..report.report import Report
 
 _MARKER = "overflow_fast.json"
 _CONTEXT = 3
+_CAUSE = f"{'cause':<9} "  # how the text of an explanation begins
 _TENSORS = "tensors.safetensors"
 
 
@@ -47,8 +49,11 @@ class Incident:
 
     @property
     def sentences(self) -> list[str]:
-        """The report's sentences, the headline first."""
-        return str(self.report.get("summary", "")).splitlines()
+        """The report's sentences, the headline first, without the explanation."""
+        lines = str(self.report.get("summary", "")).splitlines()
+        if self.explanation:
+            lines = list(itertools.takewhile(lambda x: not x.startswith(_CAUSE), lines))
+        return lines
 
     @property
     def op(self) -> Mapping[str, Any]:
@@ -85,14 +90,18 @@ class Code:
     @classmethod
     def of(cls, op: Mapping[str, Any]) -> Code:
         """Reads the lines around an operation, if its file is as it was."""
-        file, number, code = str(op.get("file") or ""), int(op.get("line") or 0), op["code"]
+        file, number, code = (
+            str(op.get("file") or ""),
+            int(op.get("line") or 0),
+            op["code"],
+        )
         alone = [(number, str(code))]
         if not file or number < 1:
             return cls("", alone, number)
         place = f"{file}:{number}"
         try:
             text = Path(file).read_text(encoding="utf-8", errors="replace")
-        except OSError:
+        except (OSError, ValueError):  # a path that cannot be
             return cls(place, alone, number, "The file is not on this machine.")
         lines = text.splitlines()
         if number > len(lines) or lines[number - 1].strip() not in str(code):
@@ -133,7 +142,9 @@ def _read(marker: Path) -> Incident:
     explanation = _json_of(folder / "explanation.json")
     if not isinstance(step, int):
         raise EvidenceError(f"{marker} names no step.")
-    return Incident(step, report, explanation or report.get("explanation") or {}, folder)
+    return Incident(
+        step, report, explanation or report.get("explanation") or {}, folder
+    )
 
 
 def _json_of(path: Path) -> dict[str, Any]:

@@ -6,25 +6,26 @@ import base64
 import ctypes
 import json
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from ..core.strict_json import to_plain
-from ..record.table import FlightRecord
-from .grid import Grid, make_grid
-from .row_names import block_of, family_of
+from .columns import Column
+from .grid import ALL_ZERO, BITS, NONFINITE, Sheet
+from .row_names import FAMILIES, block_of, family_of
 from .strips import strips_of
 
 _MOST_COLUMNS = 2000
 _LEAST_COLUMNS = 16
 # Together below 2 MiB with the tables and the page's own code.
-_MAX_GRID = 1000 * 1024
+_MAX_GRID = 1300 * 1024
 _MAX_RANKS = 400 * 1024
+_CELLS_A_BYTE = 4  # at best, as a guess to begin with
+_HALF = BITS // 2
 
 
-def payloads(records: Sequence[FlightRecord]) -> dict[str, str]:
+def payloads(sheet: Sheet) -> dict[str, str]:
     """Packs all that the page's pictures are drawn from.
 
     Returns:
@@ -33,53 +34,62 @@ def payloads(records: Sequence[FlightRecord]) -> dict[str, str]:
         columns]` with columns of its own. Each number is the difference from that of
         the column before, and bytes of the same weight are together.
     """
-    grid, found = _fitting(records, _MAX_GRID, _whole)
+    records, most = sheet.records, _MOST_COLUMNS
+    columns, found = _fitting(lambda most: _whole(sheet, most), most, _MAX_GRID)
     meta = {
         "rows": [
-            [e.model, e.module, e.class_name, e.kind, e.label, e.dtype, e.limit]
-            + [e.numel, block_of(e.module), family_of(e.kind)]
-            for e in grid.entries
+            [*vars(each).values(), block_of(each.module), family_of(each.kind)]
+            for each in sheet.entries
         ],
-        "columns": [[c.first, c.last] for c in grid.columns],
-        "strips": strips_of(records, grid.columns),
+        "columns": [[c.first, c.last] for c in columns],
+        "strips": strips_of(records, columns),
         "ranks": [str(record.run.get("rank", "?")) for record in records],
         "rankColumns": [],
+        "families": list(FAMILIES),
     }
     if len(records) > 1:
-        ranks, packed = _fitting(records, _MAX_RANKS, _by_rank)
-        found |= packed
-        meta["rankColumns"] = [[c.first, c.last] for c in ranks.columns]
+        num_cells = max(1, len(records) * len(sheet.entries))
+        most = max(_LEAST_COLUMNS, min(most, _MAX_RANKS * _CELLS_A_BYTE // num_cells))
+        columns, ranks = _fitting(lambda most: _by_rank(sheet, most), most, _MAX_RANKS)
+        found |= ranks
+        meta["rankColumns"] = [[c.first, c.last] for c in columns]
     return {"meta": _deflated(json.dumps(to_plain(meta)).encode()), **found}
 
 
-def _fitting(
-    records: Sequence[FlightRecord], most_bytes: int, pack: Any
-) -> tuple[Grid, dict[str, str]]:
-    """A grid with as many columns as there is room for."""
-    columns = _MOST_COLUMNS
+_Packed = tuple[list[Column], dict[str, str]]
+
+
+def _fitting(pack: Callable[[int], _Packed], most: int, max_bytes: int) -> _Packed:
+    """Packs as many columns as there is room for."""
     while True:
-        grid = make_grid(records, columns)
-        packed: dict[str, str] = pack(grid)
-        size = sum(map(len, packed.values()))
-        if size <= most_bytes or columns <= _LEAST_COLUMNS:
-            return grid, packed
-        columns //= 2
+        columns, found = pack(most)
+        if sum(map(len, found.values())) <= max_bytes or most <= _LEAST_COLUMNS:
+            return columns, found
+        most = max(_LEAST_COLUMNS, most * 2 // 3)
 
 
-def _whole(grid: Grid) -> dict[str, str]:
+def _whole(sheet: Sheet, most: int) -> _Packed:
+    grid = sheet.grid(most)
     counts = {name: packed(values) for name, values in grid.counts.items()}
-    return {"headroom": packed(grid.headroom), **counts}
+    return grid.columns, {"headroom": packed(grid.headroom), **counts}
 
 
-def _by_rank(grid: Grid) -> dict[str, str]:
-    return {"ranks": packed(torch.cat(grid.by_record))}
+def _by_rank(sheet: Sheet, most: int) -> _Packed:
+    columns, numbers = sheet.columns(most), range(len(sheet.records))
+    codes = torch.cat([sheet.headroom_of(which, columns) for which in numbers])
+    # Half bits, so that there is room for more columns.
+    special = (codes == NONFINITE) | (codes >= ALL_ZERO)
+    halves = torch.where(special, codes, codes // _HALF * _HALF)
+    return columns, {"ranks": packed(halves)}
 
 
 def packed(codes: torch.Tensor) -> str:
     """Packs int16 or uint8 of shape `[rows, columns]`; see `payloads()`."""
     before = torch.nn.functional.pad(codes.int(), (1, 0))[:, :-1]
     steps = codes.int() - before
-    planes = [steps & 255] + ([(steps >> 8) & 255] if codes.dtype == torch.int16 else [])
+    planes = [steps & 255] + (
+        [(steps >> 8) & 255] if codes.dtype == torch.int16 else []
+    )
     return _deflated(b"".join(map(_bytes, planes)))
 
 
@@ -90,5 +100,3 @@ def _bytes(values: torch.Tensor) -> bytes:
 
 def _deflated(data: bytes) -> str:
     return base64.b64encode(zlib.compress(data, 6)).decode()
-
-

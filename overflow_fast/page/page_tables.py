@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from ..record.table import FlightRecord
 from .columns import Column
-from .grid import ALL_ZERO, BITS, NONFINITE, NOT_SEEN, Grid, keys_of, make_grid, rows_of
+from .grid import ALL_ZERO, BITS, NONFINITE, NOT_SEEN, Grid, Sheet
 from .row_names import name_of
 from .strips import STRIPS, strips_of
 
 _MOST_ROWS = 500
 _MOST_STEPS = 400
+_HEADS = "entry", "class", "kind", "dtype", "least bits", "magnitude", "in step"
+_COUNTS = {"num_saturated": "saturated", "num_zero": "zeros"}
 
 
 class Table(NamedTuple):
@@ -43,30 +45,30 @@ class _Nearest:
     rank: str = ""
     num_bad: int = 0
     first_bad: str = ""
-    saturated: int | None = None
-    zeros: int | None = None
+    counts: dict[str, int] = field(default_factory=dict)
 
 
-def entry_table(records: Sequence[FlightRecord], grid: Grid) -> Table:
+def entry_table(sheet: Sheet, grid: Grid) -> Table:
     """A row for each entry: its least headroom, and where it was not finite."""
-    rows = rows_of(records)
-    nearest = [_Nearest() for _ in grid.entries]
-    for record in records:
-        _add(record, [nearest[rows[key]] for key in keys_of(record)])
+    records, nearest = sheet.records, [_Nearest() for _ in sheet.entries]
+    for record, rows in zip(records, sheet.rows, strict=True):
+        _add(record, [nearest[row] for row in rows])
     worst = sorted(range(len(nearest)), key=lambda i: _need(nearest[i]))[:_MOST_ROWS]
-    has_models = any(entry.model for entry in grid.entries)
+    has_models = any(entry.model for entry in sheet.entries)
     left_out = len(nearest) - len(worst)
     ranks = ["rank"] if len(records) > 1 else []
+    counts = [name for name in _COUNTS if name in grid.counts]
+    last = "non-finite steps", "first", *(_COUNTS[name] for name in counts)
     return Table(
-        ["entry", "class", "kind", "dtype", "least bits", "magnitude", "in step"]
-        + [*ranks, "non-finite steps", "first", "saturated", "zeros"],
+        [*_HEADS, *ranks, *last],
         [
             [
-                name_of(grid.entries[i], has_models),
-                grid.entries[i].class_name,
-                grid.entries[i].kind.replace("_", " "),
-                grid.entries[i].dtype,
+                name_of(sheet.entries[i], has_models),
+                sheet.entries[i].class_name,
+                sheet.entries[i].kind.replace("_", " "),
+                sheet.entries[i].dtype,
                 *_cells(nearest[i], bool(ranks)),
+                *(_count(nearest[i].counts.get(name)) for name in counts),
             ]
             for i in sorted(worst)
         ],
@@ -90,9 +92,11 @@ def _cells(entry: _Nearest, has_ranks: bool) -> list[str]:
         *([entry.rank] if has_ranks else []),
         str(entry.num_bad or ""),
         entry.first_bad,
-        "not counted" if entry.saturated is None else str(entry.saturated),
-        "not counted" if entry.zeros is None else str(entry.zeros),
     ]
+
+
+def _count(number: int | None) -> str:
+    return "not counted" if number is None else str(number)
 
 
 def _add(record: FlightRecord, nearest: Sequence[_Nearest]) -> None:
@@ -107,7 +111,11 @@ def _add(record: FlightRecord, nearest: Sequence[_Nearest]) -> None:
     at = torch.where(least == math.inf, is_known.int().argmax(0), at)
     names = [str(Column(s.first, s.last, [])) for s in record.steps]
     num_bad, first_bad = bad.sum(0).tolist(), bad.int().argmax(0).tolist()
-    most = {name: _most(record, name) for name in ("num_saturated", "num_zero")}
+    most = {
+        name: [int(number) for number in values.amax(0).tolist()]
+        for name in _COUNTS
+        if (values := record.values[name]) is not None
+    }
     for j, each in enumerate(nearest):
         line = int(at[j])
         is_nearer = math.isnan(each.abs_max) or least[j].item() < each.bits
@@ -118,29 +126,19 @@ def _add(record: FlightRecord, nearest: Sequence[_Nearest]) -> None:
             each.where = "" if math.isnan(each.abs_max) else each.where
             each.num_bad = max(each.num_bad, num_bad[j])
             each.first_bad = each.first_bad or names[first_bad[j]]
-        each.saturated = _larger(each.saturated, most["num_saturated"], j)
-        each.zeros = _larger(each.zeros, most["num_zero"], j)
+        for name, numbers in most.items():
+            if numbers[j] >= 0:
+                each.counts[name] = max(each.counts.get(name, 0), numbers[j])
 
 
-def _most(record: FlightRecord, name: str) -> list[int] | None:
-    values = record.values[name]
-    return None if values is None else [int(each) for each in values.amax(0).tolist()]
-
-
-def _larger(known: int | None, most: list[int] | None, index: int) -> int | None:
-    if most is None or most[index] < 0:
-        return known
-    return most[index] if known is None else max(known, most[index])
-
-
-def step_table(records: Sequence[FlightRecord]) -> Table:
+def step_table(sheet: Sheet) -> Table:
     """A row for each step, or for several: its numbers, and its worst entry."""
-    grid = make_grid(records, _MOST_STEPS) if records else None
-    if grid is None or not grid.columns:
+    records, grid = sheet.records, sheet.grid(_MOST_STEPS)
+    if not grid.columns:
         return Table([], [])
     strips = strips_of(records, grid.columns)
     shown = [name for name in STRIPS if name in strips]
-    names = [name_of(entry) for entry in grid.entries]
+    names = [name_of(entry) for entry in sheet.entries]
     rows = []
     for i, column in enumerate(grid.columns):
         numbers = [_number(strips[name][i]) for name in shown]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..record.table import FlightRecord
-from .grid import NONFINITE, NOT_SEEN, Grid, make_grid
+from .grid import NONFINITE, NOT_SEEN, Grid, Sheet
 from .histogram import histogram_of
 from .incident_card import Incident
 from .packing import payloads
@@ -69,29 +69,31 @@ def page_of(
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    page = Environment(
+    pages = Environment(
         loader=FileSystemLoader(_HERE),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-    ).get_template("page.html")
-    grid = make_grid(records, _MOST_COLUMNS)
-    has_cells = bool(grid.entries and grid.columns)
-    return page.render(
+    )
+    pages.filters["short"] = _short
+    sheet = Sheet(records)
+    grid = sheet.grid(_MOST_COLUMNS)
+    has_cells = bool(sheet.entries and grid.columns)
+    return pages.get_template("page.html").render(
         generator=Markup(_GENERATOR),
         style=Markup(_own("page.css")),
         scripts=[Markup(_own(name)) for name in ("cells.js", "heatmap.js")],
-        payloads=payloads(records) if has_cells else {},
+        payloads=payloads(sheet) if has_cells else {},
         families=list(FAMILIES),
         runs=[record.run for record in records],
         incidents=list(reversed(incidents)),
-        first_bad=None if incidents else _first_bad(grid),
-        ways=[(each, way_of(each, grid)) for each in reversed(incidents)],
+        first_bad=None if incidents else _first_bad(sheet, grid),
+        ways=[(each, way_of(each, sheet, grid)) for each in reversed(incidents)],
         histograms=[each for each in map(histogram_of, reversed(incidents)) if each],
-        entries=entry_table(records, grid),
-        steps=step_table(records),
-        gaps=[*gaps, *_gaps(records, grid)],
+        entries=entry_table(sheet, grid),
+        steps=step_table(sheet),
+        gaps=list(dict.fromkeys([*gaps, *_reported(incidents), *_gaps(sheet, grid)])),
         versions=_versions(records),
     )
 
@@ -100,22 +102,36 @@ def _own(name: str) -> str:
     return (_HERE / name).read_text(encoding="utf-8")
 
 
-def _first_bad(grid: Grid) -> dict[str, Any] | None:
+def _first_bad(sheet: Sheet, grid: Grid) -> dict[str, Any] | None:
     """The first entry of the records that was not finite, or None."""
     bad = (grid.headroom == NONFINITE).T.nonzero()
     if not len(bad):
         return None
     column, row = bad[0].tolist()
-    return {"steps": str(grid.columns[column]), "entry": name_of(grid.entries[row])}
+    return {"steps": str(grid.columns[column]), "entry": name_of(sheet.entries[row])}
 
 
-def _gaps(records: Sequence[FlightRecord], grid: Grid) -> list[str]:
+def _short(value: object) -> str:
+    """A number of a file with four digits; nothing for one that is not known."""
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _reported(incidents: Sequence[Incident]) -> list[str]:
+    """The sentences of incidents' reports on what was not checked."""
+    return [str(gap) for i in incidents for gap in i.report.get("not_covered") or []]
+
+
+def _gaps(sheet: Sheet, grid: Grid) -> list[str]:
     """What the records do not hold, in sentences."""
-    sentences = []
+    records, entries, sentences = sheet.records, sheet.entries, list[str]()
     world = max((int(r.run.get("world_size", 1)) for r in records), default=0)
     if world > len(records):
         given = len(records)
-        sentences.append(f"{world - given} of {world} ranks: no record of theirs given.")
+        sentences.append(
+            f"{world - given} of {world} ranks: no record of theirs given."
+        )
     for record in records:
         if record.is_truncated:
             sentences.append(f"{record.path.name}: the last line is not whole.")
@@ -127,14 +143,14 @@ def _gaps(records: Sequence[FlightRecord], grid: Grid) -> list[str]:
         never = int(unseen.all(1).sum())
         sentences.append(
             f"{share:.1%} of the heatmap was not looked at or had no values; "
-            f"{never} of {len(grid.entries)} entries never."
+            f"{never} of {len(entries)} entries never."
         )
-    kinds = {entry.kind for entry in grid.entries}
+    kinds = {entry.kind for entry in entries}
     absent = [name for name, each in FAMILIES.items() if not kinds.intersection(each)]
-    if grid.entries and absent:
+    if entries and absent:
         sentences.append(f"Not in the record: {', '.join(absent)}.")
     for name, what in (("num_saturated", "Saturated"), ("num_zero", "Zero")):
-        if grid.entries and name not in grid.counts:
+        if entries and name not in grid.counts:
             sentences.append(f"{what} values were not counted.")
     return sentences
 
@@ -146,8 +162,10 @@ _VERSIONS = ("dtypes", "policy", "overflow_fast", "torch", "python", "schema")
 def _versions(records: Sequence[FlightRecord]) -> Table:
     """A row for each record: its run, and the versions of all that made it."""
     names = [*_RUN, *_VERSIONS]
-    rows = [[record.path.name, *(_text(record.run.get(n)) for n in names)]
-            for record in records]
+    rows = [
+        [record.path.name, *(_text(record.run.get(n)) for n in names)]
+        for record in records
+    ]
     return Table(["file", *(name.replace("_", " ") for name in names)], rows)
 
 

@@ -1,4 +1,4 @@
-"""What a page is made of: the files and folders that a command line names."""
+"""The files and folders that a command line makes a page of."""
 
 from __future__ import annotations
 

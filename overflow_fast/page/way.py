@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .grid import NONFINITE, NOT_SEEN, Grid
+from .grid import NONFINITE, NOT_SEEN, Grid, Sheet
 from .incident_card import Incident
 from .row_names import name_of
 
@@ -50,24 +50,27 @@ class Way:
     is_recorded: bool = False
 
 
-def way_of(incident: Incident, grid: Grid) -> Way:
+def way_of(incident: Incident, sheet: Sheet, grid: Grid) -> Way:
     """Finds where the bad value of an incident was, of its report and of a record.
 
     Args:
         incident: The incident.
-        grid: The entries and steps of the records.
+        sheet: The entries of the records.
+        grid: Their steps.
     """
     way = Way(Node("the model"))
-    marks: dict[str, list[str]] = {}
+    bad: dict[str, list[str]] = {}
     codes = _codes_at(incident.step, grid, way)
     finite, unseen = set[str](), set[str]()
-    for entry, code in zip(grid.entries, codes, strict=False):
+    for entry, code in zip(sheet.entries, codes, strict=False):
         if code == NONFINITE:
-            text = f"{entry.kind.replace('_', ' ')} {entry.label} non-finite"
-            marks.setdefault(entry.module, []).append(text)
+            is_gradient = entry.kind == "gradient"
+            text = f"gradient of {entry.label}" if is_gradient else entry.label
+            bad.setdefault(entry.module, []).append(text)
             way.stations.append(name_of(entry))
         else:
             (unseen if code == NOT_SEEN else finite).add(entry.module)
+    marks = {name: [f"non-finite: {', '.join(texts)}"] for name, texts in bad.items()}
     for name, text in _reported(incident):
         marks.setdefault(name, []).insert(0, text)
     _grow(way.tree, marks, finite - set(marks), unseen - finite - set(marks))
@@ -85,7 +88,7 @@ def _codes_at(step: int, grid: Grid, way: Way) -> list[int]:
 
 
 def _reported(incident: Incident) -> list[tuple[str, str]]:
-    """What the report and the explanation say of modules, the last in front."""
+    """The marks of modules by the report and the explanation, the last in front."""
     verdict = incident.report.get("verdict") or {}
     first, found = verdict.get("first") or {}, list[tuple[str, str]]()
     if first.get("class_name"):
