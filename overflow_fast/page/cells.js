@@ -126,7 +126,7 @@ function groupName(data, entries) {
 }
 
 function entryRows(data, state, entry, isInGroup) {
-  const id = `entry ${entry.index}`, canOpen = data.ranks.length > 1;
+  const id = `entry ${entry.index}`, canOpen = data.rankColumns.length > 0;
   const isOpen = canOpen && state.open.has(id), depth = isInGroup ? 1 : 0;
   const own = {id, entries: [entry], canOpen, isOpen, depth, name: entry.name};
   if (!isOpen) return [own];

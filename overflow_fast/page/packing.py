@@ -17,7 +17,8 @@ from .row_names import FAMILIES, block_of, family_of
 from .strips import strips_of
 
 _MOST_COLUMNS = 2000
-_LEAST_COLUMNS = 16
+_LEAST_COLUMNS = 2
+_LEAST_RANK_COLUMNS = 16  # below that ranks are not worth their bytes
 # Together below 2 MiB with the tables and the page's own code.
 _MAX_GRID = 1300 * 1024
 _MAX_RANKS = 400 * 1024
@@ -30,8 +31,8 @@ def payloads(sheet: Sheet) -> dict[str, str]:
 
     Returns:
         Base64 of deflated bytes by name: "meta" is JSON; "headroom" (int16) and the
-        counts (uint8) are `[entries, columns]`, "ranks" is `[records, entries,
-        columns]` with columns of its own. Each number is the difference from that of
+        counts (uint8) are `[entries, columns]`; "ranks" is `[records, entries,
+        columns]` with columns of its own, where there is room. Each number is the difference from that of
         the column before, and bytes of the same weight are together.
     """
     records, most = sheet.records, _MOST_COLUMNS
@@ -48,11 +49,12 @@ def payloads(sheet: Sheet) -> dict[str, str]:
         "families": list(FAMILIES),
     }
     if len(records) > 1:
-        num_cells = max(1, len(records) * len(sheet.entries))
-        most = max(_LEAST_COLUMNS, min(most, _MAX_RANKS * _CELLS_A_BYTE // num_cells))
-        columns, ranks = _fitting(lambda most: _by_rank(sheet, most), most, _MAX_RANKS)
-        found |= ranks
-        meta["rankColumns"] = [[c.first, c.last] for c in columns]
+        num_rows = max(1, len(records) * len(sheet.entries))
+        guess = min(most, _MAX_RANKS * _CELLS_A_BYTE // num_rows)
+        columns, ranks = _fitting(lambda most: _by_rank(sheet, most), guess, _MAX_RANKS)
+        if len(columns) >= min(_LEAST_RANK_COLUMNS, len(sheet.columns(most))):
+            found |= ranks
+            meta["rankColumns"] = [[c.first, c.last] for c in columns]
     return {"meta": _deflated(json.dumps(to_plain(meta)).encode()), **found}
 
 
@@ -61,6 +63,7 @@ _Packed = tuple[list[Column], dict[str, str]]
 
 def _fitting(pack: Callable[[int], _Packed], most: int, max_bytes: int) -> _Packed:
     """Packs as many columns as there is room for."""
+    most = max(_LEAST_COLUMNS, most)
     while True:
         columns, found = pack(most)
         if sum(map(len, found.values())) <= max_bytes or most <= _LEAST_COLUMNS:

@@ -66,26 +66,15 @@ def page_of(
     gaps: Sequence[str] = (),
 ) -> str:
     """Makes the text of a page; see `write_page()`."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    pages = Environment(
-        loader=FileSystemLoader(_HERE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    pages.filters["short"] = _short
     sheet = Sheet(records)
     grid = sheet.grid(_MOST_COLUMNS)
-    has_cells = bool(sheet.entries and grid.columns)
-    return pages.get_template("page.html").render(
+    return _template().render(
         generator=Markup(_GENERATOR),
         style=Markup(_own("page.css")),
         scripts=[Markup(_own(name)) for name in ("cells.js", "heatmap.js")],
-        payloads=payloads(sheet) if has_cells else {},
-        families=list(FAMILIES),
+        payloads=payloads(sheet) if sheet.entries and grid.columns else {},
         runs=[record.run for record in records],
         incidents=list(reversed(incidents)),
         first_bad=None if incidents else _first_bad(sheet, grid),
@@ -96,6 +85,20 @@ def page_of(
         gaps=list(dict.fromkeys([*gaps, *_reported(incidents), *_gaps(sheet, grid)])),
         versions=_versions(records),
     )
+
+
+def _template() -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    pages = Environment(
+        loader=FileSystemLoader(_HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    pages.filters["short"] = _short
+    return pages.get_template("page.html")
 
 
 def _own(name: str) -> str:
@@ -124,7 +127,7 @@ def _reported(incidents: Sequence[Incident]) -> list[str]:
 
 
 def _gaps(sheet: Sheet, grid: Grid) -> list[str]:
-    """What the records do not hold, in sentences."""
+    """Sentences on what the records do not hold."""
     records, entries, sentences = sheet.records, sheet.entries, list[str]()
     world = max((int(r.run.get("world_size", 1)) for r in records), default=0)
     if world > len(records):
