@@ -146,13 +146,13 @@
     const {code, entry, steps} = cellOf(data, row, state.show, state.column, state.column + 1);
     const column = steps || data.columns[state.column];
     const about = `${entry.cls ? entry.cls + ", " : ""}${entry.kind.replace("_", " ")}, ${entry.dtype}`;
-    const lines = [row.rank === undefined ? "" : `${row.name}: `];
-    lines[0] += `${entry.name} (${about})`;
-    if (row.isGroup) lines[0] = `${row.name}; the worst here is ${lines[0]}`;
+    const rank = row.rank === undefined ? "" : `${row.name}: `;
+    const name = `${rank}${entry.name} (${about})`;
     const text = state.show === "headroom" ? bitText(code, entry, row.rank !== undefined) :
       row.rank === undefined ? countText(code, state.show === "num_zero" ? "zero" : "saturated", entry) :
         "counts are not kept by rank";
-    lines.push(`${stepText(column)}: ${text}`);
+    const lines = [`${stepText(column)}: ${text}`,
+      row.isGroup ? `${row.name}; the worst here is ${name}` : name];
     lines.push(shownStrips.map((name) => [name, data.strips[name][state.column]])
       .filter(([, value]) => value !== null)
       .map(([name, value]) => `${STRIP_NAMES[name]} ${short(value)}`)

@@ -32,8 +32,9 @@ def payloads(sheet: Sheet) -> dict[str, str]:
     Returns:
         Base64 of deflated bytes by name: "meta" is JSON; "headroom" (int16) and the
         counts (uint8) are `[entries, columns]`; "ranks" is `[records, entries,
-        columns]` with columns of its own, where there is room. Each number is the difference from that of
-        the column before, and bytes of the same weight are together.
+        columns]` with columns of its own, where there is room. Each number is the
+        difference from that of the column before, and bytes of the same weight are
+        together.
     """
     records, most = sheet.records, _MOST_COLUMNS
     columns, found = _fitting(lambda most: _whole(sheet, most), most, _MAX_GRID)

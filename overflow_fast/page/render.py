@@ -70,7 +70,7 @@ def page_of(
 
     sheet = Sheet(records)
     grid = sheet.grid(_MOST_COLUMNS)
-    return _template().render(
+    text: str = _template().render(
         generator=Markup(_GENERATOR),
         style=Markup(_own("page.css")),
         scripts=[Markup(_own(name)) for name in ("cells.js", "heatmap.js")],
@@ -85,6 +85,7 @@ def page_of(
         gaps=list(dict.fromkeys([*gaps, *_reported(incidents), *_gaps(sheet, grid)])),
         versions=_versions(records),
     )
+    return text
 
 
 def _template() -> Any:
