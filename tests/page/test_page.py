@@ -248,14 +248,15 @@ def test_the_line_that_failed_has_its_neighbours(tmp_path):
 
 def test_the_way_names_what_was_bad_and_counts_what_was_not():
     entries = [entry(f"h.{i}.{name}") for i in range(2) for name in ("a", "b")]
-    nans = torch.tensor([[0, 0, 0, 1]])
-    high = torch.tensor([[1.0, 1.0, NAN, NAN]])
+    entries.append(entry("h.0.a", "output[1]"))
+    nans = torch.tensor([[0, 0, 0, 1, 0]])
+    high = torch.tensor([[1.0, 1.0, NAN, NAN, NAN]])
     sheet = Sheet([record_of(high, entries, nans)])
     report = {"verdict": {"source": "module", "maker": "h.1.b"}}
     way = way_of(Incident(0, report), sheet, sheet.grid(9))
     assert way.stations == ["h.1.b: output"]
     h = way.tree.children["h"]
-    assert list(h.children) == ["1"] and h.num_finite == 2
+    assert list(h.children) == ["1"] and (h.num_finite, h.num_unseen) == (2, 0)
     assert h.children["1"].num_unseen == 1
     marks = h.children["1"].children["b"].marks
     assert marks == ["made here, by the frames", "non-finite: output"]
