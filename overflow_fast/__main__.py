@@ -1,4 +1,4 @@
-"""The command line: `python -m overflow_fast demo|run|explain`."""
+"""The command line: `python -m overflow_fast demo|run|explain|report`."""
 
 from __future__ import annotations
 
@@ -54,6 +54,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("--json", action="store_true", help="print JSON")
 
+    report = commands.add_parser(
+        "report", help="write a page of flight records and evidence"
+    )
+    report.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="a flight record (one of each rank), or a folder of evidence",
+    )
+    report.add_argument(
+        "-o", dest="output", default="run.html", help="the page (default: run.html)"
+    )
+
     run = commands.add_parser(
         "run", help="run a program whose Trainer(debug=...) shall use this detector"
     )
@@ -106,6 +119,17 @@ def _explain(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _report(paths: Sequence[str], output: str) -> int:
+    from .page.sources import write_report
+
+    try:
+        print(write_report(paths, output))
+    except (OSError, ValueError) as error:
+        print(f"The page cannot be written: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line and returns its exit status."""
     parsed = _parser().parse_args(arguments)
@@ -114,6 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if parsed.command == "explain":
         return _explain(parsed)
+    if parsed.command == "report":
+        return _report(parsed.paths, parsed.output)
     try:
         from .demo import Settings, show
     except ImportError as error:

@@ -35,6 +35,7 @@ SLOW = {
     "test_guide.py",
     "test_integrations.py",
     "test_lightning_watch.py",
+    "test_page_in_browser.py",
     "test_parallel.py",
     "test_parity_models.py",
     "test_precision.py",

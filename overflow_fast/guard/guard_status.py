@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
@@ -14,6 +16,7 @@ from ..selftest.fault_results import SelfTestResult
 from ..selftest.self_test import Loss, SelfTest
 from ..verdict.headroom_table import HeadroomTable
 from .arguments import check_int, check_names, reusable
+from .guard_page import write_guard_page
 from .loop import GuardLoop
 from .state import state_report
 from .watched_models import Models, living_models, named_models
@@ -137,6 +140,17 @@ class GuardStatus:
             return self._loop.measurements.metrics()
         return {}
 
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Writes a page of the flight record and the last report; does not sync.
+
+        Args:
+            path: The file; with several ranks `run.rank3.html` for `run.html`.
+
+        Raises:
+            OSError: If it cannot be written, or is no older page of overflow_fast.
+        """
+        return write_guard_page(path, self._loop)
+
     def assert_finite_state(
         self,
         model: Models | None = None,
@@ -212,10 +226,8 @@ class GuardStatus:
             )
         patterns = reusable(layers)
         check_names("layers", patterns, optional=True)
-        watches, gather = (
-            self._loop.new_watches(evidence=None),
-            self._loop.engine.agreement.gather,
-        )
+        watches = self._loop.new_watches(evidence=None)
+        gather = self._loop.engine.agreement.gather
         test = SelfTest(watches, batch, loss, patterns, max_layers, gather)
         with self._loop.suspended():
             result = test.run()

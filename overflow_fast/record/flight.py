@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,9 @@ class FlightRecorder:
         watches: The watched models.
         policy: The guard's `on_overflow`.
         is_lagged: Whether a step's verdict comes with the next one.
+
+    Attributes:
+        file_path: The last file that was written; None before the first step.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class FlightRecorder:
             RecordFile, num_full=num_full, max_bytes=max_bytes
         )
         self._file: RecordFile | None = None
+        self.file_path: Path | None = None
         self._num_entries = [0] * len(watches)  # that are in the file
         self._is_begun = False  # the file: its first line is there
         self._steps: collections.deque[_Step] = collections.deque()
@@ -187,6 +192,7 @@ class FlightRecorder:
             self._run = Run.begin()
             wanted = self._run.path_of_rank(self._path)
             self._file = self._open(wanted)
+            self.file_path = self._file.path
             self._num_entries, self._is_begun = [0] * len(self._watches), False
             if self._file.path != wanted:
                 _log.info(

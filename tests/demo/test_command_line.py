@@ -82,7 +82,7 @@ def test_no_command_says_what_there_is(capsys):
     with pytest.raises(SystemExit) as status:
         main([])
     assert status.value.code == 2
-    assert "{demo,explain,run}" in capsys.readouterr().err
+    assert "{demo,explain,report,run}" in capsys.readouterr().err
 
 
 def test_the_demo_without_transformers_says_what_to_install(monkeypatch, capsys):

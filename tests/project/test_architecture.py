@@ -25,6 +25,7 @@ ROOMS = (
     "verdict",
     "report",
     "record",
+    "page",
     "distributed",
     "selftest",
     "guard",

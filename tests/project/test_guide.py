@@ -279,6 +279,15 @@ def test_flight_record(code):
     assert len(known["table"]) > 0
 
 
+@runs("a-page")
+def test_page(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = Small()
+    with overflow_fast.OverflowGuard(model, sgd(model)) as guard:
+        run(code, guard=guard)
+    assert Path("run.html").exists()
+
+
 @runs("before-you-save")
 def test_saving(code):
     model = Small()

@@ -1,0 +1,120 @@
+"""The histogram of an offending tensor by exponent, and where it is not finite."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .incident_card import Incident
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """The magnitudes of one tensor, counted by their exponents of 2.
+
+    Attributes:
+        name: The tensor's name in the evidence.
+        dtype: Its dtype, such as "float16".
+        shape: Its shape.
+        bins: Exponents and counts: `2**exponent <= |x| < 2**(exponent + 1)`.
+        lowest: The exponent of the dtype's smallest normal number.
+        highest: That of its largest number.
+        num_nan: How many elements are nan.
+        num_inf: How many are inf or -inf.
+        num_zero: How many are 0.
+        places: The places of the first non-finite elements.
+        rows: How many non-finite elements each index of the first dimension has.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bins: list[tuple[int, int]]
+    lowest: int
+    highest: int
+    num_nan: int
+    num_inf: int
+    num_zero: int
+    places: list[tuple[int, ...]]
+    rows: list[tuple[int, int]]
+
+    @property
+    def most(self) -> int:
+        """The largest count of a bin; at least 1."""
+        return max((count for _, count in self.bins), default=1)
+
+
+_FEW = 8
+_CALL = "['call']"
+
+
+def histogram_of(incident: Incident) -> Histogram | None:
+    """Counts a non-finite tensor of an incident's evidence.
+
+    It is one of the call that was bad, if it can be; then the one with most finite
+    values, which show where its magnitudes were.
+
+    Returns:
+        The histogram; None if no tensor is kept, safetensors is not installed, or no
+        tensor is bad.
+    """
+    path = incident.tensors
+    try:
+        found = None if path is None else _worst(path)
+    except (ImportError, OSError, ValueError):
+        return None
+    except Exception as error:  # safetensors has an error of its own
+        if type(error).__name__ != "SafetensorError":
+            raise
+        return None
+    return None if found is None else _counted(*found)
+
+
+def _worst(path: Path) -> tuple[str, torch.Tensor] | None:
+    safetensors = importlib.import_module("safetensors")
+    worst, most = None, (False, -1)
+    with safetensors.safe_open(path, framework="pt", device="cpu") as file:
+        for name in file.keys():  # noqa: SIM118  (it is no dict)
+            tensor = file.get_tensor(name)
+            if not tensor.dtype.is_floating_point:
+                continue
+            num_finite = int(tensor.double().isfinite().sum())
+            rank = name.startswith(_CALL), num_finite
+            if num_finite < tensor.numel() and rank > most:
+                worst, most = (name, tensor), rank
+    return worst
+
+
+def _counted(name: str, tensor: torch.Tensor) -> Histogram:
+    values, info = tensor.double(), torch.finfo(tensor.dtype)
+    is_bad = ~values.isfinite()
+    own = values[~is_bad & (values != 0)].abs()
+    bad = is_bad.nonzero()
+    rows = bad[:, 0].bincount().tolist() if values.dim() else []
+    return Histogram(
+        name,
+        str(tensor.dtype).removeprefix("torch."),
+        tuple(tensor.shape),
+        _bins(own),
+        math.frexp(info.smallest_normal)[1] - 1,
+        math.frexp(info.max)[1] - 1,
+        int(values.isnan().sum()),
+        int(values.isinf().sum()),
+        int((values == 0).sum()),
+        [tuple(place) for place in bad[:_FEW].tolist()],
+        [(i, count) for i, count in enumerate(rows) if count][:_FEW],
+    )
+
+
+def _bins(magnitudes: torch.Tensor) -> list[tuple[int, int]]:
+    """Counts finite magnitudes other than 0 by their exponents."""
+    if not len(magnitudes):
+        return []
+    exponents = torch.frexp(magnitudes).exponent - 1
+    lowest = int(exponents.min())
+    counts = (exponents - lowest).bincount().tolist()
+    return list(enumerate(counts, lowest))

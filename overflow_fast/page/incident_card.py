@@ -1,0 +1,162 @@
+"""Incidents: what the evidence of a bad step says, for the page's cards."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..core.strict_json import SCHEMA, to_plain
+from ..report.report import Report
+
+_MARKER = "overflow_fast.json"
+_CONTEXT = 3
+_CAUSE = f"{'cause':<9} "  # how the text of an explanation begins
+_TENSORS = "tensors.safetensors"
+
+
+class EvidenceError(ValueError):
+    """A path without evidence that can be read; says why."""
+
+
+@dataclass(frozen=True)
+class Incident:
+    """A bad step, as its report and its explanation tell of it.
+
+    Attributes:
+        step: The step's number.
+        report: `Report.to_dict()`.
+        explanation: `Explanation.to_dict()`; empty where the step was not explained.
+        folder: The folder of its evidence, or None.
+    """
+
+    step: int
+    report: Mapping[str, Any] = field(default_factory=dict)
+    explanation: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+
+    @classmethod
+    def of(cls, report: Report) -> Incident:
+        """Makes one of a report in memory."""
+        folder = None if report.evidence is None else Path(report.evidence)
+        explanation = report.explanation
+        found = {} if explanation is None else to_plain(explanation.to_dict())
+        return cls(report.step, report.to_dict(), found, folder)
+
+    @property
+    def sentences(self) -> list[str]:
+        """The report's sentences, the headline first, without the explanation."""
+        lines = str(self.report.get("summary", "")).splitlines()
+        if self.explanation:
+            lines = list(itertools.takewhile(lambda x: not x.startswith(_CAUSE), lines))
+        return lines
+
+    @property
+    def op(self) -> Mapping[str, Any]:
+        """The operation that failed; empty if it is not known."""
+        return self.explanation.get("op") or {}
+
+    @property
+    def tensors(self) -> Path | None:
+        """The file of its tensors, or None."""
+        path = None if self.folder is None else self.folder / _TENSORS
+        return path if path is not None and path.is_file() else None
+
+    def code(self) -> Code | None:
+        """The line that failed; None if it is not known."""
+        return Code.of(self.op) if self.op.get("code") else None
+
+
+@dataclass(frozen=True)
+class Code:
+    """The line of code that failed, and its neighbours.
+
+    Attributes:
+        place: The file and the number of the line; "" if that is not known.
+        lines: The numbers and texts of the lines.
+        number: The number of the line that failed.
+        remark: Why there are no neighbours, or "".
+    """
+
+    place: str
+    lines: list[tuple[int, str]]
+    number: int
+    remark: str = ""
+
+    @classmethod
+    def of(cls, op: Mapping[str, Any]) -> Code:
+        """Reads the lines around an operation, if its file is as it was."""
+        file, number, code = (
+            str(op.get("file") or ""),
+            int(op.get("line") or 0),
+            op["code"],
+        )
+        alone = [(number, str(code))]
+        if not file or number < 1:
+            return cls("", alone, number)
+        place = f"{file}:{number}"
+        try:
+            text = Path(file).read_text(encoding="utf-8", errors="replace")
+        except (OSError, ValueError):  # a path that cannot be
+            return cls(place, alone, number, "The file is not on this machine.")
+        lines = text.splitlines()
+        if number > len(lines) or lines[number - 1].strip() not in str(code):
+            return cls(place, alone, number, "The file has changed since.")
+        begin = max(0, number - 1 - _CONTEXT)
+        around = list(enumerate(lines[begin : number + _CONTEXT], begin + 1))
+        return cls(place, around, number)
+
+
+def read_incidents(path: str | os.PathLike[str]) -> list[Incident]:
+    """Reads the evidence of a step, or of all steps of a folder, the oldest first.
+
+    Args:
+        path: A folder such as `evidence/overflow_fast/RUN/step-00000012`, or one
+            above it, such as the one that `OverflowGuard(evidence=...)` was given.
+
+    Raises:
+        EvidenceError: If there is no evidence that can be read.
+    """
+    where = Path(path)
+    own = where / _MARKER
+    markers = [own] if own.is_file() else sorted(_markers_below(where))
+    if not markers:
+        raise EvidenceError(f"{path} is no folder of evidence: no {_MARKER} in it.")
+    found = [_read(marker) for marker in markers]
+    return sorted(found, key=lambda incident: incident.step)
+
+
+def _markers_below(where: Path) -> Iterator[Path]:
+    for depth in ("*", "*/*", "overflow_fast/*/*"):
+        yield from where.glob(f"{depth}/{_MARKER}")
+
+
+def _read(marker: Path) -> Incident:
+    folder = marker.parent
+    step = _json_of(marker).get("step")
+    report = _json_of(folder / "report.json")
+    explanation = _json_of(folder / "explanation.json")
+    if not isinstance(step, int):
+        raise EvidenceError(f"{marker} names no step.")
+    return Incident(
+        step, report, explanation or report.get("explanation") or {}, folder
+    )
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    """The object in a file; empty where there is no file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise EvidenceError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(found, dict):
+        raise EvidenceError(f"{path} is no file of overflow_fast.")
+    if found.get("schema", 0) > SCHEMA:
+        raise EvidenceError(f"{path} was written by a newer overflow_fast.")
+    return found

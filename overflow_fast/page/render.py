@@ -1,0 +1,179 @@
+"""Writes the page: one HTML file that needs no network and nothing beside it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..record.table import FlightRecord
+from .grid import NONFINITE, NOT_SEEN, Grid, Sheet
+from .histogram import histogram_of
+from .incident_card import Incident
+from .packing import payloads
+from .page_tables import Table, entry_table, step_table
+from .row_names import FAMILIES, name_of
+from .way import way_of
+
+_HERE = Path(__file__).parent
+# By this a page that may be written over is known.
+_GENERATOR = '<meta name="generator" content="overflow_fast">'
+_MOST_COLUMNS = 2000
+
+
+def write_page(
+    path: str | os.PathLike[str],
+    records: Sequence[FlightRecord],
+    incidents: Sequence[Incident] = (),
+    gaps: Sequence[str] = (),
+) -> Path:
+    """Writes a page of records and incidents. Does not incur a CPU-GPU sync.
+
+    Args:
+        path: The file; an older page of overflow_fast is written over, nothing else.
+        records: The flight records of one run, one for each rank.
+        incidents: What the evidence tells of bad steps.
+        gaps: What the guard did not check, in sentences.
+
+    Returns:
+        The file.
+
+    Raises:
+        FileExistsError: If the file is there, and no page of overflow_fast.
+        OSError: If it cannot be written.
+    """
+    where = Path(path)
+    if where.exists() and not _is_page(where):
+        raise FileExistsError(
+            f"{where} is no page of overflow_fast, and is not written over: give "
+            "another name"
+        )
+    where.parent.mkdir(parents=True, exist_ok=True)
+    text = page_of(records, incidents, gaps)
+    where.write_text(text, encoding="utf-8", errors="backslashreplace")
+    return where
+
+
+def _is_page(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return _GENERATOR.encode() in file.read(1024)
+
+
+def page_of(
+    records: Sequence[FlightRecord],
+    incidents: Sequence[Incident] = (),
+    gaps: Sequence[str] = (),
+) -> str:
+    """Makes the text of a page; see `write_page()`."""
+    from markupsafe import Markup
+
+    sheet = Sheet(records)
+    grid = sheet.grid(_MOST_COLUMNS)
+    text: str = _template().render(
+        generator=Markup(_GENERATOR),
+        style=Markup(_own("page.css")),
+        scripts=[Markup(_own(name)) for name in ("cells.js", "heatmap.js")],
+        payloads=payloads(sheet) if sheet.entries and grid.columns else {},
+        runs=[record.run for record in records],
+        incidents=list(reversed(incidents)),
+        first_bad=None if incidents else _first_bad(sheet, grid),
+        ways=[(each, way_of(each, sheet, grid)) for each in reversed(incidents)],
+        histograms=[each for each in map(histogram_of, reversed(incidents)) if each],
+        entries=entry_table(sheet, grid),
+        steps=step_table(sheet),
+        gaps=list(dict.fromkeys([*gaps, *_reported(incidents), *_gaps(sheet, grid)])),
+        versions=_versions(records),
+    )
+    return text
+
+
+def _template() -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    pages = Environment(
+        loader=FileSystemLoader(_HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    pages.filters["short"] = _short
+    return pages.get_template("page.html")
+
+
+def _own(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")
+
+
+def _first_bad(sheet: Sheet, grid: Grid) -> dict[str, Any] | None:
+    """The first entry of the records that was not finite, or None."""
+    bad = (grid.headroom == NONFINITE).T.nonzero()
+    if not len(bad):
+        return None
+    column, row = bad[0].tolist()
+    return {"steps": str(grid.columns[column]), "entry": name_of(sheet.entries[row])}
+
+
+def _short(value: object) -> str:
+    """A number of a file with four digits; nothing for one that is not known."""
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _reported(incidents: Sequence[Incident]) -> list[str]:
+    """The sentences of incidents' reports on what was not checked."""
+    return [str(gap) for i in incidents for gap in i.report.get("not_covered") or []]
+
+
+def _gaps(sheet: Sheet, grid: Grid) -> list[str]:
+    """Sentences on what the records do not hold."""
+    records, entries, sentences = sheet.records, sheet.entries, list[str]()
+    world = max((int(r.run.get("world_size", 1)) for r in records), default=0)
+    if world > len(records):
+        given = len(records)
+        sentences.append(
+            f"{world - given} of {world} ranks: no record of theirs given."
+        )
+    for record in records:
+        if record.is_truncated:
+            sentences.append(f"{record.path.name}: the last line is not whole.")
+        if record.num_damaged:
+            sentences.append(f"{record.path.name}: {record.num_damaged} damaged lines.")
+    unseen = (grid.headroom == NOT_SEEN).float()
+    if unseen.numel() and unseen.any():
+        share = unseen.mean().item()
+        never = int(unseen.all(1).sum())
+        sentences.append(
+            f"{share:.1%} of the heatmap was not looked at or had no values; "
+            f"{never} of {len(entries)} entries never."
+        )
+    kinds = {entry.kind for entry in entries}
+    absent = [name for name, each in FAMILIES.items() if not kinds.intersection(each)]
+    if entries and absent:
+        sentences.append(f"Not in the record: {', '.join(absent)}.")
+    for name, what in (("num_saturated", "Saturated"), ("num_zero", "Zero")):
+        if entries and name not in grid.counts:
+            sentences.append(f"{what} values were not counted.")
+    return sentences
+
+
+_RUN = ("run", "started", "host", "pid", "rank", "world_size", "devices", "models")
+_VERSIONS = ("dtypes", "policy", "overflow_fast", "torch", "python", "schema")
+
+
+def _versions(records: Sequence[FlightRecord]) -> Table:
+    """A row for each record: its run, and the versions of all that made it."""
+    names = [*_RUN, *_VERSIONS]
+    rows = [
+        [record.path.name, *(_text(record.run.get(n)) for n in names)]
+        for record in records
+    ]
+    return Table(["file", *(name.replace("_", " ") for name in names)], rows)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return "" if value is None else str(value)

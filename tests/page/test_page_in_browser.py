@@ -1,0 +1,166 @@
+"""The page's pictures, in a real browser."""
+
+import pytest
+import torch
+from browser import OpenPage, browser
+from page_records import HOSTILE, LIMIT, entry, record_of
+
+from overflow_fast.page.render import write_page
+
+BLACK, GREY = (0, 0, 0), (153, 153, 153)
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as found:
+        yield found
+
+
+@pytest.fixture
+def opened(chromium, tmp_path):
+    """Opens a page of records; no page may have had any trouble when it is closed."""
+    pages = []
+
+    def open_(records, **options):
+        path = write_page(tmp_path / f"{len(pages)}.html", records)
+        tab = chromium.new_page(viewport={"width": 1200, "height": 900}, **options)
+        pages.append(OpenPage(tab, path))
+        if options.get("java_script_enabled", True):
+            tab.locator("#app, main:not(:has(#app))").wait_for()
+            pages[-1].wait()
+        return pages[-1]
+
+    yield open_
+    for page in pages:
+        assert page.troubles == []
+        page.tab.close()
+
+
+def blocks(num_steps=10):
+    """Two blocks of three outputs, a head, and a weight; the second one overflows."""
+    names = [f"h.{i}.{name}" for i in range(2) for name in ("ln", "attn", "mlp")]
+    entries = [*map(entry, names), entry("head"), entry("head", "weight", "weight")]
+    high = torch.full((num_steps, len(entries)), LIMIT / 2)
+    high[:, 3] = LIMIT / 64
+    nans = torch.zeros_like(high)
+    nans[num_steps // 2, 4] = 2
+    high[0, 6] = float("nan")
+    return high, entries, nans
+
+
+def test_pointing_at_a_cell_tells_module_step_and_magnitude(opened):
+    page = opened([record_of(*blocks())])
+    text = page.hover(0.95, 2)
+    assert "head: output (Block, output, float16)" in text
+    assert "step 9: 1.0 bits of headroom, magnitude about 3.3e+4" in text
+    assert "learning rate 0.001" in text
+    assert "non-finite (nan or inf)" in page.hover(0.55, 1)
+    assert "the worst here is h.1.attn: output" in page.hover(0.55, 1)
+    assert "not looked at" in page.hover(0.05, 2)
+    assert page.colour(0.55, 1) == BLACK
+    assert page.colour(0.05, 2) == GREY
+    assert page.colour(0.35, 2) == (239, 138, 98)
+
+
+def test_a_click_and_the_keyboard_unfold_a_block(opened):
+    page = opened([record_of(*blocks())])
+    page.click_name(1)
+    assert "\nh.1.attn: output" in page.hover(0.55, 3)
+    assert page.colour(0.55, 2) != BLACK
+    page.click_name(1)
+    assert "\nhead: output" in page.hover(0.55, 2)
+    page.tab.locator("#heat").focus()
+    page.press("Home", "ArrowUp", "ArrowUp", "Enter", "ArrowDown")
+    assert "\nh.0.ln: output" in page.press("ArrowRight")
+    assert "step 1:" in page.readout
+    page.tab.click("#fold")
+    page.wait()
+    assert "\nhead: output" in page.hover(0.5, 8)
+
+
+def test_searching_and_switches_choose_the_rows(opened):
+    page = opened([record_of(*blocks())])
+    page.tab.fill("#find", "ATTN")
+    page.wait()
+    assert "\nh.0.attn" in page.hover(0.5, 1) or "attn" in page.readout
+    page.tab.fill("#find", "no such module")
+    page.wait()
+    page.tab.fill("#find", "")
+    page.tab.get_by_label("weights", exact=True).check()
+    page.tab.get_by_label("outputs", exact=True).uncheck()
+    page.wait()
+    assert "\nhead: weight" in page.hover(0.5, 0)
+
+
+def test_zooming_in_on_steps(opened):
+    page = opened([record_of(*blocks(100))])
+    page.tab.mouse.move(*page.at(0.501, 1))
+    page.tab.mouse.down()
+    page.tab.mouse.move(*page.at(0.515, 1))
+    page.tab.mouse.up()
+    page.wait()
+    assert "step 50:" in page.hover(0.2, 1) and page.colour(0.2, 1) == BLACK
+    assert "step 51:" in page.hover(0.8, 1)
+    page.tab.locator("#heat").focus()
+    page.press("0")
+    assert "step 80:" in page.hover(0.805, 1)
+    page.press("+")
+    assert "step 80:" in page.hover(0.81, 1)
+    page.tab.click("#zoom-all")
+    assert "step 0:" in page.hover(0.001, 1)
+
+
+def test_a_row_opens_into_its_ranks(opened):
+    records = [
+        record_of(torch.full((4, 2), LIMIT / 2 ** (i + 1)), rank=i, world_size=64)
+        for i in range(64)
+    ]
+    page = opened(records)
+    page.tab.click("#fold")
+    page.click_name(0)
+    assert "\nrank 0: h.0: output" in page.hover(0.9, 1)
+    assert "1.0 to 1.5 bits" in page.readout
+    assert "\nrank 2:" in page.hover(0.9, 3)
+    assert "3.0 to 3.5 bits" in page.readout
+
+
+def test_counts_have_their_own_picture(opened):
+    counts = {"num_zero": torch.tensor([[0, 100], [-1, 1]])}
+    page = opened([record_of(torch.ones(2, 2), counts=counts)])
+    page.tab.select_option("#show", "num_zero")
+    page.tab.click("#fold")
+    page.wait()
+    assert "no zero value" in page.hover(0.2, 0)
+    assert "not counted" in page.hover(0.8, 0)
+    assert page.colour(0.8, 0) == GREY
+    assert "about 100" in page.hover(0.2, 1) or "of 100 values" in page.readout
+    assert page.colour(0.2, 1) == (63, 0, 125)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_hostile_names_are_drawn(opened, scheme):
+    entries = [entry(name) for name in HOSTILE]
+    record = record_of(torch.ones(3, len(entries)), entries, run=HOSTILE[0])
+    page = opened([record], color_scheme=scheme)
+    for row, name in enumerate(HOSTILE[:-1]):
+        assert f"\n{name}: output" in page.hover(0.5, row)
+    assert page.tab.evaluate("typeof isBroken") == "undefined"
+
+
+def test_an_empty_page_and_one_without_javascript(opened):
+    opened([])
+    page = opened([record_of(*blocks())], java_script_enabled=False)
+    assert page.tab.locator("noscript").is_visible()
+    assert "h.1.attn: output" in page.tab.locator("table").first.inner_text()
+
+
+def test_many_steps(opened):
+    old = [(i, i + 15) for i in range(0, 96_000, 16)]
+    spans = old + [(i, i) for i in range(96_000, 100_000)]
+    high = torch.full((len(spans), 1), LIMIT / 2)
+    high[-2] = LIMIT
+    page = opened([record_of(high, spans=spans)])
+    assert "steps 0 to 143:" in page.hover(0.0, 0)
+    page.tab.locator("#heat").focus()
+    assert "step 99999: 1.0 bits" in page.press("End")
+    assert "step 99998: 0.0 bits" in page.press("ArrowLeft")

@@ -1,0 +1,115 @@
+"""The command line's page, and the files that a page is read from."""
+
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+import torch
+from evidence_folders import bad_steps
+from flight_records import head_lines, step_line
+from page_records import Parsed
+
+from overflow_fast.__main__ import main
+from overflow_fast.record.record_lines import line_bytes
+
+ROOT = Path(__file__).parents[2]
+
+
+def write_record(path, steps=3, **run):
+    lines = [step_line(i, low=[1.0] * 4, high=[4.0] * 4) for i in range(steps)]
+    path.write_bytes(head_lines(**run) + b"".join(map(line_bytes, lines)))
+    return str(path)
+
+
+def test_a_record_and_evidence_become_a_page(tmp_path, capsys):
+    bad_steps(tmp_path / "evidence", count=2, explain=False)
+    record, page = write_record(tmp_path / "run.ofr"), str(tmp_path / "new" / "a.html")
+    assert main(["report", record, str(tmp_path / "evidence"), "-o", page]) == 0
+    assert capsys.readouterr().out == f"{page}\n"
+    text = Parsed(Path(page).read_text()).text
+    assert text.index("Step 1 is not finite") < text.index("Step 0 is not finite")
+    assert "The step was not explained." in text
+
+
+def test_ranks_are_in_order_whatever_that_of_their_files(tmp_path):
+    files = [
+        write_record(tmp_path / f"run.rank{i}.ofr", rank=i, world_size=12)
+        for i in (10, 2)
+    ]
+    page = tmp_path / "run.html"
+    assert main(["report", *files, "-o", str(page)]) == 0
+    assert Parsed(page.read_text()).meta["ranks"] == ["2", "10"]
+
+
+def wrong_files(folder):
+    (folder / "no.ofr").write_text("no record")
+    (folder / "empty").mkdir()
+    (folder / "newer.ofr").write_bytes(head_lines(schema=99))
+    (folder / "broken").mkdir()
+    marker = '{"schema": 1, "kind": "evidence", "step": 3}'
+    (folder / "broken" / "overflow_fast.json").write_text(marker)
+    (folder / "broken" / "report.json").write_text('{"schema": 1, "kin')
+    (folder / "notes.html").write_text("my notes")
+    write_record(folder / "run.ofr")
+    write_record(folder / "again.ofr")
+
+
+@pytest.mark.parametrize(
+    ("paths", "why"),
+    [
+        (["gone.ofr"], "No such file or directory: 'gone.ofr'"),
+        (["no.ofr"], "no.ofr is no flight record"),
+        (["newer.ofr"], "schema 99"),
+        (["empty"], "empty is no folder of evidence"),
+        (["broken"], "report.json cannot be read"),
+        (["run.ofr", "again.ofr"], "one record a rank; got run.ofr, again.ofr"),
+        (["run.ofr", "-o", "notes.html"], "notes.html is no page of overflow_fast"),
+    ],
+)
+def test_what_cannot_be_done_is_said(paths, why, tmp_path, capsys, monkeypatch):
+    wrong_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *paths]) == 2
+    assert why in capsys.readouterr().err
+    assert not Path("run.html").exists()
+
+
+def test_files_of_a_killed_run_are_shown_as_far_as_they_go(tmp_path):
+    path = tmp_path / "run.ofr"
+    write_record(path)
+    path.write_bytes(path.read_bytes()[:-40])
+    page = tmp_path / "run.html"
+    assert main(["report", str(path), "-o", str(page)]) == 0
+    found = Parsed(page.read_text())
+    assert "run.ofr: the last line is not whole." in found.text
+    assert len(found.meta["columns"]) == 2
+
+
+def test_the_histogram_counts_by_exponent(tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    (tmp_path / "overflow_fast.json").write_text('{"schema": 1, "step": 3}')
+    values = torch.tensor([[0.0, 1.0, 1.5, -4.0], [float("inf"), 2e-7, 1.0, -0.0]])
+    fine = torch.ones(9, dtype=torch.float16)
+    tensors = {"fine": fine, "['call'][2]": values.half()}
+    save_file(tensors, tmp_path / "tensors.safetensors")
+    page = tmp_path / "run.html"
+    assert main(["report", str(tmp_path), "-o", str(page)]) == 0
+    found = Parsed(page.read_text())
+    rows = [[r["from"], r["values"]] for r in found.table("Finite values")]
+    assert rows[0] == ["2^-23 (subnormal)", "1"] and rows[-1] == ["2^2", "1"]
+    assert ["2^0", "3"] in rows and ["2^-3", "0"] in rows
+    assert "0 nan, 1 inf, 2 zeros. First at [1, 0]." in found.text
+    assert "2^-14 to below 2^16" in page.read_text()
+
+
+def test_an_installed_package_has_the_files_of_the_page():
+    listed = re.search(
+        r"^overflow_fast = (\[.*?\])$", (ROOT / "pyproject.toml").read_text(), re.M
+    )
+    patterns = re.findall(r'"([^"]+)"', listed[1])
+    package = ROOT / "overflow_fast"
+    for path in (package / "page").iterdir():
+        name = path.relative_to(package).as_posix()
+        if path.is_file() and path.suffix != ".py":
+            assert any(fnmatch(name, pattern) for pattern in patterns), name
