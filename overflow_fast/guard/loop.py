@@ -56,25 +56,9 @@ class GuardLoop:
         )
         self._defer = defer
         self.is_enabled = False
-        self._hooks = [
-            OptimizerHook(
-                each,
-                lambda hook: self.steps.before_step(hook),
-                lambda hook, is_skipped: self.steps.after_step(hook, is_skipped),
-                may_skip=config.on_overflow != "warn",
-            )
-            for each in optimizers
-        ]
+        self._hooks = [self._hook(each) for each in optimizers]
         self.rounds = Rounds(self._hooks)
-        self.measurements = Measurements(
-            config,
-            self.watches,
-            lambda: {
-                "steps_total": self.clock.num_steps,
-                **self.engine.metrics(),
-                **self.audits.metrics(),
-            },
-        )
+        self.measurements = Measurements(config, self.watches, lambda: self._counts())
         self.timer = self.measurements.timer
         self.headroom = self.measurements.headroom
         self.engine = PolicyEngine(
@@ -88,6 +72,24 @@ class GuardLoop:
             lambda: self.new_watches(watch=EVERYTHING),
         )
         self.isolation = ErrorIsolation(self.timer, self.engine.is_foreign)
+        self._make_judge()
+        self._make_steps()
+
+    def _hook(self, optimizer: Optimizer) -> OptimizerHook:
+        return OptimizerHook(
+            optimizer,
+            lambda hook: self.steps.before_step(hook),
+            lambda hook, is_skipped: self.steps.after_step(hook, is_skipped),
+            may_skip=self.config.on_overflow != "warn",
+        )
+
+    def _counts(self) -> dict[str, float]:
+        counts = {**self.engine.metrics(), **self.audits.metrics()}
+        return {"steps_total": self.clock.num_steps, **counts}
+
+    def _make_judge(self) -> None:
+        """Makes the parts that judge a step."""
+        config = self.config
         may_skip = config.may_skip and bool(self._hooks)
         self._buffers = BufferSnapshot(self.watches) if may_skip else None
         schedule = WatchSchedule(
@@ -97,18 +99,27 @@ class GuardLoop:
         self._judge = StepJudge(
             config, self.watches, self.engine, self.clock, self._buffers
         )
+        self._judge.flags.request(self._hooks)
+        for watch in self.watches:
+            watch.isolate_errors = self.isolation.isolated
+            if self._buffers is not None:
+                measured = self.isolation.measured_call
+                watch.on_forward = measured(self._buffers.before_forward)
+                watch.on_forward_end = measured(self._buffers.after_forward)
+
+    def _make_steps(self) -> None:
+        """Makes the parts that the training loop and the optimizers call."""
+        config, capture = self.config, self.engine.capture
         self.inputs = LoopInputs(
             config,
             self.watches,
-            self.engine.capture,
+            capture,
             self.clock,
             self._judge.tensors,
             self.isolation,
         )
         self.audits = StepAudits(
-            config,
-            self.watches,
-            self.engine.capture,
+            *(config, self.watches, capture),
             lambda: self.steps.optimizers,
             self.isolation,
         )
@@ -124,13 +135,6 @@ class GuardLoop:
             joins_unwatched=config.budget is not None,
         )
         self._judge.on_clean = self.audits.before_step
-        for watch in self.watches:
-            watch.isolate_errors = self.isolation.isolated
-            if self._buffers is not None:
-                measured = self.isolation.measured_call
-                watch.on_forward = measured(self._buffers.before_forward)
-                watch.on_forward_end = measured(self._buffers.after_forward)
-        self._judge.flags.request(self._hooks)
 
     # Hooks on and off.
 
