@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.devices import place_of
 from ..core.module_kinds import is_linear, is_normalization, is_of_torch
 from ..recording.watch import ModelWatch
 from ..torch_internals.compiler import has_compiled
@@ -126,16 +126,6 @@ class LayerAudit:
             1 + _NUM_AGAIN,
             place_of(output.device),
         )
-
-
-def place_of(device: torch.device) -> str:
-    """Names a device and its host, with the UUID of a GPU."""
-    host = socket.gethostname()
-    if device.type != "cuda":
-        return f"{device} of host {host}"
-    properties = torch.cuda.get_device_properties(device)
-    uuid = getattr(properties, "uuid", "unknown")
-    return f"{device} ({properties.name}, UUID {uuid}) of host {host}"
 
 
 def _is_auditable(module: nn.Module) -> bool:

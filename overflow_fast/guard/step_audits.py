@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from ..core.devices import place_of
 from ..core.text import as_lines
 from ..distributed.replicas import Difference, ReplicaCheck
 from ..recording.watch import ModelWatch
@@ -16,7 +17,7 @@ from ..replay.explanation import Explanation
 from ..replay.hidden import hidden_failures
 from .config import GuardConfig
 from .isolation import ErrorIsolation
-from .layer_audit import LayerAudit, place_of
+from .layer_audit import LayerAudit
 
 _log = logging.getLogger("overflow_fast")
 _FEW = 4

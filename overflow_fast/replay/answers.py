@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..core.devices import place_of
 from ..core.wrapped import reduces
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replay_internals import active_modes
@@ -135,7 +136,14 @@ class Answers:
                 "Code between backward and the optimizer's step (clipping, unscaling, "
                 "communication) was not replayed."
             )
+        found.notes.append(f"It ran on {self._places()}.")
         return found
+
+    def _places(self) -> str:
+        """Names the devices of the models, and the host: one of them may be faulty."""
+        models = self._rerun.models.values()
+        devices = {p.device for model in models for p in model.parameters()}
+        return " and ".join(sorted(map(place_of, devices))) or "no device of a weight"
 
     def _whose(self, found: Explanation, clean: Outcome, incident: Incident) -> bool:
         """Names the gradient that the bad values came from; whether its bits tell."""

@@ -25,7 +25,8 @@ from .slice import Culprit, ForwardRows, culprit_of
 from .team import NotJoined
 
 _STEP_TIMES = 4.0
-_LEAST_SECONDS = 1.0
+_LEAST_SECONDS = 5.0
+_NO_RATE = "A smaller learning rate was not tried: the weights before are not kept."
 # How well a rank can say where bad values began, by what it found.
 _NOTHING, _FROM_OTHERS, _FROM_OUTSIDE, _HELD, _IN_BACKWARD, _IN_FORWARD = range(6)
 _OF_LEAVES = ("parameter", "buffer", "batch")
@@ -148,6 +149,7 @@ class Search:
         if outcome.error is None and not outcome.bad_outputs:
             found.cause = "divergence"
             found.evidence[0] += "; with weights as large as before it is finite"
+            found.notes.append(_NO_RATE)
 
     def _keep_call(self, found: Explanation, culprit: Culprit) -> None:
         """Keeps the operation as a script, where artifacts are wanted."""

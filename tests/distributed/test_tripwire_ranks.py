@@ -1,0 +1,84 @@
+"""Under several ranks the tripwire has all of them look at a bad step again."""
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from overflow_fast import NonFiniteError, OverflowGuard
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Net(nn.Module):
+    """Divides by 0 where its input is 0, which one rank's is in a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4, bias=False)
+        self.last = nn.Linear(4, 1)
+        self.flaky = False
+
+    def forward(self, x):
+        hidden = self.first(x)
+        if self.flaky:
+            self.flaky, hidden = False, hidden * torch.inf
+        return self.last(hidden / hidden.abs().amax(-1, keepdim=True))
+
+
+def trained(policy, fault):
+    """Three steps, of which the second is bad on the last rank alone."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(Net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    guard = OverflowGuard(model, optimizer, policy, watch="tripwire", explain=True)
+    report, changed = None, []
+    for step in range(3):
+        optimizer.zero_grad()
+        is_bad = step == 1 and dist.get_rank() == 1
+        x = torch.zeros(3, 4) if is_bad and fault == "data" else torch.ones(3, 4)
+        model.module.flaky = is_bad and fault == "transient"
+        before = [p.detach().clone() for p in model.parameters()]
+        guard.run(lambda x=x: model(x).pow(2).mean()).backward()
+        try:
+            optimizer.step()
+        except NonFiniteError as error:
+            report = error.report
+            break
+        pairs = zip(before, model.parameters(), strict=True)
+        changed.append(any(not torch.equal(a, b) for a, b in pairs))
+    report = report or guard.last_report
+    guard.remove()
+    found, first = report.explanation, report.verdict.first
+    weights = [p.detach().clone() for p in model.parameters()]
+    return {
+        "first": (first.kind, first.label, report.where),
+        "found": (found.cause, found.op and found.op.name, str(report)),
+        "notes": report.notes,
+        "changed": changed,
+        "weights": weights,
+    }
+
+
+def all_of_them():
+    return {
+        "raise": trained("raise", "data"),
+        "skip": trained("skip", "data"),
+        "transient": trained("raise", "transient"),
+    }
+
+
+def test_all_ranks_see_what_one_has_made():
+    one, other = ranks.on_ranks(2, all_of_them)
+    for name in one:
+        a, b = one[name], other[name]
+        assert a["first"] == b["first"] and a["found"] == b["found"], name
+        assert a["changed"] == b["changed"]
+        assert all(map(torch.equal, a["weights"], b["weights"]))
+    kind, _, where = one["raise"]["first"]
+    assert kind in ("output", "input") and "rank 1 of 2" in where
+    assert one["raise"]["found"][:2] == ("undefined", "aten.div.Tensor")
+    assert one["skip"]["changed"] == [True, False, True]
+    notes = " ".join(one["transient"]["notes"])
+    assert "is finite: the fault was transient" in notes
