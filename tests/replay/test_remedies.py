@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import itertools
 import math
+import sys
 import threading
 from pathlib import Path
 
@@ -386,11 +387,23 @@ def follow(remedy, cases, name, tmp_path):
     return case
 
 
+@pytest.fixture
+def zoo(monkeypatch):
+    """The collection's modules, whose names other modules have, too."""
+    monkeypatch.syspath_prepend(str(ZOO))
+    names = ("common", "cases_open")
+    others = {name: sys.modules.pop(name, None) for name in names}
+    yield [importlib.import_module(name) for name in names]
+    for name, other in others.items():
+        del sys.modules[name]
+        if other is not None:
+            sys.modules[name] = other
+
+
 @pytest.mark.skipif(not ZOO.exists(), reason="needs the collection of failures")
 @pytest.mark.parametrize("name", REMEDIED)
-def test_a_fresh_run_with_the_remedy_is_finite(name, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ZOO))
-    cases, common = (importlib.import_module(n) for n in ("cases_open", "common"))
+def test_a_fresh_run_with_the_remedy_is_finite(name, tmp_path, zoo):
+    common, cases = zoo
     found = explanation_of(common, case_of(cases, name))
     good = [each for each in found.remedies if each.is_recommended]
     assert good
