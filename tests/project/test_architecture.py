@@ -32,6 +32,7 @@ ROOMS = (
     "debug",
     "demo",
     "integrations",
+    "cli",
     "__init__",
     "__main__",
 )

@@ -8,7 +8,7 @@ import pytest
 from pages import ROOT, anchors, examples, links, pages, section, slug
 
 from overflow_fast import DebugUnderflowOverflow, OverflowGuard
-from overflow_fast.__main__ import _parser
+from overflow_fast.cli.command_line import make_parser
 
 
 def linking_pages():
@@ -81,7 +81,7 @@ def test_commands_exist(page):
     text = pages()[page]
     for command in re.findall(r"python -m overflow_fast ([^`#\n]+)", text):
         if command.strip() != "--version":
-            _parser().parse_args(shlex.split(command))
+            make_parser().parse_args(shlex.split(command))
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"`make ([\w-]+)", text):
         assert f"\n{target}:" in makefile, target

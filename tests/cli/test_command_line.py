@@ -1,5 +1,6 @@
 """python -m overflow_fast, as a user calls it."""
 
+import shlex
 import sys
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from processes import python
 
 from overflow_fast.__main__ import main
+from overflow_fast.cli.command_line import make_parser
 
 SCRIPT = """
 import sys
@@ -15,6 +17,11 @@ print(DebugUnderflowOverflow.__module__, __name__, sys.argv[1:])
 import neighbour
 sys.exit(int(sys.argv[1]))
 """
+
+
+def commands():
+    """The parser of each command."""
+    return make_parser()._subparsers._group_actions[0].choices
 
 
 def command(*arguments, cwd=None):
@@ -59,6 +66,29 @@ def test_a_program_that_is_not_there(tmp_path):
     assert "program must be a script or a folder with __main__.py" in done.stderr
 
 
+@pytest.mark.parametrize("name", commands())
+def test_the_examples_of_help_can_be_typed(name):
+    shown = commands()[name].format_help().partition("example:\n")[2].splitlines()
+    assert shown
+    for line in shown:
+        words = shlex.split(line)
+        assert words[:3] == ["python", "-m", "overflow_fast"]
+        assert make_parser().parse_args(words[3:]).command == name
+
+
+@pytest.mark.parametrize(
+    ("called", "name"),
+    [
+        ("/usr/bin/overflow-fast", "overflow-fast"),
+        ("/site/overflow_fast/__main__.py", "python -m overflow_fast"),
+    ],
+)
+def test_help_names_the_program_as_it_was_called(called, name, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [called])
+    assert make_parser().prog == name
+    assert commands()["run"].prog == f"{name} run"
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as status:
         main(["--version"])
@@ -82,7 +112,8 @@ def test_no_command_says_what_there_is(capsys):
     with pytest.raises(SystemExit) as status:
         main([])
     assert status.value.code == 2
-    assert "{demo,explain,report,run}" in capsys.readouterr().err
+    asked = capsys.readouterr().err
+    assert all(name in asked for name in commands())
 
 
 def test_the_demo_without_transformers_says_what_to_install(monkeypatch, capsys):

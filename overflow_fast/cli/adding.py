@@ -1,0 +1,47 @@
+"""Adds a command to the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+else:
+    Commands = object
+
+Run = Callable[[argparse.Namespace], int]
+
+
+def add_command(
+    commands: Commands, name: str, run: Run, summary: str, example: str
+) -> argparse.ArgumentParser:
+    """Adds a command, and returns the parser of its arguments.
+
+    Args:
+        commands: What the parser of all commands has made.
+        name: The word that users type.
+        run: Runs the command and returns its exit status; it imports what it needs.
+        summary: A line for `--help`, which begins with a verb in lower case.
+        example: One or more command lines, without the program's name.
+    """
+    lines = textwrap.dedent(example).strip().splitlines()
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    prog = parser.prog.removesuffix(name)
+    parser.epilog = "\n".join(["example:", *(f"  {prog}{line}" for line in lines)])
+    parser.set_defaults(run=run)
+    return parser
+
+
+def fail(message: str) -> int:
+    """Prints why a command cannot do its work, and returns the exit status 2."""
+    print(message, file=sys.stderr)
+    return 2

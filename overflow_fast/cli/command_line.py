@@ -1,0 +1,74 @@
+"""The parser of all commands, and the call of the one that was chosen."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from . import demo_command, explain_command, report_command, run_command
+from .adding import Commands
+
+# In the order of `--help`.
+_COMMANDS = (
+    demo_command,
+    run_command,
+    report_command,
+    explain_command,
+)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of `overflow-fast` and `python -m overflow_fast`."""
+    parser = argparse.ArgumentParser(
+        prog=_called_as(),
+        description="The numerics flight recorder that PyTorch users leave on.",
+    )
+    parser.add_argument("--version", action=_Version)
+    commands: Commands = parser.add_subparsers(dest="command", required=True)
+    for each in _COMMANDS:
+        each.add_to(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line.
+
+    Args:
+        arguments: What stands behind the program's name; `sys.argv[1:]` by default.
+
+    Returns:
+        The exit status: 0, or 2 where a path or an argument cannot be used.
+    """
+    parsed = make_parser().parse_args(arguments)
+    status: int = parsed.run(parsed)
+    return status
+
+
+def _called_as() -> str:
+    """The name that users called it by."""
+    called = os.path.basename(sys.argv[0]) if sys.argv else ""
+    name = called.removesuffix(".exe")
+    return name if name == "overflow-fast" else "python -m overflow_fast"
+
+
+class _Version(argparse.Action):
+    """Prints the versions, which only then are asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="print versions and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(_version())
+        parser.exit()
+
+
+def _version() -> str:
+    import torch
+
+    from .. import _C, __version__
+
+    cuda = "CUDA kernels" if _C.has_kernels("cuda") else "no CUDA kernels"
+    torch_version = f"torch {torch.__version__}"
+    return f"overflow_fast {__version__}, {torch_version}, CPU {_C.isa()}, {cuda}"

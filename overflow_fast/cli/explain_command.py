@@ -1,0 +1,52 @@
+"""The command `explain`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from ..core.strict_json import to_plain
+from .adding import Commands, add_command, fail
+
+
+def add_to(commands: Commands) -> None:
+    """Adds the command."""
+    parser = add_command(
+        commands,
+        "explain",
+        _run,
+        "explain a non-finite step from the folder of its evidence",
+        "explain evidence/overflow_fast/RUN/step-00000012 --model train.py:build",
+    )
+    parser.add_argument("folder", help="the folder, such as evidence/.../step-00000012")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="FILE.py:FUNCTION",
+        help="a function that returns the model with the weights of the step",
+    )
+    parser.add_argument(
+        "--loss",
+        metavar="FILE.py:FUNCTION",
+        help="a function that takes the model and the batch and returns the loss",
+    )
+    parser.add_argument(
+        "--any-weights", action="store_true", help="explain with other weights, too"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    from ..replay.offline import explain_folder, function_at
+    from ..replay.saved_step import UnreadableStepError
+
+    try:
+        model = function_at("--model", parsed.model)()
+        loss = None if parsed.loss is None else function_at("--loss", parsed.loss)
+        found = explain_folder(
+            parsed.folder, model, loss, any_weights=parsed.any_weights
+        )
+    except UnreadableStepError as error:
+        return fail(f"The step cannot be explained: {error}.")
+    print(json.dumps(to_plain(found.to_dict()), indent=1) if parsed.json else found)
+    return 0
