@@ -143,7 +143,10 @@ void bind_recorder(py::module_& m) {
       .def_readwrite("counts_underflow", &Recorder::counts_underflow)
       .def_property_readonly("has_counts", &Recorder::has_counts)
       .def("take_underflow", &take_underflow)
-      .def("keep_rows", [](Recorder& self) { self.rows().is_on = true; })
+      .def("keep_rows", [](Recorder& self) { self.rows().is_on = self.rows().is_kept = true; })
+      .def("note_row", [](Recorder& self) { self.rows().is_on = true; })
+      .def("restart_row", [](Recorder& self) { self.rows().restart(); })
+      .def("running_row", [](Recorder& self) { return self.rows().running(); })
       .def("end_row", [](Recorder& self,
                          int64_t number) { self.rows().end_step(number, Recorder::num_frames()); })
       .def_property_readonly("has_row", &Recorder::has_row)

@@ -39,6 +39,7 @@ void bind_rows(py::module_& m) {
       .attribute("abs_max", &bytes_of<&StepRows::Row::abs_max>)
       .attribute("num_nan", &bytes_of<&StepRows::Row::num_nan>)
       .attribute("num_inf", &bytes_of<&StepRows::Row::num_inf>)
+      .attribute("num_tensors", &bytes_of<&StepRows::Row::num_tensors>)
       .attribute("num_zero", zeros_of)
       .attribute("num_saturated", saturated_of);
 }

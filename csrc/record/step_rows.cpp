@@ -55,6 +55,7 @@ std::string StepRows::Row::num_nan() const {
 std::string StepRows::Row::num_inf() const {
   return pack_counts(*this, [](const Slot& slot) { return slot.num_inf(); });
 }
+std::string StepRows::Row::num_tensors() const { return packed(num_stats); }
 std::string StepRows::Row::counts_of(std::vector<int64_t> counts) const {
   if (!counts.empty()) counts.resize(slots.size(), -1);
   return packed(counts);
@@ -75,6 +76,7 @@ void StepRows::add(const Frame& frame) {
     }
     fit(row, column);
     combine(row.slots[column], entry.stat);
+    ++row.num_stats[column];
   }
 }
 
@@ -102,6 +104,16 @@ void StepRows::end_step(int64_t number, int64_t last_frame) {
   rows_.back().slots.reserve(columns_.size());
   rows_.back().dtypes.reserve(columns_.size());
   if (rows_.size() > kMaxRows) rows_.pop_front();
+}
+
+void StepRows::restart() {
+  if (!is_on || is_kept) return;
+  Row& row = rows_.back();
+  std::fill(row.slots.begin(), row.slots.end(), Slot{});
+  std::fill(row.num_stats.begin(), row.num_stats.end(), 0);
+  row.num_left_out = 0;
+  row.zeros.clear();
+  row.saturated.clear();
 }
 
 StepRows::Row StepRows::take() {
@@ -142,6 +154,7 @@ void StepRows::fit(Row& row, size_t column) const {
   for (size_t i = row.slots.size(); i <= column; ++i) {
     row.slots.emplace_back();
     row.dtypes.push_back(columns_[i].dtype);
+    row.num_stats.push_back(0);
   }
 }
 

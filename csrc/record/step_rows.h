@@ -37,6 +37,7 @@ class StepRows {
     // -1: not counted; empty: nothing was.
     std::vector<int64_t> zeros;
     std::vector<int64_t> saturated;  // at the largest number of the dtype
+    std::vector<int64_t> num_stats;  // how many tensors each slot is made of
 
     // float32 where that holds every value exactly, else float64; nan: not looked at, or a nan.
     std::string abs_min() const;
@@ -46,17 +47,22 @@ class StepRows {
     std::string num_inf() const;
     std::string num_zero() const { return counts_of(zeros); }
     std::string num_saturated() const { return counts_of(saturated); }
+    std::string num_tensors() const;
 
    private:
     std::string counts_of(std::vector<int64_t> counts) const;
   };
 
   bool is_on = false;
+  bool is_kept = false;  // by a flight record, which ends each row
 
   void add(const Frame& frame);
   void add(const Underflow::Counts& counts);
   // Ends the row of a step under a number; frames after this one belong to the next.
   void end_step(int64_t number, int64_t last_frame);
+  // Begins the row of the step under way again, unless rows are kept.
+  void restart();
+  const Row& running() const { return rows_.back(); }
   // The oldest row of a step that has ended, or null.
   const Row* oldest() const { return rows_.size() > 1 ? &rows_.front() : nullptr; }
   Row take();

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,10 @@ from ..replay.explain import BUDGET, investigate
 from ..replay.explanation import Explanation
 from ..replay.incident import Incident
 from ..replay.team import Team, text_of
+from ..replay.witness import Witness
+from ..torch_internals.compiler import has_compiled
 from ..verdict.verdict import GRADIENTS, Verdict
+from .comparison import Comparison
 from .config import GuardConfig
 from .joint_replay import ReplayOffer, offer_of, team_of, why_not_together
 
@@ -37,6 +40,7 @@ class Explainer:
             time for each place, at most once in 100 steps.
         watches: The watched models.
         capture: Keeps the calls of a step; None if nothing is to be explained.
+        make_watches: Makes watches of the models that look at everything.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class Explainer:
         config: GuardConfig,
         watches: Sequence[ModelWatch],
         capture: Capture | None,
+        make_watches: Callable[[], list[ModelWatch]],
     ) -> None:
         self._asked = config.explain
         self._budget = config.explain_budget or BUDGET
@@ -54,6 +59,12 @@ class Explainer:
         self._artifact_bytes = int(config.evidence_mib * 2**20) * has_room
         self._watches = watches
         self._capture = capture
+        self._make_watches = make_watches
+        has_frames = not config.is_tripwire and config.sync != "lagged"
+        self._compares = capture is not None and has_frames
+        if self._compares:
+            for watch in watches:
+                watch.recorder.note_row()
         self._places: set[tuple[str, str, str]] = set()
         self._last: int | None = None
 
@@ -144,7 +155,14 @@ class Explainer:
             checkpoints=self._checkpoints,
             artifact_bytes=self._artifact_bytes,
             team=team,
+            witness=self._witness(),
         )
+
+    def _witness(self) -> Witness | None:
+        """Compares a replay with the step, but for compiled code: hooks change that."""
+        if not self._compares or has_compiled():
+            return None
+        return Comparison(self._watches, self._make_watches)
 
     def _is_due(self, step: int, verdict: Verdict, ends: bool) -> bool:
         first = verdict.first

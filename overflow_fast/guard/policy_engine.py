@@ -78,7 +78,7 @@ class PolicyEngine:
             config,
             self.agreement,
             self._reporter,
-            Explainer(config, watches, self.capture),
+            Explainer(config, watches, self.capture, make_watches),
             second_look,
             self._attribute,
             lambda: rounds.num_skipped,

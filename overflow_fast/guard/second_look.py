@@ -131,7 +131,7 @@ class SecondLook:
             rerun.watched = _Watched(watches, frames)
             rerun.on_output = functools.partial(_record_loss, watches[0])
             if team.leads:
-                outcome = rerun.run(is_whole=True)
+                outcome = rerun.run(is_whole=True, is_watched=True)
             else:
                 outcome = rerun.follow(team.receive())
         seen = [*_recorded(found, frames), *frames] if frames else []

@@ -118,6 +118,7 @@ class UnjudgedFrames:
         """
         self._unjudged = 0
         self._recorder.end_step()
+        self._recorder.restart_row()
         self._recorder.clear_history()
         self._recorder.forget_calls(not is_lagged)
         is_over = not self._bad and not is_lagged

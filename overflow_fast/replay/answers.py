@@ -16,6 +16,7 @@ from .payload import of_whom
 from .places import module_of_parameter
 from .rerun import Rerun
 from .team import OnRank, text_of
+from .witness import difference_of
 
 _RATE = 3
 _NOT_REDUCED = (
@@ -125,6 +126,11 @@ class Answers:
         )
         if incident.is_made:
             found.module = incident.module
+        difference = difference_of(self._rerun.watched)
+        if difference is not None:
+            found.evidence.append(str(difference))
+            if not is_gradient:  # what was seen there first came before the alarm
+                found.module = difference.module
         if incident.kind == "gradient":
             is_told = self._whose(found, first, incident)
             if not self._rerun.returns_loss and not is_told:

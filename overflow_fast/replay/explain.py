@@ -23,6 +23,7 @@ from .rerun import Rerun
 from .saved_step import saved_step
 from .search import Search
 from .team import BEGIN, NotJoined, Team, text_of
+from .witness import Witness
 
 BUDGET = 8
 _NOT_ALONE = (
@@ -50,6 +51,7 @@ def investigate(
     team: Team | None = None,
     checkpoints: Sequence[str | os.PathLike[str]] = (),
     artifact_bytes: int = 0,
+    witness: Witness | None = None,
 ) -> Explanation:
     """Replays a step and says why it is not finite. Everything is put back afterwards.
 
@@ -63,6 +65,7 @@ def investigate(
             one alone.
         checkpoints: Files of weights to try where weights are bad, the newest last.
         artifact_bytes: How many bytes of tensors its artifacts may have; 0 for none.
+        witness: Compares the first replay with the step; None where nobody watched.
     """
     begin = time.perf_counter()
     team = Team() if team is None else team
@@ -71,6 +74,7 @@ def investigate(
     def replay() -> Explanation:
         with kept_state(models, calls, start, team) as state:
             reruns.append(Rerun(models, calls, state, team, artifact_bytes > 0))
+            reruns[0].watched = witness
             search = Search(reruns[0], incident, budget, checkpoints, artifact_bytes)
             found = search.run()
             found.notes += state.lost if team.leads else []

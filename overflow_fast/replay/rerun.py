@@ -36,7 +36,7 @@ class Rerun:
 
     Attributes:
         num_forwards: How many forwards were run.
-        watched: This rank's own change of runs of the whole step, or None.
+        watched: This rank's own change of runs that are watched, or None.
         on_output: Called with each call and what it returned, before its backward.
     """
 
@@ -70,6 +70,7 @@ class Rerun:
         rows: Sequence[int] | None = None,
         change: Change | None = None,
         is_whole: bool = False,
+        is_watched: bool = False,
     ) -> Outcome:
         """Runs calls from the state in which the step began, up to the first bad one.
 
@@ -80,9 +81,10 @@ class Rerun:
             rows: The samples of that call's batch to run alone; None for all calls.
             change: See `Run`.
             is_whole: See `Run`.
+            is_watched: See `Run`.
         """
         part = None if rows is None else tuple(rows)
-        order = Run(armed, part, change, is_whole)
+        order = Run(armed, part, change, is_whole, is_watched)
         self.team.order(order)
         return self.follow(order)
 
@@ -97,7 +99,8 @@ class Rerun:
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(without_reduction(self.models.values()))
                 self._state.begin()
-                for change in filter(None, (order.change, self._watched_in(order))):
+                watched = self.watched if order.is_watched else None
+                for change in filter(None, (order.change, watched)):
                     stack.enter_context(change.applied(self.models))
                 if order.is_whole:
                     outcome = self._run_all()
@@ -118,9 +121,6 @@ class Rerun:
         calls = self.calls[:last]
         calls = calls if order.change is None else order.change.calls(calls)
         return calls, order.armed
-
-    def _watched_in(self, order: Run) -> Change | None:
-        return self.watched if order.is_whole else None
 
     def _run_all(self) -> Outcome:
         """Runs all calls, each with its backward, whatever they have come to."""

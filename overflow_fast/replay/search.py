@@ -23,6 +23,7 @@ from .rerun import Rerun
 from .rows import Leaf, Row
 from .slice import Culprit, ForwardRows, culprit_of
 from .team import NotJoined
+from .witness import difference_of
 
 _STEP_TIMES = 4.0
 _LEAST_SECONDS = 5.0
@@ -73,7 +74,7 @@ class Search:
         return self._lead() if self._team.leads else self._follow()
 
     def _lead(self) -> Explanation:
-        first = self._first = self._rerun.run()
+        first = self._first = self._rerun.run(is_watched=True)
         if first.error is not None:
             return self._answers.failed(first.error)
         is_inside = self._incident is not None and not self._incident.reaches_loss
@@ -112,6 +113,9 @@ class Search:
         found = self._of_culprit(culprit, armed)
         self._name_ranks(found)
         self._keep_call(found, culprit)
+        difference = difference_of(self._rerun.watched)
+        if difference is not None:
+            found.notes.append(f"The replay is not the same as the step: {difference}.")
         try:
             if found.cause == "range overflow":
                 self._test_growth(found)

@@ -47,12 +47,14 @@ class Run:
         rows: The samples of that call's batch to run alone; None for the whole step.
         change: The change to make meanwhile, or None.
         is_whole: Run all calls, each with its backward, as the step did.
+        is_watched: Watch the run, on each rank that has a `Rerun.watched`.
     """
 
     armed: int = -1
     rows: tuple[int, ...] | None = None
     change: Change | None = None
     is_whole: bool = False
+    is_watched: bool = False
 
 
 class Team:
