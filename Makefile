@@ -90,4 +90,4 @@ mps-check: build
 	$(RUN) benchmarks/mps_check.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info overflow_fast/_C*.so
+	rm -rf $(VENV) build *.egg-info overflow_fast/binaries/torch*

@@ -1,12 +1,16 @@
 """Builds the extension overflow_fast._C against the torch that is installed."""
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from setuptools import setup
 
@@ -14,6 +18,14 @@ MIN_TORCH = (2, 10)
 ROOT = Path(__file__).parent
 # No fast-math, ever: it turns isnan into false.
 CXX_FLAGS = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wno-psabi", "-fvisibility=hidden"]
+# The files of each are compiled as one: reading torch's headers takes 5 to 10 seconds,
+# compiling what a file itself says one second.
+UNITS = {
+    "scan": ("torch_internals", "scan"),
+    "record": ("record",),
+    "seam": ("python",),
+}
+KERNELS = ("scan/cpu",)  # a file for each instruction set
 
 
 def stop(message: str) -> None:
@@ -125,9 +137,10 @@ def sources(*folders: str) -> list[str]:
 
 
 def extension(with_cuda: bool) -> object:
+    import torch
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
-    folders = ["torch_internals", "scan", "scan/cpu", "record", "python"]
+    folders = [*(folder for unit in UNITS.values() for folder in unit), *KERNELS]
     if with_cuda:
         folders.append("scan/cuda")
     compile_args = {"cxx": CXX_FLAGS}
@@ -136,11 +149,79 @@ def extension(with_cuda: bool) -> object:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", default_architectures())
     kind = CUDAExtension if with_cuda else CppExtension
     return kind(
-        "overflow_fast._C",
+        # Imported as overflow_fast._C: see overflow_fast/binaries.
+        f"overflow_fast.binaries.{binary_folder(torch.__version__)}._C",
         sources(*folders),
         extra_compile_args=compile_args,
         extra_link_args=["-Wl,--as-needed"] if sys.platform == "linux" else [],
     )
+
+
+def binary_folder(torch_version: str) -> str:
+    """The folder for a release of torch, as overflow_fast.binaries looks for it."""
+    return "torch" + "_".join(torch_version.split("+")[0].split(".")[:2])
+
+
+def join_units(files: list[str]) -> list[str]:
+    """What to compile for these sources: files that include a unit's, and the rest."""
+    units = {folder: name for name, folders in UNITS.items() for folder in folders}
+    includes: dict[str, list[str]] = {name: [] for name in UNITS}
+    others = []
+    for file in files:
+        unit = units.get(Path(file).parent.relative_to("csrc").as_posix())
+        others.append(file) if unit is None else includes[unit].append(file)
+    made = ROOT / "build" / "units"
+    made.mkdir(parents=True, exist_ok=True)
+    for name, included in includes.items():
+        path = made / f"{name}.cpp"
+        lines = [f'#include "../../{Path(file).as_posix()}"\n' for file in included]
+        if not path.exists() or path.read_text() != "".join(lines):
+            path.write_text("".join(lines))  # only then: ninja looks at the time
+    # The largest first, so that no core waits for it alone at the end.
+    return [*(f"build/units/{name}.cpp" for name in reversed(UNITS)), *others]
+
+
+@contextlib.contextmanager
+def progress(terminal: TextIO | None) -> Iterator[None]:
+    """Shows on a terminal how many files ninja has compiled, which pip hides.
+
+    Ninja writes to descriptor 1, whatever sys.stdout is; all of it still goes there.
+    """
+    if terminal is None:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    read_end, write_end = os.pipe()
+    reader = threading.Thread(target=show_progress, args=(read_end, kept, terminal))
+    os.dup2(write_end, 1)
+    os.close(write_end)
+    reader.start()
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        reader.join()
+        os.close(kept)
+
+
+def show_progress(read_end: int, output: int, terminal: TextIO) -> None:
+    with open(read_end, "rb") as lines:
+        for line in lines:
+            os.write(output, line)
+            if found := re.match(rb"\[(\d+)/(\d+)\] ", line):
+                done, total = (int(number) for number in found.groups())
+                print(f"overflow_fast: compiled {done} of {total}", file=terminal)
+                terminal.flush()
+
+
+def open_terminal() -> TextIO | None:
+    """The terminal of whoever builds; None where there is none, as in CI."""
+    try:
+        return open("/dev/tty", "w")
+    except OSError:
+        return None
 
 
 def main() -> None:
@@ -148,10 +229,22 @@ def main() -> None:
     check_compiler()
     from torch.utils.cpp_extension import BuildExtension
 
-    setup(
-        ext_modules=[extension(choose_cuda())],
-        cmdclass={"build_ext": BuildExtension},
-    )
+    class Build(BuildExtension):
+        def build_extensions(self) -> None:
+            for each in self.extensions:
+                each.sources = join_units(each.sources)
+            print("overflow_fast: compiling the extension takes about a minute")
+            with progress(open_terminal()):
+                super().build_extensions()
+
+        def copy_extensions_to_source(self) -> None:
+            for each in self.extensions:
+                folder = ROOT.joinpath(*each.name.split(".")[:-1])
+                folder.mkdir(parents=True, exist_ok=True)
+            super().copy_extensions_to_source()
+
+    setup(ext_modules=[extension(choose_cuda())], cmdclass={"build_ext": Build})
 
 
-main()
+if __name__ == "__main__":
+    main()

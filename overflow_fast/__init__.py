@@ -1,30 +1,15 @@
 """overflow_fast: the numerics flight recorder that PyTorch users leave on."""
 
-from pathlib import Path
+import torch  # (first: the extension needs torch's libraries)
 
-import torch  # noqa: F401  (the extension needs torch's libraries loaded first)
+from . import binaries
 
 try:
+    # First: an old build may have left an extension here, for an unknown torch.
+    __path__.insert(0, str(binaries.folder_for(torch.__version__)))
     from . import _C  # noqa: F401
 except ImportError as error:
-    _here = Path(__file__).parent
-    _is_checkout = (_here.parent / "setup.py").exists()
-    _build = (
-        f"run `pip install --no-build-isolation -e .` in {_here.parent} (or "
-        "`make build`), or import an installed overflow_fast from another folder"
-        if _is_checkout
-        else "run `pip install --force-reinstall --no-build-isolation --no-deps` with "
-        "the folder of its sources"
-    )
-    if any(_here.glob("_C.*.so")):
-        raise ImportError(
-            f"overflow_fast's extension cannot be loaded: {error}.\n"
-            f"If it was built for another torch or Python, build it again: {_build}."
-        ) from error
-    raise ImportError(
-        f"overflow_fast is not built: there is no extension in {_here}.\n"
-        f"To build it, {_build}."
-    ) from error
+    raise ImportError(binaries.why_not_imported(torch.__version__, error)) from error
 
 from . import metal
 from .core import log  # noqa: F401  (its lines begin with the package's name)

@@ -21,7 +21,7 @@ struct StatObject {
 
 PyTypeObject* stat_type = nullptr;
 
-void destroy(PyObject* object) {
+void destroy_stat(PyObject* object) {
   PyTypeObject* type = Py_TYPE(object);
   auto* self = reinterpret_cast<StatObject*>(object);
   Py_XDECREF(self->abs_min);
@@ -30,13 +30,13 @@ void destroy(PyObject* object) {
   Py_DECREF(type);
 }
 
-PyObject* repr(PyObject* object) {
+PyObject* stat_repr(PyObject* object) {
   auto* self = reinterpret_cast<StatObject*>(object);
   return PyUnicode_FromFormat("Stat(abs_min=%R, abs_max=%R, num_nan=%llu, num_inf=%llu)",
                               self->abs_min, self->abs_max, self->num_nan, self->num_inf);
 }
 
-PyMemberDef kMembers[] = {
+PyMemberDef kStatMembers[] = {
     {"abs_min", T_OBJECT, offsetof(StatObject, abs_min), READONLY, nullptr},
     {"abs_max", T_OBJECT, offsetof(StatObject, abs_max), READONLY, nullptr},
     {"num_nan", T_ULONGLONG, offsetof(StatObject, num_nan), READONLY, nullptr},
@@ -44,15 +44,15 @@ PyMemberDef kMembers[] = {
     {nullptr, 0, 0, 0, nullptr},
 };
 
-PyType_Slot kSlots[] = {
-    {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
-    {Py_tp_repr, reinterpret_cast<void*>(repr)},
-    {Py_tp_members, kMembers},
+PyType_Slot kStatSlots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(destroy_stat)},
+    {Py_tp_repr, reinterpret_cast<void*>(stat_repr)},
+    {Py_tp_members, kStatMembers},
     {0, nullptr},
 };
 
-PyType_Spec kSpec = {"overflow_fast._C.Stat", sizeof(StatObject), 0,
-                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, kSlots};
+PyType_Spec kStatSpec = {"overflow_fast._C.Stat", sizeof(StatObject), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, kStatSlots};
 
 py::object number(const Slot& slot, const DtypeInfo& info, uint64_t key) {
   if (slot.is_empty()) return py::none();
@@ -76,7 +76,7 @@ py::object make_stat(const Slot& slot, Dtype dtype) {
 }
 
 void bind_stat(py::module_& m) {
-  auto type = py::reinterpret_steal<py::object>(PyType_FromSpec(&kSpec));
+  auto type = py::reinterpret_steal<py::object>(PyType_FromSpec(&kStatSpec));
   if (!type) throw py::error_already_set();
   stat_type = reinterpret_cast<PyTypeObject*>(type.ptr());
   m.add_object("Stat", type);

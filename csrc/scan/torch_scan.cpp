@@ -17,27 +17,27 @@ namespace py = pybind11;
 
 namespace {
 
-struct Registry {
+struct TorchScans {
   std::mutex mutex;
   std::map<c10::DeviceType, PyObject*> functions;  // never released
   std::map<std::pair<c10::DeviceType, at::ScalarType>, std::string> lacking;
 };
 
-Registry& registry() {
-  static auto* instance = new Registry;
+TorchScans& torch_scans() {
+  static auto* instance = new TorchScans;
   return *instance;
 }
 
 PyObject* function_for(c10::DeviceType type) {
-  const std::lock_guard lock(registry().mutex);
-  const auto found = registry().functions.find(type);
-  return found == registry().functions.end() ? nullptr : found->second;
+  const std::lock_guard lock(torch_scans().mutex);
+  const auto found = torch_scans().functions.find(type);
+  return found == torch_scans().functions.end() ? nullptr : found->second;
 }
 
 std::string known_lack(const at::Tensor& tensor) {
-  const std::lock_guard lock(registry().mutex);
-  const auto found = registry().lacking.find({tensor.device().type(), tensor.scalar_type()});
-  return found == registry().lacking.end() ? std::string() : found->second;
+  const std::lock_guard lock(torch_scans().mutex);
+  const auto found = torch_scans().lacking.find({tensor.device().type(), tensor.scalar_type()});
+  return found == torch_scans().lacking.end() ? std::string() : found->second;
 }
 
 // `slots` as unsigned minimum, unsigned maximum, sum, and sum with sign bits or-ed.
@@ -66,9 +66,9 @@ std::string remembered_failure(const at::Tensor& tensor) {
   const std::string why =
       std::string(c10::toString(tensor.scalar_type())) + " on " + device + ": " + text;
   {
-    const std::lock_guard lock(registry().mutex);
+    const std::lock_guard lock(torch_scans().mutex);
     const auto key = std::make_pair(tensor.device().type(), tensor.scalar_type());
-    if (!registry().lacking.emplace(key, why).second) return why;
+    if (!torch_scans().lacking.emplace(key, why).second) return why;
   }
   callbacks().warn_of_lack(why);
   return why;
@@ -77,9 +77,10 @@ std::string remembered_failure(const at::Tensor& tensor) {
 }  // namespace
 
 void register_scan(c10::DeviceType type, py::object function) {
-  const std::lock_guard lock(registry().mutex);
-  registry().functions[type] = function.is_none() ? nullptr : function.release().ptr();
-  std::erase_if(registry().lacking, [&](const auto& entry) { return entry.first.first == type; });
+  const std::lock_guard lock(torch_scans().mutex);
+  torch_scans().functions[type] = function.is_none() ? nullptr : function.release().ptr();
+  std::erase_if(torch_scans().lacking,
+                [&](const auto& entry) { return entry.first.first == type; });
 }
 
 void scan_there(const at::Tensor& slots, int64_t first, const std::vector<at::Tensor>& tensors,

@@ -15,6 +15,7 @@ PACKAGE = ROOT / "overflow_fast"
 
 # A room uses those before it, and nothing else of the package.
 ROOMS = (
+    "binaries",
     "_C",
     "torch_internals",
     "core",

@@ -1,6 +1,9 @@
 """What setup.py says before it builds anything."""
 
+import io
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -11,7 +14,10 @@ import pytest
 import torch
 from processes import python
 
+from overflow_fast.binaries import folder_for
+
 ROOT = Path(__file__).parents[2]
+CSRC = ROOT / "csrc"
 
 
 def setup_py(*, cxx=None, cuda=None):
@@ -206,44 +212,99 @@ for name in [name for name in sys.modules if name.startswith("overflow_fast")]:
     del sys.modules[name]
 import overflow_fast
 """
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+FOLDER = folder_for(torch.__version__).name
 
 
-def package_without_its_extension(tmp_path, files=()):
-    """What importing a copy of the package's Python files says."""
+def package_with_binaries(tmp_path, *names, checkout=False):
+    """What importing a copy of the package says that has these (empty) binaries."""
     package = tmp_path / "overflow_fast"
-    shutil.copytree(
-        ROOT / "overflow_fast",
-        package,
-        ignore=lambda _, names: [
-            name for name in names if name.startswith("_C.") or name == "__pycache__"
-        ],
-    )
-    for name in files:
-        (tmp_path / name).write_text("")
+    ignored = shutil.ignore_patterns("_C.*", "__pycache__")
+    shutil.copytree(ROOT / "overflow_fast", package, ignore=ignored)
+    for name in names:
+        path = package / "binaries" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+    if checkout:
+        (tmp_path / "setup.py").write_text("")
     script = tmp_path / "script.py"
     script.write_text(IMPORTS_ANEW)
     # The message has several lines, behind those of the error that caused it.
     error = python(str(script), cwd=tmp_path).stderr
-    return "ImportError: " + error.rpartition("\nImportError: ")[2].strip()
+    return error.rpartition("\nImportError: ")[2].strip()
 
 
 def test_a_checkout_that_is_not_built(tmp_path):
-    message = package_without_its_extension(tmp_path, ["setup.py"])
-    assert message.startswith("ImportError: overflow_fast is not built: ")
+    message = package_with_binaries(tmp_path, checkout=True)
+    assert message.startswith("overflow_fast is not built: ")
     assert f"run `pip install --no-build-isolation -e .` in {tmp_path}" in message
 
 
 def test_an_installation_without_its_extension(tmp_path):
-    message = package_without_its_extension(tmp_path)
-    assert message.startswith("ImportError: overflow_fast is not built: ")
+    message = package_with_binaries(tmp_path)
+    assert message.startswith("overflow_fast is not built: ")
     assert "pip install --force-reinstall --no-build-isolation" in message
 
 
 def test_an_extension_that_cannot_be_loaded(tmp_path):
-    name = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-    message = package_without_its_extension(tmp_path, [f"overflow_fast/{name}"])
-    assert message.startswith("ImportError: overflow_fast's extension cannot be loaded")
-    assert "built for another torch" in message
+    message = package_with_binaries(tmp_path, f"{FOLDER}/_C{SUFFIX}")
+    assert message.startswith("overflow_fast's extension cannot be loaded: ")
+    assert "To build it again, run `pip install" in message
+
+
+def test_extensions_for_other_torches(tmp_path):
+    others = [f"{folder}/_C{SUFFIX}" for folder in ("torch2_10", "torch2_9")]
+    message = package_with_binaries(tmp_path, *others)
+    assert message.startswith(
+        f"overflow_fast has no extension for torch {torch.__version__}, only for torch "
+        "2.9, 2.10.\nInstall a release of overflow_fast or of torch that fits, or run"
+    )
+
+
+def test_an_extension_for_another_python(tmp_path):
+    message = package_with_binaries(tmp_path, f"{FOLDER}/_C.cpython-39-x.so")
+    assert message.startswith(
+        f"overflow_fast has no extension for this Python (_C{SUFFIX}), only "
+        "_C.cpython-39-x.so.\n"
+    )
+
+
+@pytest.mark.parametrize("version", ["2.13.0", "2.13.1+cu130", "2.13.0a0+git1234"])
+def test_setup_builds_where_the_package_looks(version):
+    assert folder_for(version).name == "torch2_13"
+    assert (
+        runpy.run_path(str(ROOT / "setup.py"))["binary_folder"](version) == "torch2_13"
+    )
+
+
+def test_every_source_is_compiled_once():
+    names = runpy.run_path(str(ROOT / "setup.py"))
+    folders = [folder for unit in names["UNITS"].values() for folder in unit]
+    files = names["sources"](*folders, *names["KERNELS"])
+    compiled = []
+    for path in names["join_units"](files):
+        included = re.findall(r'#include "../../(.+)"', (ROOT / path).read_text())
+        compiled += included if path.startswith("build/units") else [path]
+    assert sorted(compiled) == files
+    written = {path.relative_to(ROOT).as_posix() for path in CSRC.rglob("*.cpp")}
+    assert written - set(compiled) == {"csrc/scan/cuda/cuda_device.cpp"}
+
+
+def test_progress_is_shown_and_the_output_is_kept(capfd):
+    progress = runpy.run_path(str(ROOT / "setup.py"))["progress"]
+    terminal = io.StringIO()
+    with progress(terminal):
+        os.write(1, b"Emitting ninja build file\n[1/2] c++ a\na.cpp:1: warning\n")
+        os.write(1, b"[2/2] c++ b\n")
+    assert terminal.getvalue().splitlines() == [
+        "overflow_fast: compiled 1 of 2",
+        "overflow_fast: compiled 2 of 2",
+    ]
+    assert capfd.readouterr().out.splitlines()[1:] == [
+        "[1/2] c++ a",
+        "a.cpp:1: warning",
+        "[2/2] c++ b",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,69 @@
+"""The compiled extension: for each minor release of torch one, in a folder of its own.
+
+Torch's C++ interface changes with each of them, and an extension for another one may be
+loaded without an error and crash later. So only the folder for this torch is searched.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def folder_for(torch_version: str) -> Path:
+    """Returns where the extension for this torch lies, such as `torch2_13`."""
+    major, minor = torch_version.split("+")[0].split(".")[:2]
+    return HERE / f"torch{major}_{minor}"
+
+
+def why_not_imported(torch_version: str, error: ImportError) -> str:
+    """Returns a message that says what is missing, and how to build it.
+
+    Args:
+        torch_version: `torch.__version__`.
+        error: what importing the extension raised.
+    """
+    found = sorted(HERE.glob("torch*_*/_C.*"))
+    here = [path for path in found if path.parent == folder_for(torch_version)]
+    python = sysconfig.get_config_var("EXT_SUFFIX")
+    if any(path.name == f"_C{python}" for path in here):
+        return (
+            f"overflow_fast's extension cannot be loaded: {error}.\n"
+            f"To build it again, {_how_to_build()}."
+        )
+    if not found:
+        return (
+            f"overflow_fast is not built: there is no extension in {HERE}.\n"
+            f"To build it, {_how_to_build()}."
+        )
+    if here:
+        others = ", ".join(path.name for path in here)
+        lack = f"this Python (_C{python}), only {others}"
+    else:
+        folders = sorted({path.parent.name for path in found}, key=_release)
+        others = ", ".join(".".join(map(str, _release(name))) for name in folders)
+        lack = f"torch {torch_version}, only for torch {others}"
+    return (
+        f"overflow_fast has no extension for {lack}.\n"
+        "Install a release of overflow_fast or of torch that fits, or "
+        f"{_how_to_build()}."
+    )
+
+
+def _release(folder: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in folder.removeprefix("torch").split("_"))
+
+
+def _how_to_build() -> str:
+    checkout = HERE.parents[1]
+    if (checkout / "setup.py").exists():
+        return (
+            f"run `pip install --no-build-isolation -e .` in {checkout} (or "
+            "`make build`), or import an installed overflow_fast from another folder"
+        )
+    return (
+        "run `pip install --force-reinstall --no-build-isolation --no-deps` with the "
+        "folder of its sources"
+    )
