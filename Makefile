@@ -12,7 +12,7 @@ CUDA := $(wildcard csrc/scan/cuda/*)
 METAL := $(wildcard overflow_fast/metal/*.metal csrc/scan/mps/*)
 TORCH_SIDE := $(wildcard csrc/scan/*.cpp csrc/torch_internals/* csrc/record/* csrc/python/*)
 
-.PHONY: build demo test test-quick bench lint sanitize cuda-check gpu-check mps-check clean
+.PHONY: build demo test test-quick release-check bench lint sanitize cuda-check gpu-check mps-check clean
 
 $(VENV)/ready: pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "overflow_fast: $(PYTHON) was not found; install Python 3.10 or newer, or set PYTHON."; exit 1; }
@@ -40,6 +40,10 @@ test: build
 
 test-quick: build
 	$(RUN) -m pytest -q $(WORKERS) --quick
+
+# Packs the sources, compiles them in an empty folder and runs tests with what was installed.
+release-check: build
+	$(RUN) -m pytest -q tests/project/test_release.py --release
 
 bench: build
 	$(RUN) benchmarks/run.py

@@ -234,6 +234,9 @@ def main() -> None:
             for each in self.extensions:
                 each.sources = join_units(each.sources)
             print("overflow_fast: compiling the extension takes about a minute")
+            # Where torch finds ccache, checkouts and unpacked sources share it.
+            os.environ.setdefault("CCACHE_BASEDIR", str(ROOT.resolve()))
+            os.environ.setdefault("CCACHE_NOHASHDIR", "1")
             with progress(open_terminal()):
                 super().build_extensions()
 

@@ -53,7 +53,7 @@ __all__ = [
     "read_record",
     "scan",
 ]
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 metal.register()
 

@@ -94,6 +94,9 @@ def pytest_collection_modifyitems(items):
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="leave out what is slow")
     parser.addoption(
+        "--release", action="store_true", help="compile the packed sources, a minute"
+    )
+    parser.addoption(
         "--require-cuda",
         action="store_true",
         help="fail the tests that need a GPU, instead of skipping them, without one",
@@ -104,6 +107,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs a GPU")
     config.addinivalue_line("markers", "mps: needs a Mac with MPS")
     config.addinivalue_line("markers", "slow: left out with --quick")
+    config.addinivalue_line("markers", "release: only with --release")
     gone = SLOW.union(GROUPS) - {
         path.name for path in Path(__file__).parent.rglob("test_*.py")
     }
@@ -119,6 +123,8 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_runtest_setup(item):
     if item.get_closest_marker("slow") and item.config.getoption("--quick"):
         pytest.skip("slow")
+    if item.get_closest_marker("release") and not item.config.getoption("--release"):
+        pytest.skip("only with --release: make release-check")
     if item.get_closest_marker("mps") and not torch.backends.mps.is_available():
         pytest.skip("needs MPS")
     if item.get_closest_marker("cuda") is None or torch.cuda.is_available():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from processes import python
 
+from overflow_fast import __version__
 from overflow_fast.__main__ import main
 from overflow_fast.cli.command_line import make_parser
 
@@ -94,7 +95,7 @@ def test_version(capsys):
         main(["--version"])
     assert status.value.code == 0
     out = capsys.readouterr().out
-    assert out.startswith("overflow_fast 0.1.0, torch ")
+    assert out.startswith(f"overflow_fast {__version__}, torch ")
     has_cuda = torch.version.cuda is not None
     assert out.strip().endswith("CUDA kernels" if has_cuda else "no CUDA kernels")
 
