@@ -22,6 +22,7 @@ from .on_import import on_import
 from .running_trainers import add_callback, trainer_on_stack
 from .trained_models import (
     find_trained,
+    find_wrappers,
     have_detectors,
     holds_one_of,
     inside,
@@ -34,9 +35,8 @@ from .trained_models import (
 _log = logging.getLogger("overflow_fast")
 _MAX_SEARCHES = 16  # of all objects, before the first forward
 _NO_OPTIMIZER = (
-    "it made no torch.optim.Optimizer in this process (processes that it starts are "
-    "not guarded: run each of them so, such as `torchrun -m overflow_fast run "
-    "train.py`)"
+    "it made no torch.optim.Optimizer in this process (those that it starts are not "
+    "guarded: run each so, such as `torchrun -m overflow_fast run train.py`)"
 )
 
 
@@ -52,9 +52,6 @@ class ScriptGuard:
 
     Args:
         arguments: The arguments of `OverflowGuard` but models and optimizers.
-
-    Attributes:
-        guards: The guards that were attached.
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
@@ -68,15 +65,14 @@ class ScriptGuard:
         self._is_self_guarded = False
         self._why_not = ""
         self._forward_hook: Any = None
-        self.guards: list[OverflowGuard] = []
+        self._guards: list[OverflowGuard] = []
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Attaches guards within, and removes them at the end.
 
         Raises:
-            NonFiniteError: If the last step's verdict came late and the policy is to
-                raise.
+            NonFiniteError: For a verdict that came late, if the policy is to raise.
         """
         step_hook = register_optimizer_step_post_hook(self._after_step)
         original = Optimizer.__init__
@@ -97,13 +93,13 @@ class ScriptGuard:
 
     def why_nothing_was_guarded(self) -> str | None:
         """Returns a reason in words, or None if steps were guarded, or need not be."""
-        guards = [*self.guards, *(c.guard for c in self._callbacks if c.guard)]
-        if self._is_self_guarded or any(guard.coverage().steps for guard in guards):
+        guards = [*self._guards, *(c.guard for c in self._callbacks if c.guard)]
+        if self._is_self_guarded or any(each.coverage().steps for each in guards):
             return None
         if self._why_not:
             return self._why_not
-        has_made_one = self._num_searches or self._callbacks
-        return "its optimizers made no step" if has_made_one else _NO_OPTIMIZER
+        has_one = self._num_searches or self._callbacks
+        return "its optimizers made no step" if has_one else _NO_OPTIMIZER
 
     # Called by the program.
 
@@ -148,6 +144,7 @@ class ScriptGuard:
             return
         is_watched = any(module in modules_of(each._loop) for each in self._fresh)
         if is_watched and not self._pending:
+            self._note_wrappers()
             self._fresh.clear()
             self._stop_looking()
         elif holds_one_of(module, parameters_of(self._new_optimizers())):
@@ -186,7 +183,7 @@ class ScriptGuard:
             return
         self._pending.clear()
         loops = guards_of([each for model in models for each in model.modules()])
-        earlier = [each for each in self.guards if each._loop in loops]
+        earlier = [each for each in self._guards if each._loop in loops]
         if len(earlier) < len(loops) or have_detectors(models):
             self._is_self_guarded = True
         else:
@@ -203,20 +200,27 @@ class ScriptGuard:
         before = [o for each in earlier for o in each._loop.steps.optimizers]
         step = max((guard.step for guard in earlier), default=0)
         for guard in {*earlier, *self._fresh}:
-            self.guards.remove(guard)
+            self._guards.remove(guard)
             guard.remove()
         model = models[0] if len(models) == 1 else named_by_class(models)
         kept = [each for each in before if id(each) not in new]
         guard = OverflowGuard(model, [*kept, *optimizers], **self._arguments)
         guard._loop.gives_way = True
         guard.step = step
-        self.guards.append(guard)
+        self._guards.append(guard)
         self._fresh = [guard]
 
+    def _note_wrappers(self) -> None:
+        """Notes the wrappers of optimizers that were made since the guards were."""
+        hooks = [h for g in self._fresh for h in g._loop._hooks if h.optimizer]
+        wrappers = find_wrappers([h.optimizer for h in hooks if h.optimizer])
+        for hook, wrapper in zip(hooks, wrappers, strict=True):
+            hook.note_wrapper(wrapper)
+
     def _remove_guards(self) -> None:
-        self._is_self_guarded |= any(not guard.enabled for guard in self.guards)
+        self._is_self_guarded |= any(not guard.enabled for guard in self._guards)
         with contextlib.ExitStack() as removals:
-            for guard in self.guards:
+            for guard in self._guards:
                 removals.callback(guard.remove)
 
     def _stop_looking(self) -> None:
@@ -228,9 +232,9 @@ class ScriptGuard:
         """Calls a function; its first failure is logged, and none stops the run."""
         try:
             function(*args)
-        except NonFiniteError:
-            raise
         except Exception as error:
+            if isinstance(error, NonFiniteError):
+                raise
             if not self._why_not:
                 _log.warning("A model could not be guarded.", exc_info=True)
             self._why_not = f"the guard could not be attached: {error}"

@@ -51,7 +51,13 @@ def find_trained(
         if not counts[i] <= covered:
             found.append(roots[i])
             covered |= counts[i]
-    return found, _outermost(optimizers, wrappers)
+    outermost = {id(each): each for each in _outermost(optimizers, wrappers)}
+    return found, list(outermost.values())
+
+
+def find_wrappers(optimizers: Sequence[Optimizer]) -> list[Any]:
+    """Finds the outermost wrapper of each optimizer: itself where there is none."""
+    return _outermost(optimizers, _existing()[1])
 
 
 def without_inner(optimizers: Sequence[Any]) -> list[Any]:
@@ -137,17 +143,16 @@ def _roots(
 
 
 def _outermost(optimizers: Sequence[Optimizer], existing: Sequence[Any]) -> list[Any]:
-    """The optimizers that others wrap, each replaced by the outermost of these."""
+    """The outermost wrapper of each optimizer, or itself."""
     wrapper_of = {
         id(inner): each
         for each in existing
         for name in ("optimizer", "optim")
         if (inner := vars(each).get(name)) is not None and inner is not each
     }
-    found: dict[int, Any] = {}
-    for optimizer in optimizers:
-        outer: Any = optimizer
-        for _ in range(len(existing)):
-            outer = wrapper_of.get(id(outer), outer)
-        found[id(outer)] = outer
-    return list(found.values())
+    found = list[Any](optimizers)
+    for _ in existing:
+        if not any(id(each) in wrapper_of for each in found):
+            break
+        found = [wrapper_of.get(id(each), each) for each in found]
+    return found

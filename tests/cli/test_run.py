@@ -202,12 +202,13 @@ for value in (1.0, float("nan"), 1.0):
     optimizer.step()
     schedule.step()
     optimizer.zero_grad()
+print(schedule.scheduler.last_epoch)
 """
 
 
 def test_a_script_with_accelerate(tmp_path):
     done = run(tmp_path, ACCELERATE, options=("--on-overflow", "skip"))
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
     assert "3 of 3 steps watched: 1 reports, 1 steps skipped" in done.stderr
 
 
