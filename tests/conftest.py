@@ -26,6 +26,7 @@ SLOW = {
     "test_dead_ranks.py",
     "test_demo.py",
     "test_environments.py",
+    "test_experiment_trackers.py",
     "test_export.py",
     "test_gpu_check.py",
     "test_groups.py",
