@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
-import runpy
 import sys
-from collections.abc import Sequence
 
-from .adding import Commands, add_command
+from .adding import Commands, add_command, fail
+from .as_main import print_traceback, run_as_main
+from .guard_options import add_guard_options, guard_arguments
+
+NON_FINITE = 3  # the exit status of a program that the guard has stopped
 
 
 def add_to(commands: Commands) -> None:
@@ -17,33 +18,42 @@ def add_to(commands: Commands) -> None:
         commands,
         "run",
         _run,
-        "run a program whose Trainer(debug=...) shall use this detector",
+        "run a training script with a guard on its models, without a change to it",
         """
-        run train.py --debug underflow_overflow
+        run train.py --lr 3e-4
+        run --on-overflow skip --record run.ofr --log guard.jsonl train.py --lr 3e-4
         run -m package.train --debug underflow_overflow
         """,
     )
+    add_guard_options(parser)
     parser.add_argument(
         "-m", dest="is_module", action="store_true", help="PROGRAM is a module's name"
     )
     parser.add_argument("program", help="a script's path, or a module's name after -m")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="the program's own arguments"
+    )
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from ..integrations.transformers import install
+    from ..integrations.script_guard import ScriptGuard
+    from ..report.report import NonFiniteError
 
-    install()
-    _run_as_main(parsed.program, parsed.arguments, parsed.is_module)
+    try:
+        guard = ScriptGuard(guard_arguments(parsed))
+    except (TypeError, ValueError, ImportError) as error:
+        return fail(f"overflow_fast run: {error}")
+    try:
+        with guard.watching():
+            run_as_main(parsed.program, parsed.arguments, parsed.is_module)
+    except NonFiniteError as error:
+        print_traceback(error)
+        return NON_FINITE
+    except Exception as error:
+        print_traceback(error)
+        return 1
+    finally:
+        why_not = guard.why_nothing_was_guarded()
+        if why_not is not None:
+            print(f"overflow_fast: no step was guarded: {why_not}.", file=sys.stderr)
     return 0
-
-
-def _run_as_main(program: str, arguments: Sequence[str], is_module: bool) -> None:
-    sys.argv = [program, *arguments]
-    if is_module:
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
-        return
-    if not os.path.exists(program):
-        sys.exit(f"program must be a script or a folder with __main__.py: {program}")
-    sys.path[0] = os.path.dirname(os.path.abspath(program))
-    runpy.run_path(program, run_name="__main__")

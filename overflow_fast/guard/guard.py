@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -20,11 +19,11 @@ from .isolation import isolate_errors
 from .learning import check_can_learn
 from .loop import GuardLoop
 from .metrics import Exporter
+from .other_guards import note_enabled
 from .watched_models import (
     Models,
     named_models,
     warn_foreign_parameters,
-    warn_of_other_guards,
 )
 from .wrapped_optimizers import optimizers_of
 
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-_loops: weakref.WeakSet[GuardLoop] = weakref.WeakSet()
 _Result = TypeVar("_Result")
 
 
@@ -121,15 +119,9 @@ class OverflowGuard(GuardStatus):
     def enable(self) -> None:
         """Switches the guard on; it sees everything from the next forward on."""
         if not self.enabled:
-            self._warn_of_other_guards()
+            with self._loop.isolation.isolated():
+                note_enabled(self._loop)
         self._loop.enable()
-
-    @isolate_errors
-    def _warn_of_other_guards(self) -> None:
-        others = [each for each in _loops if each.is_enabled]
-        _loops.add(self._loop)
-        watches = [watch for each in others for watch in each.watches]
-        warn_of_other_guards(self._loop.watches, watches)
 
     @isolate_errors
     def disable(self) -> None:

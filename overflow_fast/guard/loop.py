@@ -40,7 +40,10 @@ class GuardLoop:
         models: The models, by the prefix of their modules' names.
         optimizers: The optimizers.
         defer: Treat the CPU as a device.
+
     """
+
+    gives_way = False  # to a later guard of the same models
 
     def __init__(
         self,

@@ -87,6 +87,10 @@ class OptimizerHook:
         """Returns True if it hooks this optimizer, or this wrapper."""
         return any(optimizer is each for each in self.layers)
 
+    def note_wrapper(self, wrapper: Any) -> None:
+        """Notes a wrapper that was made after the hook, such as Accelerate's."""
+        self._wrapper = weakref.ref(wrapper)
+
     def attach(self) -> None:
         """Takes the place of `step`, unless it has it."""
         optimizer = self.optimizer
