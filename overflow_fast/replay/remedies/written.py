@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from .line_edit import SourceFile
+from .source_file import SourceFile
 
 _OPERATORS: dict[type[ast.operator], tuple[str, str]] = {
     ast.Div: ("div", "/"),
