@@ -91,7 +91,11 @@ def _changes(
             wanted.add(index)
             index = old[index][1]
     new = _replacing(old, wanted, (_compiled(each, places[0].file) for each in texts))
-    functions = [each for each in gc.get_objects() if type(each) is FunctionType]
+    functions = [
+        each
+        for each in gc.get_objects()
+        if type(each) is FunctionType and each.__code__.co_filename == places[0].file
+    ]
     return [
         (function, new[index][0])
         for function in functions

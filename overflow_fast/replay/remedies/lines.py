@@ -15,6 +15,7 @@ from .failure import Failure
 from .ground import Ground, Trial, edited_remedy
 from .line_edit import CodePlace
 from .line_forms import forms_of
+from .own_softmax import softmax_forms
 from .source_file import Edit, SourceFile
 from .trials import Trials
 from .written import Written
@@ -30,9 +31,16 @@ def of_line(failure: Failure, trials: Trials) -> Iterator[Any]:
     source, node = expression_of(row, trials.ground)
     if source is None or node is None:
         return
-    forms = forms_of(Written(source, node), op, failure.found.cause)
-    for form in itertools.islice(forms, _MAX_FORMS):
-        yield edits_tried(form.text, [Edit(node, form.code)], source, row, trials)
+    cause = failure.found.cause
+    forms = itertools.chain(
+        softmax_forms(source, node) if cause == "range overflow" else (),
+        (
+            (form.text, [Edit(node, form.code)])
+            for form in forms_of(Written(source, node), op, cause)
+        ),
+    )
+    for text, edits in itertools.islice(forms, _MAX_FORMS):
+        yield edits_tried(text, edits, source, row, trials)
 
 
 def expression_of(row: Row, ground: Ground) -> tuple[SourceFile | None, ast.AST | None]:

@@ -35,7 +35,8 @@ class Product:
         has_bias = self._written.name == "linear" and (
             len(operands) > 2 or self._written.has_keyword("bias")
         )
-        is_whole = isinstance(node, ast.expr) and len(operands) > max(places, default=0)
+        is_whole = len(operands) > max(places, default=0)
+        is_whole = is_whole and not self._written.is_in_place
         self.places: tuple[int, ...] = places if is_whole and not has_bias else ()
 
     def scaled(self, by: str) -> str:

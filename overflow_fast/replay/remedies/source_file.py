@@ -116,7 +116,7 @@ class SourceFile:
             head = lines[first - 1].encode()[:begin].decode()
             tail = lines[last - 1].encode()[end:].decode()
             # What spans several lines becomes one: those below keep their numbers.
-            line = head + _in_one_line(text_of(edit)) + tail
+            line = head + _in_one_line(text_of(edit), edit.node) + tail
             lines[first - 1 : last] = [line, *["\n"] * (last - first)]
         return lines
 
@@ -145,8 +145,11 @@ def _start(edit: Edit) -> tuple[int, int]:
     return first, begin
 
 
-def _in_one_line(text: str) -> str:
-    return ast.unparse(ast.parse(text)) if "\n" in text else text
+def _in_one_line(text: str, node: ast.AST) -> str:
+    if "\n" not in text:
+        return text
+    whole = f"({text}\n)" if isinstance(node, ast.expr) else text
+    return ast.unparse(ast.parse(whole))
 
 
 def _with_old_variables(edit: Edit) -> str:

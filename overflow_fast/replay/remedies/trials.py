@@ -20,7 +20,7 @@ from .line_edit import NotEditableError
 
 _STEP_TIMES = 4.0
 _LEAST_SECONDS = 5.0
-_ENOUGH = 2  # remedies that help
+_ENOUGH = 2  # remedies that help; of changes on top of others, one
 
 
 class Trials:
@@ -67,7 +67,8 @@ class Trials:
     def is_over(self) -> bool:
         """Tells whether enough has helped, or the budget is spent."""
         num_good = sum(each.is_finite for each in self.remedies)
-        return num_good >= _ENOUGH or not self.may_run()
+        enough = 1 if self.ground.changes else _ENOUGH
+        return num_good >= enough or not self.may_run()
 
     def may_run(self) -> bool:
         """Tells whether the budget allows one replay more."""
