@@ -73,24 +73,28 @@ def _explanation(failure: Failure) -> Any:
 
 
 def _is_finite_with(remedy: Any, failure: Failure) -> bool:
-    if remedy.file == failure.file:
-        with _edited(remedy, failure) as module:
-            return is_finite(getattr(module, failure.name)(False))
-    run = failure.build(False)
-    if remedy.file:
+    is_one = bool(remedy.file) or not remedy.parts
+    parts = [remedy] if is_one else list(remedy.parts)
+    edits = [part for part in parts if part.file]
+    if any(part.file != failure.file for part in edits):
         return False  # no file of the failure's own
-    _apply(remedy.code, run)
-    return is_finite(run)
+    with _edited(edits, failure) as module:
+        run = getattr(module, failure.name)(False) if edits else failure.build(False)
+        for part in parts:
+            if not part.file:
+                _apply(part.code, run)
+        return is_finite(run)
 
 
 @contextlib.contextmanager
-def _edited(remedy: Any, failure: Failure) -> Iterator[ModuleType]:
-    """The family's file with the remedy's line in place of its own."""
+def _edited(remedies: list[Any], failure: Failure) -> Iterator[ModuleType]:
+    """The family's file with the lines of remedies in place of its own."""
     path = Path(failure.file)
     lines = path.read_text().splitlines()
-    first = lines[remedy.line - 1]
-    indent = first[: len(first) - len(first.lstrip())]
-    lines[remedy.line - 1 : remedy.last_line] = [indent + remedy.code]
+    for remedy in sorted(remedies, key=lambda each: -each.line):
+        first = lines[remedy.line - 1]
+        indent = first[: len(first) - len(first.lstrip())]
+        lines[remedy.line - 1 : remedy.last_line] = [indent + remedy.code]
     package = sys.modules[failure.build.__module__].__package__
     name = f"{package}.remedied_{next(_numbers)}"
     with tempfile.TemporaryDirectory() as folder:

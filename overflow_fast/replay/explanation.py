@@ -44,13 +44,17 @@ class Remedy:
     Attributes:
         text: What is changed, in words, such as "1e-8 inside the sqrt".
         code: The code of the change. It replaces the lines `line` to `last_line` of
-            `file` where there is a file; else it is called before the run.
+            `file` where there is a file; else it is called before the run. Lines from
+            the second on have their indentation.
         tried: Whether the step was replayed with it.
         is_finite: Whether its outputs, loss and gradients were finite then.
         loss: The loss that came out; None if it is not known.
         file: The file of the line that it replaces, or "".
         line: The number of the first line that it replaces, or 0.
         last_line: That of the last one.
+        parts: The changes that it is made of, where it is made of several, each with
+            its own `file` and `line`. They belong together. Where `file` is "", they
+            are in several files, or far from one another, or not all in a file.
     """
 
     text: str
@@ -61,6 +65,7 @@ class Remedy:
     file: str = ""
     line: int = 0
     last_line: int = 0
+    parts: tuple[Remedy, ...] = ()
 
     @property
     def is_recommended(self) -> bool:
@@ -69,11 +74,18 @@ class Remedy:
 
     def __str__(self) -> str:
         """The remedy, where it belongs and what came of it, in one line."""
-        place = f"{os.path.basename(self.file)}:{self.line}: " if self.file else ""
         loss = "" if self.loss is None else f", loss {self.loss:.4g}"
         outcome = f"finite{loss}" if self.is_finite else "not finite"
+        outcome = outcome if self.tried else "not tried"
+        if self.parts:
+            codes = "; ".join(f"{part._place}{part.code}" for part in self.parts)
+            return f"{self.text}: {codes} - {outcome}"
         code = f": {self.code}" if self.code else ""
-        return f"{place}{self.text}{code} - {outcome if self.tried else 'not tried'}"
+        return f"{self._place}{self.text}{code} - {outcome}"
+
+    @property
+    def _place(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}: " if self.file else ""
 
 
 @dataclass

@@ -63,3 +63,8 @@ class Outcome:
     def is_forward(self) -> bool:
         """Tells whether it was bad before a backward began."""
         return bool(self.bad_outputs)
+
+    @property
+    def is_in_gradients(self) -> bool:
+        """Tells whether gradients alone are bad."""
+        return not self.bad_outputs and bool(self.bad_gradients)

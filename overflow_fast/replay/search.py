@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from . import sample
 from .answers import Answers
 from .explanation import Explanation
-from .finding import explain_culprit, named_row
+from .finding import explain_culprit
 from .growth import growth_of
 from .incident import Incident
 from .optimizer_step import explain_update
@@ -21,13 +21,16 @@ from .remedies.failure import Failure
 from .repro import repro_of
 from .rerun import Rerun
 from .rows import Leaf, Row
-from .slice import Culprit, ForwardRows, culprit_of
+from .slice import Culprit, ForwardRows, culprit_in, culprit_of
 from .team import NotJoined
 from .witness import difference_of
 
 _STEP_TIMES = 4.0
 _LEAST_SECONDS = 5.0
-_NO_RATE = "A smaller learning rate was not tried: the weights before are not kept."
+_NO_RATE = (
+    "A smaller learning rate was not tried: the weights before the last step are not "
+    "held (a copy of the model)."
+)
 # How well a rank can say where bad values began, by what it found.
 _NOTHING, _FROM_OTHERS, _FROM_OUTSIDE, _HELD, _IN_BACKWARD, _IN_FORWARD = range(6)
 _OF_LEAVES = ("parameter", "buffer", "batch")
@@ -39,7 +42,7 @@ class Search:
     Args:
         rerun: Runs the step.
         incident: What a guard saw; None where nobody watched.
-        budget: How many forwards it may run; as many again for remedies.
+        budget: How many forwards it may run; see `find_remedies` for remedies.
         checkpoints: Files of weights to try where weights are bad, the newest last.
         artifact_bytes: How many bytes of tensors its artifacts may have; 0 for none.
     """
@@ -88,7 +91,7 @@ class Search:
         while not isinstance(order := self._team.receive(), Explanation):
             outcome = self._rerun.follow(order)
             self._first = self._first or outcome
-            if order.armed >= 0 and order.rows is None:
+            if order.armed >= 0 and order.rows is None and order.change is None:
                 return self._explained(order.armed, outcome)
         return order
 
@@ -99,7 +102,7 @@ class Search:
             return failed if self._team.leads else self._follow()
         culprit, failure = None, None
         try:
-            culprit = self._culprit(armed)
+            culprit = culprit_in(armed, self._rerun.models)
         except Exception as error:  # the others wait for this rank's claim
             failure = error
         if not self._team.elect(_claim(culprit)):
@@ -129,7 +132,7 @@ class Search:
     def _of_culprit(self, culprit: Culprit, armed: Outcome) -> Explanation:
         assert armed.table is not None
         rows = ForwardRows(armed.table)
-        in_gradients = _is_in_gradients(armed)
+        in_gradients = armed.is_in_gradients
         found = explain_culprit(culprit, rows, in_gradients)
         incident = self._incident
         was_finite = incident is not None and incident.weights.get(found.tensor)
@@ -165,13 +168,8 @@ class Search:
         self, found: Explanation, culprit: Culprit, armed: Outcome, place: int
     ) -> None:
         assert armed.table is not None and self._first is not None
-        failure = Failure(found, None, place, checkpoints=self._checkpoints)
-        if isinstance(culprit.source, Row):
-            rows = ForwardRows(armed.table)
-            failure.row = named_row(culprit.source, rows)
-            failure.modules = rows.modules_from(failure.row)
-        else:
-            failure.bad = culprit.source.tensor
+        failure = Failure.of(found, culprit, armed.table, place)
+        failure.checkpoints = self._checkpoints
         find_remedies(failure, self._rerun, self._budget, self._first.seconds)
 
     def _name_ranks(self, found: Explanation) -> None:
@@ -186,23 +184,6 @@ class Search:
 
     def _last(self) -> int:
         return len(self._rerun.calls) - 1
-
-    def _culprit(self, outcome: Outcome) -> Culprit | None:
-        """The beginning of the bad values of a replay."""
-        table = outcome.table
-        assert table is not None
-        if outcome.bad_outputs:
-            targets = outcome.bad_outputs
-        elif outcome.bad_gradients:
-            targets = [outcome.gradients[name] for name in outcome.bad_gradients]
-        else:
-            targets = [tensor for _, tensor in outcome.modules[:1]]
-            if not targets and outcome.bad_buffers:
-                named = {name: t for _, name, t in names_of(self._rerun.models)}
-                targets = [named[name] for name in outcome.bad_buffers]
-        return culprit_of(
-            [each for tensor in targets for each in table.sources(tensor)]
-        )
 
     def _name_accumulated(self, found: Explanation, culprit: Culprit) -> None:
         """Names the parameter whose gradients overflowed when they were added up."""
@@ -220,10 +201,6 @@ class Search:
             if other is not None and other.source is culprit.source:
                 names.append(name)
         return names[0] if len(names) == 1 else ""
-
-
-def _is_in_gradients(outcome: Outcome) -> bool:
-    return not outcome.bad_outputs and bool(outcome.bad_gradients)
 
 
 def _claim(culprit: Culprit | None) -> int:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from .op_table import OpTable
+from .outcome import Outcome
+from .places import names_of
 from .rows import Leaf, Row
 
 _KNOWN_LEAVES = ("parameter", "buffer", "batch", "gradient")
@@ -57,6 +61,27 @@ def culprit_of(sources: Sequence[Row | Leaf]) -> Culprit | None:
         return None
     first = min(origins, key=_order)
     return Culprit(first, _chain(first, child))
+
+
+def culprit_in(outcome: Outcome, models: Mapping[str, nn.Module]) -> Culprit | None:
+    """Finds the origin of the bad values of a replay that made a table.
+
+    Args:
+        outcome: What the replay has come to.
+        models: The models, by what their modules' names begin with.
+    """
+    table = outcome.table
+    assert table is not None
+    if outcome.bad_outputs:
+        targets = outcome.bad_outputs
+    elif outcome.bad_gradients:
+        targets = [outcome.gradients[name] for name in outcome.bad_gradients]
+    else:
+        targets = [tensor for _, tensor in outcome.modules[:1]]
+        if not targets and outcome.bad_buffers:
+            named = {name: tensor for _, name, tensor in names_of(models)}
+            targets = [named[name] for name in outcome.bad_buffers]
+    return culprit_of([each for tensor in targets for each in table.sources(tensor)])
 
 
 def _is_meant(source: Row | Leaf) -> bool:

@@ -8,23 +8,20 @@ from typing import Any
 
 from ..explanation import Remedy
 from ..parts import batch_size
-from ..places import span_of
 from ..rerun import Rerun
-from .changes import (
-    LineChange,
-    ScaledGradients,
-    SomeSamples,
-)
+from .changes import ScaledGradients, SomeSamples
 from .checkpoints import of_checkpoints
 from .failure import Failure
-from .line_edit import CodePlace, NotEditableError, SourceFile
-from .line_forms import forms_of
+from .further import uncovered
+from .ground import Trial
+from .line_edit import NotEditableError
+from .lines import of_line
+from .products import of_products
 from .trials import Trials
 from .wider_dtypes import of_precision
-from .written import Written
 
 _LINES = ("range overflow", "undefined", "singular gradient", "empty reduction")
-_MAX_FORMS = 4
+_MOST_TOGETHER = 3  # changes that are needed at once
 
 
 def find_remedies(
@@ -32,64 +29,74 @@ def find_remedies(
 ) -> None:
     """Tries remedies on the step, and adds them to its explanation.
 
+    Where one makes the failure go, and another one in the same step comes to light, the
+    search goes on from there with that remedy in place.
+
     Args:
         failure: The failure.
         rerun: Runs the step; its state is kept.
-        budget: How many forwards may be run.
+        budget: How many forwards may be run, and as many again to go on.
         step_seconds: How long a plain replay took.
     """
     trials = Trials(rerun, budget, step_seconds)
-    try:
-        for attempt in _attempts(failure, trials):
-            if trials.is_over:
-                break
-            attempt()
-    except NotEditableError as error:
-        trials.notes.append(f"A change of the line was not tried: {error}.")
+    _try_all(failure, trials)
+    if not trials.has_helped:
+        trials.renew()
+        _go_on(failure, trials, _MOST_TOGETHER - 1)
     found = failure.found
     found.remedies = sorted(trials.remedies, key=lambda each: not each.is_finite)
-    found.notes += trials.notes
+    found.notes += list(dict.fromkeys(trials.notes))
 
 
-def _attempts(failure: Failure, trials: Trials) -> Iterator[Any]:
+def _try_all(failure: Failure, trials: Trials) -> None:
+    for attempts in _attempts(failure, trials):
+        try:
+            for attempt in attempts:
+                if trials.is_over:
+                    return
+                attempt()
+        except NotEditableError as error:
+            trials.notes.append(f"A change of the line was not tried: {error}.")
+
+
+def _go_on(failure: Failure, trials: Trials, most: int) -> None:
+    """Tries further remedies on those that have uncovered another failure."""
+    ground, failed = trials.ground, trials.failed
+    seen = set[Any]()
+    for trial, place in failed:
+        if trials.is_over or not most:
+            return
+        trials.go_on(ground.after(trial))
+        after = uncovered(failure, trials, trial, place)
+        if after is None or after.mark in seen:
+            continue
+        seen.add(after.mark)
+        _try_all(after, trials)
+        if not trials.has_helped:
+            _go_on(after, trials, most - 1)
+
+
+def _attempts(failure: Failure, trials: Trials) -> Iterator[Iterator[Any]]:
+    """The changes to try, those that change the least first."""
     cause = failure.found.cause
     if cause == "bad data":
-        yield from _of_data(failure, trials)
-    if cause == "bad weights":
-        yield from of_checkpoints(failure.checkpoints, trials)
+        yield _of_data(failure, trials)
+    if cause in ("bad weights", "divergence"):
+        yield of_checkpoints(failure.checkpoints, trials)
     if cause == "range overflow":
-        yield from of_precision(failure, trials)
+        yield of_products(failure, trials)
+        yield of_precision(failure, trials)
     if cause in _LINES:
-        yield from _of_lines(failure, trials)
+        yield of_line(failure, trials)
     if cause == "range overflow" and failure.found.phase == "backward":
-        yield from _of_scale(failure, trials)
-
-
-def _of_lines(failure: Failure, trials: Trials) -> Iterator[Any]:
-    """Guarded forms of the line of the operation."""
-    op, row = failure.found.op, failure.row
-    if op is None or row is None or not row.frames:
-        return
-    code, span = row.frames[0][0], span_of(row.frames)
-    source = SourceFile(code.co_filename)
-    node = None if span is None else source.node_at(span)
-    if node is None:
-        return
-    place = CodePlace.of(code)
-    forms = forms_of(Written(source, node), op, failure.found.cause)
-    for _, form in zip(range(_MAX_FORMS), forms, strict=False):
-        edit = source.edited(node, form.code)
-        remedy = Remedy(
-            form.text, edit.code, file=op.file, line=edit.first, last_line=edit.last
-        )
-        yield functools.partial(trials.attempt, remedy, LineChange(place, edit.text))
+        yield _of_scale(failure, trials)
 
 
 def _of_data(failure: Failure, trials: Trials) -> Iterator[Any]:
     """The step without the samples that are not finite."""
-    found, rerun = failure.found, trials.rerun
-    size, bad = batch_size(rerun.calls[failure.place]), failure.bad
-    if not rerun.team.can_cut(failure.place):
+    found = failure.found
+    size, bad = batch_size(trials.calls[failure.place]), failure.bad
+    if not trials.rerun.team.can_cut(failure.place):
         return
     if size is None or bad is None or not bad.dim() or len(bad) != size:
         return
@@ -102,14 +109,14 @@ def _of_data(failure: Failure, trials: Trials) -> Iterator[Any]:
         f"keep = torch.isfinite({name}).reshape({size}, -1).all(1)",
     )
     change = SomeSamples(failure.place, tuple(rows))
-    yield functools.partial(trials.attempt, remedy, change)
+    yield functools.partial(trials.attempt, Trial(remedy, change))
 
 
 def _of_scale(failure: Failure, trials: Trials) -> Iterator[Any]:
     """A smaller loss scale where gradients of a scaled loss overflow."""
     scales = [
         float(held.abs().max())
-        for call in trials.rerun.calls
+        for call in trials.calls
         for held in call.held.values()
         if held.numel() == 1
     ]
@@ -122,4 +129,4 @@ def _of_scale(failure: Failure, trials: Trials) -> Iterator[Any]:
             f"a loss scale of {scale:g} instead of {max(scales):g}",
             f"torch.amp.GradScaler(init_scale={scale:g})",
         )
-        yield functools.partial(trials.attempt, remedy, change)
+        yield functools.partial(trials.attempt, Trial(remedy, change))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -24,16 +24,46 @@ class LineChange(Change):
     """Functions run the code of an edited file.
 
     Attributes:
-        place: Which code.
-        text: The edited file.
+        places: Which code of the file.
+        texts: The edited file; see `edited_code`.
     """
 
-    place: CodePlace
-    text: str
+    places: tuple[CodePlace, ...]
+    texts: tuple[str, ...]
+
+    @property
+    def file(self) -> str:
+        """The file."""
+        return self.places[0].file
 
     def applied(self, models: _Models) -> AbstractContextManager[object]:
         """See `Change`."""
-        return edited_code(self.place, self.text)
+        return edited_code(self.places, self.texts)
+
+
+@dataclass(frozen=True)
+class Changes(Change):
+    """Several changes at once.
+
+    Attributes:
+        parts: The changes; of each file one at most.
+    """
+
+    parts: tuple[Change, ...]
+
+    @contextmanager
+    def applied(self, models: _Models) -> Iterator[None]:
+        """See `Change`."""
+        with ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(part.applied(models))
+            yield
+
+    def calls(self, calls: Sequence[KeptCall]) -> list[KeptCall]:
+        """See `Change`."""
+        for part in self.parts:
+            calls = part.calls(calls)
+        return list(calls)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from ..explanation import Remedy
 from ..kinds import is_float
 from ..places import names_of
 from .changes import OtherWeights
+from .ground import Trial
 from .trials import Trials
 
 _KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
@@ -52,7 +53,8 @@ def of_checkpoints(
             num_tried += 1
             text = f"the weights of {path.name}, which are finite"
             remedy = Remedy(text, f"model.load_state_dict({code})")
-            yield functools.partial(trials.attempt, remedy, OtherWeights(weights))
+            trial = Trial(remedy, OtherWeights(weights))
+            yield functools.partial(trials.attempt, trial)
 
 
 def _weights_in(

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..explanation import Explanation
+from ..finding import named_row
+from ..op_table import OpTable
 from ..rows import Row
+from ..slice import Culprit, ForwardRows
 
 
 @dataclass
@@ -31,6 +35,32 @@ class Failure:
     bad: torch.Tensor | None = None
     modules: Sequence[str] = ()
     checkpoints: Sequence[str | os.PathLike[str]] = ()
+
+    @classmethod
+    def of(
+        cls, found: Explanation, culprit: Culprit, table: OpTable, place: int
+    ) -> Failure:
+        """Makes the failure of a culprit that is explained.
+
+        Args:
+            found: The explanation.
+            culprit: The culprit.
+            table: The operations of the replay in which it was found.
+            place: The place of the call.
+        """
+        if not isinstance(culprit.source, Row):
+            return cls(found, None, place, culprit.source.tensor)
+        rows = ForwardRows(table)
+        row = named_row(culprit.source, rows)
+        return cls(found, row, place, modules=rows.modules_from(row))
+
+    @property
+    def mark(self) -> tuple[Any, ...]:
+        """Its phase, operation, module and line, which tell it from others."""
+        found, op = self.found, self.found.op
+        if op is None:
+            return found.phase, found.tensor
+        return found.phase, found.module, op.file, op.line, op.name
 
     @property
     def is_half(self) -> bool:

@@ -1,81 +1,19 @@
-"""Edits one expression of a source file, and runs the edited code."""
+"""Runs the code of an edited source file in place of functions' own."""
 
 from __future__ import annotations
 
-import ast
 import gc
 import hashlib
 import linecache
 import sys
-import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 
-from ..places import Span
-
-
-class SourceFile:
-    """A file that code comes from.
-
-    Args:
-        name: Its path, or what `linecache` knows a cell of a notebook by.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.lines = linecache.getlines(name)
-        self._tree: ast.Module | None = None
-
-    def node_at(self, span: Span) -> ast.AST | None:
-        """The expression or augmented assignment that stands at a place, or None."""
-        if self._tree is None:
-            try:
-                self._tree = ast.parse("".join(self.lines))
-            except (SyntaxError, ValueError):
-                self._tree = ast.Module([], [])
-        found = None
-        for node in ast.walk(self._tree):
-            if isinstance(node, (ast.expr, ast.AugAssign)) and _span(node) == span:
-                found = node  # the innermost of those that span the same
-        return found
-
-    def text_of(self, node: ast.AST) -> str:
-        """The source of a node."""
-        return ast.get_source_segment("".join(self.lines), node) or ""
-
-    def edited(self, node: ast.AST, text: str) -> LineEdit:
-        """The edit that puts a text in the place of a node."""
-        first, last, begin, end = _span(node)
-        head = self.lines[first - 1].encode()[:begin].decode()
-        tail = self.lines[last - 1].encode()[end:].decode()
-        run = text
-        if isinstance(node, ast.expr):  # a closure keeps the variables of the old text
-            run = f"(({text}) if True else ({ast.unparse(node)}))"
-        lines = [*self.lines[: first - 1], head + run + tail, *self.lines[last:]]
-        # What spans several lines becomes one: those below keep their numbers.
-        lines[first:first] = ["\n"] * (last - first)
-        code = textwrap.dedent(head + text + tail).rstrip("\n")
-        return LineEdit(first, last, code, "".join(lines))
-
-
-@dataclass(frozen=True)
-class LineEdit:
-    """An edit of one line of a file, which is not written to.
-
-    Attributes:
-        first: The number of the first line that is replaced.
-        last: That of the last one.
-        code: The line that replaces them, without its indentation.
-        text: The edited file, to be run.
-    """
-
-    first: int
-    last: int
-    code: str
-    text: str
+# Codes of a file, each with the place of the one around it.
+_Nested = list[tuple[CodeType, int | None]]
 
 
 @dataclass(frozen=True)
@@ -93,33 +31,37 @@ class CodePlace:
     digest: str
 
     @classmethod
-    def of(cls, code: CodeType) -> CodePlace:
+    def of(cls, code: CodeType, text: str) -> CodePlace:
         """The place of a code that runs.
+
+        Args:
+            code: The code.
+            text: The text of its file, with the edits that it runs with.
 
         Raises:
             NotEditableError: If the file is not what runs.
         """
         file = code.co_filename
-        text = "".join(linecache.getlines(file))
         codes = _nested(_compiled(text, file))
         places = [i for i, (each, _) in enumerate(codes) if _is_same(each, code)]
         if len(places) != 1:
             raise NotEditableError("the file is not the code that runs")
-        return cls(file, places[0], _digest(text))
+        return cls(file, places[0], _digest("".join(linecache.getlines(file))))
 
 
 @contextmanager
-def edited_code(place: CodePlace, text: str) -> Iterator[None]:
+def edited_code(places: Sequence[CodePlace], texts: Sequence[str]) -> Iterator[None]:
     """Lets functions run an edited file's code; they have their own again afterwards.
 
     Args:
-        place: The code that is edited. Codes around it are replaced with it.
-        text: The edited file.
+        places: The codes of one file that are edited. Codes around them are replaced
+            with them.
+        texts: The edited file, in versions: the first that can be run is.
 
     Raises:
         NotEditableError: If the file is not what runs, or another thread runs it.
     """
-    changes = _changes(place, text)
+    changes = _changes(places, texts)
     if not changes:
         raise NotEditableError("no function with that line was found")
     if _runs_elsewhere({function.__code__ for function, _ in changes}):
@@ -134,27 +76,45 @@ def edited_code(place: CodePlace, text: str) -> Iterator[None]:
             function.__code__ = old
 
 
-def _changes(place: CodePlace, text: str) -> list[tuple[FunctionType, CodeType]]:
+def _changes(
+    places: Sequence[CodePlace], texts: Sequence[str]
+) -> list[tuple[FunctionType, CodeType]]:
     """The live functions whose code is replaced, with their new code."""
-    own = "".join(linecache.getlines(place.file))
-    if _digest(own) != place.digest:
+    own = "".join(linecache.getlines(places[0].file))
+    if _digest(own) != places[0].digest:
         raise NotEditableError("the file is another one here")
-    old = _nested(_compiled(own, place.file))
-    new = _nested(_compiled(text, place.file))
-    if len(old) != len(new):
-        raise NotEditableError("the edit changes more than a line")
-    wanted: list[tuple[CodeType, CodeType]] = []
-    index: int | None = place.index
-    while index:  # 0 is the file itself
-        wanted.append((old[index][0], new[index][0]))
-        index = old[index][1]
-    functions = [each for each in gc.get_objects() if type(each) is FunctionType]
-    return [
-        (function, after)
-        for function in functions
-        for before, after in wanted
-        if _is_same(function.__code__, before)
+    old = _nested(_compiled(own, places[0].file))
+    wanted: set[int] = set()
+    for place in places:
+        index: int | None = place.index
+        while index:  # 0 is the file itself
+            wanted.add(index)
+            index = old[index][1]
+    new = _replacing(old, wanted, (_compiled(each, places[0].file) for each in texts))
+    functions = [
+        each
+        for each in gc.get_objects()
+        if type(each) is FunctionType and each.__code__.co_filename == places[0].file
     ]
+    return [
+        (function, new[index][0])
+        for function in functions
+        for index in sorted(wanted)
+        if _is_same(function.__code__, old[index][0])
+    ]
+
+
+def _replacing(
+    old: _Nested, wanted: Collection[int], modules: Iterable[CodeType]
+) -> _Nested:
+    """The codes of the first version that can replace a file's codes."""
+    for module in modules:
+        new = _nested(module)
+        if len(new) == len(old) and all(
+            new[index][0].co_freevars == old[index][0].co_freevars for index in wanted
+        ):
+            return new
+    raise NotEditableError("the edit changes more than a line")
 
 
 def _compiled(text: str, file: str) -> CodeType:
@@ -172,18 +132,9 @@ class NotEditableError(Exception):
     """Raised where a line cannot be edited for a trial."""
 
 
-def _span(node: ast.AST) -> Span:
-    place = (
-        getattr(node, key)
-        for key in ("lineno", "end_lineno", "col_offset", "end_col_offset")
-    )
-    first, last, begin, end = place
-    return first, last, begin, end
-
-
-def _nested(module: CodeType) -> list[tuple[CodeType, int | None]]:
+def _nested(module: CodeType) -> _Nested:
     """A file's code objects in order, each with the place of the one around it."""
-    found: list[tuple[CodeType, int | None]] = [(module, None)]
+    found: _Nested = [(module, None)]
     for place, (code, _) in enumerate(found):  # it grows meanwhile
         inner = [each for each in code.co_consts if isinstance(each, CodeType)]
         found += [(each, place) for each in inner]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ..named_op import Op
+from .overflow_forms import Form, in_float32, of_overflow
 from .written import Written
 
-# What is added below a root or a logarithm, and the largest arguments of exp, by dtype.
+# What is added below a root or a logarithm, by dtype.
 _EPS = {"float64": "1e-12", "float32": "1e-8", "bfloat16": "1e-6", "float16": "1e-4"}
 _WIDE_EPS = {
     "float64": "1e-7",
@@ -16,49 +16,12 @@ _WIDE_EPS = {
     "bfloat16": "1e-2",
     "float16": "1e-3",
 }
-_LOG_MAX = {"float64": (700, 80), "float16": (10, 5)}  # else 80 and 20
 _LOWEST = {"float16": "-1e4"}
 _ROOTS = {"sqrt", "rsqrt"}
 _LOGS = {"log", "log2", "log10"}
-_EXPS = {"exp", "expm1", "sinh", "cosh", "exp2"}
 _NORMS = {"norm", "vector_norm"}
 _ATTENTION = "scaled_dot_product_attention"
 _MEANS = ("mean", "loss", "cross_entropy", "median")  # in the names of operations
-_OF_TWO = {"matmul", "bmm", "mm", "mul", "add", "sub", "dot", "linear", "mse_loss"}
-_PRODUCTS = {
-    "matmul",
-    "bmm",
-    "mm",
-    "mul",
-    "add",
-    "sub",
-    "sum",
-    "pow",
-    "square",
-    "cumsum",
-    "dot",
-    "norm",
-    "vector_norm",
-    "mean",
-    "prod",
-    "var",
-    "std",
-    "mse_loss",
-    "linear",
-}
-
-
-@dataclass(frozen=True)
-class Form:
-    """Another way to write an expression.
-
-    Attributes:
-        text: What it does, such as "1e-8 inside the sqrt".
-        code: The expression.
-    """
-
-    text: str
-    code: str
 
 
 def forms_of(written: Written, op: Op, cause: str) -> Iterator[Form]:
@@ -73,45 +36,43 @@ def forms_of(written: Written, op: Op, cause: str) -> Iterator[Form]:
     if not written.name or not written.operands or dtype not in _EPS:
         return
     if cause == "range overflow":
-        yield from _of_overflow(written, dtype)
+        yield from of_overflow(written, dtype)
         return
     if cause == "empty reduction" or written.name == "ctc_loss":
         yield from _of_nothing(written, op.name)
     for makes in (_of_root, _of_log, _of_inverse, _of_norm, _of_softmax):
         yield from makes(written, dtype)
+    has_inf = "inf" in written.text or any(each.num_inf for each in op.inputs)
+    if has_inf and not written.is_in_place:
+        yield from _of_infs(written)
     if dtype == "float16" and written.name in _NORMS | {"std", "var"}:
-        yield _in_float32(written)
+        yield in_float32(written)
 
 
 def _of_root(written: Written, dtype: str) -> Iterator[Form]:
-    eps, first = _EPS[dtype], written.operands[0]
+    eps = _EPS[dtype]
     if written.name in _ROOTS:
-        yield Form(
-            f"{eps} inside the {written.name}",
-            written.with_operands(f"({first} + {eps})"),
-        )
+        yield Form(f"{eps} inside the {written.name}", written.with_sum(eps))
     if written.name == "pow":
-        yield Form(
-            f"{eps} below the power", written.with_operands(f"({first} + {eps})")
-        )
+        yield Form(f"{eps} below the power", written.with_sum(eps))
     if written.name in _ROOTS | {"pow"}:
         yield Form(
             f"at least {eps} below the {'power' if written.name == 'pow' else 'root'}",
-            written.with_operands(f"{first}.clamp(min={eps})"),
+            written.with_clamp(f"min={eps}"),
         )
 
 
 def _of_log(written: Written, dtype: str) -> Iterator[Form]:
-    eps, wide, first = _EPS[dtype], _WIDE_EPS[dtype], written.operands[0]
+    eps, wide = _EPS[dtype], _WIDE_EPS[dtype]
     if written.name in _LOGS:
         yield Form(
             f"the logarithm of at least {eps}",
-            written.with_operands(f"{first}.clamp(min={eps})"),
+            written.with_clamp(f"min={eps}"),
         )
     if written.name == "log1p":
         yield Form(
             f"the logarithm of at least {wide}",
-            written.with_operands(f"{first}.clamp(min={wide} - 1)"),
+            written.with_clamp(f"min={wide} - 1"),
         )
     if written.name in (
         "acos",
@@ -124,14 +85,14 @@ def _of_log(written: Written, dtype: str) -> Iterator[Form]:
     ):
         yield Form(
             f"an argument of at most 1 - {wide}",
-            written.with_operands(f"{first}.clamp({wide} - 1, 1 - {wide})"),
+            written.with_clamp(f"{wide} - 1, 1 - {wide}"),
         )
     if written.name in ("logit",) and not written.has_keyword("eps"):
         yield Form(f"eps={wide}", written.with_keyword("eps", wide))
     if written.name in ("acosh", "arccosh"):
         yield Form(
             f"an argument of at least 1 + {wide}",
-            written.with_operands(f"{first}.clamp(min=1 + {wide})"),
+            written.with_clamp(f"min=1 + {wide}"),
         )
 
 
@@ -142,7 +103,7 @@ def _of_inverse(written: Written, dtype: str) -> Iterator[Form]:
         safe = f"torch.where({by} == 0, {eps}, {by})"
         yield Form(f"{eps} where it divides by 0", written.with_operands(None, safe))
         yield Form(f"{eps} below", written.with_operands(None, f"({by} + {eps})"))
-    if written.name == "reciprocal":
+    if written.name == "reciprocal" and not written.is_in_place:
         of = written.operands[0]
         safe = f"torch.where({of} == 0, {eps}, {of})"
         yield Form(f"{eps} where it divides by 0", written.with_operands(safe))
@@ -223,26 +184,11 @@ def _of_nothing(written: Written, op: str) -> Iterator[Form]:
         )
     if written.name == "ctc_loss":
         yield Form("zero_infinity=True", written.with_keyword("zero_infinity", "True"))
-    if not written.is_statement and any(base in op for base in _MEANS):
+    if not written.is_in_place and any(base in op for base in _MEANS):
         yield Form("0 where there is nothing", f"torch.nan_to_num({written.text})")
 
 
-def _of_overflow(written: Written, dtype: str) -> Iterator[Form]:
-    first = written.operands[0]
-    if written.name in _EXPS:
-        for largest in _LOG_MAX.get(dtype, (80, 20)):
-            yield Form(
-                f"an argument of at most {largest}",
-                written.with_operands(f"{first}.clamp(max={largest})"),
-            )
-    if dtype == "float16" and written.name in _PRODUCTS and not written.is_statement:
-        yield _in_float32(written)
-
-
-def _in_float32(written: Written) -> Form:
-    num = 2 if written.name in _OF_TWO else 1
-    wide = [
-        None if written.is_constant(i) else f"{each}.float()"
-        for i, each in enumerate(written.operands[:num])
-    ]
-    return Form("in float32", written.with_operands(*wide))
+def _of_infs(written: Written) -> Iterator[Form]:
+    """Where infs that are meant, as of masks, meet in a sum or a product with 0."""
+    if written.name in ("add", "sub", "mul", "sum", "matmul", "bmm"):
+        yield Form("0 for inf - inf and 0 * inf", f"torch.nan_to_num({written.text})")

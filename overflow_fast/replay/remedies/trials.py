@@ -15,11 +15,12 @@ from ..kinds import kinds_of
 from ..outcome import Outcome
 from ..rerun import Rerun
 from .changes import FromLoss
+from .ground import Ground, Trial
 from .line_edit import NotEditableError
 
 _STEP_TIMES = 4.0
 _LEAST_SECONDS = 5.0
-_ENOUGH = 2  # remedies that help
+_ENOUGH = 2  # remedies that help; of changes on top of others, one
 
 
 class Trials:
@@ -33,12 +34,17 @@ class Trials:
     Attributes:
         remedies: What was tried, in order.
         notes: Why something could not be tried, in sentences.
+        ground: The changes that are in place.
+        failed: What did not help on this ground, with the call that was bad then.
     """
 
     def __init__(self, rerun: Rerun, budget: int, step_seconds: float) -> None:
         self.rerun = rerun
         self.remedies: list[Remedy] = []
         self.notes: list[str] = []
+        self.ground = Ground()
+        self.failed: list[tuple[Trial, int]] = []
+        self._budget = budget
         self._most = rerun.num_forwards + budget
         self._end = time.perf_counter() + max(
             _LEAST_SECONDS, _STEP_TIMES * step_seconds
@@ -48,36 +54,66 @@ class Trials:
         self._has_loss = all(call.returns_loss for call in bad)
 
     @property
+    def calls(self) -> list[KeptCall]:
+        """The calls of the step, with the changes that are in place."""
+        return self.ground.change.calls(self.rerun.calls)
+
+    @property
+    def has_helped(self) -> bool:
+        """Tells whether something has made the step finite."""
+        return any(each.is_finite for each in self.remedies)
+
+    @property
     def is_over(self) -> bool:
         """Tells whether enough has helped, or the budget is spent."""
-        is_spent = self.rerun.num_forwards + len(self.rerun.calls) > self._most
         num_good = sum(each.is_finite for each in self.remedies)
-        return is_spent or num_good >= _ENOUGH or time.perf_counter() > self._end
+        enough = 1 if self.ground.changes else _ENOUGH
+        return num_good >= enough or not self.may_run()
 
-    def attempt(self, remedy: Remedy, change: Change) -> bool:
+    def may_run(self) -> bool:
+        """Tells whether the budget allows one replay more."""
+        is_spent = self.rerun.num_forwards + len(self.rerun.calls) > self._most
+        return not is_spent and time.perf_counter() <= self._end
+
+    def renew(self) -> None:
+        """Allows as many forwards again, within the same time."""
+        self._most = self.rerun.num_forwards + self._budget
+
+    def go_on(self, ground: Ground) -> None:
+        """Puts other changes in place, on which further ones are tried."""
+        self.ground, self.failed = ground, []
+
+    def attempt(self, trial: Trial) -> bool:
         """Replays the step with a change; returns True if it is finite then.
 
         Args:
-            remedy: The change in words and as code; its outcome is filled in.
-            change: The change.
+            trial: The change. It is made besides those that are in place.
 
         Raises:
             NotEditableError: If the change could not be made.
         """
-        change = FromLoss(change) if self._drops_gradients else change
-        outcome = self.rerun.run(change=change)
+        ground = self.ground.with_trial(trial)
+        outcome = self.run(ground.change)
         if isinstance(outcome.error, NotEditableError):
             raise outcome.error
         is_finite = outcome.is_clean
         is_tried = not isinstance(outcome.error, torch.OutOfMemoryError)
+        remedy = ground.remedy
         if is_finite and not self._is_whole(outcome):
             self._note_forward(remedy)
             return False
+        if not is_finite and outcome.error is None:
+            self.failed.append((trial, outcome.bad_call))
         loss = _loss_of(outcome) if is_finite else None
         self.remedies.append(
             replace(remedy, tried=is_tried, is_finite=is_finite, loss=loss)
         )
         return is_finite
+
+    def run(self, change: Change, armed: int = -1) -> Outcome:
+        """Replays the step with a change; see `Rerun.run()`."""
+        change = FromLoss(change) if self._drops_gradients else change
+        return self.rerun.run(armed, change=change)
 
     def _is_whole(self, outcome: Outcome) -> bool:
         """Tells whether loss and backward were replayed, and not the forward alone."""

@@ -12,6 +12,7 @@ from ...core.module_kinds import is_normalization
 from ..explanation import Remedy
 from .changes import Bfloat16, Float32Modules
 from .failure import Failure
+from .ground import Trial
 from .trials import Trials
 
 
@@ -27,7 +28,7 @@ def of_precision(failure: Failure, trials: Trials) -> Iterator[Any]:
         yield from _up_to_norms(failure, model, prefix, trials)
         yield from _of_modules(model, names[1:], trials)
     remedy = Remedy(*_bfloat16_text(failure, trials))
-    yield functools.partial(trials.attempt, remedy, Bfloat16())
+    yield functools.partial(trials.attempt, Trial(remedy, Bfloat16()))
 
 
 def _bfloat16_text(failure: Failure, trials: Trials) -> tuple[str, str]:
@@ -39,7 +40,7 @@ def _bfloat16_text(failure: Failure, trials: Trials) -> tuple[str, str]:
         return "bfloat16 for autocast", code
     names = [
         name
-        for name, tensor in trials.rerun.calls[failure.place].leaves()
+        for name, tensor in trials.calls[failure.place].leaves()
         if tensor.dtype == torch.float16
     ]
     casts = [f"{name} = {name}.to(torch.bfloat16)" for name in names]
@@ -52,15 +53,20 @@ def _of_modules(
 ) -> Iterator[Any]:
     """The smallest module around the operation that helps in float32, by halving."""
     helped: dict[int, bool] = {}
+    best: list[Remedy] = []
 
     def attempt(place: int) -> None:
         remedy = Remedy(
             f"{names[place]} in float32",
             f'overflow_fast.keep_in_fp32(model, ["{names[place]}"])',
         )
-        helped[place] = trials.attempt(remedy, Float32Modules((names[place],)))
+        trial = Trial(remedy, Float32Modules((names[place],)))
+        helped[place] = trials.attempt(trial)
+        if helped[place]:
+            trials.remedies = [each for each in trials.remedies if each not in best]
+            best[:] = trials.remedies[-1:]  # the smallest so far stands for all
 
-    if not names or any(each.is_finite for each in trials.remedies):
+    if not names or trials.has_helped:
         return
     low, high = -1, len(names) - 1
     yield lambda: attempt(high)
@@ -81,7 +87,7 @@ def _up_to_norms(
     ran = [name.removeprefix(prefix) for name in failure.modules]
     ran = [name for name in ran if name and name in modules]
     norms = [name for name in ran if is_normalization(modules[name])]
-    if not norms or any(each.is_finite for each in trials.remedies):
+    if not norms or trials.has_helped:
         return
     names = ran[: ran.index(norms[0])]
     for until in ([norms[0]], _patterns(norms, modules)):
@@ -90,8 +96,8 @@ def _up_to_norms(
             f"overflow_fast.keep_in_fp32(model, {names}, until={until})",
         )
         change = Float32Modules(tuple(names), tuple(until))
-        yield functools.partial(trials.attempt, remedy, change)
-        if len(norms) == 1 or trials.remedies[-1].is_finite:
+        yield functools.partial(trials.attempt, Trial(remedy, change))
+        if len(norms) == 1 or trials.has_helped:
             return
 
 

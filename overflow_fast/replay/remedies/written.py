@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from .line_edit import SourceFile
+from .source_file import SourceFile
 
 _OPERATORS: dict[type[ast.operator], tuple[str, str]] = {
     ast.Div: ("div", "/"),
@@ -32,24 +32,25 @@ class Written:
     Attributes:
         name: The function's name, such as "sqrt"; of operators, that of the function.
         operands: The texts of the operands; the one of a method call comes first.
+        nodes: The operands themselves.
     """
 
     def __init__(self, source: SourceFile, node: ast.AST) -> None:
         self._source, self._node = source, node
         self.name = ""
         self.operands: list[str] = []
-        self._nodes: list[ast.AST] = []
+        self.nodes: list[ast.AST] = []
         self._keywords: dict[str, str] = {}
-        self._is_method = False
+        self._is_method = self._writes = False
         if isinstance(node, ast.BinOp):
             self.name = _OPERATORS.get(type(node.op), ("", ""))[0]
-            self._nodes = [node.left, node.right]
+            self.nodes = [node.left, node.right]
         elif isinstance(node, ast.AugAssign):
             self.name = _OPERATORS.get(type(node.op), ("", ""))[0]
-            self._nodes = [node.target, node.value]
+            self.nodes = [node.target, node.value]
         elif isinstance(node, ast.Call):
             self._read_call(node)
-        self.operands = [self._text(each) for each in self._nodes]
+        self.operands = [self._text(each) for each in self.nodes]
 
     def _read_call(self, node: ast.Call) -> None:
         function = node.func
@@ -58,14 +59,16 @@ class Written:
             return
         text_of = self._source.text_of
         self._keywords = {str(k.arg): text_of(k.value) for k in node.keywords}
-        self._nodes = list(node.args)
+        self.nodes = list(node.args)
         if isinstance(function, ast.Name):
             self.name = function.id
         elif isinstance(function, ast.Attribute):
             self.name = function.attr
             if self._source.text_of(function.value) not in _NAMESPACES:
                 self._is_method = True
-                self._nodes.insert(0, function.value)
+                self._writes = function.attr.endswith("_")
+                self.name = function.attr.rstrip("_")
+                self.nodes.insert(0, function.value)
 
     def _text(self, node: ast.AST) -> str:
         text = self._source.text_of(node)
@@ -78,13 +81,13 @@ class Written:
     @property
     def argument(self) -> str:
         """The rest of the arguments of a call, such as "dim=-1"."""
-        rest = [self._source.text_of(each) for each in self._nodes[1:]]
+        rest = [self._source.text_of(each) for each in self.nodes[1:]]
         named = [f"{key}={value}" for key, value in self._keywords.items()]
         return ", ".join([*rest, *named])
 
     def is_constant(self, place: int) -> bool:
         """Returns True if an operand is a number that is written there."""
-        return isinstance(self._nodes[place], ast.Constant)
+        return isinstance(self.nodes[place], ast.Constant)
 
     def keyword(self, name: str) -> str:
         """The text of a keyword argument, or ""."""
@@ -109,15 +112,18 @@ class Written:
             left, right = (
                 new or old for new, old in zip(given, self.operands, strict=True)
             )
-            equals = "=" * isinstance(node, ast.AugAssign)
-            return f"{left} {_OPERATORS[type(node.op)][1]}{equals} {right}"
+            symbol = _OPERATORS[type(node.op)][1]
+            if isinstance(node, ast.AugAssign) and given[0] is None:
+                return f"{left} {symbol}= {right}"
+            target = f"{self.operands[0]} = " * isinstance(node, ast.AugAssign)
+            return f"{target}{left} {symbol} {right}"
         assert isinstance(node, ast.Call)
         texts = [
             (new or old)
             if i == 0 and self._is_method
             else _bare(new or self._source.text_of(each))
             for i, (new, old, each) in enumerate(
-                zip(given, self.operands, self._nodes, strict=True)
+                zip(given, self.operands, self.nodes, strict=True)
             )
         ]
         named = [f"{key}={value}" for key, value in keywords.items()]
@@ -133,9 +139,22 @@ class Written:
         return self._source.text_of(self._node)
 
     @property
-    def is_statement(self) -> bool:
-        """Returns True for an augmented assignment."""
-        return isinstance(self._node, ast.AugAssign)
+    def is_in_place(self) -> bool:
+        """Returns True for an augmented assignment, and a method such as `sqrt_()`."""
+        return isinstance(self._node, ast.AugAssign) or self._writes
+
+    def with_sum(self, text: str) -> str:
+        """The expression with a number added to its first operand."""
+        first = self.operands[0]
+        return self.with_operands(
+            f"{first}.add_({text})" if self._writes else f"({first} + {text})"
+        )
+
+    def with_clamp(self, limits: str) -> str:
+        """The expression with its first operand clamped."""
+        return self.with_operands(
+            f"{self.operands[0]}.clamp{'_' * self._writes}({limits})"
+        )
 
 
 def _bare(text: str) -> str:

@@ -1,0 +1,134 @@
+"""Remedies of several edits: of two failures in one step, or of one in two lines."""
+
+import pytest
+import torch
+from remedied_files import Holder, edited, explained, module_of
+from torch import nn
+
+from overflow_fast import explain
+
+HEAD = """import math
+import torch
+import torch.nn.functional as F
+"""
+# Code with two failures in one step, of which the second is seen without the first.
+TWO = {
+    "two lines": """
+def loss_of(x, w):
+    a = torch.sqrt(x * w - 1e-3)
+    b = a.sum(-1) + 1
+    c = torch.log(x * w)
+    return (b + c.sum()).mean()
+""",
+    "one line": """
+def loss_of(x, w):
+    return torch.sqrt(x * w - 1).mean() + torch.log(x * w).mean()
+""",
+    "the same operation twice in a line": """
+def loss_of(x, w):
+    return torch.log(x * w - 1).mean() + torch.log(x * w).mean()
+""",
+    "one around the other": """
+def loss_of(x, w):
+    return torch.log(torch.sqrt(x * w - 1) * 0).mean()
+""",
+    "forward and backward": """
+def loss_of(x, w):
+    y = torch.log(x * w).mean()
+    return y + torch.sqrt(x * w).mean()
+""",
+    "two functions": """
+def inner(y):
+    return torch.log(y)
+
+def loss_of(x, w):
+    y = inner(x * w)
+    return torch.sqrt(x * w - 1).mean() + y.mean()
+""",
+    "several lines": """
+def loss_of(x, w):
+    y = torch.log(
+        x
+        * w
+    )
+    return (
+        y.mean()
+        + (x * w - 1)
+        .sqrt()
+        .mean()
+    )
+""",
+    "three": """
+def loss_of(x, w):
+    a = torch.log(x * w).mean()
+    b = torch.sqrt(x * w - 1).mean()
+    c = torch.acos(x * w + 3).mean()
+    return a + b + c
+""",
+    "closures": """
+def loss_of(x, w):
+    eps = 0.0
+    def inner(y):
+        return torch.log(y + eps)
+    return inner(x * w).mean() + (lambda y: torch.sqrt(y - 1))(x * w).mean()
+""",
+}
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_a_second_failure_is_remedied_with_the_first(name, tmp_path):
+    module, path = module_of(tmp_path, HEAD + TWO[name])
+    codes = {k: f.__code__ for k, f in vars(module).items() if hasattr(f, "__code__")}
+    found = explained(module.loss_of, torch.zeros(3, 2))
+    good = [remedy for remedy in found.remedies if remedy.is_recommended]
+    assert good and (", and " in good[0].text or "twice" in name), found
+    assert len(good[0].parts) != 1
+    assert "\n" not in str(good[0])
+    for remedy in good:
+        fresh, _ = module_of(tmp_path, edited(path, remedy))
+        model = Holder()
+        loss = fresh.loss_of(torch.zeros(3, 2), model.w)
+        loss.backward()
+        assert loss.isfinite() and model.w.grad.isfinite().all(), remedy
+        assert loss.item() == pytest.approx(remedy.loss)
+    assert all(getattr(module, k).__code__ is code for k, code in codes.items())
+
+
+def test_parts_that_are_far_from_one_another_are_listed(tmp_path):
+    far = "\n" * 60
+    text = TWO["two functions"].replace("def loss_of", f"{far}def loss_of")
+    module, path = module_of(tmp_path, HEAD + text)
+    remedy = explained(module.loss_of, torch.zeros(3, 2)).remedies[0]
+    assert remedy.is_recommended and remedy.file == ""
+    assert [part.file for part in remedy.parts] == [str(path)] * 2
+    assert remedy.code.splitlines() == [part.code for part in remedy.parts]
+    for part in sorted(remedy.parts, key=lambda part: -part.line):
+        path.write_text(edited(path, part))
+    fresh, _ = module_of(tmp_path, path.read_text())
+    loss = fresh.loss_of(torch.zeros(3, 2), torch.ones(2, requires_grad=True))
+    assert loss.item() == pytest.approx(remedy.loss)
+
+
+def test_two_keys_of_the_batch_that_are_bad():
+    model = nn.Linear(4, 1)
+    batch = {"x": torch.randn(6, 4), "y": torch.randn(6, 1)}
+    batch["x"][2, 1] = batch["y"][4] = float("nan")
+
+    def loss(batch):
+        return (model(batch["x"]) - batch["y"]).pow(2).mean()
+
+    found = explain(model, batch, loss)
+    remedy = found.remedies[0]
+    assert remedy.is_recommended and len(remedy.parts) == 2
+    for part in remedy.parts:
+        space = {"torch": torch, **batch}
+        exec(part.code, space)
+        batch = {key: value[space["keep"]] for key, value in batch.items()}
+    assert len(batch["x"]) == 4
+    assert loss(batch).item() == pytest.approx(remedy.loss)
+
+
+def test_the_budget_holds_for_both(tmp_path):
+    module, _ = module_of(tmp_path, HEAD + TWO["three"])
+    found = explained(module.loss_of, torch.zeros(3, 2), budget=2)
+    assert found.replays <= 3 * 2

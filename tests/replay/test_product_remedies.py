@@ -1,0 +1,123 @@
+"""A product that overflows is scaled before it, or is in float32 for a while."""
+
+import textwrap
+
+import pytest
+import torch
+from remedied_files import edited, module_of
+
+from overflow_fast import explain
+
+SOURCE = """import math
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.d, self.scale = 16, 0.25
+        self.weight = nn.Parameter(torch.eye(16).half() * 30)
+
+    def forward(self, x):
+        q = k = x @ self.weight
+        v = x
+{}
+"""
+BODIES = {
+    "a statement": """
+        return torch.softmax(q @ k.mT / math.sqrt(self.d), -1) @ v
+    """,
+    "a factor in front": """
+        weights = self.scale * (q @ k.transpose(-1, -2))
+        weights = weights.masked_fill(weights < -9e3, -1e4)
+        return F.softmax(weights, dim=-1) @ v
+    """,
+    "the next statement": """
+        scores = torch.matmul(q, k.transpose(-1, -2))
+        scores = scores / math.sqrt(self.d)
+        probs = nn.functional.softmax(scores, dim=-1)
+        return torch.matmul(probs, v)
+    """,
+    "in place": """
+        scores = torch.bmm(
+            q,
+            k.transpose(-1, -2),
+        )
+        scores /= self.d ** 0.5
+        return F.dropout(scores.softmax(dim=-1), 0.0).bmm(v)
+    """,
+    "methods": """
+        a = torch.einsum("bid,bjd->bij", q, k).mul_(self.scale)
+        return torch.einsum("bij,bjd->bid", a.softmax(-1), v)
+    """,
+    "an argument": """
+        w = q.bmm(k.mT).contiguous()
+        a = F.softmax(w * self.scale + 0.5, dim=-1)
+        return a.bmm(v)
+    """,
+    "a term": """
+        w = torch.baddbmm(torch.ones(1).half(), q, k.mT).div(4)
+        return w.softmax(-1) @ v
+    """,
+}
+
+
+def followed(tmp_path, body):
+    """The explanation, and whether each recommended remedy helps a fresh run."""
+    text = SOURCE.format(textwrap.indent(textwrap.dedent(body), " " * 8))
+    module, path = module_of(tmp_path, text)
+    x = torch.full((2, 4, 16), 3.0).half()
+    found = explain(module.Model(), x, lambda model, x: model(x).float().mean())
+    good = [remedy for remedy in found.remedies if remedy.is_recommended]
+    for remedy in good:
+        if remedy.file:
+            model = module_of(tmp_path, edited(path, remedy))[0].Model()
+            loss = model(x).float().mean()
+            loss.backward()
+            assert loss.item() == pytest.approx(remedy.loss), remedy
+            assert model.weight.grad.isfinite().all()
+    return found, good
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_scores_are_scaled_before_the_product(name, tmp_path):
+    found, good = followed(tmp_path, BODIES[name])
+    assert found.cause == "range overflow", found
+    assert [each.text.endswith("before the product") for each in good] == [True, False]
+    assert good[1].text == "attention in float32"
+    assert ".to(q.dtype)" in good[1].code and ".to(" not in good[0].code
+
+
+def test_what_is_read_unscaled_as_well_stays_as_it_is(tmp_path):
+    found, _ = followed(
+        tmp_path,
+        """
+        raw = q @ k.mT
+        a = F.softmax(raw / 4, dim=-1)
+        return a @ v + raw.clamp(max=1)
+        """,
+    )
+    assert not any("before the product" in each.text for each in found.remedies)
+
+
+def test_a_mask_is_no_scale(tmp_path):
+    found, good = followed(
+        tmp_path,
+        """
+        a = (q @ k.mT) * torch.eye(4).half().mul(0.1)
+        return F.softmax(a, -1) @ v
+        """,
+    )
+    texts = [each.text for each in good]
+    assert found.remedies and not any("before" in text for text in texts)
+
+
+def test_float32_as_far_as_the_end_of_the_expression(tmp_path):
+    _, good = followed(
+        tmp_path,
+        """
+        return F.normalize(q @ k.mT, dim=-1) @ v
+        """,
+    )
+    assert good[0].text == "float32 as far as its end"
