@@ -25,6 +25,7 @@ SLOW = {
     "test_compile_regions.py",
     "test_dead_ranks.py",
     "test_demo.py",
+    "test_examples.py",
     "test_environments.py",
     "test_export.py",
     "test_gpu_check.py",

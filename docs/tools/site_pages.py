@@ -18,6 +18,7 @@ OUTSIDE = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "examples/README.md": "examples.md",
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/AGREEMENT.md": "agreement.md",
 }

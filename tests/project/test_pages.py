@@ -12,7 +12,12 @@ from overflow_fast.cli.command_line import make_parser
 
 
 def linking_pages():
-    others = ["CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
+    others = [
+        "examples/README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "benchmarks/README.md",
+    ]
     return pages() | {page: (ROOT / page).read_text() for page in others}
 
 
