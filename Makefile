@@ -12,7 +12,7 @@ CUDA := $(wildcard csrc/scan/cuda/*)
 METAL := $(wildcard overflow_fast/metal/*.metal csrc/scan/mps/*)
 TORCH_SIDE := $(wildcard csrc/scan/*.cpp csrc/torch_internals/* csrc/record/* csrc/python/*)
 
-.PHONY: build demo test test-quick release-check bench lint sanitize cuda-check gpu-check mps-check clean
+.PHONY: build demo docs test test-quick release-check bench lint sanitize cuda-check gpu-check mps-check clean
 
 $(VENV)/ready: pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "overflow_fast: $(PYTHON) was not found; install Python 3.10 or newer, or set PYTHON."; exit 1; }
@@ -34,6 +34,10 @@ build: $(VENV)/built
 
 demo: build
 	$(RUN) -m overflow_fast demo
+
+# The site of the documentation: open build/site/index.html.
+docs: build
+	$(RUN) -m mkdocs build --strict
 
 test: build
 	$(RUN) -m pytest -q $(WORKERS)

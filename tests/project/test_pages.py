@@ -12,7 +12,12 @@ from overflow_fast.cli.command_line import make_parser
 
 
 def linking_pages():
-    others = ["CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
+    others = [
+        "examples/README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "benchmarks/README.md",
+    ]
     return pages() | {page: (ROOT / page).read_text() for page in others}
 
 
@@ -44,12 +49,34 @@ def test_no_anchor_stands_for_two_headings(page):
 def test_the_readme_is_short_and_leads_to_every_page():
     readme = pages()["README.md"]
     assert readme.count("\n") <= 200
-    assert set(pages()) - {"README.md"} <= set(links(readme))
+    found, new = set(), {"README.md"}
+    while new:
+        found |= new
+        new = {to for page in new for to in _pages_linked_from(page)} - found
+    assert found == set(pages())
+
+
+def _pages_linked_from(page):
+    folder = (ROOT / page).parent
+    for link in links(pages()[page]):
+        target = (folder / link.partition("#")[0]).resolve()
+        place = target.relative_to(ROOT).as_posix() if ROOT in target.parents else ""
+        if place in pages():
+            yield place
 
 
 def test_pages_with_examples_have_tests_of_their_own():
     found = {place.partition("#")[0] for place in examples()}
-    assert found == {"README.md", "docs/guide.md"}  # test_readme.py, test_guide.py
+    help_pages = {
+        "getting-started",
+        "my-run-is-nan",
+        "reading-a-report",
+        "how-it-works",
+    }
+    translated = {"zh/my-run-is-nan", "ko/my-run-is-nan"}
+    pages_ = {f"docs/{name}.md" for name in help_pages | translated}
+    # test_readme.py, test_guide.py, test_help_pages.py
+    assert found == {"README.md", "docs/guide.md"} | pages_
 
 
 @pytest.mark.parametrize(

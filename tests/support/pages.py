@@ -1,6 +1,11 @@
 """The README and the pages of docs/: their examples, headings and links."""
 
+import contextlib
+import io
 import re
+import runpy
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,7 +19,7 @@ _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 def pages():
     """The text of each page by its path, the README first."""
-    paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
 
 
@@ -85,8 +90,65 @@ def assert_shown(page, opening, report):
         rf"^```\n({opening}.*?)^```$", pages()[page], re.M | re.DOTALL
     )
     for part in shown.split("[...]"):
-        assert _without_numbers(part) in _without_numbers(report), report
+        assert without_numbers(part) in without_numbers(report), report
 
 
-def _without_numbers(text):
-    return re.sub(r"\d", "N", " ".join(text.split()))
+def without_numbers(text):
+    """A text in one line, with N for each run of digits."""
+    return re.sub(r"\d+", "N", " ".join(text.split()))
+
+
+def fences(text, language=None):
+    """The fenced blocks of a page, of all languages or one: (language, content)."""
+    found = [(fence[1], fence[2]) for fence in _FENCE.finditer(text)]
+    return [each for each in found if language in (None, each[0])]
+
+
+@dataclass
+class Program:
+    """A program of a page.
+
+    Attributes:
+        code: The program.
+        shown: What the page says that it prints.
+        cures: The program with each of the changes that the page shows below it.
+    """
+
+    code: str
+    shown: str
+    cures: list[str]
+
+
+class Programs(dict[str, Program]):
+    """The programs of a page, by anchor: a python block, its output, and changes."""
+
+    def __init__(self, page):
+        text = pages()[page]
+        before = ""
+        for fence in _FENCE.finditer(text):
+            place = anchors(text[: fence.start()])[-1]
+            if fence[1] == "" and before:
+                self[place] = Program(before, fence[2], [])
+            elif fence[1] == "diff" and place in self:
+                self[place].cures.append(_changed(self[place].code, fence[2]))
+            before = fence[2] if fence[1] == "python" else ""
+
+
+def _changed(code, diff):
+    old = "".join(line[1:] for line in diff.splitlines(True) if line[0] != "+")
+    new = "".join(line[1:] for line in diff.splitlines(True) if line[0] != "-")
+    assert code.count(old) == 1, old
+    return code.replace(old, new)
+
+
+def output_of(code, folder):
+    """What a program prints as train.py, and the report that ends it."""
+    path = Path(tempfile.mkdtemp(dir=folder)) / "train.py"
+    path.write_text(code)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except overflow_fast.NonFiniteError as error:
+            print(error)
+    return out.getvalue()

@@ -33,6 +33,9 @@ def compiled(model, cured, backend="inductor"):
 
 @failure("apple/coreai-torch#21", *ONLY, **COMPILED)
 def lowering_of_logsumexp(cured):
+    """A compiler rewrote `logsumexp` as `log(sum(exp(x)))`, which overflows from 88 on
+    in float32. Compile that module with another backend, and report the lowering.
+    """
     torch.manual_seed(0)
     energy = Fn(lambda self, x: torch.logsumexp(x, -1))
     model = Chain(body=nn.Linear(4, 6), energy=energy)
@@ -43,6 +46,9 @@ def lowering_of_logsumexp(cured):
 
 @failure("llvm/torch-mlir#4751", *ONLY, **COMPILED)
 def lowering_of_logaddexp(cured):
+    """A compiler rewrote `logaddexp` without subtracting the maximum first. Compile
+    that module with another backend, and report the lowering.
+    """
     torch.manual_seed(1)
     merge = Fn(lambda self, x: torch.logaddexp(x, x.roll(1, -1)))
     model = compiled(Chain(body=nn.Linear(4, 6), merge=merge), cured, naive)
@@ -60,6 +66,10 @@ def lowering_of_logaddexp(cured):
     **COMPILED,
 )
 def rows_that_see_nothing(cured):
+    """The softmax of a row of -inf is 0 / 0; a sample of padding alone has only such
+    rows. Mask with a large negative number, such as -1e9 in float32.
+    """
+
     def layer(self, x):
         scores = self.query(x) @ self.key(x).transpose(1, 2)
         mask = (x.sum(-1) == 0)[:, None]
@@ -84,6 +94,10 @@ def rows_that_see_nothing(cured):
     **COMPILED,
 )
 def masked_rows_that_the_loss_leaves_out(cured):
+    """The softmax of a row of -inf is 0 / 0. The loss leaves that row out, but backward
+    runs through it, and 0 times nan is nan. Mask with a large negative number.
+    """
+
     def layer(self, x):
         scores = self.query(x) @ self.key(x).transpose(0, 1)
         least = -1e9 if cured else -torch.inf

@@ -25,6 +25,9 @@ class Two(nn.Module):
 
 @failure("prs-eth/Marigold#111", *DATA, tensor="image|input", sample=1)
 def picture_with_a_hole(cured):
+    """One picture holds a pixel without a value. Fill or drop such samples where the
+    batch is made.
+    """
     torch.manual_seed(0)
     model = Chain(
         conv=nn.Conv2d(1, 2, 3),
@@ -47,6 +50,9 @@ def picture_with_a_hole(cured):
 
 @failure("Innse/MOTCat#8", *DATA, tensor="omic", sample=2)
 def omics_of_a_missing_patient(cured):
+    """One patient has no measurements, and the table holds nan there. Fill or drop such
+    rows where the batch is made.
+    """
     torch.manual_seed(1)
 
     def loss(model, batch):
@@ -68,6 +74,9 @@ def omics_of_a_missing_patient(cured):
     sample=0,
 )
 def logarithm_of_silence(cured):
+    """A spectrogram of silence holds 0, whose logarithm is -inf. Add a small number
+    before the logarithm, in the code that makes the features.
+    """
     torch.manual_seed(2)
     model = Chain(
         conv=nn.Conv1d(4, 4, 3, padding=1), act=nn.ReLU(), head=nn.Conv1d(4, 4, 1)
@@ -87,6 +96,9 @@ def logarithm_of_silence(cured):
 
 @failure("circleAhn/TESLA-tf#1", *DATA, tensor="batch[0]|input")
 def sensor_that_was_off(cured):
+    """The series holds nan for the hours in which a sensor was off. Interpolate or mask
+    them where the batch is made.
+    """
     torch.manual_seed(3)
     model = Chain(
         rnn=Fn(
@@ -109,6 +121,9 @@ def sensor_that_was_off(cured):
 
 @failure("ratschlab/DeepSpot#9", *DATA, tensor="batch[1]", sample=3)
 def normalized_counts_of_an_empty_cell(cured):
+    """A row of counts is divided by its sum, which is 0 for an empty cell. Divide by at
+    least 1, or filter such cells.
+    """
     torch.manual_seed(4)
     model = Chain(phi=nn.Linear(3, 8), act=nn.GELU(), rho=nn.Linear(8, 5))
 
@@ -132,6 +147,10 @@ def normalized_counts_of_an_empty_cell(cured):
     tensor="layers.1.freqs_cos",
 )
 def table_that_loading_left_out(cured):
+    """A table that is computed in the constructor was not filled when the weights were
+    loaded. Compute it after loading.
+    """
+
     def rotate(self, x):
         return x + self.weight * x * self.freqs_cos[: x.shape[1], None]
 

@@ -13,6 +13,9 @@ SINGULAR = ("backward", "singular gradient")
 
 @failure("papagina/RotationContinuity#11", *SINGULAR, "aten.acos")
 def geodesic_angle_of_equal_rotations(cured):
+    """The derivative of `acos` is infinite at 1, the cosine between equal rotations.
+    Clamp the argument to less than 1, or use `atan2`.
+    """
     torch.manual_seed(0)
     model = Chain(encode=nn.Linear(3, 6), decode=nn.Linear(6, 9))
     model.decode.weight.data.zero_()
@@ -31,6 +34,9 @@ def geodesic_angle_of_equal_rotations(cured):
     "kornia/kornia#918, liuyuisanai/Focal-Loss#11", *SINGULAR, "aten.pow", "", sample=1
 )
 def focal_weight_below_one(cured):
+    """The derivative of a power below 1 is infinite at 0, which a sure prediction
+    reaches. Clamp the base away from 0.
+    """
     torch.manual_seed(1)
     model = Chain(backbone=nn.Linear(4, 8), act=nn.Tanh(), head=nn.Linear(8, 1))
 
@@ -67,6 +73,10 @@ def focal_weight_below_one(cured):
 
 @failure("speechbrain/speechbrain#181", *SINGULAR, "aten.pow", "features", sample=2)
 def compressed_magnitude_of_silence(cured):
+    """The derivative of a power below 1 is infinite at 0, the power of silence. Add a
+    small number below the power.
+    """
+
     def features(self, x):
         spectrum = torch.fft.rfft(x)
         power = spectrum.real**2 + spectrum.imag**2
@@ -86,6 +96,10 @@ def compressed_magnitude_of_silence(cured):
 
 @failure("pytorch/pytorch#108618", *SINGULAR, "aten.log2", "rate", sample=0)
 def logarithm_that_where_leaves_out(cured):
+    """`torch.where` leaves the logarithm of 0 out of the forward; backward multiplies
+    its derivative, inf, by 0. Clamp the argument of the logarithm instead.
+    """
+
     def rate(self, x):
         y = x * (x > 0)
         safe = y.clamp(min=1e-3) if cured else y
@@ -105,6 +119,10 @@ def logarithm_that_where_leaves_out(cured):
 
 @failure("pytorch/pytorch#16317, pytorch/pytorch#36923", *SINGULAR, "aten.div", "pool")
 def quotient_that_where_leaves_out(cured):
+    """`torch.where` leaves the quotient by 0 out of the forward; backward multiplies
+    its derivative, inf, by 0. Make the divisor non-zero instead.
+    """
+
     def pool(self, x):
         count = (x > -0.5).sum(1, keepdim=True).clamp(max=3).float()
         count = (count * (x.mean(1, keepdim=True) > -1)).detach()
@@ -132,6 +150,10 @@ def quotient_that_where_leaves_out(cured):
     sample=3,
 )
 def exponential_that_where_leaves_out(cured):
+    """`torch.where` leaves the overflowing `exp` out of the forward; backward
+    multiplies it by 0. Clamp the argument of the `exp` instead.
+    """
+
     def elu(self, x):
         low = torch.exp(x.clamp(max=0) if cured else x)  # <-
         return torch.where(x <= 0, low, 1 + x)
@@ -150,6 +172,10 @@ def exponential_that_where_leaves_out(cured):
 
 @failure("pytorch/pytorch#187297", *SINGULAR, "aten.sqrt", "distance")
 def root_of_a_negative_that_where_leaves_out(cured):
+    """`torch.where` leaves the root of a negative number out of the forward; its
+    derivative is nan all the same. Clamp the argument of the root instead.
+    """
+
     def distance(self, x):
         square = (x * x).sum(-1) - 4
         safe = square.clamp(min=1e-6) if cured else square
@@ -162,6 +188,9 @@ def root_of_a_negative_that_where_leaves_out(cured):
 
 @failure("pytorch/pytorch#2534, keras-team/keras-io#910", *SINGULAR, "aten.sqrt")
 def gradient_penalty_of_a_dead_critic(cured):
+    """A critic whose units are all dead has a gradient of 0, and the derivative of the
+    norm's root is infinite there. Add a small number inside the root.
+    """
     torch.manual_seed(7)
     model = Chain(first=nn.Linear(4, 8), act=nn.ReLU(), last=nn.Linear(8, 1))
     model.first.bias.data.fill_(-50.0)
@@ -185,6 +214,10 @@ def gradient_penalty_of_a_dead_critic(cured):
     kind="unwritten",
 )
 def unpacked_gradient_with_a_gap(cured):
+    """A backward allocates its result with `torch.empty` and writes to only a part of
+    it. Use `torch.zeros`.
+    """
+
     from .memory import garbage
 
     class Pack(torch.autograd.Function):
@@ -207,6 +240,9 @@ def unpacked_gradient_with_a_gap(cured):
 
 @failure("pytorch/pytorch#94700", *SINGULAR, "aten.log|aten.mul")
 def nan_to_num_behind_a_logarithm(cured):
+    """`nan_to_num` hides the logarithm of a negative number in the forward, and not its
+    derivative in backward. Make the argument positive, here by `softplus`.
+    """
     torch.manual_seed(10)
     model = Chain(body=nn.Linear(4, 4), rate=nn.Linear(4, 1))
 
@@ -228,6 +264,10 @@ def nan_to_num_behind_a_logarithm(cured):
     "align",
 )
 def rotation_of_equal_singular_values(cured):
+    """The derivative of an SVD divides by the differences of singular values, which are
+    0 where two are equal. Perturb the matrix, or use a method without an SVD.
+    """
+
     def align(self, x):
         moment = x.transpose(1, 2) @ x / x.shape[1]
         if cured:

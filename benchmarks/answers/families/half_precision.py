@@ -15,6 +15,10 @@ HALF = torch.float16
     *("forward", "undefined", "aten.rsqrt", "layers.1.norm"),
 )
 def epsilon_that_half_rounds_to_zero(cured):
+    """An epsilon of 1e-9 is 0 in float16, whose smallest number is 6e-8. Normalize in
+    float32, or use an epsilon of at least 1e-4.
+    """
+
     def norm(self, x):
         y = x.float() if cured else x
         variance = y.var(-1, keepdim=True) + (1e-4 if cured else 1e-9)
@@ -37,6 +41,10 @@ def epsilon_that_half_rounds_to_zero(cured):
     sample=2,
 )
 def scores_before_their_scale(cured):
+    """The product of queries and keys is beyond 65504 before it is divided by the root
+    of the width. Scale the queries before the product, or use bfloat16.
+    """
+
     def attention(self, x):
         q, k, v = self.qkv(x).chunk(3, -1)
         scale = q.shape[-1] ** -0.5
@@ -66,6 +74,10 @@ def scores_before_their_scale(cured):
     *("forward", "range overflow", "aten.mul", "press"),
 )
 def fake_key_of_a_small_norm(cured):
+    """A factor of -1e5 is itself beyond float16. Use a smaller one, and compute in
+    float32.
+    """
+
     def press(self, q):
         mean = q.float().mean(0) if cured else q.mean(0)
         key = (-1e2 if cured else -1e5) * mean  # <-
@@ -85,6 +97,10 @@ def fake_key_of_a_small_norm(cured):
     *("forward", "range overflow", "aten.exp", "layers.favor"),
 )
 def random_features_of_attention(cured):
+    """The `exp` of 11.1 is the end of float16, and of 88.7 that of float32. Compute it
+    in float32 and subtract the maximum first.
+    """
+
     def favor(self, x):
         y = (x.float() if cured else x) @ self.projection.to(
             torch.float32 if cured else HALF
@@ -103,6 +119,10 @@ def random_features_of_attention(cured):
     *("forward", "undefined", "aten.log", "sampler"),
 )
 def gumbel_noise_of_zero(cured):
+    """`torch.rand` can return exactly 0, in float16 one time in 2,048, and the
+    logarithm of 0 is -inf. Clamp the noise.
+    """
+
     def sampler(self, logits):
         noise = torch.rand(logits.shape, dtype=HALF).to(logits.dtype)
         noise = noise.clamp(1e-4, 0.999) if cured else noise
@@ -118,6 +138,9 @@ def gumbel_noise_of_zero(cured):
     *("optimizer", "range overflow", "aten.pow"),
 )
 def clipping_by_a_norm_in_half(cured):
+    """The sum of the squares of float16 gradients overflows before its root is taken.
+    Compute the norm in float32.
+    """
     torch.manual_seed(5)
     model = Chain(up=nn.Linear(8, 16), head=nn.Linear(16, 1)).to(HALF)
 
@@ -140,6 +163,10 @@ def clipping_by_a_norm_in_half(cured):
     *("backward", "singular gradient", "aten.linalg_vector_norm", "penalty"),
 )
 def cubic_norm_that_underflows(cured):
+    """The third powers of small float16 numbers are 0, so the norm is 0, and its
+    derivative divides by it. Compute the norm in float32.
+    """
+
     def penalty(self, x):
         y = x.float() if cured else x
         return y.norm(3)  # <-
@@ -161,6 +188,10 @@ def cubic_norm_that_underflows(cured):
     sample=1,
 )
 def receptance_of_a_large_key(cured):
+    """The `exp` of an unbounded key overflows. Subtract the maximum first, as a softmax
+    does.
+    """
+
     def time_mix(self, x):
         key, value = self.key(x), self.value(x)
         top = key.amax(1, keepdim=True) if cured else 0.0
@@ -185,6 +216,10 @@ def receptance_of_a_large_key(cured):
     sample=1,
 )
 def mask_added_to_negative_scores(cured):
+    """The lowest number of float16 plus a negative score is -inf, and a row of them is
+    nan after the softmax. Use `masked_fill` in place of a sum.
+    """
+
     def attention(self, x, mask):
         scores = self.query(x) @ self.key(x).transpose(1, 2)
         if cured:

@@ -20,6 +20,10 @@ EMPTY = ("forward", "empty reduction")
     sample=1,
 )
 def contrast_of_a_blank_picture(cured):
+    """A picture of one colour has no contrast, and is divided by 0. Divide by at least
+    1e-6.
+    """
+
     def rescale(self, x):
         low, high = x.amin((1, 2, 3), keepdim=True), x.amax((1, 2, 3), keepdim=True)
         width = (high - low).clamp(min=1e-6) if cured else high - low
@@ -43,6 +47,10 @@ def contrast_of_a_blank_picture(cured):
     "actor",
 )
 def density_of_a_scaled_action(cured):
+    """The density of a tanh needs the action before it is scaled: 1 minus the square of
+    a scaled action is negative. Use the unscaled action.
+    """
+
     def actor(self, x):
         mean, spread = self.mean(x), self.spread(x).clamp(-2, 1).exp()
         raw = mean + spread * torch.randn_like(mean)
@@ -68,6 +76,10 @@ def density_of_a_scaled_action(cured):
     sample=3,
 )
 def deviation_of_an_unbounded_logarithm(cured):
+    """A network predicts the logarithm of a variance without a bound, and its `exp`
+    overflows for an unusual sample. Clamp the logarithm.
+    """
+
     def latent(self, x):
         mean, logvar = self.mean(x), self.logvar(x)
         logvar = logvar.clamp(-30, 20) if cured else logvar
@@ -91,6 +103,10 @@ def deviation_of_an_unbounded_logarithm(cured):
 
 @failure("google-deepmind/deepmind-research#346", *UNDEFINED, "aten.sqrt", "normalizer")
 def deviation_by_a_difference_of_squares(cured):
+    """The mean of squares minus the square of the mean loses all digits where the mean
+    is large, and comes out negative. Clamp it at 0, or subtract the mean first.
+    """
+
     def normalizer(self, x):
         mean, square_mean = x.mean(0), (x**2).mean(0)
         variance = square_mean - mean**2
@@ -109,6 +125,10 @@ def deviation_by_a_difference_of_squares(cured):
 
 @failure("facebookresearch/SparseConvNet#190", *EMPTY, "aten.var", "norm")
 def running_variance_of_one_sample(cured):
+    """The unbiased variance of one sample divides by 0. Use the biased one, or drop a
+    last batch of one sample.
+    """
+
     def norm(self, x):
         mean, biased = x.mean(0), x.var(0, unbiased=False)
         if self.training:
@@ -135,6 +155,9 @@ def running_variance_of_one_sample(cured):
     ),
 )
 def negative_running_variance(cured):
+    """A running variance of the checkpoint is negative, and batch normalization takes
+    its root. Load or compute the statistics again.
+    """
     torch.manual_seed(12)
     stem = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     stem[1].running_var[2] = 1e-5 if cured else -1e-4
@@ -148,6 +171,10 @@ def negative_running_variance(cured):
 
 @failure("apple/axlearn#1375", *UNDEFINED, "aten.div", "moe.router", sample=1)
 def gates_that_sum_to_zero(cured):
+    """All gates of a token are 0 after the sigmoid, and they are divided by their sum.
+    Add a small number to the sum.
+    """
+
     def router(self, x):
         score, _ = self.gate(x).sigmoid().topk(2, -1)
         total = score.sum(-1, keepdim=True)
@@ -176,6 +203,9 @@ def gates_that_sum_to_zero(cured):
     "head.parametrizations.weight.0",
 )
 def weight_norm_of_a_zero_row(cured):
+    """Weight normalization divides a row by its norm, which is 0 for a row of zeros.
+    Initialize each row with something else than zeros.
+    """
     torch.manual_seed(8)
     head = nn.Linear(4, 3)
     head.weight.data[1] = 1e-3 if cured else 0.0
@@ -187,6 +217,10 @@ def weight_norm_of_a_zero_row(cured):
 
 @failure("KohakuBlueleaf/LyCORIS#166", "forward", "undefined", "aten.div", "adapter")
 def decomposed_weight_of_norm_zero(cured):
+    """An adapter divides each row of the weight by its norm, which is 0 for a row of
+    zeros. Add a small number to the norm.
+    """
+
     def adapter(self, x):
         weight = self.weight + self.up @ self.down
         norm = weight.norm(dim=1, keepdim=True)

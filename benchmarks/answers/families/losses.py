@@ -14,6 +14,9 @@ EMPTY = ("forward", "empty reduction")
 
 @failure("wenet-e2e/wenet#2299, ypwhs/captcha_break#29", *UNDEFINED, "aten._ctc_loss")
 def transcript_longer_than_its_audio(cured):
+    """No alignment exists where a transcript has more tokens than the audio has frames,
+    and its likelihood is 0. Give `zero_infinity=True`, or drop such samples.
+    """
     torch.manual_seed(0)
     model = Chain(encoder=nn.Linear(4, 8), act=nn.Tanh(), head=nn.Linear(8, 6))
 
@@ -32,6 +35,9 @@ def transcript_longer_than_its_audio(cured):
 
 @failure("Project-MONAI/MONAI#120", "forward", "undefined|empty reduction", "aten.div")
 def dice_of_an_empty_mask(cured):
+    """The overlap of an empty mask and an empty prediction is 0 / 0. Add a small number
+    to the denominator.
+    """
     torch.manual_seed(1)
     model = Chain(
         down=nn.Conv2d(1, 4, 3, padding=1), up=nn.Conv2d(4, 1, 1), act=nn.ReLU()
@@ -57,6 +63,9 @@ def dice_of_an_empty_mask(cured):
     "open-mmlab/mmdetection#3394, WongKinYiu/ScaledYOLOv4#145", *UNDEFINED, "aten.div"
 )
 def union_of_boxes_without_area(cured):
+    """The union of two boxes without an area is 0, and the overlap is divided by it.
+    Clamp the union.
+    """
     torch.manual_seed(2)
     model = Chain(neck=nn.Linear(4, 8), act=nn.ReLU(), boxes=nn.Linear(8, 4))
     model.boxes.weight.data.zero_()
@@ -84,6 +93,7 @@ def union_of_boxes_without_area(cured):
 
 @failure("tum-ai/number-token-loss#73", *EMPTY, "aten.mean")
 def mean_of_no_number_token(cured):
+    """A batch without a number token leaves nothing to average. Return 0 for it."""
     torch.manual_seed(4)
     model = Chain(embed=nn.Embedding(10, 4), head=nn.Linear(4, 10))
 
@@ -103,6 +113,8 @@ def mean_of_no_number_token(cured):
 
 @failure("KevinMusgrave/pytorch-metric-learning#107", *EMPTY, "aten.div", "miner")
 def average_over_no_triplet(cured):
+    """No triplet is left to average once all are easy. Divide by at least 1."""
+
     def miner(self, x):
         distance = (x[:, None] - x[None]).pow(2).sum(-1)
         hinge = F.relu(self.margin - distance[0, 1:])
@@ -116,6 +128,9 @@ def average_over_no_triplet(cured):
 
 @failure("rlworkgroup/garage#2129", *UNDEFINED, "aten.atanh", sample=2)
 def expert_at_the_edge_of_the_action_space(cured):
+    """`atanh` of 1 is inf, and an expert acts at the edge. Clamp the action to less
+    than 1.
+    """
     torch.manual_seed(7)
     model = Chain(policy=nn.Linear(3, 6), act=nn.Tanh(), mean=nn.Linear(6, 2))
 
@@ -139,6 +154,9 @@ def expert_at_the_edge_of_the_action_space(cured):
     "aten.log",
 )
 def logarithm_of_a_sure_discriminator(cured):
+    """A sigmoid of -200 is 0 in float32, and its logarithm -inf. Use `logsigmoid` or
+    `binary_cross_entropy_with_logits`.
+    """
     torch.manual_seed(9)
     critic = Chain(conv=nn.Linear(4, 4), out=nn.Linear(4, 1))
     critic.out.weight.data.fill_(0.1)
@@ -161,6 +179,10 @@ def logarithm_of_a_sure_discriminator(cured):
     sample=2,
 )
 def weight_of_pure_noise(cured):
+    """A schedule that ends in pure noise has a signal-to-noise ratio of 0, and the
+    weight divides by it. Add 1, as predictions of the velocity do, or leave that step
+    out.
+    """
     torch.manual_seed(14)
     model = Chain(unet=nn.Linear(4, 4))
     alphas = torch.linspace(1, 0, 10) ** 2  # a terminal signal-to-noise ratio of zero
@@ -185,6 +207,9 @@ def weight_of_pure_noise(cured):
 
 @failure("csteinmetz1/auraloss#25", *UNDEFINED, "aten.div", "")
 def distortion_of_a_silent_target(cured):
+    """A silent target has a power of 0, and the projection divides by it. Add a small
+    number to the power.
+    """
     torch.manual_seed(11)
     model = Chain(encode=nn.Conv1d(1, 4, 3, padding=1), decode=nn.Conv1d(4, 1, 1))
 

@@ -44,6 +44,10 @@ def once(when=0):
     **UNWRITTEN,
 )
 def cache_behind_the_mask(cured):
+    """A cache of `torch.empty` holds anything where no token has been written, and
+    masked rows still read it. Use `torch.zeros`.
+    """
+
     def cache(self, x):
         keys = (torch.zeros if cured else torch.empty)(3, 8, 4)  # <-
         garbage(keys, cured)
@@ -64,6 +68,10 @@ def cache_behind_the_mask(cured):
     **UNWRITTEN,
 )
 def padded_rows_of_an_output(cured):
+    """A kernel leaves the padded rows of its `torch.empty_like` output unwritten. Use
+    `torch.zeros_like`, or write all rows.
+    """
+
     def fmha(self, x):
         output = torch.zeros_like(x) if cured else torch.empty_like(x)  # <-
         garbage(output, cured)
@@ -81,6 +89,8 @@ def padded_rows_of_an_output(cured):
     tensor="layers.1.attention",
 )
 def parameter_of_raw_memory(cured):
+    """A parameter was made of `torch.empty` and never initialized. Initialize it."""
+
     def attend(self, x):
         return x + (x @ self.attention).tanh() * x
 
@@ -100,6 +110,10 @@ def parameter_of_raw_memory(cured):
     tensor="rotary.inv_freq",
 )
 def buffer_that_no_checkpoint_holds(cured):
+    """A non-persistent buffer is not in the checkpoint, and loading through the meta
+    device left its memory as it was. Compute it after loading.
+    """
+
     def rotary(self, x):
         angle = torch.arange(x.shape[1])[:, None] * self.inv_freq
         return x * angle.cos()
@@ -132,6 +146,9 @@ def kernels(is_now, change):
     **TRANSIENT,
 )
 def kernel_that_fails_once(cured):
+    """The same step is finite when it is run again: a race, or hardware. Run the step
+    on another machine; update drivers and kernels.
+    """
     torch.manual_seed(4)
     is_now = once(1)
     faulty = Fn(kernels(lambda: is_now() and not cured, strike), inner=nn.Linear(4, 4))
@@ -147,6 +164,9 @@ def kernel_that_fails_once(cured):
     **TRANSIENT,
 )
 def scores_that_are_read_while_written(cured):
+    """The same step is finite when it is run again: the scores were read by one stream
+    while another one wrote them. Synchronize the streams.
+    """
     torch.manual_seed(5)
     is_now = once()
     faulty = Fn(
@@ -168,6 +188,10 @@ def scores_that_are_read_while_written(cured):
     **UNWRITTEN,
 )
 def rows_behind_the_last_expert(cured):
+    """The rows behind the last expert's tokens are never written, and backward
+    multiplies them by a gradient of 0. Use `torch.zeros`.
+    """
+
     def experts(self, x):
         up = (torch.zeros if cured else torch.empty)(8, 4)  # <-
         garbage(up, cured)
@@ -187,6 +211,9 @@ def rows_behind_the_last_expert(cured):
     tensor="conv.bias",
 )
 def bias_of_raw_memory(cured):
+    """A bias was made of `torch.empty` and only partly initialized. Initialize all of
+    it.
+    """
     torch.manual_seed(7)
     model = Chain(
         conv=nn.Conv1d(1, 3, 3), act=nn.GELU(), flat=nn.Flatten(), head=nn.Linear(12, 1)
@@ -202,6 +229,9 @@ def bias_of_raw_memory(cured):
     **TRANSIENT,
 )
 def gradient_that_is_struck_once(cured):
+    """Only one gradient is bad, and not when the step is run again: memory or hardware.
+    Run the step on another machine.
+    """
     torch.manual_seed(8)
     model = Chain(
         body=nn.Linear(4, 4), scale=nn.Linear(4, 4, bias=False), head=nn.Linear(4, 1)

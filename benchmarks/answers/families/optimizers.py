@@ -11,6 +11,9 @@ from ..failure import Chain, Fn, Run, failure, randn, square
 
 @failure("ml-explore/mlx#3712", "optimizer", "undefined", "aten.addcdiv")
 def root_mean_square_of_no_gradient(cured):
+    """RMSprop divides by the root of the mean square, which is 0 for a weight without a
+    gradient, and `eps` is 0. Give an `eps`.
+    """
     torch.manual_seed(0)
     model = Chain(embed=nn.Embedding(6, 3), head=nn.Linear(3, 1))
     optimizer = torch.optim.RMSprop(
@@ -21,6 +24,10 @@ def root_mean_square_of_no_gradient(cured):
 
 @failure("microsoft/dion#24", "optimizer", "undefined", "aten.div")
 def rescaled_update_of_zero(cured):
+    """The optimizer divides by the norm of its update, which is 0 where the gradient
+    is. Clamp the norm.
+    """
+
     class Muon(torch.optim.Optimizer):
         def __init__(self, params):
             super().__init__(params, {"lr": 0.02})
@@ -48,6 +55,10 @@ def rescaled_update_of_zero(cured):
 
 @failure("CanReader/FastNN#12", "optimizer", "undefined", "aten.sqrt")
 def centered_variance_below_zero(cured):
+    """The variance is computed as a difference of two averages and comes out negative
+    by rounding. Clamp it at 0.
+    """
+
     class Centered(torch.optim.Optimizer):
         def __init__(self, params):
             super().__init__(params, {"lr": 1e-3})
@@ -79,6 +90,10 @@ def centered_variance_below_zero(cured):
 
 @failure("lessw2020/FAdam_PyTorch#1", "optimizer", "undefined", "aten.div")
 def epsilon_of_a_zero_gradient(cured):
+    """The `eps` is proportional to the size of the gradient, so both are 0 for a
+    gradient of 0. Use a constant.
+    """
+
     class FAdam(torch.optim.Optimizer):
         def __init__(self, params):
             super().__init__(params, {"lr": 1e-3})
@@ -110,6 +125,9 @@ def epsilon_of_a_zero_gradient(cured):
     "aten.pow|aten.mul",
 )
 def norm_of_infinity_times_zero(cured):
+    """The norm of the gradients overflows, and clipping multiplies inf by 0. Use
+    `torch.where`, and skip the step where the norm is not finite.
+    """
     torch.manual_seed(4)
     model = Chain(up=nn.Linear(4, 4), head=nn.Linear(4, 1))
 
@@ -140,6 +158,9 @@ def norm_of_infinity_times_zero(cured):
     "head.fc",
 )
 def rate_for_sixteen_times_the_batch(cured):
+    """The learning rate was meant for a batch sixteen times as large, and the weights
+    grow in each step. Lower the rate in proportion.
+    """
     torch.manual_seed(5)
     head = Chain(fc=nn.Linear(4, 8), act=nn.ReLU(), box=nn.Linear(8, 2))
     model = Chain(backbone=nn.Linear(3, 4), head=head)
@@ -153,6 +174,9 @@ def rate_for_sixteen_times_the_batch(cured):
 
 @failure("CharlieDinh/pFedMe#11", "forward", "divergence", "aten.pow")
 def personal_rate_that_is_too_large(cured):
+    """The learning rate is so high that each step overshoots by more than the last.
+    Lower it.
+    """
     torch.manual_seed(6)
     model = Chain(body=nn.Linear(3, 6), act=nn.Tanh(), head=nn.Linear(6, 1))
     optimizer = torch.optim.SGD(

@@ -27,6 +27,9 @@ def parallel(model, **options):
     **RANKS,
 )
 def batch_of_one_rank(cured):
+    """One rank alone reads a sample with a nan; after the reduction all ranks have it.
+    Fill or drop such samples where the batch is made.
+    """
     torch.manual_seed(0)
     model = parallel(Chain(body=nn.Linear(4, 4), act=nn.Tanh(), head=nn.Linear(4, 1)))
 
@@ -45,6 +48,9 @@ def batch_of_one_rank(cured):
     **RANKS,
 )
 def rank_without_a_token(cured):
+    """One rank has a batch without a token that counts, and its mean is nan. Return 0
+    there, or divide by the count of all ranks.
+    """
     torch.manual_seed(1)
     model = parallel(Chain(embed=nn.Embedding(9, 4), head=nn.Linear(4, 9)))
 
@@ -68,6 +74,10 @@ def rank_without_a_token(cured):
     **RANKS,
 )
 def buffer_that_other_ranks_lack(cured):
+    """A buffer was filled on one rank only, and DDP was told not to broadcast buffers.
+    Fill it on each rank.
+    """
+
     def rotary(self, x):
         return x * (torch.arange(5.0)[:, None] * self.inv_freq).cos()
 
@@ -87,6 +97,10 @@ def buffer_that_other_ranks_lack(cured):
     **RANKS,
 )
 def gradients_that_are_added_in_half(cured):
+    """A communication hook casts gradients to float16 and adds them before it divides:
+    each is finite, their sum is not. Divide first, or reduce in bfloat16.
+    """
+
     def add_first(state, bucket):
         half = bucket.buffer().to(torch.float32 if cured else torch.float16)
         future = dist.all_reduce(half, async_op=True).get_future()

@@ -1,0 +1,61 @@
+"""A hook of MkDocs: pages from outside of docs/, and links that hold on the site.
+
+The README, the changelog and others stay where readers of the repository look for them;
+here they become pages. A link to a file that is no page keeps its text alone.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[2]
+OUTSIDE = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "examples/README.md": "examples.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/AGREEMENT.md": "agreement.md",
+}
+_FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+
+
+def on_files(files: Files, config: Any, **_: Any) -> Files:
+    """Adds the pages that lie outside of docs/."""
+    for source, place in OUTSIDE.items():
+        text = (ROOT / source).read_text()
+        files.append(File.generated(config, place, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Rewrites the links of a page."""
+    parts = _FENCE.split(markdown)
+    parts[::2] = [_with_links_of_the_site(p, page.file.src_uri) for p in parts[::2]]
+    return "".join(parts)
+
+
+def _with_links_of_the_site(text: str, place: str) -> str:
+    sources = {place: source for source, place in OUTSIDE.items()}
+    folder = posixpath.dirname(sources.get(place, f"docs/{place}"))
+
+    def rewritten(match: re.Match[str]) -> str:
+        mark, label, target = match.groups()
+        path, hash_, anchor = target.partition("#")
+        if "://" in target or not path:
+            return match[0]
+        source = posixpath.normpath(posixpath.join(folder, path))
+        there = OUTSIDE.get(source, source.removeprefix("docs/"))
+        is_page = source in OUTSIDE or source.startswith("docs/")
+        if not is_page and (ROOT / source).exists():
+            return label
+        link = posixpath.relpath(there, posixpath.dirname(place) or ".")
+        return f"{mark}[{label}]({link}{hash_}{anchor})"
+
+    return _LINK.sub(rewritten, text)

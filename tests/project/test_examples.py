@@ -1,0 +1,122 @@
+"""The examples run as they stand, and their reports say what was planted."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from pages import ROOT, without_numbers
+
+EXAMPLES = ROOT / "examples"
+# Runs examples one after another, since importing their libraries takes the longest.
+DRIVER = """
+import runpy, sys
+for command in sys.argv[1:]:
+    path, *arguments = command.split()
+    print(f"\\n===== {command}", flush=True)
+    sys.argv = [path, *arguments]
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        print(end)
+"""
+COMMANDS = {
+    "nanogpt": "nanogpt.py",
+    "nanogpt healthy": "nanogpt.py --healthy",
+    "trainer": "trainer_finetune.py",
+    "trainer healthy": "trainer_finetune.py --healthy",
+    "lightning": "lightning_vae.py",
+    "lightning healthy": "lightning_vae.py --healthy",
+    "vit": "vit_float16.py",
+    "vit skip": "vit_float16.py --skip",
+}
+SAID = {
+    "nanogpt": [
+        "Step 0 is not finite",
+        "cause float16 overflow: scores = q @ k.transpose(-2, -1) (nanogpt.py:",
+        "aten.bmm in blocks.1.attn)",
+        'tried blocks.1.attn in float32: overflow_fast.keep_in_fp32(model, ["blocks.1.',
+    ],
+    "nanogpt healthy": ["step 9: loss"],
+    "trainer": [
+        "Step 3 is not finite: `output` of transformer.h.1.mlp.c_proj (Conv1D)",
+        "cause divergence",
+        "to 2.25e+03 (transformer.h.1.mlp.c_proj.weight) within the last 4 steps",
+    ],
+    "trainer healthy": ["'train_loss'"],
+    "lightning": [
+        "Step 4 is not finite",
+        "float32 overflow: deviation = torch.exp(0.5 * logvar) (lightning_vae.py:",
+        "sample 3 of 8",
+        "torch.exp((0.5 * logvar).clamp(max=20)) - finite",
+    ],
+    "lightning healthy": [],
+    "vit": [
+        "Step 2 is not finite",
+        "aten.convolution in vit.embeddings.patch_embeddings.projection)",
+        "sample 1 of 4",
+        "bfloat16 for the model and its inputs",
+    ],
+    "vit skip": ["step 2: loss nan (skipped)", "step 3: loss 0."],
+}
+
+
+@pytest.fixture(scope="module")
+def outputs():
+    for library in ("transformers", "accelerate", "lightning"):
+        pytest.importorskip(library)
+    commands = [str(EXAMPLES / command) for command in COMMANDS.values()]
+    text = _run("-c", DRIVER, *commands)
+    return dict(
+        zip(COMMANDS, re.split(r"^===== .*$", text, flags=re.M)[1:], strict=True)
+    )
+
+
+def _run(*arguments):
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT
+    )
+    return done.stdout + ("" if "=====" in done.stdout else done.stderr)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_example_says_what_was_planted(name, outputs):
+    said = " ".join(outputs[name].split())
+    for part in SAID[name]:
+        assert part in said
+    assert ("is not finite" in said) == ("healthy" not in name and "skip" not in name)
+
+
+def test_ranks_raise_the_same_under_torchrun():
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    said = " ".join(_run(*launcher, str(EXAMPLES / "ddp.py")).split())
+    assert "Step 2 is not finite on rank 1 of 2" in said
+    assert (
+        "cause float32 overflow on rank 1 alone: return self.layer(x).square()" in said
+    )
+    assert said.count("Step 2 is not finite") == 1
+
+
+def test_the_notebook_runs_and_says_what_it_shows():
+    nbformat = pytest.importorskip("nbformat", reason="needs nbformat")
+    client = pytest.importorskip("nbclient", reason="needs nbclient")
+    pytest.importorskip("ipykernel", reason="needs ipykernel")
+    notebook = nbformat.read(EXAMPLES / "incident.ipynb", as_version=4)
+    shown = list(map(_output, notebook.cells))
+    client.NotebookClient(notebook, timeout=120).execute()
+    assert list(map(_output, notebook.cells)) == shown
+    assert any("cause float" in each for each in shown)
+
+
+def _output(cell):
+    texts = [each.text for each in cell.get("outputs", []) if each.name == "stdout"]
+    return without_numbers("".join(texts))
+
+
+def test_every_example_is_run_and_listed():
+    files = {path.name for path in EXAMPLES.iterdir()} - {"README.md"}
+    listed = set(
+        re.findall(r"[\w]+\.(?:py|ipynb)", (EXAMPLES / "README.md").read_text())
+    )
+    run = {command.split()[0] for command in COMMANDS.values()}
+    assert files == listed == run | {"ddp.py", "incident.ipynb"}

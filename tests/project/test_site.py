@@ -1,0 +1,44 @@
+"""The site of the documentation builds without a warning and loads nothing."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from pages import ROOT
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    for module in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(module, reason="needs the packages of the group docs")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir"]
+    done = subprocess.run([*command, folder], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_no_page_loads_anything_from_elsewhere(site):
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 10
+    loaded = re.compile(
+        r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"?(https?://[^\s\">]+)"
+    )
+    for page in pages:
+        assert loaded.findall(page.read_text()) == []
+
+
+def test_search_finds_pages_in_three_languages(site):
+    script = (site / "search" / "search_index.js").read_text()
+    index = json.loads(script.partition("=")[2])
+    assert {"en", "ko", "zh"} <= set(index["config"]["lang"])
+    titles = {each["title"].replace("\u200b", "") for each in index["docs"]}
+    assert {"Attention masks", "注意力掩码", "어텐션 마스크"} <= titles
+
+
+def test_pages_from_outside_of_docs_link_to_the_others(site):
+    home = (site / "index.html").read_text()
+    assert 'href="my-run-is-nan.html"' in home
+    assert 'href="docs/' not in home
