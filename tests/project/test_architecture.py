@@ -30,6 +30,7 @@ ROOMS = (
     "selftest",
     "guard",
     "debug",
+    "doctor",
     "demo",
     "integrations",
     "cli",
