@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import demo_command, explain_command, report_command, run_command
+from . import demo_command, doctor_command, explain_command, report_command, run_command
 from .adding import Commands
 
 # In the order of `--help`.
@@ -16,6 +16,7 @@ _COMMANDS = (
     run_command,
     report_command,
     explain_command,
+    doctor_command,
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from .way import way_of
 
 _HERE = Path(__file__).parent
 # By this a page that may be written over is known.
-_GENERATOR = '<meta name="generator" content="overflow_fast">'
+GENERATOR = '<meta name="generator" content="overflow_fast">'
 _MOST_COLUMNS = 2000
 
 
@@ -43,6 +43,23 @@ def write_page(
         FileExistsError: If the file is there, and no page of overflow_fast.
         OSError: If it cannot be written.
     """
+    return save_page(path, lambda: page_of(records, incidents, gaps))
+
+
+def save_page(path: str | os.PathLike[str], make: Callable[[], str]) -> Path:
+    """Writes a page; its text needs `GENERATOR` near its beginning.
+
+    Args:
+        path: The file; an older page of overflow_fast is written over, nothing else.
+        make: Makes the text.
+
+    Returns:
+        The file.
+
+    Raises:
+        FileExistsError: If the file is there, and no page of overflow_fast.
+        OSError: If it cannot be written.
+    """
     where = Path(path)
     if where.exists() and not _is_page(where):
         raise FileExistsError(
@@ -50,14 +67,13 @@ def write_page(
             "another name"
         )
     where.parent.mkdir(parents=True, exist_ok=True)
-    text = page_of(records, incidents, gaps)
-    where.write_text(text, encoding="utf-8", errors="backslashreplace")
+    where.write_text(make(), encoding="utf-8", errors="backslashreplace")
     return where
 
 
 def _is_page(path: Path) -> bool:
     with open(path, "rb") as file:
-        return _GENERATOR.encode() in file.read(1024)
+        return GENERATOR.encode() in file.read(1024)
 
 
 def page_of(
@@ -71,8 +87,8 @@ def page_of(
     sheet = Sheet(records)
     grid = sheet.grid(_MOST_COLUMNS)
     text: str = _template().render(
-        generator=Markup(_GENERATOR),
-        style=Markup(_own("page.css")),
+        generator=Markup(GENERATOR),
+        style=Markup(page_style()),
         scripts=[Markup(_own(name)) for name in ("cells.js", "heatmap.js")],
         payloads=payloads(sheet) if sheet.entries and grid.columns else {},
         runs=[record.run for record in records],
@@ -104,6 +120,11 @@ def _template() -> Any:
 
 def _own(name: str) -> str:
     return (_HERE / name).read_text(encoding="utf-8")
+
+
+def page_style() -> str:
+    """Returns the style sheet of a page."""
+    return _own("page.css")
 
 
 def _first_bad(sheet: Sheet, grid: Grid) -> dict[str, Any] | None:

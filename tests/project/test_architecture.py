@@ -31,6 +31,7 @@ ROOMS = (
     "selftest",
     "guard",
     "debug",
+    "doctor",
     "demo",
     "integrations",
     "cli",

@@ -1,0 +1,1 @@
+"""The doctor: checks ranks, links, collectives and arithmetic before a run."""
