@@ -7,16 +7,30 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import demo_command, doctor_command, explain_command, report_command, run_command
+from . import (
+    demo_command,
+    doctor_command,
+    env_command,
+    explain_command,
+    export_command,
+    log_command,
+    report_command,
+    run_command,
+    watch_command,
+)
 from .adding import Commands
 
 # In the order of `--help`.
 _COMMANDS = (
     demo_command,
     run_command,
+    watch_command,
     report_command,
     explain_command,
     doctor_command,
+    log_command,
+    export_command,
+    env_command,
 )
 
 
@@ -43,7 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, or 2 where a path or an argument cannot be used.
     """
     parsed = make_parser().parse_args(arguments)
-    status: int = parsed.run(parsed)
+    try:
+        status: int = parsed.run(parsed)
+        sys.stdout.flush()
+    except BrokenPipeError:  # such as `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return status
 
 

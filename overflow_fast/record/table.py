@@ -40,7 +40,7 @@ class FlightRecord:
         self.is_truncated = is_truncated
         self.num_damaged = num_damaged
         self._lines = [line for line in lines if line.get("kind") == "steps"]
-        heads = [line for line in lines if line.get("kind") == "entries"]
+        self._heads = heads = [x for x in lines if x.get("kind") == "entries"]
         widths = _widths(self._lines)
         by_model = [_entries_of(heads, i, width) for i, width in enumerate(widths)]
         self._begins = [sum(widths[:i]) for i in range(len(widths))]
@@ -49,6 +49,11 @@ class FlightRecord:
     def __len__(self) -> int:
         """How many lines of steps there are."""
         return len(self._lines)
+
+    def tail(self, num: int) -> FlightRecord:
+        """The record of the last lines of steps alone."""
+        lines = [self.run, *self._heads, *self._lines[-num:]]
+        return FlightRecord(self.path, lines, self.is_truncated, self.num_damaged)
 
     @functools.cached_property
     def steps(self) -> list[RecordStep]:

@@ -1,0 +1,139 @@
+"""The command `env`: what a bug report needs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from .adding import Commands, add_command
+
+_LIBRARIES = (
+    *("transformers", "accelerate", "lightning", "pytorch-lightning", "deepspeed"),
+    *("peft", "torchao", "bitsandbytes", "safetensors", "numpy", "pandas", "pyarrow"),
+    *("tensorboard", "prometheus_client", "wandb", "mlflow", "mlflow-skinny", "rich"),
+)
+_PREFIXES = ("OVERFLOW_FAST_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_")
+_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def add_to(commands: Commands) -> None:
+    """Adds the command."""
+    parser = add_command(
+        commands,
+        "env",
+        _run,
+        "print what a bug report needs: versions, kernels, devices, libraries",
+        "env --json",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    found = environment()
+    if parsed.json:
+        print(json.dumps(found, indent=1))
+        return 0
+    for name, value in found.items():
+        print(f"{name}: {_text(value)}")
+    return 0
+
+
+def environment() -> dict[str, Any]:
+    """Collects versions, kernels, devices and libraries, as JSON has them."""
+    import torch
+
+    from .. import _C, __version__
+
+    return {
+        "overflow_fast": __version__,
+        "kernels": {
+            "cpu": _C.isa(),
+            **{kind: _C.has_kernels(kind) for kind in ("cuda", "mps")},
+        },
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "gpus": _gpus(),
+        "mps": torch.backends.mps.is_available(),
+        "distributed": _backends(),
+        "settings": _settings(),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "libraries": _libraries(),
+        "variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name in _VARIABLES or name.startswith(_PREFIXES)
+        },
+        "torch_config": torch.__config__.show().strip().splitlines(),
+    }
+
+
+def _gpus() -> list[str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    return [
+        f"{found.name}, {found.total_memory / 2**30:.0f} GiB, "
+        f"compute capability {found.major}.{found.minor}"
+        for found in map(
+            torch.cuda.get_device_properties, range(torch.cuda.device_count())
+        )
+    ]
+
+
+def _backends() -> list[str]:
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return []
+    names = ("gloo", "nccl", "mpi", "ucc", "xccl")
+    return [name for name in names if dist.is_backend_available(name)]
+
+
+def _settings() -> dict[str, Any]:
+    import torch
+
+    return {
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "default_dtype": str(torch.get_default_dtype()),
+    }
+
+
+def _cpu() -> str:
+    """The processor's name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if "model name" in line)
+    return next(names, platform.machine())
+
+
+def _libraries() -> dict[str, str]:
+    found = {}
+    for name in _LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {each}" for name, each in value.items()) or "none"
+    if isinstance(value, list):
+        return "; ".join(map(str, value)) or "none"
+    return str(value)

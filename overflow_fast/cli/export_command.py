@@ -1,0 +1,179 @@
+"""The command `export`: a flight record as CSV or Parquet."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import importlib
+import io
+import itertools
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from .adding import Commands, add_command, fail
+
+_ROWS = 50_000  # of a row group
+_SUFFIXES = (".csv", ".parquet")
+
+Row = dict[str, Any]
+
+
+def add_to(commands: Commands) -> None:
+    """Adds the command."""
+    parser = add_command(
+        commands,
+        "export",
+        _run,
+        "write a flight record as CSV or Parquet",
+        """
+        export run.ofr -o run.csv
+        export run.rank0.ofr run.rank1.ofr --steps -o steps.parquet
+        """,
+    )
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="a flight record")
+    parser.add_argument(
+        *("-o", "--output"),
+        required=True,
+        help="a new file that ends in .csv or .parquet",
+    )
+    parser.add_argument(
+        "--steps",
+        action="store_true",
+        help="a row for each step (loss, learning rate, ...), not for each entry of it",
+    )
+    parser.add_argument("--json", action="store_true", help="print what was written")
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    from ..record.reading import read_record
+
+    output = Path(parsed.output)
+    if output.suffix not in _SUFFIXES:
+        return fail(f"output must end in .csv or .parquet, got {output.name}")
+    try:
+        records = [read_record(path) for path in parsed.paths]
+        make = _steps if parsed.steps else _values
+        rows = itertools.chain.from_iterable(map(make, records))
+        total = None if not parsed.steps else sum(map(len, records))
+        num_rows = _write(output, _shown(rows, total))
+    except FileExistsError:
+        return fail(f"{output} is there already: remove it, or choose another name.")
+    except (OSError, ValueError, ImportError) as error:
+        return fail(f"The record cannot be exported: {error}")
+    for record in records:
+        if record.is_truncated or record.num_damaged:
+            print(f"{record.path} has lines that are not whole.", file=sys.stderr)
+    written = {"path": str(output), "rows": num_rows}
+    print(json.dumps(written) if parsed.json else f"{output}: {num_rows} rows")
+    return 0
+
+
+def _values(record: Any) -> Iterator[Row]:
+    rank = record.run.get("rank", 0)
+    for row in record:
+        yield {"rank": rank, **row}
+
+
+def _steps(record: Any) -> Iterator[Row]:
+    rank = record.run.get("rank", 0)
+    for step in record.steps:
+        row = dataclasses.asdict(step)
+        del row["actions"]
+        yield {"rank": rank, **row, "action": step.action}
+
+
+def _shown(rows: Iterator[Row], total: int | None) -> Iterable[Row]:
+    """The rows, with a progress bar on a terminal from the third second on."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return rows
+    shown: Iterable[Row] = tqdm(rows, total=total, unit=" rows", delay=2, disable=None)
+    return shown
+
+
+def _write(output: Path, rows: Iterable[Row]) -> int:
+    """Writes a new file, and returns the number of its rows.
+
+    Raises:
+        ImportError: If the file is to be Parquet and pyarrow is not installed.
+        OSError: If it cannot be written, or is there already.
+        ValueError: If there are no rows.
+    """
+    write = _write_csv if output.suffix == ".csv" else _write_parquet
+    parts = _parts(rows)
+    first = next(parts, None)
+    if first is None:
+        raise ValueError("it has no steps yet.")
+    if output.suffix == ".parquet":
+        _pyarrow()
+    with open(output, "xb") as file:
+        try:
+            return write(file, itertools.chain([first], parts))
+        except BaseException:
+            output.unlink()
+            raise
+
+
+def _parts(rows: Iterable[Row]) -> Iterator[Sequence[Row]]:
+    iterator = iter(rows)
+    while part := list(itertools.islice(iterator, _ROWS)):
+        yield part
+
+
+def _write_csv(file: Any, parts: Iterable[Sequence[Row]]) -> int:
+    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+    writer: csv.DictWriter[str] | None = None
+    num_rows = 0
+    for part in parts:
+        if writer is None:
+            writer = csv.DictWriter(text, list(part[0]))
+            writer.writeheader()
+        writer.writerows(part)
+        num_rows += len(part)
+    text.flush()
+    text.detach()
+    return num_rows
+
+
+def _write_parquet(file: Any, parts: Iterable[Sequence[Row]]) -> int:
+    pyarrow = _pyarrow()
+    writer, num_rows = None, 0
+    for part in parts:
+        table = pyarrow.Table.from_pylist(list(part), schema=_schema(part[0]))
+        if writer is None:
+            writer = pyarrow.parquet.ParquetWriter(file, table.schema)
+        writer.write_table(table)
+        num_rows += len(part)
+    if writer is not None:
+        writer.close()
+    return num_rows
+
+
+_TEXTS = ("module", "class_name", "kind", "label", "dtype", "action")
+_FLOATS = (
+    *("abs_min", "abs_max", "limit", "time", "seconds", "guard_seconds"),
+    *("learning_rate", "loss", "loss_scale", "grad_norm"),
+)
+
+
+def _schema(row: Row) -> Any:
+    """The columns' types, whatever the first rows lack."""
+    pyarrow = _pyarrow()
+    kinds = {name: pyarrow.string() for name in _TEXTS}
+    kinds |= {name: pyarrow.float64() for name in _FLOATS}
+    return pyarrow.schema([(name, kinds.get(name, pyarrow.int64())) for name in row])
+
+
+def _pyarrow() -> Any:
+    try:
+        importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise ImportError(
+            f"Parquet needs pyarrow: run `pip install pyarrow` ({error})."
+        ) from error
+    return importlib.import_module("pyarrow")
