@@ -5,8 +5,12 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from ..page.incident_card import Incident
+from ..page.render import page_of
+from ..record.reading import read_record
 from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
 from ..report.evidence import EvidenceFolder
@@ -18,6 +22,8 @@ from ..verdict.verdict import BadFrame, Verdict, kind_of, leading_frame
 from .config import GuardConfig
 
 _MIB = 2**20
+_PAGE_SHARE = 0.01  # of the run's time
+_PAGE_LINES = 500  # of the flight record, a quarter of a second
 
 
 class Archive:
@@ -27,6 +33,8 @@ class Archive:
         config: The guard's.
         watches: The watched models.
         cost: Returns the cost of the guard.
+        record_path: Returns the file of the flight record, or None.
+        leave_out: Called with the seconds that a page took.
     """
 
     def __init__(
@@ -34,10 +42,16 @@ class Archive:
         config: GuardConfig,
         watches: Sequence[ModelWatch],
         cost: Callable[[], Cost],
+        record_path: Callable[[], Path | None],
+        leave_out: Callable[[float], None],
     ) -> None:
         self._config = config
         self._watches = watches
         self._cost = cost
+        self._record_path = record_path
+        self._leave_out = leave_out
+        self._begun = time.perf_counter()
+        self._page_seconds = 0.0
 
     # Made when first needed: the rank is known by then.
 
@@ -86,9 +100,26 @@ class Archive:
         return self._evidence.keep(step, _offending(leading, frames, tensors), batch)
 
     def add_report(self, report: Report) -> None:
-        """Adds the report to the evidence."""
-        if self._evidence is not None:
-            self._evidence.add_report(report)
+        """Adds the report to the evidence, and a page where that has not cost much.
+
+        The page has the flight record's last lines. That of a run that ends is made
+        always, others while pages have taken less than a hundredth of the time.
+        """
+        if self._evidence is None:
+            return
+        begin = time.perf_counter()
+        is_cheap = self._page_seconds <= _PAGE_SHARE * (begin - self._begun)
+        if is_cheap or report.action == "raise":
+            self._evidence.add_page(report, lambda: self._page_of(report))
+            seconds = time.perf_counter() - begin
+            self._page_seconds += seconds
+            self._leave_out(seconds)
+        self._evidence.add_report(report)
+
+    def _page_of(self, report: Report) -> str:
+        path = self._record_path()
+        records = [] if path is None else [read_record(path).tail(_PAGE_LINES)]
+        return page_of(records, [Incident.of(report)])
 
     def log(
         self,

@@ -73,6 +73,7 @@ class GuardLoop:
             lambda: self.steps.optimizers,
             self.timer.leave_out,
             lambda: self.new_watches(watch=EVERYTHING),
+            lambda: self.measurements.record_path,
         )
         self.isolation = ErrorIsolation(self.timer, self.engine.is_foreign)
         self._make_judge()

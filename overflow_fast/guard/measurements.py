@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from ..record.flight import FlightRecorder
 from ..recording.watch import ModelWatch
@@ -44,6 +45,11 @@ class Measurements:
             config.sync == "lagged",
         )
         self.record = _recorder_of(config, watches)
+
+    @property
+    def record_path(self) -> Path | None:
+        """The file of the flight record, or None."""
+        return None if self.record is None else self.record.file_path
 
     def metrics(self) -> dict[str, float]:
         """Returns all numbers. Does not incur a CPU-GPU sync."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from torch.optim import Optimizer
 
@@ -37,8 +38,9 @@ class PolicyEngine:
         cost: Returns the cost of the guard.
         not_covered: Returns sentences about what some watches have not checked.
         optimizers: Returns the guard's optimizers.
-        on_explained: Called with the seconds that an explanation took.
+        on_explained: Called with the seconds that an explanation or a page took.
         make_watches: Makes watches of the models that look at everything.
+        record_path: Returns the file of the flight record, or None.
 
     Attributes:
         agreement: The ranks that decide together.
@@ -58,6 +60,7 @@ class PolicyEngine:
         optimizers: Callable[[], Sequence[Optimizer]],
         on_explained: Callable[[float], None],
         make_watches: Callable[[], list[ModelWatch]],
+        record_path: Callable[[], Path | None],
     ) -> None:
         self.agreement = Agreement(
             config.process_group, watches, config.on_overflow != "warn", optimizers
@@ -69,7 +72,7 @@ class PolicyEngine:
         self._alarms = AlarmLog()
         self._optimizers = optimizers
         self.capture = make_capture(config, watches)
-        self._archive = Archive(config, watches, cost)
+        self._archive = Archive(config, watches, cost, record_path, on_explained)
         self._reporter = StepReporter(config, watches, self._archive, cost, not_covered)
         second_look = None
         if config.is_tripwire and self.capture is not None:

@@ -8,7 +8,7 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,13 +22,14 @@ from .run import Run
 _log = logging.getLogger("overflow_fast")
 _SUBFOLDER = "overflow_fast"
 _MARKER = "overflow_fast.json"
+_PAGE = "page.html"
 
 
 class EvidenceFolder:
     """A folder of a run's own, with one folder for each of its last bad steps.
 
     `PATH/overflow_fast/RUN/step-00000012/` holds `overflow_fast.json` (the marker of
-    this run), `report.txt`, `report.json`, `tensors.safetensors`,
+    this run), `report.txt`, `report.json`, `page.html`, `tensors.safetensors`,
     `batch.safetensors`, and `left_out.txt` with what was too large or not a plain
     tensor. A second report of the same step is in `step-00000012.2/`.
 
@@ -89,10 +90,27 @@ class EvidenceFolder:
             self._tell(step, error)
         return None if folder is None else str(folder.path)
 
+    def add_page(self, report: Report, make_page: Callable[[], str]) -> None:
+        """Writes a page beside a step's evidence, and notes its path in the report."""
+        folder = self._folder_of(report)
+        if folder is None:
+            return
+        try:
+            folder.write(_PAGE, make_page())
+            report.page = str(folder.path / _PAGE)
+        except Exception as error:
+            self._tell(report.step, error)
+
+    def _folder_of(self, report: Report) -> _StepFolder | None:
+        """The folder of a report whose evidence was just kept."""
+        folder = self._steps[-1] if self._steps else None
+        is_its = folder is not None and str(folder.path) == report.evidence
+        return folder if is_its else None
+
     def add_report(self, report: Report) -> None:
         """Writes the report of a step whose evidence was just kept."""
-        folder = self._steps[-1] if self._steps else None
-        if folder is None or str(folder.path) != report.evidence:
+        folder = self._folder_of(report)
+        if folder is None:
             return
         try:
             folder.write("report.txt", str(report))

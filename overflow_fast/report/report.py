@@ -81,6 +81,7 @@ class Report:
         cost: The time that the guard took.
         num_skipped: How many steps were skipped so far, this one included.
         evidence: The folder with the tensors and the batch, or None.
+        page: The page beside the evidence, or None.
         notes: Further sentences.
         where: The rank, host and device that found it, where ranks decide together.
         is_of_state: True if it is of a state that was to be saved, and of no step.
@@ -102,6 +103,7 @@ class Report:
     cost: Cost = field(default_factory=Cost)
     num_skipped: int = 0
     evidence: str | None = None
+    page: str | None = None
     notes: list[str] = field(default_factory=list)
     where: str | None = None
     is_of_state: bool = False
@@ -155,6 +157,7 @@ class Report:
             *([] if self.is_of_state else [who_made_it(first, self.verdict)]),
             *([f"What to try: {advice}."] if advice else []),
             *([f"Evidence is in `{self.evidence}`."] if self.evidence else []),
+            *([f"To look at it, open `{self.page}`."] if self.page else []),
             *self.not_covered,
             *self._cost_sentences(),
         ]

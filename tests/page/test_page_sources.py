@@ -8,8 +8,10 @@ import pytest
 import torch
 from evidence_folders import bad_steps
 from flight_records import head_lines, step_line
+from guarding import NAN, batches, make, plant, train, train_step
 from page_records import Parsed
 
+from overflow_fast import OverflowGuard
 from overflow_fast.__main__ import main
 from overflow_fast.record.record_lines import line_bytes
 
@@ -113,3 +115,49 @@ def test_an_installed_package_has_the_files_of_the_page():
         name = path.relative_to(package).as_posix()
         if path.is_file() and path.suffix != ".py":
             assert any(fnmatch(name, pattern) for pattern in patterns), name
+
+
+# Beside the evidence of an incident.
+
+
+def test_an_incident_has_a_page_beside_its_evidence(tmp_path):
+    guard, _ = bad_steps(tmp_path, count=1, record=tmp_path / "run.ofr")
+    report = guard.last_report
+    page = Path(report.evidence) / "page.html"
+    assert report.page == str(page)
+    assert f"To look at it, open `{page}`." in " ".join(str(report).split())
+    assert str(page) in (Path(report.evidence) / "report.txt").read_text()
+    assert "Step 0 is not finite" in Parsed(page.read_text()).text
+
+
+def test_the_page_has_the_record_up_to_the_incident(tmp_path):
+    model, optimizer = make()
+    record, folder = tmp_path / "run.ofr", tmp_path / "evidence"
+    with OverflowGuard(model, optimizer, "skip", evidence=folder, record=record) as g:
+        train(model, optimizer, batches(3))
+        with plant(model.head, NAN):
+            train_step(model, optimizer, batches(1)[0])
+    shown = Parsed(Path(g.last_report.page).read_text())
+    assert "blocks.0.fc1" in shown.text and "run.ofr" in shown.text
+
+
+@pytest.mark.parametrize("share, num", [(0.0, 1), (1e9, 3)])
+def test_pages_are_left_out_where_they_take_too_much_time(
+    share, num, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("overflow_fast.guard.archive._PAGE_SHARE", share)
+    guard, _ = bad_steps(tmp_path, count=3, explain=False)
+    pages = sorted(path.parent.name for path in tmp_path.rglob("page.html"))
+    assert pages == [f"step-{i:08d}" for i in range(num)]
+    assert (guard.last_report.page is None) == (num == 1)
+
+
+def test_a_page_that_cannot_be_made_costs_no_report(tmp_path, monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("no jinja")
+
+    monkeypatch.setattr("overflow_fast.guard.archive.page_of", fail)
+    guard, _ = bad_steps(tmp_path)
+    assert (guard.num_skipped, guard.last_report.page) == (1, None)
+    assert "Not all evidence of step 0 was kept: no jinja" in caplog.text
+    assert (Path(guard.last_report.evidence) / "report.txt").exists()
