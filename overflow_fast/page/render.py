@@ -72,7 +72,7 @@ def page_of(
     grid = sheet.grid(_MOST_COLUMNS)
     text: str = _template().render(
         generator=Markup(_GENERATOR),
-        style=Markup(_own("page.css")),
+        style=page_style(),
         scripts=[Markup(_own(name)) for name in ("cells.js", "heatmap.js")],
         payloads=payloads(sheet) if sheet.entries and grid.columns else {},
         runs=[record.run for record in records],
@@ -100,6 +100,13 @@ def _template() -> Any:
     )
     pages.filters["short"] = _short
     return pages.get_template("page.html")
+
+
+def page_style() -> Any:
+    """The style sheet of pages, as markup."""
+    from markupsafe import Markup
+
+    return Markup(_own("page.css"))
 
 
 def _own(name: str) -> str:
