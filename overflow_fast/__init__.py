@@ -13,7 +13,7 @@ except ImportError as error:
 
 from . import metal
 from .compare import entry_points as _entry_points
-from .compare.comparison import Comparison
+from .compare.comparison_result import Comparison
 from .compare.run_reader import RecordingError
 from .core import log  # noqa: F401  (its lines begin with the package's name)
 from .core.ops import Stat, scan

@@ -7,7 +7,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import demo_command, explain_command, report_command, run_command
+from . import (
+    compare_command,
+    demo_command,
+    explain_command,
+    report_command,
+    run_command,
+)
 from .adding import Commands
 
 # In the order of `--help`.
@@ -16,6 +22,7 @@ _COMMANDS = (
     run_command,
     report_command,
     explain_command,
+    compare_command,
 )
 
 
@@ -39,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What stands behind the program's name; `sys.argv[1:]` by default.
 
     Returns:
-        The exit status: 0, or 2 where a path or an argument cannot be used.
+        The exit status: 0, or 2 where a path or an argument cannot be used; of
+        `compare` 1 where the runs differ.
     """
     parsed = make_parser().parse_args(arguments)
     status: int = parsed.run(parsed)

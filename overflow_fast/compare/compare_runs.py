@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from . import said_first
-from .comparison import Comparison
+from .comparison_result import Comparison
 from .first_cause import First, first_of
 from .judged_rows import Difference, difference_of
 from .matching import match

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 if TYPE_CHECKING:
-    from .comparison import Comparison
+    from .comparison_result import Comparison
     from .run_writer import Recording
 
 

@@ -87,7 +87,13 @@ def _plain_name(entry: Entry, entries: Sequence[Entry]) -> str:
 
 def _mapped(name: str, names: Mapping[str, str]) -> str:
     for pattern, new in names.items():
-        name = re.sub(pattern, new, name)
+        try:
+            name = re.sub(pattern, new, name)
+        except (re.error, IndexError) as error:
+            raise ValueError(
+                f"names must be regular expressions and replacements: {pattern!r} to "
+                f"{new!r}: {error}"
+            ) from error
     return name
 
 
