@@ -12,6 +12,9 @@ except ImportError as error:
     raise ImportError(binaries.why_not_imported(torch.__version__, error)) from error
 
 from . import metal
+from .compare import entry_points as _entry_points
+from .compare.comparison_result import Comparison
+from .compare.run_reader import RecordingError
 from .core import log  # noqa: F401  (its lines begin with the package's name)
 from .core.ops import Stat, scan
 from .debug import DebugUnderflowOverflow, detect_overflow, get_abs_min_max
@@ -32,6 +35,7 @@ from .report.guard_coverage import GuardCoverage
 from .report.report import NonFiniteError, Report
 
 __all__ = [
+    "Comparison",
     "Coverage",
     "DebugUnderflowOverflow",
     "Explanation",
@@ -42,18 +46,25 @@ __all__ = [
     "OverflowGuard",
     "PrecisionAdvice",
     "RecordError",
+    "RecordingError",
     "Report",
     "Stat",
     "advise_precision",
     "assert_finite_state",
+    "compare",
     "detect_overflow",
     "explain",
     "get_abs_min_max",
     "keep_in_fp32",
     "read_record",
+    "recording",
     "scan",
 ]
 __version__ = "1.0.0rc1"
+
+# After all imports: rooms of the package have these names, too.
+compare = _entry_points.compare
+recording = _entry_points.recording
 
 metal.register()
 

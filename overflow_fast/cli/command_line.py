@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from . import (
+    compare_command,
     demo_command,
     doctor_command,
     env_command,
@@ -27,6 +28,7 @@ _COMMANDS = (
     watch_command,
     report_command,
     explain_command,
+    compare_command,
     doctor_command,
     log_command,
     export_command,
@@ -54,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What stands behind the program's name; `sys.argv[1:]` by default.
 
     Returns:
-        The exit status: 0, or 2 where a path or an argument cannot be used.
+        The exit status: 0, or 2 where a path or an argument cannot be used; of
+        `compare` 1 where the runs differ.
     """
     parsed = make_parser().parse_args(arguments)
     try:

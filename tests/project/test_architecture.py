@@ -27,6 +27,7 @@ ROOMS = (
     "report",
     "record",
     "page",
+    "compare",
     "distributed",
     "selftest",
     "guard",

@@ -1,0 +1,76 @@
+"""The command `compare`."""
+
+from __future__ import annotations
+
+import argparse
+
+from .adding import Commands, add_command, fail
+
+_FORMATS = (".html", ".xlsx", ".json")
+
+
+def add_to(commands: Commands) -> None:
+    """Adds the command."""
+    parser = add_command(
+        commands,
+        "compare",
+        _run,
+        "compare two recordings layer by layer, and name the first that differs",
+        """
+        compare run_a run_b
+        compare run_a run_b --map '^layer\\.=blocks.' -o diff.html
+        """,
+    )
+    parser.add_argument(
+        "recording", help="the folder of a recording, or a dump of msprobe"
+    )
+    parser.add_argument("reference", help="the folder of the one to compare it with")
+    parser.add_argument(
+        "--map",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        help="a regular expression in its module names, and its replacement",
+    )
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        help="also highlight rows with a largest absolute difference above this",
+    )
+    parser.add_argument(
+        "--cosine", type=float, help="also highlight rows with a lower cosine"
+    )
+    parser.add_argument(
+        "-o",
+        dest="output",
+        metavar="FILE",
+        help="also write the comparison: FILE.html, FILE.xlsx or FILE.json",
+    )
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    """Returns 0, 1 where something differs, or 2 where nothing can be compared."""
+    from ..compare.entry_points import compare
+
+    output: str = parsed.output or ""
+    if output and not output.endswith(_FORMATS):
+        return fail(f"FILE must end with {', '.join(_FORMATS)}, got {output}")
+    pairs = [each.partition("=") for each in parsed.map]
+    if not all(sign for _, sign, _ in pairs):
+        return fail(f"--map must be OLD=NEW, got {' '.join(parsed.map)}")
+    try:
+        found = compare(
+            parsed.recording,
+            parsed.reference,
+            names={old: new for old, _, new in pairs},
+            threshold=parsed.threshold,
+            cosine=parsed.cosine,
+        )
+        if output:
+            getattr(found, f"to_{output.rpartition('.')[2]}")(output)
+    except (ImportError, OSError, ValueError) as error:
+        return fail(f"The runs cannot be compared: {error}")
+    print(found)
+    if not found.num_compared:
+        return 2
+    return int(found.differs)

@@ -1,0 +1,1 @@
+"""Two runs, devices or precisions of a model, compared layer by layer."""

@@ -1,0 +1,109 @@
+"""`compare()`: two recordings, layer by layer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from . import said_first
+from .comparison_result import Comparison
+from .first_cause import First, first_of
+from .judged_rows import Difference, difference_of
+from .matching import match
+from .run_reader import RankStep, Run, read_run
+from .whole import Entry, entries_of_rank, entries_of_ranks
+from .yardstick import judge_all
+
+
+def compare_runs(
+    run: str | os.PathLike[str],
+    reference: str | os.PathLike[str],
+    names: Mapping[str, str],
+    threshold: float | None,
+    cosine: float | None,
+) -> Comparison:
+    """Compares two folders; see `overflow_fast.compare`."""
+    mine, its = read_run(run), read_run(reference)
+    result = Comparison(mine.name, its.name, [], threshold=threshold)
+    result.said += said_first.of_runs(mine, its)
+    for step in sorted({*mine.steps} & {*its.steps}):
+        own, other = mine.steps[step], its.steps[step]
+        result.said += said_first.of_step(step, own, other)
+        rows, first = _compare_step(result, step, own, other, names)
+        result.rows += rows
+        result.first = result.first or first
+    mark(result.rows, threshold, cosine)
+    if not mine.steps or not its.steps:
+        result.said.append(f"{_empty(mine, its)} holds no whole step.")
+    return result
+
+
+def _empty(mine: Run, its: Run) -> str:
+    return mine.name if not mine.steps else its.name
+
+
+def _compare_step(
+    result: Comparison,
+    step: int,
+    own: Sequence[RankStep],
+    other: Sequence[RankStep],
+    names: Mapping[str, str],
+) -> tuple[list[Difference], First | None]:
+    entries, references = _entries(own, other)
+    matched = match(entries, references, names)
+    result.said += said_first.of_matches(step, matched)
+    rows = [difference_of(pair, step) for pair in matched.pairs]
+    judge_all(rows, matched.pairs, _has_tf32(own) or _has_tf32(other))
+    for row in rows:
+        if row.why:
+            result.said.append(f"Step {step}: {row.name} was not compared: {row.why}.")
+    return rows, first_of(rows)
+
+
+def _entries(
+    own: Sequence[RankStep], other: Sequence[RankStep]
+) -> tuple[list[Entry], list[Entry]]:
+    """The tensors of both: rank by rank where both are shared alike, else as wholes."""
+    if len(own) > 1 and [s.rank for s in own] == [s.rank for s in other]:
+        pairs = list(zip(own, other, strict=True))
+        if all(_parts(a) == _parts(b) for a, b in pairs):
+            return (
+                [e for step in own for e in entries_of_rank(step)],
+                [e for step in other for e in entries_of_rank(step)],
+            )
+    return entries_of_ranks(own), entries_of_ranks(other)
+
+
+def _parts(step: RankStep) -> dict[object, object]:
+    found = {s.row.place.key: s.row.part for s in step.sources}
+    return {key: part for key, part in found.items() if part is not None}
+
+
+def _has_tf32(steps: Sequence[RankStep]) -> bool:
+    return any(step.modes.get("tf32") for step in steps)
+
+
+def mark(
+    rows: Sequence[Difference], threshold: float | None, cosine: float | None
+) -> None:
+    """Highlights the rows beyond the user's own thresholds.
+
+    Args:
+        rows: The rows.
+        threshold: Of the largest absolute difference, or where that is not known of the
+            relative one; None for no such threshold.
+        cosine: The least cosine, or None.
+    """
+    for row in rows:
+        measures = row.measures
+        if measures is None:
+            continue
+        found = []
+        largest = measures.max_abs
+        value = measures.relative if largest is None else largest
+        if threshold is not None and value > threshold:
+            name = "relative difference" if largest is None else "max abs"
+            found.append(f"{name} {value:.2g} > {threshold:g}")
+        if cosine is not None and measures.cosine < cosine:
+            found.append(f"cosine {measures.cosine:.4g} < {cosine:g}")
+        row.highlight = "; ".join(found)

@@ -1,0 +1,91 @@
+"""The functions that users call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from .comparison_result import Comparison
+    from .run_writer import Recording
+
+
+def recording(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    tensors: bool = False,
+    steps: Iterable[int] | None = None,
+) -> Recording:
+    """Records the tensors of a model's steps, to compare them with another run's.
+
+    In the order of execution: parameters and buffers as the step begins; inputs and
+    outputs of all modules; gradients of both; gradients of parameters, as the first
+    optimizer of theirs finds them, else at the end of the step. Of each it writes its
+    range, its norm, its counts of nan and inf, and a fingerprint of 1 KiB. The program
+    computes the same as without it; if a file cannot be written, the recording ends
+    with a warning. Incurs one CPU-GPU sync a step (with `tensors=True` one a tensor).
+
+    Args:
+        folder: Gets one file a rank. It may not hold a recording of this rank.
+        model: The model, as it is called: wrapped by DDP, FSDP or `torch.compile`, or
+            not. Of compiled code only what goes in and what comes out is recorded.
+        tensors: Keep the tensors too, with the library safetensors: at most 256 MiB of
+            copies wait in memory. The gradients of parameters included, this is about
+            as much as the step's activations and three times its weights.
+        steps: The numbers of the steps to record, from 0; None: all. Call `step()` of
+            what is returned after each step but the last.
+
+    Returns:
+        A context manager around the step, or the steps.
+
+    Raises:
+        FileExistsError: If the folder has a recording of this rank.
+        ImportError: If `tensors` is True and safetensors is not installed.
+
+    Example:
+        >>> import tempfile, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with recording(tempfile.mkdtemp() + "/run_a", model):
+        ...     model(torch.ones(1, 2)).sum().backward()
+    """
+    from .run_writer import Recording
+
+    return Recording(folder, model, tensors, steps)
+
+
+def compare(
+    run: str | os.PathLike[str],
+    reference: str | os.PathLike[str],
+    *,
+    names: Mapping[str, str] | None = None,
+    threshold: float | None = None,
+    cosine: float | None = None,
+) -> Comparison:
+    """Compares two recordings layer by layer, and names the first that differs.
+
+    Modules are matched by the names that the model gives them, whatever wraps it; where
+    names differ, by order and shape, and by the nearest fingerprints. Differences are
+    measured in units of what rounding explains: from 8 times on, and if what it was
+    computed from differs 8 times less, a tensor counts as made differently there.
+
+    Args:
+        run: The folder of a recording, or of a step of a dump of msprobe.
+        reference: The folder of the one to compare it with.
+        names: Regular expressions in module names of `run`, and their replacements.
+        threshold: Also highlight rows with a largest absolute difference above this;
+            with a relative one, where there are fingerprints alone.
+        cosine: Also highlight rows with a lower cosine similarity.
+
+    Returns:
+        The comparison. Print it, or see its `first`.
+
+    Raises:
+        RecordingError: If a folder holds no recording. It is a ValueError.
+    """
+    from .compare_runs import compare_runs
+
+    return compare_runs(run, reference, dict(names or {}), threshold, cosine)

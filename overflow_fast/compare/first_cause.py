@@ -1,0 +1,178 @@
+"""The first layer that computes differently from equal inputs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .judged_rows import MADE_HERE, Difference, coarser
+from .places_of import BACKWARD, STATE
+
+
+@dataclass
+class First:
+    """The first difference that is not inherited, and what made it.
+
+    Attributes:
+        module: The name of the module that made it; "" is the model itself, or what is
+            outside of it.
+        class_name: The module's class, or "".
+        kind: "weights", "batch", "forward" or "backward".
+        row: The first row that shows it.
+        after: The last call that had returned within the module, or "".
+        op: The first operation that differs, with its line, or "". `compare_live()` and
+            `shadow()` find it.
+        remark: What it may be, in a sentence, or "".
+    """
+
+    module: str
+    class_name: str
+    kind: str
+    row: Difference
+    after: str = ""
+    op: str = ""
+    remark: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """It as texts and numbers."""
+        return {
+            "module": self.module,
+            "class": self.class_name,
+            "kind": self.kind,
+            "row": self.row.name,
+            "step": self.row.step,
+            "rank": self.row.rank,
+            "after": self.after,
+            "op": self.op,
+            "remark": self.remark,
+            "sentence": str(self),
+        }
+
+    def __str__(self) -> str:
+        """One or two sentences."""
+        row = self.row
+        name = self.module or "the model"
+        of_class = f" ({self.class_name})" if self.class_name else ""
+        on_rank = "" if row.rank is None else f" on rank {row.rank}"
+        amount = _amount(row)
+        if self.kind == "weights":
+            text = f"{row.place} of {name}{of_class} differs{on_rank}{amount}."
+        elif self.kind == "batch":
+            text = f"The model was given other inputs{on_rank}: {row.place}{amount}."
+        else:
+            where = "Backward of " if self.kind == "backward" else ""
+            text = f"{where}{name}{of_class} computes differently{on_rank}{amount}."
+            seen = f" It shows at {row.place}"
+            text += f"{seen}, after {self.after}." if self.after else f"{seen}."
+        if self.op:
+            text += f" The first operation that differs: {self.op}."
+        return f"{text} {self.remark}".rstrip()
+
+
+def _amount(row: Difference) -> str:
+    if row.num_nan[0] != row.num_nan[1] or row.num_inf[0] != row.num_inf[1]:
+        (nan, its_nan), (inf, its_inf) = row.num_nan, row.num_inf
+        return f", by {nan} nan and {inf} inf against {its_nan} and {its_inf}"
+    text = f", by {row.relative:.2g} of its norm"
+    times = row.times
+    if times is not None and times < 1e6:
+        text += f", {times:.3g} times what {coarser(*row.dtypes)} rounding explains"
+    return text
+
+
+def first_of(rows: Sequence[Difference]) -> First | None:
+    """Finds the first difference that is made where it shows.
+
+    Args:
+        rows: The judged rows of one step, in the order of execution.
+    """
+    row = next((row for row in rows if row.verdict == MADE_HERE), None)
+    if row is None:
+        return None
+    place = row.place
+    if place.phase == STATE:
+        others = [r for r in rows if r.place.phase == STATE and r.verdict == MADE_HERE]
+        total = sum(r.place.phase == STATE for r in rows)
+        remark = f"{len(others)} of {total} parameters and buffers differ."
+        return First(place.module, place.class_name, "weights", row, remark=remark)
+    if place.phase == BACKWARD:
+        return _in_backward(row, rows)
+    if place.role == "input" and not place.module:
+        return First("", "", "batch", row)
+    before = rows[: rows.index(row)]
+    if place.role == "input":
+        module = place.caller
+        kind = next((r.place.class_name for r in rows if r.place.module == module), "")
+    else:
+        module, kind = place.module, place.class_name
+    after = _returned_last(before, module)
+    remark = _of_dropout(kind)
+    return First(module, kind, "forward", row, after, remark=remark)
+
+
+def _of_dropout(class_name: str) -> str:
+    if "ropout" in class_name:
+        return "It drops other values: the random states of the two runs differ there."
+    return ""
+
+
+def _returned_last(before: Sequence[Difference], module: str) -> str:
+    """The last module that had returned to this one."""
+    calls = (
+        row.place.module
+        for row in reversed(before)
+        if row.place.role == "output" and row.place.caller == module
+    )
+    return next((name for name in calls if name and name != module), "")
+
+
+def _in_backward(row: Difference, rows: Sequence[Difference]) -> First:
+    """Finds the modules that used a tensor whose gradient differs."""
+    place = row.place
+    if place.role == "parameter_gradient":
+        return First(place.module, place.class_name, "backward", row)
+    users = [
+        r.place
+        for r in rows
+        if r.place.role == "input" and r.place.is_leaf and _is_given(r, row, rows)
+    ]
+    if place.role == "input_gradient" and not users:
+        users = [place]
+    names = list(dict.fromkeys(user.module for user in users))
+    if len(names) == 1:
+        return First(users[0].module, users[0].class_name, "backward", row)
+    module = _common_parent(names) if names else place.caller
+    kind = next((r.place.class_name for r in rows if r.place.module == module), "")
+    remark = f"One of {', '.join(names)}." if names else ""
+    return First(module, kind, "backward", row, remark=remark)
+
+
+def _common_parent(names: Sequence[str]) -> str:
+    """The name of the innermost module that has all of these."""
+    parts = [name.split(".") for name in names]
+    common = itertools.takewhile(
+        lambda at: len(set(at)) == 1, zip(*parts, strict=False)
+    )
+    return ".".join(each[0] for each in common)
+
+
+def _is_given(
+    used: Difference, gradient: Difference, rows: Sequence[Difference]
+) -> bool:
+    """Tells whether an input is the tensor whose gradient is a row."""
+    place = gradient.place
+    role = place.role.removesuffix("_gradient")
+    for row in rows:
+        its = row.place
+        is_source = (its.module, its.call, its.role, its.path) == (
+            *(place.module, place.call, role),
+            place.path,
+        )
+        if is_source:
+            orders = {row.order, row.same}
+            return used.rank == gradient.rank and bool(
+                orders & {used.order if used.same is None else used.same}
+            )
+    return False

@@ -1,0 +1,201 @@
+"""Rows of a comparison: two tensors, how far apart they are, and why."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .matching import Pair
+from .measures import Measures, estimated, measured
+from .places_of import Place
+from .whole import Entry
+
+EQUAL, ROUNDING, MADE_HERE = "equal", "rounding", "made here"
+INHERITED, NOT_COMPARED = "inherited", "not compared"
+
+
+@dataclass
+class Difference:
+    """Two tensors that belong together.
+
+    Attributes:
+        place: Where the first one was.
+        reference_name: The name of the reference's place, if it is another; else "".
+        order: Its number in the step.
+        step: The step.
+        rank: The rank whose it is, or None.
+        dtypes: The dtypes of both.
+        shapes: The shapes of both.
+        ranges: Least and greatest finite value of both; nan where not known.
+        num_nan: How many values are nan, of both.
+        num_inf: How many are inf.
+        measures: How far apart they are; None if they were not compared.
+        why: Why they were not compared, or "".
+        explained: The relative difference that rounding explains.
+        inherited: The relative difference of what it was computed from.
+        made: The relative difference that its module alone makes of equal inputs, where
+            a float32 shadow has measured it; else None.
+        verdict: "equal", "rounding", "made here", "inherited" or "not compared".
+        highlight: The user's own threshold that it exceeds, or "".
+        notes: What else there is to know.
+        same: The order of an earlier row with the same tensor, or None.
+        reference_norm: The L2 norm of the reference; 0 if it is not known.
+    """
+
+    place: Place
+    reference_name: str
+    order: int
+    step: int
+    rank: int | None
+    dtypes: tuple[str, str]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    ranges: tuple[float, ...]
+    num_nan: tuple[int, int]
+    num_inf: tuple[int, int]
+    measures: Measures | None
+    why: str = ""
+    explained: float = 0.0
+    inherited: float = 0.0
+    made: float | None = None
+    verdict: str = NOT_COMPARED
+    highlight: str = ""
+    notes: list[str] = field(default_factory=list)
+    same: int | None = None
+    reference_norm: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The place, with its rank if it is one of several."""
+        of_rank = "" if self.rank is None else f" (rank {self.rank})"
+        return f"{self.place}{of_rank}"
+
+    @property
+    def relative(self) -> float:
+        """The relative L2 difference; 0 if it is not known."""
+        return 0.0 if self.measures is None else self.measures.relative
+
+    @property
+    def times(self) -> float | None:
+        """How many times the difference is what rounding explains; None: not known."""
+        if self.measures is None or not self.explained:
+            return None
+        return self.relative / self.explained
+
+    @property
+    def amplification(self) -> float | None:
+        """The difference as a multiple of that of what it was computed from."""
+        is_known = self.measures is not None and self.inherited > 0
+        return self.relative / self.inherited if is_known else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as dicts, lists, texts and numbers."""
+        measures = self.measures
+        plain: dict[str, Any] = {
+            "step": self.step,
+            "order": self.order,
+            "rank": self.rank,
+            "name": str(self.place),
+            "reference_name": self.reference_name or str(self.place),
+            "phase": self.place.phase,
+            "module": self.place.module,
+            "class": self.place.class_name,
+            "call": self.place.call,
+            "role": self.place.role,
+            "path": self.place.path,
+            "dtype": self.dtypes[0],
+            "reference_dtype": self.dtypes[1],
+            "shape": list(self.shapes[0]),
+            "reference_shape": list(self.shapes[1]),
+        }
+        for name in _MEASURES:
+            plain[name] = None if measures is None else getattr(measures, name)
+        plain |= {
+            "explained": self.explained,
+            "times": self.times,
+            "inherited": self.inherited,
+            "amplification": self.amplification,
+            "made": self.made,
+            "verdict": self.verdict,
+            "highlight": self.highlight,
+            "why": self.why,
+            "notes": list(self.notes),
+        }
+        names = "low", "high", "reference_low", "reference_high"
+        plain |= dict(zip(names, self.ranges, strict=True))
+        for name, (own, other) in (("nan", self.num_nan), ("inf", self.num_inf)):
+            plain |= {f"num_{name}": own, f"reference_num_{name}": other}
+        return plain
+
+
+_MEASURES = (
+    *("cosine", "max_abs", "max_rel", "relative", "bits", "ulp_median", "ulp_p99"),
+    *("num_one_sided", "is_exact"),
+)
+
+
+def difference_of(pair: Pair, step: int) -> Difference:
+    """Measures a pair, by its values where both were kept."""
+    mine, its = pair.entry, pair.reference
+    other = "" if str(its.place) == str(mine.place) else str(its.place)
+    row = Difference(
+        mine.place,
+        other,
+        mine.order,
+        step,
+        mine.rank if mine.rank is not None else its.rank,
+        (mine.dtype, its.dtype),
+        (mine.shape, its.shape),
+        (*_range(mine), *_range(its)),
+        (_count(mine, "num_nan"), _count(its, "num_nan")),
+        (_count(mine, "num_inf"), _count(its, "num_inf")),
+        None,
+        mine.why or its.why,
+        same=mine.same,
+        reference_norm=0.0 if its.summary is None else its.summary.norm,
+    )
+    if not row.why and math.prod(mine.shape) != math.prod(its.shape):
+        row.why = "the shapes differ"
+    if row.why or mine.summary is None or its.summary is None:
+        row.why = row.why or "it was not recorded"
+        return row
+    if mine.shape != its.shape:
+        row.notes.append("the shapes differ; compared as flat tensors")
+    row.measures = estimated(mine.summary, its.summary)
+    if row.relative:
+        row.measures = _exact(mine, its) or row.measures
+    return row
+
+
+def _exact(mine: Entry, its: Entry) -> Measures | None:
+    values = mine.load()
+    reference = None if values is None else its.load()
+    if values is None or reference is None:
+        return None
+    return measured(values, reference, coarser(mine.dtype, its.dtype))
+
+
+def coarser(*dtypes: str) -> str:
+    """Of several dtypes the one with the largest epsilon."""
+    return max(dtypes, key=epsilon)
+
+
+def epsilon(dtype: str) -> float:
+    """The epsilon of a dtype; 0 for integers."""
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        return 0.0
+    if kind.is_complex:
+        kind = kind.to_real()
+    return torch.finfo(kind).eps if kind.is_floating_point else 0.0
+
+
+def _range(entry: Entry) -> tuple[float, float]:
+    summary = entry.summary
+    return (math.nan, math.nan) if summary is None else (summary.low, summary.high)
+
+
+def _count(entry: Entry, name: str) -> int:
+    return 0 if entry.summary is None else int(getattr(entry.summary, name))

@@ -1,0 +1,199 @@
+"""Hooks that show the tensors of a model's step, in the order of execution."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..torch_internals.compiler import uncompiled
+from ..torch_internals.running import graph_task_id, is_recorded
+from ..torch_internals.tensor_internals import version_of
+from .places_of import (
+    BACKWARD,
+    FORWARD,
+    Place,
+    class_of,
+    state_of,
+    tensors_with_paths,
+    to_hook,
+)
+
+_log = logging.getLogger("overflow_fast")
+# Is called with a place, the tensor, and the number of the call with the same tensor.
+Sink = Callable[[Place, torch.Tensor, int | None], None]
+
+
+@dataclass
+class _Running:
+    module: nn.Module
+    name: str
+    call: int
+    is_shown: bool
+
+
+class Tap:
+    """Shows a model's tensors to a function while it is entered.
+
+    Nothing that runs is changed: hooks return None, and what they raise is logged once.
+
+    Args:
+        model: The model.
+        sink: Is called with each tensor.
+
+    Attributes:
+        failures: What the sink raised, as texts.
+    """
+
+    def __init__(self, model: nn.Module, sink: Sink) -> None:
+        self._model, self._sink = model, sink
+        self._names = dict(to_hook(model))
+        self._handles: list[RemovableHandle] = []
+        self._is_on = False
+        self.failures: list[str] = []
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Counts calls and tensors anew."""
+        self._calls: dict[tuple[str, bool], int] = {}
+        self._stack: list[_Running] = []
+        self._number = 0
+        self._known: dict[Any, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._watched: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def __enter__(self) -> Tap:
+        for module in self._names:
+            self._handles += [
+                module.register_forward_pre_hook(self._begin, with_kwargs=True),
+                module.register_forward_hook(
+                    self._end, prepend=True, with_kwargs=True, always_call=True
+                ),
+            ]
+        self._is_on = True
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_on = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.begin_step()
+
+    def show_state(self) -> None:
+        """Shows parameters and buffers."""
+        for place, tensor in state_of(self._model):
+            self._show(place, tensor)
+
+    def show_gradients(self) -> None:
+        """Shows the gradients that parameters have."""
+        for place, tensor in state_of(self._model):
+            if place.role == "parameter" and tensor.grad is not None:
+                name, role = place.class_name, "parameter_gradient"
+                place = Place(BACKWARD, place.module, name, 0, role, place.path)
+                self._show(place, tensor.grad)
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or not self._is_on or is_recorded():
+            return
+        self._isolated(self._begin_call, module, args, kwargs)
+
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not self._is_on or is_recorded():
+            return
+        self._isolated(self._end_call, module, output)
+
+    def _isolated(self, function: Callable[..., None], *arguments: Any) -> None:
+        try:
+            with torch.no_grad():
+                function(*arguments)
+        except Exception as error:
+            self._note(error)
+
+    def _note(self, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        if text not in self.failures:
+            self.failures.append(text)
+            _log.warning("A tensor could not be recorded: %s", text, exc_info=True)
+
+    def _begin_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        again = graph_task_id() >= 0  # a checkpoint computes a forward again
+        name = self._names[module]
+        call = self._calls.get((name, again), 0)
+        # A compiled wrapper shows the calls of what it wraps.
+        is_shown = not self._stack or self._stack[-1].name != name
+        if is_shown:
+            self._calls[name, again] = call + 1
+        self._stack.append(_Running(module, name, call, is_shown))
+        if is_shown:
+            for path, tensor in tensors_with_paths((args, kwargs), 1):
+                self._show_call(module, call, "input", path, tensor, again)
+
+    def _end_call(self, module: nn.Module, output: Any) -> None:
+        while self._stack and self._stack[-1].module is not module:
+            self._stack.pop()  # one that an exception has left without its hook
+        if not self._stack:
+            return
+        running = self._stack[-1]
+        again = graph_task_id() >= 0
+        if running.is_shown:
+            for path, tensor in tensors_with_paths(output):
+                self._show_call(module, running.call, "output", path, tensor, again)
+        self._stack.pop()
+
+    def _show_call(
+        self,
+        module: nn.Module,
+        call: int,
+        role: str,
+        path: str,
+        tensor: torch.Tensor,
+        again: bool,
+    ) -> None:
+        callers = [each for each in self._stack[:-1] if each.is_shown]
+        caller = callers[-1].name if callers else ""
+        name, kind = self._names[module], class_of(module)
+        is_leaf = not any(True for _ in uncompiled(module).children())
+        if not again:
+            place = Place(FORWARD, name, kind, call, role, path, caller, is_leaf)
+            self._show(place, tensor)
+        role = f"{role}_gradient"
+        place = Place(BACKWARD, name, kind, call, role, path, caller, is_leaf)
+        self._watch_gradient(place, tensor)
+
+    def _watch_gradient(self, place: Place, tensor: torch.Tensor) -> None:
+        known = self._watched.get(id(tensor))
+        is_known = known is not None and known() is tensor
+        if not tensor.requires_grad or is_known or isinstance(tensor, nn.Parameter):
+            return
+        self._watched[id(tensor)] = weakref.ref(tensor)
+        hook = functools.partial(self._on_gradient, place)
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _on_gradient(self, place: Place, gradient: torch.Tensor) -> None:
+        if self._is_on and gradient is not None:
+            self._isolated(self._show, place, gradient)
+
+    def _show(self, place: Place, tensor: torch.Tensor) -> None:
+        key = _identity(tensor)
+        known = self._known.get(key)
+        same = known[1] if known is not None and known[0]() is not None else None
+        if same is None and key is not None:
+            self._known[key] = weakref.ref(tensor), self._number
+        self._sink(place, tensor, same)
+        self._number += 1
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    """A key that tensors with the same unchanged memory have in common, or None."""
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    if not is_plain or tensor.layout is not torch.strided or tensor.is_inference():
+        return (id(tensor), version_of(tensor)) if not tensor.is_inference() else None
+    where = tensor.data_ptr(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    return *where, tuple(tensor.shape), tensor.stride(), version_of(tensor)

@@ -1,0 +1,272 @@
+"""Comparisons of recordings: silent on healthy pairs, right on planted errors."""
+
+import copy
+import json
+
+import pytest
+import torch
+from compared_models import batch, tower
+
+import overflow_fast
+
+
+@pytest.fixture
+def compared(tmp_path):
+    """Records a step of two models and compares them."""
+
+    def compare(model, reference, x=None, y=None, tensors=False, **options):
+        numbers = len(list(tmp_path.iterdir()))
+        folders = [tmp_path / f"{numbers}{name}" for name in "ab"]
+        x = batch() if x is None else x
+        pairs = ((model, x), (reference, x if y is None else y))
+        for folder, (each, given) in zip(folders, pairs, strict=True):
+            with overflow_fast.recording(folder, each, tensors=tensors):
+                each(given).backward()
+        return overflow_fast.compare(*folders, **options)
+
+    return compare
+
+
+def eps(model):
+    model.blocks[1].norm.eps = 1e-1
+
+
+def weight(model):
+    model.blocks[1].up.weight.data.mul_(1.01)
+
+
+def temperature(model):
+    model.blocks[1].attention.temperature = 0.2
+
+
+def float8(model):
+    def rounded(module, args, output):
+        return output + (output.to(torch.float8_e4m3fn).to(output) - output).detach()
+
+    model.blocks[1].down.register_forward_hook(rounded)
+
+
+def swapped(model):
+    model.blocks[1], model.blocks[2] = model.blocks[2], model.blocks[1]
+
+
+def backward(model):
+    weight = model.blocks[1].up.weight
+    weight.register_hook(lambda gradient: gradient * 1.1)
+
+
+def overflow(model):
+    model.blocks[1].act.register_forward_hook(lambda m, a, out: out / 0)
+
+
+PLANTED = {
+    weight: ("blocks.1.up", "weights"),
+    eps: ("blocks.1.norm", "forward"),
+    temperature: ("blocks.1.attention", "forward"),
+    swapped: ("blocks.1.attention.qkv", "weights"),
+    backward: ("blocks.1.up", "backward"),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tensors", [True, False])
+def test_the_first_wrong_layer_is_named(compared, plant, dtype, tensors):
+    model, reference = tower().to(dtype), tower().to(dtype)
+    plant(model)
+    diff = compared(model, reference, batch().to(dtype), tensors=tensors)
+    assert (diff.first.module, diff.first.kind) == PLANTED[plant], diff
+    assert diff.differs
+
+
+def test_a_function_between_modules_is_placed(compared):
+    model = tower()
+    temperature(model)
+    diff = compared(model, tower())
+    assert diff.first.after == "blocks.1.attention.qkv"
+    assert str(diff.first).startswith(
+        "blocks.1.attention (Attention) computes differently, by 0."
+    )
+
+
+def test_what_follows_is_inherited(compared):
+    model = tower()
+    eps(model)
+    diff = compared(model, tower(), tensors=True)
+    made = [row for row in diff.rows if row.verdict == "made here"]
+    assert [str(row.place) for row in made] == ["blocks.1.norm: output"]
+    head = next(row for row in diff.rows if str(row.place) == "head: output")
+    assert head.verdict == "inherited" and 0.1 < head.amplification < 8
+
+
+def test_non_finite_values_are_made_where_they_arise(compared):
+    model = tower()
+    overflow(model)
+    diff = compared(model, tower(), batch())
+    assert diff.first.module in ("blocks.1.act", "blocks.1")
+    assert diff.first.row.num_inf[0] > 0 == diff.first.row.num_inf[1]
+
+
+def test_equal_runs_are_equal(compared):
+    diff = compared(tower(), tower())
+    assert diff.first is None and not diff.differs
+    assert diff.counts()["equal"] == len(diff.rows) > 100
+    assert diff.said == [] and "All that was compared is equal" in str(diff)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_narrower_dtype_is_explained_by_rounding(compared, dtype, seed):
+    model = tower(seed)
+    half = copy.deepcopy(model).to(dtype)
+    diff = compared(half, model, batch(seed).to(dtype), batch(seed))
+    assert diff.first is None, diff
+    assert max(row.times or 0 for row in diff.rows) < 4
+    assert any("dtypes of weights" in each for each in diff.said)
+
+
+def test_another_batch_is_said(compared):
+    diff = compared(tower(), tower(), batch(1), batch(2))
+    assert diff.first.kind == "batch" and "other inputs" in str(diff)
+
+
+def test_dropout_and_random_states_are_said(compared, tmp_path):
+    model = tower(dropout=0.5)
+    torch.manual_seed(1)
+    diff = compared(model, model)
+    said = "\n".join(diff.said)
+    assert "dropout is on in 1 modules, such as drop" in said
+    assert "random numbers were drawn, from unequal states (cpu" in said
+    assert diff.first.module == "drop" and "random states" in diff.first.remark
+
+
+def test_what_has_no_twin_is_said(compared):
+    diff = compared(tower(num_blocks=2), tower(num_blocks=3))
+    said = "\n".join(diff.said)
+    assert "of the reference run alone" in said and "blocks.2" in said
+
+
+def test_other_shapes_are_said(compared):
+    diff = compared(tower(), tower(), batch(rows=4), batch(rows=2))
+    assert any("the shapes differ" in each for each in diff.said)
+
+
+def test_wrapped_models_have_the_same_names(compared):
+    model = torch.nn.DataParallel(tower())
+    diff = compared(model, tower())
+    assert diff.said == [] and diff.counts()["equal"] == len(diff.rows)
+
+
+class Renamed(torch.nn.Module):
+    """A tower whose blocks have other names."""
+
+    def __init__(self):
+        super().__init__()
+        inner = tower()
+        self.stem, self.drop, self.head = inner.embed, inner.drop, inner.head
+        self.layer = inner.blocks
+
+    def forward(self, x):
+        x = self.drop(self.stem(x))
+        for block in self.layer:
+            x = block(x)
+        return self.head(x).float().square().mean()
+
+
+def test_names_are_mapped_by_patterns(compared):
+    names = {r"^layer\.(\d+)": r"blocks.\1", "^stem$": "embed"}
+    diff = compared(Renamed(), tower(), names=names)
+    assert diff.said == [] and diff.counts()["equal"] == len(diff.rows)
+
+
+def test_other_names_are_matched_by_order_and_shape(compared):
+    diff = compared(Renamed(), tower())
+    assert diff.first is None
+    assert diff.counts()["equal"] == len(diff.rows) > 100
+    assert [each for each in diff.said if "not compared" in each] == []
+    assert "stem = embed, layer.0.norm = blocks.0.norm" in diff.said[0]
+
+
+def test_a_fingerprint_breaks_a_tie(compared):
+    class Chain(torch.nn.Module):
+        def __init__(self, names):
+            super().__init__()
+            torch.manual_seed(0)
+            layers = [torch.nn.Linear(8, 8) for _ in range(3)]
+            self.layers = torch.nn.ModuleDict(zip(names, layers, strict=False))
+
+        def forward(self, x):
+            for layer in self.layers.values():
+                x = layer(x).tanh()
+            return x.sum()
+
+    # The second lacks the first layer: what is given to it is as if that were done.
+    whole, part = Chain("abc"), Chain("uvw")
+    del part.layers["u"]
+    given = whole.layers["a"](batch()).tanh().detach()
+    diff = compared(part, whole, given, batch())
+    assert "layers.v = layers.b, layers.w = layers.c" in "\n".join(diff.said)
+
+
+def test_a_threshold_highlights(compared):
+    model = tower()
+    half = copy.deepcopy(model).bfloat16()
+    options = {"threshold": 1e-3, "cosine": 0.99}
+    diff = compared(half, model, batch().bfloat16(), batch(), tensors=True, **options)
+    marked = [row for row in diff.rows if row.highlight]
+    assert diff.first is None and diff.differs
+    assert all(row.measures.max_abs > 1e-3 for row in marked)
+    assert "max abs" in marked[0].highlight
+
+
+def test_the_values_of_a_row(compared):
+    class Scale(torch.nn.Module):
+        def __init__(self, factor):
+            super().__init__()
+            self.inner = torch.nn.Identity()
+            self.factor = factor
+
+        def forward(self, x):
+            return (self.inner(x) * self.factor).sum()
+
+    x = torch.tensor([[1.0, 2.0, -4.0]], requires_grad=True)
+    diff = compared(Scale(1.0), Scale(1.5), x, tensors=True)
+    row = next(row for row in diff.rows if row.place.role == "input_gradient")
+    measures = row.measures
+    assert measures.relative == pytest.approx(1 / 3)
+    assert measures.bits == pytest.approx(1.585, abs=1e-3)
+    assert measures.cosine == pytest.approx(1.0)
+    assert measures.max_abs == 0.5
+    assert measures.max_rel == pytest.approx(1 / 3)
+    assert measures.ulp_median == measures.ulp_p99 == 0.5 / 2**-23
+    assert row.ranges == (1.0, 1.0, 1.5, 1.5)
+
+
+def test_it_is_written_in_all_formats(compared, tmp_path):
+    openpyxl = pytest.importorskip("openpyxl")
+    pytest.importorskip("xlsxwriter")
+    model = tower()
+    eps(model)
+    diff = compared(model, tower(), tensors=True)
+    plain = json.loads(diff.to_json(tmp_path / "diff.json"))
+    assert plain == json.loads((tmp_path / "diff.json").read_text())
+    assert plain["first"]["module"] == "blocks.1.norm" and plain["differs"] is True
+    table = openpyxl.load_workbook(diff.to_xlsx(tmp_path / "diff.xlsx"))["rows"]
+    cells = list(table.iter_rows(values_only=True))
+    assert len(cells) == len(diff.rows) + 1
+    found = dict(zip(cells[0], cells[1 + diff.rows.index(diff.first.row)], strict=True))
+    assert found["verdict"] == "made here" and found["name"] == "blocks.1.norm: output"
+    assert table.conditional_formatting
+    page = diff.to_html(tmp_path / "diff.html").read_text()
+    assert "blocks.1.norm (LayerNorm) computes differently" in page
+    assert "http" not in page.lower() and page.count("<tr") > 20
+    frame = pytest.importorskip("pandas") and diff.to_dataframe()
+    assert len(frame) == len(diff.rows) and "made here" in set(frame.verdict)
+
+
+def test_what_is_no_recording_is_an_error(tmp_path):
+    with pytest.raises(overflow_fast.RecordingError, match="holds no recording"):
+        overflow_fast.compare(tmp_path, tmp_path)
+    (tmp_path / "rank-0.jsonl").write_text('{"kind": "recording", "schema": 99}\n')
+    with pytest.raises(overflow_fast.RecordingError, match="has schema 99, newer"):
+        overflow_fast.compare(tmp_path, tmp_path)
