@@ -32,8 +32,6 @@ def _text_of(plain: Mapping[str, Any]) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    from .. import __version__
-
     pages = Environment(
         loader=FileSystemLoader(_HERE),
         autoescape=True,
@@ -51,7 +49,6 @@ def _text_of(plain: Mapping[str, Any]) -> str:
         num_equal=len(plain["rows"]) - len(rows),
         generator=Markup(GENERATOR),
         style=Markup(page_style()),
-        version=__version__,
     )
     return text
 
