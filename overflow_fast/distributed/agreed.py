@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -23,12 +24,14 @@ class Agreed(NamedTuple):
         is_own: Whether it is this rank's own.
         rank: The rank whose it is.
         offers: What each rank has said along with its report, by rank.
+        has_spike: Whether a rank has seen a spike.
     """
 
     report: Report | None
     is_own: bool = False
     rank: int = 0
     offers: dict[int, Any] = {}  # noqa: RUF012 - it is never written to
+    has_spike: bool = False
 
 
 def priority_of(kind: str, position: int) -> int:
@@ -36,3 +39,15 @@ def priority_of(kind: str, position: int) -> int:
     severity, earliness = _SEVERITY.get(kind, 3), max(0, _LAST - position)
     rank = dist.get_rank() if world_size() > 1 else 0
     return (severity * (_LAST + 1) + earliness) * _LAST - rank
+
+
+def attempted(
+    is_own: bool, make: Callable[[], Report]
+) -> tuple[Report | str | None, Exception | None]:
+    """Makes a report, or the text of an error: the other ranks wait for one of them."""
+    if not is_own:
+        return None, None
+    try:
+        return make(), None
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", error

@@ -16,7 +16,7 @@ from ..recording.watch import ModelWatch
 from ..report.report import Report
 from ..verdict.verdict import Verdict
 from .agreed import Agreed as Agreed
-from .agreed import priority_of
+from .agreed import attempted, priority_of
 from .joinable import GuardJoinable
 from .participants import Participants, world_size
 from .peers import Peers
@@ -111,6 +111,7 @@ class Agreement:
         position: int,
         make_report: Callable[[], Report],
         make_offer: Callable[[], Any] = lambda: None,
+        has_spike: bool = False,
     ) -> Agreed:
         """Agrees on a step.
 
@@ -122,6 +123,7 @@ class Agreement:
             position: The number of the step's frames before the first bad one.
             make_report: Makes this rank's report; called on one rank.
             make_offer: Makes what this rank says besides where one has a report.
+            has_spike: This rank has seen a spike.
 
         Raises:
             RuntimeError: If the ranks are at different steps, or make_report() raised
@@ -130,7 +132,8 @@ class Agreement:
         with self._propagate():
             self._participants.notify()
         peers = self._meet()
-        return self._agree(peers, step, verdict, position, make_report, make_offer)
+        makers = make_report, make_offer
+        return self._agree(peers, step, verdict, position, *makers, has_spike)
 
     def _agree(
         self,
@@ -140,20 +143,22 @@ class Agreement:
         position: int,
         make_report: Callable[[], Report],
         make_offer: Callable[[], Any] = lambda: None,
+        has_spike: bool = False,
     ) -> Agreed:
         priority = 0
         if verdict.first is not None:
             priority = priority_of(verdict.first.kind, position)
-        worst, most, least = self._maximum(peers, [priority, step, -step])
+        own_values = [priority, step, -step, int(has_spike)]
+        worst, most, least, spike = self._maximum(peers, own_values)
         if most != -least:
             raise RuntimeError(
                 "the ranks judge different steps, from "
                 f"{-least} to {most}: each has to make the same optimizer steps"
             )
         if worst == 0:
-            return Agreed(None)
+            return Agreed(None, has_spike=bool(spike))
         is_own = priority == worst
-        own, error = _attempted(
+        own, error = attempted(
             is_own, lambda: dataclasses.replace(make_report(), where=self._where(peers))
         )
         ranks = [0] if peers is None else sorted(peers.ranks)
@@ -176,7 +181,7 @@ class Agreement:
         Raises:
             RuntimeError: If choose() raised on another rank.
         """
-        own, error = _attempted(is_own, choose)
+        own, error = attempted(is_own, choose)
         gathered = self.gather(own)
         if error is not None:
             raise error
@@ -235,15 +240,3 @@ class Agreement:
 
     def _device(self) -> torch.device:
         return self._watches[0].device or torch.device("cpu")
-
-
-def _attempted(
-    is_own: bool, make: Callable[[], Report]
-) -> tuple[Report | str | None, Exception | None]:
-    """Makes a report, or the text of an error: the other ranks wait for one of them."""
-    if not is_own:
-        return None, None
-    try:
-        return make(), None
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", error

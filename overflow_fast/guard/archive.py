@@ -20,6 +20,7 @@ from ..report.run import Run
 from ..verdict.headroom import least_headroom
 from ..verdict.verdict import BadFrame, Verdict, kind_of, leading_frame
 from .config import GuardConfig
+from .spikes import Spike
 
 _MIB = 2**20
 _PAGE_SHARE = 0.01  # of the run's time
@@ -154,6 +155,15 @@ class Archive:
             line["source"] = verdict.source
             line["maker"] = verdict.maker
         self._log.write(line)
+
+    def log_spikes(self, step: int, spikes: Sequence[Spike], is_skipped: bool) -> None:
+        """Writes a line for each spike of a step."""
+        if self._log is None:
+            return
+        line = {"kind": "spike", "run": self._run.id, "time": round(time.time(), 3)}
+        action = "skip" if is_skipped else None
+        for each in spikes:
+            self._log.write({**line, "step": step, "action": action, **vars(each)})
 
     def close(self) -> None:
         """Closes the log."""

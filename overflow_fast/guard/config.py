@@ -11,6 +11,7 @@ from ..core.selection import Wanted
 from ..report.report import Report
 from ..verdict.rules import Allow, Rules
 from .arguments import (
+    check_choices,
     check_group,
     check_names,
     check_numbers,
@@ -22,7 +23,6 @@ from .arguments import (
     reusable,
 )
 from .metrics import exporters_of
-from .policy import ACTIONS
 
 Policy = str | Callable[[Report], str | None]
 Path = str | os.PathLike[str]
@@ -113,6 +113,13 @@ class GuardConfig:
             could double fewer than this many times in its dtype (1.0: it exceeds half
             of the largest number), and again each time the remaining headroom has
             halved. Gradients that a GradScaler scales are left out. None for never.
+        on_spike: The action for a step that is finite and whose loss, or norm of all
+            gradients, is far above its last 200 values. "warn": log a warning and mark
+            the step in log and record. "skip": leave its optimizer step out too, at
+            most three in a row. None: do not look. The loss is what the model returns
+            or `record(loss=...)` gives; the norm is what `record(grad_norm=...)` gives,
+            else the largest magnitude of a gradient (not with a GradScaler). Not with
+            `sync="lagged"`.
         underflow_every: Count the zeros and subnormals of all these in one of this many
             watched steps, for `headroom()` and `metrics()`. That takes torch operations
             and temporaries of each tensor's size. None for never.
@@ -168,6 +175,7 @@ class GuardConfig:
     process_group: Any
     allow: Allow
     headroom_bits: float | None
+    on_spike: Literal["warn", "skip"] | None
     underflow_every: int | None
     saturation: float | None
     metrics: Any
@@ -195,7 +203,7 @@ class GuardConfig:
 
     def __post_init__(self) -> None:
         """Checks the fields."""
-        self._check_choices()
+        check_choices(self)
         if not self.is_tripwire:
             check_watch(self.watch)
         check_numbers(self)
@@ -210,23 +218,6 @@ class GuardConfig:
         if self.evidence is not None:
             check_safetensors()
         check_group(self.process_group)
-
-    def _check_choices(self) -> None:
-        if not callable(self.on_overflow) and self.on_overflow not in ACTIONS:
-            raise ValueError(
-                "on_overflow must be 'raise', 'warn', 'skip' or a callable that takes "
-                f"a Report and returns one of these, got {self.on_overflow!r}"
-            )
-        if self.sync not in ("step", "lagged"):
-            raise ValueError(f"sync must be 'step' or 'lagged', got {self.sync!r}")
-        if not isinstance(self.replay_safe, bool):
-            raise TypeError(
-                f"replay_safe must be a bool, got {type(self.replay_safe).__name__}"
-            )
-        if self.explain not in (True, False, "auto"):
-            raise ValueError(
-                f"explain must be True, False or 'auto', got {self.explain!r}"
-            )
 
     @property
     def wanted(self) -> Wanted:
@@ -247,4 +238,10 @@ class GuardConfig:
     @property
     def may_skip(self) -> bool:
         """True if the policy may skip a step."""
-        return self.on_overflow == "skip" or callable(self.on_overflow)
+        skips = "skip" in (self.on_overflow, self.on_spike)
+        return skips or callable(self.on_overflow)
+
+    @property
+    def may_act(self) -> bool:
+        """True if the policy may do more than warn."""
+        return self.on_overflow != "warn" or self.on_spike == "skip"

@@ -96,6 +96,7 @@ class OverflowGuard(GuardStatus):
         process_group: ProcessGroup | DeviceMesh | Literal[False] | None = None,
         allow: Allow | None = None,
         headroom_bits: float | None = None,
+        on_spike: Literal["warn", "skip"] | None = "warn",
         underflow_every: int | None = None,
         saturation: float | None = 0.001,
         metrics: Exporter | Iterable[Exporter] | None = None,

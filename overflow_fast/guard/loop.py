@@ -84,7 +84,7 @@ class GuardLoop:
             optimizer,
             lambda hook: self.steps.before_step(hook),
             lambda hook, is_skipped: self.steps.after_step(hook, is_skipped),
-            may_skip=self.config.on_overflow != "warn",
+            may_skip=self.config.may_act,
         )
 
     def _counts(self) -> dict[str, float]:

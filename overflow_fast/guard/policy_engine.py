@@ -12,6 +12,7 @@ from ..distributed.agreement import Agreement
 from ..recording.watch import ModelWatch
 from ..report.alarms import AlarmLog
 from ..report.report import Cost, NonFiniteError, Report
+from ..report.spike_lines import log_spike
 from ..verdict.attribution import attribute
 from ..verdict.settings import bad_settings
 from ..verdict.verdict import Verdict
@@ -48,6 +49,8 @@ class PolicyEngine:
         last_report: The report of the last bad step, or None.
         learning: Learns rules from clean steps, or None.
         num_bad: The number of bad steps.
+        spike_step: The number of the last finite step with a spike, or None.
+        num_spikes: The number of these steps.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class PolicyEngine:
         record_path: Callable[[], Path | None],
     ) -> None:
         self.agreement = Agreement(
-            config.process_group, watches, config.on_overflow != "warn", optimizers
+            config.process_group, watches, config.may_act, optimizers
         )
         self._config = config
         self._watches = watches
@@ -91,6 +94,8 @@ class PolicyEngine:
         self._clean_line: tuple[int, Verdict, str | None] | None = None
         self.last_report: Report | None = None
         self.num_bad = 0
+        self.spike_step: int | None = None
+        self.num_spikes = 0
         self.learning: Learning | None = None
 
     @property
@@ -121,6 +126,8 @@ class PolicyEngine:
         found = self._without_expected(found)
         verdict = self._attribute(found)
         report, is_own = self._maker.make(found, verdict)
+        if report is None and self._maker.has_spike:
+            return self._end_spike(found, verdict)
         if report is None:
             self._end_clean(found, verdict)
             return None
@@ -163,6 +170,24 @@ class PolicyEngine:
         if found.hook is not None:
             self._rounds.note(found.hook, bool(skipper), is_by_guard=False)
 
+    def _end_spike(self, found: StepResult, verdict: Verdict) -> Report | None:
+        """Ends a finite step that a rank has seen a spike in; skips it if asked to."""
+        is_first = self.spike_step != found.step
+        self.spike_step = found.step
+        self.num_spikes += is_first
+        can_skip = found.can_skip and found.hook is not None
+        is_skipped = self._config.on_spike == "skip" and can_skip
+        notes = found.restore() if is_skipped else []
+        log_spike(found.step, found.spikes, is_skipped, notes)
+        self._archive.log_spikes(found.step, found.spikes, is_skipped)
+        self._end_clean(found, verdict)
+        if not is_skipped or found.hook is None:
+            return None
+        self._rounds.note(found.hook, is_skipped=True, is_by_guard=True)
+        self._clean_line = found.step, verdict, "skip"
+        self._rounds.report = Report(found.step, "skip", verdict)
+        return self._rounds.report
+
     def end_round(self) -> None:
         """Ends a round of the optimizers."""
         if self._rounds.report is None:
@@ -188,6 +213,7 @@ class PolicyEngine:
         return {
             "bad_steps_total": self.num_bad,
             "skipped_steps_total": self._rounds.num_skipped,
+            "spikes_total": self.num_spikes,
             "consecutive_skips": self._rounds.consecutive_skips,
         }
 

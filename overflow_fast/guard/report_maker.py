@@ -33,6 +33,7 @@ class ReportMaker:
         on_replayed: Called with the seconds that replays took.
 
     Attributes:
+        has_spike: A rank has seen a spike in the last step.
         num_agreed: The number of times that the ranks have agreed.
     """
 
@@ -59,9 +60,11 @@ class ReportMaker:
         self._on_replayed = on_replayed
         self._num_frames = _C.Recorder.num_frames()
         self.num_agreed = 0
+        self.has_spike = False
 
     def make(self, found: StepResult, verdict: Verdict) -> tuple[Report | None, bool]:
         """Returns the report to act on, and whether it is this process's own."""
+        self.has_spike = bool(found.spikes)
         if found.is_of_step and self._agreement.is_needed:
             return self._make_together(found, verdict)
         if verdict.is_clean:
@@ -96,6 +99,7 @@ class ReportMaker:
         if self._second_look is not None and agreed.report is not None:
             found, agreed, is_broken = self._look_together(found, agreed)
         report, is_own = agreed.report, agreed.is_own
+        self.has_spike = agreed.has_spike
         if report is None:
             return None, is_own
         if not is_broken:
@@ -132,6 +136,7 @@ class ReportMaker:
                 *(found.step, verdict, self._config.on_overflow == "raise"),
                 self._agreement.joins,
             ),
+            bool(found.spikes),
         )
 
     def _look_together(

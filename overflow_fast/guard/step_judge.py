@@ -18,6 +18,7 @@ from .device_flags import DeviceFlags
 from .optimizer_hook import OptimizerHook
 from .policy_engine import PolicyEngine
 from .scalers import SCALER, has_skipped, will_skip, without_expected, without_gradients
+from .spikes import SpikeWatch
 from .step_clock import StepClock
 from .step_frames import PendingStep, StepFrames
 from .step_result import StepResult
@@ -57,6 +58,8 @@ class StepJudge:
         self.buffers = buffers
         self._frames = StepFrames(watches)
         self.flags = DeviceFlags(config, watches)
+        is_on = config.on_spike is not None and config.sync != "lagged"
+        self._spikes = SpikeWatch(watches, is_on)
         self.has_scaler = False
         self.on_clean: Callable[[int], None] = lambda step: None
         self.tensors = StepTensors(watches, config.weights_every)
@@ -127,6 +130,7 @@ class StepJudge:
             hook=hook,
             restore=self.restore,
             is_whole=is_whole,
+            spikes=[] if frames else self._spikes.look(hook, step.scaler is not None),
         )
 
     def judge_scaler_skip(self, hook: OptimizerHook, scaler: GradScaler) -> None:

@@ -49,8 +49,11 @@ class StepRecord:
         if self._recorder is None:
             return
         report, is_skipped = self._engine.last_report, self._rounds.is_skipped
+        has_spike = self._engine.spike_step == step
         with self._isolation.measured():
-            self._recorder.end_step(step, cost, optimizers, report, is_skipped)
+            self._recorder.end_step(
+                step, cost, optimizers, report, is_skipped, has_spike
+            )
 
     def close(self) -> None:
         """Writes what is known of the last step, and closes the file."""

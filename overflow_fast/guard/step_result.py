@@ -9,6 +9,7 @@ from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
 from ..verdict.verdict import BadFrame
 from .optimizer_hook import OptimizerHook
+from .spikes import Spike
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class StepResult:
         is_check: It is not counted: `check()` was called.
         is_late: The step is over already (`sync="lagged"`).
         watches: The watches that have seen it, if it was run again; else empty.
+        spikes: Its numbers that are far above those of the last steps.
     """
 
     step: int
@@ -45,6 +47,7 @@ class StepResult:
     is_check: bool = False
     is_late: bool = False
     watches: Sequence[ModelWatch] = ()
+    spikes: Sequence[Spike] = ()
 
     @property
     def moment(self) -> str:

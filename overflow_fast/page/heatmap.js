@@ -10,7 +10,7 @@
     row: -1, column: -1, drag: null};
   const scroller = by("rows"), heat = by("heat"), strips = by("strips");
   const STRIP_NAMES = {loss: "loss", grad_norm: "gradient norm",
-    learning_rate: "learning rate", loss_scale: "loss scale", skips: "skips"};
+    learning_rate: "learning rate", loss_scale: "loss scale", spikes: "spikes", skips: "skips"};
   const shownStrips = Object.keys(STRIP_NAMES).filter((name) => data.strips[name]);
   let rows = [];
 

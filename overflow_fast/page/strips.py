@@ -25,14 +25,19 @@ def strips_of(
 
     Returns:
         Lists by the names of `STRIPS` (only those of which a number is known), and
-        "skips": the most that a rank has skipped.
+        "skips": the most that a rank has skipped; and "spikes", if there were any.
     """
     found: dict[str, Strip] = {
         name: [_largest(getattr(s, name) for s in _steps(records, c)) for c in columns]
         for name in STRIPS
     }
     known = {name: strip for name, strip in found.items() if any_known(strip)}
-    return {**known, "skips": [_skips(records, column) for column in columns]}
+    spikes: Strip = [_spikes(records, column) for column in columns]
+    return {
+        **known,
+        **({"spikes": spikes} if any(spikes) else {}),
+        "skips": [_skips(records, column) for column in columns],
+    }
 
 
 def any_known(strip: Strip) -> bool:
@@ -49,6 +54,11 @@ def _steps(records: Sequence[FlightRecord], column: Column) -> Iterator[RecordSt
 def _largest(values: Iterator[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return math.nan if any(map(math.isnan, known)) else max(known, default=None)
+
+
+def _spikes(records: Sequence[FlightRecord], column: Column) -> float:
+    counts = (step.actions.get("spike", 0) for step in _steps(records, column))
+    return max(counts, default=0)
 
 
 def _skips(records: Sequence[FlightRecord], column: Column) -> float:

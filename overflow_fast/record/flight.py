@@ -95,6 +95,7 @@ class FlightRecorder:
         optimizers: Sequence[Optimizer],
         report: Report | None,
         is_skipped: bool,
+        has_spike: bool = False,
     ) -> None:
         """Ends a step, and writes those of which everything is known.
 
@@ -104,6 +105,7 @@ class FlightRecorder:
             optimizers: The learning rate is that of the first one's first group.
             report: The last report of the run, or None.
             is_skipped: Whether the optimizer's step was skipped, by whomever.
+            has_spike: Whether its loss or gradients were far above the last ones.
         """
         for watch in self._watches:
             watch.recorder.end_row(self._num_steps)
@@ -117,7 +119,7 @@ class FlightRecorder:
             "seconds": None if cost is None else round(cost.step_seconds, 6),
             "guard_seconds": None if cost is None else round(cost.guard_seconds, 6),
             "learning_rate": to_plain(_learning_rate(optimizers)),
-            "actions": {},
+            "actions": {"spike": 1} if has_spike else {},
             "skipped": int(is_skipped and not self._is_lagged),
         }
         self._steps.append(_Step(self._num_steps, line))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 # The most severe comes first.
-_ACTIONS = ("raise", "skip", "warn")
+_ACTIONS = ("raise", "skip", "warn", "spike")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class RecordStep:
         seconds: How long they took; None in a loop that calls `check()` alone.
         guard_seconds: How much of it the guard took, or None.
         learning_rate: The highest; None if it was not known.
-        actions: How often the guard did "raise", "skip" or "warn".
+        actions: How often the guard did "raise", "skip" or "warn", and how many finite
+            steps had a "spike".
         num_skipped: How many optimizer steps were skipped, by whomever.
         loss: The largest magnitude of the loss (a stat has no sign): what
             `guard.record(loss=...)` was given, else what the model returned as its

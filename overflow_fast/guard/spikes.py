@@ -1,0 +1,180 @@
+"""Spikes: steps that are finite, and whose loss or gradients are far above the last."""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from .. import _C
+from ..recording.labels import label_text
+from ..recording.watch import ModelWatch
+from .config import NORM
+from .optimizer_hook import OptimizerHook
+
+_WINDOW = 200
+_LEAST = 100  # values before any is a spike
+# A spike is this many robust standard deviations of the logarithms above their median,
+# each taken as 8 % at least: so it is 1.9 times the median or more. In logarithms, as
+# both numbers vary by factors.
+_SCORE = 8.0
+_LEAST_SIGMA = 0.08
+_MAD_TO_SIGMA = 1.4826  # of a normal distribution
+# And 1.5 times this quantile: some losses come in bursts.
+_TAIL, _BEYOND_TAIL = 0.98, 1.5
+_MAX_IN_ROW = 3  # then it is the new level
+_LOSS, _GRADIENT = "loss", "largest gradient"
+_LOSSES = ("output.loss", "output['loss']")
+_EVERY = 256  # steps between two looks at which entries there are
+_MAX_GRADIENTS = 2000
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A number of a step that is far above the last ones.
+
+    Attributes:
+        what: "loss", "grad_norm", or "largest gradient".
+        value: The number.
+        median: That of the last 200.
+        score: How many robust standard deviations its logarithm is above the median's.
+    """
+
+    what: str
+    value: float
+    median: float
+    score: float
+
+    def __str__(self) -> str:
+        """Writes the numbers: `loss 9.1, 14 deviations above the median 2.4`."""
+        what = self.what.replace("_", " ")
+        return (
+            f"{what} {self.value:.4g}, {self.score:.0f} robust deviations above the "
+            f"median {self.median:.4g} of the last {_WINDOW} steps"
+        )
+
+
+class Level:
+    """The last values of a number, and which of them are spikes."""
+
+    def __init__(self) -> None:
+        self._last: collections.deque[float] = collections.deque(maxlen=_WINDOW)
+        self._sorted: list[float] = []
+        self._in_row: list[float] = []
+
+    def add(self, value: float) -> tuple[float, float] | None:
+        """Adds a value; returns the median and the score if it is a spike.
+
+        After three in a row the values of these are the new level.
+        """
+        if not (math.isfinite(value) and value > 0):
+            return None
+        found = self._score(value)
+        self._keep(value)
+        if found is None:
+            self._in_row.clear()
+            return None
+        self._in_row.append(value)
+        if len(self._in_row) <= _MAX_IN_ROW:
+            return found
+        self._last.clear()
+        self._sorted.clear()
+        for each in self._in_row:
+            self._keep(each)
+        self._in_row.clear()
+        return None
+
+    def _keep(self, value: float) -> None:
+        if len(self._last) == _WINDOW:
+            del self._sorted[bisect.bisect_left(self._sorted, self._last[0])]
+        self._last.append(value)
+        bisect.insort(self._sorted, value)
+
+    def _score(self, value: float) -> tuple[float, float] | None:
+        count = len(self._sorted)
+        if count < _LEAST:
+            return None
+        median = self._sorted[count // 2]
+        least = median * math.exp(_SCORE * _LEAST_SIGMA)
+        if value < max(least, _BEYOND_TAIL * self._sorted[int(_TAIL * count)]):
+            return None
+        center = math.log(median)
+        spread = statistics.median(abs(math.log(x) - center) for x in self._sorted)
+        sigma = max(_MAD_TO_SIGMA * spread, _LEAST_SIGMA)
+        score = (math.log(value) - center) / sigma
+        return (median, score) if score >= _SCORE else None
+
+
+class SpikeWatch:
+    """Looks for spikes in the stats of a step that have arrived.
+
+    Args:
+        watches: The watched models.
+        is_on: Whether to look at all.
+    """
+
+    def __init__(self, watches: Sequence[ModelWatch], is_on: bool) -> None:
+        self._watches = watches
+        self._is_on = is_on
+        self._levels: dict[tuple[int, str], Level] = {}
+        self._places: list[tuple[ModelWatch, str, list[_C.Place]]] = []
+        self._num_looks = 0
+
+    def look(self, hook: OptimizerHook, is_scaled: bool) -> list[Spike]:
+        """Returns the spikes of a finite step. Does not incur a CPU-GPU sync.
+
+        Args:
+            hook: The optimizer's: each has levels of its own.
+            is_scaled: Whether a GradScaler scales the gradients.
+        """
+        if not self._is_on:
+            return []
+        if self._num_looks % _EVERY == 0 or self._num_looks in (1, 2, 8, 32):
+            self._places = [each for w in self._watches for each in _places_of(w)]
+        self._num_looks += 1
+        found = []
+        for which, (watch, what, places) in enumerate(self._places):
+            if what == _GRADIENT and is_scaled:
+                continue
+            peaks = map(watch.recorder.last_peak, places)
+            value = max((p.abs_max for p in peaks if p is not None), default=0.0)
+            level = self._levels.setdefault((id(hook), f"{what} {which}"), Level())
+            spike = level.add(value)
+            if spike is not None:
+                found.append(Spike(what, value, *spike))
+        return found
+
+
+def _places_of(watch: ModelWatch) -> Iterator[tuple[ModelWatch, str, list[_C.Place]]]:
+    """The places of a model's loss, and of the norm of its gradients or of each."""
+    places = [history.last.place for history in watch.recorder.headroom()]
+    named = [(place, label_text(place.label)) for place in places]
+    recorded = {n: p for p, n in named if p.kind == _C.FrameKind.RECORDED}
+    loss = recorded.get("loss") or _returned_loss(watch, named)
+    if loss is not None:
+        yield watch, _LOSS, [loss]
+    if NORM in recorded:
+        yield watch, NORM, [recorded[NORM]]
+        return
+    gradients = [place for place in places if place.kind == _C.FrameKind.GRADIENTS]
+    if 0 < len(gradients) <= _MAX_GRADIENTS:
+        yield watch, _GRADIENT, gradients
+
+
+def _returned_loss(
+    watch: ModelWatch, named: Sequence[tuple[_C.Place, str]]
+) -> _C.Place | None:
+    """The root's loss: the output of that name, or its only one if that is a loss."""
+    own = {
+        name: place
+        for place, name in named
+        if place.kind == _C.FrameKind.FORWARD and place.module == 0
+        if place.label.role == _C.Role.OUTPUT
+    }
+    for name in _LOSSES:
+        if name in own:
+            return own[name]
+    return own.get("output") if watch.has_seen_loss and len(own) == 1 else None
