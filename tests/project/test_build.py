@@ -229,32 +229,37 @@ def package_with_binaries(tmp_path, *names, checkout=False):
         (tmp_path / "setup.py").write_text("")
     script = tmp_path / "script.py"
     script.write_text(IMPORTS_ANEW)
-    # The message has several lines, behind those of the error that caused it.
-    error = python(str(script), cwd=tmp_path).stderr
-    return error.rpartition("\nImportError: ")[2].strip()
+    done = python(str(script), cwd=tmp_path)
+    # The lines of the error, or of the warning that something else scans.
+    lines = done.stderr.rpartition("\nImportError: ")[2].strip().splitlines()
+    return done.returncode, "\n".join(x.removeprefix("[overflow_fast] ") for x in lines)
 
 
 def test_a_checkout_that_is_not_built(tmp_path):
-    message = package_with_binaries(tmp_path, checkout=True)
+    status, message = package_with_binaries(tmp_path, checkout=True)
+    assert status == 0
     assert message.startswith("overflow_fast is not built: ")
     assert f"run `pip install --no-build-isolation -e .` in {tmp_path}" in message
 
 
 def test_an_installation_without_its_extension(tmp_path):
-    message = package_with_binaries(tmp_path)
+    status, message = package_with_binaries(tmp_path)
+    assert status == 0
     assert message.startswith("overflow_fast is not built: ")
     assert "pip install --force-reinstall --no-build-isolation" in message
 
 
 def test_an_extension_that_cannot_be_loaded(tmp_path):
-    message = package_with_binaries(tmp_path, f"{FOLDER}/_C{SUFFIX}")
+    status, message = package_with_binaries(tmp_path, f"{FOLDER}/_C{SUFFIX}")
+    assert status == 1
     assert message.startswith("overflow_fast's extension cannot be loaded: ")
     assert "To build it again, run `pip install" in message
 
 
 def test_extensions_for_other_torches(tmp_path):
     others = [f"{folder}/_C{SUFFIX}" for folder in ("torch2_10", "torch2_9")]
-    message = package_with_binaries(tmp_path, *others)
+    status, message = package_with_binaries(tmp_path, *others)
+    assert status == 0
     assert message.startswith(
         f"overflow_fast has no extension for torch {torch.__version__}, only for torch "
         "2.9, 2.10.\nInstall a release of overflow_fast or of torch that fits, or run"
@@ -262,7 +267,9 @@ def test_extensions_for_other_torches(tmp_path):
 
 
 def test_an_extension_for_another_python(tmp_path):
-    message = package_with_binaries(tmp_path, f"{FOLDER}/_C.cpython-39-x.so")
+    others = f"{FOLDER}/_C.cpython-39-x.so"
+    status, message = package_with_binaries(tmp_path, others)
+    assert status == 0
     assert message.startswith(
         f"overflow_fast has no extension for this Python (_C{SUFFIX}), only "
         "_C.cpython-39-x.so.\n"
