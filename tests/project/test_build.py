@@ -57,6 +57,21 @@ def test_unknown_wish():
     )
 
 
+def test_without_the_extension_nothing_is_asked_for(tmp_path):
+    broken = "raise ImportError('no libtorch.so')"
+    wish = {"OVERFLOW_FAST_EXTENSION": "0"}
+    assert setup_py_with_torch(tmp_path, broken, **wish)[0] == 0
+
+
+def test_unknown_wish_for_the_extension(tmp_path):
+    wish = {"OVERFLOW_FAST_EXTENSION": "no"}
+    status, lines = setup_py_with_torch(tmp_path, "", **wish)
+    assert status == 1
+    assert lines[-1] == (
+        "overflow_fast: OVERFLOW_FAST_EXTENSION must be auto, 0 or 1, got 'no'."
+    )
+
+
 def test_no_compiler():
     status, message = setup_py(cxx="no-such-compiler -m64")
     assert status == 1
@@ -231,8 +246,8 @@ def package_with_binaries(tmp_path, *names, checkout=False):
     script.write_text(IMPORTS_ANEW)
     done = python(str(script), cwd=tmp_path)
     # The lines of the error, or of the warning that something else scans.
-    lines = done.stderr.rpartition("\nImportError: ")[2].strip().splitlines()
-    return done.returncode, "\n".join(x.removeprefix("[overflow_fast] ") for x in lines)
+    said = done.stderr.rpartition("\nImportError: ")[2].strip()
+    return done.returncode, re.sub(r"^(\[overflow_fast\] )+", "", said, flags=re.M)
 
 
 def test_a_checkout_that_is_not_built(tmp_path):
