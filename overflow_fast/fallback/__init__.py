@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from . import kinds, recorder, torch_scan
+from . import enumerations, tensor_recorder, torch_scan
 
 _log = logging.getLogger("overflow_fast")
 
@@ -31,17 +31,17 @@ class FrameHook:
 
 def run_hook(*arguments: object) -> None:
     """Records a call of a module, which needs the extension."""
-    recorder.refuse()
+    tensor_recorder.refuse()
 
 
 def run_paused(function: Callable[..., Any], /, *arguments: object) -> Any:
     """Calls a function of the package's from a hook, which needs the extension."""
-    recorder.refuse()
+    tensor_recorder.refuse()
 
 
 def set_callbacks(**functions: Callable[..., Any]) -> None:
     """Takes the package's functions."""
-    recorder.callbacks.update(functions)
+    tensor_recorder.callbacks.update(functions)
 
 
 def has_kernels(type: str) -> bool:
@@ -61,7 +61,7 @@ def isa() -> str:
 def stand_in() -> ModuleType:
     """Returns a module with the names of the extension."""
     module = ModuleType("overflow_fast._C", __doc__)
-    for source in (kinds, recorder, torch_scan):
+    for source in (enumerations, tensor_recorder, torch_scan):
         public = {k: v for k, v in vars(source).items() if not k.startswith("_")}
         module.__dict__.update(public)
     for each in (Hidden, FrameHook, run_hook, run_paused, set_callbacks):
@@ -77,7 +77,7 @@ def install(why: str) -> None:
     Args:
         why: what is missing, and how to get it.
     """
-    recorder.why_missing[0] = why
+    tensor_recorder.why_missing[0] = why
     package, module = sys.modules[__package__.rpartition(".")[0]], stand_in()
     sys.modules[module.__name__] = package._C = module  # type: ignore[attr-defined]
     _log.warning(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..torch_internals.tensor_internals import is_in_transform, is_zero_tensor
-from .kinds import NAN, NEGATIVE_INF, POSITIVE_INF, Readability, ScanBackend
+from .enumerations import NAN, NEGATIVE_INF, POSITIVE_INF, Readability, ScanBackend
 
 # Elements that are converted at once; their counts are exact in float32.
 _PIECE = 1 << 22

@@ -6,7 +6,7 @@ from enum import Enum, IntEnum
 
 
 class Readability(Enum):
-    """Whether a tensor's memory can be read, and if not, why."""
+    """The reasons why a tensor's memory cannot be read."""
 
     READABLE = 0
     UNSUPPORTED = 1
@@ -15,7 +15,7 @@ class Readability(Enum):
 
 
 class EntryKind(Enum):
-    """What an entry of a frame holds."""
+    """The kinds of entries of a frame."""
 
     TENSOR = 0
     NONE = 1
@@ -24,7 +24,7 @@ class EntryKind(Enum):
 
 
 class Role(Enum):
-    """What an entry is to its frame."""
+    """The roles of entries in their frames."""
 
     INPUT = 0
     OUTPUT = 1
@@ -46,7 +46,7 @@ class LabelStyle(IntEnum):
 
 
 class FrameKind(Enum):
-    """What a frame lists."""
+    """The kinds of frames, by the tensors that they list."""
 
     FORWARD = 0
     RECOMPUTED = 1
@@ -59,7 +59,7 @@ class FrameKind(Enum):
 
 
 class ScanBackend(Enum):
-    """What scans; here always torch operations."""
+    """The ways to scan; here always torch operations."""
 
     AUTO = 0
     COMPOSITE = 1

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .kinds import NEGATIVE_INF, EntryKind, FrameKind, Readability, Role
+from .enumerations import NEGATIVE_INF, EntryKind, FrameKind, Readability, Role
 from .torch_scan import Stat, scan_tensor
 
 _ROLES = {
@@ -73,12 +73,12 @@ class Entry:
 
     @property
     def role(self) -> Role:
-        """What the tensor is."""
+        """The role of the tensor."""
         return self.label.role
 
     @property
     def kind(self) -> EntryKind:
-        """Whether it was scanned."""
+        """TENSOR, or NOT_SCANNED."""
         return EntryKind.NOT_SCANNED if self.stat is None else EntryKind.TENSOR
 
     @property
