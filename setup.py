@@ -224,7 +224,21 @@ def open_terminal() -> TextIO | None:
         return None
 
 
+def wants_extension() -> bool:
+    """False where the package is to scan by torch operations alone, as on Windows."""
+    wish = os.environ.get("OVERFLOW_FAST_EXTENSION", "auto")
+    if wish not in ("auto", "0", "1"):
+        stop(f"OVERFLOW_FAST_EXTENSION must be auto, 0 or 1, got {wish!r}.")
+    if wish == "auto" and sys.platform == "win32":
+        print("overflow_fast: building without the extension: MSVC cannot compile it.")
+        return False
+    return wish != "0"
+
+
 def main() -> None:
+    if not wants_extension():
+        setup()
+        return
     check_torch()
     check_compiler()
     from torch.utils.cpp_extension import BuildExtension

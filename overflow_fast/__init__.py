@@ -3,19 +3,24 @@
 import torch  # (first: the extension needs torch's libraries)
 
 from . import binaries
+from .core import log  # noqa: F401  (its lines begin with the package's name)
 
 try:
     # First: an old build may have left an extension here, for an unknown torch.
     __path__.insert(0, str(binaries.folder_for(torch.__version__)))
     from . import _C  # noqa: F401
 except ImportError as error:
-    raise ImportError(binaries.why_not_imported(torch.__version__, error)) from error
+    why = binaries.why_not_imported(torch.__version__, error)
+    if binaries.is_there(torch.__version__):
+        raise ImportError(why) from error
+    from . import fallback
+
+    fallback.install(why)
 
 from . import metal
 from .compare import entry_points as _entry_points
 from .compare.comparison_result import Comparison
 from .compare.run_reader import RecordingError
-from .core import log  # noqa: F401  (its lines begin with the package's name)
 from .core.ops import Stat, scan
 from .debug import DebugUnderflowOverflow, detect_overflow, get_abs_min_max
 from .guard.guard import OverflowGuard

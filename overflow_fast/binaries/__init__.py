@@ -18,6 +18,12 @@ def folder_for(torch_version: str) -> Path:
     return HERE / f"torch{major}_{minor}"
 
 
+def is_there(torch_version: str) -> bool:
+    """Returns whether there is an extension for this torch and this Python."""
+    name = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    return (folder_for(torch_version) / name).exists()
+
+
 def why_not_imported(torch_version: str, error: ImportError) -> str:
     """Returns a message that says what is missing, and how to build it.
 
@@ -28,7 +34,7 @@ def why_not_imported(torch_version: str, error: ImportError) -> str:
     found = sorted(HERE.glob("torch*_*/_C.*"))
     here = [path for path in found if path.parent == folder_for(torch_version)]
     python = sysconfig.get_config_var("EXT_SUFFIX")
-    if any(path.name == f"_C{python}" for path in here):
+    if is_there(torch_version):
         return (
             f"overflow_fast's extension cannot be loaded: {error}.\n"
             f"To build it again, {_how_to_build()}."

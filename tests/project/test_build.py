@@ -57,6 +57,21 @@ def test_unknown_wish():
     )
 
 
+def test_without_the_extension_nothing_is_asked_for(tmp_path):
+    broken = "raise ImportError('no libtorch.so')"
+    wish = {"OVERFLOW_FAST_EXTENSION": "0"}
+    assert setup_py_with_torch(tmp_path, broken, **wish)[0] == 0
+
+
+def test_unknown_wish_for_the_extension(tmp_path):
+    wish = {"OVERFLOW_FAST_EXTENSION": "no"}
+    status, lines = setup_py_with_torch(tmp_path, "", **wish)
+    assert status == 1
+    assert lines[-1] == (
+        "overflow_fast: OVERFLOW_FAST_EXTENSION must be auto, 0 or 1, got 'no'."
+    )
+
+
 def test_no_compiler():
     status, message = setup_py(cxx="no-such-compiler -m64")
     assert status == 1
@@ -229,32 +244,37 @@ def package_with_binaries(tmp_path, *names, checkout=False):
         (tmp_path / "setup.py").write_text("")
     script = tmp_path / "script.py"
     script.write_text(IMPORTS_ANEW)
-    # The message has several lines, behind those of the error that caused it.
-    error = python(str(script), cwd=tmp_path).stderr
-    return error.rpartition("\nImportError: ")[2].strip()
+    done = python(str(script), cwd=tmp_path)
+    # The lines of the error, or of the warning that something else scans.
+    said = done.stderr.rpartition("\nImportError: ")[2].strip()
+    return done.returncode, re.sub(r"^(\[overflow_fast\] )+", "", said, flags=re.M)
 
 
 def test_a_checkout_that_is_not_built(tmp_path):
-    message = package_with_binaries(tmp_path, checkout=True)
+    status, message = package_with_binaries(tmp_path, checkout=True)
+    assert status == 0
     assert message.startswith("overflow_fast is not built: ")
     assert f"run `pip install --no-build-isolation -e .` in {tmp_path}" in message
 
 
 def test_an_installation_without_its_extension(tmp_path):
-    message = package_with_binaries(tmp_path)
+    status, message = package_with_binaries(tmp_path)
+    assert status == 0
     assert message.startswith("overflow_fast is not built: ")
     assert "pip install --force-reinstall --no-build-isolation" in message
 
 
 def test_an_extension_that_cannot_be_loaded(tmp_path):
-    message = package_with_binaries(tmp_path, f"{FOLDER}/_C{SUFFIX}")
+    status, message = package_with_binaries(tmp_path, f"{FOLDER}/_C{SUFFIX}")
+    assert status == 1
     assert message.startswith("overflow_fast's extension cannot be loaded: ")
     assert "To build it again, run `pip install" in message
 
 
 def test_extensions_for_other_torches(tmp_path):
     others = [f"{folder}/_C{SUFFIX}" for folder in ("torch2_10", "torch2_9")]
-    message = package_with_binaries(tmp_path, *others)
+    status, message = package_with_binaries(tmp_path, *others)
+    assert status == 0
     assert message.startswith(
         f"overflow_fast has no extension for torch {torch.__version__}, only for torch "
         "2.9, 2.10.\nInstall a release of overflow_fast or of torch that fits, or run"
@@ -262,7 +282,9 @@ def test_extensions_for_other_torches(tmp_path):
 
 
 def test_an_extension_for_another_python(tmp_path):
-    message = package_with_binaries(tmp_path, f"{FOLDER}/_C.cpython-39-x.so")
+    others = f"{FOLDER}/_C.cpython-39-x.so"
+    status, message = package_with_binaries(tmp_path, others)
+    assert status == 0
     assert message.startswith(
         f"overflow_fast has no extension for this Python (_C{SUFFIX}), only "
         "_C.cpython-39-x.so.\n"

@@ -1,19 +1,25 @@
 """Scans by every backend there is, from tensors on the CPU."""
 
+from unittest import mock
+
 import pytest
 import torch
 from emulation import emulation_off
 from metal import metal, metal_scan
 
 from overflow_fast import _C, scan
+from overflow_fast.core import ops
 from overflow_fast.core.ops import _scan
+from overflow_fast.fallback import stand_in
 
-# The CPU's kernels, torch operations, CUDA's and MPS's kernels emulated, and on a GPU.
+# The CPU's kernels, torch operations, CUDA's and MPS's kernels emulated, what stands
+# for the extension, and a GPU.
 BACKENDS = [
     "auto",
     "composite",
     "emulated",
     "metal",
+    "fallback",
     pytest.param("cuda", marks=pytest.mark.cuda),
     pytest.param("mps", marks=pytest.mark.mps),
 ]
@@ -43,6 +49,9 @@ def scan_on(tensors, backend):
             stats = _scan(tensors, _C.ScanBackend.DEVICE)
         assert metal_scan()._kernels or not tensors, "torch operations scanned instead"
         return stats
+    if backend == "fallback":
+        with mock.patch.object(ops, "_C", stand_in()):
+            return scan(tensors)
     if backend == "mps":
         return scan([on_mps(tensor) for tensor in tensors])
     if backend == "cuda":

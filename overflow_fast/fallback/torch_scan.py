@@ -1,0 +1,185 @@
+"""Scans by torch operations alone: the stats of the kernels, several times as slow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..torch_internals.tensor_internals import is_in_transform, is_zero_tensor
+from .enumerations import NAN, NEGATIVE_INF, POSITIVE_INF, Readability, ScanBackend
+
+# Elements that are converted at once; their counts are exact in float32.
+_PIECE = 1 << 22
+_INFINITY = float("inf")
+_UNSIGNED = {torch.uint64: 64, torch.uint32: 32, torch.uint16: 16, torch.uint8: 8}
+_SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
+_FLOATS = {
+    torch.float64: torch.float64,
+    **dict.fromkeys(
+        (
+            torch.float32,
+            torch.float16,
+            torch.bfloat16,
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+            torch.float8_e4m3fnuz,
+            torch.float8_e5m2fnuz,
+            torch.float8_e8m0fnu,
+        ),
+        torch.float32,
+    ),
+}
+_COMPLEX = (torch.complex128, torch.complex64, torch.complex32)
+_KNOWN = {torch.bool, *_UNSIGNED, *_SIGNED, *_FLOATS, *_COMPLEX}
+
+
+@dataclass
+class Stat:
+    """The stat of one tensor; see `overflow_fast.Stat`."""
+
+    abs_min: float | None = None
+    abs_max: float | None = None
+    num_nan: int = 0
+    num_inf: int = 0
+    nonfinite_kinds: int = 0
+
+    def take(self, other: Stat) -> None:
+        """Combines the stat of another part of the tensor with this one."""
+        if self.abs_min is None or self.abs_max is None:
+            self.abs_min, self.abs_max = other.abs_min, other.abs_max
+        elif other.abs_min is not None and other.abs_max is not None:
+            is_nan = self.abs_max != self.abs_max or other.abs_max != other.abs_max
+            nan = float("nan")
+            self.abs_min = nan if is_nan else min(self.abs_min, other.abs_min)
+            self.abs_max = nan if is_nan else max(self.abs_max, other.abs_max)
+        self.num_nan += other.num_nan
+        self.num_inf += other.num_inf
+        self.nonfinite_kinds |= other.nonfinite_kinds
+
+
+def readability(tensor: torch.Tensor) -> Readability:
+    """Returns whether a tensor's own memory can be read."""
+    if (
+        type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        or tensor.layout is not torch.strided
+        or tensor.is_meta
+        or tensor.is_quantized
+        or is_in_transform(tensor)
+        or is_zero_tensor(tensor)
+    ):
+        return Readability.WRAPPER
+    if tensor.dtype not in _KNOWN:
+        return Readability.UNSUPPORTED
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in pairs)
+    has_memory = tensor.untyped_storage().nbytes() >= (last + 1) * tensor.itemsize
+    return (
+        Readability.READABLE if has_memory or not tensor.numel() else Readability.FREED
+    )
+
+
+def scan_tensors(
+    tensors: list[torch.Tensor], backend: ScanBackend = ScanBackend.AUTO
+) -> list[Stat | Readability | str]:
+    """Returns for each tensor its stat, or why there is none. Incurs syncs for each."""
+    return [scan_tensor(tensor) for tensor in tensors]
+
+
+def scan_tensor(tensor: torch.Tensor) -> Stat | Readability | str:
+    """Returns its stat, or why there is none. Incurs a sync for each piece."""
+    found = readability(tensor)
+    if found is not Readability.READABLE:
+        return found
+    stat = Stat()
+    try:
+        with torch.no_grad():
+            for piece in _pieces(_memory_of(tensor.detach())):
+                stat.take(_scan_piece(piece))
+    except Exception as error:  # a device without one of the operations
+        text = str(error).partition("\n")[0]
+        return f"{tensor.dtype} on {tensor.device.type}: {text}"
+    return stat
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the elements as they lie in memory: expanded dimensions once."""
+    tensor = tensor.resolve_conj().resolve_neg()
+    for dim in reversed(range(tensor.dim())):
+        if tensor.stride(dim) == 0 and tensor.size(dim) > 1:
+            tensor = tensor.select(dim, 0)
+    return tensor
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    if tensor.numel() <= _PIECE:
+        if tensor.numel():
+            yield tensor
+        return
+    longest = max(range(tensor.dim()), key=tensor.size)
+    for half in tensor.chunk(2, longest):
+        yield from _pieces(half)
+
+
+def _scan_piece(piece: torch.Tensor) -> Stat:
+    if piece.dtype in _COMPLEX:
+        return _scan_complex(torch.view_as_real(piece))
+    if piece.dtype in _FLOATS:
+        values = piece.to(_FLOATS[piece.dtype])
+        is_nan = values.isnan()
+        positive, negative = values == _INFINITY, values == -_INFINITY
+        return _stat(values.abs(), is_nan, positive | negative, positive, negative)
+    if piece.dtype in _UNSIGNED or piece.dtype == torch.bool:
+        return _scan_unsigned(piece)
+    values = piece.to(torch.int64)
+    low, high = values.amin().item(), values.amax().item()
+    # ~x is -x - 1: without the overflow of the most negative number.
+    least = torch.where(values < 0, ~values, values)
+    near = min(_nearest(least, values < 0, 1), _nearest(least, values >= 0, 0))
+    return Stat(near, max(abs(low), abs(high)))
+
+
+def _nearest(magnitudes: torch.Tensor, which: torch.Tensor, more: int) -> int | float:
+    """Returns the smallest of those of one sign; inf if there are none."""
+    chosen = magnitudes[which]
+    return int(chosen.amin()) + more if chosen.numel() else _INFINITY
+
+
+def _scan_unsigned(piece: torch.Tensor) -> Stat:
+    if piece.dtype is torch.uint64:  # few operations know it: as int64, in its order
+        top = torch.iinfo(torch.int64).min
+        values = piece.view(torch.int64) ^ top
+        return Stat(int(values.amin()) - top, int(values.amax()) - top)
+    values = piece.to(torch.int64)
+    return Stat(int(values.amin()), int(values.amax()))
+
+
+def _scan_complex(parts: torch.Tensor) -> Stat:
+    """Scans moduli: in float64 where the parts are narrower, rounded once."""
+    real, imaginary = parts.to(torch.float64).unbind(-1)
+    if parts.dtype is torch.float64:
+        moduli = torch.hypot(real, imaginary)
+    else:
+        moduli = (real * real + imaginary * imaginary).sqrt().to(parts.dtype)
+        moduli = moduli.to(torch.float32)
+    is_nan = parts.isnan().any(-1)
+    positive, negative = (parts == _INFINITY).any(-1), (parts == -_INFINITY).any(-1)
+    is_inf = positive | negative
+    moduli = moduli.masked_fill(is_nan, float("nan")).masked_fill(is_inf, _INFINITY)
+    return _stat(moduli, is_nan, is_inf, positive, negative)
+
+
+def _stat(
+    magnitudes: torch.Tensor,
+    is_nan: torch.Tensor,
+    is_inf: torch.Tensor,
+    positive: torch.Tensor,
+    negative: torch.Tensor,
+) -> Stat:
+    counts = [mask.sum().to(magnitudes.dtype) for mask in (is_nan, is_inf)]
+    signs = [mask.any().to(magnitudes.dtype) for mask in (positive, negative)]
+    ends = [magnitudes.amin(), magnitudes.amax()]
+    low, high, nans, infs, up, down = torch.stack([*ends, *counts, *signs]).tolist()
+    kinds = POSITIVE_INF * bool(up) | NEGATIVE_INF * bool(down) | NAN * bool(nans)
+    return Stat(low, high, int(nans), int(infs), kinds)
