@@ -164,7 +164,7 @@ def table_of(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     facts = {"torch": torch.__version__, "python": platform.python_version()}
     date = time.strftime("%Y-%m-%d", time.gmtime())
     return facts | {"threads": 1, "commit": commit(), "date": date}
@@ -177,7 +177,7 @@ def keep(rows: list[dict[str, Any]]) -> None:
     plain = [{k: v for k, v in row.items() if k != "text"} for row in rows]
     plain += [row for row in before if row["tool"] not in tools]
     plain.sort(key=lambda row: list(TOOLS).index(row["tool"]))
-    result = {"machine": _machine(), "title": _TITLE, "notes": _NOTES, "rows": plain}
+    result = {"machine": machine(), "title": _TITLE, "notes": _NOTES, "rows": plain}
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     text = f"# {_TITLE}\n\n{_NOTES}\n\n{table_of(plain)}\n"
     RESULT.with_suffix(".md").write_text(text)

@@ -15,6 +15,7 @@ from .outcome import Outcome
 from .payload import of_whom
 from .places import module_of_parameter
 from .rerun import Rerun
+from .second_opinion import Overheard, is_elsewhere, opinion_of
 from .team import OnRank, text_of
 from .witness import difference_of
 
@@ -142,8 +143,21 @@ class Answers:
                 "Code between backward and the optimizer's step (clipping, unscaling, "
                 "communication) was not replayed."
             )
+        if not is_gradient and found.module:
+            self._ask_elsewhere(found)
         found.notes.append(f"It ran on {self._places()}.")
         return found
+
+    def _ask_elsewhere(self, found: Explanation) -> None:
+        """Adds what the module gives on the CPU, where it ran on another device."""
+        models = self._rerun.models
+        if not is_elsewhere(models) or not self._may_run(len(self._rerun.calls)):
+            return
+        overheard = Overheard(found.module)
+        self._rerun.run(change=overheard)
+        if overheard.call is not None:
+            opinion = opinion_of(overheard.call, overheard.output)
+            found.evidence += [str(opinion)] if opinion is not None else []
 
     def _places(self) -> str:
         """Names the devices of the models, and the host: one of them may be faulty."""

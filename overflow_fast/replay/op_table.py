@@ -198,6 +198,7 @@ class OpTable(TorchDispatchMode):
             if self._keeps_calls:
                 row.call = op
                 op.note_versions()
+                row.module_call = None if row.in_backward else self._modules.call()
         # A mask's infs may change their sign; what overflows beside them is news.
         is_overflow = row.details is not None and row.details.is_overflow
         row.is_meant = has_masks and not row.kinds & NAN and not is_overflow

@@ -16,6 +16,7 @@ from .incident import Incident
 from .named_op import Op
 from .op_table import OpTable
 from .places import ModuleStack, code_at, module_of_parameter, stack_of
+from .remedies.of_update import update_remedies
 from .slice import culprit_of
 
 # A usual eps that the dtype holds.
@@ -95,8 +96,12 @@ def _made_again(
     width = f"in float64 it is finite: a number is 0 or inf in {dtype}" * is_finite
     zeros = [name for name in ("eps",) if _is_zero(group.get(name), parameter.dtype)]
     eps = "".join(f" ({name}={group[name]:g} is 0 there)" for name in zeros)
-    if is_finite and zeros:
+    if zeros:
         found.remedies = list(_other_eps(optimizer, group, parameter))
+    found.remedies += update_remedies(
+        row, found, lambda: _is_finite_again(optimizer, group, parameter)
+    )
+    found.remedies.sort(key=lambda each: not each.is_finite)
     found.evidence.append(
         f"the step made again with gradients of 0 makes {num} of these {most} values "
         f"non-finite; {width or 'in float64 too'}{eps * is_finite}"
@@ -108,15 +113,23 @@ def _other_eps(
     optimizer: Any, group: dict[str, Any], parameter: torch.Tensor
 ) -> Iterator[Remedy]:
     """Makes the step again with an eps that the dtype can hold."""
-    eps = _EPS[parameter.dtype]
-    twin = _Twin(optimizer, {**group, "eps": eps}, parameter, parameter.dtype)
-    twin.step()
+    eps = _EPS.get(parameter.dtype, 1e-8)
+    is_finite = _is_finite_again(optimizer, {**group, "eps": eps}, parameter)
     name = type(optimizer).__name__
     yield Remedy(
         f"eps={eps:g} instead of {group['eps']:g} (with gradients of 0)",
         f"{name}(..., eps={eps:g})",
-        is_finite=bool(twin.parameter.isfinite().all()),
+        is_finite=is_finite,
     )
+
+
+def _is_finite_again(
+    optimizer: Any, group: dict[str, Any], parameter: torch.Tensor
+) -> bool:
+    """Makes the step again, and tells whether the weight is finite then."""
+    twin = _Twin(optimizer, group, parameter, parameter.dtype)
+    twin.step()
+    return bool(twin.parameter.isfinite().all())
 
 
 def _is_zero(value: Any, dtype: torch.dtype) -> bool:

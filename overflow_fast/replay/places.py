@@ -15,6 +15,7 @@ from torch import nn
 from ..core.names import named_modules
 from ..core.selection import full_name
 from ..torch_internals.replay_internals import autograd_node
+from .module_call import ModuleCall
 
 _MAX_FRAMES = 12
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -113,6 +114,7 @@ class ModuleStack:
                 self._names.setdefault(module, full_name(prefix, name))
         self._on_end = on_end
         self._running: list[tuple[int, str, bool]] = []
+        self._calls: list[ModuleCall] = []
         self._handles: list[Any] = []
 
     def __enter__(self) -> ModuleStack:
@@ -120,7 +122,9 @@ class ModuleStack:
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # its hooks are compiled
             self._handles += [  # within the user's hooks is within the call
-                module.register_forward_pre_hook(self._begin, prepend=True),
+                module.register_forward_pre_hook(
+                    self._begin, prepend=True, with_kwargs=True
+                ),
                 module.register_forward_hook(self._end, always_call=True),
             ]
         return self
@@ -136,17 +140,29 @@ class ModuleStack:
                 return name
         return None if in_backward else ""
 
-    def _begin(self, module: nn.Module, args: object) -> None:
+    def call(self) -> ModuleCall | None:
+        """The call of the innermost one that runs, or None."""
+        return self._calls[-1] if self._calls else None
+
+    def _begin(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         in_backward = autograd_node() is not None
-        self._running.append((id(module), self._names[module], in_backward))
+        name = self._names[module]
+        self._running.append((id(module), name, in_backward))
+        self._calls.append(ModuleCall.begun(module, name, args, kwargs))
 
     def _end(self, module: nn.Module, args: object, output: object) -> None:
         # One that an exception has left without its hook stands above it.
         while self._running and self._running[-1][0] != id(module):
-            self._running.pop()
+            self._pop()
         if self._running:
-            self._running.pop()
+            self._pop()
         self._on_end(self._names[module], output)
+
+    def _pop(self) -> None:
+        self._running.pop()
+        self._calls.pop()
 
 
 def module_of_parameter(name: str) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from .culprit import Details
 from .kinds import NEGATIVE_INF, kinds_of
+from .module_call import ModuleCall
 from .op_call import OpCall
 from .places import Frames
 
@@ -58,12 +59,13 @@ class Row:
         is_communication: Whether other ranks may have made what it returned.
         details: What is known of its inputs and outputs, where it made the bad value.
         call: Its arguments, where it made the bad value and they are wanted; else None.
+        module_call: The call of the module that called it, likewise.
     """
 
     __slots__ = (
         *("index", "name", "module", "frames", "node", "node_sequence", "sequence"),
         *("parents", "kinds", "is_meant", "is_empty", "details", "custom", "thread"),
-        *("variable", "call", "is_communication"),
+        *("variable", "call", "module_call", "is_communication"),
     )
 
     def __init__(
@@ -82,6 +84,7 @@ class Row:
         self.details: Details | None = None
         self.variable: torch.Tensor | None = None
         self.call: OpCall | None = None
+        self.module_call: ModuleCall | None = None
 
     @property
     def in_backward(self) -> bool:

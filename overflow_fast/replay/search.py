@@ -12,6 +12,7 @@ from .explanation import Explanation
 from .finding import explain_culprit
 from .growth import growth_of
 from .incident import Incident
+from .module_repro import module_repro_of
 from .optimizer_step import explain_update
 from .outcome import Outcome
 from .places import module_of_parameter, names_of
@@ -159,10 +160,15 @@ class Search:
             found.notes.append(_NO_RATE)
 
     def _keep_call(self, found: Explanation, culprit: Culprit) -> None:
-        """Keeps the operation as a script, where artifacts are wanted."""
-        call = culprit.source.call if isinstance(culprit.source, Row) else None
-        if call is not None:
-            found.artifacts += repro_of(call, found, self._artifact_bytes)
+        """Keeps the operation and its module as scripts, where artifacts are wanted."""
+        source, most = culprit.source, self._artifact_bytes
+        if not isinstance(source, Row) or source.call is None:
+            return
+        found.artifacts += repro_of(source.call, found, most)
+        used = sum(t.nbytes for each in found.artifacts for t in each.tensors.values())
+        if source.module_call is not None:
+            call = source.module_call
+            found.artifacts += module_repro_of(call, found, most - used)
 
     def _try_remedies(
         self, found: Explanation, culprit: Culprit, armed: Outcome, place: int

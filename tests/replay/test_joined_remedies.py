@@ -5,7 +5,7 @@ import torch
 from remedied_files import Holder, edited, explained, module_of
 from torch import nn
 
-from overflow_fast import explain
+from overflow_fast import NonFiniteError, OverflowGuard, explain
 
 HEAD = """import math
 import torch
@@ -132,3 +132,37 @@ def test_the_budget_holds_for_both(tmp_path):
     module, _ = module_of(tmp_path, HEAD + TWO["three"])
     found = explained(module.loss_of, torch.zeros(3, 2), budget=2)
     assert found.replays <= 3 * 2
+
+
+OPTIMIZER = """
+class Rescaled(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.02})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad / p.grad.norm(), alpha=-0.02)
+"""
+
+
+def test_a_line_of_an_optimizer_of_ones_own(tmp_path):
+    module, path = module_of(tmp_path, HEAD + OPTIMIZER)
+
+    def run(optimizer_class):
+        model = nn.Linear(2, 1)
+        optimizer = optimizer_class(model.parameters())
+        with OverflowGuard(model, optimizer):
+            for _ in range(2):
+                (model(torch.zeros(1, 2)) * 0).sum().backward()
+                optimizer.step()
+        return model
+
+    with pytest.raises(NonFiniteError) as error:
+        run(module.Rescaled)
+    found = error.value.report.explanation
+    assert (found.phase, found.cause) == ("optimizer", "undefined")
+    remedy = found.remedies[0]
+    assert remedy.is_recommended and "with gradients of 0" in remedy.text
+    fresh, _ = module_of(tmp_path, edited(path, remedy))
+    assert all(p.isfinite().all() for p in run(fresh.Rescaled).parameters())

@@ -65,6 +65,14 @@ LINES |= {
         "(\n        (x * w)\n        .sum(-1)\n        .log()\n        .mean()\n    )",
         torch.zeros(3, 2),
     ),
+    "rate": (
+        "F.poisson_nll_loss(x * w, torch.ones(3, 2))",
+        torch.full((3, 2), 200.0),
+    ),
+    "keywords": (
+        "torch.div(other=(x * w).sum(), input=x * w).mean()",
+        torch.zeros(3, 2),
+    ),
     "inf less inf": (
         "(lambda s: (s - s.amax(-1, keepdim=True)).exp())"
         "((x * w).masked_fill(x == 0, -torch.inf)).mean()",

@@ -174,8 +174,10 @@ def _of_nothing(written: Written, op: str) -> Iterator[Form]:
             "a count of at least 1", written.with_operands(None, f"{by}.clamp(min=1)")
         )
     is_free = not written.has_keyword("unbiased", "correction")
-    if written.name == "var" and is_free:
-        yield Form("no correction", written.with_keyword("correction", "0"))
+    if written.name == "var":
+        is_old = written.has_keyword("unbiased")
+        keyword = ("unbiased", "False") if is_old else ("correction", "0")
+        yield Form("no correction", written.with_keyword(*keyword))
     if written.name == "std" and is_free:
         rest = f"{written.argument}, " * bool(written.argument)
         yield Form(

@@ -9,7 +9,7 @@ from .written import Written
 
 # The largest arguments of exp, by dtype; a loss of exp(80) is finite and of no use.
 _LOG_MAX = {"float64": (80, 700), "float16": (10, 5)}
-_EXPS = {"exp", "expm1", "sinh", "cosh", "exp2"}
+_EXPS = {"exp", "expm1", "sinh", "cosh", "exp2", "poisson_nll_loss"}
 _OF_TWO = {"matmul", "bmm", "mm", "mul", "add", "sub", "dot", "linear", "mse_loss"}
 _PRODUCTS = {
     "matmul",

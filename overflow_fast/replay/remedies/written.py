@@ -69,6 +69,11 @@ class Written:
                 self._writes = function.attr.endswith("_")
                 self.name = function.attr.rstrip("_")
                 self.nodes.insert(0, function.value)
+        values = {str(k.arg): k.value for k in node.keywords}
+        for place, name in enumerate(("input", "other")):  # as torch calls operands
+            if name in values and len(self.nodes) == place:
+                self.nodes.append(values[name])
+                del self._keywords[name]
 
     def _text(self, node: ast.AST) -> str:
         text = self._source.text_of(node)

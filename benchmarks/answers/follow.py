@@ -1,0 +1,85 @@
+"""Follows the recommended remedies of all failures of one process, in fresh runs.
+
+python benchmarks/answers/follow.py [--only NAME] [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+
+from answers.families import FAILURES
+from answers.remedied import can_be_remedied, followed
+from answers.run import machine
+
+RESULT = Path(__file__).parent.parent / "results" / "remedies-cpu.json"
+_TITLE = "Which remedies help"
+_NOTES = (
+    "The failures of one process: those that a change of the program cures, which of "
+    "them get a recommended remedy, and whether each one, followed to the letter in a "
+    "fresh run, makes that run finite."
+)
+
+
+def rows_of(only: str) -> list[dict[str, Any]]:
+    """Follows all that is recommended for the failures with a part of a name."""
+    rows = []
+    for failure in FAILURES.values():
+        if only not in failure.name or failure.ranks > 1 or failure.kind == "compiled":
+            continue
+        found = followed(failure)
+        rows.append(
+            {
+                "failure": failure.name,
+                "curable": can_be_remedied(failure),
+                "recommended": len(found),
+                "finite": sum(each.is_finite for each in found),
+            }
+        )
+        texts = [f"  {'+' * each.is_finite or '!'} {each.text}" for each in found]
+        print("\n".join([failure.name, *texts]), flush=True)
+    return rows
+
+
+def table_of(rows: list[dict[str, Any]]) -> str:
+    """The numbers in Markdown."""
+    curable = [row for row in rows if row["curable"]]
+    facts = {
+        "failures": len(rows),
+        "that a change of the program cures": len(curable),
+        "with a recommended remedy": sum(row["recommended"] > 0 for row in curable),
+        "recommended remedies": sum(row["recommended"] for row in rows),
+        "finite in a fresh run": sum(row["finite"] for row in rows),
+    }
+    lines = [f"| {name} | {number} |" for name, number in facts.items()]
+    return "\n".join(["| what | number |", "|---|---|", *lines])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="part of the names of failures")
+    parser.add_argument("--write", action="store_true", help="keep the result")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    rows = rows_of(options.only)
+    print(table_of(rows))
+    if options.write:
+        result = {"machine": machine(), "title": _TITLE, "notes": _NOTES, "rows": rows}
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        text = f"# {_TITLE}\n\n{_NOTES}\n\n{table_of(rows)}\n"
+        RESULT.with_suffix(".md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
