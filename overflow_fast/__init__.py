@@ -11,7 +11,7 @@ try:
 except ImportError as error:
     raise ImportError(binaries.why_not_imported(torch.__version__, error)) from error
 
-from . import metal
+from . import flags, metal
 from .compare import entry_points as _entry_points
 from .compare.comparison_result import Comparison
 from .compare.run_reader import RecordingError
@@ -54,6 +54,7 @@ __all__ = [
     "compare",
     "detect_overflow",
     "explain",
+    "flags",
     "get_abs_min_max",
     "keep_in_fp32",
     "read_record",

@@ -9,6 +9,7 @@ from typing import Any
 from ..core.strict_json import SCHEMA, dumps, to_plain
 from ..core.text import as_lines
 from ..replay.explanation import Explanation
+from ..verdict.hardware import is_of_flag
 from ..verdict.remedy import Remedy
 from ..verdict.verdict import BadEntry, Headroom, Verdict
 from .advice import advice_for, answers
@@ -149,7 +150,7 @@ class Report:
             self.headline(),
             *self._outcome(),
             *self.notes,
-            _share_sentence(first),
+            *([] if is_of_flag(self.verdict) else [_share_sentence(first)]),
             *([_RECOMPUTED] if self.verdict.is_recomputed else []),
             *_headroom_sentences(self.verdict.headroom),
             *_least_sentences(self.least_headroom),
@@ -167,6 +168,9 @@ class Report:
         assert self.verdict.first is not None
         where = f" on {self.where}" if self.where else ""
         subject = "The state" if self.is_of_state else f"Step {self.step}"
+        if is_of_flag(self.verdict):
+            label = self.verdict.first.label
+            return f"{subject} has overflowed{where}: the {label} is set."
         return f"{subject} is not finite{where}: {_what(self.verdict.first)}."
 
     def _outcome(self) -> list[str]:

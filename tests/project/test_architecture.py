@@ -19,6 +19,7 @@ ROOMS = (
     "_C",
     "torch_internals",
     "core",
+    "flags",
     "metal",
     "recording",
     "precision",

@@ -74,6 +74,15 @@ def test_run(code):
     assert caught.value.report.explanation.op.name == "aten.log"
 
 
+@runs("flags-of-the-device")
+def test_flags(code):
+    try:
+        run(code, clear_flag=lambda: None, is_flag_set=lambda: False)
+        assert overflow_fast.flags.are_there()
+    finally:
+        overflow_fast.flags.unregister("npu")
+
+
 @runs("in-production-the-tripwire")
 def test_tripwire(code):
     model, batch = nn.Linear(2, 1), (torch.ones(3, 2), torch.zeros(3, 1))
