@@ -9,7 +9,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ..core.selection import Wanted
+from .policy import ACTIONS
 
+COLLECT = ("rank0", "node", "all")
 _INTS = {
     "every": 1,
     "warmup": 0,
@@ -49,6 +51,29 @@ def check_positive(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     if not value > 0:
         raise ValueError(f"{name} must be more than 0, got {value}")
+
+
+def check_choices(config: Any) -> None:
+    """Raises TypeError or ValueError if a choice is not one of those there are."""
+    if not callable(config.on_overflow) and config.on_overflow not in ACTIONS:
+        raise ValueError(
+            "on_overflow must be 'raise', 'warn', 'skip' or a callable that takes "
+            f"a Report and returns one of these, got {config.on_overflow!r}"
+        )
+    if config.sync not in ("step", "lagged"):
+        raise ValueError(f"sync must be 'step' or 'lagged', got {config.sync!r}")
+    if not isinstance(config.replay_safe, bool):
+        raise TypeError(
+            f"replay_safe must be a bool, got {type(config.replay_safe).__name__}"
+        )
+    if config.explain not in (True, False, "auto"):
+        raise ValueError(
+            f"explain must be True, False or 'auto', got {config.explain!r}"
+        )
+    if config.collect not in COLLECT:
+        raise ValueError(
+            f"collect must be 'rank0', 'node' or 'all', got {config.collect!r}"
+        )
 
 
 def check_numbers(config: Any) -> None:

@@ -11,6 +11,7 @@ from ..core.selection import Wanted
 from ..report.report import Report
 from ..verdict.rules import Allow, Rules
 from .arguments import (
+    check_choices,
     check_group,
     check_names,
     check_numbers,
@@ -22,7 +23,6 @@ from .arguments import (
     reusable,
 )
 from .metrics import exporters_of
-from .policy import ACTIONS
 
 Policy = str | Callable[[Report], str | None]
 Path = str | os.PathLike[str]
@@ -87,6 +87,9 @@ class GuardConfig:
             run.
         log_mib: The MiB that the file may have before a new one is begun.
         log_keep: The number of older files to keep; 0: no new one is begun.
+        collect: The ranks that write log and flight record: "all", a file each; "node",
+            the first of each host (`LOCAL_RANK` 0); or "rank0". Tensors of a bad step
+            are written by the rank that found it alone, whatever this is.
         record: A file for the flight record: magnitudes and counts of each entry in
             each watched step, for `overflow_fast.read_record()`. A file that is there
             already is left alone: this run's is `run.2.ofr` then.
@@ -162,6 +165,7 @@ class GuardConfig:
     log: Path | None
     log_mib: float
     log_keep: int
+    collect: Literal["rank0", "node", "all"]
     record: Path | None
     record_mib: float
     record_steps: int
@@ -195,7 +199,7 @@ class GuardConfig:
 
     def __post_init__(self) -> None:
         """Checks the fields."""
-        self._check_choices()
+        check_choices(self)
         if not self.is_tripwire:
             check_watch(self.watch)
         check_numbers(self)
@@ -210,23 +214,6 @@ class GuardConfig:
         if self.evidence is not None:
             check_safetensors()
         check_group(self.process_group)
-
-    def _check_choices(self) -> None:
-        if not callable(self.on_overflow) and self.on_overflow not in ACTIONS:
-            raise ValueError(
-                "on_overflow must be 'raise', 'warn', 'skip' or a callable that takes "
-                f"a Report and returns one of these, got {self.on_overflow!r}"
-            )
-        if self.sync not in ("step", "lagged"):
-            raise ValueError(f"sync must be 'step' or 'lagged', got {self.sync!r}")
-        if not isinstance(self.replay_safe, bool):
-            raise TypeError(
-                f"replay_safe must be a bool, got {type(self.replay_safe).__name__}"
-            )
-        if self.explain not in (True, False, "auto"):
-            raise ValueError(
-                f"explain must be True, False or 'auto', got {self.explain!r}"
-            )
 
     @property
     def wanted(self) -> Wanted:

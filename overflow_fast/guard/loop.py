@@ -104,7 +104,6 @@ class GuardLoop:
             config, self.watches, self.engine, self.clock, self._buffers
         )
         self._judge.flags.request(self._hooks)
-        self.clock.on_begin = self._judge.overflow_flags.clear
         for watch in self.watches:
             watch.isolate_errors = self.isolation.isolated
             if self._buffers is not None:

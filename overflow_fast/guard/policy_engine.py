@@ -143,7 +143,7 @@ class PolicyEngine:
         """Writes the report to disk and log, and raises it where that is the action."""
         if is_own:
             self._archive.add_report(report)
-        self._log_line(found.step, report.verdict, report.action)
+        self._log_line(found.step, report.verdict, report.action, report)
         if report.action == "raise":
             raise NonFiniteError(report)
         if is_own:
@@ -170,9 +170,15 @@ class PolicyEngine:
         if self._clean_line is not None:
             self._log_line(*self._clean_line)
 
-    def _log_line(self, step: int, verdict: Verdict, action: str | None) -> None:
+    def _log_line(
+        self,
+        step: int,
+        verdict: Verdict,
+        action: str | None,
+        report: Report | None = None,
+    ) -> None:
         self._clean_line = None
-        self._archive.log(step, verdict, action, self._rounds.num_skipped)
+        self._archive.log(step, verdict, action, self._rounds.num_skipped, report)
 
     def _attribute(self, found: StepResult) -> Verdict:
         watches = found.watches or self._watches

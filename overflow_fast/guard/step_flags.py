@@ -10,6 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 from .. import _C, flags
 from ..recording.schedule import ScanLevel
 from ..recording.watch import ModelWatch
+from .step_clock import StepClock
 
 
 class StepFlags:
@@ -17,10 +18,12 @@ class StepFlags:
 
     Args:
         watches: The watched models.
+        clock: Says when a watched step begins.
     """
 
-    def __init__(self, watches: Sequence[ModelWatch]) -> None:
+    def __init__(self, watches: Sequence[ModelWatch], clock: StepClock) -> None:
         self._watches = watches
+        clock.on_begin = self.clear
 
     def clear(self) -> None:
         """Clears the flags, when a watched step begins."""

@@ -62,7 +62,7 @@ class StepJudge:
         self.has_scaler = False
         self.on_clean: Callable[[int], None] = lambda step: None
         self.tensors = StepTensors(watches, config.weights_every)
-        self.overflow_flags = StepFlags(watches)
+        self.overflow_flags = StepFlags(watches, clock)
 
     def judge_step(
         self,
