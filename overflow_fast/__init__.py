@@ -17,7 +17,7 @@ except ImportError as error:
 
     fallback.install(why)
 
-from . import metal
+from . import flags, metal
 from .compare import entry_points as _entry_points
 from .compare.comparison_result import Comparison
 from .compare.run_reader import RecordingError
@@ -59,6 +59,7 @@ __all__ = [
     "compare",
     "detect_overflow",
     "explain",
+    "flags",
     "get_abs_min_max",
     "keep_in_fp32",
     "read_record",

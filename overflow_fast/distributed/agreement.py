@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ..recording.watch import ModelWatch
+from ..report.blame import Place
 from ..report.report import Report
 from ..verdict.verdict import Verdict
 from .agreed import Agreed as Agreed
@@ -236,7 +237,7 @@ class Agreement:
         if peers is None:
             return None
         rank, world = dist.get_rank(), dist.get_world_size()
-        return f"rank {rank} of {world} ({socket.gethostname()}, {self._device()})"
+        return str(Place(rank, world, socket.gethostname(), str(self._device())))
 
     def _device(self) -> torch.device:
         return self._watches[0].device or torch.device("cpu")

@@ -8,15 +8,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..page.incident_card import Incident
 from ..page.render import page_of
 from ..record.reading import read_record
 from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
+from ..report.blame import Place
 from ..report.evidence import EvidenceFolder
 from ..report.json_log import JsonLog
 from ..report.report import Cost, Report, place_of
 from ..report.run import Run
+from ..report.suspects import LoggedIncident, read_incidents
 from ..verdict.headroom import least_headroom
 from ..verdict.verdict import BadFrame, Verdict, kind_of, leading_frame
 from .config import GuardConfig
@@ -71,7 +75,7 @@ class Archive:
     @functools.cached_property
     def _log(self) -> JsonLog | None:
         config = self._config
-        if config.log is None:
+        if config.log is None or not self._run.collects(config.collect):
             return None
         return JsonLog(
             self._run.path_of_rank(config.log),
@@ -128,8 +132,9 @@ class Archive:
         verdict: Verdict,
         action: str | None,
         num_skipped: int,
+        report: Report | None,
     ) -> None:
-        """Writes the line of a judgement."""
+        """Writes the line of a judgement, with its report if it is bad."""
         if self._log is None:
             return
         line: dict[str, Any] = {
@@ -154,6 +159,8 @@ class Archive:
             line["origin"] = verdict.origin
             line["source"] = verdict.source
             line["maker"] = verdict.maker
+        if report is not None:
+            line.update(self._blame(report))
         self._log.write(line)
 
     def log_spikes(self, step: int, spikes: Sequence[Spike], is_skipped: bool) -> None:
@@ -164,6 +171,34 @@ class Archive:
         action = "skip" if is_skipped else None
         for each in spikes:
             self._log.write({**line, "step": step, "action": action, **vars(each)})
+
+    def _blame(self, report: Report) -> dict[str, Any]:
+        """Where it was found, and what its replay says."""
+        place = Place.of(report.where)
+        if place is None:
+            device = self._watches[0].device or torch.device("cpu")
+            run = self._run
+            place = Place(run.rank, run.world_size, run.host, str(device))
+        explanation = report.explanation
+        cause = {} if explanation is None else {"cause": explanation.cause}
+        return {"rank": place.rank, "host": place.host, "device": place.device, **cause}
+
+    def earlier_run(self, step: int, verdict: Verdict) -> str:
+        """Returns the earlier run that has logged the same incident, or ""."""
+        first = verdict.first
+        what = first and (step, f"{place_of(first)}: {first.label}")
+        return next((each.run for each in self._earlier if each.what == what), "")
+
+    @functools.cached_property
+    def _earlier(self) -> list[LoggedIncident]:
+        if self._config.log is None:
+            return []
+        began = self._run.started.timestamp()
+        try:
+            found = read_incidents(self._config.log)
+        except Exception:  # an alarm must not fail over its repetition
+            return []
+        return [each for each in found if each.time < began]
 
     def close(self) -> None:
         """Closes the log."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ..core.selection import Wanted
 from .policy import ACTIONS
 
+COLLECT = ("rank0", "node", "all")
 _INTS = {
     "every": 1,
     "warmup": 0,
@@ -76,6 +77,10 @@ def check_choices(config: Any) -> None:
     if config.on_spike == "skip" and config.sync == "lagged":
         raise ValueError(
             "on_spike must be 'warn' or None with sync='lagged', got 'skip'"
+        )
+    if config.collect not in COLLECT:
+        raise ValueError(
+            f"collect must be 'rank0', 'node' or 'all', got {config.collect!r}"
         )
 
 

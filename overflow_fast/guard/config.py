@@ -87,6 +87,9 @@ class GuardConfig:
             run.
         log_mib: The MiB that the file may have before a new one is begun.
         log_keep: The number of older files to keep; 0: no new one is begun.
+        collect: The ranks that write log and flight record: "all", a file each; "node",
+            the first of each host (`LOCAL_RANK` 0); or "rank0". Tensors of a bad step
+            are written by the rank that found it alone, whatever this is.
         record: A file for the flight record: magnitudes and counts of each entry in
             each watched step, for `overflow_fast.read_record()`. A file that is there
             already is left alone: this run's is `run.2.ofr` then.
@@ -169,6 +172,7 @@ class GuardConfig:
     log: Path | None
     log_mib: float
     log_keep: int
+    collect: Literal["rank0", "node", "all"]
     record: Path | None
     record_mib: float
     record_steps: int
@@ -238,8 +242,7 @@ class GuardConfig:
     @property
     def may_skip(self) -> bool:
         """True if the policy may skip a step."""
-        skips = "skip" in (self.on_overflow, self.on_spike)
-        return skips or callable(self.on_overflow)
+        return "skip" in (self.on_overflow, self.on_spike) or callable(self.on_overflow)
 
     @property
     def may_act(self) -> bool:

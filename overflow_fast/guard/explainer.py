@@ -18,6 +18,7 @@ from ..replay.incident import Incident
 from ..replay.team import Team, text_of
 from ..replay.witness import Witness
 from ..torch_internals.compiler import has_compiled
+from ..verdict.hardware import is_of_flag
 from ..verdict.verdict import GRADIENTS, Verdict
 from .comparison import Comparison
 from .config import GuardConfig
@@ -201,6 +202,7 @@ class Explainer:
             is_late=moment == "check",
             num_dropped=0 if self._capture is None else self._capture.num_dropped,
             hidden_by="" if self._capture is None else self._capture.hidden_by,
+            is_of_flag=is_of_flag(verdict),
         )
 
     def _histories(self) -> tuple[dict[str, list[float]], list[list[float]]]:

@@ -90,6 +90,7 @@ class OverflowGuard(GuardStatus):
         log: Path | None = None,
         log_mib: float = 16,
         log_keep: int = 3,
+        collect: Literal["rank0", "node", "all"] = "all",
         record: Path | None = None,
         record_mib: float = 64,
         record_steps: int = 1000,
@@ -159,10 +160,7 @@ class OverflowGuard(GuardStatus):
 
     @isolate_errors
     def discard(self) -> None:
-        """Forgets what was found since the last step.
-
-        For loops that give up a batch after its forward, and go on without a step.
-        """
+        """Forgets what was found since the last step, whose batch is given up."""
         self._loop.discard()
 
     @isolate_errors

@@ -16,22 +16,19 @@ from ..selftest.fault_results import SelfTestResult
 from ..selftest.self_test import Loss, SelfTest
 from ..verdict.headroom_table import HeadroomTable
 from .arguments import check_int, check_names, reusable
+from .guard_log import GuardLog
 from .guard_page import write_guard_page
-from .loop import GuardLoop
 from .state import state_report
 from .watched_models import Models, living_models, named_models
 from .wrapped_optimizers import optimizers_of
 
 
-class GuardStatus:
+class GuardStatus(GuardLog):
     """The readings and tests of a guard, which change no verdict.
 
     Args:
         loop: The parts of the guard.
     """
-
-    def __init__(self, loop: GuardLoop) -> None:
-        self._loop = loop
 
     @property
     def enabled(self) -> bool:

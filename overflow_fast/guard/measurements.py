@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..record.flight import FlightRecorder
 from ..recording.watch import ModelWatch
+from ..report.run import Run
 from ..verdict.headroom import HeadroomTracker
 from .config import GuardConfig
 from .metrics import MetricsDispatcher, exporters_of
@@ -70,7 +71,7 @@ class Measurements:
 def _recorder_of(
     config: GuardConfig, watches: Sequence[ModelWatch]
 ) -> FlightRecorder | None:
-    if config.record is None:
+    if config.record is None or not Run.begin().collects(config.collect):
         return None
     return FlightRecorder(
         config.record,

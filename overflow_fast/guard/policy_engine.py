@@ -110,8 +110,7 @@ class PolicyEngine:
 
     def is_foreign(self, error: Exception) -> bool:
         """Returns True for an error of the user's callable or of a process group."""
-        callables, groups = self._reporter.callables_error, self.agreement.error
-        return error is callables or error is groups
+        return error is self._reporter.callables_error or error is self.agreement.error
 
     def decide(self, found: StepResult) -> Report | None:
         """Decides on a step, and reports it if it is bad.
@@ -150,7 +149,10 @@ class PolicyEngine:
         """Writes the report to disk and log, and raises it where that is the action."""
         if is_own:
             self._archive.add_report(report)
-        self._log_line(found.step, report.verdict, report.action)
+        self._clean_line, num_skipped = None, self._rounds.num_skipped
+        self._archive.log(
+            found.step, report.verdict, report.action, num_skipped, report
+        )
         if report.action == "raise":
             raise NonFiniteError(report)
         if is_own:

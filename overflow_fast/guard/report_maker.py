@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from .. import _C
 from ..distributed.agreement import Agreed, Agreement
 from ..report.report import Report
+from ..verdict.hardware import is_of_flag
 from ..verdict.verdict import Verdict
 from .config import GuardConfig
 from .explainer import Explainer
@@ -69,7 +70,7 @@ class ReportMaker:
             return self._make_together(found, verdict)
         if verdict.is_clean:
             return None, True
-        if self._second_look is not None:
+        if self._second_look is not None and not is_of_flag(verdict):
             begin = time.perf_counter()
             seen = self._second_look.look(found)
             self._on_replayed(time.perf_counter() - begin)
@@ -96,7 +97,9 @@ class ReportMaker:
         begin, self._num_frames = self._num_frames, _C.Recorder.num_frames()
         agreed = self._agree(found, verdict, begin)
         is_broken = False
-        if self._second_look is not None and agreed.report is not None:
+        first = agreed.report.verdict if agreed.report is not None else None
+        looks = first is not None and not is_of_flag(first)
+        if self._second_look is not None and looks:
             found, agreed, is_broken = self._look_together(found, agreed)
         report, is_own = agreed.report, agreed.is_own
         self.has_spike = agreed.has_spike

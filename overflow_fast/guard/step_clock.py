@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..recording.schedule import ScanLevel, WatchSchedule
 from ..recording.watch import ModelWatch
@@ -25,6 +25,7 @@ class StepClock:
         step: The number of the step at hand.
         num_steps: The number of steps that are over.
         level: How much of the step is watched.
+        on_begin: Called when a watched step begins.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class StepClock:
         self.step = 0
         self.num_steps = 0
         self.level = ScanLevel.OFF
+        self.on_begin: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         """Begins to watch."""
@@ -93,6 +95,8 @@ class StepClock:
     def begin(self) -> None:
         """Begins to watch the step at hand."""
         self.set_level(self._schedule.level(self.step))
+        if self.level is not ScanLevel.OFF:
+            self.on_begin()
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:

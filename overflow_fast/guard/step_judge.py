@@ -20,6 +20,7 @@ from .policy_engine import PolicyEngine
 from .scalers import SCALER, has_skipped, will_skip, without_expected, without_gradients
 from .spikes import SpikeWatch
 from .step_clock import StepClock
+from .step_flags import StepFlags
 from .step_frames import PendingStep, StepFrames
 from .step_result import StepResult
 
@@ -40,6 +41,7 @@ class StepJudge:
         buffers: The restore point.
         flags: Skip steps on the device.
         tensors: Scans what stands in no module's call.
+        overflow_flags: Asks the devices' own overflow flags.
         has_scaler: A GradScaler has called an optimizer.
         on_clean: Called with the number of a clean step, before its optimizer steps.
     """
@@ -63,6 +65,7 @@ class StepJudge:
         self.has_scaler = False
         self.on_clean: Callable[[int], None] = lambda step: None
         self.tensors = StepTensors(watches, config.weights_every)
+        self.overflow_flags = StepFlags(watches, clock)
 
     def judge_step(
         self,
@@ -79,9 +82,10 @@ class StepJudge:
         """
         self.has_scaler |= scaler is not None
         # Without a batch the gradients are those of an earlier step.
-        is_shadowing = self._engine.agreement.is_shadowing
-        level = ScanLevel.OFF if is_shadowing else self._clock.level
+        shadows = self._engine.agreement.is_shadowing
+        level = ScanLevel.OFF if shadows else self._clock.level
         self.tensors.scan(hook.optimizer, level, () if scaler else others)
+        self.overflow_flags.ask(level, scaler)
         is_learning = self._engine.is_learning
         is_lagged = self.flags.are_lagged(hook, is_learning)
         self._frames.send(is_lagged)
@@ -182,6 +186,7 @@ class StepJudge:
         level = self._clock.level
         self.tensors.begin_round()
         self.tensors.scan(None, level)
+        self.overflow_flags.ask(level)
         self._frames.send()
         try:
             self.judge_late(is_lagged=False)
@@ -219,18 +224,13 @@ class StepJudge:
                 self._engine.decide(found)
 
     def judge_evaluated(self, watch: ModelWatch) -> None:
-        """Judges a forward without autograd: at once on the CPU, else lagged.
-
-        Args:
-            watch: The model's.
-        """
+        """Judges a model's forward without autograd: at once on the CPU, else lagged."""
         frames = self._frames.take_evaluated(watch)
         if frames:
             model = watch.model
             if self.buffers is not None and model is not None and model.training:
                 self.buffers.hold(watch)
-            found = StepResult(self._clock.step, frames, is_of_step=False)
-            self._engine.decide(found)
+            self._engine.decide(StepResult(self._clock.step, frames, is_of_step=False))
 
     def forget(self) -> None:
         """Forgets what has run and was not judged."""

@@ -66,6 +66,9 @@ class StepReporter:
             remedy=_remedy(found.frames, verdict),
         )
         report.evidence = self._archive.keep(found.step, found.frames, found.tensors)
+        report.repeats = self._archive.earlier_run(found.step, verdict)
+        if report.repeats:
+            report.notes.append(f"Run {report.repeats} came to the same in this step.")
         return report
 
     def choose_action(self, found: StepResult, report: Report) -> Report:

@@ -10,6 +10,7 @@ from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replay_internals import active_modes
 from .explanation import Explanation
 from .finding import first_bad_weight
+from .flagged import explain_flag
 from .incident import Incident
 from .outcome import Outcome
 from .payload import of_whom
@@ -59,6 +60,8 @@ class Answers:
             return found or Explanation(
                 cause="not reproducible", evidence=["the step is finite when it is run"]
             )
+        if incident.is_of_flag:
+            return explain_flag(self._rerun)
         if incident.kind == "buffer":
             found = first_bad_weight(self._rerun.models, "buffer")
             if found is not None:

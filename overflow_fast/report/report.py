@@ -9,14 +9,16 @@ from typing import Any
 from ..core.strict_json import SCHEMA, dumps, to_plain
 from ..core.text import as_lines
 from ..replay.explanation import Explanation
+from ..verdict.hardware import is_of_flag
 from ..verdict.remedy import Remedy
 from ..verdict.verdict import BadEntry, Headroom, Verdict
 from .advice import advice_for, answers
+from .exit_code import exit_code_of
 from .frames import frames_text
+from .headroom_sentences import headroom_sentences, least_sentences
 from .origin import who_made_it
 
 _NEAREST = 8
-_FEW_BITS = 8
 _RECOMPUTED = (
     "It was finite in the forward and arose when backward computed that again "
     "(activation checkpointing)."
@@ -40,11 +42,13 @@ class NonFiniteError(FloatingPointError):
 
     Attributes:
         report: The `Report`.
+        exit_code: 16 if the replay gave it again, 17 if the replay was finite, else 1.
     """
 
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))
         self.report = report
+        self.exit_code = exit_code_of(report.explanation, bool(report.repeats))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return NonFiniteError, (self.report,)
@@ -92,6 +96,7 @@ class Report:
             optimizer's kernel on a device.
         remedy: The modules to run in float32 where float16 overflowed, or None.
         explanation: The findings of a replay of the step; None if there was none.
+        repeats: The earlier run that the log has the same step and entry of, or "".
     """
 
     step: int
@@ -111,6 +116,7 @@ class Report:
     skipped_by: str = ""
     remedy: Remedy | None = None
     explanation: Explanation | None = None
+    repeats: str = ""
 
     def __str__(self) -> str:
         """Writes the report as text: a line for each sentence, then the frames."""
@@ -149,10 +155,10 @@ class Report:
             self.headline(),
             *self._outcome(),
             *self.notes,
-            _share_sentence(first),
+            *([] if is_of_flag(self.verdict) else [_share_sentence(first)]),
             *([_RECOMPUTED] if self.verdict.is_recomputed else []),
-            *_headroom_sentences(self.verdict.headroom),
-            *_least_sentences(self.least_headroom),
+            *headroom_sentences(self.verdict.headroom),
+            *least_sentences(self.least_headroom),
             *_gradient_sentences(self.verdict),
             *([] if self.is_of_state else [who_made_it(first, self.verdict)]),
             *([f"What to try: {advice}."] if advice else []),
@@ -167,6 +173,9 @@ class Report:
         assert self.verdict.first is not None
         where = f" on {self.where}" if self.where else ""
         subject = "The state" if self.is_of_state else f"Step {self.step}"
+        if is_of_flag(self.verdict):
+            label = self.verdict.first.label
+            return f"{subject} has overflowed{where}: the {label} is set."
         return f"{subject} is not finite{where}: {_what(self.verdict.first)}."
 
     def _outcome(self) -> list[str]:
@@ -206,25 +215,6 @@ def _share_sentence(entry: BadEntry) -> str:
     bad = entry.num_nan + entry.num_inf
     are = "is" if bad == 1 else "are"
     return f"{bad} of its {entry.numel} {entry.dtype} values {are} non-finite."
-
-
-def _headroom_sentences(headroom: Headroom | None) -> list[str]:
-    if headroom is None or headroom.abs_max == 0:
-        return []
-    return [
-        f"When it was last finite, its largest magnitude was {headroom.abs_max:.3g}, "
-        f"{headroom.bits:.1f} bits below the end of {headroom.dtype} "
-        f"({headroom.limit:.5g})."
-    ]
-
-
-def _least_sentences(headroom: Headroom | None) -> list[str]:
-    if headroom is None or headroom.bits > _FEW_BITS:
-        return []
-    return [
-        "The finite value nearest to the end of its dtype: "
-        f"{headroom.where}, {headroom.bits:.1f} bits below."
-    ]
 
 
 def _gradient_sentences(verdict: Verdict) -> list[str]:

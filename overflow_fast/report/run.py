@@ -53,6 +53,12 @@ class Run:
         ]
         return cls("-".join(parts), started, host, rank, size)
 
+    def collects(self, collect: str) -> bool:
+        """Returns whether this rank writes log and record; see `collect` of a guard."""
+        if collect == "node":
+            return os.environ.get("LOCAL_RANK", "0") == "0"
+        return collect == "all" or self.rank == 0
+
     def path_of_rank(self, path: str | os.PathLike[str]) -> Path:
         """Returns a path of this rank's own: `guard.rank3.jsonl` with several ranks."""
         whole = Path(path)

@@ -7,11 +7,13 @@ import logging
 from collections.abc import Sequence
 
 from .. import _C
+from ..flags import is_label
 from ..recording.labels import entry_label, label_text
 from ..recording.watch import ModelWatch
 from .backward import origin_of_gradient
 from .calls import Calls
 from .forward import key_of, origin_in_forward
+from .hardware import OF_FLAG
 from .parameters import (
     around_gradients,
     given_weights,
@@ -189,6 +191,8 @@ def _origin(
     if kind == _C.FrameKind.GRADIENTS:
         return origin_of_gradients(first, ordered)
     if kind == _C.FrameKind.RECORDED:
+        if is_label(entry.label.name):
+            return Origin("unclear", "unclear", OF_FLAG)
         return _origin_of_recorded(watches)
     return _origin_of_buffer(first, entry)
 

@@ -19,7 +19,7 @@ from sharded_models import data, ddp, fsdp2, logged, make, sgd, sharded_in_two_w
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
-from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast import NonFiniteError, OverflowGuard, flags
 
 
 def train_one(model, optimizer, batch):
@@ -403,7 +403,27 @@ def paths():
     return [path.name for path in sorted(folder.glob("*.jsonl"))], headers, runs
 
 
+def one_rank_has_a_flag():
+    """The device of rank 1 says that an operation overflowed; no tensor is bad."""
+    is_set = False
+    flags.register(device().type, clear=lambda: None, read=lambda: is_set)
+    try:
+        model = ddp(make())
+        optimizer = sgd(model)
+        guard = OverflowGuard(model, optimizer, "skip", explain=False)
+        first, second = data()[:2]
+        train_step(model, optimizer, first)
+        before = model.module.head.weight.detach().clone()
+        is_set = dist.get_rank() == 1
+        train_step(model, optimizer, second)
+        is_as_before = torch.equal(model.module.head.weight, before)
+        return guard.last_report.headline(), guard.num_skipped, is_as_before
+    finally:
+        flags.unregister(device().type)
+
+
 SCENARIOS = {
+    "flag": one_rank_has_a_flag,
     "joined": functools.partial(joined, "raise"),
     "joined, bad": functools.partial(joined, "raise", 4),
     "joined, skipped": functools.partial(joined, "skip", 3),
@@ -464,6 +484,17 @@ def test_all_ranks_skip_what_no_gradient_tells_of():
     for num_skipped, is_same, report in all_of("skip"):
         assert (num_skipped, is_same) == (1, True)
         assert "on rank 1 of 4" in flat(report)
+
+
+def test_a_flag_of_one_ranks_device_skips_on_all():
+    for headline, num_skipped, is_same in all_of("flag"):
+        assert "Step 1 has overflowed on rank 1 of 4 (" in headline
+        assert headline.endswith(f": the {device_type()} overflow flag is set.")
+        assert (num_skipped, is_same) == (1, True)
+
+
+def device_type():
+    return "cuda" if ranks.backend() == "nccl" else "cpu"
 
 
 def test_a_clean_step_costs_one_collective_of_64_bytes():

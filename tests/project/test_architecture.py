@@ -20,6 +20,7 @@ ROOMS = (
     "torch_internals",
     "fallback",
     "core",
+    "flags",
     "metal",
     "recording",
     "precision",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from guarding import batches, make
+from guarding import batches, make, train_step
 from pages import Examples, assert_shown, examples, pages, run
 from ranks import on_ranks
 from small_models import (
@@ -72,6 +72,30 @@ def test_run(code):
                 **names,
             )
     assert caught.value.report.explanation.op.name == "aten.log"
+
+
+@runs("many-ranks")
+def test_exit_code(code, tmp_path, capsys):
+    model, optimizer = make()
+    with overflow_fast.OverflowGuard(model, optimizer, log=tmp_path / "g") as guard:
+
+        def train():
+            model.blocks[0].factor = float("inf")
+            train_step(model, optimizer, batches(1)[0])
+
+        with pytest.raises(SystemExit) as status:
+            run(code, train=train, guard=guard)
+    assert status.value.code == 16
+    assert "transient" in capsys.readouterr().out
+
+
+@runs("flags-of-the-device")
+def test_flags(code):
+    try:
+        run(code, clear_flag=lambda: None, is_flag_set=lambda: False)
+        assert overflow_fast.flags.are_there()
+    finally:
+        overflow_fast.flags.unregister("npu")
 
 
 @runs("in-production-the-tripwire")

@@ -63,7 +63,7 @@ def on_ranks(world, function, *arguments, over=None):
 
 # Test modules whose SCENARIOS run in one group of four processes, one after another:
 # starting the processes takes longer than all of them.
-_MODULES = ("test_agreement", "test_groups", "test_replay_ranks")
+_MODULES = ("test_agreement", "test_groups", "test_replay_ranks", "test_suspects")
 
 
 def _run_scenarios():

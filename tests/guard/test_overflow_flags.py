@@ -1,0 +1,262 @@
+"""Devices' own overflow flags: they are asked once a step, and act like a bad value."""
+
+import types
+
+import pytest
+import torch
+from guarding import batches, make, train_step
+
+import overflow_fast
+from overflow_fast import NonFiniteError, OverflowGuard, flags
+from overflow_fast.integrations import torch_npu
+from overflow_fast.verdict.hardware import is_of_flag
+
+SENTENCE = (
+    "the device's overflow flag was set, and no tensor that was seen is bad: an "
+    "operation overflowed inside"
+)
+
+
+class Device:
+    """A device that saturates: what is beyond its limit is cut off, and sets a flag."""
+
+    def __init__(self, is_tensor=False):
+        self.is_set, self.is_tensor = False, is_tensor
+        self.num_read = self.num_cleared = 0
+
+    def clear(self):
+        self.num_cleared += 1
+        self.is_set = False
+
+    def read(self):
+        self.num_read += 1
+        value = self.is_set
+        return torch.tensor([float(value)] * 8) if self.is_tensor else value
+
+
+@pytest.fixture
+def device(request):
+    found = Device(getattr(request, "param", False))
+    flags.register("cpu", clear=found.clear, read=found.read)
+    _devices.append(found)
+    yield found
+    _devices.clear()
+    flags.unregister("cpu")
+
+
+_devices = []
+
+
+@torch.library.custom_op("overflow_fast_tests::saturate", mutates_args=())
+def saturate(x: torch.Tensor) -> torch.Tensor:
+    """A kernel that cuts off what is too large, and sets the flag."""
+    for device in _devices:
+        device.is_set |= bool((x.abs() > 100).any())
+    return x.clamp(-100, 100)
+
+
+saturate.register_autograd(lambda ctx, gradient: gradient)
+
+
+class Kernel(torch.nn.Module):
+    def forward(self, x):
+        return saturate(x)
+
+
+def saturating():
+    """A model on a device whose second activation saturates."""
+    model, optimizer = make()
+    model.blocks[1].act = Kernel()
+    return model, optimizer
+
+
+def large(batch):
+    return batch[0] * 1e6, batch[1]
+
+
+@pytest.mark.parametrize("device", [False, True], indirect=True)
+def test_a_flag_that_is_set_skips_the_step(device):
+    model, optimizer = saturating()
+    guard = OverflowGuard(model, optimizer, on_overflow="skip", explain=False)
+    first, second, third = batches(3)
+    train_step(model, optimizer, first)
+    before = model.head.weight.clone()
+    train_step(model, optimizer, large(second))
+    assert guard.last_step_skipped and torch.equal(model.head.weight, before)
+    report = guard.last_report
+    assert report.headline() == "Step 1 has overflowed: the cpu overflow flag is set."
+    text = " ".join(str(report).split())
+    assert SENTENCE in text and "non-finite." not in text
+    assert is_of_flag(report.verdict)
+    train_step(model, optimizer, third)  # it was cleared when the step began
+    assert not guard.last_step_skipped and guard.num_skipped == 1
+    assert device.num_read == 3
+
+
+def test_a_bad_tensor_is_named_before_the_flag(device):
+    model, optimizer = make()
+    OverflowGuard(model, optimizer, explain=False)
+    (batch,) = batches(1)
+    device.is_set = True
+    with pytest.raises(NonFiniteError) as caught:
+        train_step(model, optimizer, (batch[0] * torch.nan, batch[1]))
+    assert caught.value.report.verdict.first.kind == "input"
+    assert not is_of_flag(caught.value.report.verdict)
+
+
+@pytest.mark.parametrize("watch", ["tripwire", None])
+def test_the_replay_names_the_operation(device, watch):
+    model, optimizer = saturating()
+    options = {} if watch is None else {"watch": watch}
+    OverflowGuard(model, optimizer, **options)
+    first, second = batches(2)
+    train_step(model, optimizer, first)
+    with pytest.raises(NonFiniteError) as caught:
+        train_step(model, optimizer, large(second))
+    found = caught.value.report.explanation
+    assert (found.phase, found.cause) == ("forward", "range overflow")
+    assert found.op.name == "overflow_fast_tests.saturate"
+    assert "return saturate(x)" in found.op.code
+    assert found.module == "blocks.1.act"
+    assert "its result is finite: it overflowed inside" in found.evidence[0]
+
+
+def test_a_flag_that_no_replay_sets_is_not_reproducible(device):
+    model, optimizer = make()
+    OverflowGuard(model, optimizer)
+    batch = batches(1)[0]
+    loss = model(batch[0], y=batch[1])["loss"]
+    loss.backward()
+    device.is_set = True
+    with pytest.raises(NonFiniteError) as caught:
+        optimizer.step()
+    found = caught.value.report.explanation
+    assert found.cause == "not reproducible" and found.op is None
+    assert found.evidence == ["no operation of the replay sets the overflow flag"]
+
+
+def test_a_flag_that_cannot_be_read_is_given_up(device, caplog):
+    def fail():
+        raise RuntimeError("Unsupported api")
+
+    flags.register("cpu", clear=device.clear, read=fail)
+    model, optimizer = make()
+    guard = OverflowGuard(model, optimizer)
+    for batch in batches(2):
+        train_step(model, optimizer, batch)
+    assert guard.step == 2 and guard.coverage().failures == 0
+    assert caplog.text.count("The overflow flag of cpu is not asked any more") == 1
+
+
+def test_the_scaler_is_left_its_flag(device):
+    model, optimizer = make()
+    guard = OverflowGuard(model, optimizer, on_overflow="skip", explain=False)
+    scaler = torch.amp.GradScaler("cpu")
+    (batch,) = batches(1)
+    scaler.scale(model(batch[0], y=batch[1])["loss"]).backward()
+    device.is_set = True
+    scaler.step(optimizer)
+    assert guard.last_report is None and device.num_read == 0
+
+
+def test_check_asks_too_and_other_devices_are_not_asked(device):
+    model, _ = make()
+    guard = OverflowGuard(model, on_overflow="warn", explain=False)
+    other = Device()
+    flags.register("npu", clear=other.clear, read=other.read)
+    try:
+        model(*batches(1)[0])
+        device.is_set = True
+        assert is_of_flag(guard.check().verdict)
+    finally:
+        flags.unregister("npu")
+    assert other.num_read == other.num_cleared == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ((3, print, print), "device_type must be a str, got int"),
+        (("npu", None, print), "clear must be callable, got NoneType"),
+        (("npu", print, 1), "read must be callable, got int"),
+    ],
+)
+def test_what_cannot_be_registered_is_refused(arguments, match):
+    device_type, clear, read = arguments
+    with pytest.raises(TypeError, match=match):
+        flags.register(device_type, clear=clear, read=read)
+    assert overflow_fast.flags is flags
+
+
+# The adapter, with stand-ins that behave as versions of torch_npu do.
+
+
+def stand_in(supports_inf_nan, place="utils"):
+    """torch_npu: its functions raise where the chip has inf and nan instead."""
+    status = {"flag": False}
+
+    def read():
+        if supports_inf_nan:
+            raise RuntimeError("Unsupported api when soc_version >= Ascend910B1")
+        return status["flag"]
+
+    def clear():
+        if supports_inf_nan:
+            raise RuntimeError("Unsupported api when soc_version >= Ascend910B1")
+        status["flag"] = False
+
+    utils = types.SimpleNamespace()
+    npu = types.SimpleNamespace(utils=utils)
+    owner = utils if place == "utils" else npu
+    owner.get_npu_overflow_flag, owner.clear_npu_overflow_flag = read, clear
+    if supports_inf_nan is not None:
+        utils.is_support_inf_nan = lambda: supports_inf_nan
+    return types.SimpleNamespace(npu=npu), status
+
+
+@pytest.fixture
+def as_npu(monkeypatch):
+    """The CPU stands in for an NPU."""
+    monkeypatch.setattr(torch_npu, "DEVICE_TYPE", "cpu")
+    yield
+    flags.unregister("cpu")
+
+
+@pytest.mark.parametrize("place", ["utils", "npu"])
+@pytest.mark.parametrize("mode", [False, None])
+def test_an_npu_that_saturates_has_a_flag(as_npu, mode, place):
+    module, status = stand_in(mode, place)
+    assert torch_npu.install(module)
+    model, optimizer = make()
+    guard = OverflowGuard(model, optimizer, on_overflow="skip", explain=False)
+    loss = model(*batches(1)[0])["loss"]
+    loss.backward()
+    status["flag"] = True
+    optimizer.step()
+    assert guard.last_step_skipped and is_of_flag(guard.last_report.verdict)
+    assert not status["flag"]  # cleared for the next step
+
+
+def test_an_npu_with_inf_and_nan_has_none(as_npu):
+    module, _ = stand_in(True)
+    assert not torch_npu.install(module)
+    assert not torch_npu.install(types.SimpleNamespace())
+    assert not flags.are_there()
+
+
+def test_a_pipeline_that_clears_the_flag_hides_the_overflow(as_npu):
+    module, status = stand_in(False)
+    torch_npu.install(module)
+    model, optimizer = make()
+    guard = OverflowGuard(model, optimizer, on_overflow="skip", explain=False)
+    for micro_batch in batches(2):
+        model(*micro_batch)["loss"].backward()
+        status["flag"] = micro_batch is not None and not status["flag"]
+        module.npu.utils.clear_npu_overflow_flag()
+    optimizer.step()
+    assert not guard.last_step_skipped
+
+
+def test_without_torch_npu_it_says_so():
+    with pytest.raises(ImportError, match="torch_npu"):
+        torch_npu.install()
