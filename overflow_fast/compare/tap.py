@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,16 +48,20 @@ class Tap:
     Args:
         model: The model.
         sink: Is called with each tensor.
+        is_one_thread: Whether only calls in the thread that entered it are shown.
 
     Attributes:
         failures: What the sink raised, as texts.
     """
 
-    def __init__(self, model: nn.Module, sink: Sink) -> None:
+    def __init__(
+        self, model: nn.Module, sink: Sink, is_one_thread: bool = False
+    ) -> None:
         self._model, self._sink = model, sink
         self._names = dict(to_hook(model))
         self._handles: list[RemovableHandle] = []
         self._is_on = False
+        self._is_one_thread, self._thread = is_one_thread, 0
         self.failures: list[str] = []
         self.begin_step()
 
@@ -76,7 +81,7 @@ class Tap:
                     self._end, prepend=True, with_kwargs=True, always_call=True
                 ),
             ]
-        self._is_on = True
+        self._is_on, self._thread = True, threading.get_ident()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -91,23 +96,32 @@ class Tap:
         for place, tensor in state_of(self._model):
             self._show(place, tensor)
 
-    def show_gradients(self) -> None:
-        """Shows the gradients that parameters have."""
+    def show_gradients(self, found: Mapping[int, torch.Tensor] | None = None) -> None:
+        """Shows the gradients of parameters.
+
+        Args:
+            found: The gradients by the parameters' ids; None: those that they have.
+        """
         for place, tensor in state_of(self._model):
-            if place.role == "parameter" and tensor.grad is not None:
+            gradient = tensor.grad if found is None else found.get(id(tensor))
+            if place.role == "parameter" and gradient is not None:
                 name, role = place.class_name, "parameter_gradient"
                 place = Place(BACKWARD, place.module, name, 0, role, place.path)
-                self._show(place, tensor.grad)
+                self._show(place, gradient)
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or not self._is_on or is_recorded():
+        if torch.compiler.is_compiling() or self._is_off():
             return
         self._isolated(self._begin_call, module, args, kwargs)
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not self._is_on or is_recorded():
+        if torch.compiler.is_compiling() or self._is_off():
             return
         self._isolated(self._end_call, module, output)
+
+    def _is_off(self) -> bool:
+        is_foreign = self._is_one_thread and self._thread != threading.get_ident()
+        return not self._is_on or is_foreign or is_recorded()
 
     def _isolated(self, function: Callable[..., None], *arguments: Any) -> None:
         try:
