@@ -26,6 +26,7 @@ from .places_of import (
     tensors_with_paths,
     to_hook,
 )
+from .shards import Part, part_of
 
 _log = logging.getLogger("overflow_fast")
 # Is called with a place, the tensor, and the number of the call with the same tensor.
@@ -38,6 +39,7 @@ class _Running:
     name: str
     call: int
     is_shown: bool
+    output: Any = None  # as the module's forward has returned it, if it was kept
 
 
 class Tap:
@@ -77,9 +79,8 @@ class Tap:
         for module in self._names:
             self._handles += [
                 module.register_forward_pre_hook(self._begin, with_kwargs=True),
-                module.register_forward_hook(
-                    self._end, prepend=True, with_kwargs=True, always_call=True
-                ),
+                module.register_forward_hook(self._peek, prepend=True),
+                module.register_forward_hook(self._end, always_call=True),
             ]
         self._is_on, self._thread = True, threading.get_ident()
         return self
@@ -114,7 +115,18 @@ class Tap:
             return
         self._isolated(self._begin_call, module, args, kwargs)
 
-    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _peek(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Keeps an output that has parts of tensors, which later hooks may unwrap."""
+        if torch.compiler.is_compiling() or self._is_off() or not self._stack:
+            return
+        self._isolated(self._keep_parts, module, output)
+
+    def _keep_parts(self, module: nn.Module, output: Any) -> None:
+        running = self._stack[-1]
+        if running.module is module and _has_parts(output):
+            running.output = output
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or self._is_off():
             return
         self._isolated(self._end_call, module, output)
@@ -157,6 +169,7 @@ class Tap:
         running = self._stack[-1]
         again = graph_task_id() >= 0
         if running.is_shown:
+            output = output if running.output is None else running.output
             for path, tensor in tensors_with_paths(output):
                 self._show_call(module, running.call, "output", path, tensor, again)
         self._stack.pop()
@@ -211,3 +224,8 @@ def _identity(tensor: torch.Tensor) -> Any:
         return (id(tensor), version_of(tensor)) if not tensor.is_inference() else None
     where = tensor.data_ptr(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
     return *where, tuple(tensor.shape), tensor.stride(), version_of(tensor)
+
+
+def _has_parts(output: Any) -> bool:
+    found = (part_of(tensor) for _, tensor in tensors_with_paths(output))
+    return any(isinstance(each, Part) for each in found)
