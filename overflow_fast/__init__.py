@@ -57,6 +57,7 @@ __all__ = [
     "advise_precision",
     "assert_finite_state",
     "compare",
+    "compare_live",
     "detect_overflow",
     "explain",
     "flags",
@@ -65,12 +66,14 @@ __all__ = [
     "read_record",
     "recording",
     "scan",
+    "shadow",
 ]
 __version__ = "1.0.0rc1"
 
 # After all imports: rooms of the package have these names, too.
 compare = _entry_points.compare
 recording = _entry_points.recording
+compare_live, shadow = _entry_points.compare_live, _entry_points.shadow
 
 metal.register()
 

@@ -50,6 +50,9 @@ def _compare_step(
     names: Mapping[str, str],
 ) -> tuple[list[Difference], First | None]:
     entries, references = _entries(own, other)
+    if _is_shared(own) != _is_shared(other) or len(own) != len(other):
+        result.said.append(_NO_INPUT_GRADIENTS.format(step=step))
+        entries, references = map(_without_input_gradients, (entries, references))
     matched = match(entries, references, names)
     result.said += said_first.of_matches(step, matched)
     rows = [difference_of(pair, step) for pair in matched.pairs]
@@ -72,6 +75,20 @@ def _entries(
                 [e for step in other for e in entries_of_rank(step)],
             )
     return entries_of_ranks(own), entries_of_ranks(other)
+
+
+_NO_INPUT_GRADIENTS = (
+    "Step {step}: gradients of modules' inputs are left out: models that ranks share "
+    "give copies of them to modules."
+)
+
+
+def _is_shared(steps: Sequence[RankStep]) -> bool:
+    return any(_parts(step) for step in steps)
+
+
+def _without_input_gradients(entries: list[Entry]) -> list[Entry]:
+    return [each for each in entries if each.place.role != "input_gradient"]
 
 
 def _parts(step: RankStep) -> dict[object, object]:

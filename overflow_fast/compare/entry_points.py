@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 if TYPE_CHECKING:
@@ -89,3 +90,85 @@ def compare(
     from .compare_runs import compare_runs
 
     return compare_runs(run, reference, dict(names or {}), threshold, cosine)
+
+
+def compare_live(
+    model: nn.Module,
+    reference: nn.Module,
+    batch: Any,
+    *,
+    reference_batch: Any = None,
+    loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+    backward: bool = False,
+    names: Mapping[str, str] | None = None,
+) -> Comparison:
+    """Compares two models on one batch, side by side, without storing anything.
+
+    Both run in turns, tensor by tensor, from the same random states; beyond the models
+    and their own activations there are the two tensors that are compared. Where a
+    layer's forward differs, that forward is run again to find the operation. Random
+    states, buffers and gradients are put back, and nothing is stepped. Incurs CPU-GPU
+    syncs for each tensor; on a device other than the CPU the gradients are compared by
+    fingerprints, because autograd runs one backward at a time there.
+
+    Args:
+        model: The model.
+        reference: The model that it is compared with.
+        batch: What the models are called with: a tuple or list of arguments, a dict of
+            keyword arguments, or the one argument.
+        reference_batch: The reference's batch; None: the same, on its device, and cast
+            to the dtype of its weights where it has that of the model's.
+        loss: Takes a model and the batch and returns the loss; None: the model is
+            called, and the loss is in what it returns.
+        backward: Also compare gradients.
+        names: Regular expressions in module names of `model`, and their replacements.
+
+    Returns:
+        The comparison.
+
+    Raises:
+        ValueError: If `backward` is True and there is no loss.
+
+    Example:
+        >>> a, b = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+        >>> compare_live(a, b, torch.ones(1, 2)).first.kind
+        'weights'
+    """
+    from .live import compare_models
+
+    return compare_models(
+        model, reference, batch, reference_batch, loss, backward, dict(names or {})
+    )
+
+
+def shadow(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+    backward: bool = False,
+) -> Comparison:
+    """Compares a half-precision model with a float32 copy of itself.
+
+    As `compare_live()`; and each layer without submodules is computed once more in
+    float32 from the very inputs that it had, so that the error that it makes itself is
+    measured (`made`), and not concluded.
+
+    Args:
+        model: The model, in half precision at least in part, without DDP or FSDP.
+        batch: What it is called with, see `compare_live()`.
+        loss: Takes a model and the batch and returns the loss; None: see there.
+        backward: Also compare gradients.
+
+    Returns:
+        The comparison; the copy is the reference.
+
+    Raises:
+        ValueError: If the model is wrapped, sharded, quantized or not initialized.
+    """
+    from .live import compare_models
+    from .local_shadow import LocalShadow, float32_copy
+
+    copied = float32_copy(model)
+    local = LocalShadow(model, copied)
+    return compare_models(model, copied, batch, None, loss, backward, {}, local)

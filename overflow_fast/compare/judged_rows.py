@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..precision.recast import expected_error
 from .matching import Pair
 from .measures import Measures, estimated, measured
 from .places_of import Place
@@ -190,6 +191,12 @@ def epsilon(dtype: str) -> float:
     if kind.is_complex:
         kind = kind.to_real()
     return torch.finfo(kind).eps if kind.is_floating_point else 0.0
+
+
+def error_of_layer(row: Difference) -> float:
+    """The error that roundings of inputs, weights and output of a layer explain."""
+    kind = coarser(*row.dtypes)
+    return expected_error(getattr(torch, kind), 3) if epsilon(kind) else 0.0
 
 
 def _range(entry: Entry) -> tuple[float, float]:

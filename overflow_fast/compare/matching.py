@@ -55,7 +55,7 @@ def match(
         references: Those of the reference.
         names: Patterns of module names of the first run, and what the reference has.
     """
-    mine = {id(e): _mapped(_plain_name(e, entries), names) for e in entries}
+    mine = {id(e): mapped_name(_plain_name(e, entries), names) for e in entries}
     its = {id(e): _plain_name(e, references) for e in references}
     matched = Matched([], [], [], {})
     left = _by_key(matched, entries, references, mine, its)
@@ -85,7 +85,8 @@ def _plain_name(entry: Entry, entries: Sequence[Entry]) -> str:
     return name
 
 
-def _mapped(name: str, names: Mapping[str, str]) -> str:
+def mapped_name(name: str, names: Mapping[str, str]) -> str:
+    """A module's name after the replacements."""
     for pattern, new in names.items():
         try:
             name = re.sub(pattern, new, name)

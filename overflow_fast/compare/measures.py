@@ -10,7 +10,7 @@ import torch
 from .summary import Summary
 
 _CHUNK = 2**18  # elements that are read at once
-_MAX_ULPS = 2**16  # elements whose distances in ULPs are sorted
+_MAX_ULPS = 2**12  # elements whose distances in ULPs are sorted
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ def measured(values: torch.Tensor, reference: torch.Tensor, dtype: str) -> Measu
     """
     values = values.detach().to(reference.device).reshape(-1)
     reference = reference.detach().reshape(-1)
+    if values.dtype == reference.dtype and torch.equal(values, reference):
+        return Measures(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0, True)
     sums = torch.zeros(6, dtype=_float64(reference), device=reference.device)
     for begin in range(0, len(values), _CHUNK):
         mine, its = (t[begin : begin + _CHUNK] for t in (values, reference))
@@ -104,7 +106,7 @@ def _add(sums: torch.Tensor, mine: torch.Tensor, its: torch.Tensor) -> None:
     sums[:3] += torch.stack([squares, mine.dot(mine), its.dot(its)])
     distance = difference.abs_()
     sums[3] = torch.maximum(sums[3], distance.max().to(sums.dtype))
-    relative = (distance / its.abs()).nan_to_num(0.0, posinf=math.inf).max()
+    relative = distance.div_(its.abs()).nan_to_num_(0.0, posinf=math.inf).max()
     sums[4] = torch.maximum(sums[4], relative.to(sums.dtype))
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from .places_of import (
     tensors_with_paths,
     to_hook,
 )
+from .shards import Part, part_of
 
 _log = logging.getLogger("overflow_fast")
 # Is called with a place, the tensor, and the number of the call with the same tensor.
@@ -37,6 +39,7 @@ class _Running:
     name: str
     call: int
     is_shown: bool
+    output: Any = None  # as the module's forward has returned it, if it was kept
 
 
 class Tap:
@@ -47,16 +50,20 @@ class Tap:
     Args:
         model: The model.
         sink: Is called with each tensor.
+        is_one_thread: Whether only calls in the thread that entered it are shown.
 
     Attributes:
         failures: What the sink raised, as texts.
     """
 
-    def __init__(self, model: nn.Module, sink: Sink) -> None:
+    def __init__(
+        self, model: nn.Module, sink: Sink, is_one_thread: bool = False
+    ) -> None:
         self._model, self._sink = model, sink
         self._names = dict(to_hook(model))
         self._handles: list[RemovableHandle] = []
         self._is_on = False
+        self._is_one_thread, self._thread = is_one_thread, 0
         self.failures: list[str] = []
         self.begin_step()
 
@@ -72,11 +79,10 @@ class Tap:
         for module in self._names:
             self._handles += [
                 module.register_forward_pre_hook(self._begin, with_kwargs=True),
-                module.register_forward_hook(
-                    self._end, prepend=True, with_kwargs=True, always_call=True
-                ),
+                module.register_forward_hook(self._peek, prepend=True),
+                module.register_forward_hook(self._end, always_call=True),
             ]
-        self._is_on = True
+        self._is_on, self._thread = True, threading.get_ident()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -91,23 +97,43 @@ class Tap:
         for place, tensor in state_of(self._model):
             self._show(place, tensor)
 
-    def show_gradients(self) -> None:
-        """Shows the gradients that parameters have."""
+    def show_gradients(self, found: Mapping[int, torch.Tensor] | None = None) -> None:
+        """Shows the gradients of parameters.
+
+        Args:
+            found: The gradients by the parameters' ids; None: those that they have.
+        """
         for place, tensor in state_of(self._model):
-            if place.role == "parameter" and tensor.grad is not None:
+            gradient = tensor.grad if found is None else found.get(id(tensor))
+            if place.role == "parameter" and gradient is not None:
                 name, role = place.class_name, "parameter_gradient"
                 place = Place(BACKWARD, place.module, name, 0, role, place.path)
-                self._show(place, tensor.grad)
+                self._show(place, gradient)
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or not self._is_on or is_recorded():
+        if torch.compiler.is_compiling() or self._is_off():
             return
         self._isolated(self._begin_call, module, args, kwargs)
 
-    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not self._is_on or is_recorded():
+    def _peek(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Keeps an output that has parts of tensors, which later hooks may unwrap."""
+        if torch.compiler.is_compiling() or self._is_off() or not self._stack:
+            return
+        self._isolated(self._keep_parts, module, output)
+
+    def _keep_parts(self, module: nn.Module, output: Any) -> None:
+        running = self._stack[-1]
+        if running.module is module and _has_parts(output):
+            running.output = output
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or self._is_off():
             return
         self._isolated(self._end_call, module, output)
+
+    def _is_off(self) -> bool:
+        is_foreign = self._is_one_thread and self._thread != threading.get_ident()
+        return not self._is_on or is_foreign or is_recorded()
 
     def _isolated(self, function: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -143,6 +169,7 @@ class Tap:
         running = self._stack[-1]
         again = graph_task_id() >= 0
         if running.is_shown:
+            output = output if running.output is None else running.output
             for path, tensor in tensors_with_paths(output):
                 self._show_call(module, running.call, "output", path, tensor, again)
         self._stack.pop()
@@ -197,3 +224,8 @@ def _identity(tensor: torch.Tensor) -> Any:
         return (id(tensor), version_of(tensor)) if not tensor.is_inference() else None
     where = tensor.data_ptr(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
     return *where, tuple(tensor.shape), tensor.stride(), version_of(tensor)
+
+
+def _has_parts(output: Any) -> bool:
+    found = (part_of(tensor) for _, tensor in tensors_with_paths(output))
+    return any(isinstance(each, Part) for each in found)

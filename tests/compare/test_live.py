@@ -1,0 +1,116 @@
+"""Two models side by side, and a model against its float32 shadow."""
+
+import copy
+
+import pytest
+import torch
+from compared_models import batch, tower
+
+import overflow_fast
+
+
+def test_equal_models_are_equal():
+    diff = overflow_fast.compare_live(tower(), tower(), batch(), backward=True)
+    assert diff.first is None and diff.said == []
+    assert diff.counts()["equal"] == len(diff.rows) > 100
+    assert {row.place.role for row in diff.rows} >= {
+        *("parameter", "input", "output", "output_gradient", "parameter_gradient")
+    }
+
+
+def test_the_layer_and_the_operation_are_named():
+    model = tower()
+    model.blocks[1].attention.temperature = 2.0
+    diff = overflow_fast.compare_live(model, tower(), batch())
+    assert diff.first.module == "blocks.1.attention"
+    assert "aten.div.Tensor at " in diff.first.op
+    assert "scores / self.temperature" in diff.first.op
+    assert all(r.measures.is_exact for r in diff.rows if r.relative)
+
+
+def test_a_wrong_backward_is_named():
+    model = tower()
+    model.blocks[1].up.weight.register_hook(lambda gradient: gradient * 1.1)
+    diff = overflow_fast.compare_live(model, tower(), batch(), backward=True)
+    assert (diff.first.module, diff.first.kind) == ("blocks.1.up", "backward")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_batches_are_cast_and_rounding_is_explained(dtype):
+    model = tower()
+    half = copy.deepcopy(model).to(dtype)
+    diff = overflow_fast.compare_live(half, model, batch().to(dtype), backward=True)
+    assert diff.first is None, diff
+    assert any(row.verdict == "rounding" for row in diff.rows)
+
+
+def test_random_numbers_are_the_same_on_both_sides():
+    model = tower(dropout=0.5)
+    before = torch.get_rng_state()
+    diff = overflow_fast.compare_live(model, copy.deepcopy(model), batch())
+    assert diff.first is None
+    assert any("dropout is on" in each for each in diff.said)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_models_are_left_as_they_were():
+    models = tower(), tower(1)
+    models[0].head.weight.grad = torch.ones(4, 32)
+    before = [copy.deepcopy(model.state_dict()) for model in models]
+    overflow_fast.compare_live(*models, batch(), backward=True)
+    for model, state in zip(models, before, strict=True):
+        assert all(torch.equal(model.state_dict()[n], t) for n, t in state.items())
+        assert not any(m._forward_hooks for m in model.modules())
+    assert models[0].head.weight.grad.sum() == 128
+    assert models[1].head.weight.grad is None
+
+
+def test_other_structures_are_compared_as_far_as_they_are_alike():
+    diff = overflow_fast.compare_live(tower(num_blocks=2), tower(num_blocks=4), batch())
+    assert "of the reference run alone" in "\n".join(diff.said)
+    assert diff.num_compared > 40
+
+
+def test_a_model_with_itself():
+    model = tower()
+    diff = overflow_fast.compare_live(model, model, batch(), backward=True)
+    assert diff.first is None and diff.num_compared > 100
+
+
+def test_what_a_model_raises_is_raised():
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        overflow_fast.compare_live(tower(), tower(), torch.ones(2, 3))
+
+
+def test_a_loss_is_needed_for_gradients():
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="backward=True needs a loss"):
+        overflow_fast.compare_live(model, model, torch.ones(1, 2), backward=True)
+
+    def loss(model, x):
+        return model(x).sum()
+
+    options = {"backward": True, "loss": loss}
+    assert overflow_fast.compare_live(model, model, torch.ones(1, 2), **options).rows
+
+
+class Cancels(torch.nn.Module):
+    """Loses most of its bits in half precision."""
+
+    def forward(self, x):
+        return (x + 1000) - 1000
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_shadow_names_the_layer_that_loses_bits(dtype):
+    model = tower().to(dtype)
+    assert overflow_fast.shadow(model, batch().to(dtype)).first is None
+    model.blocks[1].act = Cancels()
+    diff = overflow_fast.shadow(model, batch().to(dtype), backward=True)
+    assert diff.first.module == "blocks.1.act"
+    assert diff.first.row.made > 0.05 and "x + 1000" in diff.first.op
+
+
+def test_a_shadow_of_a_wrapped_model_is_refused():
+    with pytest.raises(ValueError, match="without its wrapper"):
+        overflow_fast.shadow(torch.nn.DataParallel(tower().half()), batch())
