@@ -1,5 +1,6 @@
 """The guide's Python examples, word for word, and the reports that it shows."""
 
+import functools
 import os
 import socket
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from guarding import batches, make
-from pages import Examples, assert_shown, examples, pages, run
+from pages import Examples, assert_shown, guides, pages, run
 from ranks import on_ranks
 from small_models import (
     LENGTH,
@@ -25,7 +26,7 @@ from torch import nn
 
 import overflow_fast
 
-runs = Examples("docs/guide.md")
+runs = Examples(*guides())
 BLOCK = "encoder.block.1.layer.1"
 
 
@@ -100,7 +101,7 @@ def test_advice(capsys, code):
         "encoder.final_layer_norm",
     ]
     assert f"keep_in_fp32(model, {kept})" in out
-    assert_shown("docs/guide.md", "Use autocast to", out)
+    assert_shown("docs/guide", "Use autocast to", out)
 
 
 @runs("trainers-debug-flag")
@@ -200,11 +201,11 @@ def test_lightning(code):
     assert callback.guard.step == 3
 
 
-def a_rank(folder):
+def a_rank(folder, code):
     os.chdir(folder)
     count = 2 + dist.get_rank()  # ranks run out of batches
     known = run(
-        examples()["docs/guide.md#ddp"],
+        code,
         DistributedDataParallel=nn.parallel.DistributedDataParallel,
         model=Small(),
         loader=loader_of(2 * count),
@@ -214,9 +215,54 @@ def a_rank(folder):
 
 @runs("ddp")
 def test_ddp(tmp_path, code):
-    assert on_ranks(2, a_rank, tmp_path) == [3, 3]
+    assert on_ranks(2, a_rank, tmp_path, code) == [3, 3]
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["guard.rank0.jsonl", "guard.rank1.jsonl"]
+
+
+@runs("fsdp")
+def test_fsdp(code):
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 1)])
+
+        def forward(self, x):
+            return self.layers[1](self.layers[0](x))
+
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        names = {"model": Layers(), "criterion": nn.functional.mse_loss}
+        known = run(code, **names, loader=batches(2))
+        assert known["guard"].step == 2
+    finally:
+        dist.destroy_process_group()
+
+
+@runs("torchcompile")
+def test_compiled(code, monkeypatch):
+    compiled = functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", compiled)
+    model = Small()
+    names = {"model": model, "optimizer": sgd(model)}
+    assert run(code, **names, loader=loader_of(4))["guard"].step == 2
+
+
+@runs("the-guard-of-the-run")
+def test_a_long_run(code):
+    pytest.importorskip("safetensors")
+    model = nn.Linear(8, 1)
+    torch.save(model.state_dict(), "step-900.pt")
+    optimizer = sgd(model)
+    names = {"model": model, "optimizer": optimizer, "criterion": nn.MSELoss()}
+    names["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    (x, y), *_ = batches(1)
+    known = run(code, **names, loader=[(x, y), (x, y * torch.nan), (x, y)])
+    guard = known["guard"]
+    guard.remove()
+    assert guard.num_skipped == 1 and model.weight.isfinite().all()
+    assert Path("guard.jsonl").exists() and list(Path("evidence").iterdir())
 
 
 @runs("what-is-not-finite-on-purpose")
@@ -305,7 +351,8 @@ def test_self_test(capsys, code):
     out = capsys.readouterr().out
     assert "16 of 16 planted faults were caught and attributed" in out
     table = out.split("other layers")[0].rpartition("\n")[0]
-    assert f"```\n{table}\n```" in pages()["docs/guide.md"], table
+    text = "".join(pages()[page] for page in guides())
+    assert f"```\n{table}\n```" in text, table
 
 
 def test_the_guide_shows_a_report_of_today(capsys):
@@ -317,7 +364,7 @@ def test_the_guide_shows_a_report_of_today(capsys):
         with overflow_fast.DebugUnderflowOverflow(model):
             forward(model, batch, settings.seed)
     report = f"{capsys.readouterr().out}\nValueError: {error.value}"
-    assert_shown("docs/guide.md", "output has infs", report)
+    assert_shown("docs/guide", "output has infs", report)
     overflow_fast.keep_in_fp32(model, ["encoder"])
     assert torch.isfinite(torch.tensor(forward(model, batch, settings.seed)))
 
