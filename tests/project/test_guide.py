@@ -1,6 +1,5 @@
 """The guide's Python examples, word for word, and the reports that it shows."""
 
-import functools
 import os
 import socket
 from pathlib import Path
@@ -26,7 +25,8 @@ from torch import nn
 
 import overflow_fast
 
-runs = Examples(*guides())
+OTHERS = {f"docs/guides/{name}.md" for name in ("compile", "fsdp", "checklist")}
+runs = Examples(*(page for page in guides() if page not in OTHERS))  # test_guides.py
 BLOCK = "encoder.block.1.layer.1"
 
 
@@ -218,51 +218,6 @@ def test_ddp(tmp_path, code):
     assert on_ranks(2, a_rank, tmp_path, code) == [3, 3]
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["guard.rank0.jsonl", "guard.rank1.jsonl"]
-
-
-@runs("fsdp")
-def test_fsdp(code):
-    class Layers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 1)])
-
-        def forward(self, x):
-            return self.layers[1](self.layers[0](x))
-
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        names = {"model": Layers(), "criterion": nn.functional.mse_loss}
-        known = run(code, **names, loader=batches(2))
-        assert known["guard"].step == 2
-    finally:
-        dist.destroy_process_group()
-
-
-@runs("torchcompile")
-def test_compiled(code, monkeypatch):
-    compiled = functools.partial(torch.compile, backend="eager")
-    monkeypatch.setattr(torch, "compile", compiled)
-    model = Small()
-    names = {"model": model, "optimizer": sgd(model)}
-    assert run(code, **names, loader=loader_of(4))["guard"].step == 2
-
-
-@runs("the-guard-of-the-run")
-def test_a_long_run(code):
-    pytest.importorskip("safetensors")
-    model = nn.Linear(8, 1)
-    torch.save(model.state_dict(), "step-900.pt")
-    optimizer = sgd(model)
-    names = {"model": model, "optimizer": optimizer, "criterion": nn.MSELoss()}
-    names["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    (x, y), *_ = batches(1)
-    known = run(code, **names, loader=[(x, y), (x, y * torch.nan), (x, y)])
-    guard = known["guard"]
-    guard.remove()
-    assert guard.num_skipped == 1 and model.weight.isfinite().all()
-    assert Path("guard.jsonl").exists() and list(Path("evidence").iterdir())
 
 
 @runs("what-is-not-finite-on-purpose")
