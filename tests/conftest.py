@@ -35,6 +35,7 @@ SLOW = {
     "test_guard_self_test.py",
     "test_guard_trainers.py",
     "test_guide.py",
+    "test_guides.py",
     "test_help_pages.py",
     "test_integrations.py",
     "test_lightning_watch.py",

@@ -1,11 +1,13 @@
 """A hook of MkDocs: pages from outside of docs/, and links that hold on the site.
 
 The README, the changelog and others stay where readers of the repository look for them;
-here they become pages. A link to a file that is no page keeps its text alone.
+here they become pages, and the public names have one. A link to a file that is no page
+keeps its text alone.
 """
 
 from __future__ import annotations
 
+import ast
 import posixpath
 import re
 from pathlib import Path
@@ -22,6 +24,17 @@ OUTSIDE = {
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/AGREEMENT.md": "agreement.md",
 }
+_API = """# API
+
+Every public name, from its docstrings. What each argument of the guard and of the
+detector means in practice is in [arguments](arguments.md).
+
+"""
+_INTEGRATIONS = (
+    *("trainer.GuardCallback", "lightning.GuardCallback", "accelerate.guard_with"),
+    *("transformers.install", "tensorboard.TensorBoardMetrics"),
+    "prometheus.PrometheusMetrics",
+)
 _FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
@@ -31,7 +44,38 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
     for source, place in OUTSIDE.items():
         text = (ROOT / source).read_text()
         files.append(File.generated(config, place, content=text))
+    files.append(File.generated(config, "api.md", content=_api()))
     return files
+
+
+def _api() -> str:
+    names = [f"overflow_fast.{place}" for place in public_places()]
+    names += [f"overflow_fast.integrations.{name}" for name in _INTEGRATIONS]
+    return _API + "\n".join(f"::: {name}\n" for name in names)
+
+
+def public_places() -> list[str]:
+    """The names of `overflow_fast.__all__`, without importing it, the guard first.
+
+    A function with the name of a room comes with its module: "compare.entry.compare".
+    """
+    tree = ast.parse((ROOT / "overflow_fast" / "__init__.py").read_text())
+    modules, assigned = {}, {}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            modules |= {
+                a.asname or a.name: f"{node.module}.{a.name}" for a in node.names
+            }
+        elif isinstance(node, ast.Assign):
+            assigned[ast.unparse(node.targets[0])] = node.value
+    names = ast.literal_eval(assigned.pop("__all__"))
+    rooms = {
+        name: f"{modules[value.value.id]}.{value.attr}"
+        for name, value in assigned.items()
+        if isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name)
+    }
+    names.sort(key=lambda name: (name != "OverflowGuard", name))
+    return [rooms.get(name, name) for name in names]
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -199,7 +199,7 @@ class PolicyEngine:
 
     def _log_line(self, step: int, verdict: Verdict, action: str | None) -> None:
         self._clean_line = None
-        self._archive.log(step, verdict, action, self._rounds.num_skipped)
+        self._archive.log(step, verdict, action, self._rounds.num_skipped, None)
 
     def _attribute(self, found: StepResult) -> Verdict:
         watches = found.watches or self._watches

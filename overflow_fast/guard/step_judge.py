@@ -224,7 +224,7 @@ class StepJudge:
                 self._engine.decide(found)
 
     def judge_evaluated(self, watch: ModelWatch) -> None:
-        """Judges a model's forward without autograd: at once on the CPU, else lagged."""
+        """Judges a forward without autograd: at once on the CPU, else lagged."""
         frames = self._frames.take_evaluated(watch)
         if frames:
             model = watch.model

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from guarding import batches, make, train_step
-from pages import Examples, assert_shown, examples, pages, run
+from pages import Examples, assert_shown, guides, pages, run
 from ranks import on_ranks
 from small_models import (
     LENGTH,
@@ -25,7 +25,8 @@ from torch import nn
 
 import overflow_fast
 
-runs = Examples("docs/guide.md")
+OTHERS = {f"docs/guides/{name}.md" for name in ("compile", "fsdp", "checklist")}
+runs = Examples(*(page for page in guides() if page not in OTHERS))  # test_guides.py
 BLOCK = "encoder.block.1.layer.1"
 
 
@@ -124,7 +125,7 @@ def test_advice(capsys, code):
         "encoder.final_layer_norm",
     ]
     assert f"keep_in_fp32(model, {kept})" in out
-    assert_shown("docs/guide.md", "Use autocast to", out)
+    assert_shown("docs/guide", "Use autocast to", out)
 
 
 @runs("trainers-debug-flag")
@@ -224,11 +225,11 @@ def test_lightning(code):
     assert callback.guard.step == 3
 
 
-def a_rank(folder):
+def a_rank(folder, code):
     os.chdir(folder)
     count = 2 + dist.get_rank()  # ranks run out of batches
     known = run(
-        examples()["docs/guide.md#ddp"],
+        code,
         DistributedDataParallel=nn.parallel.DistributedDataParallel,
         model=Small(),
         loader=loader_of(2 * count),
@@ -238,7 +239,7 @@ def a_rank(folder):
 
 @runs("ddp")
 def test_ddp(tmp_path, code):
-    assert on_ranks(2, a_rank, tmp_path) == [3, 3]
+    assert on_ranks(2, a_rank, tmp_path, code) == [3, 3]
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["guard.rank0.jsonl", "guard.rank1.jsonl"]
 
@@ -329,7 +330,8 @@ def test_self_test(capsys, code):
     out = capsys.readouterr().out
     assert "16 of 16 planted faults were caught and attributed" in out
     table = out.split("other layers")[0].rpartition("\n")[0]
-    assert f"```\n{table}\n```" in pages()["docs/guide.md"], table
+    text = "".join(pages()[page] for page in guides())
+    assert f"```\n{table}\n```" in text, table
 
 
 def test_the_guide_shows_a_report_of_today(capsys):
@@ -341,7 +343,7 @@ def test_the_guide_shows_a_report_of_today(capsys):
         with overflow_fast.DebugUnderflowOverflow(model):
             forward(model, batch, settings.seed)
     report = f"{capsys.readouterr().out}\nValueError: {error.value}"
-    assert_shown("docs/guide.md", "output has infs", report)
+    assert_shown("docs/guide", "output has infs", report)
     overflow_fast.keep_in_fp32(model, ["encoder"])
     assert torch.isfinite(torch.tensor(forward(model, batch, settings.seed)))
 

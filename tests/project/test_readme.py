@@ -1,16 +1,20 @@
 """The README's Python examples, word for word, and the report that it shows."""
 
+import json
+import re
+
 import pytest
-import torch
+from answers.run import summary
+from answers.tools import TOOLS
 from guarding import batches
-from pages import Examples, assert_shown, run
-from small_models import Small, loader_of, quiet, sgd, t5, trainer
+from pages import ROOT, Examples, Programs, assert_shown, output_of, run
+from small_models import Small, loader_of, quiet, sgd, trainer
 from torch import nn
 
 import overflow_fast
-from overflow_fast.report.report import Cost
 
 runs = Examples("README.md")
+README = (ROOT / "README.md").read_text()
 
 
 @pytest.fixture(autouse=True)
@@ -18,8 +22,8 @@ def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@runs("find-the-nan")
-def test_find_the_nan(code):
+@runs("got-a-nan-do-this")
+def test_the_loop(code):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
     names = {"model": model, "optimizer": sgd(model), "criterion": nn.MSELoss()}
     assert run(code, **names, loader=batches(3))["guard"].step == 3
@@ -28,7 +32,7 @@ def test_find_the_nan(code):
         run(code, **names, loader=[(x, y), (x, y * float("inf"))])
 
 
-@runs("find-the-nan 2")
+@runs("got-a-nan-do-this 2")
 def test_trainer_in_short(code):
     known = run(code, trainer=trainer())
     known["trainer"].train()
@@ -36,7 +40,7 @@ def test_trainer_in_short(code):
     assert callback.guard.step == 4
 
 
-@runs("find-the-nan 3")
+@runs("got-a-nan-do-this 4")
 def test_accelerate_in_short(code):
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
@@ -48,7 +52,7 @@ def test_accelerate_in_short(code):
     assert known["guard"].step == 1
 
 
-@runs("find-the-nan 4")
+@runs("got-a-nan-do-this 3")
 def test_lightning_in_short(code):
     lightning = pytest.importorskip("lightning.pytorch")
     known = run(code, Trainer=quiet(lightning))
@@ -56,29 +60,28 @@ def test_lightning_in_short(code):
     assert known["GuardCallback"] in kinds
 
 
-def test_the_readme_shows_a_report_of_today():
-    from overflow_fast.demo.model import push_to_the_limit
+def test_the_readme_shows_a_report_of_today(tmp_path):
+    program = Programs("docs/reading-a-report.md")["a-report"]
+    assert_shown("README.md", "Step 2", output_of(program.code, tmp_path))
 
-    model, batch, settings = t5()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    guard = overflow_fast.OverflowGuard(model, optimizer)
 
-    def step():
-        torch.manual_seed(settings.seed)
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    step()
-    guard.disable()
-    push_to_the_limit(model, batch, settings)
-    guard.enable()
-    # A share of 10 % and more, as on a busy machine, has a digit more.
-    guard._loop.timer.cost = Cost(1.0, 0.033, 0.033)
-    with pytest.raises(overflow_fast.NonFiniteError) as error:
-        step()
-    assert_shown("README.md", "Step 2", str(error.value))
+def test_who_names_the_cause_is_what_was_measured():
+    rows = json.loads((ROOT / "benchmarks/results/answers-cpu.json").read_text())[
+        "rows"
+    ]
+    measured = {each["tool"]: each for each in summary(rows, list(TOOLS))}
+    shown = re.findall(r"^\| .*? \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", README, re.M)
+    order = [
+        "ours-run",
+        "ours",
+        "transformers",
+        "detect_anomaly",
+        "debugmode",
+        "msprobe",
+    ]
+    parts = ["module", "op", "cause", "misleads"]
+    true = [tuple(str(measured[tool][part]) for part in parts) for tool in order]
+    assert shown == true
 
 
 def test_every_example_is_run():

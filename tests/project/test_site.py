@@ -8,6 +8,8 @@ import sys
 import pytest
 from pages import ROOT
 
+import overflow_fast
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
@@ -36,6 +38,12 @@ def test_search_finds_pages_in_three_languages(site):
     assert {"en", "ko", "zh"} <= set(index["config"]["lang"])
     titles = {each["title"].replace("\u200b", "") for each in index["docs"]}
     assert {"Attention masks", "注意力掩码", "어텐션 마스크"} <= titles
+
+
+def test_every_public_name_is_on_the_page_of_the_api(site):
+    page = (site / "api.html").read_text()
+    for name in overflow_fast.__all__:
+        assert re.search(rf'id="overflow_fast\.([\w.]+\.)?{name}"', page), name
 
 
 def test_pages_from_outside_of_docs_link_to_the_others(site):

@@ -58,17 +58,17 @@ def section(page, anchor):
 
 
 class Examples:
-    """The examples of a page for its tests: `@runs("anchor")` gives a test the code.
+    """The examples of pages for their tests: `@runs("anchor")` gives a test the code.
 
     Attributes:
         untested: The anchors of the examples that no test has asked for.
     """
 
-    def __init__(self, page):
+    def __init__(self, *pages):
         found = {
             place.split("#")[1]: code
             for place, code in examples().items()
-            if place.startswith(f"{page}#")
+            if place.split("#")[0] in pages
         }
         self._codes, self.untested = found, set(found)
 
@@ -84,11 +84,18 @@ def run(code, **names):
     return known
 
 
+def guides():
+    """The paths of the guides."""
+    return [page for page in pages() if page.startswith("docs/guide")]
+
+
 def assert_shown(page, opening, report):
-    """A report stands in a page as it is today, but for numbers and line breaks."""
-    (shown,) = re.findall(
-        rf"^```\n({opening}.*?)^```$", pages()[page], re.M | re.DOTALL
-    )
+    """A report stands in a page as it is today, but for numbers and line breaks.
+
+    Also in one of several pages, of which `page` is the beginning.
+    """
+    text = "\n".join(pages()[path] for path in pages() if path.startswith(page))
+    (shown,) = re.findall(rf"^```\n({opening}.*?)^```$", text, re.M | re.DOTALL)
     for part in shown.split("[...]"):
         assert without_numbers(part) in without_numbers(report), report
 
