@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..core.tensors import has_memory
+from ..recording.unseen import unseen
 from . import rebuilt
 from .explanation import Artifact, Explanation
 from .module_call import ModuleCall
@@ -170,6 +171,7 @@ def _fails(saved: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bool:
     args = rebuilt.value_of(saved["args"], given)
     kwargs = rebuilt.value_of(saved["kwargs"], given)
     with ExitStack() as stack:
+        stack.enter_context(unseen([module]))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         torch.manual_seed(0)
         for device, dtype in saved["autocast"]:
