@@ -177,7 +177,7 @@ def _fails(saved: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bool:
         for device, dtype in saved["autocast"]:
             stack.enter_context(torch.autocast(device, dtype=getattr(torch, dtype)))
         results = rebuilt.tensors_of(module(*args, **kwargs))
-    return any(not bool(result.double().isfinite().all()) for result in results)
+        return any(not bool(each.double().isfinite().all()) for each in results)
 
 
 def _script(
