@@ -118,8 +118,8 @@ def opinion_of(call: ModuleCall, output: Any) -> Opinion | None:
     device, dtype = own[0].device, own[0].dtype
     try:
         with unseen([call.module]), torch.no_grad():
-            again = [_run(call, device, None, seed) for seed in (0, 1)]
-            same, exact = (_run(call, OTHER, None, 0), _run(call, OTHER, "wide", 0))
+            again = [_run(call, device, num_drawn=number) for number in (0, 1)]
+            same, exact = _run(call, OTHER), _run(call, OTHER, torch.float64)
     except Exception:  # a dtype or device that its code asks for
         return None
     usual = max(_error(same, exact), _eps_of(dtype, device))
@@ -130,18 +130,23 @@ def opinion_of(call: ModuleCall, output: Any) -> Opinion | None:
 
 
 def _run(
-    call: ModuleCall, device: torch.device, width: str | None, seed: int
+    call: ModuleCall,
+    device: torch.device,
+    width: torch.dtype | None = None,
+    num_drawn: int = 0,
 ) -> list[torch.Tensor]:
+    """Runs the module on copies, after so many random numbers were drawn."""
+
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         plain = tensor.detach().to(device, copy=True)
-        return plain if width is None else to_dtype(plain, torch.float64)
+        return plain if width is None else to_dtype(plain, width)
 
     args, kwargs = pytree.tree_map_only(torch.Tensor, convert, (call.args, call.kwargs))
     with ExitStack() as stack:
         stack.enter_context(on_copies(call.module, convert))
         for _, dtype in call.autocast[:1] if width is None else []:
             stack.enter_context(torch.autocast(device.type, dtype=dtype))
-        torch.manual_seed(seed)
+        torch.rand(num_drawn, device=device)
         return _floats(call.module.forward(*args, **kwargs))
 
 

@@ -101,6 +101,20 @@ def test_what_is_read_unscaled_as_well_stays_as_it_is(tmp_path):
     assert not any("before the product" in each.text for each in found.remedies)
 
 
+def test_what_is_scaled_on_a_condition_stays_as_it_is(tmp_path):
+    found, _ = followed(
+        tmp_path,
+        """
+        scores = q @ k.mT
+        if self.scale < 1:
+            scores = scores * self.scale
+        return F.softmax(scores, dim=-1) @ v
+        """,
+    )
+    assert found.remedies[0].text == "attention in float32"
+    assert not any("before the product" in each.text for each in found.remedies)
+
+
 def test_a_mask_is_no_scale(tmp_path):
     found, good = followed(
         tmp_path,

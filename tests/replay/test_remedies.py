@@ -335,6 +335,24 @@ def test_a_checkpoint_that_is_finite_is_found(tmp_path):
     assert model(x).isfinite().all()
 
 
+@pytest.mark.parametrize("rate", [3.0, 1e30])
+def test_a_run_that_diverges_may_go_back_to_a_checkpoint(rate, tmp_path):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    files, x = [save(tmp_path / "first.pt", model)], torch.full((3, 4), 10.0)
+    guard = OverflowGuard(model, optimizer, explain=True, checkpoints=files)
+    with pytest.raises(NonFiniteError) as error:
+        for _ in range(60):
+            guard.run(lambda: (model(x) - 1).pow(2).mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = error.value.report.explanation
+    assert found.cause == "divergence"
+    assert [each.is_recommended for each in found.remedies] == [True], found
+    exec(found.remedies[0].code, {"torch": torch, "model": model})
+    assert (model(x) - 1).pow(2).mean().item() == pytest.approx(found.remedies[0].loss)
+
+
 def test_without_a_loss_nothing_is_recommended():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     x = torch.ones(3, 4)
