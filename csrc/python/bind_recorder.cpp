@@ -161,6 +161,8 @@ void bind_recorder(py::module_& m) {
       .def("headroom", &all_headroom)
       .def("least_headroom", &least_headroom)
       .def("last_peak", &last_peak)
+      .def_property_readonly("largest_gradient",
+                             [](Recorder& self) { return self.headroom().largest_gradient(); })
       .def_readwrite("seconds", &Recorder::seconds)
       .def("end_step", &Recorder::end_step)
       .def("begin_batch", &Recorder::begin_batch);

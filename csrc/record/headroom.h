@@ -89,8 +89,11 @@ class Headroom {
     ++step_;
     least_.reset();
     is_spent_ = false;
+    largest_gradient_ = 0;
     low_.clear();
   }
+  // The largest finite magnitude of the gradients of parameters in this step; 0 if there were none.
+  double largest_gradient() const { return largest_gradient_; }
   // True if something other than a gradient was not finite in this step.
   bool is_spent() const { return is_spent_; }
   // The finite peak of the step that has the fewest bits left.
@@ -115,6 +118,10 @@ class Headroom {
   static constexpr size_t kMaxLow = 1 << 12;
 
   void add(const Peak& peak) {
+    if (peak.place.kind == FrameKind::kGradients) {
+      const double magnitude = decode_key(dtype_info(peak.dtype), peak.max_key);
+      largest_gradient_ = std::max(largest_gradient_, magnitude);
+    }
     // A value that equals the limit was set on purpose, such as finfo.min in a mask.
     if (peak.max_key != peak.limit()) {
       const double bits = peak.bits();
@@ -145,6 +152,7 @@ class Headroom {
   int64_t step_ = 0;
   bool is_spent_ = false;
   double low_bits_ = -1;
+  double largest_gradient_ = 0;
   std::optional<Peak> least_;
   std::vector<Place> low_;
   std::unordered_set<Place, PlaceHash> to_count_;

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 else:
     Commands = object
 
+_T = TypeVar("_T")
 Run = Callable[[argparse.Namespace], int]
 
 
@@ -39,6 +40,24 @@ def add_command(
     parser.epilog = "\n".join(["example:", *(f"  {prog}{line}" for line in lines)])
     parser.set_defaults(run=run)
     return parser
+
+
+def with_progress(items: Iterable[_T], unit: str, total: int | None) -> Iterable[_T]:
+    """Iterates, with a progress bar on a terminal from the third second on.
+
+    Args:
+        items: The items.
+        unit: The word for several of them.
+        total: How many there are, or None.
+    """
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return items
+    shown: Iterable[_T] = tqdm(
+        items, total=total, unit=f" {unit}", delay=2, disable=None
+    )
+    return shown
 
 
 def fail(message: str) -> int:

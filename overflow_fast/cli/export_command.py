@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .adding import Commands, add_command, fail
+from .adding import Commands, add_command, fail, with_progress
 
 _ROWS = 50_000  # of a row group
 _SUFFIXES = (".csv", ".parquet")
@@ -59,7 +59,7 @@ def _run(parsed: argparse.Namespace) -> int:
         make = _steps if parsed.steps else _values
         rows = itertools.chain.from_iterable(map(make, records))
         total = None if not parsed.steps else sum(map(len, records))
-        num_rows = _write(output, _shown(rows, total))
+        num_rows = _write(output, with_progress(rows, "rows", total))
     except FileExistsError:
         return fail(f"{output} is there already: remove it, or choose another name.")
     except (OSError, ValueError, ImportError) as error:
@@ -84,16 +84,6 @@ def _steps(record: Any) -> Iterator[Row]:
         row = dataclasses.asdict(step)
         del row["actions"]
         yield {"rank": rank, **row, "action": step.action}
-
-
-def _shown(rows: Iterator[Row], total: int | None) -> Iterable[Row]:
-    """The rows, with a progress bar on a terminal from the third second on."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return rows
-    shown: Iterable[Row] = tqdm(rows, total=total, unit=" rows", delay=2, disable=None)
-    return shown
 
 
 def _write(output: Path, rows: Iterable[Row]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .adding import Commands, add_command, fail
+from .adding import Commands, add_command, fail, with_progress
 
 
 def add_to(commands: Commands) -> None:
@@ -31,7 +31,8 @@ def _run(parsed: argparse.Namespace) -> int:
     from ..page.sources import write_report
 
     try:
-        print(write_report(parsed.paths, parsed.output))
+        paths = with_progress(parsed.paths, "files", len(parsed.paths))
+        print(write_report(paths, parsed.output))
     except (OSError, ValueError) as error:
         return fail(f"The page cannot be written: {error}")
     return 0

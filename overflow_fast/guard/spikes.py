@@ -29,7 +29,8 @@ _MAX_IN_ROW = 3  # then it is the new level
 _LOSS, _GRADIENT = "loss", "largest gradient"
 _LOSSES = ("output.loss", "output['loss']")
 _EVERY = 256  # steps between two looks at which entries there are
-_MAX_GRADIENTS = 2000
+# A model, the name of a number, and the number's place; None for the gradients.
+_Number = tuple[ModelWatch, str, _C.Place | None]
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class SpikeWatch:
         self._watches = watches
         self._is_on = is_on
         self._levels: dict[tuple[int, str], Level] = {}
-        self._places: list[tuple[ModelWatch, str, list[_C.Place]]] = []
+        self._places: list[_Number] = []
         self._num_looks = 0
 
     def look(self, hook: OptimizerHook, is_scaled: bool) -> list[Spike]:
@@ -136,11 +137,12 @@ class SpikeWatch:
             self._places = [each for w in self._watches for each in _places_of(w)]
         self._num_looks += 1
         found = []
-        for which, (watch, what, places) in enumerate(self._places):
-            if what == _GRADIENT and is_scaled:
-                continue
-            peaks = map(watch.recorder.last_peak, places)
-            value = max((p.abs_max for p in peaks if p is not None), default=0.0)
+        for which, (watch, what, place) in enumerate(self._places):
+            if place is not None:
+                peak = watch.recorder.last_peak(place)
+                value = 0.0 if peak is None else peak.abs_max
+            else:
+                value = 0.0 if is_scaled else watch.recorder.largest_gradient
             level = self._levels.setdefault((id(hook), f"{what} {which}"), Level())
             spike = level.add(value)
             if spike is not None:
@@ -148,20 +150,18 @@ class SpikeWatch:
         return found
 
 
-def _places_of(watch: ModelWatch) -> Iterator[tuple[ModelWatch, str, list[_C.Place]]]:
-    """The places of a model's loss, and of the norm of its gradients or of each."""
+def _places_of(watch: ModelWatch) -> Iterator[_Number]:
+    """The numbers of a model: its loss, and a norm of its gradients."""
     places = [history.last.place for history in watch.recorder.headroom()]
     named = [(place, label_text(place.label)) for place in places]
     recorded = {n: p for p, n in named if p.kind == _C.FrameKind.RECORDED}
     loss = recorded.get("loss") or _returned_loss(watch, named)
     if loss is not None:
-        yield watch, _LOSS, [loss]
+        yield watch, _LOSS, loss
     if NORM in recorded:
-        yield watch, NORM, [recorded[NORM]]
-        return
-    gradients = [place for place in places if place.kind == _C.FrameKind.GRADIENTS]
-    if 0 < len(gradients) <= _MAX_GRADIENTS:
-        yield watch, _GRADIENT, gradients
+        yield watch, NORM, recorded[NORM]
+    else:
+        yield watch, _GRADIENT, None
 
 
 def _returned_loss(

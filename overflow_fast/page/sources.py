@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..record.reading import read_record
@@ -13,7 +13,7 @@ from .render import write_page
 
 
 def write_report(
-    paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]
+    paths: Iterable[str | os.PathLike[str]], output: str | os.PathLike[str]
 ) -> Path:
     """Writes the page of flight records and folders of evidence.
 

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from ..core.notebook import picture_html
+from .heatmap_image import heatmap_pixels, png_of
+from .record_entries import entries_of, widths_of
 from .record_lines import COLUMNS, COUNTS, Line, read_column
 from .record_types import RecordEntry, RecordStep
 
@@ -41,8 +44,8 @@ class FlightRecord:
         self.num_damaged = num_damaged
         self._lines = [line for line in lines if line.get("kind") == "steps"]
         self._heads = heads = [x for x in lines if x.get("kind") == "entries"]
-        widths = _widths(self._lines)
-        by_model = [_entries_of(heads, i, width) for i, width in enumerate(widths)]
+        widths = widths_of(self._lines)
+        by_model = [entries_of(heads, i, width) for i, width in enumerate(widths)]
         self._begins = [sum(widths[:i]) for i in range(len(widths))]
         self.entries: list[RecordEntry] = [each for all_ in by_model for each in all_]
 
@@ -107,6 +110,27 @@ class FlightRecord:
         )
         bits = torch.log2(limits / high)
         return bits.masked_fill(self.is_nonfinite(), -math.inf)
+
+    def to_image(self, max_columns: int = 1000) -> torch.Tensor:
+        """Draws the heatmap of headroom: a pixel for each entry of each step.
+
+        `SummaryWriter.add_image("headroom", record.to_image())` shows it.
+
+        Args:
+            max_columns: Steps share a column where there are more; it has the least.
+
+        Returns:
+            uint8 of shape `[3, len(entries), columns]`: red for few bits, white for 4,
+            blue for many, black for inf or nan, grey where nothing was looked at.
+        """
+        return heatmap_pixels(self.headroom_bits(), max_columns)
+
+    def _repr_html_(self) -> str:
+        shown = f"{len(self)} lines of steps of {len(self.entries)} entries: headroom"
+        shown += ", from red (none) and white (4 bits) to blue; black: not finite"
+        pixels = self.to_image()
+        png = png_of(pixels, 2 if pixels.shape[1] < 300 else 1) if len(self) else b""
+        return picture_html(png, shown)
 
     def is_nonfinite(self) -> torch.Tensor:
         """Where a nan or an inf was: bool of shape `[len(steps), len(entries)]`."""
@@ -202,37 +226,6 @@ class FlightRecord:
             math.nan if is_nan else (None if value < 0 else value)
             for value, is_nan in zip(most, has_nan, strict=True)
         ]
-
-
-def _widths(steps: Sequence[Line]) -> list[int]:
-    """How many entries each model has, by the widest of its lines."""
-    models = max((len(line["models"]) for line in steps), default=0)
-    widths = [0] * models
-    for line in steps:
-        for i, columns in enumerate(line["models"]):
-            widths[i] = max(widths[i], columns["num"])
-    return widths
-
-
-def _entries_of(heads: Sequence[Line], model: int, width: int) -> list[RecordEntry]:
-    """A model's entries; those whose line was damaged are of no known kind."""
-    found = [
-        RecordEntry(model, "", "", "unknown", f"entry {i}", "unknown", math.nan, 0)
-        for i in range(width)
-    ]
-    for line in heads:
-        if line["model"] == model:
-            room = max(0, width - line["first"])  # its step may be missing
-            for i, each in enumerate(line["entries"][:room]):
-                found[line["first"] + i] = RecordEntry(
-                    model, each["module"], each["class"], *_rest(each)
-                )
-    return found
-
-
-def _rest(entry: Line) -> tuple[str, str, str, float, int]:
-    limit = float(entry["limit"])
-    return entry["kind"], entry["label"], entry["dtype"], limit, entry["numel"]
 
 
 def _number(value: float | str | None) -> float | None:

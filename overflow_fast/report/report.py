@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..core.notebook import text_html
 from ..core.strict_json import SCHEMA, dumps, to_plain
 from ..core.text import as_lines
 from ..replay.explanation import Explanation
@@ -124,6 +125,10 @@ class Report:
         if not self.frames:
             return text
         return "\n".join([text, "", *frames_text(self.verdict.batch, self.frames)])
+
+    def _repr_html_(self) -> str:
+        first, *rest = self.sentences()
+        return text_html(first, [*rest, *self._explained()], str(self))
 
     def short_text(self, note: str) -> str:
         """Writes the headline, the outcome of the step, and a note."""

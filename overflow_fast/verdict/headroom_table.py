@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from ..core.notebook import table_html, text_html
 from .verdict import Headroom
 
 _FLOAT16_MAX = 65504.0
@@ -87,6 +88,18 @@ class HeadroomTable:
     def fits_float16(self) -> bool:
         """True if no magnitude so far exceeded float16's largest number."""
         return all(row.highest <= _FLOAT16_MAX for row in self.rows)
+
+    def _repr_html_(self) -> str:
+        names = ("bits", "trend", "float16 bits", "abs max", "entry", "dtype")
+        rows = [
+            (
+                *(f"{row.bits:.1f}", f"{_drift(row):+.2f}", f"{row.float16_bits:.1f}"),
+                *(f"{row.abs_max:.3g}", row.where, row.dtype),
+            )
+            for row in self.rows[:_FEW_ROWS]
+        ]
+        *_, last = str(self).splitlines()
+        return table_html(names, rows) + text_html(last, [], str(self))
 
     def __str__(self) -> str:
         """The first rows as text, and whether all would fit float16."""

@@ -261,3 +261,12 @@ def test_env_has_what_a_bug_report_needs(capsys, monkeypatch):
     assert found["variables"]["OVERFLOW_FAST_CUDA"] == "1"
     shown = output_of(capsys, "env")
     assert f"torch: {torch.__version__}\n" in shown and "kernels: cpu " in shown
+
+
+def test_progress_is_shown_on_a_terminal_alone_and_late(capsys, monkeypatch):
+    from overflow_fast.cli.adding import with_progress
+
+    assert list(with_progress(range(3), "rows", None)) == [0, 1, 2]
+    assert capsys.readouterr().err == ""
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert list(with_progress(range(3), "rows", None)) == [0, 1, 2]
