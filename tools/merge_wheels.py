@@ -16,12 +16,18 @@ from wheel.wheelfile import WheelFile
 
 
 def collect(wheels: list[Path]) -> dict[str, tuple[ZipInfo, bytes]]:
-    """Returns the files of all wheels by name; they may differ in nothing."""
+    """Returns the files of all wheels by name, with the metadata of the last.
+
+    Other files that several have must be the same in all of them. The metadata is not
+    where releases of setuptools, of which some torches need an old one, have made it.
+    """
     found: dict[str, tuple[ZipInfo, bytes]] = {}
     for path in wheels:
         with ZipFile(path) as wheel:
             for info in wheel.infolist():
-                if info.is_dir() or info.filename.endswith(".dist-info/RECORD"):
+                is_metadata = ".dist-info/" in info.filename
+                is_left_out = is_metadata and path != wheels[-1]
+                if info.is_dir() or is_left_out or info.filename.endswith("/RECORD"):
                     continue
                 content = wheel.read(info)
                 _, first = found.setdefault(info.filename, (info, content))
@@ -37,10 +43,11 @@ def merge(wheels: list[Path], into: Path) -> Path:
     names = {path.name for path in wheels}
     if len(names) != 1:
         sys.exit(f"error: the wheels must have one name, got {sorted(names)}")
+    files = collect(wheels)
     into.mkdir(parents=True, exist_ok=True)
     merged = into / names.pop()
     with WheelFile(merged, "w") as wheel:  # writes RECORD
-        for info, content in collect(wheels).values():
+        for info, content in files.values():
             wheel.writestr(info, content)
     return merged
 

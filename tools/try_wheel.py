@@ -19,10 +19,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TESTS = (
-    "tests/torch_internals/test_torch_internals.py",
-    "tests/scan/test_scan.py",
     "tests/guard/test_guard.py",
+    "tests/guard/test_guard_state.py",
     "tests/guard/test_skip.py",
+    "tests/recording/test_export.py",
+    "tests/scan/test_ops.py",
 )
 WHERE = """
 import overflow_fast, torch

@@ -10,6 +10,7 @@ import torch
 from guarding import INF, batches, make, plant, train
 from torch import nn
 
+import overflow_fast
 from overflow_fast import _C, OverflowGuard
 from overflow_fast.report.frames import BackwardFrame, frames_text
 from overflow_fast.report.origin import who_made_it
@@ -18,7 +19,7 @@ from overflow_fast.verdict import output_history, remedy
 from overflow_fast.verdict.settings import bad_settings, nonfinite_settings
 from overflow_fast.verdict.verdict import LOOP, BadEntry, BadFrame, Verdict
 
-STUB = Path(_C.__file__).parent / "_C.pyi"
+STUB = Path(overflow_fast.__file__).parent / "_C.pyi"
 CLASSES = {
     node.name: node
     for node in ast.parse(STUB.read_text()).body
