@@ -20,6 +20,7 @@ except ImportError as error:
 from . import flags, metal
 from .compare import entry_points as _entry_points
 from .compare.comparison_result import Comparison
+from .compare.entry_points import compare_live, shadow
 from .compare.run_reader import RecordingError
 from .core.ops import Stat, scan
 from .debug import DebugUnderflowOverflow, detect_overflow, get_abs_min_max
@@ -73,7 +74,6 @@ __version__ = "1.0.0rc1"
 # After all imports: rooms of the package have these names, too.
 compare = _entry_points.compare
 recording = _entry_points.recording
-compare_live, shadow = _entry_points.compare_live, _entry_points.shadow
 
 metal.register()
 

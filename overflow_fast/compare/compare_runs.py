@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from . import said_first
 from .comparison_result import Comparison
 from .first_cause import First, first_of
 from .judged_rows import Difference, difference_of
 from .matching import match
+from .msprobe_dump import find_dumps, read_dumps
 from .run_reader import RankStep, Run, read_run
 from .whole import Entry, entries_of_rank, entries_of_ranks
 from .yardstick import judge_all
@@ -23,7 +25,7 @@ def compare_runs(
     cosine: float | None,
 ) -> Comparison:
     """Compares two folders; see `overflow_fast.compare`."""
-    mine, its = read_run(run), read_run(reference)
+    mine, its = _read(run), _read(reference)
     result = Comparison(mine.name, its.name, [], threshold=threshold)
     result.said += said_first.of_runs(mine, its)
     for step in sorted({*mine.steps} & {*its.steps}):
@@ -36,6 +38,12 @@ def compare_runs(
     if not mine.steps or not its.steps:
         result.said.append(f"{_empty(mine, its)} holds no whole step.")
     return result
+
+
+def _read(folder: str | os.PathLike[str]) -> Run:
+    """Reads a recording, or a dump of msprobe."""
+    dumps = find_dumps(Path(folder))
+    return read_dumps(Path(folder), dumps) if dumps else read_run(folder)
 
 
 def _empty(mine: Run, its: Run) -> str:

@@ -75,7 +75,7 @@ class Run:
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
-    """Reads the folder of a recording, or of a dump of msprobe.
+    """Reads the folder of a recording.
 
     Args:
         folder: The folder.
@@ -86,7 +86,9 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     path = Path(folder)
     files = sorted(path.glob("rank-*.jsonl"), key=_rank_of)
     if not files:
-        raise RecordingError(f"{path} holds no recording (no rank-0.jsonl)")
+        raise RecordingError(
+            f"{path} holds no recording (no rank-0.jsonl) and no dump of msprobe"
+        )
     run = Run(str(path), [], {})
     for file in files:
         _read_rank(run, file)

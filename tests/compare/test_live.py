@@ -114,3 +114,30 @@ def test_a_shadow_names_the_layer_that_loses_bits(dtype):
 def test_a_shadow_of_a_wrapped_model_is_refused():
     with pytest.raises(ValueError, match="without its wrapper"):
         overflow_fast.shadow(torch.nn.DataParallel(tower().half()), batch())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_code_stays_whole_and_its_ends_are_compared(tmp_path):
+    model = tower(num_blocks=1)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled(batch()).backward()
+    for name, each in (("compiled", compiled), ("eager", model)):
+        model.zero_grad()
+        with overflow_fast.recording(tmp_path / name, each):
+            each(batch()).backward()
+    diff = overflow_fast.compare(tmp_path / "compiled", tmp_path / "eager")
+    assert diff.first is None, diff
+    names = {str(row.place) for row in diff.rows}
+    assert {"the model: output", "head.weight: parameter gradient"} <= names
+    assert "of the reference run alone" in "\n".join(diff.said)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_blocks_are_compared_block_by_block():
+    model, other = tower(num_blocks=2), tower(num_blocks=2)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend="aot_eager")
+    diff = overflow_fast.compare_live(model, other, batch(), backward=True)
+    assert diff.first is None, diff
+    names = {str(row.place) for row in diff.rows}
+    assert {"blocks.1: output", "blocks.1: output gradient"} <= names

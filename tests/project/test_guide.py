@@ -313,6 +313,43 @@ def test_page(code, tmp_path, monkeypatch):
     assert Path("run.html").exists()
 
 
+class Normed(Small):
+    """A language model with a normalization."""
+
+    def __init__(self, eps):
+        super().__init__()
+        self.embed = nn.Sequential(self.embed, nn.LayerNorm(8, eps))
+
+
+def make_normed():
+    found = []
+    for eps in (1e-5, 0.1):
+        torch.manual_seed(0)
+        found.append(Normed(eps))
+    return found
+
+
+@runs("two-runs-compared")
+def test_comparison(capsys, code):
+    batch = next(iter(loader_of(2)))
+
+    def step(model):
+        model(**batch).loss.backward()
+
+    model, other = make_normed()
+    run(code, model=model, other=other, step=step)
+    out = capsys.readouterr().out
+    assert "embed.1 (LayerNorm) computes differently" in out
+    assert Path("diff.html").exists()
+
+
+@runs("two-runs-compared 2")
+def test_live_comparison(code):
+    model, other = make_normed()
+    known = run(code, model=model, other=other, batch=next(iter(loader_of(2))))
+    assert known["diff"].first is None
+
+
 @runs("before-you-save")
 def test_saving(code):
     model = Small()

@@ -1,0 +1,134 @@
+"""What do a recording and a comparison of two models cost."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import progress, size_text, threads, write
+from timing import QUICK
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import overflow_fast
+
+ROUNDS = 2 if QUICK else 7
+COLUMNS = [
+    *("model", "batch", "rows", "step s", "fingerprints", "bytes"),
+    *("tensors", "bytes with tensors", "compare_live", "shadow"),
+]
+NOTES = (
+    "A training step (forward, backward) of models from their configs, float32, one "
+    "thread. `fingerprints` and `tensors`: CPU time of a recorded step over that of a "
+    "bare one, medians of alternating rounds (goal for fingerprints: below 1.3). "
+    "`compare_live`: CPU time of the comparison of two equal models, gradients "
+    "included, over that of their two steps (goal: below 1.2); `shadow`: of a bfloat16 "
+    "model with its float32 copy, over a step of each. A row is about 1.4 KB: a step "
+    "of Llama 2 7B has 2,500 of them at most, 3.5 MB a rank (by arithmetic, not run)."
+)
+
+
+def gpt2(width: int, layers: int) -> torch.nn.Module:
+    heads = width // 64
+    config = GPT2Config(n_layer=layers, n_embd=width, n_head=heads, vocab_size=5000)
+    return GPT2LMHeadModel(config).eval()
+
+
+def llama() -> torch.nn.Module:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=5000,
+            hidden_size=512,
+            intermediate_size=1376,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+        )
+    ).eval()
+
+
+MODELS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, int]]] = {
+    "GPT-2, 4 layers of 128": (lambda: gpt2(128, 4), (2, 64)),
+    "GPT-2, 4 layers of 512": (lambda: gpt2(512, 4), (4, 256)),
+    "Llama, 4 layers of 512": (llama, (4, 256)),
+}
+
+
+def seconds(function: Callable[[], Any]) -> float:
+    begin = time.process_time()
+    function()
+    return time.process_time() - begin
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def measure(name: str) -> dict[str, Any]:
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    ids = torch.randint(0, 5000, shape)
+    batch = {"input_ids": ids, "labels": ids}
+    other, half = copy.deepcopy(model), copy.deepcopy(model).bfloat16()
+
+    def step(each: torch.nn.Module = model) -> None:
+        each.zero_grad()
+        each(**batch).loss.backward()
+
+    sizes: dict[bool, int] = {}
+
+    def record(tensors: bool) -> None:
+        with tempfile.TemporaryDirectory() as top:
+            folder = Path(top) / "run"
+            with overflow_fast.recording(folder, model, tensors=tensors):
+                step()
+            sizes[tensors] = size_of(folder)
+
+    functions: dict[str, Callable[[], Any]] = {
+        "bare": step,
+        "bare half": lambda: step(half),
+        "fingerprints": lambda: record(False),
+        "tensors": lambda: record(True),
+        "live": lambda: overflow_fast.compare_live(model, other, batch, backward=True),
+        "shadow": lambda: overflow_fast.shadow(half, batch, backward=True),
+    }
+    times: dict[str, list[float]] = {key: [] for key in functions}
+    for number in range(ROUNDS + 1):
+        for key, function in functions.items():
+            spent = seconds(function)
+            if number:  # the first warms up
+                times[key].append(spent)
+    median = {key: statistics.median(found) for key, found in times.items()}
+    bare = median["bare"]
+    rows = overflow_fast.compare_live(model, other, batch, backward=True).rows
+    return {
+        "model": name,
+        "batch": " x ".join(map(str, shape)),
+        "rows": len(rows),
+        "step s": f"{bare:.3f}",
+        "fingerprints": f"{median['fingerprints'] / bare:.2f}x",
+        "bytes": size_text(sizes[False]),
+        "tensors": f"{median['tensors'] / bare:.2f}x",
+        "bytes with tensors": size_text(sizes[True]),
+        "compare_live": f"{median['live'] / (2 * bare):.2f}x",
+        "shadow": f"{median['shadow'] / (bare + median['bare half']):.2f}x",
+    }
+
+
+def main() -> None:
+    rows = []
+    with threads(1):
+        for name in MODELS:
+            progress(name)
+            rows.append(measure(name))
+    write("compare-cost", "The cost of comparisons", NOTES, rows, COLUMNS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
