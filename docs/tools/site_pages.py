@@ -67,15 +67,20 @@ def public_places() -> list[str]:
                 a.asname or a.name: f"{node.module}.{a.name}" for a in node.names
             }
         elif isinstance(node, ast.Assign):
-            assigned[ast.unparse(node.targets[0])] = node.value
-    names = ast.literal_eval(assigned.pop("__all__"))
-    rooms = {
-        name: f"{modules[value.value.id]}.{value.attr}"
-        for name, value in assigned.items()
-        if isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name)
-    }
+            assigned |= zip(_parts(node.targets[0]), _parts(node.value), strict=False)
+    names = ast.literal_eval(assigned.pop("__all__", "[]"))
     names.sort(key=lambda name: (name != "OverflowGuard", name))
-    return [rooms.get(name, name) for name in names]
+    return [_place(name, assigned.get(name, ""), modules) for name in names]
+
+
+def _parts(node: ast.expr) -> list[str]:
+    parts = node.elts if isinstance(node, ast.Tuple) else [node]
+    return [ast.unparse(part) for part in parts]
+
+
+def _place(name: str, value: str, modules: dict[str, str]) -> str:
+    module, _, attribute = value.partition(".")
+    return f"{modules[module]}.{attribute}" if module in modules else name
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

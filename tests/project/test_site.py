@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from browser import OpenPage, browser
 from pages import ROOT
 
 import overflow_fast
@@ -50,3 +51,17 @@ def test_pages_from_outside_of_docs_link_to_the_others(site):
     home = (site / "index.html").read_text()
     assert 'href="my-run-is-nan.html"' in home
     assert 'href="docs/' not in home
+
+
+def test_a_browser_opens_it_without_a_server_and_searches(site):
+    with browser() as chromium:
+        page = OpenPage(chromium.new_page(), site / "zh" / "my-run-is-nan.html")
+        assert "nan" in page.tab.locator("h1").inner_text()
+        page.tab.locator("input.md-search__input").click()
+        page.tab.locator("input.md-search__input").press_sequentially("headroom")
+        page.tab.locator(".md-search-result__item").nth(2).wait_for()
+        page.tab.goto((site / "index.html").as_uri())
+        assert (
+            page.tab.locator("img[src$='incident.png']").bounding_box()["width"] > 400
+        )
+        assert page.troubles == []
