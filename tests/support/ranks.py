@@ -3,6 +3,7 @@
 import datetime
 import functools
 import importlib
+import sys
 import tempfile
 import traceback
 from pathlib import Path
@@ -64,9 +65,12 @@ def on_ranks(world, function, *arguments, over=None):
 # Test modules whose SCENARIOS run in one group of four processes, one after another:
 # starting the processes takes longer than all of them.
 _MODULES = ("test_agreement", "test_groups", "test_replay_ranks", "test_suspects")
+_FOLDERS = ("distributed", "report")
 
 
 def _run_scenarios():
+    # pytest has put the folders of those that it collected on the path, and no others.
+    sys.path += [str(Path(__file__).parents[1] / folder) for folder in _FOLDERS]
     found = {}
     for module in map(importlib.import_module, _MODULES):
         for name, scenario in module.SCENARIOS.items():
