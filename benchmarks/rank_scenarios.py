@@ -101,7 +101,7 @@ def play(script: Script, network: Network, folder: Path) -> list[Seen | Exceptio
                 seen.cause = report.explanation.cause
         seen.num_skipped = guard.num_skipped
         seen.failures = guard.coverage().failures
-        seen.weights = float(sum(p.sum() for p in model.parameters()))
+        seen.weights = float(sum(p.detach().sum() for p in model.parameters()))
         return seen
 
     return run_ranks(network, be)
