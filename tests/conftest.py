@@ -14,6 +14,12 @@ import torch
 from emulation import VARIANTS, emulated_device, emulation
 from gpus import GPUS, Cuda, Emulated
 
+from overflow_fast.replay import search
+from overflow_fast.replay.remedies import trials
+
+# What is tried on a bad step does not depend on what else runs here.
+search._LEAST_SECONDS = trials._LEAST_SECONDS = 600.0
+
 # `make test-quick` leaves these out, and the tests marked slow: they start processes,
 # compile, or train with other libraries, whose imports alone take seconds.
 SLOW = {
