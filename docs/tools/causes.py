@@ -39,7 +39,7 @@ CLASSES = {
     "range overflow": """\
 The result is a number, and the dtype cannot hold it: float16 ends at 65504, bfloat16
 and float32 at 3.4e38. Use a wider dtype for that module
-([`keep_in_fp32`](guide.md#parts-of-a-model-in-float32)), change the order of
+([`keep_in_fp32`](guides/precision.md#parts-of-a-model-in-float32)), change the order of
 operations so that numbers stay small, or bound the argument of an `exp`.""",
     "undefined": """\
 The operation has no finite value for its inputs in any precision: 0 / 0, the
@@ -67,6 +67,15 @@ written to.""",
 The compiled step is non-finite each time, and the same code run eagerly is not.""",
 }
 
+# What stands in titles for words of the functions' names.
+_WORDS = {
+    "nan to num": "`nan_to_num`",
+    "where": "`torch.where`",
+    "logsumexp": "`logsumexp`",
+    "logaddexp": "`logaddexp`",
+    "half": "float16",
+}
+
 
 def tidied(said: str) -> str:
     """What a guard said, without what differs between two runs."""
@@ -82,10 +91,15 @@ def entry(failure: Failure, said: str) -> str:
         failure: The failure.
         said: The explanation.
     """
-    title = failure.name.replace("_", " ").capitalize()
     why = textwrap.fill(" ".join((inspect.getdoc(failure.build) or "").split()), 100)
     sources = ", ".join(map(_link, failure.source.split(", ")))
-    return f"### {title}\n\n{why}\n\n```\n{said}\n```\n\nReported in {sources}.\n"
+    parts = (
+        f"### {_title(failure)}",
+        why,
+        f"```\n{said}\n```",
+        f"Reported in {sources}.",
+    )
+    return "\n\n".join(parts) + "\n"
 
 
 def page(said: dict[str, str]) -> str:
@@ -96,7 +110,7 @@ def page(said: dict[str, str]) -> str:
     """
     parts = [_HEAD.format(count=len(FAILURES))]
     for cause, text in CLASSES.items():
-        own = [each for each in FAILURES.values() if each.causes[0] == cause]
+        own = _of_cause(cause)
         parts.append(f"## {cause.capitalize()}\n\n{text}\n")
         parts += [entry(failure, said[failure.name]) for failure in own]
     return "\n".join(parts)
@@ -104,8 +118,20 @@ def page(said: dict[str, str]) -> str:
 
 def shown(text: str) -> dict[str, str]:
     """The explanations that a page has, by the names of their failures."""
-    found = re.findall(r"^### ([^\n]+)\n.*?^```\n(.*?)\n```$", text, re.M | re.S)
-    return {title.lower().replace(" ", "_"): said for title, said in found}
+    found = re.findall(r"^### .*?^```\n(.*?)\n```$", text, re.M | re.S)
+    names = [each.name for cause in CLASSES for each in _of_cause(cause)]
+    return dict(zip(names, found, strict=True))
+
+
+def _of_cause(cause: str) -> list[Failure]:
+    return [each for each in FAILURES.values() if each.causes[0] == cause]
+
+
+def _title(failure: Failure) -> str:
+    title = failure.name.replace("_", " ")
+    for word, plain in _WORDS.items():
+        title = re.sub(rf"\b{word}\b", plain, title)
+    return title[0].upper() + title[1:]
 
 
 def _link(source: str) -> str:

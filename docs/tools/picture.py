@@ -7,7 +7,7 @@ Between the card of the incident and the heatmap, the picture leaves out the rep
 
 from __future__ import annotations
 
-import contextlib
+import os
 import runpy
 import shutil
 import tempfile
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from playwright.sync_api import FloatRect, Page, sync_playwright
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 WIDTH = 1000
 PICTURE = HERE.parent / "images" / "incident.png"
 # What the picture leaves out.
@@ -28,8 +28,8 @@ body > header, .card > h4:last-of-type, .card > h4:last-of-type + ul,
 def page(folder: Path) -> Path:
     """The page of the run in drift.py."""
     shutil.copy(HERE / "drift.py", folder / "train.py")
-    with contextlib.chdir(folder):
-        runpy.run_path("train.py")
+    os.chdir(folder)  # the page shows the path of the program as it was given
+    runpy.run_path("train.py")
     return folder / "run.html"
 
 

@@ -48,7 +48,7 @@ def test_no_anchor_stands_for_two_headings(page):
 
 def test_the_readme_is_short_and_leads_to_every_page():
     readme = pages()["README.md"]
-    assert readme.count("\n") <= 185
+    assert readme.count("\n") <= 190
     found, new = set(), {"README.md"}
     while new:
         found |= new
