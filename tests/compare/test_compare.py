@@ -270,3 +270,32 @@ def test_what_is_no_recording_is_an_error(tmp_path):
     (tmp_path / "rank-0.jsonl").write_text('{"kind": "recording", "schema": 99}\n')
     with pytest.raises(overflow_fast.RecordingError, match="has schema 99, newer"):
         overflow_fast.compare(tmp_path, tmp_path)
+
+
+class Masked(torch.nn.Module):
+    """Attention scores under a mask of the lowest numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores = Scores()
+
+    def forward(self, x):
+        mask = torch.zeros(x.shape[-1]).masked_fill(torch.arange(x.shape[-1]) > 2, -1)
+        mask = mask.to(x.dtype) * torch.finfo(x.dtype).max
+        return self.scores(x, mask).float().sum()
+
+
+class Scores(torch.nn.Module):
+    def forward(self, x, mask):
+        return (x + mask).softmax(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masks_are_not_judged(compared, dtype):
+    x = batch().requires_grad_()
+    diff = compared(Masked(), Masked(), x.detach().to(dtype).requires_grad_(), x)
+    assert diff.first is None, diff
+    row = next(r for r in diff.rows if str(r.place) == "scores: input[1]")
+    assert row.verdict == "rounding" and "a mask" in row.notes[0]
+    same = compared(Masked(), Masked(), x, x)
+    assert same.counts()["equal"] == len(same.rows)
