@@ -121,7 +121,10 @@ class Yardstick:
         # What cancels, as behind a softmax, is small beside what it was computed from.
         factor = max(1.0, self._incoming / norm) if norm else math.inf
         self._incoming = norm
-        self._decide(row, variance, flow, factor)
+        lone = 1 / math.sqrt(max(1, math.prod(row.shapes[1])))  # one sign that changed
+        least = lone if self._forward.relative else 0.0
+        source = Flow(max(flow.relative, least))
+        self._decide(row, variance, source, factor)
         self._note(row, pair, variance)
         flow.add(row.relative, variance)
         known = self._gradients.get(place.module, 0.0)

@@ -299,3 +299,25 @@ def test_masks_are_not_judged(compared, dtype):
     assert row.verdict == "rounding" and "a mask" in row.notes[0]
     same = compared(Masked(), Masked(), x, x)
     assert same.counts()["equal"] == len(same.rows)
+
+
+def test_a_sign_that_changes_before_a_relu_is_no_difference(compared):
+    def net(shift):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+        model.append(torch.nn.Linear(64, 64)).append(Mean())
+        # An output that rounding moves over 0: its whole gradient comes or goes.
+        model[0].register_forward_hook(
+            lambda m, a, out: torch.cat([out[:, :1] * 0 + shift, out[:, 1:]], 1)
+        )
+        return model
+
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    diff = compared(net(1e-9), net(-1e-9), x)
+    assert diff.first is None, diff
+    assert any(row.verdict == "inherited" for row in diff.rows)
+
+
+class Mean(torch.nn.Module):
+    def forward(self, x):
+        return x.square().mean()
