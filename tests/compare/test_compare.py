@@ -321,3 +321,18 @@ def test_a_sign_that_changes_before_a_relu_is_no_difference(compared):
 class Mean(torch.nn.Module):
     def forward(self, x):
         return x.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_peft_are_looked_through(compared):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["up"], r=2)
+    adapted = peft.get_peft_model(tower(), config)
+    diff = compared(adapted, tower())
+    assert diff.first is None, diff
+    names = {str(row.place): row for row in diff.rows}
+    row = names["base_model.model.blocks.1.up.base_layer.weight: parameter"]
+    assert row.reference_name == "blocks.1.up.weight: parameter"
+    assert names["base_model.model.blocks.1: output"].relative < 1e-6
+    matched = [row for row in diff.rows if row.place.phase != "backward"]
+    assert len(matched) > 70
