@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import overflow_fast
 
-ROUNDS = 2 if QUICK else 7
+ROUNDS = 2 if QUICK else 3
 COLUMNS = [
     *("model", "batch", "rows", "step s", "fingerprints", "bytes"),
     *("tensors", "bytes with tensors", "compare_live", "shadow"),

@@ -28,7 +28,7 @@ def recording(
     optimizer of theirs finds them, else at the end of the step. Of each it writes its
     range, its norm, its counts of nan and inf, and a fingerprint of 1 KiB. The program
     computes the same as without it; if a file cannot be written, the recording ends
-    with a warning. Incurs one CPU-GPU sync a step (with `tensors=True` one a tensor).
+    with a warning. Incurs a few CPU-GPU syncs a step, with `tensors=True` one a tensor.
 
     Args:
         folder: Gets one file a rank. It may not hold a recording of this rank.

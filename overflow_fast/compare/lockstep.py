@@ -82,6 +82,7 @@ class Lockstep:
         twin = self._waiting[1 - side].pop(key, None)
         if twin is not None:
             mine = _Shown(entry, values)
+            _summarize(mine, twin)
             pair = (twin, mine) if side else (mine, twin)
             self.pairs.append((Pair(pair[0].entry, pair[1].entry), _measures(*pair)))
             return
@@ -90,6 +91,8 @@ class Lockstep:
             with self._condition:
                 self._pass_on(side)
             self._wait(side)
+        if shown.values is not None and entry.summary is None:
+            entry.summary = fetch([summarize(shown.values)])[0]
         shown.values = None  # from now on it may be written over
 
     def _entry(
@@ -105,7 +108,6 @@ class Lockstep:
         if isinstance(values, str):
             entry.why = str(values)
             return entry, None
-        entry.summary = fetch([summarize(values)])[0]
         return entry, values
 
     def _pass_on(self, side: int) -> None:
@@ -119,6 +121,25 @@ class Lockstep:
     def _wait(self, side: int) -> None:
         with self._condition:
             self._condition.wait_for(lambda: self._turn == side)
+
+
+def _summarize(*pair: _Shown) -> None:
+    """Finds the ranges and norms of two tensors; equal ones are read once."""
+    for shown in pair:
+        values, first = shown.values, pair[0]
+        if values is None or shown.entry.summary is not None:
+            continue
+        if shown is not first and _is_equal(first.values, values):
+            shown.entry.summary = first.entry.summary
+        else:
+            numbers = summarize(values, has_sums=pair[1].values is None)
+            shown.entry.summary = fetch([numbers])[0]
+
+
+def _is_equal(first: torch.Tensor | None, second: torch.Tensor) -> bool:
+    if first is None or first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    return first.device == second.device and torch.equal(first, second)
 
 
 def _measures(mine: _Shown, its: _Shown) -> Measures | None:

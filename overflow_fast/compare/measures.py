@@ -10,7 +10,7 @@ import torch
 from .summary import Summary
 
 _CHUNK = 2**18  # elements that are read at once
-_MAX_ULPS = 2**12  # elements whose distances in ULPs are sorted
+_MAX_ULPS = 2**10  # elements whose distances in ULPs are sorted
 
 
 @dataclass(frozen=True)

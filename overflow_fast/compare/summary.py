@@ -99,25 +99,32 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
     return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
-def summarize(values: torch.Tensor, part: Part | None = None) -> torch.Tensor:
+def summarize(
+    values: torch.Tensor, part: Part | None = None, has_sums: bool = True
+) -> torch.Tensor:
     """Computes the numbers of a summary. Does not incur a CPU-GPU sync.
 
     Args:
         values: What `values_of()` returned.
         part: Its place in a tensor that ranks share.
+        has_sums: Whether to compute the fingerprint; else it is 0.
 
     Returns:
         The numbers on the tensor's device, for `fetch()`.
     """
     with torch.no_grad():
-        numbers = _numbers(values, part, wide_dtype(values), False)
+        numbers = _numbers(values, part, wide_dtype(values), False, has_sums)
         if values.device.type == "cpu" and not numbers[2].isfinite():
-            numbers = _numbers(values, part, torch.float64, True)
+            numbers = _numbers(values, part, torch.float64, True, has_sums)
         return numbers
 
 
 def _numbers(
-    values: torch.Tensor, part: Part | None, wide: torch.dtype, is_slow: bool
+    values: torch.Tensor,
+    part: Part | None,
+    wide: torch.dtype,
+    is_slow: bool,
+    has_sums: bool,
 ) -> torch.Tensor:
     """Low, high, squares, counts of nan and inf, and the fingerprint, in one tensor."""
     device = values.device
@@ -131,7 +138,8 @@ def _numbers(
             zero = chunk.new_zeros(())
             stat = torch.stack([*chunk.aminmax(), chunk.dot(chunk), zero, zero])
         found.append(stat)
-        sums.add(chunk, index)
+        if has_sums:
+            sums.add(chunk, index)
     if not found:
         nan, zero = torch.full((2,), math.nan, dtype=wide), torch.zeros(3, dtype=wide)
         return torch.cat([nan, zero, torch.zeros(WIDTH, dtype=wide)]).to(device)

@@ -60,6 +60,7 @@ class Tap:
         self, model: nn.Module, sink: Sink, is_one_thread: bool = False
     ) -> None:
         self._model, self._sink = model, sink
+        self._lock = threading.RLock()
         self._names = dict(to_hook(model))
         self._handles: list[RemovableHandle] = []
         self._is_on = False
@@ -70,10 +71,15 @@ class Tap:
     def begin_step(self) -> None:
         """Counts calls and tensors anew."""
         self._calls: dict[tuple[str, bool], int] = {}
-        self._stack: list[_Running] = []
+        self._stacks: dict[int, list[_Running]] = {}  # of each thread
         self._number = 0
         self._known: dict[Any, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._watched: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    @property
+    def _stack(self) -> list[_Running]:
+        """The calls that run in this thread, the outermost first."""
+        return self._stacks.setdefault(threading.get_ident(), [])
 
     def __enter__(self) -> Tap:
         for module in self._names:
@@ -208,13 +214,14 @@ class Tap:
             self._isolated(self._show, place, gradient)
 
     def _show(self, place: Place, tensor: torch.Tensor) -> None:
-        key = _identity(tensor)
-        known = self._known.get(key)
-        same = known[1] if known is not None and known[0]() is not None else None
-        if same is None and key is not None:
-            self._known[key] = weakref.ref(tensor), self._number
-        self._sink(place, tensor, same)
-        self._number += 1
+        with self._lock:
+            key = _identity(tensor)
+            known = self._known.get(key)
+            same = known[1] if known is not None and known[0]() is not None else None
+            if same is None and key is not None:
+                self._known[key] = weakref.ref(tensor), self._number
+            self._sink(place, tensor, same)
+            self._number += 1
 
 
 def _identity(tensor: torch.Tensor) -> Any:

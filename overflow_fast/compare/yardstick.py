@@ -51,6 +51,7 @@ class Yardstick:
         self._weights: dict[str, tuple[tuple[int, ...], float]] = {}
         self._known: dict[int, tuple[float, float]] = {}
         self._gradients: dict[str, float] = {}
+        self._incoming = 0.0  # the norm of the gradient that was last computed
         self._forward, self._backward = Flow(), Flow()
 
     def judge(self, row: Difference, pair: Pair) -> None:
@@ -117,7 +118,13 @@ class Yardstick:
         if place.role == "parameter_gradient":
             self._decide(row, variance, flow, self._sums_to(place.module, row, norm))
             return
-        self._decide(row, variance, flow, 1.0)
+        # What cancels, as behind a softmax, is small beside what it was computed from.
+        factor = max(1.0, self._incoming / norm) if norm else math.inf
+        self._incoming = norm
+        lone = 1 / math.sqrt(max(1, math.prod(row.shapes[1])))  # one sign that changed
+        least = lone if self._forward.relative else 0.0
+        source = Flow(max(flow.relative, least))
+        self._decide(row, variance, source, factor)
         self._note(row, pair, variance)
         flow.add(row.relative, variance)
         known = self._gradients.get(place.module, 0.0)
@@ -182,13 +189,13 @@ class Yardstick:
         if not row.measures.is_exact:
             row.explained = math.hypot(row.explained, _PRINT_ERROR)
         limit = flagged * max(row.explained, flow.relative * factor)
-        if is_mask(row):
+        if not row.relative and not is_odd(row):
+            row.verdict = EQUAL
+        elif is_mask(row):
             row.notes.append("a mask: the lowest number of its dtype is in it")
             row.verdict = ROUNDING
         elif is_odd(row):
             row.verdict = INHERITED if math.isinf(flow.relative) else MADE_HERE
-        elif not row.relative:
-            row.verdict = EQUAL
         elif row.relative >= limit and limit < math.inf:
             row.verdict = MADE_HERE
         else:

@@ -270,3 +270,69 @@ def test_what_is_no_recording_is_an_error(tmp_path):
     (tmp_path / "rank-0.jsonl").write_text('{"kind": "recording", "schema": 99}\n')
     with pytest.raises(overflow_fast.RecordingError, match="has schema 99, newer"):
         overflow_fast.compare(tmp_path, tmp_path)
+
+
+class Masked(torch.nn.Module):
+    """Attention scores under a mask of the lowest numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores = Scores()
+
+    def forward(self, x):
+        mask = torch.zeros(x.shape[-1]).masked_fill(torch.arange(x.shape[-1]) > 2, -1)
+        mask = mask.to(x.dtype) * torch.finfo(x.dtype).max
+        return self.scores(x, mask).float().sum()
+
+
+class Scores(torch.nn.Module):
+    def forward(self, x, mask):
+        return (x + mask).softmax(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masks_are_not_judged(compared, dtype):
+    x = batch().requires_grad_()
+    diff = compared(Masked(), Masked(), x.detach().to(dtype).requires_grad_(), x)
+    assert diff.first is None, diff
+    row = next(r for r in diff.rows if str(r.place) == "scores: input[1]")
+    assert row.verdict == "rounding" and "a mask" in row.notes[0]
+    same = compared(Masked(), Masked(), x, x)
+    assert same.counts()["equal"] == len(same.rows)
+
+
+def test_a_sign_that_changes_before_a_relu_is_no_difference(compared):
+    def net(shift):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+        model.append(torch.nn.Linear(64, 64)).append(Mean())
+        # An output that rounding moves over 0: its whole gradient comes or goes.
+        model[0].register_forward_hook(
+            lambda m, a, out: torch.cat([out[:, :1] * 0 + shift, out[:, 1:]], 1)
+        )
+        return model
+
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    diff = compared(net(1e-9), net(-1e-9), x)
+    assert diff.first is None, diff
+    assert any(row.verdict == "inherited" for row in diff.rows)
+
+
+class Mean(torch.nn.Module):
+    def forward(self, x):
+        return x.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_peft_are_looked_through(compared):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["up"], r=2)
+    adapted = peft.get_peft_model(tower(), config)
+    diff = compared(adapted, tower())
+    assert diff.first is None, diff
+    names = {str(row.place): row for row in diff.rows}
+    row = names["base_model.model.blocks.1.up.base_layer.weight: parameter"]
+    assert row.reference_name == "blocks.1.up.weight: parameter"
+    assert names["base_model.model.blocks.1: output"].relative < 1e-6
+    matched = [row for row in diff.rows if row.place.phase != "backward"]
+    assert len(matched) > 70

@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 
 import pytest
 import torch
@@ -174,6 +175,18 @@ def test_a_full_disk_ends_the_recording_alone(folder, monkeypatch, caplog):
     with overflow_fast.recording(folder, model):
         model(batch()).backward()
     assert "Recording to" in caplog.text and model.head.weight.grad is not None
+
+
+def test_threads_may_call_the_model_at_once(folder, caplog):
+    model = tower()
+    with overflow_fast.recording(folder, model):
+        calls = [threading.Thread(target=model, args=(batch(),)) for _ in range(4)]
+        for call in calls:
+            call.start()
+        for call in calls:
+            call.join()
+    assert caplog.text == "" and lines_of(folder)[-1]["failures"] == []
+    assert sum(row["role"] == "output" for row in rows_of(folder)) == 4 * 28
 
 
 def test_nothing_is_written_over(folder):
