@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ..core.names import named_modules
 from ..precision.recast import expected_error
 from ..replay.places import Frames, code_at, users_frames
 from ..torch_internals.replay_internals import TorchDispatchMode
+from ..torch_internals.tensor_internals import pytree
 from .judged_rows import coarser, epsilon
 from .measures import estimated
 from .summary import Summary, fetch, summarize, values_of
@@ -54,7 +54,7 @@ class _Ops(TorchDispatchMode):
 
 def _summaries(output: Any) -> list[tuple[Summary, str]]:
     found = []
-    for each in tree_leaves(output):
+    for each in pytree.tree_leaves(output):
         if isinstance(each, torch.Tensor) and each.dtype.is_floating_point:
             values = values_of(each)
             if not isinstance(values, str):

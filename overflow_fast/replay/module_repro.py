@@ -15,6 +15,11 @@ from torch import nn
 
 from ..core.tensors import has_memory
 from ..recording.unseen import unseen
+from ..torch_internals.module_internals import (
+    own_buffers,
+    own_parameters,
+    submodules,
+)
 from . import rebuilt
 from .explanation import Artifact, Explanation
 from .module_call import ModuleCall
@@ -100,11 +105,11 @@ class _Writer:
         return {
             "class": self._name_of(type(module)),
             "attributes": {name: self.value(value) for name, value in own.items()},
-            "parameters": self._keys(module._parameters),
-            "buffers": self._keys(module._buffers),
+            "parameters": self._keys(own_parameters(module)),
+            "buffers": self._keys(own_buffers(module)),
             "modules": {
                 name: None if each is None else self.module(each)
-                for name, each in module._modules.items()
+                for name, each in submodules(module).items()
             },
         }
 

@@ -106,9 +106,8 @@ def test_the_histogram_counts_by_exponent(tmp_path):
 
 
 def test_an_installed_package_has_the_files_of_the_page():
-    listed = re.search(
-        r"^overflow_fast = (\[.*?\])$", (ROOT / "pyproject.toml").read_text(), re.M
-    )
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = re.search(r"^overflow_fast = (\[.*?\])$", text, re.M | re.S)
     patterns = re.findall(r'"([^"]+)"', listed[1])
     package = ROOT / "overflow_fast"
     for path in (package / "page").iterdir():

@@ -43,7 +43,7 @@ PRIVATE = re.compile(
 NOT_OF_TORCH = {
     *("_fields", "_asdict", "_getframe", "_overflow_fast_original"),
     *("_batches_that_stepped", "_should_accumulate", "_logger_connector"),
-    "_current_frames",
+    *("_current_frames", "_exit", "_SubParsersAction"),
 }
 CSRC = PACKAGE.parent / "csrc"
 CPP_ROOM = CSRC / "torch_internals"
