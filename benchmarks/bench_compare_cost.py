@@ -1,8 +1,15 @@
-"""What do a recording and a comparison of two models cost."""
+"""The cost of a recording and of a comparison of two models.
+
+MSPROBE names a virtual environment that has Ascend's msprobe (PyPI: mindstudio-probe),
+whose dumps are then taken of the same steps.
+"""
 
 from __future__ import annotations
 
 import copy
+import json
+import os
+import resource
 import statistics
 import sys
 import tempfile
@@ -19,9 +26,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import overflow_fast
 
 ROUNDS = 2 if QUICK else 3
+HOME = os.environ.get("MSPROBE", "")
 COLUMNS = [
     *("model", "batch", "rows", "step s", "fingerprints", "bytes"),
-    *("tensors", "bytes with tensors", "compare_live", "shadow"),
+    *("tensors", "bytes with tensors", "compare_live", "shadow", "memory"),
+    *("msprobe statistics", "its bytes", "msprobe tensors", "bytes of these"),
 ]
 NOTES = (
     "A training step (forward, backward) of models from their configs, float32, one "
@@ -29,8 +38,12 @@ NOTES = (
     "bare one, medians of alternating rounds (goal for fingerprints: below 1.3). "
     "`compare_live`: CPU time of the comparison of two equal models, gradients "
     "included, over that of their two steps (goal: below 1.2); `shadow`: of a bfloat16 "
-    "model with its float32 copy, over a step of each. A row is about 1.4 KB: a step "
-    "of Llama 2 7B has 2,500 of them at most, 3.5 MB a rank (by arithmetic, not run)."
+    "model with its float32 copy, over a step of each. `memory`: how much more a "
+    "process holds at most while `compare_live` runs than while the two steps run in "
+    "turn (for comparison, the tensors of one step are `bytes with tensors`). "
+    "`msprobe`: its dump of the same step at its level `mix`, as above. A row is about "
+    "1.4 KB: a step of Llama 2 7B has 2,500 of them at most, 3.5 MB a rank (by "
+    "arithmetic, not run)."
 )
 
 
@@ -66,7 +79,61 @@ def seconds(function: Callable[[], Any]) -> float:
 
 
 def size_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir())
+    return sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
+
+
+def in_fork(function: Callable[[], Any]) -> Any:
+    """What a function returns in a forked process, as JSON gives it back."""
+    reads, writes = os.pipe()
+    if not os.fork():
+        with open(writes, "w") as file:
+            json.dump(function(), file)
+        os._exit(0)
+    os.close(writes)
+    with open(reads) as file:
+        found = json.load(file)
+    os.wait()
+    return found
+
+
+def peak_of(function: Callable[[], Any]) -> int:
+    """The bytes that a process holds at most in which a function runs."""
+
+    def run() -> int:
+        function()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    return int(in_fork(run))
+
+
+def msprobe_dump(
+    model: torch.nn.Module, step: Callable[[], Any], task: str
+) -> tuple[str, str]:
+    """The cost and the size of msprobe's dump of a step; "" where it is missing."""
+    sites = [str(path) for path in Path(HOME).glob("lib/python*/site-packages")]
+    if not HOME or not sites:
+        return "", ""
+
+    def run() -> tuple[float, int]:
+        step()
+        bare = statistics.median(seconds(step) for _ in range(ROUNDS))
+        sys.path.extend(sites)  # last, so that torch and numpy stay what they are
+        from msprobe.pytorch import PrecisionDebugger
+
+        with tempfile.TemporaryDirectory() as top:
+            options = {"task": task, "level": "mix", "dump_path": top, "step": [0]}
+            debugger = PrecisionDebugger(**options)
+
+            def dump() -> None:
+                debugger.start(model=model)
+                step()
+                debugger.stop()
+                debugger.step()
+
+            return seconds(dump) / bare, size_of(Path(top))
+
+    ratio, size = in_fork(run)
+    return f"{ratio:.2f}x", size_text(size)
 
 
 def measure(name: str) -> dict[str, Any]:
@@ -106,6 +173,8 @@ def measure(name: str) -> dict[str, Any]:
                 times[key].append(spent)
     median = {key: statistics.median(found) for key, found in times.items()}
     bare = median["bare"]
+    more = peak_of(functions["live"]) - peak_of(lambda: (step(), step(other)))
+    dumps = [msprobe_dump(model, step, task) for task in ("statistics", "tensor")]
     rows = overflow_fast.compare_live(model, other, batch, backward=True).rows
     return {
         "model": name,
@@ -118,6 +187,11 @@ def measure(name: str) -> dict[str, Any]:
         "bytes with tensors": size_text(sizes[True]),
         "compare_live": f"{median['live'] / (2 * bare):.2f}x",
         "shadow": f"{median['shadow'] / (bare + median['bare half']):.2f}x",
+        "memory": size_text(max(0, more)),
+        "msprobe statistics": dumps[0][0],
+        "its bytes": dumps[0][1],
+        "msprobe tensors": dumps[1][0],
+        "bytes of these": dumps[1][1],
     }
 
 

@@ -1,10 +1,11 @@
-"""The variables that a function takes from around it: its batch."""
+"""The variables that a function takes from around it: its batch, and the others."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ _MAX_DEPTH = 3
 
 class Captured:
     """A function without arguments, which can be called with other data.
+
+    It is called with what its variables held when this was made: a loop has given them
+    the next batch since. So are the functions of its module that it calls.
 
     Args:
         function: The function. What it reads from variables around it, or has as
@@ -35,12 +39,18 @@ class Captured:
                 self._add(key, each)
             plain = function.func
         self._plain = plain if isinstance(plain, types.FunctionType) else None
+        self._held: dict[types.FunctionType, dict[str, Any]] = {}
         if self._plain is not None:
-            self._add_variables(self._plain)
+            self._hold(self._plain, 0)
+            for each in self._held.values():
+                for name, value in each.items():
+                    self._add(name, value)
+            self._add_defaults(self._plain)
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
         """Calls the function, with values in place of its variables'."""
-        if all(values[name] is each for name, each in self.values.items()):
+        is_same = all(values[name] is each for name, each in self.values.items())
+        if is_same and not any(map(self._is_rebound, self._held)):
             return self._function()
         function: Any = self._plain
         args: list[Any] = []
@@ -54,16 +64,24 @@ class Captured:
             function = self._with(self._plain, values)
         return function(*args, **keywords)
 
-    def _add_variables(self, function: types.FunctionType) -> None:
-        names = function.__code__.co_freevars
-        for name, cell in zip(names, function.__closure__ or (), strict=True):
-            try:
-                self._add(name, cell.cell_contents)
-            except ValueError:  # not assigned yet
-                continue
-        for name in function.__code__.co_names:
-            if name in function.__globals__:
-                self._add(name, function.__globals__[name])
+    def _hold(self, function: types.FunctionType, depth: int) -> None:
+        """Holds the variables of a function, and of those of its module among them."""
+        held = self._held[function] = dict(_variables(function))
+        if depth == _MAX_DEPTH:
+            return
+        for each in held.values():
+            if isinstance(each, types.FunctionType) and each not in self._held:
+                if each.__globals__ is not function.__globals__:
+                    continue
+                self._hold(each, depth + 1)
+
+    def _is_rebound(self, function: types.FunctionType) -> bool:
+        """Tells whether a variable of a function holds another object by now."""
+        now = dict(_variables(function))
+        held = self._held[function]
+        return any(k not in now or now[k] is not each for k, each in held.items())
+
+    def _add_defaults(self, function: types.FunctionType) -> None:
         count = len(function.__defaults__ or ())
         last = function.__code__.co_varnames[: function.__code__.co_argcount]
         for name, each in zip(
@@ -76,25 +94,77 @@ class Captured:
             self.values[name] = value
 
     def _with(
-        self, function: types.FunctionType, values: Mapping[str, Any]
+        self,
+        function: types.FunctionType,
+        values: Mapping[str, Any],
+        copies: dict[types.FunctionType, types.FunctionType] | None = None,
     ) -> types.FunctionType:
-        code = function.__code__
-        cells = tuple(
-            types.CellType(values[name]) if name in values else cell
-            for name, cell in zip(
-                code.co_freevars, function.__closure__ or (), strict=True
-            )
+        """A copy of a function with what it held, but for these values."""
+        copies = {} if copies is None else copies
+        code, around = function.__code__, dict(function.__globals__)
+        cells = {name: types.CellType() for name in code.co_freevars}
+        copy = types.FunctionType(
+            code, around, function.__name__, None, tuple(cells.values())
         )
-        around = {**function.__globals__, **values}
-        copy = types.FunctionType(code, around, function.__name__, None, cells)
+        copies[function] = copy
+        for name, each in zip(
+            code.co_freevars, function.__closure__ or (), strict=True
+        ):
+            with contextlib.suppress(ValueError):  # not assigned yet
+                cells[name].cell_contents = each.cell_contents
+        for name, held in self._held[function].items():
+            each = self._instead(name, held, values, copies)
+            if name in cells:
+                cells[name].cell_contents = each
+            else:
+                around[name] = each
         last = code.co_varnames[: code.co_argcount]
         defaults = function.__defaults__ or ()
         names = last[len(last) - len(defaults) :]
         copy.__defaults__ = tuple(
-            values.get(name, each) for name, each in zip(names, defaults, strict=True)
+            self._instead(name, each, values, copies)
+            for name, each in zip(names, defaults, strict=True)
         )
         copy.__kwdefaults__ = function.__kwdefaults__
         return copy
+
+    def _instead(
+        self,
+        name: str,
+        held: Any,
+        values: Mapping[str, Any],
+        copies: dict[types.FunctionType, types.FunctionType],
+    ) -> Any:
+        """What a copy of a function reads in place of what it held."""
+        if name in values and held is self.values.get(name):
+            return values[name]
+        if isinstance(held, types.FunctionType) and held in self._held:
+            return copies[held] if held in copies else self._with(held, values, copies)
+        return held
+
+
+def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The variables from around a function that it can read, and what they hold."""
+    names = function.__code__.co_freevars
+    for name, cell in zip(names, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    around = function.__globals__
+    for name in _global_names(function.__code__):
+        if name in around:
+            yield name, around[name]
+
+
+@functools.lru_cache(maxsize=256)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    """Names in a code and in the functions and comprehensions within it."""
+    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    names = dict.fromkeys(
+        [*code.co_names, *(n for i in inner for n in _global_names(i))]
+    )
+    return tuple(names)
 
 
 def _holds_tensors(value: Any, depth: int = 0) -> bool:

@@ -489,3 +489,63 @@ def test_wrong_arguments(arguments, message):
 def test_run_takes_a_function():
     with pytest.raises(TypeError, match="function must be callable, got Tensor"):
         OverflowGuard(*make()).run(torch.ones(1))
+
+
+# What a function reads is what it read in the step.
+
+ACCUMULATED = """
+import torch
+from torch import nn
+
+model = nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batches = [torch.ones(3, 2) for _ in range(4)]
+batches[1][2] = float("nan")
+scale = 1.0
+
+
+def loss_of():
+    return (model(x) * scale).mean()
+
+
+def train(guard, way):
+    global x, scale
+    for i, x in enumerate(batches):
+        scale = float(i == 1)
+        if way == "globals":
+            loss = guard.run(lambda: (model(x) * scale).mean())
+        elif way == "function":
+            loss = guard.run(loss_of)
+        elif way == "nested":
+            loss = guard.run(lambda: loss_of() / 4)
+        elif way == "index":
+            loss = guard.run(lambda: sum(model(batches[i]).mean() for _ in range(1)))
+        loss.backward()
+    if way != "index":
+        del x
+    optimizer.step()
+
+
+def train_cells(guard):
+    for x in batches:
+        inner = lambda: model(x).mean()
+        guard.run(lambda: inner() / 4).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("way", ["globals", "function", "nested", "index", "cells"])
+def test_a_loop_that_has_gone_on_does_not_change_the_replay(way, tmp_path):
+    path = tmp_path / "accumulated.py"
+    path.write_text(ACCUMULATED)
+    space = {"__name__": "accumulated"}
+    exec(compile(ACCUMULATED, str(path), "exec"), space)
+    guard = OverflowGuard(space["model"], space["optimizer"])
+    with pytest.raises(NonFiniteError) as error:
+        if way == "cells":
+            space["train_cells"](guard)
+        else:
+            space["train"](guard, way)
+    found = error.value.report.explanation
+    assert (found.phase, found.cause) == ("data", "bad data"), found
+    assert found.sample == 2 or way == "index"
