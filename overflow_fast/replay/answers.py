@@ -8,7 +8,7 @@ from ..core.devices import place_of
 from ..core.wrapped import reduces
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replay_internals import active_modes
-from .explanation import Explanation
+from .explanation import NOT_REPLAYED, Explanation
 from .finding import first_bad_weight
 from .flagged import explain_flag
 from .incident import Incident
@@ -142,10 +142,7 @@ class Answers:
                 return Explanation(notes=[self._outside()])
             if not is_told and _are_all(incident, first):
                 return Explanation(evidence=found.evidence, notes=[_ALL_BAD])
-            found.notes.append(
-                "Code between backward and the optimizer's step (clipping, unscaling, "
-                "communication) was not replayed."
-            )
+            found.notes.append(NOT_REPLAYED)
         if not is_gradient and found.module:
             self._ask_elsewhere(found)
         found.notes.append(f"It ran on {self._places()}.")

@@ -17,6 +17,11 @@ CAUSES = (
     *("bad data", "bad weights", "divergence", "not reproducible"),
     *("only in compiled code", "unknown"),
 )
+# Of gradients: what stands between backward and the optimizer is not run again.
+NOT_REPLAYED = (
+    "Code between backward and the optimizer's step (clipping, unscaling, "
+    "communication) was not replayed."
+)
 _MAX_LINES = 8
 _MAX_CODE = 60
 _FEW = 3
@@ -130,6 +135,11 @@ class Explanation:
     seconds: float = 0.0
     remedies: list[Remedy] = field(default_factory=list)
     artifacts: list[Artifact] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def is_transient(self) -> bool:
+        """Tells whether the whole step was run again, and was finite then."""
+        return self.cause == "not reproducible" and NOT_REPLAYED not in self.notes
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "artifacts": []}  # they stay on this rank

@@ -18,11 +18,14 @@ def exit_code_of(explanation: Explanation | None, is_repeated: bool) -> int:
             not help, and no launcher must be told to try one more.
 
     Returns:
-        16 if the replay gave it again, 17 if the replay was finite, else 1.
+        16 if the replay gave it again, 17 if the whole step was replayed and finite,
+        else 1.
     """
     if is_repeated or explanation is None:
         return OTHERWISE
-    if explanation.cause == "not reproducible":
+    if explanation.is_transient:
         return TRANSIENT
+    if explanation.cause == "not reproducible":
+        return OTHERWISE  # code that was not replayed may have made it
     is_known = explanation.op is not None or bool(explanation.phase)
     return DETERMINISTIC if is_known else OTHERWISE

@@ -15,6 +15,7 @@ from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.replay.explanation import Explanation
 from overflow_fast.replay.named_op import Op
 from overflow_fast.report.blame import Place
+from overflow_fast.replay.explanation import NOT_REPLAYED
 from overflow_fast.report.exit_code import exit_code_of
 from overflow_fast.report.suspects import LoggedIncident, read_incidents, suspects_of
 
@@ -151,6 +152,8 @@ def test_exit_codes():
     assert exit_code_of(Explanation("forward", "range overflow", op=op), False) == 16
     assert exit_code_of(Explanation("data", "bad data"), False) == 16
     assert exit_code_of(Explanation("forward", "not reproducible"), False) == 17
+    partly = Explanation("backward", "not reproducible", notes=[NOT_REPLAYED])
+    assert exit_code_of(partly, False) == 1  # clipping of one's own may have made it
     assert exit_code_of(Explanation(notes=["not replayed"]), False) == 1
     assert exit_code_of(None, False) == 1
     assert exit_code_of(Explanation("forward", "not reproducible"), True) == 1
