@@ -18,8 +18,8 @@ from overflow_fast import OverflowGuard
 
 COLUMNS = ["dtype", "what", "step ms", "takes ms", "steps", "forwards", "a step"]
 NOTES = (
-    "GPT-2 small, 2 texts of 128 tokens, fused AdamW, all threads. An explanation is of "
-    "a step whose feed-forward overflows in the middle of the model (its weights are "
+    "GPT-2 small, 2 texts of 128 tokens, fused AdamW, all threads. An explanation is "
+    "of a step whose feed-forward overflows in the middle of the model (weights are "
     "scaled): replays, the table of operations, the sample, and the remedies that are "
     "tried; it comes once for an incident. `ops_every` looks inside every operation of "
     "one clean step in N: `a step` is its share with N = 100. Medians of steps of one "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.eagerly import run_eagerly
 from ..core.restore import devices_of, has_drawn, random_states
 from ..core.tensors import loss_in
 from ..recording.unseen import unseen
@@ -181,8 +181,7 @@ def _calm(model: nn.Module) -> Iterator[None]:
         stack.enter_context(unseen([model]))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(run_eagerly())
         torch.clear_autocast_cache()
         stack.callback(torch.clear_autocast_cache)
         yield

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
+from ..core.eagerly import run_eagerly
 from ..torch_internals.replay_internals import no_dispatch
 from .kept_call import KeptCall
 from .kinds import NEGATIVE_INF, is_float, tensors_in
@@ -37,8 +36,7 @@ def armed(
     leaves += [Leaf("gradient", "", held) for held in call.held.values()]
     outcome.table = OpTable(modules, leaves, keeps_calls)
     with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(run_eagerly())
         stack.enter_context(modules)
         stack.enter_context(outcome.table)
         yield

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.eagerly import run_eagerly
 from ..core.selection import Selection, check_patterns
 from ..core.tensors import loss_in
 from ..recording.schedule import ScanLevel
@@ -172,7 +173,7 @@ class SelfTest:
         tensors.begin_round()
         with everything_kept(self._models()):
             try:
-                with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+                with torch.enable_grad(), run_eagerly():
                     loss = _checked(self._loss(self._batch))
                     if loss.requires_grad:
                         loss.backward()  # type: ignore[no-untyped-call]
