@@ -16,7 +16,7 @@ from ..guard.policy import ACTIONS
 _LONG = 150  # characters of a sentence
 # An object, a mapping or ranges cannot be typed.
 _WITHOUT_OPTION = ("process_group", "allow", "metrics", "ranges")
-_SEVERAL = ("watch", "include", "exclude", "checkpoints")
+_SEVERAL = ("include", "exclude", "checkpoints")
 
 
 def add_guard_options(parser: argparse.ArgumentParser) -> None:
@@ -58,11 +58,12 @@ def _documented() -> dict[str, str]:
     """The first sentence about each argument."""
     text = inspect.cleandoc(GuardConfig.__doc__ or "").partition("Attributes:\n")[2]
     entries = re.findall(r"^    (\w+): (.*?)(?=^    \w|\Z)", text, re.M | re.S)
-    return {
-        name: _first_sentence(" ".join(told.split()))
-        + "; separated by commas" * (name in _SEVERAL)
-        for name, told in entries
-    }
+    found = {name: _first_sentence(" ".join(told.split())) for name, told in entries}
+    for name in _SEVERAL:
+        typed = re.sub(r'\["(.*?)"\]', r"\1", found[name])
+        found[name] = f"{typed}; separated by commas"
+    found["watch"] += "; or the kinds of tensors to check, separated by commas"
+    return found
 
 
 def _first_sentence(text: str) -> str:

@@ -161,4 +161,4 @@ def test_another_word_than_none_is_refused(option, why, capsys):
 def test_help_says_what_is_separated_by_commas(name):
     actions = commands()["run"]._actions
     (option,) = [each for each in actions if f"--{name}" in each.option_strings]
-    assert option.help.endswith("; separated by commas")
+    assert option.help.endswith("separated by commas")
