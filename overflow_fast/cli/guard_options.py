@@ -16,6 +16,7 @@ from ..guard.policy import ACTIONS
 _LONG = 150  # characters of a sentence
 # An object, a mapping or ranges cannot be typed.
 _WITHOUT_OPTION = ("process_group", "allow", "metrics", "ranges")
+_SEVERAL = ("include", "exclude", "checkpoints")
 
 
 def add_guard_options(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +58,12 @@ def _documented() -> dict[str, str]:
     """The first sentence about each argument."""
     text = inspect.cleandoc(GuardConfig.__doc__ or "").partition("Attributes:\n")[2]
     entries = re.findall(r"^    (\w+): (.*?)(?=^    \w|\Z)", text, re.M | re.S)
-    return {name: _first_sentence(" ".join(told.split())) for name, told in entries}
+    found = {name: _first_sentence(" ".join(told.split())) for name, told in entries}
+    for name in _SEVERAL:
+        typed = re.sub(r'\["(.*?)"\]', r"\1", found[name])
+        found[name] = f"{typed}; separated by commas"
+    found["watch"] += "; or the kinds of tensors to check, separated by commas"
+    return found
 
 
 def _first_sentence(text: str) -> str:
@@ -73,6 +79,10 @@ def _kind(name: str, annotation: str) -> dict[str, Any]:
         return {"choices": ACTIONS}
     if name == "watch":
         return {"type": _watch, "metavar": "tripwire|KIND,..."}
+    if name == "on_spike":
+        return {"type": _on_spike, "metavar": "{warn,skip,none}"}
+    if name == "saturation":
+        return {"type": _saturation, "metavar": "X|none"}
     if name == "explain":
         return {"type": _explain, "metavar": "{auto,true,false}"}
     if annotation == "bool":
@@ -80,7 +90,8 @@ def _kind(name: str, annotation: str) -> dict[str, Any]:
     if annotation.startswith("Literal"):
         return {"choices": tuple(re.findall(r"['\"](\w+)['\"]", annotation))}
     if annotation.startswith("Sequence"):
-        return {"type": _several, "metavar": "PATTERN,..."}
+        unit = "PATH" if "Path" in annotation else "PATTERN"
+        return {"type": _several, "metavar": f"{unit},..."}
     number: Callable[[str], Any] | None = {"int": int, "float": float}.get(
         annotation.removesuffix(" | None")
     )
@@ -102,3 +113,17 @@ def _explain(text: str) -> bool | str:
     if text not in known:
         raise argparse.ArgumentTypeError("must be auto, true or false")
     return known[text]
+
+
+def _on_spike(text: str) -> str | None:
+    known = {"warn": "warn", "skip": "skip", "none": None}
+    if text not in known:
+        raise argparse.ArgumentTypeError("must be warn, skip or none")
+    return known[text]
+
+
+def _saturation(text: str) -> float | None:
+    try:
+        return None if text == "none" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError("must be a number or none") from None

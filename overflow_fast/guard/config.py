@@ -137,8 +137,8 @@ class GuardConfig:
             value, and the cause (`Report.explanation`). "auto": always where the run
             ends; else the first time for each place, at most once in 100 steps. Keeps
             references to each batch until its step is judged. Not with `sync="lagged"`.
-        explain_budget: The number of forwards that an explanation may run, and as many
-            again to try remedies; None for 8.
+        explain_budget: The number of forwards that may find the cause, as many that try
+            remedies, and as many more that add a change to one; None for 8.
         replay_safe: False: the forward has effects outside of modules that must not
             happen twice, such as taking data from a loader. Nothing is run again then;
             explanations say what is known without.

@@ -10,6 +10,7 @@ from processes import python
 from overflow_fast import __version__
 from overflow_fast.__main__ import main
 from overflow_fast.cli.command_line import make_parser
+from overflow_fast.cli.guard_options import guard_arguments
 
 SCRIPT = """
 import sys
@@ -124,3 +125,40 @@ def test_the_demo_without_transformers_says_what_to_install(monkeypatch, capsys)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["demo"]) == 2
     assert "pip install transformers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "value"),
+    [
+        ("on_spike", "none", None),
+        ("on_spike", "skip", "skip"),
+        ("saturation", "none", None),
+        ("saturation", "0.5", 0.5),
+        ("include", "h.*,ln", ["h.*", "ln"]),
+        ("checkpoints", "a.pt,b.pt", ["a.pt", "b.pt"]),
+    ],
+)
+def test_an_option_of_the_guard_is_read(option, text, value):
+    typed = ["run", f"--{option.replace('_', '-')}", text, "train.py"]
+    assert guard_arguments(make_parser().parse_args(typed)) == {option: value}
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ("--on-spike", "must be warn, skip or none"),
+        ("--saturation", "must be a number or none"),
+    ],
+)
+def test_another_word_than_none_is_refused(option, why, capsys):
+    with pytest.raises(SystemExit) as status:
+        make_parser().parse_args(["run", option, "never", "train.py"])
+    assert status.value.code == 2
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["watch", "include", "exclude", "checkpoints"])
+def test_help_says_what_is_separated_by_commas(name):
+    actions = commands()["run"]._actions
+    (option,) = [each for each in actions if f"--{name}" in each.option_strings]
+    assert option.help.endswith("separated by commas")
