@@ -25,6 +25,11 @@ _NOT_REDUCED = (
     "Each rank's own gradients are finite in the replay; what ranks make of them "
     "together (DDP's reduction, communication hooks) was not replayed."
 )
+_MASKED = "An output holds -inf, and nothing worse: a mask may be meant by it."
+_NO_LOSS = (
+    "The forward is finite. Backward was not run: neither `loss` nor the model "
+    "returned a number that requires a gradient."
+)
 _GIVEN_BAD = "The gradient that the model's output was given is non-finite."
 _ALL_BAD = (
     "All gradients are non-finite, and the replayed backward is finite: code between "
@@ -57,9 +62,7 @@ class Answers:
         incident = self._incident
         if incident is None:
             found = first_bad_weight(self._rerun.models, "parameter", "buffer")
-            return found or Explanation(
-                cause="not reproducible", evidence=["the step is finite when it is run"]
-            )
+            return found or _finite(first)
         if incident.is_of_flag:
             return explain_flag(self._rerun)
         if incident.kind == "buffer":
@@ -212,6 +215,15 @@ class Answers:
         else:
             why = "what backward was called on is not known"
         return f"Backward was not replayed: {why}. Use `guard.run(lambda: loss)`."
+
+
+def _finite(outcome: Outcome) -> Explanation:
+    """Describes a step that nobody watched, and that is finite."""
+    notes = [_MASKED] * outcome.has_mask + [_NO_LOSS] * (not outcome.has_backward)
+    if notes:
+        return Explanation(notes=notes)
+    evidence = ["the step is finite when it is run"]
+    return Explanation(cause="not reproducible", evidence=evidence)
 
 
 def _are_all(incident: Incident, clean: Outcome) -> bool:

@@ -135,7 +135,7 @@ class Captured:
         values: Mapping[str, Any],
         copies: dict[types.FunctionType, types.FunctionType],
     ) -> Any:
-        """What a copy of a function reads in place of what it held."""
+        """Returns what a copy of a function reads in place of what it held."""
         if name in values and held is self.values.get(name):
             return values[name]
         if isinstance(held, types.FunctionType) and held in self._held:

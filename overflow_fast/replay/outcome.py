@@ -20,6 +20,7 @@ class Outcome:
         bad_gradients: The names of parameters whose gradients are non-finite.
         bad_buffers: Those of buffers that became non-finite.
         has_backward: Whether there was a backward.
+        has_mask: Whether an output that is no loss has a -inf, which may be meant.
         bad_call: Which of the kept calls was the first bad one, or -1.
         gradients: The gradients of the parameters, by their names.
         table: The operations, if there was a table.
@@ -35,6 +36,7 @@ class Outcome:
     bad_gradients: list[str] = field(default_factory=list)
     bad_buffers: list[str] = field(default_factory=list)
     has_backward: bool = False
+    has_mask: bool = False
     bad_call: int = -1
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     table: OpTable | None = None

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..core.restore import KeptState
+from ..core.tensors import loss_in
 from ..core.wrapped import local_part, without_reduction
 from ..recording.unseen import unseen
 from ..torch_internals.replay_internals import no_dispatch
@@ -48,13 +49,11 @@ class Rerun:
         team: Team,
         keeps_calls: bool = False,
     ) -> None:
-        self.models = models
-        self.calls = list(calls)
-        self.team = team
+        self.models, self.calls, self.team = models, list(calls), team
         self._state = state
         self._keeps_calls = keeps_calls
         self.watched: Change | None = None
-        self.on_output: Callable[[KeptCall, Any], None] | None = None
+        self.on_output: Callable[[KeptCall, Any], object] = lambda call, output: None
         self.num_forwards = 0
         self._written = {id(call) for call in calls if call.is_overwritten()}
         self._bad_before = set(bad_names(self._buffers(), masks=False))
@@ -202,8 +201,7 @@ class Rerun:
                 )
             with call.ambient.applied(self.models.values()):
                 output = call.function(call.batch)
-            if self.on_output is not None:
-                self.on_output(call, output)
+            self.on_output(call, output)
             roots = self._look_at(outcome, call, output)
             # Where there are others, they may wait for this rank's part in theirs.
             is_wanted = not (outcome.is_forward and stops and self.team.is_alone)
@@ -219,14 +217,16 @@ class Rerun:
     ) -> list[tuple[Any, Any]]:
         """Looks at what was returned; says what backward is called on."""
         with no_dispatch():
-            roots = loss_and_gradients(call, output)
+            roots, own = loss_and_gradients(call, output), loss_in(output)
             losses = [root for root, _ in roots]
             floats = [t for t in tensors_in(output) if is_float(t) and t.numel()]
             if call.returns_loss and losses:
                 floats = losses  # what else it returned may be masked
             for tensor in floats:
                 kinds = kinds_of(tensor)
-                if kinds and (call.returns_loss or kinds != NEGATIVE_INF):
+                is_loss = call.returns_loss or tensor is own
+                outcome.has_mask |= kinds == NEGATIVE_INF and not is_loss
+                if kinds and (is_loss or kinds != NEGATIVE_INF):
                     outcome.bad_outputs.append(tensor)
             outcome.bad_held = any(kinds_of(gradient) for _, gradient in roots)
             outcome.losses += [root.detach() for root in losses if root.numel() == 1]

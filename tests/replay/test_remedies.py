@@ -457,3 +457,12 @@ def test_a_fresh_run_with_the_remedy_is_finite(name, tmp_path, zoo):
         losses = [loss.item() for _, loss in common.train(case)]
         assert all(map(math.isfinite, losses)), remedy
         assert all(p.isfinite().all() for p in case.model.parameters()), remedy
+
+
+def test_operands_that_need_brackets_get_them(tmp_path):
+    code = "((x * w).half() * 60000 + (x * w).half() * 60000).float().mean()"
+    module, _ = module_of(tmp_path, SOURCE.format(code))
+    found = explained(module.loss_of, torch.ones(3, 2))
+    assert found.cause == "range overflow"
+    assert "does not compile" not in str(found)
+    assert not any("does not compile" in note for note in found.notes)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast import NonFiniteError, OverflowGuard, explain
 
 
 def data():
@@ -109,3 +109,45 @@ def test_what_called_the_guard_is_no_line_of_the_model():
     model[1].weight.data.fill_(1e38)
     found = explained(model, lambda: 1e3 * model(x).mean(), runs=False)
     assert found.op is not None and found.op.line == 0 and not found.op.stack
+
+
+class Ends(nn.Module):
+    """A model that returns its loss, made by a function of a linear layer's output."""
+
+    def __init__(self, end):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.end = end
+
+    def forward(self, x):
+        return self.end(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda h: ((-h.abs() - 1) * 1e5).half().float().mean(),
+        lambda h: torch.log(h * 0).mean(),
+        lambda h: (-h.abs() - 1).mul(1e30).mul(1e30).mean(),
+    ],
+)
+def test_a_loss_of_minus_inf_is_found_in_the_forward(end):
+    found = explain(Ends(end), torch.randn(6, 4))
+    assert found.phase == "forward" and found.op is not None, found
+    assert found.cause in ("range overflow", "undefined")
+
+
+def test_a_step_without_a_backward_is_not_said_to_be_finite():
+    x = torch.randn(6, 4)
+    for loss in (None, lambda model, batch: None):
+        found = explain(nn.Linear(4, 2), x, loss)
+        assert found.cause == "unknown"
+        assert "Backward was not run" in str(found)
+
+
+def test_an_output_with_minus_inf_is_not_said_to_be_finite():
+    model = nn.Linear(4, 2)
+    model.bias.data.fill_(-torch.inf)
+    found = explain(model, torch.randn(6, 4))
+    assert found.cause != "not reproducible"
+    assert "the step is finite" not in str(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .written import Written
+from .written import Written, atom
 
 # The largest arguments of exp, by dtype; a loss of exp(80) is finite and of no use.
 _LOG_MAX = {"float64": (80, 700), "float16": (10, 5)}
@@ -68,7 +68,7 @@ def in_float32(written: Written) -> Form:
     """The expression with its operands in float32."""
     num = 2 if written.name in _OF_TWO else 1
     wide = [
-        None if written.is_constant(i) else f"{each}.float()"
+        None if written.is_constant(i) else f"{atom(each)}.float()"
         for i, each in enumerate(written.operands[:num])
     ]
     return Form("in float32", written.with_operands(*wide))

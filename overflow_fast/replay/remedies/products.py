@@ -12,7 +12,7 @@ from .scaling import Scaling, scalings_of
 from .source_file import Edit, SourceFile
 from .trials import Trials
 from .value_flow import PRODUCTS, later_softmax, outermost, softmax_around
-from .written import Written
+from .written import Written, atom
 
 # Where the factors of a product stand among the operands; a term that is added, too.
 _TERMS = {"addmm", "baddbmm", "addbmm"}
@@ -45,7 +45,9 @@ class Product:
 
     def in_float32(self) -> str:
         """The product of its factors in float32."""
-        return self._with(lambda text: f"{text}.float()", [*self._terms, *self.places])
+        return self._with(
+            lambda text: f"{atom(text)}.float()", [*self._terms, *self.places]
+        )
 
     @property
     def _terms(self) -> list[int]:

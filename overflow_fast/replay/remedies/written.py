@@ -172,3 +172,11 @@ def _bare(text: str) -> str:
     except SyntaxError:  # two pairs of brackets
         return text
     return text if is_tuple else inner
+
+
+def atom(text: str) -> str:
+    """An expression that a method can be called on: in brackets where it needs them."""
+    node = ast.parse(text, mode="eval").body
+    is_atom = isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
+    is_bracketed = node.col_offset > 0 and (node.end_col_offset or 0) < len(text)
+    return text if is_atom or is_bracketed else f"({text})"
