@@ -70,6 +70,18 @@ def print_traceback(error: BaseException) -> None:
     sys.excepthook(type(error), error, shown)
 
 
+def hide_frames_above(error: BaseException) -> None:
+    """Lets Python end with an error of the program without the frames above it."""
+    shown, hook = _below(error.__traceback__), sys.excepthook
+
+    def print_shown(
+        kind: type[BaseException], raised: BaseException, _: TracebackType | None
+    ) -> None:
+        hook(kind, raised.with_traceback(shown), shown)
+
+    sys.excepthook = print_shown
+
+
 def _folder_of(program: str) -> str:
     return os.path.dirname(os.path.realpath(program))
 

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from .adding import Commands, add_command, fail
-from .as_main import NoProgramError, print_traceback, run_as_main
+from .as_main import NoProgramError, hide_frames_above, print_traceback, run_as_main
 from .guard_options import add_guard_options, guard_arguments
 
 if TYPE_CHECKING:
@@ -63,6 +63,9 @@ def _run_guarded(guard: ScriptGuard, parsed: argparse.Namespace) -> int:
     except NonFiniteError as error:
         print_traceback(error)
         return NON_FINITE
+    except KeyboardInterrupt as error:
+        hide_frames_above(error)
+        raise
     except Exception as error:
         print_traceback(error)
         return 1
