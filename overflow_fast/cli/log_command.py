@@ -126,7 +126,10 @@ class _Log:
     def _check(self, first: Line | None) -> None:
         if first is None or "overflow_fast" not in first:
             raise LogError(f"{self.path} is no log of overflow_fast.")
-        if first.get("schema", 0) > SCHEMA:
+        schema = first.get("schema", 0)
+        if not isinstance(schema, int):
+            raise LogError(f"{self.path} is no log of overflow_fast.")
+        if schema > SCHEMA:
             raise LogError(
                 f"{self.path} was written by overflow_fast {first['overflow_fast']}; "
                 "run `pip install -U overflow_fast`."

@@ -222,6 +222,23 @@ def test_what_cannot_be_read_is_one_sentence(command, name, why, tmp_path, capsy
     assert not (tmp_path / "o.csv").exists()
 
 
+def test_a_log_whose_version_is_no_number_is_one_sentence(tmp_path, capsys):
+    assert main(["log", write_log(tmp_path / "g.jsonl", schema="x")]) == 2
+    assert "is no log" in capsys.readouterr().err
+
+
+def test_doctor_ends_with_2_where_its_page_cannot_be_written(capsys, monkeypatch):
+    from overflow_fast.cli import doctor_command
+    from overflow_fast.doctor import matrix_page
+
+    def save(*_):
+        raise FileExistsError("d.html is not a page of overflow_fast")
+
+    monkeypatch.setattr(matrix_page, "save_diagnosis", save)
+    assert doctor_command._tell("fine", False, "d.html") == 2
+    assert "The page cannot be written" in capsys.readouterr().err
+
+
 def test_truncated_files_are_read_as_far_as_they_go(tmp_path, capsys):
     record, log = tmp_path / "run.ofr", tmp_path / "g.jsonl"
     write_record(record), write_log(log)
