@@ -239,6 +239,29 @@ def test_doctor_ends_with_2_where_its_page_cannot_be_written(capsys, monkeypatch
     assert "The page cannot be written" in capsys.readouterr().err
 
 
+def test_log_says_what_is_a_flight_record_or_empty(tmp_path, capsys):
+    assert main(["log", write_record(tmp_path / "run.ofr")]) == 2
+    assert "is a flight record: see `overflow-fast export`" in capsys.readouterr().err
+    (tmp_path / "g.jsonl").write_bytes(b"")
+    assert main(["log", str(tmp_path / "g.jsonl")]) == 2
+    assert "is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        ("build", "Not a directory"),
+        ("model", "--model must name a function that takes no arguments and returns"),
+    ],
+)
+def test_explain_names_what_it_cannot_use(place, why, tmp_path, capsys):
+    path = tmp_path / "made.py"
+    path.write_text("import torch\nmodel = torch.nn.Linear(2, 2)\nbuild = model.float")
+    assert main(["explain", str(path), "--model", f"{path}:{place}"]) == 2
+    shown = capsys.readouterr().err
+    assert why in shown and shown.count("\n") == 1
+
+
 def test_truncated_files_are_read_as_far_as_they_go(tmp_path, capsys):
     record, log = tmp_path / "run.ofr", tmp_path / "g.jsonl"
     write_record(record), write_log(log)
