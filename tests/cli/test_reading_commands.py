@@ -84,11 +84,19 @@ def test_watch_draws_it_where_there_is_no_terminal(tmp_path, capsys):
 
 
 def test_watch_of_a_run_that_has_no_step_yet(tmp_path, capsys):
-    path = tmp_path / "run.ofr"
-    path.write_bytes(b"")
-    assert "No steps yet." in output_of(capsys, "watch", str(path), "--once")
-    found = json.loads(output_of(capsys, "watch", str(path), "--once", "--json"))
+    path = write_record(tmp_path / "run.ofr", steps=0)
+    assert "No steps yet." in output_of(capsys, "watch", path, "--once")
+    found = json.loads(output_of(capsys, "watch", path, "--once", "--json"))
     assert (found["worst"], found["ranks"][0]["step"]) == ([], None)
+
+
+@pytest.mark.parametrize("command", [["watch", "--once"], ["report", "-o", "o.html"]])
+def test_an_empty_record_is_one_sentence(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.ofr").write_bytes(b"")
+    assert main([*command, "run.ofr"]) == 2
+    assert "run.ofr is empty: it has no steps yet." in capsys.readouterr().err
+    assert not (tmp_path / "o.html").exists()
 
 
 def test_watch_without_rich_says_what_to_install(tmp_path, capsys, monkeypatch):
