@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
@@ -58,6 +59,13 @@ def with_progress(items: Iterable[_T], unit: str, total: int | None) -> Iterable
         items, total=total, unit=f" {unit}", delay=2, disable=None
     )
     return shown
+
+
+def require_content(paths: Iterable[str]) -> None:
+    """Raises ValueError if one of them is an empty file."""
+    for path in paths:
+        if os.path.isfile(path) and not os.path.getsize(path):
+            raise ValueError(f"{path} is empty: it has no steps yet.")
 
 
 def fail(message: str) -> int:

@@ -54,13 +54,16 @@ def _run(parsed: argparse.Namespace) -> int:
     except ValueError as error:
         return fail(f"The ranks cannot meet: {error}")
     diagnosis = examination.run()
+    status: int = diagnosis.status
     if examination.leads:
-        _tell(diagnosis, parsed.json, parsed.output)
+        status = max(status, _tell(diagnosis, parsed.json, parsed.output))
     examination.part()
-    return diagnosis.status
+    return status
 
 
-def _tell(diagnosis: Diagnosis, as_json: bool, output: str | None) -> None:
+def _tell(diagnosis: Diagnosis, as_json: bool, output: str | None) -> int:
+    """Prints it and writes its page; returns 2 if the page cannot be written."""
+    status = 0
     if as_json:
         print(json.dumps(diagnosis.to_dict(), indent=1))
     else:
@@ -71,5 +74,6 @@ def _tell(diagnosis: Diagnosis, as_json: bool, output: str | None) -> None:
         try:
             print(save_diagnosis(output, diagnosis), file=sys.stderr)
         except (OSError, ImportError) as error:
-            fail(f"The page cannot be written: {error}")
+            status = fail(f"The page cannot be written: {error}")
     sys.stdout.flush()
+    return status

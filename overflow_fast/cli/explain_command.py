@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from typing import Any
 
 from ..core.strict_json import to_plain
 from .adding import Commands, add_command, fail
@@ -41,12 +43,25 @@ def _run(parsed: argparse.Namespace) -> int:
     from ..replay.saved_step import UnreadableStepError
 
     try:
-        model = function_at("--model", parsed.model)()
+        model = _made(function_at("--model", parsed.model))
         loss = None if parsed.loss is None else function_at("--loss", parsed.loss)
         found = explain_folder(
             parsed.folder, model, loss, any_weights=parsed.any_weights
         )
-    except UnreadableStepError as error:
+    except (UnreadableStepError, NotADirectoryError) as error:
         return fail(f"The step cannot be explained: {error}.")
     print(json.dumps(to_plain(found.to_dict()), indent=1) if parsed.json else found)
     return 0
+
+
+def _made(make: Callable[..., Any]) -> Any:
+    from torch import nn
+
+    from ..replay.saved_step import UnreadableStepError
+
+    if isinstance(make, nn.Module):
+        raise UnreadableStepError(
+            "--model must name a function that takes no arguments and returns the "
+            f"model, got a {type(make).__name__}"
+        )
+    return make()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.strict_json import SCHEMA
+from ..record.record_lines import KIND as RECORD
 from .adding import Commands, add_command, fail
 
 _PAUSE = 0.5  # seconds between two looks at a log that is followed
@@ -75,6 +76,8 @@ def _run(parsed: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 0
     for log in logs:
+        if not log.path.stat().st_size:
+            return fail(f"{log.path} is empty: it has no lines yet.")
         if log.rest:
             print(f"The last line of {log.path} is not whole.", file=sys.stderr)
     return 0
@@ -124,9 +127,17 @@ class _Log:
             self._check(_parsed(self.rest))
 
     def _check(self, first: Line | None) -> None:
+        if first is not None and first.get("kind") == RECORD:
+            raise LogError(
+                f"{self.path} is a flight record: see `overflow-fast export`, `watch` "
+                "and `report`."
+            )
         if first is None or "overflow_fast" not in first:
             raise LogError(f"{self.path} is no log of overflow_fast.")
-        if first.get("schema", 0) > SCHEMA:
+        schema = first.get("schema", 0)
+        if not isinstance(schema, int):
+            raise LogError(f"{self.path} is no log of overflow_fast.")
+        if schema > SCHEMA:
             raise LogError(
                 f"{self.path} was written by overflow_fast {first['overflow_fast']}; "
                 "run `pip install -U overflow_fast`."

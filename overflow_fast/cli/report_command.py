@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .adding import Commands, add_command, fail, with_progress
+from .adding import Commands, add_command, fail, require_content, with_progress
 
 
 def add_to(commands: Commands) -> None:
@@ -31,6 +31,7 @@ def _run(parsed: argparse.Namespace) -> int:
     from ..page.sources import write_report
 
     try:
+        require_content(parsed.paths)
         paths = with_progress(parsed.paths, "files", len(parsed.paths))
         print(write_report(paths, parsed.output))
     except (OSError, ValueError) as error:

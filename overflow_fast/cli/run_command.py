@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from .adding import Commands, add_command, fail
-from .as_main import print_traceback, run_as_main
+from .as_main import NoProgramError, hide_frames_above, print_traceback, run_as_main
 from .guard_options import add_guard_options, guard_arguments
+
+if TYPE_CHECKING:
+    from ..integrations.script_guard import ScriptGuard
 
 NON_FINITE = 3  # the exit status of a program that the guard has stopped
 
@@ -37,23 +41,36 @@ def add_to(commands: Commands) -> None:
 
 def _run(parsed: argparse.Namespace) -> int:
     from ..integrations.script_guard import ScriptGuard
-    from ..report.report import NonFiniteError
 
     try:
         guard = ScriptGuard(guard_arguments(parsed))
     except (TypeError, ValueError, ImportError) as error:
         return fail(f"overflow_fast run: {error}")
+    return _run_guarded(guard, parsed)
+
+
+def _run_guarded(guard: ScriptGuard, parsed: argparse.Namespace) -> int:
+    from ..report.report import NonFiniteError
+
+    has_program = True
     try:
         with guard.watching():
             run_as_main(parsed.program, parsed.arguments, parsed.is_module)
+    except NoProgramError as error:
+        has_program = False
+        fail(f"overflow_fast run: {error}")
+        return error.status
     except NonFiniteError as error:
         print_traceback(error)
         return NON_FINITE
+    except KeyboardInterrupt as error:
+        hide_frames_above(error)
+        raise
     except Exception as error:
         print_traceback(error)
         return 1
     finally:
         why_not = guard.why_nothing_was_guarded()
-        if why_not is not None:
+        if has_program and why_not is not None:
             print(f"overflow_fast: no step was guarded: {why_not}.", file=sys.stderr)
     return 0

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..core.strict_json import to_plain
-from .adding import Commands, add_command, fail
+from .adding import Commands, add_command, fail, require_content
 
 _SHARE = 4  # of the time, at most one in this many seconds is spent reading
 
@@ -42,6 +42,8 @@ def add_to(commands: Commands) -> None:
 
 def _run(parsed: argparse.Namespace) -> int:
     try:
+        if parsed.once:
+            require_content(parsed.paths)
         if parsed.json:
             return _print_json(parsed)
         return _show(parsed)

@@ -46,9 +46,8 @@ class ScriptGuard:
     It is attached when an optimizer is made, so that the first step is guarded. Models
     and optimizers that are made until the first forward share a guard; a module that
     has come to hold a model by then, such as DDP, takes its place. An optimizer that
-    was copied or unpickled is found in its first step, and guarded from the next one
-    on. Trainers of transformers and Lightning get the guard's callback. Models that the
-    program guards itself are left alone.
+    was copied or unpickled is guarded from its second step on. Trainers of transformers
+    and Lightning get the guard's callback. What the program guards itself is left so.
 
     Args:
         arguments: The arguments of `OverflowGuard` but models and optimizers.
@@ -62,7 +61,7 @@ class ScriptGuard:
         self._fresh: list[OverflowGuard] = []  # no forward has run under them
         self._callbacks: list[Any] = []
         self._num_searches = 0
-        self._is_self_guarded = False
+        self._is_guarded = False
         self._why_not = ""
         self._forward_hook: Any = None
         self._guards: list[OverflowGuard] = []
@@ -94,7 +93,7 @@ class ScriptGuard:
     def why_nothing_was_guarded(self) -> str | None:
         """Returns a reason in words, or None if steps were guarded, or need not be."""
         guards = [*self._guards, *(c.guard for c in self._callbacks if c.guard)]
-        if self._is_self_guarded or any(each.coverage().steps for each in guards):
+        if self._is_guarded or any(each.coverage().steps for each in guards):
             return None
         if self._why_not:
             return self._why_not
@@ -132,7 +131,7 @@ class ScriptGuard:
         if callback is not None:
             self._callbacks.append(callback)
         elif not self._callbacks:
-            self._is_self_guarded = True
+            self._is_guarded = True
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
         # Compiled code has nothing of this hook in it.
@@ -145,14 +144,13 @@ class ScriptGuard:
         is_watched = any(module in modules_of(each._loop) for each in self._fresh)
         if is_watched and not self._pending:
             self._note_wrappers()
-            self._fresh.clear()
-            self._stop_looking()
         elif holds_one_of(module, parameters_of(self._new_optimizers())):
             self._attach()
-            self._fresh.clear()
-            self._stop_looking()
         else:
             self._unrelated.add(module)
+            return
+        self._fresh.clear()
+        self._stop_looking()
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if torch.compiler.is_compiling():
@@ -185,7 +183,7 @@ class ScriptGuard:
         loops = guards_of([each for model in models for each in model.modules()])
         earlier = [each for each in self._guards if each._loop in loops]
         if len(earlier) < len(loops) or have_detectors(models):
-            self._is_self_guarded = True
+            self._is_guarded = True
         else:
             self._replace(earlier, models, wrapped)
 
@@ -201,6 +199,7 @@ class ScriptGuard:
         step = max((guard.step for guard in earlier), default=0)
         for guard in {*earlier, *self._fresh}:
             self._guards.remove(guard)
+            self._is_guarded |= guard.coverage().steps > 0
             guard.remove()
         model = models[0] if len(models) == 1 else named_by_class(models)
         kept = [each for each in before if id(each) not in new]
@@ -218,7 +217,7 @@ class ScriptGuard:
             hook.note_wrapper(wrapper)
 
     def _remove_guards(self) -> None:
-        self._is_self_guarded |= any(not guard.enabled for guard in self._guards)
+        self._is_guarded |= any(not guard.enabled for guard in self._guards)
         with contextlib.ExitStack() as removals:
             for guard in self._guards:
                 removals.callback(guard.remove)
@@ -236,7 +235,8 @@ class ScriptGuard:
             if isinstance(error, NonFiniteError):
                 raise
             if not self._why_not:
-                _log.warning("A model could not be guarded.", exc_info=True)
+                is_told = isinstance(error, ValueError)  # such as patterns of no module
+                _log.warning("No guard: %s", error, exc_info=not is_told)
             self._why_not = f"the guard could not be attached: {error}"
             self._stop_looking()
 

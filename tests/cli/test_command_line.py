@@ -62,10 +62,29 @@ def test_a_traceback_comes_through(tmp_path):
     assert "ZeroDivisionError" in done.stderr
 
 
-def test_a_program_that_is_not_there(tmp_path):
-    done = command("run", str(tmp_path / "none.py"))
-    assert done.returncode == 1
-    assert "program must be a script or a folder with __main__.py" in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "status", "why"),
+    [
+        (("none.py",), 2, "program must be a script or a folder with __main__.py"),
+        (("folder",), 2, "can't find '__main__' module in 'folder'"),
+        (("-m", "none"), 1, "No module named none"),
+        (("-m", "folder"), 1, "'folder' is a package and cannot be directly executed"),
+    ],
+)
+def test_a_program_that_is_not_there_is_one_sentence(tmp_path, arguments, status, why):
+    (tmp_path / "folder").mkdir()
+    done = command("run", *arguments, cwd=tmp_path)
+    assert done.returncode == status
+    assert why in done.stderr and done.stderr.count("\n") == 1
+
+
+WHERE = "import os, sys; os.chdir('/'); print(__file__, sys.argv[0])"
+
+
+def test_a_script_has_an_absolute_file_and_its_name_as_given(tmp_path):
+    (tmp_path / "train.py").write_text(WHERE)
+    done = command("run", "train.py", cwd=tmp_path)
+    assert done.stdout == f"{tmp_path / 'train.py'} train.py\n", done.stderr
 
 
 @pytest.mark.parametrize("name", commands())

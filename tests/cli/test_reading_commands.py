@@ -84,11 +84,19 @@ def test_watch_draws_it_where_there_is_no_terminal(tmp_path, capsys):
 
 
 def test_watch_of_a_run_that_has_no_step_yet(tmp_path, capsys):
-    path = tmp_path / "run.ofr"
-    path.write_bytes(b"")
-    assert "No steps yet." in output_of(capsys, "watch", str(path), "--once")
-    found = json.loads(output_of(capsys, "watch", str(path), "--once", "--json"))
+    path = write_record(tmp_path / "run.ofr", steps=0)
+    assert "No steps yet." in output_of(capsys, "watch", path, "--once")
+    found = json.loads(output_of(capsys, "watch", path, "--once", "--json"))
     assert (found["worst"], found["ranks"][0]["step"]) == ([], None)
+
+
+@pytest.mark.parametrize("command", [["watch", "--once"], ["report", "-o", "o.html"]])
+def test_an_empty_record_is_one_sentence(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.ofr").write_bytes(b"")
+    assert main([*command, "run.ofr"]) == 2
+    assert "run.ofr is empty: it has no steps yet." in capsys.readouterr().err
+    assert not (tmp_path / "o.html").exists()
 
 
 def test_watch_without_rich_says_what_to_install(tmp_path, capsys, monkeypatch):
@@ -220,6 +228,46 @@ def test_what_cannot_be_read_is_one_sentence(command, name, why, tmp_path, capsy
     shown = capsys.readouterr().err
     assert why in shown and shown.count("\n") == 1
     assert not (tmp_path / "o.csv").exists()
+
+
+def test_a_log_whose_version_is_no_number_is_one_sentence(tmp_path, capsys):
+    assert main(["log", write_log(tmp_path / "g.jsonl", schema="x")]) == 2
+    assert "is no log" in capsys.readouterr().err
+
+
+def test_doctor_ends_with_2_where_its_page_cannot_be_written(capsys, monkeypatch):
+    from overflow_fast.cli import doctor_command
+    from overflow_fast.doctor import matrix_page
+
+    def save(*_):
+        raise FileExistsError("d.html is not a page of overflow_fast")
+
+    monkeypatch.setattr(matrix_page, "save_diagnosis", save)
+    assert doctor_command._tell("fine", False, "d.html") == 2
+    assert "The page cannot be written" in capsys.readouterr().err
+
+
+def test_log_says_what_is_a_flight_record_or_empty(tmp_path, capsys):
+    assert main(["log", write_record(tmp_path / "run.ofr")]) == 2
+    assert "is a flight record: see `overflow-fast export`" in capsys.readouterr().err
+    (tmp_path / "g.jsonl").write_bytes(b"")
+    assert main(["log", str(tmp_path / "g.jsonl")]) == 2
+    assert "is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        ("build", "Not a directory"),
+        ("model", "--model must name a function that takes no arguments and returns"),
+    ],
+)
+def test_explain_names_what_it_cannot_use(place, why, tmp_path, capsys):
+    path = tmp_path / "made.py"
+    path.write_text("import torch\nmodel = torch.nn.Linear(2, 2)\nbuild = model.float")
+    assert main(["explain", str(path), "--model", f"{path}:{place}"]) == 2
+    shown = capsys.readouterr().err
+    assert why in shown and shown.count("\n") == 1
 
 
 def test_truncated_files_are_read_as_far_as_they_go(tmp_path, capsys):

@@ -3,6 +3,8 @@
 import concurrent.futures
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 from processes import python
@@ -157,6 +159,42 @@ def test_a_run_without_a_guarded_step_says_why(tmp_path, script, why):
     assert done.returncode == 0
     assert f"overflow_fast: no step was guarded: {why}" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+LATE_MODEL = f"""{MODEL}
+first = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(8, 4)).mean().backward()
+first.step()
+other = nn.Linear(4, 4)
+second = torch.optim.SGD([*other.parameters(), *model.parameters()], lr=0.1)
+raise RuntimeError
+"""
+
+
+def test_steps_count_whose_guard_gave_way_to_a_new_one(tmp_path):
+    done = run(tmp_path, LATE_MODEL)
+    assert "no step was guarded" not in done.stderr
+    assert "RuntimeError" in done.stderr
+
+
+def test_an_interrupt_is_shown_as_python_shows_it(tmp_path):
+    (tmp_path / "train.py").write_text("raise KeyboardInterrupt")
+    command = [sys.executable, "-m", "overflow_fast", "run", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stderr.endswith("KeyboardInterrupt\n")
+    assert done.stderr.count("  File ") == 1, done.stderr
+
+
+def test_a_wrong_syntax_is_shown_as_python_shows_it(tmp_path):
+    done = run(tmp_path, "f(\n")
+    assert done.returncode == 1
+    assert "SyntaxError" in done.stderr and done.stderr.count("  File ") == 1
+
+
+def test_patterns_of_no_module_are_one_sentence(tmp_path):
+    done = run(tmp_path, PLAIN, "-1", options=("--include", "zzz*"))
+    assert "Traceback" not in done.stderr
+    assert "zzz*" in done.stderr
 
 
 COPIED = f"""{MODEL}
