@@ -20,6 +20,7 @@ from .judged_rows import (
     ROUNDING,
     Difference,
 )
+from .own_files import check_replaceable
 
 _MAX_ROWS = 20
 _MAX_SAID = 12
@@ -115,14 +116,18 @@ class Comparison:
         """Writes the comparison as JSON.
 
         Args:
-            path: A file to write it to, or None.
+            path: A file to write it to, or None. An older comparison is written over,
+                nothing else.
 
         Returns:
             The JSON.
+
+        Raises:
+            FileExistsError: If the file is there, and no comparison of overflow_fast.
         """
         text = json.dumps(to_plain(self.to_dict()), indent=1, allow_nan=False)
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+            check_replaceable(path).write_text(text, encoding="utf-8")
         return text
 
     def to_dataframe(self) -> Any:
@@ -139,9 +144,10 @@ class Comparison:
         """Writes a workbook: the rows with colors, and what is to be known first.
 
         Args:
-            path: The file.
+            path: The file; an older comparison is written over, nothing else.
 
         Raises:
+            FileExistsError: If the file is there, and no comparison of overflow_fast.
             ImportError: If XlsxWriter is not installed.
         """
         from .workbook import write_workbook
