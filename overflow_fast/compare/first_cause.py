@@ -19,7 +19,8 @@ class First:
         module: The name of the module that made it; "" is the model itself, or what is
             outside of it.
         class_name: The module's class, or "".
-        kind: "weights", "batch", "forward" or "backward".
+        kind: "weights", "batch", "forward", "backward", or "loss" where the gradient
+            that the model was given differs.
         row: The first row that shows it.
         after: The last call that had returned within the module, or "".
         op: The first operation that differs, with its line, or "". `compare_live()` and
@@ -61,6 +62,12 @@ class First:
             text = f"{row.place} of {name}{of_class} differs{on_rank}{amount}."
         elif self.kind == "batch":
             text = f"The model was given other inputs{on_rank}: {row.place}{amount}."
+        elif self.kind == "loss":
+            text = (
+                f"The gradient that the model was given differs{on_rank}: {row.place}"
+                f"{amount}. The loss, its scale, its labels, or other code outside of "
+                "the model makes it."
+            )
         else:
             where = "Backward of " if self.kind == "backward" else ""
             text = f"{where}{name}{of_class} computes differently{on_rank}{amount}."
@@ -141,6 +148,16 @@ def _in_backward(row: Difference, rows: Sequence[Difference]) -> First:
     if place.role == "input_gradient" and not users:
         users = [place]
     names = list(dict.fromkeys(user.module for user in users))
+    is_returned = any(
+        r.place.role == "output" and not r.place.module and _is_given(r, row, rows)
+        for r in rows
+    )
+    if is_returned and not names:
+        return First("", "", "loss", row)
+    if is_returned:
+        remark = f"One of {', '.join(names)}, or the gradient that the model was given."
+        kind = next((r.place.class_name for r in rows if not r.place.module), "")
+        return First("", kind, "backward", row, remark=remark)
     if len(names) == 1:
         return First(users[0].module, users[0].class_name, "backward", row)
     module = _common_parent(names) if names else place.caller
