@@ -8,9 +8,9 @@ from pathlib import Path
 
 from . import said_first
 from .comparison_result import Comparison
-from .first_cause import First, first_of
+from .first_cause import First, Known, first_of
 from .judged_rows import Difference, difference_of
-from .matching import match
+from .matching import Matched, match
 from .msprobe_dump import find_dumps, read_dumps
 from .run_reader import RankStep, Run, read_run
 from .whole import Entry, entries_of_rank, entries_of_ranks
@@ -68,7 +68,17 @@ def _compare_step(
     for row in rows:
         if row.why:
             result.said.append(f"Step {step}: {row.name} was not compared: {row.why}.")
-    return rows, first_of(rows)
+    return rows, first_of(rows, _known(own, other, matched))
+
+
+def _known(
+    own: Sequence[RankStep], other: Sequence[RankStep], matched: Matched
+) -> Known:
+    return Known(
+        list(zip(own, other, strict=False)),
+        matched.missing_modules(),
+        any(step.modes.get("had_gradients") for step in (*own, *other)),
+    )
 
 
 def _entries(

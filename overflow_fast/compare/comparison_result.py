@@ -89,7 +89,8 @@ class Comparison:
 
     def _rows_to_print(self) -> list[Difference]:
         """The rows from the first difference on; else the largest ones."""
-        compared = [row for row in self.rows if row.relative or row.highlight]
+        first = None if self.first is None else self.first.row
+        compared = [r for r in self.rows if r.relative or r.highlight or r is first]
         if self.first is not None:
             at = next(i for i, row in enumerate(compared) if row is self.first.row)
             return compared[at : at + _MAX_ROWS]

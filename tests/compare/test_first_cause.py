@@ -5,6 +5,7 @@ import torch
 from compared_models import batch, tower
 
 import overflow_fast
+from overflow_fast.compare.surroundings import drawn_between
 
 
 @pytest.fixture
@@ -83,3 +84,57 @@ def test_a_hidden_output_may_have_its_gradient_from_either(compared):
     diff = compared(step(0.0), step(1.0), TwoOutputs(), TwoOutputs())
     assert "Backward of head" not in str(diff)
     assert "or the gradient that the model was given" in str(diff.first)
+
+
+def test_gradients_from_before_the_step_blame_no_module(compared):
+    model = small()
+    loss_of(model, x=batch(7)).backward()
+    step = lambda model: loss_of(model).backward()  # noqa: E731
+    diff = compared(step, step, model, small())
+    assert diff.first.kind == "gradients", diff
+    assert "what made them could not be compared" in str(diff.first)
+    assert "before the step began" in str(diff.first)
+
+
+def test_a_model_that_is_called_twice_blames_no_module(compared):
+    def twice(model):
+        (loss_of(model) + loss_of(model, x=batch(7))).backward()
+
+    diff = compared(twice, lambda model: loss_of(model).backward())
+    assert diff.first.kind == "gradients", diff
+
+
+def test_batches_of_other_sizes_blame_no_module(compared):
+    diff = compared(
+        lambda model: loss_of(model).backward(),
+        lambda model: loss_of(model, x=batch(rows=3)).backward(),
+    )
+    assert diff.first.kind == "batch", diff
+    assert "of shapes (4, 6, 8) and (3, 6, 8)" in str(diff.first)
+    assert "the model: input[0]" in str(diff)
+
+
+def test_batches_of_other_sizes_blame_no_forward(compared):
+    diff = compared(
+        lambda model: model(batch()),
+        lambda model: model(batch(rows=3)),
+        *(tower(), tower()),
+    )
+    assert diff.first.kind == "batch", diff
+
+
+def test_dropout_of_one_run_alone_is_no_random_state(compared):
+    models = small(0.5), small(0.5).eval()
+    diff = compared(loss_of, loss_of, *models)
+    assert diff.first.module == "1" and "in one run alone" in str(diff.first), diff
+
+
+def test_dropout_from_other_states_is_said(compared):
+    diff = compared(loss_of, loss_of, small(0.5), small(0.5))
+    assert diff.first.module == "1" and "of the runs were unequal" in str(diff.first)
+
+
+def test_generators_that_were_not_drawn_from_are_not_named():
+    before = {"cpu": "a", "python": "b"}
+    after = {"cpu": "c", "python": "b", "numpy": "d"}
+    assert drawn_between(before, after) == ["cpu"]
