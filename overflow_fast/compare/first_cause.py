@@ -158,8 +158,8 @@ def _of_dropout(row: Difference, module: str, known: Known) -> str:
     """What is known of why a module with dropout differs."""
     if row.reference_name:  # its name in the other run is another
         return ""
-    sides = [s for s in known.settings if row.rank in (None, s[0].rank)][:1]
-    for mine, its in ((a.modes, b.modes) for a, b in sides):
+    sides = [s for s in known.settings if row.rank in (None, s[0].rank)]
+    for mine, its in ((a.modes, b.modes) for a, b in sides[:1]):
         is_on = [module in side.get("dropout", ()) for side in (mine, its)]
         if "dropout" in mine and "dropout" in its and is_on[0] != is_on[1]:
             return "Its dropout is on in one run alone."
@@ -183,7 +183,8 @@ def _in_backward(row: Difference, rows: Sequence[Difference], known: Known) -> F
     place = row.place
     if place.role == "parameter_gradient":
         is_known = _has_compared(row, rows, known) and not known.had_gradients
-        remark = "" if not known.had_gradients else _OLDER
+        older = "Parameters had gradients before the step began."
+        remark = older if known.had_gradients else ""
         kind = "backward" if is_known else "gradients"
         return First(place.module, place.class_name, kind, row, remark=remark)
     users = [
@@ -212,15 +213,11 @@ def _in_backward(row: Difference, rows: Sequence[Difference], known: Known) -> F
     return First(module, kind, "backward", row, remark=remark)
 
 
-_OLDER = "Parameters had gradients before the step began."
-
-
 def _has_compared(row: Difference, rows: Sequence[Difference], known: Known) -> bool:
     """Tells whether all that a parameter's module was given and made was compared."""
     module = row.place.module
-    own = [r for r in rows if r.rank == row.rank and r.place.module == module]
-    own = [r for r in own if r.place.phase != STATE]
-    is_whole = all(r.measures is not None for r in own)
+    own = (r for r in rows if r.rank == row.rank and r.place.module == module)
+    is_whole = all(r.measures is not None or r.place.phase == STATE for r in own)
     return is_whole and module not in known.missing
 
 
