@@ -78,7 +78,7 @@ class Comparison:
         """The verdict in a sentence."""
         counts = self.counts()
         text = ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n)
-        text = f"{len(self.rows)} pairs of tensors: {text}."
+        text = f"{len(self.rows)} pairs of tensors: {text or 'none'}."
         if self.first is not None:
             return f"{self.first} {text}"
         if not self.num_compared:

@@ -43,3 +43,19 @@ def test_models_side_by_side_must_be_modules():
 def test_what_a_comparison_cannot_use_is_refused(tmp_path, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         overflow_fast.compare(tmp_path, tmp_path, **options)
+
+
+def test_a_schema_that_is_no_number_is_an_error(tmp_path):
+    (tmp_path / "rank-0.jsonl").write_text('{"kind": "recording", "schema": "x"}\n')
+    with pytest.raises(overflow_fast.RecordingError, match="no number as its schema"):
+        overflow_fast.compare(tmp_path, tmp_path)
+
+
+def test_a_truncated_recording_is_said(tmp_path):
+    with overflow_fast.recording(tmp_path, tower()) as made:
+        pass
+    file = made.folder / "rank-0.jsonl"
+    file.write_text(file.read_text()[:-9])
+    text = " ".join(str(overflow_fast.compare(tmp_path, tmp_path)).split())
+    assert "1 damaged line, which is left out" in text
+    assert "tensors: ." not in text
