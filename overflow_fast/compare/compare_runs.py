@@ -12,6 +12,7 @@ from .first_cause import First, Known, first_of
 from .judged_rows import Difference, difference_of
 from .matching import Matched, match
 from .msprobe_dump import find_dumps, read_dumps
+from .places_of import FORWARD
 from .run_reader import RankStep, Run, read_run
 from .whole import Entry, entries_of_rank, entries_of_ranks
 from .yardstick import judge_all
@@ -37,7 +38,17 @@ def compare_runs(
     mark(result.rows, threshold, cosine)
     if not mine.steps or not its.steps:
         result.said.append(f"{_empty(mine, its)} holds no whole step.")
+    result.said += [
+        f"{each.name}: no forward of the model was recorded."
+        for each in (mine, its)
+        if each.steps and not _has_forward(each)
+    ]
     return result
+
+
+def _has_forward(run: Run) -> bool:
+    sources = (s for ranks in run.steps.values() for r in ranks for s in r.sources)
+    return any(each.row.place.phase == FORWARD for each in sources)
 
 
 def _read(folder: str | os.PathLike[str]) -> Run:

@@ -59,3 +59,10 @@ def test_a_truncated_recording_is_said(tmp_path):
     text = " ".join(str(overflow_fast.compare(tmp_path, tmp_path)).split())
     assert "1 damaged line, which is left out" in text
     assert "tensors: ." not in text
+
+
+def test_recordings_without_a_forward_say_so(tmp_path):
+    with overflow_fast.recording(tmp_path, tower()):
+        pass
+    diff = overflow_fast.compare(tmp_path, tmp_path)
+    assert "no forward of the model was recorded" in " ".join(diff.said)
