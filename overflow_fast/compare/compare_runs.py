@@ -8,10 +8,11 @@ from pathlib import Path
 
 from . import said_first
 from .comparison_result import Comparison
-from .first_cause import First, first_of
+from .first_cause import First, Known, first_of
 from .judged_rows import Difference, difference_of
-from .matching import match
+from .matching import Matched, match
 from .msprobe_dump import find_dumps, read_dumps
+from .places_of import FORWARD
 from .run_reader import RankStep, Run, read_run
 from .whole import Entry, entries_of_rank, entries_of_ranks
 from .yardstick import judge_all
@@ -37,7 +38,17 @@ def compare_runs(
     mark(result.rows, threshold, cosine)
     if not mine.steps or not its.steps:
         result.said.append(f"{_empty(mine, its)} holds no whole step.")
+    result.said += [
+        f"{each.name}: no forward of the model was recorded."
+        for each in (mine, its)
+        if each.steps and not _has_forward(each)
+    ]
     return result
+
+
+def _has_forward(run: Run) -> bool:
+    sources = (s for ranks in run.steps.values() for r in ranks for s in r.sources)
+    return any(each.row.place.phase == FORWARD for each in sources)
 
 
 def _read(folder: str | os.PathLike[str]) -> Run:
@@ -68,7 +79,17 @@ def _compare_step(
     for row in rows:
         if row.why:
             result.said.append(f"Step {step}: {row.name} was not compared: {row.why}.")
-    return rows, first_of(rows)
+    return rows, first_of(rows, _known(own, other, matched))
+
+
+def _known(
+    own: Sequence[RankStep], other: Sequence[RankStep], matched: Matched
+) -> Known:
+    return Known(
+        list(zip(own, other, strict=False)),
+        matched.missing_modules(),
+        any(step.modes.get("had_gradients") for step in (*own, *other)),
+    )
 
 
 def _entries(

@@ -20,6 +20,7 @@ from .judged_rows import (
     ROUNDING,
     Difference,
 )
+from .own_files import check_replaceable
 
 _MAX_ROWS = 20
 _MAX_SAID = 12
@@ -77,7 +78,7 @@ class Comparison:
         """The verdict in a sentence."""
         counts = self.counts()
         text = ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n)
-        text = f"{len(self.rows)} pairs of tensors: {text}."
+        text = f"{len(self.rows)} pairs of tensors: {text or 'none'}."
         if self.first is not None:
             return f"{self.first} {text}"
         if not self.num_compared:
@@ -88,7 +89,8 @@ class Comparison:
 
     def _rows_to_print(self) -> list[Difference]:
         """The rows from the first difference on; else the largest ones."""
-        compared = [row for row in self.rows if row.relative or row.highlight]
+        first = None if self.first is None else self.first.row
+        compared = [r for r in self.rows if r.relative or r.highlight or r is first]
         if self.first is not None:
             at = next(i for i, row in enumerate(compared) if row is self.first.row)
             return compared[at : at + _MAX_ROWS]
@@ -115,14 +117,18 @@ class Comparison:
         """Writes the comparison as JSON.
 
         Args:
-            path: A file to write it to, or None.
+            path: A file to write it to, or None. An older comparison is written over,
+                nothing else.
 
         Returns:
             The JSON.
+
+        Raises:
+            FileExistsError: If the file is there, and no comparison of overflow_fast.
         """
         text = json.dumps(to_plain(self.to_dict()), indent=1, allow_nan=False)
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+            check_replaceable(path).write_text(text, encoding="utf-8")
         return text
 
     def to_dataframe(self) -> Any:
@@ -139,9 +145,10 @@ class Comparison:
         """Writes a workbook: the rows with colors, and what is to be known first.
 
         Args:
-            path: The file.
+            path: The file; an older comparison is written over, nothing else.
 
         Raises:
+            FileExistsError: If the file is there, and no comparison of overflow_fast.
             ImportError: If XlsxWriter is not installed.
         """
         from .workbook import write_workbook

@@ -44,6 +44,8 @@ def recording(
         A context manager around the step, or the steps.
 
     Raises:
+        TypeError: If `model` is no module, or `folder` no path.
+        OSError: If `folder` is a file, or cannot be made.
         FileExistsError: If the folder has a recording of this rank.
         ImportError: If `tensors` is True and safetensors is not installed.
 
@@ -53,9 +55,11 @@ def recording(
         >>> with recording(tempfile.mkdtemp() + "/run_a", model):
         ...     model(torch.ones(1, 2)).sum().backward()
     """
+    from .arguments import check_model, make_folder
     from .run_writer import Recording
 
-    return Recording(folder, model, tensors, steps)
+    check_model("model", model)
+    return Recording(make_folder(folder), model, tensors, steps)
 
 
 def compare(
@@ -86,10 +90,13 @@ def compare(
 
     Raises:
         RecordingError: If a folder holds no recording. It is a ValueError.
+        ValueError: If a threshold is nan, negative, or no cosine, or a pattern wrong.
     """
+    from .arguments import check_thresholds, names_of
     from .compare_runs import compare_runs
 
-    return compare_runs(run, reference, dict(names or {}), threshold, cosine)
+    check_thresholds(threshold, cosine)
+    return compare_runs(run, reference, names_of(names), threshold, cosine)
 
 
 def compare_live(
@@ -134,10 +141,13 @@ def compare_live(
         >>> compare_live(a, b, torch.ones(1, 2)).first.kind
         'weights'
     """
+    from .arguments import check_model, names_of
     from .live import compare_models
 
+    check_model("model", model)
+    check_model("reference", reference)
     return compare_models(
-        model, reference, batch, reference_batch, loss, backward, dict(names or {})
+        model, reference, batch, reference_batch, loss, backward, names_of(names)
     )
 
 
@@ -166,9 +176,11 @@ def shadow(
     Raises:
         ValueError: If the model is wrapped, sharded, quantized or not initialized.
     """
+    from .arguments import check_model
     from .live import compare_models
     from .local_shadow import LocalShadow, float32_copy
 
+    check_model("model", model)
     copied = float32_copy(model)
     local = LocalShadow(model, copied)
     return compare_models(model, copied, batch, None, loss, backward, {}, local)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .judged_rows import MADE_HERE, Difference, coarser
 from .places_of import BACKWARD, STATE
+from .run_reader import RankStep
+from .surroundings import has_unequal_states
 
 
 @dataclass
@@ -19,7 +21,9 @@ class First:
         module: The name of the module that made it; "" is the model itself, or what is
             outside of it.
         class_name: The module's class, or "".
-        kind: "weights", "batch", "forward" or "backward".
+        kind: "weights", "batch", "forward", "backward", "loss" where the gradient that
+            the model was given differs, or "gradients" where those of parameters
+            differ, and what made them could not be compared.
         row: The first row that shows it.
         after: The last call that had returned within the module, or "".
         op: The first operation that differs, with its line, or "". `compare_live()` and
@@ -61,6 +65,17 @@ class First:
             text = f"{row.place} of {name}{of_class} differs{on_rank}{amount}."
         elif self.kind == "batch":
             text = f"The model was given other inputs{on_rank}: {row.place}{amount}."
+        elif self.kind == "gradients":
+            text = (
+                f"Gradients of parameters differ{on_rank}, {row.place} first{amount}; "
+                "what made them could not be compared."
+            )
+        elif self.kind == "loss":
+            text = (
+                f"The gradient that the model was given differs{on_rank}: {row.place}"
+                f"{amount}. The loss, its scale, its labels, or other code outside of "
+                "the model makes it."
+            )
         else:
             where = "Backward of " if self.kind == "backward" else ""
             text = f"{where}{name}{of_class} computes differently{on_rank}{amount}."
@@ -71,7 +86,13 @@ class First:
         return f"{text} {self.remark}".rstrip()
 
 
+def _has_other_shape(row: Difference) -> bool:
+    return row.measures is None and row.shapes[0] != row.shapes[1]
+
+
 def _amount(row: Difference) -> str:
+    if _has_other_shape(row):
+        return f", of shapes {row.shapes[0]} and {row.shapes[1]}"
     if row.num_nan[0] != row.num_nan[1] or row.num_inf[0] != row.num_inf[1]:
         (nan, its_nan), (inf, its_inf) = row.num_nan, row.num_inf
         return f", by {nan} nan and {inf} inf against {its_nan} and {its_inf}"
@@ -82,12 +103,29 @@ def _amount(row: Difference) -> str:
     return text
 
 
-def first_of(rows: Sequence[Difference]) -> First | None:
+@dataclass
+class Known:
+    """What is known of a step beside its rows.
+
+    Attributes:
+        settings: The settings of both runs' ranks, see `surroundings.modes()`.
+        missing: The modules of which a run has tensors that the other lacks.
+        had_gradients: Whether parameters had gradients before the step, in a run.
+    """
+
+    settings: Sequence[tuple[RankStep, RankStep]] = ()
+    missing: Container[str] = ()
+    had_gradients: bool = False
+
+
+def first_of(rows: Sequence[Difference], known: Known | None = None) -> First | None:
     """Finds the first difference that is made where it shows.
 
     Args:
         rows: The judged rows of one step, in the order of execution.
+        known: What else is known of the step.
     """
+    known = known or Known()
     row = next((row for row in rows if row.verdict == MADE_HERE), None)
     if row is None:
         return None
@@ -97,8 +135,12 @@ def first_of(rows: Sequence[Difference]) -> First | None:
         total = sum(r.place.phase == STATE for r in rows)
         remark = f"{len(others)} of {total} parameters and buffers differ."
         return First(place.module, place.class_name, "weights", row, remark=remark)
+    given = (r for r in rows if r.place.role == "input" and not r.place.module)
+    other = next((r for r in given if r.rank == row.rank and _has_other_shape(r)), None)
+    if other is not None:
+        return First("", "", "batch", other)
     if place.phase == BACKWARD:
-        return _in_backward(row, rows)
+        return _in_backward(row, rows, known)
     if place.role == "input" and not place.module:
         return First("", "", "batch", row)
     before = rows[: rows.index(row)]
@@ -108,13 +150,21 @@ def first_of(rows: Sequence[Difference]) -> First | None:
     else:
         module, kind = place.module, place.class_name
     after = _returned_last(before, module)
-    remark = _of_dropout(kind)
+    remark = _of_dropout(row, module, known) if "ropout" in kind else ""
     return First(module, kind, "forward", row, after, remark=remark)
 
 
-def _of_dropout(class_name: str) -> str:
-    if "ropout" in class_name:
-        return "It drops other values: the random states of the two runs differ there."
+def _of_dropout(row: Difference, module: str, known: Known) -> str:
+    """What is known of why a module with dropout differs."""
+    if row.reference_name:  # its name in the other run is another
+        return ""
+    sides = [s for s in known.settings if row.rank in (None, s[0].rank)]
+    for mine, its in ((a.modes, b.modes) for a, b in sides[:1]):
+        is_on = [module in side.get("dropout", ()) for side in (mine, its)]
+        if "dropout" in mine and "dropout" in its and is_on[0] != is_on[1]:
+            return "Its dropout is on in one run alone."
+        if all(is_on) and has_unequal_states(mine, its):
+            return "It drops other values: the random states of the runs were unequal."
     return ""
 
 
@@ -128,11 +178,15 @@ def _returned_last(before: Sequence[Difference], module: str) -> str:
     return next((name for name in calls if name and name != module), "")
 
 
-def _in_backward(row: Difference, rows: Sequence[Difference]) -> First:
+def _in_backward(row: Difference, rows: Sequence[Difference], known: Known) -> First:
     """Finds the modules that used a tensor whose gradient differs."""
     place = row.place
     if place.role == "parameter_gradient":
-        return First(place.module, place.class_name, "backward", row)
+        is_known = _has_compared(row, rows, known) and not known.had_gradients
+        older = "Parameters had gradients before the step began."
+        remark = older if known.had_gradients else ""
+        kind = "backward" if is_known else "gradients"
+        return First(place.module, place.class_name, kind, row, remark=remark)
     users = [
         r.place
         for r in rows
@@ -141,12 +195,30 @@ def _in_backward(row: Difference, rows: Sequence[Difference]) -> First:
     if place.role == "input_gradient" and not users:
         users = [place]
     names = list(dict.fromkeys(user.module for user in users))
+    is_returned = any(
+        r.place.role == "output" and not r.place.module and _is_given(r, row, rows)
+        for r in rows
+    )
+    if is_returned and not names:
+        return First("", "", "loss", row)
+    if is_returned:
+        remark = f"One of {', '.join(names)}, or the gradient that the model was given."
+        kind = next((r.place.class_name for r in rows if not r.place.module), "")
+        return First("", kind, "backward", row, remark=remark)
     if len(names) == 1:
         return First(users[0].module, users[0].class_name, "backward", row)
     module = _common_parent(names) if names else place.caller
     kind = next((r.place.class_name for r in rows if r.place.module == module), "")
     remark = f"One of {', '.join(names)}." if names else ""
     return First(module, kind, "backward", row, remark=remark)
+
+
+def _has_compared(row: Difference, rows: Sequence[Difference], known: Known) -> bool:
+    """Tells whether all that a parameter's module was given and made was compared."""
+    module = row.place.module
+    own = (r for r in rows if r.rank == row.rank and r.place.module == module)
+    is_whole = all(r.measures is not None or r.place.phase == STATE for r in own)
+    return is_whole and module not in known.missing
 
 
 def _common_parent(names: Sequence[str]) -> str:

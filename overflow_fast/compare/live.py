@@ -18,14 +18,14 @@ from ..replay.ambient import Ambient
 from ..torch_internals.tensor_internals import pytree
 from . import said_first
 from .comparison_result import Comparison
-from .first_cause import First, first_of
+from .first_cause import First, Known, first_of
 from .first_op import first_difference, ops_within
 from .judged_rows import difference_of
 from .local_shadow import LocalShadow, apply_errors
 from .lockstep import Lockstep
 from .matching import Matched, mapped_name, match
 from .run_reader import RankStep
-from .surroundings import modes, random_digests
+from .surroundings import drawn_between, modes, random_digests
 from .tap import Tap
 from .yardstick import judge_all
 
@@ -109,14 +109,15 @@ def compare_models(
         before = random_digests(model)
         with local or contextlib.nullcontext():
             _run_both(sides, lockstep, devices)
-        drawn = random_digests(model) != before
+        drawn = drawn_between(before, random_digests(model))
     for step, side in zip(steps, sides, strict=True):
-        step.modes |= {"failures": side.failures, "has_drawn": drawn}
+        step.modes |= {"failures": side.failures, "drawn": drawn}
     result.said += said_first.of_step(0, *([step] for step in steps))
-    _conclude(result, lockstep, names, any(step.modes["tf32"] for step in steps))
+    has_tf32 = any(step.modes["tf32"] for step in steps)
+    known = _conclude(result, lockstep, names, has_tf32)
     if local is not None:
         apply_errors(result.rows, local.errors)
-    result.first = first_of(result.rows)
+    result.first = first_of(result.rows, known)
     if result.first is not None and result.first.kind == "forward":
         result.first.op = _first_op(result.first, sides, names)
     return result
@@ -187,7 +188,7 @@ def _run_both(
 
 def _conclude(
     result: Comparison, lockstep: Lockstep, names: Mapping[str, str], has_tf32: bool
-) -> None:
+) -> Known:
     """Pairs what is left by order and shape, and judges all rows."""
     rest = match(*lockstep.left, names)
     pairs = [*lockstep.pairs, *((pair, None) for pair in rest.pairs)]
@@ -203,6 +204,7 @@ def _conclude(
     for row in result.rows:
         if row.why:
             result.said.append(f"{row.name} was not compared: {row.why}.")
+    return Known(missing=matched.missing_modules())
 
 
 def _name(model: nn.Module) -> str:

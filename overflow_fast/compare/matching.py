@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .measures import estimated
+from .places_of import STATE
 from .whole import Entry
 
 _PEFT = "base_model.model."
@@ -40,6 +41,11 @@ class Matched:
     only: list[Entry]
     only_reference: list[Entry]
     renamed: dict[str, str]
+
+    def missing_modules(self) -> set[str]:
+        """The modules of which a run has activations or gradients without a twin."""
+        missing = (*self.only, *self.only_reference)
+        return {each.place.module for each in missing if each.place.phase != STATE}
 
 
 def match(

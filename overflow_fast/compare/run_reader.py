@@ -129,13 +129,17 @@ def _read_rank(run: Run, file: Path) -> None:
     if is_first:
         raise RecordingError(f"{file} is empty")
     if num_bad or rows:
-        what = f"{num_bad} damaged lines" if num_bad else "a step that is not whole"
-        run.damaged.append(f"{file} has {what}, which is left out.")
+        text = "1 damaged line" if num_bad == 1 else f"{num_bad} damaged lines"
+        what = text if num_bad else "a step that is not whole"
+        verb = "are" if num_bad > 1 else "is"
+        run.damaged.append(f"{file} has {what}, which {verb} left out.")
 
 
 def _check_head(line: Any, file: Path) -> None:
     if not isinstance(line, dict) or line.get("kind") != "recording":
         raise RecordingError(f"{file} is not a recording")
+    if not isinstance(line.get("schema"), int):
+        raise RecordingError(f"{file} has no number as its schema")
     if line["schema"] > SCHEMA:
         raise RecordingError(
             f"{file} has schema {line['schema']}, newer than {SCHEMA}: it needs a "

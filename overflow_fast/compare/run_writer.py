@@ -18,7 +18,7 @@ from .places_of import Place
 from .run_rows import SCHEMA, Row
 from .shards import part_of
 from .summary import fetch, summarize, values_of
-from .surroundings import modes, process, random_digests, versions
+from .surroundings import drawn_between, modes, process, random_digests, versions
 from .tap import Tap
 
 _log = logging.getLogger("overflow_fast")
@@ -102,6 +102,8 @@ class Recording:
         self._num_held = self._num_files = 0
         self._has_gradients = False
         self._modes = modes(self._model)
+        gradients = (each.grad for each in self._model.parameters())
+        self._modes["had_gradients"] = any(each is not None for each in gradients)
         self._tap = Tap(self._model, self._add)
         self._tap.show_state()
         self._tap.__enter__()
@@ -145,8 +147,9 @@ class Recording:
             row.summary = next(summaries) if numbers is not None else None
             line = {"kind": "row", "step": self._step, **row.to_plain()}
             lines.append(f"{dumps(line)}\n")
-        drawn = random_digests(self._model) != self._modes["random"]
-        step = {"kind": "step", "step": self._step, **self._modes, "has_drawn": drawn}
+        drawn = drawn_between(self._modes["random"], random_digests(self._model))
+        step = {"kind": "step", "step": self._step, **self._modes}
+        step |= {"has_drawn": bool(drawn), "drawn": drawn}
         end = {"failures": tap.failures, "raised": raised, "rows": len(lines)}
         lines.append(f"{dumps({**step, **end})}\n")
         with open(self._file, "a", encoding="utf-8") as file:

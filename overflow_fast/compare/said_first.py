@@ -47,23 +47,31 @@ def of_step(step: int, mine: Sequence[RankStep], its: Sequence[RankStep]) -> lis
     dropout = own.get("dropout") or other.get("dropout")
     if dropout:
         found.append(f"dropout is on in {len(dropout)} modules, such as {dropout[0]}")
-    drew = own.get("has_drawn") or other.get("has_drawn")
-    random = _unequal(own.get("random", {}), other.get("random", {}))
-    if random and drew:
-        found.append(
-            f"random numbers were drawn, from unequal states ({', '.join(random)}): "
-            "what depends on them differs"
-        )
-    elif random:
-        found.append(
-            f"the random states were unequal ({', '.join(random)}), but no random "
-            "numbers of torch's were drawn"
-        )
+    found += _of_random(own, other)
     for side in (*mine, *its):
         found += [f"not recorded: {text}" for text in side.modes.get("failures", [])]
         if side.modes.get("raised"):
             found.append(f"rank {side.rank} raised {side.modes['raised']} in this step")
     return [f"Step {step}: {text}." for text in found]
+
+
+def _of_random(own: dict[str, Any], other: dict[str, Any]) -> Iterator[str]:
+    """What unequal random states mean, as far as it is known who drew from them."""
+    unequal = _unequal(own.get("random", {}), other.get("random", {}))
+    if not unequal:
+        return
+    names = ", ".join(unequal)
+    if "drawn" not in own or "drawn" not in other:  # an older recording, or no own one
+        yield f"the random states were unequal ({names}): what was drawn may differ"
+        return
+    drawn = [name for name in unequal if name in {*own["drawn"], *other["drawn"]}]
+    if drawn:
+        yield (
+            f"random numbers were drawn, from unequal states ({', '.join(drawn)}): "
+            "what depends on them differs"
+        )
+    else:
+        yield f"the random states were unequal ({names}), but nothing was drawn of them"
 
 
 def of_matches(step: int, matched: Matched) -> Iterator[str]:

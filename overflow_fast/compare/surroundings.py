@@ -9,6 +9,7 @@ import platform
 import random
 import socket
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -94,6 +95,21 @@ def random_digests(model: nn.Module) -> dict[str, str]:
     if numpys is not None:
         found["numpy"] = _digest(repr(numpys.get_state()).encode())
     return found
+
+
+def drawn_between(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """The generators whose state has changed between two `random_digests()`.
+
+    Of one that was not there before, as before the import of numpy, nothing is known.
+    """
+    return [name for name in before if name in after and before[name] != after[name]]
+
+
+def has_unequal_states(mine: Mapping[str, Any], its: Mapping[str, Any]) -> bool:
+    """Tells whether torch's generators of the models' devices were in other states."""
+    own, other = mine.get("random", {}), its.get("random", {})
+    names = [n for n in own if n in other and n not in ("cpu", "python", "numpy")]
+    return any(own[n] != other[n] for n in names or ["cpu"] if n in own and n in other)
 
 
 def _digest(data: bytes) -> str:

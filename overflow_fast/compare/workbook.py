@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.strict_json import to_plain
+from .own_files import CREATOR, check_replaceable
 
 COLUMNS = {
     "verdict": 13,
@@ -54,9 +55,10 @@ def write_workbook(plain: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
 
     Args:
         plain: The comparison.
-        path: The file.
+        path: The file; an older comparison is written over, nothing else.
 
     Raises:
+        FileExistsError: If the file is there, and no comparison of overflow_fast.
         ImportError: If XlsxWriter is not installed.
     """
     try:
@@ -65,10 +67,12 @@ def write_workbook(plain: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
         raise ImportError(
             "a workbook needs XlsxWriter: pip install 'overflow_fast[compare]'"
         ) from error
-    with xlsxwriter.Workbook(os.fspath(path)) as book:
+    where = check_replaceable(path)
+    with xlsxwriter.Workbook(os.fspath(where)) as book:
+        book.set_properties({"author": CREATOR})
         _write_summary(book.add_worksheet("summary"), book, plain)
         _write_rows(book.add_worksheet("rows"), book, plain["rows"])
-    return Path(path)
+    return where
 
 
 def _write_summary(sheet: Any, book: Any, plain: Mapping[str, Any]) -> None:

@@ -1,0 +1,68 @@
+"""Arguments that cannot be used, which are refused before anything runs."""
+
+import pytest
+import torch
+from compared_models import batch, tower
+
+import overflow_fast
+
+
+def test_a_recording_needs_a_model_and_a_folder(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for folder, model, kind, message in (
+        (tmp_path / "x", None, TypeError, "model must be"),
+        (None, tower(), TypeError, "folder must be"),
+        (file, tower(), OSError, "folder must be"),
+        (file / "x", tower(), OSError, "folder cannot be made"),
+    ):
+        with pytest.raises(kind, match=message):
+            overflow_fast.recording(folder, model)
+    assert list(tmp_path.iterdir()) == [file] and file.read_text() == "mine"
+
+
+def test_models_side_by_side_must_be_modules():
+    with pytest.raises(TypeError, match="reference must be a"):
+        overflow_fast.compare_live(tower(), None, batch())
+    with pytest.raises(TypeError, match="model must be a"):
+        overflow_fast.shadow(torch.nn.functional.relu, batch())
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"threshold": float("nan")}, "threshold must be"),
+        ({"threshold": -1.0}, "threshold must be"),
+        ({"threshold": "1"}, "threshold must be"),
+        ({"cosine": 1.5}, "cosine must be"),
+        ({"cosine": float("nan")}, "cosine must be"),
+        ({"names": ["a"]}, "names must be"),
+        ({"names": {"(": "x"}}, "names has"),
+    ],
+)
+def test_what_a_comparison_cannot_use_is_refused(tmp_path, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        overflow_fast.compare(tmp_path, tmp_path, **options)
+
+
+def test_a_schema_that_is_no_number_is_an_error(tmp_path):
+    (tmp_path / "rank-0.jsonl").write_text('{"kind": "recording", "schema": "x"}\n')
+    with pytest.raises(overflow_fast.RecordingError, match="no number as its schema"):
+        overflow_fast.compare(tmp_path, tmp_path)
+
+
+def test_a_truncated_recording_is_said(tmp_path):
+    with overflow_fast.recording(tmp_path, tower()) as made:
+        pass
+    file = made.folder / "rank-0.jsonl"
+    file.write_text(file.read_text()[:-9])
+    text = " ".join(str(overflow_fast.compare(tmp_path, tmp_path)).split())
+    assert "1 damaged line, which is left out" in text
+    assert "tensors: ." not in text
+
+
+def test_recordings_without_a_forward_say_so(tmp_path):
+    with overflow_fast.recording(tmp_path, tower()):
+        pass
+    diff = overflow_fast.compare(tmp_path, tmp_path)
+    assert "no forward of the model was recorded" in " ".join(diff.said)

@@ -1,0 +1,140 @@
+"""What is said to have made a difference, and what is not."""
+
+import pytest
+import torch
+from compared_models import batch, tower
+
+import overflow_fast
+from overflow_fast.compare.surroundings import drawn_between
+
+
+@pytest.fixture
+def compared(tmp_path):
+    """Records a step of two functions of a model, and compares them."""
+
+    def compare(mine, its, *models):
+        models = models or (small(), small())
+        for name, function, model in zip("ab", (mine, its), models, strict=True):
+            with overflow_fast.recording(tmp_path / name, model):
+                function(model)
+        return overflow_fast.compare(tmp_path / "a", tmp_path / "b")
+
+    return compare
+
+
+def small(p=0.0):
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(8, 8), torch.nn.Dropout(p), torch.nn.Linear(8, 4)
+    return torch.nn.Sequential(*layers)
+
+
+def loss_of(model, labels=0.0, scale=1.0, x=None):
+    output = model(batch() if x is None else x)
+    return (output - labels).square().mean() * scale
+
+
+@pytest.mark.parametrize("options", [{"labels": 1.0}, {"scale": 1024.0}])
+def test_another_loss_is_said_and_no_module_is_blamed(compared, options):
+    diff = compared(
+        lambda model: loss_of(model).backward(),
+        lambda model: loss_of(model, **options).backward(),
+    )
+    assert (diff.first.module, diff.first.kind) == ("", "loss"), diff
+    assert "The gradient that the model was given differs" in str(diff.first)
+    assert "Backward" not in str(diff)
+
+
+def test_another_scale_of_a_loss_in_the_model(compared):
+    diff = compared(
+        lambda model: model(batch()).backward(),
+        lambda model: (model(batch()) * 1024).backward(),
+        *(tower(), tower()),
+    )
+    assert diff.first.kind == "loss", diff
+
+
+def test_another_loss_of_models_side_by_side():
+    def loss(model, x):
+        return loss_of(model, labels=float(model[1].p > 0))
+
+    models = small(), small(0.5).eval()
+    diff = overflow_fast.compare_live(*models, batch(), loss=loss, backward=True)
+    assert diff.first.kind == "loss", diff
+
+
+class TwoOutputs(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, x):
+        hidden = self.stem(x)
+        return self.head(hidden), hidden
+
+
+def test_a_hidden_output_may_have_its_gradient_from_either(compared):
+    def step(factor):
+        def run(model):
+            output, hidden = model(batch())
+            (output.square().mean() + factor * hidden.square().mean()).backward()
+
+        return run
+
+    diff = compared(step(0.0), step(1.0), TwoOutputs(), TwoOutputs())
+    assert "Backward of head" not in str(diff)
+    assert "or the gradient that the model was given" in str(diff.first)
+
+
+def test_gradients_from_before_the_step_blame_no_module(compared):
+    model = small()
+    loss_of(model, x=batch(7)).backward()
+    step = lambda model: loss_of(model).backward()  # noqa: E731
+    diff = compared(step, step, model, small())
+    assert diff.first.kind == "gradients", diff
+    assert "what made them could not be compared" in str(diff.first)
+    assert "before the step began" in str(diff.first)
+
+
+def test_a_model_that_is_called_twice_blames_no_module(compared):
+    def twice(model):
+        (loss_of(model) + loss_of(model, x=batch(7))).backward()
+
+    diff = compared(twice, lambda model: loss_of(model).backward())
+    assert diff.first.kind == "gradients", diff
+
+
+def test_batches_of_other_sizes_blame_no_module(compared):
+    diff = compared(
+        lambda model: loss_of(model).backward(),
+        lambda model: loss_of(model, x=batch(rows=3)).backward(),
+    )
+    assert diff.first.kind == "batch", diff
+    assert "of shapes (4, 6, 8) and (3, 6, 8)" in str(diff.first)
+    assert "the model: input[0]" in str(diff)
+
+
+def test_batches_of_other_sizes_blame_no_forward(compared):
+    diff = compared(
+        lambda model: model(batch()),
+        lambda model: model(batch(rows=3)),
+        *(tower(), tower()),
+    )
+    assert diff.first.kind == "batch", diff
+
+
+def test_dropout_of_one_run_alone_is_no_random_state(compared):
+    models = small(0.5), small(0.5).eval()
+    diff = compared(loss_of, loss_of, *models)
+    assert diff.first.module == "1" and "in one run alone" in str(diff.first), diff
+
+
+def test_dropout_from_other_states_is_said(compared):
+    diff = compared(loss_of, loss_of, small(0.5), small(0.5))
+    assert diff.first.module == "1" and "of the runs were unequal" in str(diff.first)
+
+
+def test_generators_that_were_not_drawn_from_are_not_named():
+    before = {"cpu": "a", "python": "b"}
+    after = {"cpu": "c", "python": "b", "numpy": "d"}
+    assert drawn_between(before, after) == ["cpu"]
