@@ -55,7 +55,7 @@ def recording(
         >>> with recording(tempfile.mkdtemp() + "/run_a", model):
         ...     model(torch.ones(1, 2)).sum().backward()
     """
-    from .arguments import check_model, make_folder
+    from .argument_checks import check_model, make_folder
     from .run_writer import Recording
 
     check_model("model", model)
@@ -92,7 +92,7 @@ def compare(
         RecordingError: If a folder holds no recording. It is a ValueError.
         ValueError: If a threshold is nan, negative, or no cosine, or a pattern wrong.
     """
-    from .arguments import check_thresholds, names_of
+    from .argument_checks import check_thresholds, names_of
     from .compare_runs import compare_runs
 
     check_thresholds(threshold, cosine)
@@ -141,7 +141,7 @@ def compare_live(
         >>> compare_live(a, b, torch.ones(1, 2)).first.kind
         'weights'
     """
-    from .arguments import check_model, names_of
+    from .argument_checks import check_model, names_of
     from .live import compare_models
 
     check_model("model", model)
@@ -176,7 +176,7 @@ def shadow(
     Raises:
         ValueError: If the model is wrapped, sharded, quantized or not initialized.
     """
-    from .arguments import check_model
+    from .argument_checks import check_model
     from .live import compare_models
     from .local_shadow import LocalShadow, float32_copy
 

@@ -12,6 +12,8 @@ from .places_of import BACKWARD, STATE
 from .run_reader import RankStep
 from .surroundings import has_unequal_states
 
+_USED_ELSEWHERE = "Or code outside of it, such as the loss, uses the parameter itself."
+
 
 @dataclass
 class First:
@@ -105,7 +107,7 @@ def _amount(row: Difference) -> str:
 
 @dataclass
 class Known:
-    """What is known of a step beside its rows.
+    """Facts of a step beside its rows.
 
     Attributes:
         settings: The settings of both runs' ranks, see `surroundings.modes()`.
@@ -155,7 +157,7 @@ def first_of(rows: Sequence[Difference], known: Known | None = None) -> First | 
 
 
 def _of_dropout(row: Difference, module: str, known: Known) -> str:
-    """What is known of why a module with dropout differs."""
+    """Describes why a module with dropout differs, where it is known."""
     if row.reference_name:  # its name in the other run is another
         return ""
     sides = [s for s in known.settings if row.rank in (None, s[0].rank)]
@@ -182,23 +184,17 @@ def _in_backward(row: Difference, rows: Sequence[Difference], known: Known) -> F
     """Finds the modules that used a tensor whose gradient differs."""
     place = row.place
     if place.role == "parameter_gradient":
-        is_known = _has_compared(row, rows, known) and not known.had_gradients
-        older = "Parameters had gradients before the step began."
-        remark = older if known.had_gradients else ""
+        is_known = not known.had_gradients and _has_compared(row, rows, known)
         kind = "backward" if is_known else "gradients"
+        older = "Parameters had gradients before the step began."
+        remark = older if known.had_gradients else _USED_ELSEWHERE
         return First(place.module, place.class_name, kind, row, remark=remark)
-    users = [
-        r.place
-        for r in rows
-        if r.place.role == "input" and r.place.is_leaf and _is_given(r, row, rows)
-    ]
+    given = [r.place for r in rows if _is_given(r, row, rows)]
+    users = [each for each in given if each.role == "input" and each.is_leaf]
     if place.role == "input_gradient" and not users:
         users = [place]
     names = list(dict.fromkeys(user.module for user in users))
-    is_returned = any(
-        r.place.role == "output" and not r.place.module and _is_given(r, row, rows)
-        for r in rows
-    )
+    is_returned = any(each.role == "output" and not each.module for each in given)
     if is_returned and not names:
         return First("", "", "loss", row)
     if is_returned:

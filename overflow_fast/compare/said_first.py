@@ -56,7 +56,7 @@ def of_step(step: int, mine: Sequence[RankStep], its: Sequence[RankStep]) -> lis
 
 
 def _of_random(own: dict[str, Any], other: dict[str, Any]) -> Iterator[str]:
-    """What unequal random states mean, as far as it is known who drew from them."""
+    """Describes what unequal random states mean, where it is known who drew."""
     unequal = _unequal(own.get("random", {}), other.get("random", {}))
     if not unequal:
         return
