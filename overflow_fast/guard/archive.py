@@ -16,9 +16,10 @@ from ..record.reading import read_record
 from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
 from ..report.blame import Place
+from ..report.entry_sentences import place_of
 from ..report.evidence import EvidenceFolder
 from ..report.json_log import JsonLog
-from ..report.report import Cost, Report, place_of
+from ..report.report import Cost, Report
 from ..report.run import Run
 from ..report.suspects import LoggedIncident, read_incidents
 from ..verdict.headroom import least_headroom

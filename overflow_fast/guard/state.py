@@ -12,7 +12,8 @@ from ..core.selection import Selection, Wanted
 from ..recording.schedule import ScanLevel
 from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
-from ..report.report import NonFiniteError, Report, some
+from ..report.entry_sentences import some
+from ..report.report import NonFiniteError, Report
 from ..verdict.attribution import attribute
 from ..verdict.rules import Allow, Rules
 from ..verdict.verdict import BadFrame, collect, kind_of

@@ -141,6 +141,12 @@ class Explanation:
         """Tells whether the whole step was run again, and was finite then."""
         return self.cause == "not reproducible" and NOT_REPLAYED not in self.notes
 
+    @property
+    def names_maker(self) -> bool:
+        """Tells whether it is known what made the first bad value."""
+        is_vague = self.cause in ("unknown", "not reproducible")
+        return not is_vague and (self.op is not None or bool(self.tensor))
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "artifacts": []}  # they stay on this rank
 
@@ -195,7 +201,7 @@ class Explanation:
         if self.rank is None:
             return ""
         others = self.num_ranks - 1
-        more = f" and {others} more" if others > 0 else " alone"
+        more = f" and {others} other{'s' * (others > 1)}" if others > 0 else " alone"
         return f" on rank {self.rank}{more}"
 
     def _where(self) -> str:

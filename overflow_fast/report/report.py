@@ -14,12 +14,12 @@ from ..verdict.hardware import is_of_flag
 from ..verdict.remedy import Remedy
 from ..verdict.verdict import BadEntry, Headroom, Verdict
 from .advice import advice_for, answers
+from .entry_sentences import gradient_sentences, place_of, share_sentences, what_of
 from .exit_code import exit_code_of
 from .frames import frames_text
 from .headroom_sentences import headroom_sentences, least_sentences
 from .origin import who_made_it
 
-_NEAREST = 8
 _RECOMPUTED = (
     "It was finite in the forward and arose when backward computed that again "
     "(activation checkpointing)."
@@ -120,15 +120,17 @@ class Report:
     repeats: str = ""
 
     def __str__(self) -> str:
-        """Writes the report as text: a line for each sentence, then the frames."""
-        text = "\n".join([as_lines(self.sentences()), *self._explained()])
+        """Writes the event, the answer, the details as lines, and then the frames."""
+        lines = [as_lines(self._event()), *self._answer(), as_lines(self._details())]
+        text = "\n".join(filter(None, lines))
         if not self.frames:
             return text
         return "\n".join([text, "", *frames_text(self.verdict.batch, self.frames)])
 
     def _repr_html_(self) -> str:
-        first, *rest = self.sentences()
-        return text_html(first, [*rest, *self._explained()], str(self))
+        first, *rest = self._event()
+        lines = [*rest, *self._answer(), *self._details()]
+        return text_html(first, lines, str(self))
 
     def short_text(self, note: str) -> str:
         """Writes the headline, the outcome of the step, and a note."""
@@ -139,39 +141,52 @@ class Report:
         plain = to_plain(dataclasses.asdict(self))
         if self.verdict.first is not None:
             plain["verdict"]["first"]["place"] = place_of(self.verdict.first)
-        summary = "\n".join([*self.sentences(), *self._explained()])
+        summary = "\n".join([*self._event(), *self._answer(), *self._details()])
         return {"schema": SCHEMA, "kind": "report", **plain, "summary": summary}
 
     def to_json(self) -> str:
         """Writes the report as one line of JSON, non-finite numbers as strings."""
         return dumps(self.to_dict())
 
-    def _explained(self) -> list[str]:
-        return [] if self.explanation is None else [str(self.explanation)]
+    def _answer(self) -> list[str]:
+        return [] if self.explanation is None else str(self.explanation).splitlines()
 
     def sentences(self) -> list[str]:
-        """Lists all but the frames: the headline, the step's outcome, and the rest."""
+        """Lists all but the explanation and the frames, the headline first."""
+        return [*self._event(), *self._details()]
+
+    def _event(self) -> list[str]:
+        if self.verdict.first is None:
+            return [f"Step {self.step} is clean.", *self.notes]
+        return [self.headline(), *self._outcome(), *self.notes]
+
+    def _details(self) -> list[str]:
         first = self.verdict.first
         if first is None:
-            return [f"Step {self.step} is clean.", *self.notes]
+            return []
+        origin = "" if self.is_of_state else self._origin(first)
         is_answered = answers(self.explanation, first)
         advice = advice_for(self.verdict, self.step, self.remedy) * (not is_answered)
         return [
-            self.headline(),
-            *self._outcome(),
-            *self.notes,
-            *([] if is_of_flag(self.verdict) else [_share_sentence(first)]),
+            *share_sentences(first),
             *([_RECOMPUTED] if self.verdict.is_recomputed else []),
             *headroom_sentences(self.verdict.headroom),
             *least_sentences(self.least_headroom),
-            *_gradient_sentences(self.verdict),
-            *([] if self.is_of_state else [who_made_it(first, self.verdict)]),
+            *gradient_sentences(self.verdict),
+            *([origin] if origin else []),
             *([f"What to try: {advice}."] if advice else []),
             *([f"Evidence is in `{self.evidence}`."] if self.evidence else []),
             *([f"To look at it, open `{self.page}`."] if self.page else []),
             *self.not_covered,
             *self._cost_sentences(),
         ]
+
+    def _origin(self, first: BadEntry) -> str:
+        """Writes who made it; "" if hooks do not know it, and the replay does."""
+        is_told = self.explanation is not None and self.explanation.names_maker
+        if self.verdict.origin == "unclear" and is_told:
+            return ""
+        return who_made_it(first, self.verdict)
 
     def headline(self) -> str:
         """Writes the first sentence: the step, the bad values, and their place."""
@@ -181,7 +196,7 @@ class Report:
         if is_of_flag(self.verdict):
             label = self.verdict.first.label
             return f"{subject} has overflowed{where}: the {label} is set."
-        return f"{subject} is not finite{where}: {_what(self.verdict.first)}."
+        return f"{subject} is not finite{where}: {what_of(self.verdict.first)}."
 
     def _outcome(self) -> list[str]:
         """Lists the outcome of the optimizer's step, as far as that is known."""
@@ -196,44 +211,3 @@ class Report:
             return []
         share = f"{self.cost.share:.1%}"
         return [f"The guard takes {share} of the time of a watched step."]
-
-
-def place_of(entry: BadEntry) -> str:
-    """Returns the name of an entry's module, or of its tensor; or "the model"."""
-    return entry.fqn or "the model"
-
-
-def _what(entry: BadEntry) -> str:
-    infs = {"-": "-inf", "+-": "inf and -inf"}.get(entry.signs, "inf")
-    kinds = [
-        f"{count} {name}"
-        for count, name in ((entry.num_nan, "nan"), (entry.num_inf, infs))
-        if count
-    ]
-    holds = f"holds {' and '.join(kinds)}"
-    if entry.class_name:
-        return f"`{entry.label}` of {place_of(entry)} ({entry.class_name}) {holds}"
-    return f"the {entry.kind.replace('_', ' ')} `{entry.label}` {holds}"
-
-
-def _share_sentence(entry: BadEntry) -> str:
-    bad = entry.num_nan + entry.num_inf
-    are = "is" if bad == 1 else "are"
-    return f"{bad} of its {entry.numel} {entry.dtype} values {are} non-finite."
-
-
-def _gradient_sentences(verdict: Verdict) -> list[str]:
-    dirty, clean = verdict.dirty_gradients, verdict.clean_gradients
-    if not dirty:
-        return []
-    sentences = [f"Non-finite gradients: {some(dirty)}."]
-    if clean:
-        sentences.append(f"The nearest finite ones: {some(clean)}.")
-    return sentences
-
-
-def some(names: list[str]) -> str:
-    """Lists the first of several names, and how many more there are."""
-    shown = ", ".join(names[:_NEAREST])
-    more = len(names) - _NEAREST
-    return f"{shown} and {more} more" if more > 0 else shown

@@ -11,6 +11,8 @@ from torch.amp.grad_scaler import GradScaler
 
 from overflow_fast import NonFiniteError, OverflowGuard, assert_finite_state
 from overflow_fast.core.text import wrapped
+from overflow_fast.replay.explanation import Explanation
+from overflow_fast.replay.named_op import Op
 from overflow_fast.report.report import Report
 from overflow_fast.verdict.verdict import BadEntry, Verdict
 
@@ -249,3 +251,14 @@ def test_where_nothing_is_trained_nothing_is_said(caplog):
     caplog.set_level(logging.INFO, "overflow_fast")
     OverflowGuard(nn.Identity()).remove()
     assert not run_lines(caplog)
+
+
+@pytest.mark.parametrize("cause", ["undefined", "not reproducible", "unknown"])
+def test_no_origin_is_called_unknown_where_the_replay_names_it(cause):
+    made_by = "code after the model"
+    first = BadEntry("loss", "", "", "loss", "float32", num_nan=1, num_inf=0, numel=1)
+    verdict = Verdict(first=first, origin="unclear", maker=made_by)
+    found = Explanation("forward", cause, op=Op("aten.log", code="p.log()"))
+    text = str(Report(0, "warn", verdict, explanation=found))
+    assert (made_by in text) is (cause != "undefined")
+    assert "of its" not in text  # a share of one value is none
