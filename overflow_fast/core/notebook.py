@@ -1,8 +1,10 @@
-"""HTML that notebooks show instead of a `repr`. Everything in it is escaped."""
+"""HTML that notebooks show instead of a `repr`, escaped, and the names of cells."""
 
 from __future__ import annotations
 
 import base64
+import os
+import sys
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -29,3 +31,11 @@ def picture_html(png: bytes, described: str) -> str:
     data = base64.b64encode(png).decode()
     alt = escape(described, quote=True)
     return f'<img src="data:image/png;base64,{data}" alt="{alt}"><div>{alt}</div>'
+
+
+def short_name(file: str) -> str:
+    """Shortens a file's path to its name, or to its cell's, such as "In[3]"."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    label_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    label = label_of(file) if callable(label_of) else None
+    return os.path.basename(file) if label is None else str(label[1])

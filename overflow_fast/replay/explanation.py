@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
+from ..core.notebook import short_name
 from .named_op import Op, Sample
 
 PHASES = ("forward", "backward", "optimizer", "data", "weights")
@@ -90,7 +90,7 @@ class Remedy:
 
     @property
     def _place(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.line}: " if self.file else ""
+        return f"{short_name(self.file)}:{self.line}: " if self.file else ""
 
 
 @dataclass

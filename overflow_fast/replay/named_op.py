@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
+
+from ..core.notebook import short_name
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Op:
     @property
     def place(self) -> str:
         """Its file and line, such as "attention.py:46", or ""."""
-        return f"{os.path.basename(self.file)}:{self.line}" if self.file else ""
+        return f"{short_name(self.file)}:{self.line}" if self.file else ""
 
 
 class Sample(int):
