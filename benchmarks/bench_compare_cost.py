@@ -7,9 +7,7 @@ whose dumps are then taken of the same steps.
 from __future__ import annotations
 
 import copy
-import json
 import os
-import resource
 import statistics
 import sys
 import tempfile
@@ -20,6 +18,7 @@ from typing import Any
 
 import torch
 from common import progress, size_text, threads, write
+from forks import in_fork, peak_of
 from timing import QUICK
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -80,30 +79,6 @@ def seconds(function: Callable[[], Any]) -> float:
 
 def size_of(folder: Path) -> int:
     return sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
-
-
-def in_fork(function: Callable[[], Any]) -> Any:
-    """What a function returns in a forked process, as JSON gives it back."""
-    reads, writes = os.pipe()
-    if not os.fork():
-        with open(writes, "w") as file:
-            json.dump(function(), file)
-        os._exit(0)
-    os.close(writes)
-    with open(reads) as file:
-        found = json.load(file)
-    os.wait()
-    return found
-
-
-def peak_of(function: Callable[[], Any]) -> int:
-    """The bytes that a process holds at most in which a function runs."""
-
-    def run() -> int:
-        function()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-    return int(in_fork(run))
 
 
 def msprobe_dump(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import statistics
 import time
@@ -9,23 +10,29 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import progress, write
+from common import progress, size_text, threads, write
+from forks import peak_of
 from models import ON_CPU
 from timing import QUICK
 from torch import nn
 
 from overflow_fast import OverflowGuard
 
-COLUMNS = ["dtype", "what", "step ms", "takes ms", "steps", "forwards", "a step"]
+COLUMNS = [
+    *("dtype", "what", "step ms", "takes ms", "steps", "forwards", "a step"),
+    *("step memory", "adds"),
+]
 NOTES = (
     "GPT-2 small, 2 texts of 128 tokens, fused AdamW, all threads. An explanation is "
     "of a step whose feed-forward overflows in the middle of the model (weights are "
     "scaled): replays, the table of operations, the sample, and the remedies that are "
     "tried; it comes once for an incident. `ops_every` looks inside every operation of "
     "one clean step in N: `a step` is its share with N = 100. Medians of steps of one "
-    "process."
+    "process. `step memory`: what a process holds at most in which three steps run; it "
+    "`adds` so much where the third is looked into or explained (one thread)."
 )
 ROUNDS = 2 if QUICK else 5
+BUDGETS = (8, 2)
 
 
 def timed(step: Callable[[], object]) -> float:
@@ -34,17 +41,48 @@ def timed(step: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def rows_of(dtype: torch.dtype) -> list[dict[str, Any]]:
-    torch.manual_seed(0)
-    model, batch = ON_CPU["GPT-2 small"]()
-    model = model.to(dtype).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+class Training:
+    """A model in training; calling it makes a step."""
 
-    def step() -> None:
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
+    def __init__(self, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        model, self.batch = ON_CPU["GPT-2 small"]()
+        self.model = model.to(dtype).train()
+        parameters = self.model.parameters()
+        self.optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
 
+    def __call__(self) -> None:
+        self.model(**self.batch).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+
+
+def peaks_of(dtype: torch.dtype) -> list[int]:
+    """What a process holds at most: of steps alone, of ops_every, of explanations."""
+
+    def run(is_bad: bool = False, **options: Any) -> None:
+        step = Training(dtype)
+        with threads(1), contextlib.ExitStack() as stack:
+            step()
+            step()
+            if is_bad:
+                plant(step.model)
+            if options:
+                guard = OverflowGuard(step.model, step.optimizer, "skip", **options)
+                stack.enter_context(guard)
+            step()
+
+    ways: list[dict[str, Any]] = [
+        {},
+        {"ops_every": 1},
+        *({"is_bad": True, "explain": True, "explain_budget": n} for n in BUDGETS),
+    ]
+    return [peak_of(lambda way=way: run(**way)) for way in ways]
+
+
+def rows_of(dtype: torch.dtype, bare: int, *peaks: int) -> list[dict[str, Any]]:
+    step = Training(dtype)
+    model, optimizer = step.model, step.optimizer
     step()
     looks, plain = [], []
     with OverflowGuard(model, optimizer, ops_every=2) as guard:
@@ -64,7 +102,9 @@ def rows_of(dtype: torch.dtype) -> list[dict[str, Any]]:
         "seconds": looks,
     }
     plant(model)
-    found = [explained(model, optimizer, step, base, budget) for budget in (8, 2)]
+    found = [explained(model, optimizer, step, base, budget) for budget in BUDGETS]
+    for row, peak in zip((audit, *found), peaks, strict=True):
+        row |= {"step memory": size_text(bare), "adds": size_text(max(0, peak - bare))}
     return [{**shared, **row} for row in (audit, *found)]
 
 
@@ -108,10 +148,12 @@ def plant(model: nn.Module) -> None:
 
 def main() -> None:
     logging.disable(logging.WARNING)  # the reports themselves
+    dtypes = (torch.float32, torch.bfloat16)
+    peaks = {each: peaks_of(each) for each in dtypes}  # before threads: they fork
     rows = []
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in dtypes:
         progress(str(dtype))
-        rows += rows_of(dtype)
+        rows += rows_of(dtype, *peaks[dtype])
     write("explain", "The cost of an explanation", NOTES, rows, COLUMNS)
 
 
