@@ -69,10 +69,16 @@ def _autocast_device(module: nn.Module, leaves: Sequence[object]) -> str | None:
     tensor = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
     if tensor is None:
         tensor = next(module.parameters(), None)
-    if tensor is None or not torch.amp.is_autocast_available(tensor.device.type):
+    if tensor is None or not _has_autocast(tensor.device.type):
         return None
     device = tensor.device.type
     return device if torch.is_autocast_enabled(device) else None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_autocast(device: str) -> bool:
+    """Tells it to compiled code as a constant: torch 2.11 breaks the graph for it."""
+    return torch.amp.is_autocast_available(device)
 
 
 def _is_half(leaf: object) -> bool:

@@ -254,7 +254,7 @@ def test_what_compiled_code_alone_gives():
     def backend(graph, inputs):
         return lambda *args: tuple(NAN * each for each in graph(*args))
 
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model = nn.Sequential(Scale(), nn.Linear(4, 1))
     model[0].compile(backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = OverflowGuard(model, optimizer)
