@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..page.incident_card import Incident
 from ..page.render import page_of
-from ..record.reading import read_record
 from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
 from ..report.blame import Place
 from ..report.entry_sentences import place_of
 from ..report.evidence import EvidenceFolder
 from ..report.json_log import JsonLog
-from ..report.report import Cost, Report
+from ..report.report import Report
 from ..report.run import Run
 from ..report.suspects import LoggedIncident, read_incidents
 from ..verdict.headroom import least_headroom
 from ..verdict.verdict import BadFrame, Verdict, kind_of, leading_frame
 from .config import GuardConfig
+from .measurements import Measurements
 from .spikes import Spike
 
 _MIB = 2**20
@@ -39,32 +38,26 @@ class Archive:
     Args:
         config: The guard's.
         watches: The watched models.
-        cost: Returns the cost of the guard.
-        record_path: Returns the file of the flight record, or None.
-        leave_out: Called with the seconds that a page took.
+        measurements: The guard's cost, and its flight record.
     """
 
     def __init__(
         self,
         config: GuardConfig,
         watches: Sequence[ModelWatch],
-        cost: Callable[[], Cost],
-        record_path: Callable[[], Path | None],
-        leave_out: Callable[[float], None],
+        measurements: Measurements,
     ) -> None:
         self._config = config
         self._watches = watches
-        self._cost = cost
-        self._record_path = record_path
-        self._leave_out = leave_out
+        self._measurements = measurements
         self._begun = _now()
         self._page_seconds = 0.0
 
     # Made when first needed: the rank is known by then.
 
-    @functools.cached_property
+    @property
     def _run(self) -> Run:
-        return Run.begin()
+        return self._measurements.run
 
     @functools.cached_property
     def _evidence(self) -> EvidenceFolder | None:
@@ -120,12 +113,12 @@ class Archive:
             self._evidence.add_page(report, lambda: self._page_of(report))
             seconds = _now() - begin
             self._page_seconds += seconds
-            self._leave_out(seconds)
+            self._measurements.timer.leave_out(seconds)
         self._evidence.add_report(report)
 
     def _page_of(self, report: Report) -> str:
-        path = self._record_path()
-        records = [] if path is None else [read_record(path).tail(_PAGE_LINES)]
+        record = self._measurements.record_of(report, _PAGE_LINES)
+        records = [] if record is None else [record]
         return page_of(records, [Incident.of(report)])
 
     def log(
@@ -147,7 +140,7 @@ class Archive:
             "is_clean": verdict.is_clean,
             "action": action,
             "num_skipped": num_skipped,
-            "guard_share": round(self._cost().share, 5),
+            "guard_share": round(self._measurements.timer.cost.share, 5),
         }
         headroom = least_headroom(self._watches)
         if headroom is not None:

@@ -68,12 +68,10 @@ class GuardLoop:
             config,
             self.watches,
             self.rounds,
-            lambda: self.timer.cost,
+            self.measurements,
             lambda watches: self.coverage(watches).gaps(),
             lambda: self.steps.optimizers,
-            self.timer.leave_out,
             lambda: self.new_watches(watch=EVERYTHING),
-            lambda: self.measurements.record_path,
         )
         self.isolation = ErrorIsolation(self.timer, self.engine.is_foreign)
         self._make_judge()

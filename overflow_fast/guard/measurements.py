@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from ..record.flight import FlightRecorder
+from ..record.table import FlightRecord
 from ..recording.watch import ModelWatch
+from ..report.report import Report
 from ..report.run import Run
 from ..verdict.headroom import HeadroomTracker
 from .config import GuardConfig
@@ -45,12 +47,16 @@ class Measurements:
             config.saturation,
             config.sync == "lagged",
         )
-        self.record = _recorder_of(config, watches)
+        self.record = _recorder_of(config, watches, lambda: self.run)
 
-    @property
-    def record_path(self) -> Path | None:
-        """The file of the flight record, or None."""
-        return None if self.record is None else self.record.file_path
+    @functools.cached_property
+    def run(self) -> Run:
+        """The run that files name; it begins with the first file: the rank is known."""
+        return Run.begin()
+
+    def record_of(self, report: Report, num_lines: int) -> FlightRecord | None:
+        """Returns the flight record up to the step of a report, or None."""
+        return None if self.record is None else self.record.so_far(report, num_lines)
 
     def metrics(self) -> dict[str, float]:
         """Returns all numbers. Does not incur a CPU-GPU sync."""
@@ -69,7 +75,7 @@ class Measurements:
 
 
 def _recorder_of(
-    config: GuardConfig, watches: Sequence[ModelWatch]
+    config: GuardConfig, watches: Sequence[ModelWatch], run: Callable[[], Run]
 ) -> FlightRecorder | None:
     if config.record is None or not Run.begin().collects(config.collect):
         return None
@@ -80,4 +86,5 @@ def _recorder_of(
         watches,
         config.on_overflow,
         config.sync == "lagged",
+        run,
     )

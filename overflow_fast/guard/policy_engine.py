@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from torch.optim import Optimizer
 
 from ..distributed.agreement import Agreement
 from ..recording.watch import ModelWatch
 from ..report.alarms import AlarmLog
-from ..report.report import Cost, NonFiniteError, Report
+from ..report.report import NonFiniteError, Report
 from ..report.spike_lines import log_spike
 from ..verdict.attribution import attribute
 from ..verdict.settings import bad_settings
@@ -20,6 +19,7 @@ from .archive import Archive
 from .config import GuardConfig
 from .explainer import Explainer, make_capture
 from .learning import Learning
+from .measurements import Measurements
 from .optimizer_hook import OptimizerHook
 from .policy import limit_skips
 from .report_maker import ReportMaker
@@ -36,12 +36,10 @@ class PolicyEngine:
         config: The guard's.
         watches: The watched models.
         rounds: Counts steps and skips.
-        cost: Returns the cost of the guard.
+        measurements: The guard's cost, and its flight record.
         not_covered: Returns sentences about what some watches have not checked.
         optimizers: Returns the guard's optimizers.
-        on_explained: Called with the seconds that an explanation or a page took.
         make_watches: Makes watches of the models that look at everything.
-        record_path: Returns the file of the flight record, or None.
 
     Attributes:
         agreement: The ranks that decide together.
@@ -58,12 +56,10 @@ class PolicyEngine:
         config: GuardConfig,
         watches: Sequence[ModelWatch],
         rounds: Rounds,
-        cost: Callable[[], Cost],
+        measurements: Measurements,
         not_covered: Callable[[Sequence[ModelWatch]], list[str]],
         optimizers: Callable[[], Sequence[Optimizer]],
-        on_explained: Callable[[float], None],
         make_watches: Callable[[], list[ModelWatch]],
-        record_path: Callable[[], Path | None],
     ) -> None:
         self.agreement = Agreement(
             config.process_group, watches, config.may_act, optimizers
@@ -75,8 +71,11 @@ class PolicyEngine:
         self._alarms = AlarmLog()
         self._optimizers = optimizers
         self.capture = make_capture(config, watches)
-        self._archive = Archive(config, watches, cost, record_path, on_explained)
-        self._reporter = StepReporter(config, watches, self._archive, cost, not_covered)
+        timer = measurements.timer
+        self._archive = Archive(config, watches, measurements)
+        self._reporter = StepReporter(
+            config, watches, self._archive, lambda: timer.cost, not_covered
+        )
         second_look = None
         if config.is_tripwire and self.capture is not None:
             second_look = SecondLook(self.capture, watches, make_watches)
@@ -89,7 +88,7 @@ class PolicyEngine:
             self._attribute,
             lambda: rounds.num_skipped,
             optimizers,
-            on_explained,
+            timer.leave_out,
         )
         self._clean_line: tuple[int, Verdict, str | None] | None = None
         self.last_report: Report | None = None

@@ -6,7 +6,6 @@ import collections
 import functools
 import logging
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +16,14 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .. import _C
-from ..core.strict_json import to_plain
 from ..recording.watch import ModelWatch
 from ..report.report import Cost, Report
 from ..report.run import Run
+from .reading import read_record
 from .record_file import RecordFile
 from .record_lines import Line, columns_of, line_bytes
-from .record_run import entry_lines, run_line
+from .record_run import entry_lines, run_line, step_line
+from .table import FlightRecord
 
 _log = logging.getLogger("overflow_fast")
 
@@ -46,6 +46,7 @@ class FlightRecorder:
         watches: The watched models.
         policy: The guard's `on_overflow`.
         is_lagged: Whether a step's verdict comes with the next one.
+        run: Returns the run that the guard's other files name, too.
 
     Attributes:
         file_path: The last file that was written; None before the first step.
@@ -59,15 +60,18 @@ class FlightRecorder:
         watches: Sequence[ModelWatch],
         policy: object,
         is_lagged: bool,
+        run: Callable[[], Run] = Run.begin,
     ) -> None:
         self._path = path
         self._watches = watches
         self._policy = policy
         self._is_lagged = is_lagged
+        self._run_of = run
         self._open = functools.partial(
             RecordFile, num_full=num_full, max_bytes=max_bytes
         )
         self._file: RecordFile | None = None
+        self._run: Run | None = None  # of the file
         self.file_path: Path | None = None
         self._num_entries = [0] * len(watches)  # that are in the file
         self._is_begun = False  # the file: its first line is there
@@ -109,23 +113,35 @@ class FlightRecorder:
         """
         for watch in self._watches:
             watch.recorder.end_row(self._num_steps)
-        line: Line = {
-            "kind": "steps",
-            "level": 0,
-            "first": step,
-            "last": step,
-            "count": 1,
-            "time": round(time.time(), 3),
-            "seconds": None if cost is None else round(cost.step_seconds, 6),
-            "guard_seconds": None if cost is None else round(cost.guard_seconds, 6),
-            "learning_rate": to_plain(_learning_rate(optimizers)),
-            "actions": {"spike": 1} if has_spike else {},
-            "skipped": int(is_skipped and not self._is_lagged),
-        }
+        line = step_line(step, cost, optimizers)
+        line["actions"] = {"spike": 1} if has_spike else {}
+        line["skipped"] = int(is_skipped and not self._is_lagged)
         self._steps.append(_Step(self._num_steps, line))
         self._num_steps += 1
         self._note(report)
         self._write_known(int(self._is_lagged))
+
+    def so_far(self, report: Report, num_lines: int) -> FlightRecord | None:
+        """Returns the record's last lines, with the step that a report stops.
+
+        Args:
+            report: The report.
+            num_lines: How many lines of steps it has at most.
+
+        Returns:
+            The record; None if it is empty.
+        """
+        lines: list[Line] = []
+        if report.moment == "before" and not report.is_of_state:
+            line = step_line(report.step, None, [])
+            line["actions"] = {report.action: 1}
+            line["skipped"] = int(report.action == "skip")
+            rows = [watch.recorder.running_row() for watch in self._watches]
+            line["models"] = [columns_of(row) for row in rows]
+            lines = [*self._new_heads()[0], line]
+        if self.file_path is not None:
+            return read_record(self.file_path).followed_by(lines).tail(num_lines)
+        return FlightRecord(Path(self._path), lines, False, 0) if lines else None
 
     def _note(self, report: Report | None) -> None:
         """Adds what was done about a step to its line, when its report is new."""
@@ -177,21 +193,27 @@ class FlightRecorder:
 
     def _write(self, line: Line) -> None:
         file = self._opened()
+        heads, counts = self._new_heads()
+        file.append(b"".join(map(line_bytes, heads)), line_bytes(line))
+        self._num_entries, self._is_begun = counts, True
+
+    def _new_heads(self) -> tuple[list[Line], list[int]]:
+        """The lines of the run and its entries that are not in the file; all counts."""
         counts = list(self._num_entries)
         heads = list[Line]()
         if not self._is_begun:
-            heads.append(run_line(self._run, self._watches, self._policy))
+            run = self._run or self._run_of()
+            heads.append(run_line(run, self._watches, self._policy))
         for i, watch in enumerate(self._watches):
             new = entry_lines(watch, i, counts[i])
             counts[i] += sum(len(each["entries"]) for each in new)
             heads += new
-        file.append(b"".join(map(line_bytes, heads)), line_bytes(line))
-        self._num_entries, self._is_begun = counts, True
+        return heads, counts
 
     def _opened(self) -> RecordFile:
         """The file; a new one where another process, or an end, has closed it."""
         if self._file is None or not self._file.is_own:
-            self._run = Run.begin()
+            self._run = self._run_of() if self._run is None else Run.begin()
             wanted = self._run.path_of_rank(self._path)
             self._file = self._open(wanted)
             self.file_path = self._file.path
@@ -203,14 +225,3 @@ class FlightRecorder:
                     self._file.path,
                 )
         return self._file
-
-
-def _learning_rate(optimizers: Sequence[Optimizer]) -> float | None:
-    """Of the first group of the first optimizer; None where it is on a device."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            rate = group.get("lr")
-            if isinstance(rate, torch.Tensor) and not rate.is_cpu:
-                return None
-            return None if rate is None else float(rate)
-    return None

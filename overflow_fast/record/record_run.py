@@ -1,17 +1,20 @@
-"""The lines of a flight record that say what its run and its entries are."""
+"""The lines of a flight record: its run, its entries, a step without its values."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 
 import torch
+from torch.optim import Optimizer
 
 from .. import _C
 from ..core.names import unwrapped_class
 from ..core.strict_json import to_plain
 from ..recording.labels import entry_label
 from ..recording.watch import ModelWatch
+from ..report.report import Cost
 from ..report.run import Run
 from ..verdict.verdict import kind_of
 from .record_lines import KIND, RECORD_SCHEMA, Line
@@ -80,3 +83,31 @@ def _entry(watch: ModelWatch, column: _C.RowColumn) -> Line:
     }
     plain: Line = to_plain(entry)
     return plain
+
+
+def step_line(step: int, cost: Cost | None, optimizers: Sequence[Optimizer]) -> Line:
+    """The line of a step without its values; see `FlightRecorder.end_step`."""
+    return {
+        "kind": "steps",
+        "level": 0,
+        "first": step,
+        "last": step,
+        "count": 1,
+        "time": round(time.time(), 3),
+        "seconds": None if cost is None else round(cost.step_seconds, 6),
+        "guard_seconds": None if cost is None else round(cost.guard_seconds, 6),
+        "learning_rate": to_plain(_learning_rate(optimizers)),
+        "actions": {},
+        "skipped": 0,
+    }
+
+
+def _learning_rate(optimizers: Sequence[Optimizer]) -> float | None:
+    """Of the first group of the first optimizer; None where it is on a device."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            rate = group.get("lr")
+            if isinstance(rate, torch.Tensor) and not rate.is_cpu:
+                return None
+            return None if rate is None else float(rate)
+    return None

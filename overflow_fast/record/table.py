@@ -58,6 +58,11 @@ class FlightRecord:
         lines = [self.run, *self._heads, *self._lines[-num:]]
         return FlightRecord(self.path, lines, self.is_truncated, self.num_damaged)
 
+    def followed_by(self, lines: list[Line]) -> FlightRecord:
+        """The record with further lines."""
+        whole = [self.run, *self._heads, *self._lines, *lines]
+        return FlightRecord(self.path, whole, self.is_truncated, self.num_damaged)
+
     @functools.cached_property
     def steps(self) -> list[RecordStep]:
         """The steps, the oldest first; the newest have a line each."""

@@ -1,5 +1,6 @@
 """The command line's page, and the files that a page is read from."""
 
+import contextlib
 import re
 from fnmatch import fnmatch
 from pathlib import Path
@@ -11,7 +12,7 @@ from flight_records import head_lines, step_line
 from guarding import NAN, batches, make, plant, train, train_step
 from page_records import Parsed
 
-from overflow_fast import OverflowGuard
+from overflow_fast import NonFiniteError, OverflowGuard, read_record
 from overflow_fast.__main__ import main
 from overflow_fast.record.record_lines import line_bytes
 
@@ -129,15 +130,27 @@ def test_an_incident_has_a_page_beside_its_evidence(tmp_path):
     assert "Step 0 is not finite" in Parsed(page.read_text()).text
 
 
-def test_the_page_has_the_record_up_to_the_incident(tmp_path):
+@pytest.mark.parametrize("num_clean", [0, 3])
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_the_page_has_the_record_up_to_the_incident(tmp_path, policy, num_clean):
     model, optimizer = make()
     record, folder = tmp_path / "run.ofr", tmp_path / "evidence"
-    with OverflowGuard(model, optimizer, "skip", evidence=folder, record=record) as g:
-        train(model, optimizer, batches(3))
-        with plant(model.head, NAN):
+    with OverflowGuard(model, optimizer, policy, evidence=folder, record=record) as g:
+        train(model, optimizer, batches(num_clean))
+        with contextlib.suppress(NonFiniteError), plant(model.head, NAN):
             train_step(model, optimizer, batches(1)[0])
+        train(model, optimizer, batches(1))
     shown = Parsed(Path(g.last_report.page).read_text())
-    assert "blocks.0.fc1" in shown.text and "run.ofr" in shown.text
+    last = f"to {num_clean}" if num_clean else "0"
+    assert "blocks.0.fc1" in shown.text and f"{last}, " in shown.text
+    assert "No record of this step was given" not in shown.text
+    kept = read_record(record)
+    assert [step.first for step in kept.steps] == list(range(num_clean + 2))
+    assert kept.is_nonfinite().any(1).tolist() == [
+        step == num_clean for step in range(num_clean + 2)
+    ]
+    assert kept.run["run"] in shown.text
+    assert kept.run["run"] == Path(g.last_report.evidence).parent.name
 
 
 @pytest.mark.parametrize("share, num", [(0.0, 1), (1e9, 3)])
