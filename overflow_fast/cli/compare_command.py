@@ -7,6 +7,7 @@ import argparse
 from .adding import Commands, add_command, fail
 
 _FORMATS = (".html", ".xlsx", ".json")
+NOTHING_COMPUTED = 3  # the exit status where only weights or batches were compared
 
 
 def add_to(commands: Commands) -> None:
@@ -49,7 +50,7 @@ def add_to(commands: Commands) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    """Returns 0, 1 where something differs, or 2 where nothing can be compared."""
+    """Returns the exit status: see docs/guides/command-line.md."""
     from ..compare.entry_points import compare
 
     output: str = parsed.output or ""
@@ -73,4 +74,6 @@ def _run(parsed: argparse.Namespace) -> int:
     print(found)
     if not found.num_compared:
         return 2
+    if not found.differs and not found.num_computed:
+        return NOTHING_COMPUTED
     return int(found.differs)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from . import said_first
 from .comparison_result import Comparison
-from .first_cause import First, Known, first_of
+from .first_cause import Known, first_of
+from .first_difference import First
 from .judged_rows import Difference, difference_of
 from .matching import Matched, match
 from .msprobe_dump import find_dumps, read_dumps
@@ -89,6 +90,7 @@ def _known(
         list(zip(own, other, strict=False)),
         matched.missing_modules(),
         any(step.modes.get("had_gradients") for step in (*own, *other)),
+        matched.lone_inputs(),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..core.strict_json import SCHEMA, to_plain
 from ..core.text import as_lines
-from .first_cause import First
+from .first_difference import First
 from .judged_rows import (
     EQUAL,
     INHERITED,
@@ -59,6 +59,12 @@ class Comparison:
         """How many pairs of tensors were compared."""
         return sum(row.measures is not None for row in self.rows)
 
+    @property
+    def num_computed(self) -> int:
+        """How many of these the models have computed: no weights, and no batch."""
+        compared = (row.place for row in self.rows if row.measures is not None)
+        return sum(each.is_computed for each in compared)
+
     def counts(self) -> dict[str, int]:
         """How many rows have each verdict."""
         return {v: sum(row.verdict == v for row in self.rows) for v in VERDICTS}
@@ -83,6 +89,11 @@ class Comparison:
             return f"{self.first} {text}"
         if not self.num_compared:
             return f"Nothing could be compared. {text}"
+        if not self.num_computed:
+            return (
+                "Nothing that the models compute was compared; what was, their weights "
+                f"or batches, is equal but for rounding. {text}"
+            )
         if any(row.relative for row in self.rows):
             return f"No layer differs more than rounding explains. {text}"
         return f"All that was compared is equal. {text}"

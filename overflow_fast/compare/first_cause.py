@@ -5,104 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from .judged_rows import MADE_HERE, Difference, coarser
-from .places_of import BACKWARD, STATE
+from .first_difference import First, has_other_shape
+from .judged_rows import MADE_HERE, Difference
+from .places_of import BACKWARD, FORWARD, STATE
 from .run_reader import RankStep
 from .surroundings import has_unequal_states
 
 _USED_ELSEWHERE = "Or code outside of it, such as the loss, uses the parameter itself."
-
-
-@dataclass
-class First:
-    """The first difference that is not inherited, and what made it.
-
-    Attributes:
-        module: The name of the module that made it; "" is the model itself, or what is
-            outside of it.
-        class_name: The module's class, or "".
-        kind: "weights", "batch", "forward", "backward", "loss" where the gradient that
-            the model was given differs, or "gradients" where those of parameters
-            differ, and what made them could not be compared.
-        row: The first row that shows it.
-        after: The last call that had returned within the module, or "".
-        op: The first operation that differs, with its line, or "". `compare_live()` and
-            `shadow()` find it.
-        remark: What it may be, in a sentence, or "".
-    """
-
-    module: str
-    class_name: str
-    kind: str
-    row: Difference
-    after: str = ""
-    op: str = ""
-    remark: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """It as texts and numbers."""
-        return {
-            "module": self.module,
-            "class": self.class_name,
-            "kind": self.kind,
-            "row": self.row.name,
-            "step": self.row.step,
-            "rank": self.row.rank,
-            "after": self.after,
-            "op": self.op,
-            "remark": self.remark,
-            "sentence": str(self),
-        }
-
-    def __str__(self) -> str:
-        """One or two sentences."""
-        row = self.row
-        name = self.module or "the model"
-        of_class = f" ({self.class_name})" if self.class_name else ""
-        on_rank = "" if row.rank is None else f" on rank {row.rank}"
-        amount = _amount(row)
-        if self.kind == "weights":
-            text = f"{row.place} of {name}{of_class} differs{on_rank}{amount}."
-        elif self.kind == "batch":
-            text = f"The model was given other inputs{on_rank}: {row.place}{amount}."
-        elif self.kind == "gradients":
-            text = (
-                f"Gradients of parameters differ{on_rank}, {row.place} first{amount}; "
-                "what made them could not be compared."
-            )
-        elif self.kind == "loss":
-            text = (
-                f"The gradient that the model was given differs{on_rank}: {row.place}"
-                f"{amount}. The loss, its scale, its labels, or other code outside of "
-                "the model makes it."
-            )
-        else:
-            where = "Backward of " if self.kind == "backward" else ""
-            text = f"{where}{name}{of_class} computes differently{on_rank}{amount}."
-            seen = f" It shows at {row.place}"
-            text += f"{seen}, after {self.after}." if self.after else f"{seen}."
-        if self.op:
-            text += f" The first operation that differs: {self.op}."
-        return f"{text} {self.remark}".rstrip()
-
-
-def _has_other_shape(row: Difference) -> bool:
-    return row.measures is None and row.shapes[0] != row.shapes[1]
-
-
-def _amount(row: Difference) -> str:
-    if _has_other_shape(row):
-        return f", of shapes {row.shapes[0]} and {row.shapes[1]}"
-    if row.num_nan[0] != row.num_nan[1] or row.num_inf[0] != row.num_inf[1]:
-        (nan, its_nan), (inf, its_inf) = row.num_nan, row.num_inf
-        return f", by {nan} nan and {inf} inf against {its_nan} and {its_inf}"
-    text = f", by {row.relative:.2g} of its norm"
-    times = row.times
-    if times is not None and times < 1e6:
-        text += f", {times:.3g} times what {coarser(*row.dtypes)} rounding explains"
-    return text
 
 
 @dataclass
@@ -113,11 +23,13 @@ class Known:
         settings: The settings of both runs' ranks, see `surroundings.modes()`.
         missing: The modules of which a run has tensors that the other lacks.
         had_gradients: Whether parameters had gradients before the step, in a run.
+        lone_inputs: The modules of which a run has inputs that the other lacks.
     """
 
     settings: Sequence[tuple[RankStep, RankStep]] = ()
     missing: Container[str] = ()
     had_gradients: bool = False
+    lone_inputs: Container[str] = ()
 
 
 def first_of(rows: Sequence[Difference], known: Known | None = None) -> First | None:
@@ -138,7 +50,7 @@ def first_of(rows: Sequence[Difference], known: Known | None = None) -> First | 
         remark = f"{len(others)} of {total} parameters and buffers differ."
         return First(place.module, place.class_name, "weights", row, remark=remark)
     given = (r for r in rows if r.place.role == "input" and not r.place.module)
-    other = next((r for r in given if r.rank == row.rank and _has_other_shape(r)), None)
+    other = next((r for r in given if r.rank == row.rank and has_other_shape(r)), None)
     if other is not None:
         return First("", "", "batch", other)
     if place.phase == BACKWARD:
@@ -153,7 +65,33 @@ def first_of(rows: Sequence[Difference], known: Known | None = None) -> First | 
         module, kind = place.module, place.class_name
     after = _returned_last(before, module)
     remark = _of_dropout(row, module, known) if "ropout" in kind else ""
-    return First(module, kind, "forward", row, after, remark=remark)
+    unknown = _not_compared(before, row, module, known)
+    return First(module, kind, "forward", row, after, remark=remark, unknown=unknown)
+
+
+def _not_compared(
+    before: Sequence[Difference], row: Difference, module: str, known: Known
+) -> tuple[str, ...]:
+    """Names the tensors that a module was given of which nothing is known."""
+    found = [
+        each.name
+        for each in before
+        if each.measures is None and each.rank == row.rank
+        if _is_source(each, row, module)
+    ]
+    lone = [f"{module or 'the model'}: inputs of one run alone"]
+    return (*found, *(lone if module in known.lone_inputs else ()))
+
+
+def _is_source(given: Difference, row: Difference, module: str) -> bool:
+    """Tells whether a module had a tensor when it made that of a row."""
+    place = given.place
+    if place.phase != FORWARD:
+        return False
+    if place.role == "output":
+        return place.caller == module != place.module
+    is_this_call = row.place.module != module or place.call == row.place.call
+    return place.module == module and is_this_call
 
 
 def _of_dropout(row: Difference, module: str, known: Known) -> str:

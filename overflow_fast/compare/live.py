@@ -18,7 +18,8 @@ from ..replay.ambient import Ambient
 from ..torch_internals.tensor_internals import pytree
 from . import said_first
 from .comparison_result import Comparison
-from .first_cause import First, Known, first_of
+from .first_cause import Known, first_of
+from .first_difference import First
 from .first_op import first_difference, ops_within
 from .judged_rows import difference_of
 from .local_shadow import LocalShadow, apply_errors
@@ -204,7 +205,7 @@ def _conclude(
     for row in result.rows:
         if row.why:
             result.said.append(f"{row.name} was not compared: {row.why}.")
-    return Known(missing=matched.missing_modules())
+    return Known(missing=matched.missing_modules(), lone_inputs=matched.lone_inputs())
 
 
 def _name(model: nn.Module) -> str:

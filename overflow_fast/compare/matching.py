@@ -47,6 +47,11 @@ class Matched:
         missing = (*self.only, *self.only_reference)
         return {each.place.module for each in missing if each.place.phase != STATE}
 
+    def lone_inputs(self) -> set[str]:
+        """The modules of which a run has inputs without a twin."""
+        missing = (*self.only, *self.only_reference)
+        return {each.place.module for each in missing if each.place.role == "input"}
+
 
 def match(
     entries: Sequence[Entry], references: Sequence[Entry], names: Mapping[str, str]

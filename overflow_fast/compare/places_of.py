@@ -47,6 +47,12 @@ class Place:
         """The same in each run of the same model."""
         return self.module, self.call, self.role, self.path
 
+    @property
+    def is_computed(self) -> bool:
+        """True for what the model makes: no weight of its own, nor what it is given."""
+        is_given = self.role == "input" and not self.module
+        return self.phase != STATE and not is_given
+
     def __str__(self) -> str:
         """The place as users read it, such as `h.0.attn: output[0]`."""
         name, call = self.module or "the model", f" #{self.call}" if self.call else ""

@@ -58,3 +58,24 @@ def test_it_returns_2_for_what_cannot_be_used(folders, capsys, arguments, messag
 def test_it_returns_2_where_there_is_no_recording(tmp_path, capsys):
     assert main(["compare", str(tmp_path), str(tmp_path)]) == 2
     assert "holds no recording" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("other", ["empty", "run"])
+def test_it_returns_3_where_weights_alone_were_compared(
+    folders, capsys, tmp_path, other
+):
+    for name in ("empty", "empty_too"):
+        with overflow_fast.recording(tmp_path / name, tower()):
+            pass
+    other = {"empty": str(tmp_path / "empty_too"), "run": folders["run"]}[other]
+    assert main(["compare", str(tmp_path / "empty"), other]) == 3
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Nothing that the models compute was compared" in printed
+    assert "All that was compared is equal" not in printed
+
+
+def test_other_weights_without_a_forward_are_a_difference(tmp_path):
+    for name, seed in (("a", 0), ("b", 1)):
+        with overflow_fast.recording(tmp_path / name, tower(seed)):
+            pass
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1

@@ -138,3 +138,47 @@ def test_generators_that_were_not_drawn_from_are_not_named():
     before = {"cpu": "a", "python": "b"}
     after = {"cpu": "c", "python": "b", "numpy": "d"}
     assert drawn_between(before, after) == ["cpu"]
+
+
+class Repeat(torch.nn.Module):
+    def __init__(self, times):
+        super().__init__()
+        self.times = times
+
+    def forward(self, x):
+        return (x * self.times).repeat(1, self.times, 1)
+
+
+def pooled(times, last=torch.nn.Identity):
+    layers = Repeat(times), torch.nn.AdaptiveAvgPool2d((6, 8)), last()
+    return torch.nn.Sequential(*layers)
+
+
+def forward(model):
+    with torch.no_grad():
+        model(batch())
+
+
+def test_a_module_whose_inputs_were_not_compared_is_not_blamed_alone(compared):
+    diff = compared(forward, forward, pooled(1), pooled(2))
+    assert (diff.first.module, diff.first.kind) == ("1", "forward"), diff
+    assert diff.first.unknown == ("1: input[0]",)
+    said = str(diff.first)
+    assert "1 (AdaptiveAvgPool2d) gives another result" in said
+    assert "may come from what could not be compared: 1: input[0]." in said
+    assert "computes differently" not in said
+    assert diff.to_dict()["first"]["unknown"] == ["1: input[0]"]
+
+
+def test_models_side_by_side_have_the_same_caveat():
+    diff = overflow_fast.compare_live(pooled(1), pooled(2), batch())
+    assert diff.first.unknown == ("1: input[0]",)
+
+
+def test_a_module_whose_inputs_were_compared_has_no_caveat(compared):
+    torch.manual_seed(0)
+    other = lambda: torch.nn.Hardtanh(-0.1, 0.1)  # noqa: E731
+    models = pooled(1), pooled(1, other)
+    diff = compared(forward, forward, *models)
+    assert diff.first.module == "2" and diff.first.unknown == ()
+    assert "computes differently" in str(diff.first)
