@@ -50,6 +50,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _run_guarded(guard: ScriptGuard, parsed: argparse.Namespace) -> int:
+    from ..integrations.script_guard import UnusableArgumentsError
     from ..report.report import NonFiniteError
 
     has_program = True
@@ -60,6 +61,9 @@ def _run_guarded(guard: ScriptGuard, parsed: argparse.Namespace) -> int:
         has_program = False
         fail(f"overflow_fast run: {error}")
         return error.status
+    except UnusableArgumentsError as error:
+        has_program = False
+        return fail(f"overflow_fast run: {error}")
     except NonFiniteError as error:
         print_traceback(error)
         return NON_FINITE

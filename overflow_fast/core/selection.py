@@ -68,14 +68,18 @@ def full_name(prefix: str, fqn: str) -> str:
     return f"{prefix}{fqn}" if fqn else prefix.rstrip(".")
 
 
+class NoModuleError(ValueError):
+    """Raised for a pattern that no module's name matches."""
+
+
 def check_patterns(
     argument: str, patterns: Iterable[str], names: Iterable[str]
 ) -> None:
-    """Raises ValueError for a pattern that is the name of no module."""
+    """Raises NoModuleError for a pattern that is the name of no module."""
     names = list(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(
+            raise NoModuleError(
                 f"{argument} must hold names of modules, or patterns of them, such as "
                 f"{example_of(names)!r}; {pattern!r} matches none"
             )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from ..torch_internals.registry import stack
 
+_log = logging.getLogger("overflow_fast")
 # The module and the class of each Trainer, and the name of its list of callbacks.
 _TRANSFORMERS = ("transformers.trainer", "Trainer")
 _LIGHTNING = ("lightning.pytorch.trainer.trainer", "Trainer")
@@ -65,3 +67,13 @@ def add_callback(trainer: Any, arguments: Mapping[str, Any]) -> Any:
 
 def _is_known(kind: type) -> bool:
     return (kind.__module__, kind.__name__) in (_TRANSFORMERS, _LIGHTNING)
+
+
+def replace_detector() -> None:
+    """Puts this package's detector in the place of transformers' own."""
+    from .transformers import install
+
+    try:
+        install()
+    except ImportError as error:
+        _log.warning("transformers' own detector stays: %s", error)

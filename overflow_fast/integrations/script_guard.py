@@ -15,29 +15,35 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..core.selection import NoModuleError
 from ..guard.guard import OverflowGuard
 from ..guard.other_guards import guards_of, modules_of
 from ..report.report import NonFiniteError
 from .on_import import on_import
-from .running_trainers import add_callback, trainer_on_stack
+from .running_trainers import add_callback, replace_detector, trainer_on_stack
 from .trained_models import (
     find_trained,
-    find_wrappers,
     have_detectors,
     holds_one_of,
     inside,
     is_made_by_another,
     named_by_class,
+    note_wrappers,
     parameters_of,
     without_inner,
 )
 
 _log = logging.getLogger("overflow_fast")
 _MAX_SEARCHES = 16  # of all objects, before the first forward
+_NO_STEP = "its optimizers made no step"
 _NO_OPTIMIZER = (
     "it made no torch.optim.Optimizer in this process (those that it starts are not "
     "guarded: run each so, such as `torchrun -m overflow_fast run train.py`)"
 )
+
+
+class UnusableArgumentsError(SystemExit):
+    """Ends a program that cannot be guarded as its command line asks; says why."""
 
 
 class ScriptGuard:
@@ -65,6 +71,7 @@ class ScriptGuard:
         self._why_not = ""
         self._forward_hook: Any = None
         self._guards: list[OverflowGuard] = []
+        self._refused: NoModuleError | None = None
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -72,12 +79,13 @@ class ScriptGuard:
 
         Raises:
             NonFiniteError: For a verdict that came late, if the policy is to raise.
+            UnusableArgumentsError: If a pattern matches no module.
         """
         step_hook = register_optimizer_step_post_hook(self._after_step)
         original = Optimizer.__init__
         Optimizer.__init__ = self._noting(original)  # type: ignore[method-assign]
         try:
-            with on_import("transformers.debug_utils", _replace_detector):
+            with on_import("transformers.debug_utils", replace_detector):
                 yield
         except BaseException:
             with contextlib.suppress(NonFiniteError):
@@ -95,10 +103,8 @@ class ScriptGuard:
         guards = [*self._guards, *(c.guard for c in self._callbacks if c.guard)]
         if self._is_guarded or any(each.coverage().steps for each in guards):
             return None
-        if self._why_not:
-            return self._why_not
         has_one = self._num_searches or self._callbacks
-        return "its optimizers made no step" if has_one else _NO_OPTIMIZER
+        return self._why_not or (_NO_STEP if has_one else _NO_OPTIMIZER)
 
     # Called by the program.
 
@@ -114,8 +120,7 @@ class ScriptGuard:
         if optimizer in self._known:
             return
         self._known.add(optimizer)
-        trainer = trainer_on_stack()
-        if trainer is not None:
+        if (trainer := trainer_on_stack()) is not None:
             self._give_callback(trainer)
         elif not is_made_by_another(optimizer):
             self._pending.append(weakref.ref(optimizer))
@@ -137,6 +142,7 @@ class ScriptGuard:
         # Compiled code has nothing of this hook in it.
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             self._isolated(self._look_at, module)
+            self._raise_refusal()
 
     def _look_at(self, module: nn.Module) -> None:
         if module in self._unrelated:
@@ -161,6 +167,7 @@ class ScriptGuard:
             self._pending.append(weakref.ref(optimizer))
             self._isolated(self._attach)
             self._pending.clear()
+            self._raise_refusal()
 
     # Guards.
 
@@ -176,7 +183,7 @@ class ScriptGuard:
         optimizers = without_inner(self._new_optimizers())
         models, wrapped = find_trained(optimizers)
         if not models:
-            names = ", ".join(sorted({type(each).__name__ for each in optimizers}))
+            names = ", ".join(sorted({type(o).__name__ for o in optimizers}))
             self._why_not = f"no torch.nn.Module holds the parameters of {names}"
             return
         self._pending.clear()
@@ -211,16 +218,17 @@ class ScriptGuard:
 
     def _note_wrappers(self) -> None:
         """Notes the wrappers of optimizers that were made since the guards were."""
-        hooks = [h for g in self._fresh for h in g._loop._hooks if h.optimizer]
-        wrappers = find_wrappers([h.optimizer for h in hooks if h.optimizer])
-        for hook, wrapper in zip(hooks, wrappers, strict=True):
-            hook.note_wrapper(wrapper)
+        note_wrappers([h for g in self._fresh for h in g._loop._hooks])
 
     def _remove_guards(self) -> None:
         self._is_guarded |= any(not guard.enabled for guard in self._guards)
         with contextlib.ExitStack() as removals:
             for guard in self._guards:
                 removals.callback(guard.remove)
+
+    def _raise_refusal(self) -> None:
+        if self._refused is not None and not self._guards:
+            raise UnusableArgumentsError(str(self._refused))
 
     def _stop_looking(self) -> None:
         if self._forward_hook is not None:
@@ -231,20 +239,12 @@ class ScriptGuard:
         """Calls a function; its first failure is logged, and none stops the run."""
         try:
             function(*args)
+        except NonFiniteError:
+            raise
+        except NoModuleError as error:  # a later model may have such a module
+            self._refused = error
         except Exception as error:
-            if isinstance(error, NonFiniteError):
-                raise
             if not self._why_not:
-                is_told = isinstance(error, ValueError)  # such as patterns of no module
-                _log.warning("No guard: %s", error, exc_info=not is_told)
+                _log.warning("No guard: %s", error, exc_info=True)
             self._why_not = f"the guard could not be attached: {error}"
             self._stop_looking()
-
-
-def _replace_detector() -> None:
-    from .transformers import install
-
-    try:
-        install()
-    except ImportError as error:
-        _log.warning("transformers' own detector stays: %s", error)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..core.nested_optimizers import optimizers_in
 from ..debug import DebugUnderflowOverflow
+from ..guard.optimizer_hook import OptimizerHook
 from ..recording.hooks import root_hooks
 from ..torch_internals.registry import stack
 
@@ -156,3 +157,12 @@ def _outermost(optimizers: Sequence[Optimizer], existing: Sequence[Any]) -> list
             break
         found = [wrapper_of.get(id(each), each) for each in found]
     return found
+
+
+def note_wrappers(hooks: Iterable[OptimizerHook]) -> None:
+    """Tells optimizers' hooks of the wrappers that were made since."""
+    of = [(hook, hook.optimizer) for hook in hooks]
+    living = [(hook, optimizer) for hook, optimizer in of if optimizer is not None]
+    wrappers = find_wrappers([optimizer for _, optimizer in living])
+    for (hook, _), wrapper in zip(living, wrappers, strict=True):
+        hook.note_wrapper(wrapper)

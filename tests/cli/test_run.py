@@ -193,10 +193,29 @@ def test_a_wrong_syntax_is_shown_as_python_shows_it(tmp_path):
     assert "SyntaxError" in done.stderr and done.stderr.count("  File ") == 1
 
 
-def test_patterns_of_no_module_are_one_sentence(tmp_path):
+def test_a_pattern_of_no_module_ends_the_run_before_a_step(tmp_path):
     done = run(tmp_path, PLAIN, "-1", options=("--include", "zzz*"))
-    assert "Traceback" not in done.stderr
-    assert "zzz*" in done.stderr
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "overflow_fast run: include must hold names" in done.stderr
+    assert "'zzz*' matches none" in done.stderr
+
+
+LATER_MODEL = f"""{MODEL}
+first = torch.optim.SGD(model.parameters(), lr=0.1)
+other = nn.Sequential()
+other.later = nn.Linear(4, 1)
+second = torch.optim.SGD(other.parameters(), lr=0.1)
+other(torch.full((8, 4), float("nan"))).mean().backward()
+second.step()
+"""
+
+
+def test_a_pattern_may_be_that_of_a_later_model(tmp_path):
+    done = run(tmp_path, LATER_MODEL, options=("--include", "later"))
+    assert done.returncode == 3
+    assert "later (Linear)" in done.stderr
 
 
 COPIED = f"""{MODEL}
