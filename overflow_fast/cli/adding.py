@@ -68,6 +68,20 @@ def require_content(paths: Iterable[str]) -> None:
             raise ValueError(f"{path} is empty: it has no steps yet.")
 
 
+def at_least_one(text: str) -> int:
+    """Reads a whole number of at least 1, as the type of an option."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a number from 1 on, got {text}")
+    return int(text)
+
+
+def reason(error: Exception) -> str:
+    """Writes an error for readers: of the system's its file and what is wrong."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 def fail(message: str) -> int:
     """Prints why a command cannot do its work, and returns the exit status 2."""
     print(message, file=sys.stderr)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .adding import Commands, add_command, fail
+from .adding import Commands, add_command, fail, reason
 
 _FORMATS = (".html", ".xlsx", ".json")
 NOTHING_COMPUTED = 3  # the exit status where only weights or batches were compared
@@ -47,6 +47,7 @@ def add_to(commands: Commands) -> None:
         metavar="FILE",
         help="also write the comparison: FILE.html, FILE.xlsx or FILE.json",
     )
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _run(parsed: argparse.Namespace) -> int:
@@ -70,8 +71,10 @@ def _run(parsed: argparse.Namespace) -> int:
         if output:
             getattr(found, f"to_{output.rpartition('.')[2]}")(output)
     except (ImportError, OSError, ValueError) as error:
-        return fail(f"The runs cannot be compared: {error}")
-    print(found)
+        return fail(f"The runs cannot be compared: {reason(error)}")
+    print(found.to_json() if parsed.json else found)
+    if output and not parsed.json:
+        print(output)
     if not found.num_compared:
         return 2
     if not found.differs and not found.num_computed:

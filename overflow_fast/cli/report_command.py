@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 
-from .adding import Commands, add_command, fail, require_content, with_progress
+from ..core.strict_json import to_plain
+from .adding import (
+    Commands,
+    add_command,
+    fail,
+    reason,
+    require_content,
+    with_progress,
+)
 
 
 def add_to(commands: Commands) -> None:
@@ -25,15 +34,24 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "-o", dest="output", default="run.html", help="the page (default: run.html)"
     )
+    parser.add_argument(
+        "--json", action="store_true", help="print what is in the page as JSON"
+    )
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from ..page.sources import write_report
+    from ..page.render import write_page
+    from ..page.sources import read_sources
 
     try:
         require_content(parsed.paths)
         paths = with_progress(parsed.paths, "files", len(parsed.paths))
-        print(write_report(paths, parsed.output))
+        sources = read_sources(paths)
+        page = write_page(parsed.output, sources.records, sources.incidents)
     except (OSError, ValueError) as error:
-        return fail(f"The page cannot be written: {error}")
+        return fail(f"The page cannot be written: {reason(error)}")
+    if parsed.json:
+        print(json.dumps(to_plain({**sources.to_dict(), "path": str(page)})))
+    else:
+        print(page)
     return 0

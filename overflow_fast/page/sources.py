@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from ..core.strict_json import SCHEMA
 from ..record.reading import read_record
 from ..record.table import FlightRecord
 from .incident_card import Incident, read_incidents
@@ -18,14 +21,66 @@ def write_report(
     """Writes the page of flight records and folders of evidence.
 
     Args:
-        paths: The files of the ranks' records, and folders of evidence.
+        paths: See `read_sources()`, also for what is raised.
         output: The page.
 
     Returns:
         The page's path.
+    """
+    sources = read_sources(paths)
+    return write_page(output, sources.records, sources.incidents)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The records and incidents of a page.
+
+    Attributes:
+        records: Those of a run, by rank.
+        incidents: The incidents, by step.
+    """
+
+    records: Sequence[FlightRecord]
+    incidents: Sequence[Incident]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The sources as dicts, lists, texts and numbers: see docs/formats.md."""
+        return {
+            "schema": SCHEMA,
+            "kind": "page",
+            "records": [
+                {
+                    "path": str(record.path),
+                    "rank": record.run.get("rank", 0),
+                    "steps": sum(step.count for step in record.steps),
+                    "last_step": record.steps[-1].last if record.steps else None,
+                    "entries": len(record.entries),
+                    "is_truncated": record.is_truncated,
+                    "num_damaged": record.num_damaged,
+                }
+                for record in self.records
+            ],
+            "incidents": [
+                {
+                    "step": incident.step,
+                    "sentence": next(iter(incident.sentences), ""),
+                    "cause": incident.explanation.get("cause"),
+                    "module": incident.explanation.get("module"),
+                    "folder": incident.folder and str(incident.folder),
+                }
+                for incident in self.incidents
+            ],
+        }
+
+
+def read_sources(paths: Iterable[str | os.PathLike[str]]) -> Sources:
+    """Reads flight records and folders of evidence.
+
+    Args:
+        paths: The files of the ranks' records, and folders of evidence.
 
     Raises:
-        OSError: If a file cannot be read or written.
+        OSError: If a file cannot be read.
         ValueError: If a path is of neither kind, or the records are of several runs.
     """
     records, incidents = list[FlightRecord](), list[Incident]()
@@ -40,4 +95,4 @@ def write_report(
         raise ValueError(f"a page is of one run, with one record a rank; got {names}")
     order = sorted(range(len(records)), key=lambda i: ranks[i])
     incidents.sort(key=lambda incident: incident.step)
-    return write_page(output, [records[i] for i in order], incidents)
+    return Sources([records[i] for i in order], incidents)

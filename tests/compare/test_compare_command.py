@@ -79,3 +79,9 @@ def test_other_weights_without_a_forward_are_a_difference(tmp_path):
         with overflow_fast.recording(tmp_path / name, tower(seed)):
             pass
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+
+
+def test_it_prints_json_for_machines(folders, capsys):
+    assert main(["compare", folders["run"], folders["other"], "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["first"]["module"] == "blocks.1.norm" and found["differs"]

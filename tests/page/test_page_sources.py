@@ -61,7 +61,7 @@ def wrong_files(folder):
 @pytest.mark.parametrize(
     ("paths", "why"),
     [
-        (["gone.ofr"], "No such file or directory: 'gone.ofr'"),
+        (["gone.ofr"], "gone.ofr: No such file or directory"),
         (["no.ofr"], "no.ofr is no flight record"),
         (["newer.ofr"], "schema 99"),
         (["empty"], "empty is no folder of evidence"),
