@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .adding import Commands, add_command, fail
+from .adding import Commands, add_command, at_least_one, fail
 
 
 def add_to(commands: Commands) -> None:
@@ -17,12 +17,20 @@ def add_to(commands: Commands) -> None:
         "demo --tiny --batch-size 2 --length 32",
     )
     parser.add_argument(
-        "--dtype", choices=("float16", "bfloat16", "float32"), default="float16"
+        "--dtype",
+        choices=("float16", "bfloat16", "float32"),
+        default="float16",
+        help="the dtype of the model",
     )
-    parser.add_argument("--batch-size", type=int, default=4, help="texts in a batch")
-    parser.add_argument("--length", type=int, default=128, help="bytes of each text")
-    parser.add_argument("--rounds", type=int, default=7, help="how often to time")
-    parser.add_argument("--seed", type=int, default=0)
+    for name, default, told in (
+        ("--batch-size", 4, "texts in a batch"),
+        ("--length", 128, "bytes of each text"),
+        ("--rounds", 7, "how often to time"),
+    ):
+        parser.add_argument(name, type=at_least_one, default=default, help=told)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the weights and of dropout"
+    )
     parser.add_argument("--tiny", action="store_true", help="a small model, for a try")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 from collections.abc import Callable
 from typing import Any
@@ -39,16 +40,17 @@ def add_to(commands: Commands) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from ..replay.offline import explain_folder, function_at
+    from ..replay.offline import explain_folder, function_at, require_step
     from ..replay.saved_step import UnreadableStepError
 
     try:
+        require_step(parsed.folder)
         model = _made(function_at("--model", parsed.model))
         loss = None if parsed.loss is None else function_at("--loss", parsed.loss)
         found = explain_folder(
             parsed.folder, model, loss, any_weights=parsed.any_weights
         )
-    except (UnreadableStepError, NotADirectoryError) as error:
+    except UnreadableStepError as error:
         return fail(f"The step cannot be explained: {error}.")
     print(json.dumps(to_plain(found.to_dict()), indent=1) if parsed.json else found)
     return 0
@@ -59,9 +61,13 @@ def _made(make: Callable[..., Any]) -> Any:
 
     from ..replay.saved_step import UnreadableStepError
 
+    wanted = "--model must name a function that takes no arguments and returns a model"
     if isinstance(make, nn.Module):
-        raise UnreadableStepError(
-            "--model must name a function that takes no arguments and returns the "
-            f"model, got a {type(make).__name__}"
-        )
+        raise UnreadableStepError(f"{wanted}, got a {type(make).__name__}")
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise UnreadableStepError(f"{wanted}: {error}") from error
+    except ValueError:  # it has no signature
+        pass
     return make()

@@ -9,12 +9,13 @@ import importlib
 import io
 import itertools
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .adding import Commands, add_command, fail, with_progress
+from .adding import Commands, add_command, fail, reason, with_progress
 
 _ROWS = 50_000  # of a row group
 _SUFFIXES = (".csv", ".parquet")
@@ -54,6 +55,8 @@ def _run(parsed: argparse.Namespace) -> int:
     output = Path(parsed.output)
     if output.suffix not in _SUFFIXES:
         return fail(f"output must end in .csv or .parquet, got {output.name}")
+    if len({*map(os.path.realpath, parsed.paths)}) < len(parsed.paths):
+        return fail(f"a record is given twice: {' '.join(parsed.paths)}")
     try:
         records = [read_record(path) for path in parsed.paths]
         make = _steps if parsed.steps else _values
@@ -63,7 +66,7 @@ def _run(parsed: argparse.Namespace) -> int:
     except FileExistsError:
         return fail(f"{output} is there already: remove it, or choose another name.")
     except (OSError, ValueError, ImportError) as error:
-        return fail(f"The record cannot be exported: {error}")
+        return fail(f"The record cannot be exported: {reason(error)}")
     for record in records:
         if record.is_truncated or record.num_damaged:
             print(f"{record.path} has lines that are not whole.", file=sys.stderr)

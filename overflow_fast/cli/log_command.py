@@ -14,7 +14,7 @@ from typing import Any
 
 from ..core.strict_json import SCHEMA
 from ..record.record_lines import KIND as RECORD
-from .adding import Commands, add_command, fail
+from .adding import Commands, add_command, fail, reason
 
 _PAUSE = 0.5  # seconds between two looks at a log that is followed
 
@@ -53,17 +53,25 @@ def add_to(commands: Commands) -> None:
 
 def _steps(text: str) -> range:
     first, colon, last = text.partition(":")
+    if not all(each.isdecimal() or not each for each in (first, last)) or text == "":
+        raise argparse.ArgumentTypeError(f"must be N or A:B, got {text}")
     begin = int(first or 0)
-    return range(begin, int(last or sys.maxsize) if colon else begin + 1)
+    end = int(last or sys.maxsize) if colon else begin + 1
+    if end <= begin:
+        raise argparse.ArgumentTypeError(f"{text} has no step: A must be below B")
+    return range(begin, end)
 
 
 def _run(parsed: argparse.Namespace) -> int:
     logs = [_Log(Path(path)) for path in parsed.paths]
+    num_lines = num_wanted = 0
     try:
         while True:
             for log in logs:
                 for line in log.read():
+                    num_lines += 1
                     if _is_wanted(line, parsed):
+                        num_wanted += 1
                         print(json.dumps(line) if parsed.json else _text(line))
             if not parsed.follow:
                 break
@@ -72,7 +80,7 @@ def _run(parsed: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except (OSError, LogError) as error:
-        return fail(f"The log cannot be read: {error}")
+        return fail(f"The log cannot be read: {reason(error)}")
     except KeyboardInterrupt:
         return 0
     for log in logs:
@@ -80,6 +88,8 @@ def _run(parsed: argparse.Namespace) -> int:
             return fail(f"{log.path} is empty: it has no lines yet.")
         if log.rest:
             print(f"The last line of {log.path} is not whole.", file=sys.stderr)
+    if num_lines and not num_wanted:
+        print(f"None of the {num_lines} lines is such a line.", file=sys.stderr)
     return 0
 
 
@@ -183,4 +193,5 @@ def _text(line: Line) -> str:
         bits = line.get("headroom_bits")
         near = f", {bits} bits left at {line['headroom_at']}" if bits else ""
         return f"{begin} step {line['step']} clean{action}{near}"
-    return f"{begin} step {line['step']} NOT FINITE{action}: {line.get('first')}"
+    cause = f", {line['cause']}" if line.get("cause") else ""
+    return f"{begin} step {line['step']} NOT FINITE{action}: {line.get('first')}{cause}"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..core.strict_json import to_plain
-from .adding import Commands, add_command, fail, require_content
+from .adding import Commands, add_command, at_least_one, fail, reason, require_content
 
 _SHARE = 4  # of the time, at most one in this many seconds is spent reading
 
@@ -33,11 +33,18 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("--once", action="store_true", help="print once, and end")
     parser.add_argument("--json", action="store_true", help="print JSON, one line each")
     parser.add_argument(
-        *("-n", "--num"), type=int, default=12, help="how many entries to show"
+        *("-n", "--num"), type=at_least_one, default=12, help="how many entries to show"
     )
     parser.add_argument(
-        "--interval", type=float, default=2.0, help="seconds between two looks"
+        "--interval", type=_seconds, default=2.0, help="seconds between two looks"
     )
+
+
+def _seconds(text: str) -> float:
+    found = float(text)
+    if not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return found
 
 
 def _run(parsed: argparse.Namespace) -> int:
@@ -50,7 +57,7 @@ def _run(parsed: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except (OSError, ValueError) as error:
-        return fail(f"The record cannot be read: {error}")
+        return fail(f"The record cannot be read: {reason(error)}")
     except ImportError as error:
         return fail(
             f"watch needs rich: run `pip install rich`, or add --json ({error})."

@@ -65,16 +65,23 @@ def _entries(worst: Sequence[Numbers]) -> Table:
     for each in worst:
         bits = each["headroom_bits"]
         trend = each["trend"]
-        module = each["module"] or "the model"
         table.add_row(
             Text(f"{bits:.1f}", style=_style(bits)),
             "" if trend is None else f"{trend:+.2f}",
             _number(each["abs_max"]),
             each["dtype"],
             str(each["rank"]),
-            Text(f"{module}: {each['label']} ({each['kind'].replace('_', ' ')})"),
+            Text(_where(each)),
         )
     return table
+
+
+def _where(entry: Numbers) -> str:
+    """An entry as reports name it, such as `h.0: gradient of weight`."""
+    label, kind = entry["label"], entry["kind"].replace("_", " ")
+    if kind in ("gradient", "optimizer state"):
+        label = f"{kind} of {label}"
+    return f"{entry['module'] or 'the model'}: {label}"
 
 
 def _style(bits: float) -> str:

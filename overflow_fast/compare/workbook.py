@@ -65,7 +65,7 @@ def write_workbook(plain: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
         import xlsxwriter  # type: ignore[import-untyped]
     except ImportError as error:
         raise ImportError(
-            "a workbook needs XlsxWriter: pip install 'overflow_fast[compare]'"
+            "a workbook needs XlsxWriter: run `pip install XlsxWriter`"
         ) from error
     where = check_replaceable(path)
     with xlsxwriter.Workbook(os.fspath(where)) as book:

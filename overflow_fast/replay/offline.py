@@ -13,7 +13,7 @@ from torch import nn
 
 from .explain import BUDGET, investigate
 from .explanation import Explanation
-from .saved_step import SavedStep, UnreadableStepError
+from .saved_step import STEP, SavedStep, UnreadableStepError
 
 _FEW = 3
 
@@ -47,6 +47,18 @@ def function_at(argument: str, place: str) -> Callable[..., Any]:
     return function
 
 
+def require_step(folder: str | os.PathLike[str]) -> None:
+    """Raises UnreadableStepError if a folder has no step; names those below it."""
+    path = Path(folder)
+    if not path.is_dir():
+        what = "is no folder" if path.exists() else "does not exist"
+        raise UnreadableStepError(f"{path} {what}")
+    below = sorted(path.glob(f"**/{STEP}")) if not (path / STEP).is_file() else []
+    if below:
+        more = f", or one of {len(below) - 1} more" if len(below) > 1 else ""
+        raise UnreadableStepError(f"give the folder of a step: {below[0].parent}{more}")
+
+
 def explain_folder(
     folder: str | os.PathLike[str],
     model: nn.Module,
@@ -75,6 +87,7 @@ def explain_folder(
         raise UnreadableStepError(
             f"the model must be a torch.nn.Module, got {type(model).__name__}"
         )
+    require_step(folder)
     step = SavedStep(Path(folder))
     models = step.models(model)
     other = step.differences(models)
@@ -85,5 +98,5 @@ def explain_folder(
     if other and not any_weights:
         raise UnreadableStepError(f"{text}; load the checkpoint that the step ran with")
     found = investigate(models, step.calls(model, loss), budget=budget)
-    found.notes[:0] = step.notes + [f"{text}."] * bool(other)
+    found.notes[:0] = step.notes + [text] * bool(other)
     return found

@@ -79,7 +79,7 @@ def test_watch_lists_the_worst_entries_of_all_ranks(tmp_path, capsys):
 def test_watch_draws_it_where_there_is_no_terminal(tmp_path, capsys):
     shown = output_of(capsys, "watch", write_record(tmp_path / "run.ofr"))
     assert "Net on a, 1 of 1 ranks, on_overflow=skip" in shown
-    assert "h.0: output[0] (output)" in shown
+    assert "h.0: output[0]" in shown and "(output)" not in shown
     assert "12.0" in shown and "-1.00" in shown and "skip" in shown
 
 
@@ -258,14 +258,15 @@ def test_log_says_what_is_a_flight_record_or_empty(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("place", "why"),
     [
-        ("build", "Not a directory"),
+        ("build", "replay.safetensors is missing"),
         ("model", "--model must name a function that takes no arguments and returns"),
     ],
 )
 def test_explain_names_what_it_cannot_use(place, why, tmp_path, capsys):
+    (tmp_path / "replay.json").write_text("{}")
     path = tmp_path / "made.py"
     path.write_text("import torch\nmodel = torch.nn.Linear(2, 2)\nbuild = model.float")
-    assert main(["explain", str(path), "--model", f"{path}:{place}"]) == 2
+    assert main(["explain", str(tmp_path), "--model", f"{path}:{place}"]) == 2
     shown = capsys.readouterr().err
     assert why in shown and shown.count("\n") == 1
 
@@ -318,3 +319,115 @@ def test_progress_is_shown_on_a_terminal_alone_and_late(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
     monkeypatch.setitem(sys.modules, "tqdm", None)
     assert list(with_progress(range(3), "rows", None)) == [0, 1, 2]
+
+
+# What was asked for, and is not there.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["watch", "-n", "0"], "must be a number from 1 on, got 0"),
+        (["watch", "-n=-3"], "must be a number from 1 on, got -3"),
+        (["watch", "--interval", "0"], "must be above 0, got 0"),
+        (["watch", "--interval", "nan"], "must be above 0, got nan"),
+        (["log", "--step", "x"], "must be N or A:B, got x"),
+        (["log", "--step", "5:3"], "5:3 has no step"),
+        (["demo", "--rounds", "0"], "must be a number from 1 on, got 0"),
+        (["demo", "--batch-size", "0"], "must be a number from 1 on, got 0"),
+    ],
+)
+def test_a_number_that_cannot_be_used_is_named(arguments, why, capsys):
+    with pytest.raises(SystemExit) as status:
+        main([*arguments, *([] if arguments[0] == "demo" else ["run.ofr"])])
+    assert status.value.code == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_filter_that_leaves_no_line_says_so(tmp_path, capsys):
+    assert main(["log", write_log(tmp_path / "g.jsonl"), "--rank", "7"]) == 0
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "None of the 4 lines is such a line.\n")
+
+
+def test_a_log_for_readers_has_the_cause(tmp_path, capsys):
+    path = tmp_path / "g.jsonl"
+    write_log(path)
+    text = path.read_text()
+    path.write_text(text.replace('"first"', '"cause": "divergence", "first"'))
+    shown = output_of(capsys, "log", str(path), "--bad")
+    assert shown.endswith("NOT FINITE skip: h.0: output, divergence\n")
+
+
+def test_a_record_is_not_exported_twice(tmp_path, capsys):
+    path = write_record(tmp_path / "run.ofr")
+    assert main(["export", path, path, "-o", str(tmp_path / "o.csv")]) == 2
+    assert "given twice" in capsys.readouterr().err
+    assert not (tmp_path / "o.csv").exists()
+
+
+def test_a_missing_file_is_named_without_numbers_of_the_system(tmp_path, capsys):
+    path = str(tmp_path / "nope.ofr")
+    assert main(["report", path, "-o", str(tmp_path / "o.html")]) == 2
+    shown = capsys.readouterr().err
+    assert f"{path}: No such file or directory" in shown and "Errno" not in shown
+
+
+@pytest.mark.parametrize(
+    ("folder", "why"),
+    [
+        ("nope", "nope does not exist"),
+        ("made.py", "made.py is no folder"),
+        (
+            "evidence",
+            "give the folder of a step: {}/run/step-00000003, or one of 1 more",
+        ),
+    ],
+)
+def test_explain_says_which_folder_before_it_makes_a_model(
+    folder, why, tmp_path, capsys
+):
+    for number in (3, 4):
+        step = tmp_path / f"evidence/run/step-0000000{number}"
+        step.mkdir(parents=True)
+        (step / "replay.json").write_text("{}")
+    path = tmp_path / "made.py"
+    path.write_text("def build():\n    raise AssertionError")
+    where = str(tmp_path / folder)
+    assert main(["explain", where, "--model", f"{path}:build"]) == 2
+    assert why.format(where) in capsys.readouterr().err
+
+
+def test_a_function_that_takes_arguments_makes_no_model(tmp_path, capsys):
+    (tmp_path / "replay.json").write_text("{}")
+    path = tmp_path / "made.py"
+    path.write_text("def loss(model, batch): ...")
+    assert main(["explain", str(tmp_path), "--model", f"{path}:loss"]) == 2
+    shown = capsys.readouterr().err
+    assert "--model must name a function that takes no arguments" in shown
+    assert "'model'" in shown
+
+
+def test_report_tells_machines_what_is_in_the_page(tmp_path, capsys):
+    record = write_record(tmp_path / "run.ofr")
+    folder = tmp_path / "step-00000012"
+    folder.mkdir()
+    (folder / "overflow_fast.json").write_text('{"schema": 1, "step": 12}')
+    (folder / "report.json").write_text('{"summary": "Step 12 is not finite."}')
+    (folder / "explanation.json").write_text('{"cause": "divergence"}')
+    output = str(tmp_path / "o.html")
+    found = json.loads(
+        output_of(capsys, "report", record, str(folder), "--json", "-o", output)
+    )
+    assert (found["schema"], found["kind"], found["path"]) == (1, "page", output)
+    (about,) = found["records"]
+    assert (about["path"], about["rank"], about["steps"]) == (record, 0, 3)
+    assert (about["last_step"], about["is_truncated"]) == (2, False)
+    (incident,) = found["incidents"]
+    assert incident == {
+        "step": 12,
+        "sentence": "Step 12 is not finite.",
+        "cause": "divergence",
+        "module": None,
+        "folder": str(folder),
+    }
