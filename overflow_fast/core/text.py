@@ -11,6 +11,11 @@ _CODE = re.compile(r"`[^`]*`|\{[^}]*\}")
 _FIXED_SPACE = "\0"
 
 
+def counted(number: int, noun: str) -> str:
+    """Writes a number of things: `1 step`, `2 steps`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def as_lines(sentences: Iterable[str]) -> str:
     """Writes a message: one sentence a line, a long one continued in the next line."""
     return "\n".join(line for each in sentences for line in wrapped(each))

@@ -225,6 +225,7 @@ class GuardLoop:
             self._judge.tensors.without_gradient,
             self.isolation.num_failures,
             self.rules.unused(),
+            self.config.on_spike is not None and self.config.sync == "lagged",
         )
 
     @property
@@ -232,8 +233,7 @@ class GuardLoop:
         """The object that `Join` takes."""
         if self.config.sync == "lagged":
             raise RuntimeError(
-                "joinable needs a guard with sync='step': a lagged verdict comes when "
-                "ranks have run out of batches in between"
+                "joinable needs a guard with sync='step': a lagged verdict is too late"
             )
         return self.engine.agreement.make_joinable(self._judge_others)
 

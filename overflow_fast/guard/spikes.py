@@ -40,21 +40,23 @@ class Spike:
     Attributes:
         what: "loss", "grad_norm", or "largest gradient".
         value: The number.
-        median: That of the last 200.
+        median: That of the last 200, or of those that there are.
         score: How many robust standard deviations its logarithm is above the median's.
+        count: How many values these are.
     """
 
     what: str
     value: float
     median: float
     score: float
+    count: int = _WINDOW
 
     def __str__(self) -> str:
         """Writes the numbers: `loss 9.1, 14 deviations above the median 2.4`."""
         what = self.what.replace("_", " ")
         return (
             f"{what} {self.value:.4g}, {self.score:.0f} robust deviations above the "
-            f"median {self.median:.4g} of the last {_WINDOW} steps"
+            f"median {self.median:.4g} of the last {self.count} steps"
         )
 
 
@@ -65,6 +67,10 @@ class Level:
         self._last: collections.deque[float] = collections.deque(maxlen=_WINDOW)
         self._sorted: list[float] = []
         self._in_row: list[float] = []
+
+    def __len__(self) -> int:
+        """The number of values that the next one is compared with."""
+        return len(self._last)
 
     def add(self, value: float) -> tuple[float, float] | None:
         """Adds a value; returns the median and the score if it is a spike.
@@ -144,9 +150,9 @@ class SpikeWatch:
             else:
                 value = 0.0 if is_scaled else watch.recorder.largest_gradient
             level = self._levels.setdefault((id(hook), f"{what} {which}"), Level())
-            spike = level.add(value)
+            count, spike = len(level), level.add(value)
             if spike is not None:
-                found.append(Spike(what, value, *spike))
+                found.append(Spike(what, value, *spike, count))
         return found
 
 

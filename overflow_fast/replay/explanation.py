@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..core.notebook import short_name
+from ..core.text import counted
 from .named_op import Op, Sample
 
 PHASES = ("forward", "backward", "optimizer", "data", "weights")
@@ -176,7 +177,7 @@ class Explanation:
             yield "chain", _shortened(self.chain)
         for sentence in self.notes[:2]:
             yield "note", sentence
-        yield "replays", f"{self.replays} forwards, {self.seconds:.2f} s"
+        yield "replays", f"{counted(self.replays, 'forward')}, {self.seconds:.2f} s"
 
     def _remedy_rows(self) -> Iterator[tuple[str, str]]:
         for remedy in [each for each in self.remedies if each.is_recommended][:2]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core.selection import Wanted
+from ..core.text import counted
 from ..recording.coverage import Coverage
 from ..recording.watch import ModelWatch
 
@@ -29,6 +30,7 @@ class GuardCoverage:
         has_seen_loss: True if a loss was among the outputs, or recorded.
         failures: How often the guard itself failed, so that something was not judged.
         rules_unused: The rules of `allow` that nothing has matched yet.
+        ignores_spikes: True if spikes were asked for, and cannot be looked for.
     """
 
     tensors_listed: int
@@ -44,6 +46,7 @@ class GuardCoverage:
     has_seen_loss: bool
     failures: int
     rules_unused: list[str]
+    ignores_spikes: bool = False
 
     @classmethod
     def of(
@@ -54,6 +57,7 @@ class GuardCoverage:
         without_gradient: int,
         failures: int,
         rules_unused: list[str],
+        ignores_spikes: bool,
     ) -> GuardCoverage:
         """Sums up what the watches of a guard have checked so far."""
         found = [Coverage.of(watch.recorder) for watch in watches]
@@ -76,6 +80,7 @@ class GuardCoverage:
             any(watch.has_seen_loss for watch in watches),
             failures,
             rules_unused,
+            ignores_spikes,
         )
 
     @classmethod
@@ -101,11 +106,15 @@ class GuardCoverage:
             count = self.steps - self.steps_watched
             sentences.append(f"{count} of {self.steps} steps were not watched.")
         if self.without_gradient:
-            sentences.append(f"{self.without_gradient} parameters had no gradient.")
+            parameters = counted(self.without_gradient, "parameter")
+            sentences.append(f"{parameters} had no gradient.")
         if not self.has_seen_loss and "loss" not in self.not_watched:
             sentences.append("No loss was seen: `guard.record(loss=loss)` adds it.")
+        if self.ignores_spikes:
+            sentences.append("Spikes were not looked for: they need `sync='step'`.")
         if self.failures:
-            sentences.append(f"The guard itself failed {self.failures} times.")
+            times = counted(self.failures, "time")
+            sentences.append(f"The guard itself failed {times}.")
         return sentences
 
     def __str__(self) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from ..core.text import counted
 from ..recording.watch import ModelWatch
 from .guard_coverage import GuardCoverage
 from .report import Cost
@@ -67,13 +68,15 @@ def log_end(
     """
     if not (coverage.steps or num_reports or coverage.failures):
         return
-    parts = [f"{num_reports} reports", f"{num_skipped} steps skipped"]
+    parts = [counted(num_reports, "report"), f"{counted(num_skipped, 'step')} skipped"]
     if cost.share:
         parts.append(f"{cost.share:.1%} of their time in the guard")
     if coverage.failures:
-        parts.append(f"{coverage.failures} failures of the guard")
+        parts.append(f"{counted(coverage.failures, 'failure')} of the guard")
     if not coverage.has_seen_loss and "loss" not in coverage.not_watched:
         parts.append("no loss seen")
+    if coverage.ignores_spikes:
+        parts.append("spikes not looked for (they need sync='step')")
     is_first = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
     is_worth_it = is_first and (num_reports or coverage.failures)
     _log.log(

@@ -268,7 +268,7 @@ print(schedule.scheduler.last_epoch)
 def test_a_script_with_accelerate(tmp_path):
     done = run(tmp_path, ACCELERATE, options=("--on-overflow", "skip"))
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
-    assert "3 of 3 steps watched: 1 reports, 1 steps skipped" in done.stderr
+    assert "3 of 3 steps watched: 1 report, 1 step skipped" in done.stderr
 
 
 RANKS = f"""{MODEL}
@@ -357,5 +357,5 @@ def test_lightning_gets_the_callback(tmp_path):
     pytest.importorskip("lightning.pytorch")
     done = run(tmp_path, LIGHTNING, options=("--on-overflow", "skip"))
     assert done.returncode == 0, done.stderr
-    assert "3 of 3 steps watched: 1 reports, 1 steps skipped" in done.stderr
+    assert "3 of 3 steps watched: 1 report, 1 step skipped" in done.stderr
     assert "no step was guarded" not in done.stderr

@@ -112,6 +112,7 @@ def test_a_spike_is_told_and_marked_and_changes_nothing(tmp_path, caplog):
     text = " ".join(caplog.text.replace("[overflow_fast]", "").split())
     assert "Step 105 is finite, but spikes: loss " in text
     assert "largest gradient" in text and "The optimizer step was made." in text
+    assert text.count(" of the last 105 steps") == 2
     assert not torch.equal(
         states[105]["model"]["body.weight"], states[106]["model"]["body.weight"]
     )
@@ -139,6 +140,17 @@ def test_a_spike_is_skipped_with_its_buffers(tmp_path, caplog):
     assert "The optimizer step was skipped." in caplog.text
     step = overflow_fast.read_record(record).steps[105]
     assert (step.action, step.num_skipped) == ("spike", 1)
+
+
+def test_a_lagged_guard_says_that_it_looks_for_no_spikes(caplog):
+    caplog.set_level("INFO")
+    guard, _ = trained(115, 105, sync="lagged")
+    told = "Spikes were not looked for: they need `sync='step'`."
+    assert told in guard.coverage().gaps()
+    assert "spikes not looked for" in caplog.text
+    silent, _ = trained(3, 1, sync="lagged", on_spike=None)
+    assert told not in silent.coverage().gaps()
+    assert told not in trained(3, 1)[0].coverage().gaps()
 
 
 def test_no_spike_is_looked_for_without_being_asked(caplog):

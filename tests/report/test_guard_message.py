@@ -220,7 +220,7 @@ def test_a_run_with_a_report_ends_with_a_warning(caplog):
         with plant(model.head, INF):
             train(model, optimizer, batches(2))
     assert without_share(run_lines(caplog)) == [
-        ("WARNING", "1 of 2 steps watched: 1 reports, 1 steps skipped.")
+        ("WARNING", "1 of 2 steps watched: 1 report, 1 step skipped.")
     ]
 
 
