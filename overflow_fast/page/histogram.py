@@ -17,7 +17,7 @@ class Histogram:
     """The magnitudes of one tensor, counted by their exponents of 2.
 
     Attributes:
-        name: The tensor's name in the evidence.
+        name: The tensor's name, as reports have it.
         dtype: Its dtype, such as "float16".
         shape: Its shape.
         bins: Exponents and counts: `2**exponent <= |x| < 2**(exponent + 1)`.
@@ -50,6 +50,7 @@ class Histogram:
 
 _FEW = 8
 _CALL = "['call']"
+_PARTS = {f"{_CALL}[0]": "input", f"{_CALL}[1]": "input", f"{_CALL}[2]": "output"}
 
 
 def histogram_of(incident: Incident) -> Histogram | None:
@@ -89,6 +90,14 @@ def _worst(path: Path) -> tuple[str, torch.Tensor] | None:
     return worst
 
 
+def _plain(name: str) -> str:
+    """A tensor's name as reports have it: `['call'][2]` is the call's output."""
+    for begin, plain in _PARTS.items():
+        if name.startswith(begin):
+            return plain + name.removeprefix(begin)
+    return name[2:-2] if name.startswith("['") and name.count("[") == 1 else name
+
+
 def _counted(name: str, tensor: torch.Tensor) -> Histogram:
     values, info = tensor.double(), torch.finfo(tensor.dtype)
     is_bad = ~values.isfinite()
@@ -96,7 +105,7 @@ def _counted(name: str, tensor: torch.Tensor) -> Histogram:
     bad = is_bad.nonzero()
     rows = bad[:, 0].bincount().tolist() if values.dim() else []
     return Histogram(
-        name,
+        _plain(name),
         str(tensor.dtype).removeprefix("torch."),
         tuple(tensor.shape),
         _bins(own),

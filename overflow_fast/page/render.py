@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ _HERE = Path(__file__).parent
 # By this a page that may be written over is known.
 GENERATOR = '<meta name="generator" content="overflow_fast">'
 _MOST_COLUMNS = 2000
+# Names, paths and calls; a module may have any name, which is left as it is.
+_CODE = re.compile(r"`((?:[\w.\[\]/=*, :()-]|&#39;)+)`")
+_ABSENT = {"recorded": "what `guard.record()` is given"}
 
 
 def write_page(
@@ -114,7 +118,7 @@ def _template() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    pages.filters["short"] = _short
+    pages.filters |= {"short": _short, "prose": _prose}
     return pages.get_template("page.html")
 
 
@@ -141,6 +145,13 @@ def _short(value: object) -> str:
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _prose(sentence: object) -> Any:
+    """A sentence as HTML, with what stands in backticks as code."""
+    from markupsafe import Markup, escape
+
+    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(sentence))))
 
 
 def _reported(incidents: Sequence[Incident]) -> list[str]:
@@ -173,7 +184,8 @@ def _gaps(sheet: Sheet, grid: Grid) -> list[str]:
     kinds = {entry.kind for entry in entries}
     absent = [name for name, each in FAMILIES.items() if not kinds.intersection(each)]
     if entries and absent:
-        sentences.append(f"Not in the record: {', '.join(absent)}.")
+        names = ", ".join(_ABSENT.get(name, name) for name in absent)
+        sentences.append(f"Not in the record: {names}.")
     for name, what in (("num_saturated", "Saturated"), ("num_zero", "Zero")):
         if entries and name not in grid.counts:
             sentences.append(f"{what} values were not counted.")

@@ -1,6 +1,7 @@
 """The command line's page, and the files that a page is read from."""
 
 import contextlib
+import json
 import re
 from fnmatch import fnmatch
 from pathlib import Path
@@ -104,6 +105,38 @@ def test_the_histogram_counts_by_exponent(tmp_path):
     assert ["2^0", "3"] in rows and ["2^-3", "0"] in rows
     assert "0 nan, 1 inf, 2 zeros. First at [1, 0]." in found.text
     assert "2^-14 to below 2^16" in page.read_text()
+    assert "<h3><code>output</code>, float16, 2 x 4</h3>" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("kept", "shown"),
+    [
+        ("['call'][0][1]", "input[1]"),
+        ("['call'][2][&#39;logits&#39;]", "output[&#39;logits&#39;]"),
+        ("['gradient of h.0.weight']", "gradient of h.0.weight"),
+    ],
+)
+def test_an_offending_tensor_has_the_name_of_reports(kept, shown, tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    (tmp_path / "overflow_fast.json").write_text('{"schema": 1, "step": 3}')
+    name = kept.replace("&#39;", "'")
+    save_file({name: torch.tensor([1.0, torch.nan])}, tmp_path / "tensors.safetensors")
+    page = tmp_path / "run.html"
+    assert main(["report", str(tmp_path), "-o", str(page)]) == 0
+    assert f"<h3><code>{shown}</code>" in page.read_text()
+
+
+def test_what_stands_in_backticks_is_code_and_nothing_else_is(tmp_path):
+    summary = "The weight `h.0.w` is `nan`.\nSo is `<b>`."
+    report = {"schema": 1, "summary": summary}
+    (tmp_path / "overflow_fast.json").write_text('{"schema": 1, "step": 3}')
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    page = tmp_path / "run.html"
+    assert main(["report", str(tmp_path), "-o", str(page)]) == 0
+    text = page.read_text()
+    told = "The weight <code>h.0.w</code> is <code>nan</code>."
+    assert f"<h3>{told}</h3>" in text
+    assert "<li>So is `&lt;b&gt;`.</li>" in text
 
 
 def test_an_installed_package_has_the_files_of_the_page():
