@@ -51,6 +51,9 @@ def _of_tensor(first: BadEntry, verdict: Verdict, step: int) -> str:
         return ""  # the forward may write it, initialized or not
     if step == 0:
         return f"initialize {name} or load it again"
+    if verdict.source == "buffer":  # the guard may put it back
+        still = f"if {name} is still non-finite after this step"
+        return f"{still}, load a checkpoint in which it is finite"
     return _load(name)
 
 

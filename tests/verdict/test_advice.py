@@ -508,6 +508,20 @@ def test_a_gradient_in_float16_says_nothing_of_scaling():
     assert advice_of(guard.last_report) == []
 
 
+def test_a_buffer_that_a_skip_puts_back_needs_no_checkpoint():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "skip", explain=False) as guard:
+        for scale in (1.0, 1e30):
+            model(torch.randn(8, 4) * scale).sum().backward()
+            optimizer.step()
+    assert guard.last_report.verdict.source == "buffer"
+    assert model[1].running_var.isfinite().all()
+    (text,) = advice_of(guard.last_report)
+    assert "if `1.running_var` is still non-finite after this step, load a" in text
+
+
 def test_a_learning_rate_is_made_finite_before_a_checkpoint_is_loaded():
     model, optimizer = make()
     with OverflowGuard(model, optimizer, "warn") as guard:
