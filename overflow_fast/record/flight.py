@@ -219,7 +219,7 @@ class FlightRecorder:
             self.file_path = self._file.path
             self._num_entries, self._is_begun = [0] * len(self._watches), False
             if self._file.path != wanted:
-                _log.info(
+                _log.warning(
                     "%s is there already: this run's flight record is %s.",
                     wanted,
                     self._file.path,

@@ -305,7 +305,7 @@ def test_training_is_bit_identical_with_a_record(path):
 def test_a_second_run_has_a_file_of_its_own_and_says_so(path, caplog):
     recorded(path)
     before = path.read_bytes()
-    with caplog.at_level(logging.INFO, "overflow_fast"):
+    with caplog.at_level(logging.WARNING, "overflow_fast"):
         recorded(path, steps=1)
     assert path.read_bytes() == before
     other = path.with_name("run.2.ofr")
