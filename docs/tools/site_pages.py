@@ -33,7 +33,7 @@ detector means in practice is in [arguments](arguments.md).
 _INTEGRATIONS = (
     *("trainer.GuardCallback", "lightning.GuardCallback", "accelerate.guard_with"),
     *("transformers.install", "tensorboard.TensorBoardMetrics"),
-    "prometheus.PrometheusMetrics",
+    *("prometheus.PrometheusMetrics", "wandb.WandbMetrics", "mlflow.MlflowMetrics"),
 )
 _FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
