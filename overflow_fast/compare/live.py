@@ -85,6 +85,12 @@ class LiveRun:
         return {id(p): gradient for p, gradient in pairs if gradient is not None}
 
 
+_NO_SHADOW = (
+    "No tensor had another dtype than its float32 shadow: nothing of the model is in "
+    "half precision, and autocast applies to both."
+)
+
+
 def compare_models(
     model: nn.Module,
     reference: nn.Module,
@@ -118,6 +124,8 @@ def compare_models(
     known = _conclude(result, lockstep, names, has_tf32)
     if local is not None:
         apply_errors(result.rows, local.errors)
+        if all(row.dtypes[0] == row.dtypes[1] for row in result.rows):
+            result.said.insert(0, _NO_SHADOW)
     result.first = first_of(result.rows, known)
     if result.first is not None and result.first.kind == "forward":
         result.first.op = _first_op(result.first, sides, names)

@@ -111,6 +111,14 @@ def test_a_shadow_names_the_layer_that_loses_bits(dtype):
     assert diff.first.row.made > 0.05 and "x + 1000" in diff.first.op
 
 
+def test_a_shadow_of_a_model_in_float32_says_that_it_is_the_same():
+    told = "No tensor had another dtype than its float32 shadow"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert overflow_fast.shadow(tower(), batch()).said[0].startswith(told)
+    said = overflow_fast.shadow(tower().bfloat16(), batch().bfloat16()).said
+    assert not any(each.startswith(told) for each in said)
+
+
 def test_a_shadow_of_a_wrapped_model_is_refused():
     with pytest.raises(ValueError, match="without its wrapper"):
         overflow_fast.shadow(torch.nn.DataParallel(tower().half()), batch())
