@@ -52,7 +52,8 @@ def _noted(found: Stored, what: str):  # type: ignore[no-untyped-def]
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:
-        found.errors.append(f"{what}: {error}".splitlines()[0])
+        told = error.strerror if isinstance(error, OSError) else None
+        found.errors.append(f"{what}: {told or error}".splitlines()[0])
 
 
 def _fill(device: torch.device) -> None:

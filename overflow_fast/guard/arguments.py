@@ -96,6 +96,10 @@ def check_numbers(config: Any) -> None:
     for name in ("headroom_bits", "saturation"):
         if getattr(config, name) is not None:
             check_positive(name, getattr(config, name))
+    if config.saturation is not None and config.saturation > 1:
+        raise ValueError(
+            f"saturation must be a share of at most 1, got {config.saturation}"
+        )
     if config.budget is not None:
         check_budget(config.budget)
 

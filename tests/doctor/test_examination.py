@@ -179,6 +179,7 @@ def test_soft_faults_are_named_and_the_rest_goes_on(tmp_path):
     assert bits.ranks == (3,) and "other bits" in bits.text
     (folder,) = findings(results, "memory and folder")
     assert folder.ranks == (3,) and "write to" in folder.text
+    assert "No such file or directory" in folder.text and "Errno" not in folder.text
     assert findings(results, "agreement") == findings(results, "barrier") == []
     assert list(tmp_path.iterdir()) == []  # each file is removed
 

@@ -31,6 +31,7 @@ from overflow_fast.report.report import Cost
         ({"ranges": [(3, 2)]}, ValueError, r"ranges must hold pairs .*\[\(3, 2\)\]"),
         ({"ranges": 5}, ValueError, "ranges must hold pairs .* got 5"),
         ({"budget": 1.5}, ValueError, "budget must be a share .* got 1.5"),
+        ({"saturation": 1.5}, ValueError, "saturation must be a share .* got 1.5"),
         ({"budget": 0}, ValueError, "budget must be more than 0, got 0"),
         ({"budget": "1%"}, TypeError, "budget must be a number, got str"),
         ({"sync": "never"}, ValueError, "sync must be 'step' or 'lagged', got 'never'"),
