@@ -82,6 +82,17 @@ def hide_frames_above(error: BaseException) -> None:
     sys.excepthook = print_shown
 
 
+def hide_frames_below(error: BaseException) -> None:
+    """Takes the guard's own frames away from the end of an error's traceback."""
+    last, each = None, error.__traceback__
+    while each is not None:
+        if not each.tb_frame.f_code.co_filename.startswith(_OURS + os.sep):
+            last = each
+        each = each.tb_next
+    if last is not None:
+        last.tb_next = None
+
+
 def _folder_of(program: str) -> str:
     return os.path.dirname(os.path.realpath(program))
 

@@ -7,7 +7,13 @@ import sys
 from typing import TYPE_CHECKING
 
 from .adding import Commands, add_command, fail
-from .as_main import NoProgramError, hide_frames_above, print_traceback, run_as_main
+from .as_main import (
+    NoProgramError,
+    hide_frames_above,
+    hide_frames_below,
+    print_traceback,
+    run_as_main,
+)
 from .guard_options import add_guard_options, guard_arguments
 
 if TYPE_CHECKING:
@@ -65,6 +71,7 @@ def _run_guarded(guard: ScriptGuard, parsed: argparse.Namespace) -> int:
         has_program = False
         return fail(f"overflow_fast run: {error}")
     except NonFiniteError as error:
+        hide_frames_below(error)
         print_traceback(error)
         return NON_FINITE
     except KeyboardInterrupt as error:

@@ -51,6 +51,7 @@ def test_the_first_step_of_a_plain_loop_is_guarded_and_explained(tmp_path):
     # As with `python train.py`, the first frame of the traceback is the script's.
     first = done.stderr.split("Traceback (most recent call last):\n")[1]
     assert first.lstrip().startswith(f'File "{tmp_path / "train.py"}", line')
+    assert first.count("  File ") == 1  # and the last one, too
 
 
 def test_a_finite_run_ends_as_without_the_guard(tmp_path):
