@@ -50,8 +50,10 @@ class Incident:
     @property
     def sentences(self) -> list[str]:
         """The report's sentences, the headline first, without the explanation."""
+        if "sentences" in self.report:
+            return [str(each) for each in self.report["sentences"]]
         lines = str(self.report.get("summary", "")).splitlines()
-        if self.explanation:
+        if self.explanation:  # it was last before there were sentences
             lines = list(itertools.takewhile(lambda x: not x.startswith(_CAUSE), lines))
         return lines
 

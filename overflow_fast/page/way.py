@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .grid import NONFINITE, NOT_SEEN, Grid, Sheet
 from .incident_card import Incident
@@ -67,7 +67,7 @@ def way_of(incident: Incident, sheet: Sheet, grid: Grid) -> Way:
             is_gradient = entry.kind == "gradient"
             text = f"gradient of {entry.label}" if is_gradient else entry.label
             bad.setdefault(entry.module, []).append(text)
-            way.stations.append(name_of(entry))
+            way.stations.append(name_of(replace(entry, label=text)))
         else:
             (unseen if code == NOT_SEEN else finite).add(entry.module)
     marks = {name: [f"non-finite: {', '.join(texts)}"] for name, texts in bad.items()}

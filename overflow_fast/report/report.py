@@ -142,7 +142,8 @@ class Report:
         if self.verdict.first is not None:
             plain["verdict"]["first"]["place"] = place_of(self.verdict.first)
         summary = "\n".join([*self._event(), *self._answer(), *self._details()])
-        return {"schema": SCHEMA, "kind": "report", **plain, "summary": summary}
+        texts = {"summary": summary, "sentences": self.sentences()}
+        return {"schema": SCHEMA, "kind": "report", **plain, **texts}
 
     def to_json(self) -> str:
         """Writes the report as one line of JSON, non-finite numbers as strings."""

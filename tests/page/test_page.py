@@ -246,6 +246,13 @@ def test_the_line_that_failed_has_its_neighbours(tmp_path):
     assert "not on this machine" in Incident(0, {}, {"op": op}).code().remark
 
 
+def test_a_gradient_on_the_way_is_no_weight():
+    gradient = entry("h.0", "weight", "gradient")
+    sheet = Sheet([record_of(torch.tensor([[NAN]]), [gradient], torch.tensor([[1]]))])
+    way = way_of(Incident(0), sheet, sheet.grid(9))
+    assert way.stations == ["h.0: gradient of weight"]
+
+
 def test_the_way_names_what_was_bad_and_counts_what_was_not():
     entries = [entry(f"h.{i}.{name}") for i in range(2) for name in ("a", "b")]
     entries.append(entry("h.0.a", "output[1]"))

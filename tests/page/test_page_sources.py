@@ -160,7 +160,13 @@ def test_an_incident_has_a_page_beside_its_evidence(tmp_path):
     assert report.page == str(page)
     assert f"To look at it, open `{page}`." in " ".join(str(report).split())
     assert str(page) in (Path(report.evidence) / "report.txt").read_text()
-    assert "Step 0 is not finite" in Parsed(page.read_text()).text
+    shown = Parsed(page.read_text()).text
+    assert "Step 0 is not finite" in shown
+    assert report.explanation is not None  # which the card shows in parts of its own
+    for sentence in report.sentences()[1:]:
+        if "`" not in sentence:
+            assert sentence in shown, sentence
+    assert "replays   " not in shown
 
 
 @pytest.mark.parametrize("num_clean", [0, 3])
