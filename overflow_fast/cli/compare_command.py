@@ -42,8 +42,7 @@ def add_to(commands: Commands) -> None:
         "--cosine", type=float, help="also highlight rows with a lower cosine"
     )
     parser.add_argument(
-        "-o",
-        dest="output",
+        *("-o", "--output"),
         metavar="FILE",
         help="also write the comparison: FILE.html, FILE.xlsx or FILE.json",
     )

@@ -26,7 +26,7 @@ def add_to(commands: Commands) -> None:
         """,
     )
     parser.description = (
-        "Checks ranks, links, collectives and arithmetic before a run. For several "
+        "Check ranks, links, collectives and arithmetic before a run. For several "
         "ranks: `torchrun --nproc-per-node 8 -m overflow_fast doctor`. Exit status: 0 "
         "fine, 1 a warning, 2 broken."
     )
@@ -36,7 +36,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--folder", help="a folder of checkpoints to write to and read")
     parser.add_argument("--backend", help="of the collectives (default: nccl or gloo)")
-    parser.add_argument("-o", dest="output", help="a page with a heatmap of the links")
+    parser.add_argument("-o", "--output", help="a page with a heatmap of the links")
 
 
 def _run(parsed: argparse.Namespace) -> int:

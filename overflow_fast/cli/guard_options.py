@@ -70,6 +70,7 @@ def _first_sentence(text: str) -> str:
     sentence = re.split(r"(?<=[\w`)])\. ", text)[0].rstrip(".")
     if len(sentence) > _LONG:
         sentence = re.split(": | \\(", sentence)[0]
+    sentence = re.sub(r"; None for (\w+)", r" (default: \1)", sentence)
     return (sentence[0].lower() + sentence[1:]).replace("%", "%%")
 
 

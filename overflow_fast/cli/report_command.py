@@ -32,7 +32,7 @@ def add_to(commands: Commands) -> None:
         help="a flight record (one of each rank), or a folder of evidence",
     )
     parser.add_argument(
-        "-o", dest="output", default="run.html", help="the page (default: run.html)"
+        *("-o", "--output"), default="run.html", help="the page (default: run.html)"
     )
     parser.add_argument(
         "--json", action="store_true", help="print what is in the page as JSON"

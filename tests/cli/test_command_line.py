@@ -176,6 +176,18 @@ def test_another_word_than_none_is_refused(option, why, capsys):
     assert why in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["report", "compare", "doctor", "export"])
+def test_a_file_to_write_has_one_name_in_all_commands(name):
+    options = [each.option_strings for each in commands()[name]._actions]
+    assert ["-o", "--output"] in options
+
+
+def test_help_of_run_has_defaults_and_no_python():
+    text = " ".join(commands()["run"].format_help().split())
+    assert "such as `h.*.mlp*` (default: all)" in text and "(default: 8)" in text
+    assert "None" not in text
+
+
 @pytest.mark.parametrize("name", ["watch", "include", "exclude", "checkpoints"])
 def test_help_says_what_is_separated_by_commas(name):
     actions = commands()["run"]._actions
