@@ -53,6 +53,12 @@ class FlightRecord:
         """How many lines of steps there are."""
         return len(self._lines)
 
+    def __repr__(self) -> str:
+        """Writes the file, and how many steps of how many entries it has."""
+        steps = sum(line["count"] for line in self._lines)
+        of = ", ".join(self.run.get("models", [])) or "a run"
+        return f"{self.path}: {of}, {steps} steps of {len(self.entries)} entries"
+
     def tail(self, num: int) -> FlightRecord:
         """The record of the last lines of steps alone."""
         lines = [self.run, *self._heads, *self._lines[-num:]]

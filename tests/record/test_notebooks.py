@@ -93,3 +93,10 @@ def test_reports_and_headroom_are_escaped_html():
     assert "<th>float16 bits</th>" in table and "would fit float16" in table
     for html in (report, table):
         assert "&lt;b&gt;" in html and "<b>" not in html and "<script>" not in html
+
+
+def test_a_record_that_is_printed_says_what_it_has(tmp_path):
+    path = tmp_path / "run.ofr"
+    lines = [step_line(i, high=[1.0] * 4) for i in range(3)]
+    path.write_bytes(head_lines(models=["Net"]) + b"".join(map(line_bytes, lines)))
+    assert str(read_record(path)) == f"{path}: Net, 3 steps of 4 entries"
