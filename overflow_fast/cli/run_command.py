@@ -56,6 +56,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _run_guarded(guard: ScriptGuard, parsed: argparse.Namespace) -> int:
+    from ..core.selection import NoModuleError
     from ..integrations.script_guard import UnusableArgumentsError
     from ..report.report import NonFiniteError
 
@@ -67,7 +68,10 @@ def _run_guarded(guard: ScriptGuard, parsed: argparse.Namespace) -> int:
         has_program = False
         fail(f"overflow_fast run: {error}")
         return error.status
-    except UnusableArgumentsError as error:
+    except (UnusableArgumentsError, NoModuleError) as error:
+        if isinstance(error, NoModuleError) and not _has_patterns(parsed):
+            print_traceback(error)  # of a guard that the program has made
+            return 1
         has_program = False
         return fail(f"overflow_fast run: {error}")
     except NonFiniteError as error:
@@ -85,3 +89,7 @@ def _run_guarded(guard: ScriptGuard, parsed: argparse.Namespace) -> int:
         if has_program and why_not is not None:
             print(f"overflow_fast: no step was guarded: {why_not}.", file=sys.stderr)
     return 0
+
+
+def _has_patterns(parsed: argparse.Namespace) -> bool:
+    return any(hasattr(parsed, f"guard_{name}") for name in ("include", "exclude"))

@@ -327,6 +327,20 @@ def test_a_trainer_gets_the_callback(tmp_path):
     assert "no step was guarded" not in done.stderr
 
 
+def test_a_pattern_of_no_module_ends_a_trainer_too(tmp_path):
+    done = run(tmp_path, TRAINER, "1", "", options=("--include", "zzz*"))
+    assert done.returncode == 2
+    assert "overflow_fast run: include must hold names" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_guard_of_the_script_with_such_a_pattern_has_its_traceback(tmp_path):
+    made = "import overflow_fast\noverflow_fast.OverflowGuard(model, include=['zzz'])"
+    done = run(tmp_path, f"{MODEL}\n{made}")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr and "'zzz' matches none" in done.stderr
+
+
 def test_a_trainer_that_asks_for_the_detector_gets_no_guard(tmp_path):
     done = run(tmp_path, TRAINER, "nan", "underflow_overflow")
     assert done.returncode == 1
