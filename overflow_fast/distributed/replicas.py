@@ -46,6 +46,9 @@ class ReplicaCheck:
     Args:
         models: The models, by what their modules' names begin with.
         optimizers: Their optimizers.
+
+    Attributes:
+        num_compared: How many tensors of this rank were compared with others'.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class ReplicaCheck:
     ) -> None:
         self._models = models
         self._optimizers = list(optimizers)
+        self.num_compared = 0
 
     def differences(self) -> list[Difference]:
         """Compares all replicas; each rank that holds one has to call it.
@@ -66,6 +70,7 @@ class ReplicaCheck:
         by_group: dict[Any, list[tuple[str, torch.Tensor]]] = {}
         for name, tensor, group in self._replicated():
             by_group.setdefault(group, []).append((name, tensor))
+            self.num_compared += 1
         return [
             each for group, named in by_group.items() for each in _compare(group, named)
         ]

@@ -49,6 +49,7 @@ class StepAudits:
         self._isolation = isolation
         self._known: set[tuple[str, int, str]] = set()  # the places that were logged
         self._num_hidden = self._num_different = 0
+        self._has_warned = False
         self._layers = (
             None
             if config.audit is None
@@ -77,11 +78,14 @@ class StepAudits:
         """Compares replicas, once the step is over: a collective."""
         every = self._config.check_replicas
         has_ranks = dist.is_available() and dist.is_initialized()
-        if every is None or step % every or not has_ranks:
+        if every is None or step % every:
             return
         with self._isolation.isolated():
             models = {w.prefix: w.model for w in self._watches if w.model is not None}
-            found = ReplicaCheck(models, self._optimizers()).differences()
+            check = ReplicaCheck(models, self._optimizers())
+            found = check.differences() if has_ranks else []
+            if not check.num_compared:
+                self._warn_of_no_replicas()
             if found:
                 self._num_different += 1
                 self._report_replicas(step, found)
@@ -126,6 +130,14 @@ class StepAudits:
                         "They did not reach the loss or a gradient.",
                     ]
                 ),
+            )
+
+    def _warn_of_no_replicas(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "check_replicas has nothing to compare: no weight is kept by several "
+                "ranks, as under DDP and HSDP.\nLogged once."
             )
 
     def _report_replicas(self, step: int, found: Sequence[Difference]) -> None:

@@ -114,6 +114,16 @@ def test_replicas_are_compared():
         assert "bias differs between ranks 0, 1" in message
 
 
+def test_replicas_that_are_not_there_are_told_once(caplog):
+    model, optimizer, guard = make(check_replicas=2)
+    with guard:
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(3, 4)).mean().backward()
+            optimizer.step()
+    assert caplog.text.count("check_replicas has nothing to compare") == 1
+
+
 @pytest.mark.parametrize("name", ["ops_every", "audit", "check_replicas"])
 def test_arguments_are_checked(name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
