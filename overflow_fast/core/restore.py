@@ -69,6 +69,7 @@ class KeptState:
 
     Attributes:
         lost: What could not be kept, in sentences.
+        has_hooks: Whether hooks behind gradients are set aside.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class KeptState:
         self._on_copies = on_copies
         self._undo: list[Callable[[], None]] = []
         self.lost: list[str] = []
+        self.has_hooks = False
 
     def __enter__(self) -> KeptState:
         if not self._undo:
@@ -148,7 +150,7 @@ class KeptState:
                 if each is not None and not each.requires_grad
             }
         for key, tensor in tensors.items():
-            if tensor is None or tensor.is_meta or _is_lazy(tensor):
+            if tensor is None or tensor.is_meta or nn.parameter.is_lazy(tensor):
                 continue
             if tensor.nbytes > _MAX_BYTES:
                 if key in own_parameters(module):
@@ -161,8 +163,8 @@ class KeptState:
         gradient = parameter.grad
         hooks = gradient_hooks(parameter)
         saved = dict(hooks)
-        if hooks:
-            hooks.clear()
+        self.has_hooks |= bool(hooks)
+        hooks.clear()
         is_plain = gradient is not None and local_tensor(gradient) is None
         if gradient is not None and is_plain and not is_whole(gradient):
             self._undo.append(_rewriter(gradient))  # DDP may reduce others in there
@@ -223,10 +225,6 @@ def _rewriter(tensor: torch.Tensor) -> Callable[[], None]:
 def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
     with torch.no_grad():
         tensor.data.copy_(value)  # autograd, which may have saved it, sees no change
-
-
-def _is_lazy(tensor: torch.Tensor) -> bool:
-    return nn.parameter.is_lazy(tensor)
 
 
 def _is_same(value: Any, before: Any) -> bool:

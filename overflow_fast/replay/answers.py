@@ -8,8 +8,8 @@ from ..core.devices import place_of
 from ..core.wrapped import reduces
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replay_internals import active_modes
+from .bad_leaf import first_bad_weight
 from .explanation import NOT_REPLAYED, Explanation
-from .finding import first_bad_weight
 from .flagged import explain_flag
 from .incident import Incident
 from .outcome import Outcome
@@ -24,6 +24,10 @@ _RATE = 3
 _NOT_REDUCED = (
     "Each rank's own gradients are finite in the replay; what ranks make of them "
     "together (DDP's reduction, communication hooks) was not replayed."
+)
+_NOT_CALLED = (
+    "The replayed backward is finite. Hooks of `register_post_accumulate_grad_hook` "
+    "were not called in it, and may have made the gradients non-finite."
 )
 _MASKED = "An output holds -inf, and nothing worse: a mask may be meant by it."
 _NO_LOSS = (
@@ -77,6 +81,8 @@ class Answers:
             return Explanation("forward", notes=[self._outside()])
         if incident.kind == "gradient" and self._leaves_reduction_out():
             return Explanation("backward", notes=[_NOT_REDUCED])
+        if incident.kind == "gradient" and self._rerun.state.has_hooks:
+            return Explanation("backward", notes=[_NOT_CALLED])
         doubt = self._doubt(incident)
         if doubt:
             return Explanation(notes=[f"The replay is finite, but {doubt}."])

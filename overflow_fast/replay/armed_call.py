@@ -10,6 +10,7 @@ from torch import nn
 
 from ..core.eagerly import run_eagerly
 from ..torch_internals.replay_internals import no_dispatch
+from .held import held_leaves
 from .kept_call import KeptCall
 from .kinds import NEGATIVE_INF, is_float, tensors_in
 from .op_table import OpTable
@@ -34,12 +35,16 @@ def armed(
     leaves = [Leaf("batch", name, tensor) for name, tensor in call.leaves()]
     leaves += [Leaf(*found) for found in names_of(models)]
     leaves += [Leaf("gradient", "", held) for held in call.held.values()]
-    outcome.table = OpTable(modules, leaves, keeps_calls)
+    others = held_leaves(models, call.around())
+    outcome.table = OpTable(modules, [*leaves, *others], keeps_calls)
     with ExitStack() as stack:
         stack.enter_context(run_eagerly())
         stack.enter_context(modules)
         stack.enter_context(outcome.table)
         yield
+    for leaf in others:
+        leaf.note_written()
+    outcome.carried = [leaf.name for leaf in others if leaf.is_carried]
 
 
 def _note(outcome: Outcome, name: str, output: Any) -> None:

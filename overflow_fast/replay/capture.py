@@ -61,8 +61,9 @@ class Capture:
             is_compiled, known = compiled_call_of(model)
             called = model if known is None else known
             is_compiled = is_compiled and known is None
-        self._open = ModelCall.of(called, batch, ambient)
-        self._open.is_part_of_compiled = is_compiled
+        self._open = call = ModelCall.of(called, batch, ambient)
+        call.is_part_of_compiled = is_compiled
+        call.follows_others = any(each.awaits_backward for each in self.calls)
 
     def end(self, output: Any) -> None:
         """Keeps the gradients that its output will get."""

@@ -26,6 +26,9 @@ _GROW = {
     *("_foreach_mul", "_foreach_add", "_foreach_exp", "_to_copy", "copy", *_DEGREES),
 }
 _DIVIDES = {"div", "true_divide", "floor_divide", "remainder", "fmod", "addcdiv"}
+_MADE_OF_NUMBERS = (
+    "the code makes this tensor of values that torch has not computed, such as NumPy's"
+)
 _COUNTING = {"nll_loss_forward", "nll_loss2d_forward"}
 
 RANGE, INTERMEDIATE, UNDEFINED = "range", "intermediate", "undefined"
@@ -108,11 +111,9 @@ def _classify(
         found.why, found.reason = EMPTY, why
         return
     if op.is_constant or (op.numbers and not found.has_bad_inputs):
-        number = "a nan or an inf" if op.is_constant else str(op.numbers[0])
-        found.why, found.reason = (
-            UNDEFINED,
-            f"the code itself gives the number {number}",
-        )
+        found.why, found.reason = UNDEFINED, _MADE_OF_NUMBERS
+        if not op.is_constant:
+            found.reason = f"the code gives it the number {op.numbers[0]}"
         return
     reference, written = in_float64(op)
     results = [t for t in tensors_in(output) if is_float(t)]

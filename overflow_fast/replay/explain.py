@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ..core.restore import KeptState
+from .bad_leaf import first_bad_weight
 from .capture import GRAPH
 from .explanation import Artifact, Explanation
-from .finding import first_bad_weight
 from .incident import Incident
 from .kept_call import KeptCall
 from .optimizer_step import explain_update

@@ -184,7 +184,7 @@ class Explanation:
             yield "tried", str(remedy)
         failed = [each.text for each in self.remedies if not each.is_recommended]
         if failed:
-            yield "no help", "; ".join(failed)
+            yield "no help", "; ".join(dict.fromkeys(failed))
 
     def _headline(self) -> str:
         return f"{self._what()}{self._where()}"

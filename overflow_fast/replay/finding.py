@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import torch
-from torch import nn
-
+from .bad_leaf import explain_leaf
 from .culprit import EMPTY, INTERMEDIATE, RANGE, UNDEFINED, Details
 from .explanation import Explanation
-from .kinds import as_wide, bad_names
+from .kept_call import KeptCall
 from .named_op import Op, TensorSummary
-from .places import code_at, module_of_parameter, names_of, stack_of
+from .places import code_at, stack_of
 from .rows import Leaf, Row
 from .slice import Culprit, ForwardRows
 
@@ -21,6 +19,7 @@ _CAUSES = {
     UNDEFINED: "undefined",
     EMPTY: "empty reduction",
 }
+_IN_HOOK = "it ran in a hook that backward called"
 _UNWRITTEN = (
     "it reads memory of {} that nothing has written to: its values are those of "
     "whoever had the memory before"
@@ -28,7 +27,10 @@ _UNWRITTEN = (
 
 
 def explain_culprit(
-    culprit: Culprit, forward_rows: ForwardRows, in_gradients: bool
+    culprit: Culprit,
+    forward_rows: ForwardRows,
+    in_gradients: bool,
+    call: KeptCall | None = None,
 ) -> Explanation:
     """Explains a culprit.
 
@@ -36,71 +38,22 @@ def explain_culprit(
         culprit: What was found.
         forward_rows: Knows the operations of the same replay.
         in_gradients: Whether what the forward returned was finite.
+        call: What was replayed; None if it is not known to be the step's own.
     """
     source = culprit.source
     if isinstance(source, Leaf):
-        found = _of_leaf(source, culprit)
+        found = explain_leaf(source, _read_by(culprit), call)
     else:
         found = _of_row(source, forward_rows, in_gradients)
     found.chain = _chain_text(culprit)
     return found
 
 
-def _of_leaf(leaf: Leaf, culprit: Culprit) -> Explanation:
+def _read_by(culprit: Culprit) -> str:
     reader = culprit.first_reader
-    at = (
-        ""
-        if reader is None
-        else f"; it was first read by {reader.name}{_place(reader)}"
-    )
-    what = _counts(leaf.tensor)
-    if leaf.kind == "batch":
-        text = f"`{leaf.name}` of the batch holds {what}{at}"
-        return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])
-    if leaf.kind in ("parameter", "buffer"):
-        return bad_weight(leaf.kind, leaf.name, leaf.tensor, at)
-    if leaf.kind == "gradient":
-        return Explanation(
-            evidence=[f"the gradient that the model's output was given holds {what}"],
-            notes=[
-                "The loss outside of the model was not replayed: call it within "
-                "`guard.run(lambda: loss)`."
-            ],
-        )
-    text = f"a tensor that came from outside of the replayed step holds {what}{at}"
-    return Explanation("data", "bad data", evidence=[text])
-
-
-def bad_weight(
-    kind: str, name: str, tensor: torch.Tensor | None, text: str = ""
-) -> Explanation:
-    """The explanation of a parameter or buffer that was bad before the step."""
-    evidence = f"the {kind} {name} held {_counts(tensor)} before the step{text}"
-    module = module_of_parameter(name)
-    return Explanation(
-        "weights", "bad weights", module, tensor=name, evidence=[evidence]
-    )
-
-
-def first_bad_weight(
-    models: Mapping[str, nn.Module], *kinds: str
-) -> Explanation | None:
-    """The explanation of the first parameter or buffer that is bad, or None."""
-    named = [(kind, name, t) for kind, name, t in names_of(models) if kind in kinds]
-    bad = bad_names([(name, tensor) for _, name, tensor in named], masks=False)
-    for kind, name, tensor in named:
-        if name in bad:
-            return bad_weight(kind, name, tensor)
-    return None
-
-
-def _counts(tensor: torch.Tensor | None) -> str:
-    values = None if tensor is None else as_wide(tensor)
-    if values is None:
-        return "non-finite values"
-    num_nan, num_inf = int(values.isnan().sum()), int(values.isinf().sum())
-    parts = [f"{n} {k}" for n, k in ((num_nan, "nan"), (num_inf, "inf")) if n]
-    return f"{' and '.join(parts)} of {values.numel()} values"
+    if reader is None:
+        return ""
+    return f"; it was first read by {reader.name}{_place(reader)}"
 
 
 def _of_row(row: Row, forward_rows: ForwardRows, in_gradients: bool) -> Explanation:
@@ -108,12 +61,14 @@ def _of_row(row: Row, forward_rows: ForwardRows, in_gradients: bool) -> Explanat
     is_backward = in_gradients or row.in_backward
     found = Explanation("backward" if is_backward else "forward")
     named = named_row(row, forward_rows)
-    if row.in_backward and row.variable is not None:
-        found.evidence.append("it arose where gradients are added up")
-    if forward is not None:
+    if row.in_hook:
+        found.evidence.append(_IN_HOOK)
+    elif forward is not None:
         found.module = forward_rows.module_of(forward)
-    elif row.in_backward and row.variable is None:
+    elif row.variable is None:
         found.notes.append(f"Which line of the forward {row.node} is of is not known.")
+    if row.in_backward and row.variable is not None and not row.in_hook:
+        found.evidence.append("it arose where gradients are added up")
     found.op = _op_of(named, row)
     details = row.details
     if row.is_communication:
@@ -127,9 +82,21 @@ def _of_row(row: Row, forward_rows: ForwardRows, in_gradients: bool) -> Explanat
     elif details is None:
         found.notes.append("The operation was not computed again.")
     else:
-        found.cause = _cause_of(details, is_backward)
+        found.cause = _cause_of(details, is_backward and not row.in_hook)
         found.evidence += _evidence(details, found.op)
+    if row.masks:
+        found.evidence.append(_mask_text(row))
     return found
+
+
+def _mask_text(row: Row) -> str:
+    """Names what made the infs that an operation was given, and returned."""
+    made: Row | Leaf = row
+    while isinstance(made, Row) and made.masks:
+        made = made.masks[0]
+    if isinstance(made, Row):
+        return f"its infs are those of a mask: {made.name}{_place(made)}"
+    return f"its infs are those of a mask: `{made.name}`"
 
 
 def named_row(row: Row, forward_rows: ForwardRows) -> Row:

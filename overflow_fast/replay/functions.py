@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 _MAX_DEPTH = 3
+_MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Captured:
@@ -26,18 +28,22 @@ class Captured:
 
     Attributes:
         values: The batch: the values of those variables, by their names.
+        around: All variables that it reads, by their names.
     """
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
         self.values: dict[str, Any] = {}
         plain = function
+        self._names: list[str] = []  # of the positional arguments of a partial
         if isinstance(function, functools.partial):
-            for i, each in enumerate(function.args):
-                self._add(str(i), each)
+            plain = function.func
+            self._names = _argument_names(plain, len(function.args))
+            for name, each in zip(self._names, function.args, strict=True):
+                self._add(name, each)
             for key, each in function.keywords.items():
                 self._add(key, each)
-            plain = function.func
+        self._called = plain
         self._plain = plain if isinstance(plain, types.FunctionType) else None
         self._held: dict[types.FunctionType, dict[str, Any]] = {}
         if self._plain is not None:
@@ -58,11 +64,28 @@ class Captured:
         if isinstance(self._function, functools.partial):
             own = self._function
             function = own.func
-            args = [values.get(str(i), each) for i, each in enumerate(own.args)]
+            given = zip(self._names, own.args, strict=True)
+            args = [values.get(name, each) for name, each in given]
             keywords = {k: values.get(k, each) for k, each in own.keywords.items()}
         if self._plain is not None:
             function = self._with(self._plain, values)
         return function(*args, **keywords)
+
+    @property
+    def around(self) -> dict[str, Any]:
+        called = self._called
+        found = {k: v for held in self._held.values() for k, v in held.items()}
+        if isinstance(self._function, functools.partial):
+            found |= dict(zip(self._names, self._function.args, strict=True))
+            found |= self._function.keywords
+        if isinstance(called, types.MethodType):
+            function = called.__func__
+            if isinstance(function, types.FunctionType):
+                found |= dict(_variables(function))
+            found["self"] = called.__self__
+        elif self._plain is None:
+            found["self"] = called
+        return {k: v for k, v in found.items() if k not in self.values}
 
     def _hold(self, function: types.FunctionType, depth: int) -> None:
         """Holds the variables of a function, and of those of its module among them."""
@@ -141,6 +164,16 @@ class Captured:
         if isinstance(held, types.FunctionType) and held in self._held:
             return copies[held] if held in copies else self._with(held, values, copies)
         return held
+
+
+def _argument_names(function: Callable[..., Any], count: int) -> list[str]:
+    """The names of the first parameters; their places where they have none."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names = [p.name for p in parameters if p.kind not in _MANY][:count]
+    return names + [f"input[{i}]" for i in range(len(names), count)]
 
 
 def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

@@ -14,6 +14,7 @@ from ..core.tensors import has_memory, loss_in
 from ..torch_internals.compiler import uncompiled
 from ..torch_internals.tensor_internals import pytree, version_of
 from .ambient import Ambient as Ambient
+from .functions import Captured
 from .kinds import is_float, tensors_in
 
 _MAX_HELD_BYTES = 2**26
@@ -48,6 +49,11 @@ class KeptCall:
         self._versions = [(t, _version(t), _sample(t)) for t in tensors_in(batch)]
 
     @property
+    def awaits_backward(self) -> bool:
+        """Tells whether no gradient has come to what it returned so far."""
+        return not self.held and not self.not_held
+
+    @property
     def caller(self) -> int:
         """Which model it is of; 0 for a function that calls them."""
         return 0
@@ -55,6 +61,11 @@ class KeptCall:
     def leaves(self) -> list[tuple[str, torch.Tensor]]:
         """The tensors of the batch with their keys."""
         return list(named_leaves(self.batch))
+
+    def around(self) -> dict[str, Any]:
+        """The variables besides the batch that its function reads, by their names."""
+        function = self.function
+        return function.around if isinstance(function, Captured) else {}
 
     def note_overwritten(self) -> None:
         """Keeps the answer of `is_overwritten()`: a replay may write, too."""
@@ -114,7 +125,14 @@ class KeptCall:
 
 
 class ModelCall(KeptCall):
-    """A kept call of a model, with its positional and its keyword arguments."""
+    """A kept call of a model, with its positional and its keyword arguments.
+
+    Attributes:
+        follows_others: Whether the loop had outputs of other forwards by then, whose
+            backward had not come: it may have computed the arguments from them.
+    """
+
+    follows_others = False
 
     @classmethod
     def of(
@@ -134,11 +152,15 @@ class ModelCall(KeptCall):
 
     def leaves(self) -> list[tuple[str, torch.Tensor]]:
         """The tensors among the arguments, by the names of the parameters."""
+        return list(named_leaves(self.around()))
+
+    def around(self) -> dict[str, Any]:
+        """The arguments, by the names of the parameters."""
         function: Any = self.function
         args, kwargs = self.batch
         names = parameter_names(uncompiled(function.args[0]).forward)
         names += [f"input[{i}]" for i in range(len(names), len(args))]
-        return list(named_leaves({**dict(zip(names, args, strict=False)), **kwargs}))
+        return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _as_copy(tensor: torch.Tensor) -> torch.Tensor:

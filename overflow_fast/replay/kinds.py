@@ -13,7 +13,7 @@ from ..core.memory import storages
 from ..core.ops import Stat, scan
 from ..core.wrapped import local_part
 from ..torch_internals.replay_internals import storage_id
-from ..torch_internals.tensor_internals import version_of
+from ..torch_internals.tensor_internals import is_in_transform, version_of
 from .named_op import TensorSummary
 
 NAN, POSITIVE_INF, NEGATIVE_INF = 1, 2, 4
@@ -36,7 +36,8 @@ def tensors_in(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
 
 def is_float(tensor: torch.Tensor) -> bool:
     """Tells whether a tensor can hold a nan or an inf, and has memory to look at."""
-    return (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return is_number and not tensor.is_meta and not is_in_transform(tensor)
 
 
 class Kinds:

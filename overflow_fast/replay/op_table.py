@@ -18,7 +18,7 @@ from ..torch_internals.replay_internals import (
 from .culprit import details_of
 from .kinds import NAN, NEGATIVE_INF, Kinds, is_float, tensors_in
 from .op_call import OpCall
-from .places import ModuleStack, users_frames
+from .places import ModuleStack, runs_in_hook, users_frames
 from .rows import Leaf, Row, Source, is_meant
 from .sums import Sums
 
@@ -30,7 +30,8 @@ _WRAPPERS = ("DTensor", "AsyncCollectiveTensor")  # of tensors that ranks share
 _MAX_SOURCES = 8
 _MAX_DETAILS = 48
 _autograd: Any = torch.autograd
-_Read = list[tuple[list[Source], int]]  # the sources of a tensor, and its kinds
+# The sources of a tensor, its kinds and its size.
+_Read = list[tuple[list[Source], int, int]]
 
 
 class OpTable(TorchDispatchMode):
@@ -82,7 +83,10 @@ class OpTable(TorchDispatchMode):
         if empty is not None:
             return [empty]
         leaves = [self._leaves.get(storage_id(each)) for each in storages(tensor)]
-        return [each for each in leaves if each] or [Leaf("unknown", "", tensor)]
+        found = [each for each in leaves if each] or [Leaf("unknown", "", tensor)]
+        for leaf in found:
+            leaf.is_read = True
+        return list(found)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -100,7 +104,11 @@ class OpTable(TorchDispatchMode):
         row = self._begin(op)
         read = op.read()
         kinds = self.kinds.of(read)
-        bad = [(self.sources(t), k) for t, k in zip(read, kinds, strict=True) if k]
+        bad = [
+            (self.sources(tensor), each, tensor.numel())
+            for tensor, each in zip(read, kinds, strict=True)
+            if each
+        ]
         op.keep_written()
         output = func(*args, **kwargs)
         with torch.no_grad():
@@ -119,6 +127,7 @@ class OpTable(TorchDispatchMode):
             row.node_sequence = sequence_of(node)
             row.variable = getattr(node, "variable", None)
             row.custom = bool(frames)
+            row.in_hook = row.custom and runs_in_hook()
         self.rows.append(row)
         return row
 
@@ -154,7 +163,7 @@ class OpTable(TorchDispatchMode):
         It may not have arrived yet, and is not looked at before somebody reads it.
         """
         row.is_communication = True
-        row.parents = [s for of, kinds in read for s in of if not is_meant(s, kinds)]
+        row.parents = [s for of, k, _ in read for s in of if not is_meant(s, k)]
         for tensor in tensors_in((op.args, op.kwargs, output)):
             self.kinds.forget([tensor])
             self._empty.drop(tensor)
@@ -170,12 +179,15 @@ class OpTable(TorchDispatchMode):
         read: _Read,
     ) -> None:
         """Notes where bad results came from, or that they began here."""
-        for of, kinds in read:
+        for of, kinds, _ in read:
             new = [each for each in of if each not in row.parents]
             row.parents += [each for each in new if not is_meant(each, kinds)]
         if not row.parents:
             row.is_meant = _is_meant(op, row, read)
-            if not row.is_meant:
+            row.masks = [each for of, _, _ in read for each in of]
+            sizes = [size for _, _, size in read]
+            row.reduces = bool(sizes) and max(t.numel() for t in bad) < min(sizes)
+            if row.reduces or not row.is_meant:
                 self._detail(op, row, bad, output, bool(read))
         for tensor in bad:
             known = self._bad.get(tensor)
@@ -215,6 +227,6 @@ def _is_meant(op: OpCall, row: Row, read: _Read) -> bool:
         numbers = op.is_constant or op.numbers
         return bool(numbers) and row.kinds == NEGATIVE_INF
     given = 0
-    for _, kinds in read:
+    for _, kinds, _ in read:
         given |= kinds
     return not row.kinds & ~given

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -94,6 +95,9 @@ def _made_again(
     )
     dtype = str(parameter.dtype)[6:]
     width = f"in float64 it is finite: a number is 0 or inf in {dtype}" * is_finite
+    wrong = _bad_settings(group)
+    if wrong:
+        found.evidence.append(f"its settings are not finite: {wrong}")
     zeros = [name for name in ("eps",) if _is_zero(group.get(name), parameter.dtype)]
     eps = "".join(f" ({name}={group[name]:g} is 0 there)" for name in zeros)
     if zeros:
@@ -130,6 +134,17 @@ def _is_finite_again(
     twin = _Twin(optimizer, group, parameter, parameter.dtype)
     twin.step()
     return bool(twin.parameter.isfinite().all())
+
+
+def _bad_settings(group: Mapping[str, Any]) -> str:
+    """Lists the settings of a parameter group that are nan or inf."""
+    numbers = {k: v for k, v in group.items() if isinstance(v, (float, torch.Tensor))}
+    return ", ".join(
+        f"{name}={float(value)}"
+        for name, value in numbers.items()
+        if not isinstance(value, torch.Tensor) or value.numel() == 1
+        if not math.isfinite(value)
+    )
 
 
 def _is_zero(value: Any, dtype: torch.dtype) -> bool:

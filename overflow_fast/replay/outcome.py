@@ -29,6 +29,8 @@ class Outcome:
         seconds: The time that it took.
         bad_ranks: The ranks whose call was the first bad one.
         losses: What backward was called on, where that is a number.
+        carried: What the replay has read of bad values that the step itself may have
+            left, as in an attribute of a module. Known where there is a table.
     """
 
     bad_outputs: list[torch.Tensor] = field(default_factory=list)
@@ -45,6 +47,7 @@ class Outcome:
     seconds: float = 0.0
     bad_ranks: list[int] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
+    carried: list[str] = field(default_factory=list)
 
     @property
     def is_clean(self) -> bool:

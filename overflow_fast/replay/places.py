@@ -22,6 +22,11 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _NOT_USERS = (os.path.dirname(os.path.abspath(torch.__file__)), _PACKAGE)
 _DEMO = os.path.join(_PACKAGE, "demo")
 _ENGINE = "_engine_run_backward"
+# Files of torch that the engine calls, but for hooks of the user's.
+_NO_HOOKS = tuple(
+    os.path.join("torch", *parts)
+    for parts in (("autograd", "function.py"), ("utils", "checkpoint.py"))
+)
 _BEGINS = {"_run_one", "_made_again"}  # who runs the user's code again
 _is_users: dict[str, bool] = {}
 
@@ -49,6 +54,18 @@ def users_frames() -> Frames:
             found.append((code, frame.f_lineno, frame.f_lasti))
         frame = frame.f_back
     return tuple(found)
+
+
+def runs_in_hook() -> bool:
+    """Tells whether autograd's engine has called a hook, which runs now.
+
+    A custom Function's backward is none, nor is a checkpoint that runs again.
+    """
+    first, frame = "", sys._getframe(2)
+    while frame is not None and frame.f_code.co_name != _ENGINE:
+        first = frame.f_code.co_filename
+        frame = frame.f_back  # type: ignore[assignment]
+    return bool(first) and not first.endswith(_NO_HOOKS)
 
 
 def _begins(code: CodeType) -> bool:

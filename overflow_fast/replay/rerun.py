@@ -36,6 +36,7 @@ class Rerun:
         keeps_calls: Keep the arguments of operations that make bad values.
 
     Attributes:
+        state: The kept state.
         num_forwards: How many forwards were run.
         watched: This rank's own change of runs that are watched, or None.
         on_output: Called with each call and what it returned, before its backward.
@@ -50,7 +51,7 @@ class Rerun:
         keeps_calls: bool = False,
     ) -> None:
         self.models, self.calls, self.team = models, list(calls), team
-        self._state = state
+        self.state = state
         self._keeps_calls = keeps_calls
         self.watched: Change | None = None
         self.on_output: Callable[[KeptCall, Any], object] = lambda call, output: None
@@ -97,7 +98,7 @@ class Rerun:
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(without_reduction(self.models.values()))
-                self._state.begin()
+                self.state.begin()
                 watched = self.watched if order.is_watched else None
                 for change in filter(None, (order.change, watched)):
                     stack.enter_context(change.applied(self.models))
@@ -144,7 +145,7 @@ class Rerun:
                 if not outcome.is_clean:
                     outcome.bad_call = place
                     return outcome
-            self._state.begin()
+            self.state.begin()
         for place, call in enumerate(calls):
             state = self._run_one(outcome, call, place, armed)
             if state == FAILED:
@@ -153,7 +154,7 @@ class Rerun:
                 continue
             if armed not in (-1, place):
                 outcome = Outcome()
-                self._state.drop_gradients()
+                self.state.drop_gradients()
                 continue
             outcome.bad_call = place
             if state == BAD:
@@ -161,7 +162,7 @@ class Rerun:
             if given is None:
                 given = outcome
             outcome = outcome if place + 1 == len(calls) else Outcome()
-            self._state.drop_gradients()
+            self.state.drop_gradients()
         return given if given is not None and armed < 0 else outcome
 
     def _run_one(

@@ -13,20 +13,25 @@ from .module_call import ModuleCall
 from .op_call import OpCall
 from .places import Frames
 
+_CONSTANTS = ("buffer", "attribute", "weight")  # of models and other modules
+
 
 class Leaf:
     """A tensor that no operation of the replay made, such as a weight.
 
     Attributes:
-        kind: "parameter", "buffer", "batch", "gradient" or "unknown".
+        kind: "parameter", "buffer", "batch", "gradient" or "unknown"; or see `Held`.
         name: Its name, or key.
         tensor: The tensor.
+        is_read: Whether an operation has read non-finite values of it.
+        is_written: Whether the replay has written to it; known of `Held` alone.
     """
 
     def __init__(self, kind: str, name: str, tensor: torch.Tensor | None) -> None:
         self.kind = kind
         self.name = name
         self.tensor = tensor
+        self.is_read = self.is_written = False
 
     @functools.cached_property
     def is_mask(self) -> bool:
@@ -35,7 +40,8 @@ class Leaf:
         if values is None or kinds_of(values) != NEGATIVE_INF:
             return False
         is_sparse = not bool((values[values.isfinite()] != 0).any())
-        return self.kind == "buffer" or (self.kind == "batch" and is_sparse)
+        is_data = self.kind in ("batch", "object")
+        return is_sparse if is_data else self.kind in _CONSTANTS
 
 
 class Row:
@@ -51,10 +57,13 @@ class Row:
         node_sequence: The number of that node.
         sequence: The number of the last node that was made in this thread.
         custom: Whether the user's code called it within a backward.
+        in_hook: Whether that was a hook on a gradient.
         variable: Where gradients are added up: whose.
         parents: What its non-finite inputs came from that are not meant.
         kinds: The kinds of non-finite values that it returned.
         is_meant: Whether these are infs that the code asked for, as of a mask.
+        masks: The sources of the infs that it was given, where all of them are meant.
+        reduces: Whether its infs are fewer than those: a mask has gone beyond itself.
         is_empty: Whether it returned memory that nobody has written to.
         is_communication: Whether other ranks may have made what it returned.
         details: What is known of its inputs and outputs, where it made the bad value.
@@ -66,6 +75,7 @@ class Row:
         *("index", "name", "module", "frames", "node", "node_sequence", "sequence"),
         *("parents", "kinds", "is_meant", "is_empty", "details", "custom", "thread"),
         *("variable", "call", "module_call", "is_communication"),
+        *("in_hook", "masks", "reduces"),
     )
 
     def __init__(
@@ -79,8 +89,10 @@ class Row:
         self.node = ""
         self.node_sequence = self.sequence = -1
         self.parents: list[Source] = []
+        self.masks: list[Source] = []
         self.kinds = 0
         self.is_meant = self.is_empty = self.custom = self.is_communication = False
+        self.in_hook = self.reduces = False
         self.details: Details | None = None
         self.variable: torch.Tensor | None = None
         self.call: OpCall | None = None

@@ -14,7 +14,7 @@ from .named_op import Sample
 from .parts import batch_size
 from .rerun import Rerun
 from .rows import Leaf, Row
-from .slice import Culprit, culprit_of
+from .slice import Culprit, culprit_in
 
 _INDEX_KEYS = ("index", "indices", "idx", "sample_index", "sample_id", "id", "ids")
 
@@ -100,13 +100,10 @@ def _fails(rerun: Rerun, place: int, rows: Sequence[int], source: Row | None) ->
     outcome = rerun.run(place, rows)
     if source is None:
         return outcome.error is not None or not outcome.is_clean
-    table = outcome.table
-    if outcome.error is not None or table is None:
+    is_bad = outcome.bad_outputs or outcome.bad_gradients
+    if outcome.error is not None or outcome.table is None or not is_bad:
         return False
-    targets = outcome.bad_outputs or [
-        outcome.gradients[name] for name in outcome.bad_gradients
-    ]
-    again = culprit_of([each for t in targets for each in table.sources(t)])
+    again = culprit_in(outcome, rerun.models)
     other = None if again is None else again.source
     return isinstance(other, Row) and _place_of(other) == _place_of(source)
 

@@ -12,6 +12,7 @@ from .explanation import Explanation
 from .finding import explain_culprit
 from .growth import growth_of
 from .incident import Incident
+from .kept_call import KeptCall
 from .module_repro import module_repro_of
 from .optimizer_step import explain_update
 from .outcome import Outcome
@@ -22,7 +23,7 @@ from .remedies.failure import Failure
 from .repro import repro_of
 from .rerun import Rerun
 from .rows import Leaf, Row
-from .slice import Culprit, ForwardRows, culprit_in, culprit_of
+from .slice import OF_LEAVES, Culprit, ForwardRows, culprit_in, culprit_of
 from .team import NotJoined
 from .witness import difference_of
 
@@ -32,9 +33,12 @@ _NO_RATE = (
     "A smaller learning rate was not tried: the weights before the last step are not "
     "held (a copy of the model)."
 )
+_NOT_TRIED = (
+    "No remedy was tried: the step writes to {}, which could not be put back to what "
+    "it was before, and holds non-finite values."
+)
 # How well a rank can say where bad values began, by what it found.
 _NOTHING, _FROM_OTHERS, _FROM_OUTSIDE, _HELD, _IN_BACKWARD, _IN_FORWARD = range(6)
-_OF_LEAVES = ("parameter", "buffer", "batch")
 
 
 class Search:
@@ -114,7 +118,7 @@ class Search:
         is_gone = self._first.is_forward and not armed.is_forward
         if culprit is None or (is_gone and self._team.is_alone):
             return self._answers.not_in_eager(self._first, armed)
-        found = self._of_culprit(culprit, armed)
+        found = self._of_culprit(culprit, armed, self._rerun.calls[place])
         self._name_ranks(found)
         self._keep_call(found, culprit)
         difference = difference_of(self._rerun.watched)
@@ -130,11 +134,13 @@ class Search:
             found.notes.append(str(error))
         return found
 
-    def _of_culprit(self, culprit: Culprit, armed: Outcome) -> Explanation:
+    def _of_culprit(
+        self, culprit: Culprit, armed: Outcome, call: KeptCall
+    ) -> Explanation:
         assert armed.table is not None
         rows = ForwardRows(armed.table)
         in_gradients = armed.is_in_gradients
-        found = explain_culprit(culprit, rows, in_gradients)
+        found = explain_culprit(culprit, rows, in_gradients, call)
         incident = self._incident
         was_finite = incident is not None and incident.weights.get(found.tensor)
         if incident is not None and found.phase == "weights" and was_finite:
@@ -174,6 +180,13 @@ class Search:
         self, found: Explanation, culprit: Culprit, armed: Outcome, place: int
     ) -> None:
         assert armed.table is not None and self._first is not None
+        if isinstance(culprit.source, Row):
+            if culprit.source.is_meant:
+                return  # a mask that is less deep makes a loss that is finite and huge
+            if armed.carried:
+                names = ", ".join(f"`{name}`" for name in armed.carried)
+                found.notes.append(_NOT_TRIED.format(names))
+                return
         failure = Failure.of(found, culprit, armed.table, place)
         failure.checkpoints = self._checkpoints
         find_remedies(failure, self._rerun, self._budget, self._first.seconds)
@@ -196,7 +209,9 @@ class Search:
         variable = getattr(culprit.source, "variable", None)
         for _, name, tensor in names_of(self._rerun.models):
             if variable is not None and tensor is variable:
-                found.tensor, found.module = name, module_of_parameter(name)
+                found.tensor = name
+                is_in_hook = isinstance(culprit.source, Row) and culprit.source.in_hook
+                found.module = "" if is_in_hook else module_of_parameter(name)
 
     def _only_gradient(self, outcome: Outcome, culprit: Culprit) -> str:
         """The one parameter whose gradient is bad because of a culprit, or ""."""
@@ -216,5 +231,5 @@ def _claim(culprit: Culprit | None) -> int:
             return _FROM_OTHERS
         return _IN_BACKWARD if source.in_backward else _IN_FORWARD
     if isinstance(source, Leaf):
-        return _HELD if source.kind in _OF_LEAVES else _FROM_OUTSIDE
+        return _HELD if source.kind in OF_LEAVES else _FROM_OUTSIDE
     return _NOTHING

@@ -13,7 +13,8 @@ from .outcome import Outcome
 from .places import names_of
 from .rows import Leaf, Row
 
-_KNOWN_LEAVES = ("parameter", "buffer", "batch", "gradient")
+OF_LEAVES = ("parameter", "buffer", "batch", "attribute", "weight", "object")
+_KNOWN_LEAVES = (*OF_LEAVES, "gradient")
 
 
 @dataclass
@@ -63,6 +64,31 @@ def culprit_of(sources: Sequence[Row | Leaf]) -> Culprit | None:
     return Culprit(first, _chain(first, child))
 
 
+def masked_whole(sources: Sequence[Row | Leaf]) -> Culprit | None:
+    """Finds where a mask's infs have gone beyond the mask, for a loss that holds them.
+
+    That is the first operation which returns fewer values than the mask has, such as
+    the sum of a row that is masked as a whole.
+
+    Args:
+        sources: What wrote the loss.
+    """
+    child: dict[int, Row | None] = {}
+    reducing: list[Row] = []
+    waiting: list[tuple[Row | Leaf, Row | None]] = [(each, None) for each in sources]
+    while waiting:
+        source, reader = waiting.pop()
+        if isinstance(source, Leaf) or id(source) in child:
+            continue
+        child[id(source)] = reader
+        reducing += [source] * source.reduces
+        waiting += [(each, source) for each in source.masks]
+    if not reducing:
+        return None
+    first = min(reducing, key=_order)
+    return Culprit(first, _chain(first, child))
+
+
 def culprit_in(outcome: Outcome, models: Mapping[str, nn.Module]) -> Culprit | None:
     """Finds the origin of the bad values of a replay that made a table.
 
@@ -74,7 +100,10 @@ def culprit_in(outcome: Outcome, models: Mapping[str, nn.Module]) -> Culprit | N
     assert table is not None
     if outcome.bad_outputs:
         targets = outcome.bad_outputs
-    elif outcome.bad_gradients:
+        sources = [s for t in targets if t.numel() == 1 for s in table.sources(t)]
+        found = culprit_of([s for t in targets for s in table.sources(t)])
+        return found or masked_whole(sources)
+    if outcome.bad_gradients:
         targets = [outcome.gradients[name] for name in outcome.bad_gradients]
     else:
         targets = [tensor for _, tensor in outcome.modules[:1]]
@@ -91,7 +120,8 @@ def _is_meant(source: Row | Leaf) -> bool:
 def _order(source: Row | Leaf) -> tuple[int, int]:
     if isinstance(source, Row):
         return 1, source.index
-    return (0 if source.kind in _KNOWN_LEAVES else 2), 0
+    is_before = source.kind in _KNOWN_LEAVES and not source.is_written
+    return (0 if is_before else 2), 0
 
 
 def _chain(first: Row | Leaf, child: dict[int, Row | None]) -> list[Row]:

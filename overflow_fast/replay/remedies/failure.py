@@ -24,7 +24,7 @@ class Failure:
         found: Its explanation.
         row: The operation that is named, or None.
         place: The place of the call in which it failed.
-        bad: The tensor that was non-finite before the step, or None.
+        bad: The tensor of the batch that is non-finite, or None.
         modules: The names of the modules that ran from the operation on, in order.
         checkpoints: Files of weights that the user gave, the newest last.
     """
@@ -49,7 +49,9 @@ class Failure:
             place: The place of the call.
         """
         if not isinstance(culprit.source, Row):
-            return cls(found, None, place, culprit.source.tensor)
+            is_of_batch = culprit.source.kind == "batch"
+            bad = culprit.source.tensor if is_of_batch else None
+            return cls(found, None, place, bad)
         rows = ForwardRows(table)
         row = named_row(culprit.source, rows)
         return cls(found, row, place, modules=rows.modules_from(row))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..named_op import Op
 from .overflow_forms import Form, in_float32, of_overflow
-from .written import Written
+from .written import Written, atom
 
 # What is added below a root or a logarithm, by dtype.
 _EPS = {"float64": "1e-12", "float32": "1e-8", "bfloat16": "1e-6", "float16": "1e-4"}
@@ -44,7 +44,7 @@ def forms_of(written: Written, op: Op, cause: str) -> Iterator[Form]:
         yield from makes(written, dtype)
     has_inf = "inf" in written.text or any(each.num_inf for each in op.inputs)
     if has_inf and not written.is_in_place:
-        yield from _of_infs(written)
+        yield from _of_infs(written, op, dtype)
     if dtype == "float16" and written.name in _NORMS | {"std", "var"}:
         yield in_float32(written)
 
@@ -190,7 +190,16 @@ def _of_nothing(written: Written, op: str) -> Iterator[Form]:
         yield Form("0 where there is nothing", f"torch.nan_to_num({written.text})")
 
 
-def _of_infs(written: Written) -> Iterator[Form]:
+def _of_infs(written: Written, op: Op, dtype: str) -> Iterator[Form]:
     """Where infs that are meant, as of masks, meet in a sum or a product with 0."""
+    lowest = _LOWEST.get(dtype, "-1e9")
+    if written.name == "mul" and len(op.inputs) == len(written.operands) == 2:
+        for i, each in enumerate(op.inputs):
+            low = f"{atom(written.operands[i])}.clamp(min={lowest})"
+            operands = [low if i == place else None for place in range(2)]
+            if each.num_inf and not written.is_constant(i):
+                yield Form(
+                    f"a factor of at least {lowest}", written.with_operands(*operands)
+                )
     if written.name in ("add", "sub", "mul", "sum", "matmul", "bmm"):
         yield Form("0 for inf - inf and 0 * inf", f"torch.nan_to_num({written.text})")

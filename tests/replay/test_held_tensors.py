@@ -1,0 +1,234 @@
+"""Bad values that a step reads from objects, modules and variables around it."""
+
+import copy
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from overflow_fast import NonFiniteError, OverflowGuard
+
+INF, NAN = float("inf"), float("nan")
+
+
+def x(rows=3):
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(0))
+
+
+def target():
+    return torch.tensor([[0.0], [INF], [1.0]])
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Linear(4, 1)
+
+
+def explained(models, loss, runs=True):
+    watched = models if isinstance(models, list) else [models]
+    parameters = [p for each in watched for p in each.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.01)
+    with OverflowGuard(models, optimizer) as guard:
+        with pytest.raises(NonFiniteError) as error:
+            (guard.run(loss) if runs else loss()).backward()
+            optimizer.step()
+    return error.value.report.explanation
+
+
+def place(found):
+    return found.phase, found.cause, found.module, found.tensor
+
+
+class Trainer:
+    def __init__(self):
+        self.model, self.x, self.target = model(), x(), target()
+
+    def loss(self):
+        return F.mse_loss(self.model(self.x), self.target)
+
+    def loss_of(self, batch):
+        return F.mse_loss(self.model(batch[0]), batch[1])
+
+
+class Slotted:
+    __slots__ = ("target",)
+
+
+def test_a_target_that_an_object_holds():
+    net, batch = model(), SimpleNamespace(x=x(), target=target())
+    found = explained(net, lambda: F.mse_loss(net(batch.x), batch.target))
+    assert place(found) == ("data", "bad data", "", "batch.target")
+    assert "the step does not write to it" in found.evidence[0]
+
+
+def test_a_target_in_a_slot():
+    net, batch, features = model(), Slotted(), x()
+    batch.target = target()
+    found = explained(net, lambda: F.mse_loss(net(features), batch.target))
+    assert found.tensor == "batch.target"
+
+
+def test_a_target_of_a_bound_method_s_object():
+    trainer = Trainer()
+    found = explained(trainer.model, trainer.loss)
+    assert place(found) == ("data", "bad data", "", "self.target")
+
+
+def test_arguments_of_a_partial_have_the_names_of_the_parameters():
+    trainer = Trainer()
+    step = functools.partial(trainer.loss_of, (x(), target()))
+    found = explained(trainer.model, step)
+    assert place(found) == ("data", "bad data", "", "batch[1]")
+    assert found.sample == 1
+    assert found.remedies[0].is_recommended
+
+
+def test_a_weight_of_a_module_that_is_not_watched():
+    net, teacher, features = model(), model(), x()
+    teacher.weight.data[0, 1] = NAN
+    found = explained(net, lambda: F.mse_loss(net(features), teacher(features)))
+    assert place(found) == ("weights", "bad weights", "teacher", "teacher.weight")
+
+
+def test_the_weights_of_a_loss_are_no_samples():
+    net, features = nn.Linear(4, 3), x()
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, INF, 1.0]))
+    found = explained(net, lambda: criterion(net(features), torch.tensor([0, 1, 2])))
+    assert found.tensor == "criterion.weight"
+    assert not found.remedies
+
+
+class Keeps(nn.Module):
+    """Keeps a tensor as an attribute, which it reads."""
+
+    def __init__(self, kept, keeps=False):
+        super().__init__()
+        self.kept, self.keeps = kept, keeps
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        hidden = x + self.kept
+        if self.keeps:
+            self.kept = hidden.detach()[0]
+        return self.head(hidden).mean()
+
+
+def test_an_attribute_that_is_no_buffer():
+    net, features = nn.Sequential(Keeps(torch.full((4,), NAN))), x()
+    found = explained(net, lambda: net(features))
+    assert place(found) == ("weights", "bad weights", "0", "0.kept")
+
+
+def test_state_that_the_step_itself_may_have_left_is_no_bad_weight():
+    net, features = nn.Sequential(Keeps(torch.full((4,), NAN), keeps=True)), x()
+    found = explained(net, lambda: net(features))
+    assert place(found) == ("", "unknown", "", "0.kept")
+    assert "the step itself may have left" in found.notes[0]
+
+
+class Recurs(nn.Module):
+    """Makes a bad value, and keeps it for the next forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.kept = nn.Linear(4, 1), torch.zeros(4)
+
+    def forward(self, x):
+        self.kept = self.kept + torch.log(-x[0].abs())
+        return self.head(x + self.kept).mean()
+
+
+def test_an_operation_is_named_before_the_state_that_it_has_spoiled():
+    net, features = Recurs(), x()
+    found = explained(net, lambda: net(features))
+    assert (found.phase, found.cause, found.op.name) == (
+        *("forward", "undefined"),
+        "aten.log",
+    )
+    assert not found.remedies
+    assert "`kept`" in found.notes[0]
+
+
+def test_what_the_loop_has_computed_is_no_data():
+    maker, judge = nn.Linear(4, 4), nn.Linear(4, 1)
+    found = explained(
+        [maker, judge],
+        lambda: judge((maker(x()).abs() * 1e3).exp()).mean(),
+        runs=False,
+    )
+    assert (found.phase, found.cause, found.tensor) == ("", "unknown", "input")
+    assert "Exp" in found.evidence[0]
+    assert not found.remedies
+
+
+def test_what_follows_another_forward_may_be_of_its_output():
+    net = nn.Linear(4, 4)
+
+    def loss():
+        first = net(x())
+        return net((first.detach().abs() * 1e3).exp()).mean() + first.mean()
+
+    found = explained(net, loss, runs=False)
+    assert (found.phase, found.cause, found.tensor) == ("", "unknown", "input")
+
+
+def test_the_batch_behind_a_backward_is_data():
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    bad = x()
+    bad[2] = NAN
+    with OverflowGuard(net, optimizer):
+        with pytest.raises(NonFiniteError) as error:
+            for features in (x(), bad):
+                net(features).mean().backward()
+            optimizer.step()
+    found = error.value.report.explanation
+    assert place(found) == ("data", "bad data", "", "input")
+    assert "when the model received it" in found.evidence[0]
+    assert found.sample == 2
+
+
+class Reads(nn.Module):
+    """Takes an object for its batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, data):
+        return self.head(data.x).mean()
+
+
+def test_a_tensor_in_an_object_that_the_model_is_given():
+    data = SimpleNamespace(x=torch.full((3, 4), NAN))
+    net = Reads()
+    found = explained(net, lambda: net(data), runs=False)
+    assert place(found) == ("data", "bad data", "", "data.x")
+
+
+def test_objects_are_looked_through_without_their_code():
+    class Hostile(dict):
+        def __getitem__(self, key):
+            raise RuntimeError("must not be called")
+
+    net, batch = model(), Hostile(target=target(), x=x())
+    held = SimpleNamespace(batch=batch)
+    loss = functools.partial(
+        lambda held: F.mse_loss(
+            net(dict.get(held.batch, "x")), dict.get(held.batch, "target")
+        ),
+        held,
+    )
+    found = explained(net, loss)
+    assert found.tensor == "held.batch['target']"
+
+
+def test_a_deep_copy_of_the_model_is_not_watched():
+    net, features = model(), x()
+    average = copy.deepcopy(net)
+    average.weight.data.fill_(INF)
+    found = explained(net, lambda: F.mse_loss(net(features), average(features)))
+    assert found.tensor == "average.weight"

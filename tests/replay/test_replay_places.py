@@ -1,0 +1,200 @@
+"""Places that are easily named wrongly: hooks, masks, transforms."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from overflow_fast import NonFiniteError, OverflowGuard
+
+INF, NAN = float("inf"), float("nan")
+
+
+def x(rows=3):
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(0))
+
+
+def net(out=1):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, out))
+
+
+def explained(model, loss, optimizer=None, steps=1):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
+    with OverflowGuard(model, optimizer) as guard:
+        with pytest.raises(NonFiniteError) as error:
+            for _ in range(steps):
+                optimizer.zero_grad()
+                guard.run(loss).backward()
+                optimizer.step()
+    return error.value.report.explanation
+
+
+def test_a_hook_on_a_parameter_s_gradient_is_no_code_of_its_module():
+    model = net()
+    model[0].weight.register_hook(lambda g: g / (g.norm() * 0))
+    found = explained(model, lambda: model(x()).mean())
+    assert (found.phase, found.cause, found.module) == ("backward", "undefined", "")
+    assert found.tensor == "0.weight"
+    assert found.evidence[0] == "it ran in a hook that backward called"
+    assert found.op.code.startswith("model[0].weight.register_hook")
+
+
+@pytest.mark.parametrize("kind", ["tensor", "module"])
+def test_a_hook_on_a_gradient_within_the_model(kind):
+    model = net()
+
+    def hook(gradient):
+        return gradient / (gradient.norm() * 0)
+
+    def loss():
+        hidden = model[0](x())
+        if kind == "tensor":
+            hidden.register_hook(hook)
+        return model[1](hidden).mean()
+
+    if kind == "module":
+        model[1].register_full_backward_hook(lambda m, given, got: (hook(given[0]),))
+    found = explained(model, loss)
+    assert (found.cause, found.module) == ("undefined", "")
+    assert "hook" in found.evidence[0]
+
+
+class Flipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient / (x * 0)
+
+
+class Uses(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+def test_a_custom_function_is_no_hook():
+    model = nn.Sequential(nn.Linear(4, 4), Uses(Flipped.apply))
+    found = explained(model, lambda: model(x()).mean())
+    assert (found.cause, found.module) == ("singular gradient", "1")
+    assert not any("hook" in each for each in found.evidence)
+
+
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_a_checkpoint_is_no_hook(is_reentrant):
+    block = Uses(lambda hidden: (hidden * 0).sqrt())
+    model = nn.Sequential(nn.Linear(4, 4), block)
+    found = explained(
+        model,
+        lambda: checkpoint(block, model[0](x()), use_reentrant=is_reentrant).mean(),
+    )
+    assert (found.cause, found.module) == ("singular gradient", "1")
+    assert not any("hook" in each for each in found.evidence)
+
+
+def test_hooks_behind_gradients_are_not_called_again():
+    model = net()
+
+    def hook(parameter):
+        parameter.grad.div_(0)
+
+    model[0].weight.register_post_accumulate_grad_hook(hook)
+    found = explained(model, lambda: model(x()).mean())
+    assert (found.phase, found.cause) == ("backward", "unknown")
+    assert "register_post_accumulate_grad_hook" in found.notes[0]
+
+
+def masked(scores, place):
+    mask = torch.zeros(3, 5, dtype=torch.bool)
+    mask[place] = True
+    return scores.masked_fill(mask, -INF)
+
+
+def test_a_label_whose_class_is_masked():
+    model = net(5)
+
+    def loss():
+        return F.cross_entropy(masked(model(x()), (1, 4)), torch.tensor([0, 4, 2]))
+
+    found = explained(model, loss)
+    assert (found.phase, found.cause) == ("forward", "undefined")
+    assert found.op.name == "aten.nll_loss_forward"
+    assert "mask: aten.masked_fill" in found.evidence[-1]
+    assert found.sample is None  # the mask is made with as many rows as the batch
+    assert not found.remedies  # a mask that is less deep makes a loss of 1e9
+
+
+def test_a_row_that_is_masked_as_a_whole():
+    model = net(5)
+    found = explained(model, lambda: masked(model(x()), 1).logsumexp(-1).mean())
+    assert (found.cause, found.op.name) == ("undefined", "aten.logsumexp")
+    assert found.op.first_index == (1,)
+
+
+def test_a_mask_that_is_masked_again_is_quiet():
+    model = net(5)
+
+    def loss():
+        sums = masked(model(x()), 1).logsumexp(-1)
+        kept = torch.where(sums > -1e9, sums, 0.0)
+        return (kept / (kept * 0)).sum()
+
+    found = explained(model, loss)
+    assert found.op.name == "aten.div.Tensor"
+
+
+def test_a_mask_is_named_where_it_makes_a_nan():
+    model = net(5)
+
+    def loss():
+        logs = masked(model(x()), (1, 4)).log_softmax(-1)
+        return (logs.exp() * logs).sum()
+
+    found = explained(model, loss)
+    assert found.op.name == "aten.mul.Tensor"
+    assert "mask: aten.masked_fill" in found.evidence[-1]
+    best = found.remedies[0]
+    assert best.is_recommended
+    assert "logs.clamp(min=-1e9)" in best.code
+
+
+def test_an_operation_within_vmap():
+    model = net()
+
+    def one(sample):
+        found = model(sample)
+        return (found / (found * 0)).sum()
+
+    found = explained(model, lambda: torch.vmap(one)(x()).mean())
+    assert (found.phase, found.cause) == ("forward", "undefined")
+    assert found.op.name == "aten.div.Tensor"
+    assert found.op.code.startswith("return (found / (found * 0))")
+
+
+def test_values_of_numpy_are_told_from_operations():
+    import numpy
+
+    model = net()
+
+    def loss():
+        return model(x()).mean() * torch.from_numpy(numpy.float32([NAN])).sum()
+
+    found = explained(model, loss)
+    assert found.evidence[1].startswith("the code makes this tensor of values")
+
+
+def test_a_learning_rate_that_is_no_number():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=NAN)
+    found = explained(model, lambda: model(x()).mean(), optimizer, steps=2)
+    assert (found.phase, found.tensor) == ("optimizer", "weight")
+    assert "its settings are not finite: lr=nan" in found.evidence
