@@ -9,6 +9,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from ..torch_internals.replay_internals import storage_id
+from ..torch_internals.tensor_internals import sparse_values
 from ..torch_internals.wrappers import local_tensor
 
 _Fact = TypeVar("_Fact")
@@ -16,11 +17,13 @@ _weakly: Any = reductions.StorageWeakRef
 
 
 def storages(tensor: torch.Tensor | None) -> Iterator[torch.UntypedStorage]:
-    """Yields the memory of a tensor, or of the tensor in a wrapper such as DTensor."""
+    """Yields the memory of a tensor's values, in a wrapper such as DTensor too."""
     if tensor is None:
         return
     local = local_tensor(tensor)
     tensor = local if isinstance(local, torch.Tensor) else tensor
+    if tensor.layout is torch.sparse_coo:
+        tensor = sparse_values(tensor)
     try:
         yield tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # a layout without one

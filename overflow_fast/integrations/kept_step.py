@@ -79,6 +79,7 @@ class _Call:
 
     def __init__(self, step: KeptStep, args: Any, kwargs: Any) -> None:
         self._step = step
+        self.__self__ = step._owner  # as of the method itself
         self._own: Any = args, kwargs
 
     def __call__(self, args: Any, kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ from ..core.wrapped import reduces
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replay_internals import active_modes
 from .bad_leaf import first_bad_weight
+from .effects import effects_text
 from .explanation import NOT_REPLAYED, Explanation
 from .flagged import explain_flag
 from .incident import Incident
@@ -20,6 +21,7 @@ from .second_opinion import Overheard, is_elsewhere, opinion_of
 from .team import OnRank, text_of
 from .witness import difference_of
 
+_SOME = "Some replays are finite, but {}."
 _RATE = 3
 _NOT_REDUCED = (
     "Each rank's own gradients are finite in the replay; what ranks make of them "
@@ -49,6 +51,9 @@ class Answers:
         rerun: Runs the step.
         incident: What a guard saw; None where nobody watched.
         may_run: Whether the budget allows so many forwards more.
+
+    Attributes:
+        changed: What a replay changes, and cannot be put back.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class Answers:
         self._rerun = rerun
         self._incident = incident
         self._may_run = may_run
+        self.changed: list[str] = []
 
     def clean(self, first: Outcome) -> Explanation:
         """The replay is finite: it was a transient, or is outside of what was run."""
@@ -103,6 +109,8 @@ class Answers:
                 else "forward",
                 notes=["Its infs come from constants alone: they may be meant."],
             )
+        if self.changed:
+            return Explanation(notes=[_SOME.format(effects_text(self.changed))])
         again = self._rerun.run() if self._may_run(1) else first
         if again.is_clean or not has_compiled():
             text = "replays of the same step differ: some of them are finite"
@@ -122,7 +130,7 @@ class Answers:
         """Adds that the batch is not what it was, if that is seen."""
         if any(call.is_overwritten() for call in self._rerun.calls):
             found.notes.append(
-                "The batch was written to after the forward: the replay saw other data."
+                "The batch was written to in the step: the replay saw other data."
             )
 
     def _not_reproducible(
@@ -152,6 +160,9 @@ class Answers:
             if not is_told and _are_all(incident, first):
                 return Explanation(evidence=found.evidence, notes=[_ALL_BAD])
             found.notes.append(NOT_REPLAYED)
+        if self.changed:
+            text = f"The replay is finite, but {effects_text(self.changed)}."
+            return Explanation(notes=[text])
         if not is_gradient and found.module:
             self._ask_elsewhere(found)
         found.notes.append(f"It ran on {self._places()}.")
@@ -200,7 +211,7 @@ class Answers:
         if incident.num_dropped:
             return f"{incident.num_dropped} earlier forwards of the step were not kept"
         if any(call.is_overwritten() for call in self._rerun.calls):
-            return "the batch was written to after the forward"
+            return "the batch was written to in the step"
         return ""
 
     def _leaves_reduction_out(self) -> bool:

@@ -55,12 +55,17 @@ def explain_leaf(leaf: Leaf, read_by: str, call: KeptCall | None) -> Explanation
 def _of_batch(leaf: Leaf, what: str, at: str, call: KeptCall | None) -> Explanation:
     """Explains an input: it is data, unless the training loop has computed it."""
     name, tensor = f"`{leaf.name}`", leaf.tensor
+    if call is not None:  # a replay may have been given a copy
+        tensor = dict(call.leaves()).get(leaf.name, tensor)
     node = None if tensor is None else tensor.grad_fn
     if node is not None:
         last = re.sub(r"Backward\d*$", "", type(node).__name__)
         text = f"{name} held {what} when it was handed over{at}; code that was not "
         text += f"replayed had computed it (its last operation: {last})"
         return Explanation(tensor=leaf.name, evidence=[text], notes=[_IN_LOOP])
+    if call is not None and tensor is not None and call.was_written(tensor):
+        text = f"{name} held {what} when the replay began{at}; it was written to since "
+        return Explanation(tensor=leaf.name, evidence=[f"{text}the step began"])
     if not isinstance(call, ModelCall):
         text = f"{name} of the batch holds {what}{at}"
         return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])

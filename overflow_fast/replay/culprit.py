@@ -25,6 +25,7 @@ _GROW = {
     *("gelu", "silu", "hypot", "dist", "poisson_nll_loss", "mkldnn_convolution"),
     *("_foreach_mul", "_foreach_add", "_foreach_exp", "_to_copy", "copy", *_DEGREES),
 }
+_OVERFLOWS_TO_NAN = {"linalg_matrix_exp"}  # in float64, too
 _DIVIDES = {"div", "true_divide", "floor_divide", "remainder", "fmod", "addcdiv"}
 _MADE_OF_NUMBERS = (
     "the code makes this tensor of values that torch has not computed, such as NumPy's"
@@ -140,6 +141,8 @@ def _compare(
         found.true_value = float(finite[finite.abs().argmax()])
         is_beyond = abs(found.true_value) > found.limit
         found.why = RANGE if is_beyond else INTERMEDIATE
+    elif op.base in _OVERFLOWS_TO_NAN and not found.has_bad_inputs:
+        found.why, found.true_value = RANGE, math.inf
     elif (
         math.isinf(first)
         and not found.has_bad_inputs

@@ -182,7 +182,7 @@ class Explanation:
     def _remedy_rows(self) -> Iterator[tuple[str, str]]:
         for remedy in [each for each in self.remedies if each.is_recommended][:2]:
             yield "tried", str(remedy)
-        failed = [each.text for each in self.remedies if not each.is_recommended]
+        failed = [e.text for e in self.remedies if e.tried and not e.is_finite]
         if failed:
             yield "no help", "; ".join(dict.fromkeys(failed))
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .places import is_of_user
+
 _MAX_DEPTH = 3
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -73,18 +75,16 @@ class Captured:
 
     @property
     def around(self) -> dict[str, Any]:
-        called = self._called
-        found = {k: v for held in self._held.values() for k, v in held.items()}
+        called, found = self._called, dict[str, Any]()
         if isinstance(self._function, functools.partial):
-            found |= dict(zip(self._names, self._function.args, strict=True))
+            found |= zip(self._names, self._function.args, strict=True)
             found |= self._function.keywords
-        if isinstance(called, types.MethodType):
-            function = called.__func__
-            if isinstance(function, types.FunctionType):
-                found |= dict(_variables(function))
-            found["self"] = called.__self__
-        elif self._plain is None:
-            found["self"] = called
+        if self._plain is None:
+            found["self"] = getattr(called, "__self__", called)
+        for held in self._held.values():
+            found |= held
+        for each in [getattr(called, "__func__", called), *found.values()]:
+            found = dict(_all_variables(each, 0)) | found
         return {k: v for k, v in found.items() if k not in self.values}
 
     def _hold(self, function: types.FunctionType, depth: int) -> None:
@@ -188,6 +188,17 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name in _global_names(function.__code__):
         if name in around:
             yield name, around[name]
+
+
+def _all_variables(function: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    """The variables of a user's function, and of functions among them."""
+    if not isinstance(function, types.FunctionType) or depth > _MAX_DEPTH:
+        return
+    if not is_of_user(function.__code__.co_filename):
+        return
+    for name, each in _variables(function):
+        yield name, each
+        yield from _all_variables(each, depth + 1)
 
 
 @functools.lru_cache(maxsize=256)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import itertools
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,15 +10,9 @@ from torch import nn
 
 from ..core.names import named_modules
 from ..core.selection import full_name
-from ..core.tensors import held_by
 from ..torch_internals.tensor_internals import version_of
+from .objects import constant, getter, leaves_of
 from .rows import Leaf
-
-_MAX_DEPTH = 3
-_MAX_ITEMS = 64  # of one container
-_MAX_OBJECTS = 2000
-_PLAIN = (str, bytes, int, float, complex, bool, type(None))
-_NEVER = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 
 
 class Held(Leaf):
@@ -72,9 +63,11 @@ def held_leaves(
         for name, module in named_modules(model)
         for leaf in _attributes("attribute", full_name(prefix, name), module)
     ]
-    search = _Search(watched)
-    for name, value in around.items():
-        found += search.walk(name, value, _constant(value), 0)
+    for name, value, look in leaves_of(around, (torch.Tensor, nn.Module)):
+        if isinstance(value, torch.Tensor):
+            found.append(Held("object", name, value, look))
+        elif value not in watched:
+            found += _of_module(name, value)
     return found
 
 
@@ -82,93 +75,15 @@ def _attributes(kind: str, name: str, owner: Any) -> Iterator[Held]:
     for key, value in list(vars(owner).items()):
         if isinstance(value, torch.Tensor):
             full = f"{name}.{key}" if name else key
-            yield Held(kind, full, value, _getter(owner, key))
+            yield Held(kind, full, value, getter(owner, key))
 
 
-def _constant(value: Any) -> Callable[[], Any]:
-    return lambda: value
-
-
-def _getter(owner: Any, key: str) -> Callable[[], Any]:
-    return lambda: held_by(owner, key)
-
-
-class _Search:
-    """Walks objects, each of them once.
-
-    Args:
-        watched: Modules that are passed over: their weights are known.
-    """
-
-    def __init__(self, watched: set[nn.Module]) -> None:
-        self._watched = watched
-        self._seen: dict[int, Any] = {}
-
-    def walk(
-        self, name: str, value: Any, look: Callable[[], Any], depth: int
-    ) -> Iterator[Held]:
-        """Yields the tensors in a value."""
-        if isinstance(value, torch.Tensor):
-            yield Held("object", name, value, look)
-            return
-        if isinstance(value, (*_PLAIN, *_NEVER)) or id(value) in self._seen:
-            return
-        if depth > _MAX_DEPTH or len(self._seen) >= _MAX_OBJECTS:
-            return
-        self._seen[id(value)] = value
-        if isinstance(value, nn.Module):
-            yield from self._of_module(name, value)
-            return
-        for part, each, now in _parts(value):
-            yield from self.walk(f"{name}{part}", each, now, depth + 1)
-
-    def _of_module(self, name: str, module: nn.Module) -> Iterator[Held]:
-        if module in self._watched:
-            return
-        tensors = [*module.named_parameters(), *module.named_buffers()]
-        for key, tensor in tensors:
-            yield Held("weight", f"{name}.{key}", tensor, _constant(tensor))
-        for key, each in named_modules(module):
-            yield from _attributes("object", f"{name}.{key}".rstrip("."), each)
-
-
-def _parts(value: Any) -> Iterator[tuple[str, Any, Callable[[], Any]]]:
-    """Yields what a container or an object holds: how it is read, and what it is."""
-    items: list[tuple[Any, Any]]
-    if isinstance(value, (list, tuple)):
-        items = list(enumerate(_slice(value, slice(_MAX_ITEMS))))
-    elif isinstance(value, dict):
-        items = list(itertools.islice(dict.items(value), _MAX_ITEMS))
-    else:
-        for key in _own_names(value)[:_MAX_ITEMS]:
-            yield f".{key}", held_by(value, key), _getter(value, key)
-        return
-    for key, each in items:
-        yield f"[{key!r}]", each, _item(value, key)
-
-
-def _own_names(value: Any) -> list[str]:
-    """The names of an object's attributes, without those of its class."""
-    own = inspect.getattr_static(value, "__dict__", None)
-    names = list(vars(value)) if own is not None else []
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else list(slots)
-    return names
-
-
-def _item(container: Any, key: Any) -> Callable[[], Any]:
-    """Returns what gets an item of a list, tuple or dict; None once it is gone."""
-    if isinstance(container, dict):
-        return lambda: dict.get(container, key)
-    return lambda: next(iter(_slice(container, slice(key, key + 1))), None)
-
-
-def _slice(values: list[Any] | tuple[Any, ...], part: slice) -> Sequence[Any]:
-    """A part of a list or tuple, without a `__getitem__` of the user's."""
-    if isinstance(values, list):
-        return list.__getitem__(values, part)
-    return tuple.__getitem__(values, part)
+def _of_module(name: str, module: nn.Module) -> Iterator[Held]:
+    """Yields the weights of a module that is not watched, and its attributes."""
+    for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        yield Held("weight", f"{name}.{key}", tensor, constant(tensor))
+    for key, each in named_modules(module):
+        yield from _attributes("object", f"{name}.{key}".rstrip("."), each)
 
 
 def _version(tensor: torch.Tensor) -> int:

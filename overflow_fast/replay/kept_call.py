@@ -102,6 +102,11 @@ class KeptCall:
             for tensor, before, sample in self._versions
         )
 
+    def was_written(self, tensor: torch.Tensor) -> bool:
+        """Tells whether a tensor of the batch was written to since, by torch."""
+        before = [version for each, version, _ in self._versions if each is tensor]
+        return any(_version(tensor) != version for version in before)
+
     def hold_gradients(self, output: Any) -> None:
         """Holds the gradients of the output, by reference, once they are there.
 

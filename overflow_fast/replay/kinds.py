@@ -95,7 +95,8 @@ class Kinds:
 
     def _state(self, tensor: torch.Tensor) -> _State:
         """Identifies the contents of a tensor until somebody writes to it."""
-        pointer = tensor.data_ptr() if type(tensor) is torch.Tensor else 0
+        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        pointer = tensor.data_ptr() if is_plain else 0
         writes = [self._num_writes.get(storage_id(s), 0) for s in storages(tensor)]
         return version_of(tensor), pointer, tuple(tensor.shape), sum(writes)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
+from ..core.wrapped import local_part
+from ..torch_internals.tensor_internals import sparse_values
 from .op_table import OpTable
 from .team import BAD, CLEAN, FAILED, GIVEN
 
@@ -73,3 +77,22 @@ class Outcome:
     def is_in_gradients(self) -> bool:
         """Tells whether gradients alone are bad."""
         return not self.bad_outputs and bool(self.bad_gradients)
+
+
+def gradients_of(models: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
+    """This rank's gradients by the names of parameters; of sparse ones, the values.
+
+    Args:
+        models: The models, by what their modules' names begin with.
+    """
+    found = {}
+    for prefix, model in models.items():
+        for name, parameter in model.named_parameters():
+            if parameter.grad is None:
+                continue
+            gradient = local_part(parameter.grad)
+            if gradient.layout is torch.sparse_coo:
+                gradient = sparse_values(gradient)
+            if gradient.layout is torch.strided:
+                found[f"{prefix}{name}"] = gradient
+    return found

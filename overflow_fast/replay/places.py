@@ -50,7 +50,7 @@ def users_frames() -> Frames:
         code = frame.f_code
         if code.co_name == _ENGINE or _begins(code):
             break
-        if _is_of_user(code.co_filename):
+        if is_of_user(code.co_filename):
             found.append((code, frame.f_lineno, frame.f_lasti))
         frame = frame.f_back
     return tuple(found)
@@ -72,7 +72,8 @@ def _begins(code: CodeType) -> bool:
     return code.co_name in _BEGINS and code.co_filename.startswith(_PACKAGE)
 
 
-def _is_of_user(file: str) -> bool:
+def is_of_user(file: str) -> bool:
+    """Tells whether a file is neither torch's nor this package's."""
     known = _is_users.get(file)
     if known is None:
         path = os.path.abspath(file)

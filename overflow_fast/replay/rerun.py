@@ -12,14 +12,14 @@ from torch import nn
 
 from ..core.restore import KeptState
 from ..core.tensors import loss_in
-from ..core.wrapped import local_part, without_reduction
+from ..core.wrapped import without_reduction
 from ..recording.unseen import unseen
 from ..torch_internals.replay_internals import no_dispatch
 from .armed_call import armed
 from .change import Change
 from .kept_call import KeptCall, loss_and_gradients
 from .kinds import NEGATIVE_INF, bad_names, is_float, kinds_of, tensors_in
-from .outcome import Outcome
+from .outcome import Outcome, gradients_of
 from .parts import part_of
 from .places import names_of
 from .team import BAD, CLEAN, FAILED, NotJoined, OnRank, Run, Team
@@ -234,15 +234,8 @@ class Rerun:
         return roots
 
     def _look_at_state(self, outcome: Outcome) -> None:
-        named = [
-            (f"{prefix}{name}", parameter)
-            for prefix, model in self.models.items()
-            for name, parameter in model.named_parameters()
-        ]
-        gradients = {n: local_part(p.grad) for n, p in named if p.grad is not None}
-        plain = {n: g for n, g in gradients.items() if g.layout is torch.strided}
-        outcome.gradients = plain
-        outcome.bad_gradients = bad_names(plain.items(), masks=True)
+        outcome.gradients = gradients_of(self.models)
+        outcome.bad_gradients = bad_names(outcome.gradients.items(), masks=True)
         bad = bad_names(self._buffers(), masks=False)
         outcome.bad_buffers = [name for name in bad if name not in self._bad_before]
 

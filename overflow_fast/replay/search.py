@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from . import sample
 from .answers import Answers
+from .effects import Effects, effects_text
 from .explanation import Explanation
 from .finding import explain_culprit
 from .growth import growth_of
@@ -37,6 +38,7 @@ _NOT_TRIED = (
     "No remedy was tried: the step writes to {}, which could not be put back to what "
     "it was before, and holds non-finite values."
 )
+_BY_ITSELF = "A replay is finite without a remedy, too: {}."
 # How well a rank can say where bad values began, by what it found.
 _NOTHING, _FROM_OTHERS, _FROM_OUTSIDE, _HELD, _IN_BACKWARD, _IN_FORWARD = range(6)
 
@@ -82,7 +84,9 @@ class Search:
         return self._lead() if self._team.leads else self._follow()
 
     def _lead(self) -> Explanation:
+        effects = Effects(self._rerun.calls)
         first = self._first = self._rerun.run(is_watched=True)
+        self._answers.changed = effects.changed()
         if first.error is not None:
             return self._answers.failed(first.error)
         is_inside = self._incident is not None and not self._incident.reaches_loss
@@ -190,6 +194,13 @@ class Search:
         failure = Failure.of(found, culprit, armed.table, place)
         failure.checkpoints = self._checkpoints
         find_remedies(failure, self._rerun, self._budget, self._first.seconds)
+        changed, has_helped = (
+            self._answers.changed,
+            any(each.is_recommended for each in found.remedies),
+        )
+        if changed and has_helped and self._rerun.run().is_clean:
+            found.remedies = []
+            found.notes.append(_BY_ITSELF.format(effects_text(changed)))
 
     def _name_ranks(self, found: Explanation) -> None:
         """Names the rank on which it began, if it began on one."""

@@ -232,3 +232,17 @@ def test_a_deep_copy_of_the_model_is_not_watched():
     average.weight.data.fill_(INF)
     found = explained(net, lambda: F.mse_loss(net(features), average(features)))
     assert found.tensor == "average.weight"
+
+
+def test_a_batch_that_the_step_has_written_to_is_no_bad_data():
+    net, features = model(), torch.ones(3, 4)
+    features[0] = torch.arange(4.0)
+
+    def loss():
+        features.sub_(features.mean(1, keepdim=True))
+        return net(features.div_(features.std(1, keepdim=True))).mean()
+
+    found = explained(net, loss)
+    assert (found.phase, found.cause, found.tensor) == ("", "unknown", "features")
+    assert "written to since" in found.evidence[0]
+    assert not found.remedies

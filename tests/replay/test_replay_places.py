@@ -198,3 +198,31 @@ def test_a_learning_rate_that_is_no_number():
     found = explained(model, lambda: model(x()).mean(), optimizer, steps=2)
     assert (found.phase, found.tensor) == ("optimizer", "weight")
     assert "its settings are not finite: lr=nan" in found.evidence
+
+
+def test_a_sparse_gradient_is_looked_at():
+    model = nn.Embedding(8, 4, sparse=True)
+    model.weight.data[5] = 0
+    tokens = torch.tensor([1, 5])
+    found = explained(model, lambda: model(tokens).square().sum(-1).sqrt().mean())
+    assert (found.phase, found.cause) == ("backward", "singular gradient")
+    assert (found.op.name, found.tensor) == ("aten.sqrt", "weight")
+
+
+def test_a_matrix_exponential_beyond_float64():
+    model = net(4)
+    found = explained(model, lambda: (model(x(4)) * 1e6).matrix_exp().mean())
+    assert (found.cause, found.op.name) == ("range overflow", "aten.linalg_matrix_exp")
+
+
+def test_a_number_of_python_that_is_zero():
+    model, count = net(), 0
+
+    def loss():
+        return (model(x()) / count).mean()
+
+    found = explained(model, loss)
+    best = found.remedies[0]
+    assert best.is_recommended
+    assert "(count or 1e-8)" in best.code
+    assert "where it divides by 0" not in str(found)  # it raises

@@ -40,6 +40,7 @@ def forms_of(written: Written, op: Op, cause: str) -> Iterator[Form]:
         return
     if cause == "empty reduction" or written.name == "ctc_loss":
         yield from _of_nothing(written, op.name)
+    yield from _of_number(written, op, dtype)
     for makes in (_of_root, _of_log, _of_inverse, _of_norm, _of_softmax):
         yield from makes(written, dtype)
     has_inf = "inf" in written.text or any(each.num_inf for each in op.inputs)
@@ -94,6 +95,13 @@ def _of_log(written: Written, dtype: str) -> Iterator[Form]:
             f"an argument of at least 1 + {wide}",
             written.with_clamp(f"min=1 + {wide}"),
         )
+
+
+def _of_number(written: Written, op: Op, dtype: str) -> Iterator[Form]:
+    """Where a number of Python is what it divides by."""
+    if written.name == "div" and len(op.inputs) < len(written.operands) == 2:
+        by = f"({written.operands[1]} or {_EPS[dtype]})"
+        yield Form(f"{_EPS[dtype]} for 0", written.with_operands(None, by))
 
 
 def _of_inverse(written: Written, dtype: str) -> Iterator[Form]:

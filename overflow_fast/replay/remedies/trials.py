@@ -6,8 +6,6 @@ import math
 import time
 from dataclasses import replace
 
-import torch
-
 from ..change import Change
 from ..explanation import Remedy
 from ..kept_call import KeptCall
@@ -97,7 +95,7 @@ class Trials:
         if isinstance(outcome.error, NotEditableError):
             raise outcome.error
         is_finite = outcome.is_clean
-        is_tried = not isinstance(outcome.error, torch.OutOfMemoryError)
+        is_tried = outcome.error is None
         remedy = ground.remedy
         if is_finite and not self._is_whole(outcome):
             self._note_forward(remedy)
