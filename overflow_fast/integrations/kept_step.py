@@ -13,6 +13,7 @@ from torch import nn
 from ..core.restore import keep_attributes
 from ..core.wrapped import without_reduction
 from ..guard.guard import OverflowGuard
+from ..replay.functions import argument_names
 from .stand_in import StandIn
 
 
@@ -52,7 +53,9 @@ class KeptStep(StandIn):
             return self.__wrapped__(*args, **kwargs)
         call = _Call(self, args, kwargs)
         # What the method takes out of its arguments is there for the next call.
-        again = functools.partial(call, _copied(args), _copied(kwargs))
+        names = argument_names(self.__wrapped__, len(args))
+        given = dict(zip(names, _copied(args), strict=True))
+        again = functools.partial(call, given, _copied(kwargs))
         return self._guard._loop.inputs.run(again, self._records_loss)
 
     @contextlib.contextmanager
@@ -82,11 +85,12 @@ class _Call:
         self.__self__ = step._owner  # as of the method itself
         self._own: Any = args, kwargs
 
-    def __call__(self, args: Any, kwargs: Any) -> Any:
+    def __call__(self, given: dict[str, Any], kwargs: Any) -> Any:
         own, self._own = self._own, None
         method = self._step.__wrapped__
         if own is not None:
             return method(*own[0], **own[1])
+        args = tuple(given.values())
         models = [each for each in args if isinstance(each, nn.Module)]
         with self._step.unseen(models):
             return method(*_copied(args), **_copied(kwargs))

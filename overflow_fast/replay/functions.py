@@ -40,7 +40,7 @@ class Captured:
         self._names: list[str] = []  # of the positional arguments of a partial
         if isinstance(function, functools.partial):
             plain = function.func
-            self._names = _argument_names(plain, len(function.args))
+            self._names = argument_names(plain, len(function.args))
             for name, each in zip(self._names, function.args, strict=True):
                 self._add(name, each)
             for key, each in function.keywords.items():
@@ -166,7 +166,7 @@ class Captured:
         return held
 
 
-def _argument_names(function: Callable[..., Any], count: int) -> list[str]:
+def argument_names(function: Callable[..., Any], count: int) -> list[str]:
     """The names of the first parameters; their places where they have none."""
     try:
         parameters = list(inspect.signature(function).parameters.values())

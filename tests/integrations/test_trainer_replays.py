@@ -138,3 +138,35 @@ def test_lightnings_step_is_replayed(tmp_path):
     assert counting.seen == [each for i in range(4) for each in ("backward", i + 1.0)]
     assert "training_step" not in vars(model)
     assert "log" not in vars(model)
+
+
+class Pairs(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 1)
+
+    def training_step(self, batch, index):
+        x, y = batch
+        return nn.functional.mse_loss(self.fc(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_part_of_lightnings_batch_has_the_name_of_the_argument(tmp_path):
+    callback = LightningCallback(on_overflow="skip")
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[callback],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    target = torch.tensor([[0.0], [float("nan")]])
+    loader = torch.utils.data.DataLoader([(torch.ones(2, 4), target)], None)
+    trainer.fit(Pairs(), loader)
+    found = callback.guard.last_report.explanation
+    assert (found.cause, found.tensor, found.sample) == ("bad data", "batch[1]", 1)
