@@ -167,6 +167,8 @@ class Explainer:
 
     def _is_due(self, step: int, verdict: Verdict, ends: bool) -> bool:
         first = verdict.first
+        if self._capture is not None and first is not None:
+            self._capture.note_bad()
         is_off = self._capture is None and self._is_replay_safe
         if self._asked is False or is_off or first is None:
             return False
@@ -203,6 +205,7 @@ class Explainer:
             num_dropped=0 if self._capture is None else self._capture.num_dropped,
             hidden_by="" if self._capture is None else self._capture.hidden_by,
             is_of_flag=is_of_flag(verdict),
+            had_gradients=self._capture is not None and self._capture.had_gradients,
         )
 
     def _histories(self) -> tuple[dict[str, list[float]], list[list[float]]]:

@@ -8,6 +8,7 @@ from ..core.devices import place_of
 from ..core.wrapped import reduces
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replay_internals import active_modes
+from . import notes
 from .bad_leaf import first_bad_weight
 from .effects import effects_text
 from .explanation import NOT_REPLAYED, Explanation
@@ -21,27 +22,7 @@ from .second_opinion import Overheard, is_elsewhere, opinion_of
 from .team import OnRank, text_of
 from .witness import difference_of
 
-_SOME = "Some replays are finite, but {}."
 _RATE = 3
-_NOT_REDUCED = (
-    "Each rank's own gradients are finite in the replay; what ranks make of them "
-    "together (DDP's reduction, communication hooks) was not replayed."
-)
-_NOT_CALLED = (
-    "The replayed backward is finite. Hooks of `register_post_accumulate_grad_hook` "
-    "were not called in it, and may have made the gradients non-finite."
-)
-_MASKED = "An output holds -inf, and nothing worse: a mask may be meant by it."
-_NO_LOSS = (
-    "The forward is finite. Backward was not run: neither `loss` nor the model "
-    "returned a number that requires a gradient."
-)
-_GIVEN_BAD = "The gradient that the model's output was given is non-finite."
-_ALL_BAD = (
-    "All gradients are non-finite, and the replayed backward is finite: code between "
-    "it and the optimizer's step (clipping, unscaling, communication) may have made "
-    "them. It was not replayed."
-)
 
 
 class Answers:
@@ -82,13 +63,13 @@ class Answers:
         if not first.has_backward and incident.kind in ("gradient", "grad_output"):
             return Explanation("backward", notes=[self._no_backward()])
         if first.bad_held:
-            return Explanation(notes=[_GIVEN_BAD, self._outside()])
+            return Explanation(notes=[notes.GIVEN_BAD, self._outside()])
         if incident.kind == "recorded" and not self._rerun.returns_loss:
             return Explanation("forward", notes=[self._outside()])
         if incident.kind == "gradient" and self._leaves_reduction_out():
-            return Explanation("backward", notes=[_NOT_REDUCED])
+            return Explanation("backward", notes=[notes.NOT_REDUCED])
         if incident.kind == "gradient" and self._rerun.state.has_hooks:
-            return Explanation("backward", notes=[_NOT_CALLED])
+            return Explanation("backward", notes=[notes.NOT_CALLED])
         doubt = self._doubt(incident)
         if doubt:
             return Explanation(notes=[f"The replay is finite, but {doubt}."])
@@ -110,7 +91,7 @@ class Answers:
                 notes=["Its infs come from constants alone: they may be meant."],
             )
         if self.changed:
-            return Explanation(notes=[_SOME.format(effects_text(self.changed))])
+            return Explanation(notes=[notes.SOME.format(effects_text(self.changed))])
         again = self._rerun.run() if self._may_run(1) else first
         if again.is_clean or not has_compiled():
             text = "replays of the same step differ: some of them are finite"
@@ -158,7 +139,9 @@ class Answers:
                 # Parameters may get gradients from the loss itself.
                 return Explanation(notes=[self._outside()])
             if not is_told and _are_all(incident, first):
-                return Explanation(evidence=found.evidence, notes=[_ALL_BAD])
+                return Explanation(evidence=found.evidence, notes=[notes.ALL_BAD])
+            if incident.had_gradients:
+                return Explanation(notes=[notes.OLD])
             found.notes.append(NOT_REPLAYED)
         if self.changed:
             text = f"The replay is finite, but {effects_text(self.changed)}."
@@ -236,9 +219,10 @@ class Answers:
 
 def _finite(outcome: Outcome) -> Explanation:
     """Describes a step that nobody watched, and that is finite."""
-    notes = [_MASKED] * outcome.has_mask + [_NO_LOSS] * (not outcome.has_backward)
-    if notes:
-        return Explanation(notes=notes)
+    open_ends = [notes.MASKED] * outcome.has_mask
+    open_ends += [notes.NO_LOSS] * (not outcome.has_backward)
+    if open_ends:
+        return Explanation(notes=open_ends)
     evidence = ["the step is finite when it is run"]
     return Explanation(cause="not reproducible", evidence=evidence)
 

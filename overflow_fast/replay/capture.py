@@ -30,6 +30,8 @@ class Capture:
         num_dropped: How many were too many to be kept.
         hidden_by: Why forwards could not be kept, as the end of a sentence, or "".
         is_running: Whether a function runs that is kept as a whole.
+        had_gradients: Whether gradients that may be bad were there before the step's
+            first forward: no step before was judged, or that one was bad.
     """
 
     def __init__(self) -> None:
@@ -38,6 +40,8 @@ class Capture:
         self.num_dropped = 0
         self.hidden_by = ""
         self.is_running = False
+        self.had_gradients = False
+        self._doubts_gradients, self._is_bad = True, False
         self._open: KeptCall | None = None
         self._buffers = BufferCopies()
 
@@ -53,6 +57,7 @@ class Capture:
             return
         if is_recorded() or self._is_captured(model):
             return
+        self._look_for_gradients(model)
         self._buffers.take(model)
         ambient = Ambient(model, self._devices_of(model))
         batch = (tuple(map(_copied, args)), {k: _copied(v) for k, v in kwargs.items()})
@@ -87,6 +92,7 @@ class Capture:
         """
         call = None
         with shield():
+            self._look_for_gradients(model)
             self._buffers.take(model)
             captured = Captured(function)
             ambient = Ambient(model, self._devices_of(model))
@@ -109,9 +115,19 @@ class Capture:
             del self.calls[0]
             self.num_dropped += 1
 
+    def note_bad(self) -> None:
+        """Notes that the step is bad: its gradients may stay for the next one."""
+        self._is_bad = True
+
+    def _look_for_gradients(self, model: nn.Module) -> None:
+        if self._doubts_gradients and not self.calls:
+            self.had_gradients = any(p.grad is not None for p in model.parameters())
+
     def clear(self) -> None:
         """Lets go of what was kept: the step is judged."""
         self.calls.clear()
+        self.had_gradients = False
+        self._doubts_gradients, self._is_bad = self._is_bad, False
         self._buffers.clear()
         self._open = None
         self.num_dropped = 0

@@ -26,6 +26,7 @@ class Incident:
         num_dropped: How many forwards of the step were too many to be kept.
         hidden_by: Why forwards of the step could not be kept, or "".
         is_late: Whether the weights may have been stepped since.
+        had_gradients: See `Capture`.
         is_of_flag: Whether a device's overflow flag is all that was seen.
     """
 
@@ -42,3 +43,4 @@ class Incident:
     is_of_flag: bool = False
     num_dropped: int = 0
     hidden_by: str = ""
+    had_gradients: bool = False

@@ -151,3 +151,50 @@ def test_an_output_with_minus_inf_is_not_said_to_be_finite():
     found = explain(model, torch.randn(6, 4))
     assert found.cause != "not reproducible"
     assert "the step is finite" not in str(found)
+
+
+def test_gradients_that_were_there_before_the_first_step():
+    model, x = net(nn.Linear(4, 1)), data()
+    model[0].weight.grad = torch.full((4, 3), torch.nan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    guard = OverflowGuard(model, optimizer)
+    guard.run(lambda: model(x).mean()).backward()
+    with pytest.raises(NonFiniteError) as error:
+        optimizer.step()
+    found = error.value.report.explanation
+    assert (found.phase, found.cause, found.module) == ("", "unknown", "")
+    assert "clear them where a step is skipped" in found.notes[0]
+
+
+def test_gradients_that_a_skipped_step_has_left():
+    model, seen = net(nn.Linear(4, 1)), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    guard = OverflowGuard(
+        model,
+        optimizer,
+        lambda report: seen.append(report.explanation) or "skip",
+        explain=True,
+    )
+    for number in range(3):
+        x = data() * (torch.nan if number == 1 else 1)
+        guard.run(lambda x=x: model(x).mean()).backward()
+        optimizer.step()
+        if not guard.last_step_skipped:
+            optimizer.zero_grad()
+    assert seen[0].cause == "bad data"
+    assert "clear them where a step is skipped" in seen[1].notes[0]
+
+
+def test_gradients_that_are_kept_over_good_steps_are_no_excuse():
+    model, x = net(nn.Linear(4, 1)), data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    guard = OverflowGuard(model, optimizer)
+    for number in range(2):
+        guard.run(lambda: model(x).mean()).backward()
+        if number == 0:
+            optimizer.step()
+    model[0].weight.grad[0, 0] = torch.nan
+    with pytest.raises(NonFiniteError) as error:
+        optimizer.step()
+    found = error.value.report.explanation
+    assert (found.cause, found.tensor) == ("not reproducible", "0.weight")

@@ -1,0 +1,26 @@
+"""Sentences on what a finite replay leaves open."""
+
+SOME = "Some replays are finite, but {}."
+NOT_REDUCED = (
+    "Each rank's own gradients are finite in the replay; what ranks make of them "
+    "together (DDP's reduction, communication hooks) was not replayed."
+)
+OLD = (
+    "The replay is finite. Gradients were there before the step's first forward, and "
+    "may have been non-finite: clear them where a step is skipped, too."
+)
+NOT_CALLED = (
+    "The replayed backward is finite. Hooks of `register_post_accumulate_grad_hook` "
+    "were not called in it, and may have made the gradients non-finite."
+)
+MASKED = "An output holds -inf, and nothing worse: a mask may be meant by it."
+NO_LOSS = (
+    "The forward is finite. Backward was not run: neither `loss` nor the model "
+    "returned a number that requires a gradient."
+)
+GIVEN_BAD = "The gradient that the model's output was given is non-finite."
+ALL_BAD = (
+    "All gradients are non-finite, and the replayed backward is finite: code between "
+    "it and the optimizer's step (clipping, unscaling, communication) may have made "
+    "them. It was not replayed."
+)
