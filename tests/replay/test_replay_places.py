@@ -222,7 +222,6 @@ def test_a_number_of_python_that_is_zero():
         return (model(x()) / count).mean()
 
     found = explained(model, loss)
-    best = found.remedies[0]
-    assert best.is_recommended
-    assert "(count or 1e-8)" in best.code
+    codes = [each.code for each in found.remedies if each.is_recommended]
+    assert any("(count or 1e-8)" in code for code in codes)
     assert "where it divides by 0" not in str(found)  # it raises

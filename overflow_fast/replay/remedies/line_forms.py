@@ -40,9 +40,9 @@ def forms_of(written: Written, op: Op, cause: str) -> Iterator[Form]:
         return
     if cause == "empty reduction" or written.name == "ctc_loss":
         yield from _of_nothing(written, op.name)
-    yield from _of_number(written, op, dtype)
     for makes in (_of_root, _of_log, _of_inverse, _of_norm, _of_softmax):
         yield from makes(written, dtype)
+    yield from _of_number(written, op, dtype)
     has_inf = "inf" in written.text or any(each.num_inf for each in op.inputs)
     if has_inf and not written.is_in_place:
         yield from _of_infs(written, op, dtype)
