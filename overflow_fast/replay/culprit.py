@@ -30,6 +30,7 @@ _DIVIDES = {"div", "true_divide", "floor_divide", "remainder", "fmod", "addcdiv"
 _MADE_OF_NUMBERS = (
     "the code makes this tensor of values that torch has not computed, such as NumPy's"
 )
+_BY_NOTHING = "it divides by a sum that is 0, such as how many elements a mask selects"
 _COUNTING = {"nll_loss_forward", "nll_loss2d_forward"}
 
 RANGE, INTERMEDIATE, UNDEFINED = "range", "intermediate", "undefined"
@@ -197,7 +198,7 @@ def _of_nothing(
         by, of = op.args[1], op.kept.get(id(op.args[0]), op.args[0])
         is_counted = any(by is count for count in counts)
         if is_counted and _value_at(by, index) == 0 == _value_at(of, index):
-            return "it divides by how many elements a mask selects, and that is 0"
+            return _BY_NOTHING
     return ""
 
 

@@ -225,3 +225,14 @@ def test_a_number_of_python_that_is_zero():
     codes = [each.code for each in found.remedies if each.is_recommended]
     assert any("(count or 1e-8)" in code for code in codes)
     assert "where it divides by 0" not in str(found)  # it raises
+
+
+def test_a_sum_that_is_0_is_not_said_to_count_a_mask():
+    model = net()
+
+    def loss():
+        guess, target = model(x()).relu() * 0, torch.zeros(3, 1)
+        return (guess * target).sum() / (guess + target).sum()
+
+    found = explained(model, loss)
+    assert "a sum that is 0, such as" in found.evidence[1]
