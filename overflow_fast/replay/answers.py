@@ -70,6 +70,8 @@ class Answers:
             return Explanation("backward", notes=[notes.NOT_REDUCED])
         if incident.kind == "gradient" and self._rerun.state.has_hooks:
             return Explanation("backward", notes=[notes.NOT_CALLED])
+        if incident.kind == "weight":
+            return Explanation(notes=[notes.OTHER_WEIGHT])
         doubt = self._doubt(incident)
         if doubt:
             return Explanation(notes=[f"The replay is finite, but {doubt}."])
@@ -90,10 +92,11 @@ class Answers:
                 else "forward",
                 notes=["Its infs come from constants alone: they may be meant."],
             )
-        if self.changed:
-            return Explanation(notes=[notes.SOME.format(effects_text(self.changed))])
         again = self._rerun.run() if self._may_run(1) else first
         if again.is_clean or not has_compiled():
+            if self.changed:
+                text = effects_text(self.changed)
+                return Explanation(notes=[notes.SOME.format(text)])
             text = "replays of the same step differ: some of them are finite"
             return Explanation("forward", "not reproducible", evidence=[text])
         phase = "forward" if first.bad_outputs else "backward"

@@ -69,7 +69,7 @@ def _of_batch(leaf: Leaf, what: str, at: str, call: KeptCall | None) -> Explanat
     if not isinstance(call, ModelCall):
         text = f"{name} of the batch holds {what}{at}"
         return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])
-    text = f"{name} held {what} when the model received it{at}"
+    text = f"{name} held {what} when the model received it from the loop{at}"
     if call.follows_others:
         text += "; the loop may have computed it from outputs of the forwards before"
         return Explanation(tensor=leaf.name, evidence=[text], notes=[_IN_LOOP])

@@ -121,7 +121,9 @@ class Capture:
 
     def _look_for_gradients(self, model: nn.Module) -> None:
         if self._doubts_gradients and not self.calls:
-            self.had_gradients = any(p.grad is not None for p in model.parameters())
+            self.had_gradients = any(
+                p.is_leaf and p.grad is not None for p in model.parameters()
+            )
 
     def clear(self) -> None:
         """Lets go of what was kept: the step is judged."""

@@ -24,3 +24,7 @@ ALL_BAD = (
     "it and the optimizer's step (clipping, unscaling, communication) may have made "
     "them. It was not replayed."
 )
+OTHER_WEIGHT = (
+    "The weight is finite in the model, and so is the replay: it was written to since, "
+    "or the forward ran with another tensor in its place, as under functional_call()."
+)

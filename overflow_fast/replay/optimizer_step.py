@@ -24,7 +24,7 @@ from .slice import culprit_of
 _EPS = {torch.float16: 1e-4, torch.bfloat16: 1e-8, torch.float32: 1e-8}
 _BETWEEN = (
     "{} was finite when the step before was judged: the optimizer's step made it "
-    "non-finite, or code between the two"
+    "non-finite, or code that wrote to it since"
 )
 
 

@@ -246,3 +246,41 @@ def test_a_batch_that_the_step_has_written_to_is_no_bad_data():
     assert (found.phase, found.cause, found.tensor) == ("", "unknown", "features")
     assert "written to since" in found.evidence[0]
     assert not found.remedies
+
+
+def test_a_weight_that_stood_in_for_the_model_s_is_no_fault():
+    net = model()
+
+    def loss():
+        own = {name: p * NAN for name, p in net.named_parameters()}
+        return torch.func.functional_call(net, own, (x(),)).mean()
+
+    found = explained(net, loss, runs=False)
+    assert (found.phase, found.cause) == ("", "unknown")
+    assert "another tensor in its place" in found.notes[0]
+
+
+class Spoils(nn.Module):
+    """Writes to its own weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = model()
+
+    def forward(self, x):
+        self.head.weight.data.mul_(NAN)
+        return self.head(x)
+
+
+def test_a_weight_may_have_been_written_to_by_the_step_itself():
+    net = Spoils()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with OverflowGuard(net, optimizer) as guard:
+        net.head(x()).mean().backward()
+        optimizer.step()
+        with pytest.raises(NonFiniteError) as error:
+            guard.run(lambda: net(x()).mean()).backward()
+            optimizer.step()
+    found = error.value.report.explanation
+    assert found.cause in ("unknown", "bad weights")
+    assert "before the step" not in " ".join(found.evidence)
