@@ -121,7 +121,8 @@ class Report:
 
     def __str__(self) -> str:
         """Writes the event, the answer, the details as lines, and then the frames."""
-        lines = [as_lines(self._event()), *self._answer(), as_lines(self._details())]
+        rest = as_lines([*self._details(), *self._cost_sentences()])
+        lines = [as_lines(self._event()), *self._answer(), rest]
         text = "\n".join(filter(None, lines))
         if not self.frames:
             return text
@@ -129,7 +130,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         first, *rest = self._event()
-        lines = [*rest, *self._answer(), *self._details()]
+        lines = [*rest, *self._answer(), *self._details(), *self._cost_sentences()]
         return text_html(first, lines, str(self))
 
     def short_text(self, note: str) -> str:
@@ -141,8 +142,9 @@ class Report:
         plain = to_plain(dataclasses.asdict(self))
         if self.verdict.first is not None:
             plain["verdict"]["first"]["place"] = place_of(self.verdict.first)
-        summary = "\n".join([*self._event(), *self._answer(), *self._details()])
-        texts = {"summary": summary, "sentences": self.sentences()}
+        event, details, cost = self._event(), self._details(), self._cost_sentences()
+        summary = "\n".join([*event, *self._answer(), *details, *cost])
+        texts = {"summary": summary, "sentences": [*event, *details]}
         return {"schema": SCHEMA, "kind": "report", **plain, **texts}
 
     def to_json(self) -> str:
@@ -154,7 +156,7 @@ class Report:
 
     def sentences(self) -> list[str]:
         """Lists all but the explanation and the frames, the headline first."""
-        return [*self._event(), *self._details()]
+        return [*self._event(), *self._details(), *self._cost_sentences()]
 
     def _event(self) -> list[str]:
         if self.verdict.first is None:
@@ -179,7 +181,6 @@ class Report:
             *([f"Evidence is in `{self.evidence}`."] if self.evidence else []),
             *([f"To look at it, open `{self.page}`."] if self.page else []),
             *self.not_covered,
-            *self._cost_sentences(),
         ]
 
     def _origin(self, first: BadEntry) -> str:
