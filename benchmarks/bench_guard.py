@@ -85,7 +85,13 @@ def measure(name: str, dtype: torch.dtype, rounds: int) -> list[dict[str, Any]]:
     for kind, arguments in GUARDS.items():
         guards[kind] = OverflowGuard(model, optimizer, **arguments)
         guards[kind].disable()
-    scanned = {kind: bytes_of(guard, step) for kind, guard in guards.items()}
+    competitors: dict[str, Callable[[], object]] = dict.fromkeys(
+        ["bare", *GUARDS], step
+    )
+    norm = torch.ones(())  # as clipping has computed it
+    given = functools.partial(guards[NORM_GIVEN].record, grad_norm=norm)
+    competitors[NORM_GIVEN] = step_of(model, batch, optimizer, given)
+    scanned = {kind: bytes_of(guards[kind], competitors[kind]) for kind in guards}
     read = plain_read()
     own: dict[str, list[float]] = {kind: [] for kind in guards}
 
@@ -99,12 +105,6 @@ def measure(name: str, dtype: torch.dtype, rounds: int) -> list[dict[str, Any]]:
     around: dict[str, Callable[[], AbstractContextManager[object]]] = {
         kind: functools.partial(on, kind) for kind in guards if kind != "off"
     }
-    competitors: dict[str, Callable[[], object]] = dict.fromkeys(
-        ["bare", *GUARDS], step
-    )
-    norm = torch.ones(())  # as clipping has computed it
-    given = functools.partial(guards[NORM_GIVEN].record, grad_norm=norm)
-    competitors[NORM_GIVEN] = step_of(model, batch, optimizer, given)
     buffer = torch.ones(max(scanned.values()), dtype=torch.uint8)
     for kind, count in scanned.items():
         competitors[f"floor {kind}"] = lambda count=count: read(buffer[:count])
