@@ -123,7 +123,7 @@ def samples(tensor: torch.Tensor | None, are_samples: bool) -> str:
     """
     if not is_plain(tensor) or tensor.dim() == 0 or len(tensor) < 2:
         return ""
-    bad = ~torch.isfinite(tensor.detach())
+    bad = ~finite_places(tensor)
     places = bad.flatten(1).any(1) if bad.dim() > 1 else bad
     found = places.nonzero().flatten().tolist()
     if not found or len(found) == len(tensor):
@@ -164,8 +164,20 @@ def is_mask(tensor: torch.Tensor | None) -> bool | None:
     """Returns whether a tensor with -inf is a mask, 0 elsewhere; None if unknown."""
     if not is_plain(tensor):
         return None
-    finite = tensor.detach()[torch.isfinite(tensor.detach())]
-    return not bool((finite != 0).any())
+    values = _wide(tensor)
+    return not bool((values[values.isfinite()] != 0).any())
+
+
+def finite_places(tensor: torch.Tensor) -> torch.Tensor:
+    """Tells of each value whether it is finite: bool of the tensor's shape."""
+    return _wide(tensor).isfinite()
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """The values in a dtype that has all operations: float8 has few."""
+    values = tensor.detach()
+    is_float8 = values.is_floating_point() and values.itemsize == 1
+    return values.float() if is_float8 else values
 
 
 def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .batch import Held, hold, is_plain, samples, share_first
+from .batch import Held, finite_places, hold, is_plain, samples, share_first
 
 _MAX_BATCHES = 8
 _MAX_DEPTH = 6
@@ -79,7 +79,7 @@ class LoopBatch:
             if not is_plain(tensor):
                 if tensor.is_floating_point() or tensor.is_complex():
                     return None
-            elif not bool(torch.isfinite(tensor.detach()).all()):
+            elif not bool(finite_places(tensor).all()):
                 places.append(f"`{place}`{samples(tensor, are_samples)}")
         return places if places or self._is_whole else None
 

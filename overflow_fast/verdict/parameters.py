@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from .. import _C
-from ..recording.batch import is_plain
+from ..recording.batch import finite_places, is_plain
 from ..recording.labels import label_text
 from .calls import joined, name_of
 from .hooked import has_hooks, is_layer_of_torch, only_calls_submodules
@@ -80,7 +80,7 @@ def _is_bad_now(first: BadFrame, label: str) -> bool:
     named = dict(zip(*first.watch.tensors.parameters(model, True), strict=True))
     weight = named.get(label)
     return weight is not None and not (
-        is_plain(weight) and bool(weight.isfinite().all())
+        is_plain(weight) and bool(finite_places(weight).all())
     )
 
 

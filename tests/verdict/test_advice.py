@@ -467,6 +467,27 @@ def test_a_bad_batch(value):
     assert advice_of(report) == [f"What to try: check {place}."]
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_bad_batch_of_float8(dtype):
+    """float8 has no `isfinite`: the sample is found all the same."""
+    model = nn.Sequential(Widened(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(4, 4)
+    x[2, 1] = NAN
+    batch = x.to(dtype)
+    with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
+        model(batch).sum().backward()
+        optimizer.step()
+    assert guard.last_report.verdict.batch_places == [
+        "`input[0]`, sample 2 of 4 (from 0)"
+    ]
+
+
+class Widened(nn.Module):
+    def forward(self, x):
+        return x.float()
+
+
 class Tower(nn.Module):
     def __init__(self, is_batchnorm):
         super().__init__()
