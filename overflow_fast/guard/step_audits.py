@@ -17,7 +17,7 @@ from ..replay.explanation import Explanation
 from ..replay.hidden import hidden_failures
 from .config import GuardConfig
 from .isolation import ErrorIsolation
-from .layer_audit import LayerAudit
+from .layer_audit import LayerAuditor
 
 _log = logging.getLogger("overflow_fast")
 _FEW = 4
@@ -53,7 +53,7 @@ class StepAudits:
         self._layers = (
             None
             if config.audit is None
-            else LayerAudit(watches, config.audit, isolation.isolated)
+            else LayerAuditor(watches, config.audit, isolation.isolated)
         )
 
     def begin_step(self, step: int) -> None:
