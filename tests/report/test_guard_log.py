@@ -218,7 +218,7 @@ def test_older_files_that_are_no_logs_are_left_alone(tmp_path, caplog, name, tex
     assert (tmp_path / name).read_text() == text
     assert len(list(tmp_path.iterdir())) == 2
     assert len(lines_of(tmp_path / "guard.jsonl")) == 20
-    assert caplog.text.count("the log grows beyond log_mib") == 1
+    assert caplog.text.count("the log grows beyond log.mib") == 1
 
 
 def test_a_file_that_is_no_log_is_left_alone(tmp_path, caplog):
