@@ -16,7 +16,7 @@ from models import ON_CPU
 from timing import QUICK
 from torch import nn
 
-from overflow_fast import OverflowGuard
+from overflow_fast import MaskedOps, OverflowGuard
 
 COLUMNS = [
     *("dtype", "what", "step ms", "takes ms", "steps", "forwards", "a step"),
@@ -85,7 +85,7 @@ def rows_of(dtype: torch.dtype, bare: int, *peaks: int) -> list[dict[str, Any]]:
     model, optimizer = step.model, step.optimizer
     step()
     looks, plain = [], []
-    with OverflowGuard(model, optimizer, ops_every=2) as guard:
+    with OverflowGuard(model, optimizer, monitors=[MaskedOps(every=2)]) as guard:
         for _ in range(ROUNDS + 1):
             seen, unseen = timed(step), timed(step)
             looks.append(seen - unseen)

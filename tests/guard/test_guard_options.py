@@ -5,7 +5,7 @@ import torch
 from guarding import INF, NAN, batches, hooks_of, make, plant, train, train_step
 from torch import nn
 
-from overflow_fast import OverflowGuard
+from overflow_fast import OverflowGuard, Schedule
 from overflow_fast.guard.overhead import OverheadTimer
 from overflow_fast.recording import unjudged_frames
 from overflow_fast.recording.schedule import ScanLevel, WatchSchedule
@@ -235,7 +235,9 @@ def test_a_bad_step_has_the_next_one_looked_at_in_full():
 def test_between_watched_steps_no_module_has_a_hook():
     model, optimizer = make()
     seen = []
-    with OverflowGuard(model, optimizer, "warn", every=3, warmup=1) as guard:
+    with OverflowGuard(
+        model, optimizer, "warn", schedule=Schedule(every=3, warmup=1)
+    ) as guard:
         for batch in batches(8):
             seen.append(hooks_of(model) > 0)
             with plant(model.head, NAN):
@@ -256,7 +258,9 @@ def test_a_guard_with_a_budget_plans_by_what_it_measures(monkeypatch):
 
     monkeypatch.setattr(OverheadTimer, "end_step", measured)
     model, optimizer = make()
-    with OverflowGuard(model, optimizer, "warn", budget=0.01) as guard:
+    with OverflowGuard(
+        model, optimizer, "warn", schedule=Schedule(budget=0.01)
+    ) as guard:
         train(model, optimizer, batches(60))
         assert 2 <= guard.coverage().steps_watched <= 10
 

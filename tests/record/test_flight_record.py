@@ -11,7 +11,7 @@ from guarding import INF, NAN, batches, make, plant, train, train_step
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from overflow_fast import NonFiniteError, OverflowGuard, read_record
+from overflow_fast import NonFiniteError, OverflowGuard, Underflow, read_record
 
 LAGGED = {"sync": "lagged", "_defer": True}
 
@@ -182,7 +182,7 @@ def test_zeros_are_there_in_steps_that_count_them(path):
     with torch.no_grad():
         model.blocks[0].fc1.weight[0] = 0
     optimizer.param_groups[0]["lr"] = 0.0
-    with OverflowGuard(model, optimizer, record=path, underflow_every=2):
+    with OverflowGuard(model, optimizer, record=path, monitors=[Underflow(every=2)]):
         train(model, optimizer, batches(3))
     record = read_record(path)
     counts = record.values["num_zero"]

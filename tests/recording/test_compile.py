@@ -386,7 +386,7 @@ def test_steps_that_are_not_watched_compile_nothing_again(arguments):
 def test_a_step_that_is_not_watched_is_not_recorded():
     model, optimizer = make()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with OverflowGuard(model, optimizer, "warn", every=2) as guard:
+    with OverflowGuard(model, optimizer, "warn", schedule=2) as guard:
         train(compiled, optimizer, batches(3))
         with plant(model.head, INF):
             train_step(compiled, optimizer, batches(1)[0])
@@ -403,7 +403,7 @@ def test_a_cadence_leaves_alone_what_else_is_compiled(monkeypatch):
     resets = []
     monkeypatch.setattr(torch._dynamo, "reset_code_caches", lambda: resets.append(1))
     model, optimizer = make()
-    with OverflowGuard(model, optimizer, "warn", every=2) as guard:
+    with OverflowGuard(model, optimizer, "warn", schedule=2) as guard:
         train(model, optimizer, batches(6))
         assert guard.coverage().steps_watched == 3
     assert len(resets) == 1  # as it is switched on

@@ -10,7 +10,7 @@ import torch
 from guarding import assert_same, hooks_of, state_of
 from torch import nn
 
-from overflow_fast import Explanation, NonFiniteError, OverflowGuard
+from overflow_fast import Explain, Explanation, NonFiniteError, OverflowGuard
 
 INF, NAN = float("inf"), float("nan")
 
@@ -349,7 +349,7 @@ def test_nothing_is_replayed_where_other_ranks_would_not_join(monkeypatch):
 def test_the_budget(budget):
     model, optimizer = make()
     model[1].factor = NAN
-    guard = OverflowGuard(model, optimizer, explain_budget=budget)
+    guard = OverflowGuard(model, optimizer, explain=Explain(budget=budget))
     found = explained(guard, model, optimizer, data())
     assert (found.cause, found.op.name) == ("undefined", "aten.mul.Tensor")
     assert found.replays <= budget

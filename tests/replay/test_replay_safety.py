@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast import Explain, NonFiniteError, OverflowGuard
 
 INF = float("inf")
 
@@ -59,7 +59,10 @@ def test_writes_through_numpy_are_seen():
 def test_what_must_not_run_twice_runs_once(watch):
     source = iter(range(10))
     report = explained(
-        Writes(source, False), torch.ones(3, 4), replay_safe=False, watch=watch
+        Writes(source, False),
+        torch.ones(3, 4),
+        explain=Explain(replay_safe=False),
+        watch=watch,
     )
     assert next(source) == 1
     assert report.explanation.notes == ["The step was not replayed: replay_safe=False."]
@@ -69,11 +72,11 @@ def test_weights_are_explained_without_a_replay():
     model = Writes(in_place=False)
     with torch.no_grad():
         model.linear.weight[0, 1] = INF
-    report = explained(model, torch.ones(3, 4), replay_safe=False)
+    report = explained(model, torch.ones(3, 4), explain=Explain(replay_safe=False))
     assert report.explanation.cause == "bad weights"
     assert report.explanation.replays == 0
 
 
 def test_it_has_to_be_a_bool():
     with pytest.raises(TypeError, match="replay_safe must be a bool, got int"):
-        OverflowGuard(nn.Linear(1, 1), replay_safe=1)
+        OverflowGuard(nn.Linear(1, 1), explain=Explain(replay_safe=1))

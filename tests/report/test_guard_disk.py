@@ -9,7 +9,7 @@ from evidence_folders import bad_steps, no_file_beyond, step_folders, strict
 from guarding import INF, NAN, assert_same, batches, make, plant, train_step
 from safetensors.torch import load_file
 
-from overflow_fast import OverflowGuard
+from overflow_fast import Evidence, OverflowGuard
 
 
 def files_of(folder):
@@ -88,7 +88,7 @@ def move_the_run_elsewhere(step):
 )
 def test_what_was_changed_is_not_removed(tmp_path, change):
     model, optimizer = make()
-    with OverflowGuard(model, optimizer, "skip", evidence=tmp_path, evidence_keep=1):
+    with OverflowGuard(model, optimizer, "skip", evidence=Evidence(tmp_path, keep=1)):
         for i, batch in enumerate(batches(3)):
             with plant(model.head, INF):
                 train_step(model, optimizer, batch)
@@ -196,7 +196,7 @@ def test_a_full_disk_stops_nothing_and_is_said_once(tmp_path, caplog, size):
 def test_a_folder_that_is_removed_meanwhile_is_made_again(tmp_path, caplog):
     model, optimizer = make()
     folder = tmp_path / "bad"
-    with OverflowGuard(model, optimizer, "skip", evidence=folder, evidence_keep=1):
+    with OverflowGuard(model, optimizer, "skip", evidence=Evidence(folder, keep=1)):
         for batch in batches(2):
             shutil.rmtree(folder, ignore_errors=True)
             with plant(model.head, INF):

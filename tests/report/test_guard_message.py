@@ -216,7 +216,7 @@ def test_a_clean_run_has_a_line_at_both_ends(caplog):
 
 def test_a_run_with_a_report_ends_with_a_warning(caplog):
     model, optimizer = make()
-    with OverflowGuard(model, optimizer, "skip", every=2):
+    with OverflowGuard(model, optimizer, "skip", schedule=2):
         with plant(model.head, INF):
             train(model, optimizer, batches(2))
     assert without_share(run_lines(caplog)) == [
