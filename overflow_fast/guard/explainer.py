@@ -20,7 +20,7 @@ from ..replay.witness import Witness
 from ..torch_internals.compiler import has_compiled
 from ..verdict.hardware import is_of_flag
 from ..verdict.verdict import GRADIENTS, Verdict
-from .comparison import Comparison
+from .comparison import StepComparison
 from .config import GuardConfig
 from .joint_replay import ReplayOffer, offer_of, team_of, why_not_together
 from .options import MaskedOps
@@ -164,7 +164,7 @@ class Explainer:
         """Compares a replay with the step, but for compiled code: hooks change that."""
         if not self._compares or has_compiled():
             return None
-        return Comparison(self._watches, self._make_watches)
+        return StepComparison(self._watches, self._make_watches)
 
     def _is_due(self, step: int, verdict: Verdict, ends: bool) -> bool:
         first = verdict.first

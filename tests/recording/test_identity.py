@@ -211,7 +211,7 @@ def cycle_by_hand(guard, model, optimizer):
     guard.enable()
 
 
-CYCLES = [(cycle_every, {"every": 2}), (cycle_by_hand, {})]
+CYCLES = [(cycle_every, {"schedule": 2}), (cycle_by_hand, {})]
 
 
 @pytest.mark.parametrize("cycle, options", CYCLES)
