@@ -16,6 +16,7 @@ from ..guard.options import (
     Option,
     options_of,
     snake_case,
+    written_name,
 )
 
 _LONG = 150  # characters of a sentence
@@ -155,7 +156,7 @@ def _monitors(parsed: argparse.Namespace, typed: list[_Typed]) -> list[Any]:
 def _as_typed(sentence: str) -> str:
     """An error's sentence with the option in place of the field's name."""
     for each in _all_typed():
-        name = f"{each.owner.prefix()}{each.field}"
+        name = written_name(each.owner, each.field)
         if sentence.startswith(f"{name} "):
             return f"{each.flag}{sentence.removeprefix(name)}"
     return sentence

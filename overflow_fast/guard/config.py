@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from ..core.selection import Wanted
 from ..report.report import Report
@@ -98,6 +98,8 @@ def _check_monitors(name: str, monitors: Any) -> None:
 @dataclass(frozen=True)
 class GuardConfig(Options):
     """The arguments of an `OverflowGuard` besides its models and optimizers."""
+
+    _OWNER: ClassVar[str | None] = ""
 
     on_overflow: Policy = field(
         default="raise",
@@ -239,11 +241,6 @@ class GuardConfig(Options):
             ImportError: If `evidence` is given and safetensors is not installed.
         """
         return cls(**{field.name: arguments[field.name] for field in fields(cls)})
-
-    @classmethod
-    def prefix(cls) -> str:
-        """No prefix: the fields are the guard's own arguments."""
-        return ""
 
     def __post_init__(self) -> None:
         """Makes objects of what stands for them, and checks the fields."""

@@ -11,7 +11,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from ..replay.explain import BUDGET
 from .arguments import (
@@ -57,6 +57,8 @@ def option(help: str, kind: Kind, typed: str | None = None) -> dict[str, Option]
 class Options:
     """A frozen dataclass whose fields are checked when an object is made."""
 
+    _OWNER: ClassVar[str | None] = None  # begins the fields' names in errors
+
     def __init_subclass__(cls) -> None:
         """Lists the fields in the docstring."""
         own = {n: f for n, f in vars(cls).items() if isinstance(f, Field)}
@@ -72,13 +74,16 @@ class Options:
         """
         for name, each in options_of(type(self)):
             value = reusable(getattr(self, name))
-            each.kind.check(f"{self.prefix()}{name}", value)
+            each.kind.check(written_name(type(self), name), value)
             object.__setattr__(self, name, value)
 
-    @classmethod
-    def prefix(cls) -> str:
-        """The beginning of the fields' names in errors: `record.` of `record.mib`."""
-        return f"{snake_case(cls.__name__)}."
+
+def written_name(cls: type[Options], field: str) -> str:
+    """A field's name in errors: `record.mib`, `Spikes.action`."""
+    if cls._OWNER is not None:
+        return f"{cls._OWNER}{field}"
+    owner = cls.__name__ if issubclass(cls, Monitor) else snake_case(cls.__name__)
+    return f"{owner}.{field}"
 
 
 def options_of(cls: type[Any]) -> Iterator[tuple[str, Option]]:
@@ -322,11 +327,6 @@ class Schedule(Options):
 
 class Monitor(Options):
     """Something that a guard watches for beside non-finite values."""
-
-    @classmethod
-    def prefix(cls) -> str:
-        """The beginning of the fields' names in errors, as they are written."""
-        return f"{cls.__name__}."
 
 
 @dataclass(frozen=True)
