@@ -27,9 +27,10 @@ class Writes(nn.Module):
         return self.linear(x).mean().log()
 
 
-def explained(model, x, **options):
+def explained(model, x, replay_safe=True, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    guard = OverflowGuard(model, optimizer, explain=True, **options)
+    explain = Explain("always", replay_safe=replay_safe)
+    guard = OverflowGuard(model, optimizer, explain=explain, **options)
     with torch.no_grad():
         model.linear.bias.fill_(-100.0)
     with pytest.raises(NonFiniteError) as error:
@@ -61,7 +62,7 @@ def test_what_must_not_run_twice_runs_once(watch):
     report = explained(
         Writes(source, False),
         torch.ones(3, 4),
-        explain=Explain(replay_safe=False),
+        replay_safe=False,
         watch=watch,
     )
     assert next(source) == 1
@@ -72,7 +73,7 @@ def test_weights_are_explained_without_a_replay():
     model = Writes(in_place=False)
     with torch.no_grad():
         model.linear.weight[0, 1] = INF
-    report = explained(model, torch.ones(3, 4), explain=Explain(replay_safe=False))
+    report = explained(model, torch.ones(3, 4), replay_safe=False)
     assert report.explanation.cause == "bad weights"
     assert report.explanation.replays == 0
 
