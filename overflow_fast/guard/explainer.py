@@ -23,7 +23,7 @@ from ..verdict.verdict import GRADIENTS, Verdict
 from .comparison import StepComparison
 from .config import GuardConfig
 from .joint_replay import ReplayOffer, offer_of, team_of, why_not_together
-from .options import MaskedOps
+from .monitors.masked_ops import MaskedOps
 
 _STEPS_BETWEEN = 100
 _LATE = (
