@@ -105,7 +105,10 @@ class GuardLoop:
             self.isolation.isolated,
         )
         self._monitors = RunningMonitors(
-            config.monitors, guarded, looks=config.sync != "lagged"
+            config.monitors,
+            guarded,
+            self.isolation.isolated,
+            looks=config.sync != "lagged",
         )
         self._judge = StepJudge(
             config, self.watches, self.engine, self.clock, self._buffers, self._monitors

@@ -247,6 +247,7 @@ def test_errors_of_a_monitor_do_not_reach_the_program(caplog):
         assert guard.coverage().failures > 0
     assert ("look", 1) in calls and calls[-1] == "stop"
     assert "broken monitor" in caplog.text
+    assert caplog.text.count("The monitor Broken failed with the error below") == 1
 
 
 def test_what_is_written_next_to_a_monitor_is_checked():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 from torch.optim import Optimizer
 
@@ -19,13 +20,19 @@ class RunningMonitors:
     Args:
         monitors: The monitors, as the guard was given them.
         guarded: The training.
+        isolated: Isolates the errors of a monitor, by its name.
         looks: Look at steps before their optimizers step.
     """
 
     def __init__(
-        self, monitors: Sequence[Monitor], guarded: Guarded, looks: bool
+        self,
+        monitors: Sequence[Monitor],
+        guarded: Guarded,
+        isolated: Callable[[str], AbstractContextManager[None]],
+        looks: bool,
     ) -> None:
         self._guarded = guarded
+        self._isolated = isolated
         self._running = [each.start(guarded) for each in monitors]
         self._names = {
             id(running): type(each).__name__
@@ -46,7 +53,7 @@ class RunningMonitors:
     def begin_step(self, step: int) -> None:
         """Prepares for a step."""
         for each in self._beginning:
-            with self._guarded.isolated():
+            with self._isolated(self._names[id(each)]):
                 each.begin_step(step)
 
     def look(
@@ -64,7 +71,7 @@ class RunningMonitors:
         seen = MonitoredStep(step, optimizer, is_scaled, self._guarded)
         found: list[Notice] = []
         for each in self._looking:
-            with self._guarded.isolated():
+            with self._isolated(self._names[id(each)]):
                 found += self._notices_of(each, seen)
         return found
 
@@ -80,20 +87,20 @@ class RunningMonitors:
     def end_step(self, step: int) -> None:
         """Ends a step, once its optimizers have stepped."""
         for each in self._ending:
-            with self._guarded.isolated():
+            with self._isolated(self._names[id(each)]):
                 each.end_step(step)
 
     def stop(self) -> None:
         """Removes hooks."""
         for each in self._running:
-            with self._guarded.isolated():
+            with self._isolated(self._names[id(each)]):
                 each.stop()
 
     def metrics(self) -> dict[str, float]:
         """Returns the monitors' numbers."""
         found: dict[str, float] = {}
         for each in self._running:
-            with self._guarded.isolated():
+            with self._isolated(self._names[id(each)]):
                 found |= each.metrics()
         return found
 
