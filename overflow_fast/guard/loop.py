@@ -53,7 +53,7 @@ class GuardLoop:
         defer: bool,
     ) -> None:
         self.config = config
-        self.rules = Rules(config.allow)
+        self.rules = Rules(config.allow or {})
         self.watches = make_watches(
             models, config, self.rules, self._on_evaluated, defer
         )
@@ -94,9 +94,8 @@ class GuardLoop:
         config = self.config
         may_skip = config.may_skip and bool(self._hooks)
         self._buffers = BufferSnapshot(self.watches) if may_skip else None
-        schedule = WatchSchedule(
-            config.every, config.warmup, config.ranges, config.budget
-        )
+        asked = config.schedule
+        schedule = WatchSchedule(asked.every, asked.warmup, asked.ranges, asked.budget)
         self.clock = StepClock(schedule, self.watches, self.headroom, self._buffers)
         self._judge = StepJudge(
             config, self.watches, self.engine, self.clock, self._buffers
@@ -134,7 +133,7 @@ class GuardLoop:
             self.clock,
             self.measurements,
             self.audits,
-            joins_unwatched=config.budget is not None,
+            joins_unwatched=config.schedule.budget is not None,
         )
         self._judge.on_clean = self.audits.before_step
 
@@ -225,7 +224,7 @@ class GuardLoop:
             self._judge.tensors.without_gradient,
             self.isolation.num_failures,
             self.rules.unused(),
-            self.config.on_spike is not None and self.config.sync == "lagged",
+            self.config.ignores_spikes,
         )
 
     @property
