@@ -245,6 +245,19 @@ class GuardConfig:
         return "skip" in (self.on_overflow, self.on_spike) or callable(self.on_overflow)
 
     @property
+    def may_replay(self) -> bool:
+        """True if steps may be run again."""
+        is_wanted = self.explain is not False or self.is_tripwire
+        is_wanted |= self.ops_every is not None
+        return is_wanted and self.sync != "lagged" and self.replay_safe
+
+    @property
+    def may_restore(self) -> bool:
+        """True if a bad step may be undone: it is skipped, or raises in time."""
+        raises = self.on_overflow == "raise" and self.sync != "lagged"
+        return self.may_skip or raises
+
+    @property
     def may_act(self) -> bool:
         """True if the policy may do more than warn."""
         return self.on_overflow != "warn" or self.on_spike == "skip"

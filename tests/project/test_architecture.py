@@ -19,6 +19,7 @@ ROOMS = (
     "torch_internals",
     "fallback",
     "core",
+    "state",
     "flags",
     "metal",
     "recording",
