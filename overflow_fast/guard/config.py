@@ -29,6 +29,7 @@ from .options import (
     Evidence,
     Explain,
     Log,
+    MaskedOps,
     Monitor,
     Options,
     Record,
@@ -294,6 +295,19 @@ class GuardConfig(Options):
             or callable(self.on_overflow)
             or self.skips_spikes
         )
+
+    @property
+    def may_replay(self) -> bool:
+        """True if steps may be run again."""
+        is_wanted = self.explain.when != "never" or self.is_tripwire
+        is_wanted |= self.monitor(MaskedOps) is not None
+        return is_wanted and self.sync != "lagged" and self.explain.replay_safe
+
+    @property
+    def may_restore(self) -> bool:
+        """True if a bad step may be undone: it is skipped, or raises in time."""
+        raises = self.on_overflow == "raise" and self.sync != "lagged"
+        return self.may_skip or raises
 
     @property
     def may_act(self) -> bool:

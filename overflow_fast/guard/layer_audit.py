@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,12 +10,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..core.devices import place_of
 from ..core.module_kinds import is_linear, is_normalization, is_of_torch
 from ..recording.watch import ModelWatch
+from ..state.snapshot import Snapshot
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.running import is_recorded
+from ..torch_internals.tensor_internals import versions_of
 
 _log = logging.getLogger("overflow_fast")
 _NUM_AGAIN = 2
@@ -47,9 +51,9 @@ class LayerAuditor:
         self._watches = watches
         self._every = every
         self._shield = shield
-        self._handle: Any = None
+        self._handles: list[RemovableHandle] = []
         self._next = 0
-        self._unsteady: set[str] = set()  # whose kernels give other bits each time
+        self._unsteady: set[str] = set()  # layers that are not audited any more
         self.num_audited = 0
         self.num_different = 0
 
@@ -71,20 +75,30 @@ class LayerAuditor:
         self._next += 1
         name = watch.name_at(index)
 
+        versions: list[int] = []
+
+        def begin(layer: nn.Module, args: Any) -> None:
+            with self._shield():
+                versions[:] = _versions(layer)
+
         def audit(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self.end_step()  # its first call alone
             with self._shield():
-                self._audit(step, name, layer, args, kwargs, output)
+                # A layer that writes to its weights, as an embedding with
+                # `max_norm` does, gives other bits the second time.
+                if versions == _versions(layer):
+                    self._audit(step, name, layer, args, kwargs, output)
 
-        self._handle = module.register_forward_hook(
-            audit, prepend=True, with_kwargs=True
-        )
+        self._handles = [
+            module.register_forward_pre_hook(begin),
+            module.register_forward_hook(audit, prepend=True, with_kwargs=True),
+        ]
 
     def end_step(self) -> None:
-        """Removes the hook."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def _audit(
         self,
@@ -97,8 +111,12 @@ class LayerAuditor:
     ) -> None:
         if not isinstance(output, torch.Tensor) or is_recorded():
             return
-        self.num_audited += 1
-        with torch.no_grad():
+        with Snapshot({name: layer}) as state, torch.no_grad():
+            if state.lost:
+                self._unsteady.add(name)
+                _log.warning("audit: %s is left out. %s", name, state.lost_text)
+                return
+            self.num_audited += 1
             first = layer.forward(*args, **kwargs)
             if _is_same(first, output):
                 return
@@ -126,6 +144,11 @@ class LayerAuditor:
             1 + _NUM_AGAIN,
             place_of(output.device),
         )
+
+
+def _versions(layer: nn.Module) -> list[int]:
+    tensors = itertools.chain(layer.parameters(), layer.buffers())
+    return versions_of([each for each in tensors if not each.is_inference()])
 
 
 def _is_auditable(module: nn.Module) -> bool:

@@ -13,8 +13,10 @@ from ..core.text import as_lines
 from ..distributed.replicas import Difference, ReplicaCheck
 from ..recording.watch import ModelWatch
 from ..replay.capture import Capture
+from ..replay.explain import variables_of
 from ..replay.explanation import Explanation
 from ..replay.hidden import hidden_failures
+from ..state.snapshot import Snapshot
 from .config import GuardConfig
 from .isolation import ErrorIsolation
 from .layer_audit import LayerAuditor
@@ -50,7 +52,7 @@ class StepAudits:
         self._isolation = isolation
         self._known: set[tuple[str, int, str]] = set()  # the places that were logged
         self._num_hidden = self._num_different = 0
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_lost = False
         self._layers = (
             None
             if (audit := config.monitor(LayerAudit)) is None
@@ -74,8 +76,20 @@ class StepAudits:
             return
         with self._isolation.isolated():
             models = {w.prefix: w.model for w in self._watches if w.model is not None}
-            found = hidden_failures(models, capture.calls, capture.start())
+            around = variables_of(capture.calls)
+            state = Snapshot(models, capture.start, around)
+            found = hidden_failures(models, capture.calls, state)
+            self._warn_of_lost(state)
             self._report_hidden(step, found)
+
+    def _warn_of_lost(self, state: Snapshot) -> None:
+        """Warns once that steps are not replayed, or have left a trace."""
+        texts = state.problems
+        if state.lost:
+            texts = ["ops_every: clean steps are not replayed.", state.lost_text]
+        if texts and not self._has_warned_of_lost:
+            self._has_warned_of_lost = True
+            _log.warning("%s", as_lines([*texts, "Logged once."]))
 
     def end_step(self, step: int) -> None:
         """Compares replicas, once the step is over: a collective."""

@@ -20,6 +20,7 @@ ROOMS = (
     "torch_internals",
     "fallback",
     "core",
+    "state",
     "flags",
     "metal",
     "recording",
