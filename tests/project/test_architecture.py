@@ -17,6 +17,7 @@ ROOMS = (
     "binaries",
     "_C",
     "torch_internals",
+    "tree",
     "fallback",
     "core",
     "flags",
