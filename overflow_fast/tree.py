@@ -100,11 +100,26 @@ def tensors(value: Any, depth: int = MAX_DEPTH) -> list[tuple[Path, torch.Tensor
     return find(value, (torch.Tensor,), depth)
 
 
+def tensors_in(value: Any, depth: int = MAX_DEPTH) -> list[torch.Tensor]:
+    """Lists the tensors of a value, as `tensors()` does."""
+    return [tensor for _, tensor in tensors(value, depth)]
+
+
 def find(
-    value: Any, kinds: tuple[type, ...], depth: int = MAX_DEPTH
+    value: Any,
+    kinds: tuple[type, ...],
+    depth: int = MAX_DEPTH,
+    most: int = MAX_VALUES,
 ) -> list[tuple[Path, Any]]:
-    """Lists the values of some types with their paths; they are not opened."""
-    walk = _Walk(kinds, depth)
+    """Lists the values of some types with their paths; they are not opened.
+
+    Args:
+        value: Any value.
+        kinds: The types, which may be those of plain values.
+        depth: The number of nested containers that are opened.
+        most: The number of values that are visited.
+    """
+    walk = _Walk(kinds, depth, most=most)
     walk.visit(value)
     return walk.found
 
@@ -125,8 +140,11 @@ def opaque(value: Any, depth: int = MAX_DEPTH) -> dict[str, int]:
 
 def mapped(
     value: Any,
-    change: Callable[[torch.Tensor], Any],
+    change: Callable[[Any], Any],
     depth: int = MAX_DEPTH,
+    *,
+    kinds: tuple[type, ...] = (torch.Tensor,),
+    anew: bool = False,
 ) -> Any:
     """Rebuilds a value with its tensors replaced.
 
@@ -139,19 +157,21 @@ def mapped(
         change: Called once for each distinct tensor, in order; returns its substitute,
             or the tensor itself to leave it.
         depth: The number of nested containers that are opened.
+        kinds: The types of what is replaced.
+        anew: Copy all containers that lead to a tensor, where that is possible, and all
+            lists and dicts around them, for code that takes items out of them.
 
     Raises:
         NotRebuilt: A tensor was replaced in an object of which no copy can be made.
     """
-    walk = _Walk((torch.Tensor,), depth, remembers_holders=True)
+    walk = _Walk(kinds, depth, remembers_holders=True)
     walk.visit(value)
-    replaced: dict[int, Any] = {}
-    for _, tensor in walk.found:
-        if id(tensor) not in replaced:
-            replaced[id(tensor)] = change(tensor)
-    originals = {id(tensor): tensor for _, tensor in walk.found}
-    is_new = {key for key, new in replaced.items() if new is not originals[key]}
-    return _Rebuilding(replaced, walk.holders_of(is_new), walk).of(value)
+    originals = {id(found): found for _, found in walk.found}
+    new = {key: change(found) for key, found in originals.items()}
+    changed = {key for key, found in new.items() if found is not originals[key]}
+    must = walk.holders_of(changed)
+    to_copy = walk.holders_of({*new, *walk.lists}) | walk.lists if anew else must
+    return _Rebuilding(new, to_copy, must).of(value)
 
 
 def at(value: Any, path: Path) -> Any:
@@ -428,16 +448,23 @@ class _Walk:
     Attributes:
         found: The values of the types asked for, with their paths.
         opaque: How often values of a type were met that may hold more.
+        lists: The ids of lists and dicts that no object holds.
     """
 
     def __init__(
-        self, kinds: tuple[type, ...], depth: int, remembers_holders: bool = False
+        self,
+        kinds: tuple[type, ...],
+        depth: int,
+        most: int = MAX_VALUES,
+        remembers_holders: bool = False,
     ) -> None:
         self.found: list[tuple[Path, Any]] = []
         self.opaque: dict[str, int] = {}
+        self.lists: set[int] = set()
         self._kinds = kinds
+        self._skipped = _PLAIN.difference(kinds)
         self._depth = depth
-        self._num_left = MAX_VALUES
+        self._num_left = most
         self._num_left_of_objects = MAX_VALUES_OF_OBJECTS
         self._opened: dict[int, Any] = {}  # keeps them alive, so that each id is one
         self._holders: dict[int, list[int]] | None = {} if remembers_holders else None
@@ -462,7 +489,7 @@ class _Walk:
         if issubclass(kind, self._kinds):
             self.found.append((path, value))
             return
-        if kind in _PLAIN or id(value) in self._opened:
+        if kind in self._skipped or id(value) in self._opened:
             return
         contents = _contents(value)
         if contents is None:
@@ -473,12 +500,14 @@ class _Walk:
             if any(type(child) not in _PLAIN for child in contents.values):
                 self._note(kind)
             return
-        if self._opens(value, contents):
+        if self._opens(value, contents, is_of_object):
             self._visit_all(value, contents, path, depth + 1, is_of_object)
 
-    def _opens(self, value: Any, contents: _Contents) -> bool:
+    def _opens(self, value: Any, contents: _Contents, is_of_object: bool) -> bool:
         """Marks a container as opened. Returns False if what it wraps was, before."""
         self._opened[id(value)] = value
+        if not is_of_object and type(value) in (list, dict):
+            self.lists.add(id(value))
         wrapped = contents.wrapped
         if wrapped is None:
             return True
@@ -500,7 +529,7 @@ class _Walk:
         is_of_object = is_of_object or contents.is_object
         wrapped = contents.wrapped
         for style, key, child in contents.parts():
-            if type(child) in _PLAIN:
+            if type(child) in self._skipped:
                 continue
             self._num_left -= 1
             self._num_left_of_objects -= is_of_object
@@ -533,12 +562,18 @@ def _hides(value: Any) -> bool:
 
 
 class _Rebuilding:
-    """Copies the containers that hold a replaced tensor."""
+    """Copies containers.
 
-    def __init__(self, new: dict[int, Any], to_copy: set[int], walk: _Walk) -> None:
+    Args:
+        new: What stands for values, by the ids of these.
+        to_copy: The ids of the containers to copy.
+        must: The ids of those that hold a replaced value.
+    """
+
+    def __init__(self, new: dict[int, Any], to_copy: set[int], must: set[int]) -> None:
         self._new = new
         self._to_copy = to_copy
-        self._walk = walk  # keeps the originals alive, so that each id is one
+        self._must = must
 
     def of(self, value: Any) -> Any:
         """Returns the copy of a value, or the value."""
@@ -554,6 +589,10 @@ class _Rebuilding:
         except (TypeError, AttributeError) as error:
             if isinstance(error, NotRebuilt):
                 raise
+            if id(value) not in self._must:
+                self._new.pop(id(value), None)
+                self._to_copy.discard(id(value))
+                return value
             raise NotRebuilt(f"cannot rebuild {type_name(kind)}: {error}") from error
         return self._new.setdefault(id(value), copy)
 
