@@ -34,14 +34,14 @@ import io
 import itertools
 import types
 import weakref
-from collections import OrderedDict, UserDict, deque
+from collections import Counter, OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from .torch_internals.tensor_internals import pytree
+from .torch_internals.tensor_internals import pytree, version_of
 
 MAX_DEPTH = 16
 # The arguments of a call, (args, kwargs), are two levels around the values given.
@@ -101,8 +101,17 @@ def tensors(value: Any, depth: int = MAX_DEPTH) -> list[tuple[Path, torch.Tensor
 
 
 def tensors_in(value: Any, depth: int = MAX_DEPTH) -> list[torch.Tensor]:
-    """Lists the tensors of a value, as `tensors()` does."""
+    """Lists the tensors of a value, as `tensors()` does; also in compiled code."""
+    if torch.compiler.is_compiling():
+        return _traced_tensors(value, depth)
     return [tensor for _, tensor in tensors(value, depth)]
+
+
+def call_tensors(args: Any, kwargs: Any) -> list[tuple[Path, torch.Tensor]]:
+    """Lists the tensors that a call is given: `[0]['x']`, and `.mask` by keyword."""
+    walk = Walk((torch.Tensor,))
+    walk.visit_call(args, kwargs)
+    return walk.found
 
 
 def find(
@@ -119,12 +128,14 @@ def find(
         depth: The number of nested containers that are opened.
         most: The number of values that are visited.
     """
-    walk = _Walk(kinds, depth, most=most)
+    walk = Walk(kinds, depth, most=most)
     walk.visit(value)
     return walk.found
 
 
-def opaque(value: Any, depth: int = MAX_DEPTH) -> dict[str, int]:
+def opaque(
+    value: Any, depth: int = MAX_DEPTH, most: int = MAX_VALUES
+) -> dict[str, int]:
     """Counts what may hold tensors but was not opened, by the types' qualified names.
 
     These are sets, views and iterators, objects of C types, containers that are nested
@@ -133,9 +144,9 @@ def opaque(value: Any, depth: int = MAX_DEPTH) -> dict[str, int]:
     Returns:
         The number of values by the names of their types: `{"set": 1}`.
     """
-    walk = _Walk((torch.Tensor,), depth)
+    walk = Walk((torch.Tensor,), depth, most)
     walk.visit(value)
-    return walk.opaque
+    return dict(Counter(type_name(kind) for _, kind in walk.opaque))
 
 
 def mapped(
@@ -146,7 +157,7 @@ def mapped(
     kinds: tuple[type, ...] = (torch.Tensor,),
     anew: bool = False,
 ) -> Any:
-    """Rebuilds a value with its tensors replaced.
+    """Rebuilds a value with its tensors replaced; also in compiled code.
 
     Nothing is written to the value. What holds no replaced tensor is used as it is;
     the rest is copied without `__init__`, `__copy__` or a setter, so that shared parts,
@@ -164,14 +175,109 @@ def mapped(
     Raises:
         NotRebuilt: A tensor was replaced in an object of which no copy can be made.
     """
-    walk = _Walk(kinds, depth, remembers_holders=True)
-    walk.visit(value)
-    originals = {id(found): found for _, found in walk.found}
-    new = {key: change(found) for key, found in originals.items()}
-    changed = {key for key, found in new.items() if found is not originals[key]}
-    must = walk.holders_of(changed)
-    to_copy = walk.holders_of({*new, *walk.lists}) | walk.lists if anew else must
-    return _Rebuilding(new, to_copy, must).of(value)
+    if torch.compiler.is_compiling():
+        return _traced_mapped(value, change, depth)
+    return _Rebuilding(value, change, depth, kinds, anew).of(value)
+
+
+def copied(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """Copies the containers of a value, not its tensors: see `anew` of `mapped()`."""
+    return mapped(value, lambda tensor: tensor, depth, anew=True)
+
+
+class Loan:
+    """A value with other tensors for one call, whose writes reach the value.
+
+    Caches and batches are updated by the modules that they are given to. What cannot be
+    copied is lent as it is.
+
+    Args:
+        value: Any value.
+        change: Returns what stands for a tensor; see `mapped()`.
+        depth: The number of nested containers that are opened.
+
+    Attributes:
+        value: The value to give to the call.
+    """
+
+    def __init__(
+        self, value: Any, change: Callable[[Any], Any], depth: int = MAX_DEPTH
+    ) -> None:
+        self._lent: list[tuple[Any, Any, _State]] = []
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._back: dict[int, Any] = {}
+        if torch.compiler.is_compiling():
+            self.value = _traced_mapped(value, change, depth)
+            return
+        made = _Rebuilding(value, change, depth, (torch.Tensor,), is_strict=False)
+        self.value = made.of(value)
+        for original, copy in made.copied():
+            self._back[id(copy)] = original
+            if not issubclass(type(original), torch.Tensor):
+                self._lent.append((original, copy, _state(copy)))
+            elif id(original) in made.walk.of_objects:
+                self._tensors.append((original, copy, _version(copy)))
+
+    def give_back(self) -> None:
+        """Writes to the value what the call has written to what it was lent."""
+        for original, copy, before in self._lent:
+            now = _state(copy)
+            if not _is_same(now.items, before.items):
+                _refill(original, [(key, self._own(each)) for key, each in now.items])
+            for name, each in now.attributes:
+                if not any(name == n and each is old for n, old in before.attributes):
+                    _set(original, name, self._own(each))
+        for tensor, copy, version in self._tensors:
+            is_written = copy.is_inference() or _version(copy) != version
+            if is_written and not (tensor.requires_grad or copy.requires_grad):
+                tensor.copy_(copy)
+
+    def _own(self, value: Any) -> Any:
+        """The original of a copy; anything else as it is."""
+        return self._back.get(id(value), value)
+
+
+class _State(NamedTuple):
+    """The items of a list or dict, and the attributes of an object."""
+
+    items: list[tuple[Any, Any]]
+    attributes: list[tuple[str, Any]]
+
+
+def _state(value: Any) -> _State:
+    items: list[tuple[Any, Any]] = []
+    if issubclass(type(value), list):
+        items = [(None, each) for each in list.__getitem__(value, slice(None))]
+    elif issubclass(type(value), dict):
+        items = _items(value)
+    return _State(items, _attributes(value, _layout(type(value))))
+
+
+def _is_same(items: list[tuple[Any, Any]], others: list[tuple[Any, Any]]) -> bool:
+    return len(items) == len(others) and all(
+        key is k and each is e
+        for (key, each), (k, e) in zip(items, others, strict=True)
+    )
+
+
+def _refill(value: Any, items: list[tuple[Any, Any]]) -> None:
+    base = _solid_base(type(value))
+    base.clear(value)
+    for key, each in items:
+        base.append(value, each) if base is list else base.__setitem__(value, key, each)
+
+
+def _set(value: Any, name: str, each: Any) -> None:
+    layout = _layout(type(value))
+    slots = dict(layout.slots)
+    if name in slots:
+        slots[name].__set__(value, each)
+    elif layout.dict_of is not None:
+        layout.dict_of(value)[name] = each
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def at(value: Any, path: Path) -> Any:
@@ -200,6 +306,14 @@ def held(value: object, name: str) -> Any:
         if key == name:
             return child
     return None
+
+
+def is_container(value: Any) -> bool:
+    """Returns True for a tensor, and for what has items: no object with attributes."""
+    found = _contents(value)
+    return issubclass(type(value), torch.Tensor) or (
+        found is not None and (not found.is_object or found.wrapped is not None)
+    )
 
 
 def path_text(path: Iterable[Part]) -> str:
@@ -442,36 +556,52 @@ def _registered(value: Any, kind: type) -> _Contents | None:
     return None
 
 
-class _Walk:
-    """One walk over a value.
+class Walk:
+    """One walk over one value or several, whose shared parts are opened once.
+
+    Args:
+        kinds: The types to find.
+        depth: The number of nested containers that are opened.
+        most: The number of values that are visited.
+        remembers_holders: Keep what `holders_of()` needs.
 
     Attributes:
-        found: The values of the types asked for, with their paths.
-        opaque: How often values of a type were met that may hold more.
+        found: The values of these types, with their paths.
+        opaque: What was not opened and may hold more: its path and its type.
+        opened: The containers that were opened, by their ids: each id is one of them.
         lists: The ids of lists and dicts that no object holds.
+        of_objects: The ids of values found that an object holds.
     """
 
     def __init__(
         self,
         kinds: tuple[type, ...],
-        depth: int,
+        depth: int = MAX_DEPTH,
         most: int = MAX_VALUES,
         remembers_holders: bool = False,
     ) -> None:
         self.found: list[tuple[Path, Any]] = []
-        self.opaque: dict[str, int] = {}
+        self.opaque: list[tuple[Path, type]] = []
         self.lists: set[int] = set()
         self._kinds = kinds
         self._skipped = _PLAIN.difference(kinds)
         self._depth = depth
         self._num_left = most
         self._num_left_of_objects = MAX_VALUES_OF_OBJECTS
-        self._opened: dict[int, Any] = {}  # keeps them alive, so that each id is one
+        self.opened: dict[int, Any] = {}
+        self.of_objects: set[int] = set()
         self._holders: dict[int, list[int]] | None = {} if remembers_holders else None
 
-    def visit(self, value: Any) -> None:
-        """Lists what a value holds."""
-        self._visit(value, (), 0, False)
+    def visit(self, value: Any, path: Path = ()) -> None:
+        """Lists what a value holds, the paths behind that of the value."""
+        self._visit(value, path, 0, False)
+
+    def visit_call(self, args: Any, kwargs: Any) -> None:
+        """Lists what a call is given; a keyword is written as an attribute."""
+        for i, value in enumerate(args):
+            self.visit(value, (Part(INDEX, i),))
+        for name, value in kwargs.items():
+            self.visit(value, (Part(ATTRIBUTE, name),))
 
     def holders_of(self, of: set[int]) -> set[int]:
         """The ids of the containers that hold one of some values, however deep."""
@@ -488,24 +618,26 @@ class _Walk:
         kind = type(value)
         if issubclass(kind, self._kinds):
             self.found.append((path, value))
+            if is_of_object:
+                self.of_objects.add(id(value))
             return
-        if kind in self._skipped or id(value) in self._opened:
+        if kind in self._skipped or id(value) in self.opened:
             return
         contents = _contents(value)
         if contents is None:
             if _hides(value):
-                self._note(kind)
+                self.opaque.append((path, kind))
             return
         if depth >= self._depth:
             if any(type(child) not in _PLAIN for child in contents.values):
-                self._note(kind)
+                self.opaque.append((path, kind))
             return
         if self._opens(value, contents, is_of_object):
             self._visit_all(value, contents, path, depth + 1, is_of_object)
 
     def _opens(self, value: Any, contents: _Contents, is_of_object: bool) -> bool:
         """Marks a container as opened. Returns False if what it wraps was, before."""
-        self._opened[id(value)] = value
+        self.opened[id(value)] = value
         if not is_of_object and type(value) in (list, dict):
             self.lists.add(id(value))
         wrapped = contents.wrapped
@@ -513,9 +645,9 @@ class _Walk:
             return True
         if self._holders is not None:
             self._holders.setdefault(id(wrapped), []).append(id(value))
-        if id(wrapped) in self._opened:
+        if id(wrapped) in self.opened:
             return False
-        self._opened[id(wrapped)] = wrapped
+        self.opened[id(wrapped)] = wrapped
         return True
 
     def _visit_all(
@@ -534,17 +666,13 @@ class _Walk:
             self._num_left -= 1
             self._num_left_of_objects -= is_of_object
             if self._num_left < 0 or (is_of_object and self._num_left_of_objects < 0):
-                self._note(type(child))
+                self.opaque.append(((*path, Part(style, key)), type(child)))
                 return
             if self._holders is not None:
                 is_item = wrapped is not None and style == KEY
                 by = id(wrapped) if is_item else id(holder)
                 self._holders.setdefault(id(child), []).append(by)
             self._visit(child, (*path, Part(style, key)), depth, is_of_object)
-
-    def _note(self, kind: type) -> None:
-        name = type_name(kind)
-        self.opaque[name] = self.opaque.get(name, 0) + 1
 
 
 def _hides(value: Any) -> bool:
@@ -555,25 +683,54 @@ def _hides(value: Any) -> bool:
     if kind in pytree.SUPPORTED_NODES or issubclass(kind, Mapping):
         return True  # their own code has raised
     return any(
-        isinstance(each, torch.Tensor)
+        issubclass(type(each), torch.Tensor)
         or (type(each) not in _PLAIN and not issubclass(type(each), _NEVER_OPENED))
         for each in gc.get_referents(value)
     )
 
 
 class _Rebuilding:
-    """Copies containers.
+    """Copies the containers of a value that hold something replaced; see `mapped()`.
 
     Args:
-        new: What stands for values, by the ids of these.
-        to_copy: The ids of the containers to copy.
-        must: The ids of those that hold a replaced value.
+        value: The value.
+        change: Returns the substitute of each value of some types.
+        depth: The number of nested containers that are opened.
+        kinds: The types.
+        anew: Copy other containers, too.
+        is_strict: Raise where a container cannot be copied; else it stays as it is.
+
+    Attributes:
+        walk: The walk over the value, which keeps its parts alive.
     """
 
-    def __init__(self, new: dict[int, Any], to_copy: set[int], must: set[int]) -> None:
-        self._new = new
-        self._to_copy = to_copy
-        self._must = must
+    def __init__(
+        self,
+        value: Any,
+        change: Callable[[Any], Any],
+        depth: int,
+        kinds: tuple[type, ...],
+        anew: bool = False,
+        is_strict: bool = True,
+    ) -> None:
+        self.walk = walk = Walk(kinds, depth, remembers_holders=True)
+        walk.visit(value)
+        found = {id(each): each for _, each in walk.found}
+        self._new = {key: change(each) for key, each in found.items()}
+        self._changed = {
+            k: each for k, each in found.items() if self._new[k] is not each
+        }
+        holders = walk.holders_of(set(self._changed))
+        self._must = holders if is_strict else set[int]()
+        self._to_copy = set(holders)
+        if anew:
+            self._to_copy = walk.holders_of({*found, *walk.lists}) | walk.lists
+
+    def copied(self) -> Iterator[tuple[Any, Any]]:
+        """Yields all that was replaced or copied, with what stands for it."""
+        for key, each in [*self._changed.items(), *self.walk.opened.items()]:
+            if self._new.get(key, each) is not each:
+                yield each, self._new[key]
 
     def of(self, value: Any) -> Any:
         """Returns the copy of a value, or the value."""
@@ -651,14 +808,61 @@ class _Rebuilding:
     def _fill(self, copy: Any, value: Any) -> None:
         """Gives a copy the attributes of an object, without a setter of the user's."""
         layout = _layout(type(value))
-        slots = dict(layout.slots)
         for name, child in _attributes(value, layout):
-            if name in slots:
-                slots[name].__set__(copy, self.of(child))
-            elif layout.dict_of is not None:
-                layout.dict_of(copy)[name] = self.of(child)
+            _set(copy, name, self.of(child))
 
 
 def _solid_base(kind: type) -> Any:
     """The first of a type's bases that is written in C."""
     return next(base for base in kind.__mro__ if not base.__flags__ & _IS_HEAP_TYPE)
+
+
+# In code that dynamo traces: it follows pytree and plain attribute access, into one
+# graph, and has neither identities nor descriptors. Shared parts are copied each, and
+# of objects only those of declared fields: what is written to a copy would be lost.
+
+
+def _traced_tensors(value: Any, depth: int) -> list[torch.Tensor]:
+    found = []
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif depth and _is_declared(leaf):
+            for name in _traced_names(leaf):
+                found += _traced_tensors(getattr(leaf, name), depth - 1)
+    return found
+
+
+def _traced_mapped(value: Any, change: Callable[[Any], Any], depth: int) -> Any:
+    leaves, spec = pytree.tree_flatten(value)
+    new = [_traced_copy(leaf, change, depth) for leaf in leaves]
+    return pytree.tree_unflatten(new, spec)
+
+
+def _traced_copy(leaf: Any, change: Callable[[Any], Any], depth: int) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return change(leaf)
+    if not _is_declared(leaf) or not _traced_tensors(leaf, depth):
+        return leaf
+    copy = object.__new__(type(leaf))
+    for name in _traced_names(leaf):
+        made = _traced_mapped(getattr(leaf, name), change, depth - 1)
+        object.__setattr__(copy, name, made)
+    return copy
+
+
+def _is_declared(value: Any) -> bool:
+    """True for dataclasses, attrs classes and wrappers of dicts."""
+    kind = type(value)
+    is_class = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "__attrs_attrs__")
+    return (is_class and not isinstance(value, type)) or isinstance(value, UserDict)
+
+
+def _traced_names(value: Any) -> list[str]:
+    names = list(vars(value)) if hasattr(value, "__dict__") else []
+    for base in type(value).__mro__:
+        slots = getattr(base, "__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in names and hasattr(value, name):
+                names.append(name)
+    return names

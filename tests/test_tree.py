@@ -267,12 +267,12 @@ def test_an_object_that_leads_to_the_whole_program_costs_little():
 
     visited = []
 
-    class Walk(tree._Walk):
+    class Own(tree.Walk):
         def _visit(self, value, *rest):
             visited.append(value)
             super()._visit(value, *rest)
 
-    walk = Walk((torch.Tensor,), tree.MAX_DEPTH)
+    walk = Own((torch.Tensor,), tree.MAX_DEPTH)
     walk.visit(Trainer())
     assert len(visited) <= tree.MAX_VALUES_OF_OBJECTS + 1
     assert paths(Trainer()) == [".first"]
