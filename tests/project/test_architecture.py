@@ -18,6 +18,7 @@ ROOMS = (
     "binaries",
     "_C",
     "torch_internals",
+    "tree",
     "fallback",
     "core",
     "state",
