@@ -13,12 +13,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..core.devices import devices_of
 from ..core.strict_json import dumps
+from ..state.random import RandomStates
 from .places_of import Place
 from .run_rows import SCHEMA, Row
 from .shards import part_of
 from .summary import fetch, summarize, values_of
-from .surroundings import drawn_between, modes, process, random_digests, versions
+from .surroundings import modes, process, versions
 from .tap import Tap
 
 _log = logging.getLogger("overflow_fast")
@@ -102,6 +104,7 @@ class Recording:
         self._num_held = self._num_files = 0
         self._has_gradients = False
         self._modes = modes(self._model)
+        self._random = RandomStates(devices_of([self._model]))
         gradients = (each.grad for each in self._model.parameters())
         self._modes["had_gradients"] = any(each is not None for each in gradients)
         self._tap = Tap(self._model, self._add)
@@ -147,7 +150,7 @@ class Recording:
             row.summary = next(summaries) if numbers is not None else None
             line = {"kind": "row", "step": self._step, **row.to_plain()}
             lines.append(f"{dumps(line)}\n")
-        drawn = drawn_between(self._modes["random"], random_digests(self._model))
+        drawn = self._random.drawn()
         step = {"kind": "step", "step": self._step, **self._modes}
         step |= {"has_drawn": bool(drawn), "drawn": drawn}
         end = {"failures": tap.failures, "raised": raised, "rows": len(lines)}

@@ -25,6 +25,7 @@ from .arguments import (
     whole,
 )
 from .monitors.builtin import DEFAULT_MONITORS
+from .monitors.masked_ops import MaskedOps
 from .monitors.monitor import Monitor
 from .monitors.spikes import Spikes
 from .options import (
@@ -293,6 +294,19 @@ class GuardConfig(Options):
             or callable(self.on_overflow)
             or self.skips_finite
         )
+
+    @property
+    def may_replay(self) -> bool:
+        """True if steps may be run again."""
+        is_wanted = self.explain.when != "never" or self.is_tripwire
+        is_wanted |= self.monitor(MaskedOps) is not None
+        return is_wanted and self.sync != "lagged" and self.explain.replay_safe
+
+    @property
+    def may_restore(self) -> bool:
+        """True if a bad step may be undone: it is skipped, or raises in time."""
+        raises = self.on_overflow == "raise" and self.sync != "lagged"
+        return self.may_skip or raises
 
     @property
     def may_act(self) -> bool:

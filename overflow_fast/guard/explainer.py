@@ -17,13 +17,13 @@ from ..replay.explanation import Explanation
 from ..replay.incident import Incident
 from ..replay.team import Team, text_of
 from ..replay.witness import Witness
+from ..state.step_start import StepStart
 from ..torch_internals.compiler import has_compiled
 from ..verdict.hardware import is_of_flag
 from ..verdict.verdict import GRADIENTS, Verdict
 from .comparison import StepComparison
 from .config import GuardConfig
 from .joint_replay import ReplayOffer, offer_of, team_of, why_not_together
-from .monitors.masked_ops import MaskedOps
 
 _STEPS_BETWEEN = 100
 _LATE = (
@@ -152,7 +152,7 @@ class Explainer:
             models,
             capture.calls,
             self._incident(verdict, moment, optimizers),
-            start=capture.start(),
+            start=capture.start,
             budget=self._budget,
             checkpoints=self._checkpoints,
             artifact_bytes=self._artifact_bytes,
@@ -236,13 +236,13 @@ class Explainer:
         }
 
 
-def make_capture(options: GuardConfig, watches: Sequence[ModelWatch]) -> Capture | None:
-    """Makes the watches keep their calls, if the guard explains its alarms."""
-    is_wanted = options.explain.when != "never" or options.is_tripwire
-    is_wanted |= options.monitor(MaskedOps) is not None
-    if not is_wanted or options.sync == "lagged" or not options.explain.replay_safe:
+def make_capture(
+    options: GuardConfig, watches: Sequence[ModelWatch], start: StepStart | None
+) -> Capture | None:
+    """Makes the watches keep their calls, if steps may be run again."""
+    if start is None or not options.may_replay:
         return None
-    capture = Capture()
+    capture = Capture(start)
     for watch in watches:
         watch.inputs.capture = capture
     return capture

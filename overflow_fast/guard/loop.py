@@ -15,8 +15,8 @@ from ..recording.schedule import WatchSchedule
 from ..recording.watch import ModelWatch
 from ..report.guard_coverage import GuardCoverage
 from ..report.report import Report
+from ..state.step_start import StepStart
 from ..verdict.rules import Rules
-from .buffer_snapshot import BufferSnapshot
 from .config import EVERYTHING, GuardConfig
 from .isolation import ErrorIsolation
 from .learning import Learning
@@ -62,6 +62,9 @@ class GuardLoop:
         self.is_enabled = False
         self._hooks = [self._hook(each) for each in optimizers]
         self.rounds = Rounds(self._hooks)
+        is_restored = config.may_restore and bool(self._hooks)
+        is_kept = is_restored or config.may_replay
+        self._start = StepStart(self.watches) if is_kept else None
         self.measurements = Measurements(config, self.watches, lambda: self._counts())
         self.timer = self.measurements.timer
         self.headroom = self.measurements.headroom
@@ -73,6 +76,7 @@ class GuardLoop:
             lambda watches: self.coverage(watches).gaps(),
             lambda: self.steps.optimizers,
             lambda: self.new_watches(watch=EVERYTHING),
+            self._start,
         )
         self.isolation = ErrorIsolation(self.timer, self.engine.is_foreign)
         self._make_judge()
@@ -93,11 +97,9 @@ class GuardLoop:
     def _make_judge(self) -> None:
         """Makes the parts that judge a step."""
         config = self.config
-        may_skip = config.may_skip and bool(self._hooks)
-        self._buffers = BufferSnapshot(self.watches) if may_skip else None
         asked = config.schedule
         schedule = WatchSchedule(asked.every, asked.warmup, asked.ranges, asked.budget)
-        self.clock = StepClock(schedule, self.watches, self.headroom, self._buffers)
+        self.clock = StepClock(schedule, self.watches, self.headroom, self._start)
         guarded = Guarded(
             self.watches,
             self.engine.capture,
@@ -111,15 +113,15 @@ class GuardLoop:
             looks=config.sync != "lagged",
         )
         self._judge = StepJudge(
-            config, self.watches, self.engine, self.clock, self._buffers, self._monitors
+            config, self.watches, self.engine, self.clock, self._start, self._monitors
         )
         self._judge.flags.request(self._hooks)
         for watch in self.watches:
             watch.isolate_errors = self.isolation.isolated
-            if self._buffers is not None:
+            if self._start is not None:
                 measured = self.isolation.measured_call
-                watch.on_forward = measured(self._buffers.before_forward)
-                watch.on_forward_end = measured(self._buffers.after_forward)
+                watch.on_forward = measured(self._start.before_forward)
+                watch.on_forward_end = measured(self._start.after_forward)
 
     def _make_steps(self) -> None:
         """Makes the parts that the training loop and the optimizers call."""
@@ -151,8 +153,8 @@ class GuardLoop:
         if self.is_enabled:
             return
         self.is_enabled = True
-        if self._buffers is not None:
-            self._buffers.begin()
+        if self._start is not None:
+            self._start.begin()
         self.steps.attach()
         self.timer.restart()
         self.clock.start()
@@ -191,8 +193,8 @@ class GuardLoop:
     def discard(self) -> None:
         """Forgets what was found and not judged."""
         self._judge.forget()
-        if self._buffers is not None:
-            self._buffers.keep()
+        if self._start is not None:
+            self._start.keep()
 
     def learn(self, steps: int, adopt: bool) -> None:
         """Learns from the next clean steps which values are non-finite by design."""

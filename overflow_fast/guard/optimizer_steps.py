@@ -155,10 +155,10 @@ class OptimizerSteps:
 
     def after_step(self, hook: OptimizerHook, is_skipped: bool) -> None:
         """Counts an optimizer's step, which was made or skipped."""
-        buffers = self._judge.buffers
-        if buffers is not None and not is_skipped:
+        start = self._judge.start
+        if start is not None and not is_skipped:
             with self._isolation.measured():
-                buffers.keep()
+                start.keep()
         if self._rounds.note_step(hook):
             self._end_round()
 

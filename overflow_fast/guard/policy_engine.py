@@ -12,6 +12,7 @@ from ..recording.watch import ModelWatch
 from ..report.alarms import AlarmLog
 from ..report.notice_lines import log_notices
 from ..report.report import NonFiniteError, Report
+from ..state.step_start import StepStart
 from ..verdict.attribution import attribute
 from ..verdict.settings import bad_settings
 from ..verdict.verdict import Verdict
@@ -41,6 +42,7 @@ class PolicyEngine:
         not_covered: Returns sentences about what some watches have not checked.
         optimizers: Returns the guard's optimizers.
         make_watches: Makes watches of the models that look at everything.
+        start: The models as they were when the step began, or None.
 
     Attributes:
         agreement: The ranks that decide together.
@@ -61,6 +63,7 @@ class PolicyEngine:
         not_covered: Callable[[Sequence[ModelWatch]], list[str]],
         optimizers: Callable[[], Sequence[Optimizer]],
         make_watches: Callable[[], list[ModelWatch]],
+        start: StepStart | None,
     ) -> None:
         self.agreement = Agreement(
             config.process_group, watches, config.may_act, optimizers
@@ -71,7 +74,7 @@ class PolicyEngine:
         self._in_row = 0
         self._alarms = AlarmLog()
         self._optimizers = optimizers
-        self.capture = make_capture(config, watches)
+        self.capture = make_capture(config, watches, start)
         timer = measurements.timer
         self._archive = Archive(config, watches, measurements)
         self._reporter = StepReporter(

@@ -11,8 +11,8 @@ from ..recording.schedule import ScanLevel
 from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
 from ..report.report import Report
+from ..state.step_start import StepStart
 from ..verdict.verdict import BadFrame
-from .buffer_snapshot import BufferSnapshot
 from .config import GuardConfig
 from .device_flags import DeviceFlags
 from .monitors.monitor import Notice
@@ -36,10 +36,10 @@ class StepJudge:
         watches: The watched models.
         engine: Decides what to do about bad frames.
         clock: Has the step's number, and how much of it is checked.
-        buffers: The restore point of skipped steps; None if no step may be skipped.
+        start: The models as they were when the step began, or None.
 
     Attributes:
-        buffers: The restore point.
+        start: The models as they were when the step began, or None.
         flags: Skip steps on the device.
         tensors: Scans what stands in no module's call.
         overflow_flags: Asks the devices' own overflow flags.
@@ -52,13 +52,14 @@ class StepJudge:
         watches: Sequence[ModelWatch],
         engine: PolicyEngine,
         clock: StepClock,
-        buffers: BufferSnapshot | None,
+        start: StepStart | None,
         monitors: RunningMonitors,
     ) -> None:
         self._watches = watches
         self._engine = engine
         self._clock = clock
-        self.buffers = buffers
+        self.start = start
+        self._may_restore = config.may_restore
         self._frames = StepFrames(watches)
         self.flags = DeviceFlags(config, watches)
         self._monitors = monitors
@@ -92,7 +93,7 @@ class StepJudge:
             self.flags.drop()
         step = PendingStep(self._clock.step, hook, scaler)
         if is_lagged:
-            self.flags.skip(step, hook, self.buffers)
+            self.flags.skip(step, hook, self.start if self._may_restore else None)
         try:
             self.judge_late(is_lagged)
             # Ranks decide together, once for each step.
@@ -229,9 +230,12 @@ class StepJudge:
         frames = self._frames.take_evaluated(watch)
         if frames:
             model = watch.model
-            if self.buffers is not None and model is not None and model.training:
-                self.buffers.hold(watch)
-            self._engine.decide(StepResult(self._clock.step, frames, is_of_step=False))
+            if self.start is not None and model is not None and model.training:
+                self.start.hold(watch)
+            found = StepResult(
+                self._clock.step, frames, restore=self.restore, is_of_step=False
+            )
+            self._engine.decide(found)
 
     def forget(self) -> None:
         """Forgets what has run and was not judged."""
@@ -240,7 +244,8 @@ class StepJudge:
 
     def restore(self) -> list[str]:
         """Puts back what the forward changed; returns sentences about failures."""
-        return [] if self.buffers is None else self.buffers.restore()
+        is_off = self.start is None or not self._may_restore
+        return [] if is_off else self.start.restore()
 
     def _end(self, is_lagged: bool) -> None:
         self.tensors.forget()

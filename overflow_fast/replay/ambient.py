@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.restore import random_states, set_random_states
 from ..core.wrapped import set_shares_buffers
+from ..state.random import RandomStates
 
 
 class Ambient:
@@ -25,8 +24,7 @@ class Ambient:
     """
 
     def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
-        self._random = random_states(devices)
-        self._pythons = random.getstate()
+        self._random = RandomStates(devices)
         self._training = model.training
         types = ("cpu", *dict.fromkeys(device.type for device in devices))
         self._autocast = [
@@ -44,8 +42,7 @@ class Ambient:
             put: Keeps a tensor, and returns its name.
         """
         return {
-            "random": [[str(d) if d else "", put(state)] for d, state in self._random],
-            "python": self._pythons,
+            **self._random.as_plain(put),
             "training": self._training,
             "autocast": [
                 [t, is_on, str(dtype)[6:]] for t, is_on, dtype in self._autocast
@@ -64,13 +61,7 @@ class Ambient:
             tensors: The tensors that it kept.
         """
         ambient = cls.__new__(cls)
-        ambient._random = [
-            (torch.device(device) if device else None, tensors[name].to(torch.uint8))
-            for device, name in plain["random"]
-            if not device or _is_here(torch.device(device))
-        ]
-        version, numbers, gauss = plain["python"]
-        ambient._pythons = version, tuple(numbers), gauss
+        ambient._random = RandomStates.of_plain(plain, tensors)
         ambient._training = plain["training"]
         ambient._autocast = [
             (type, is_on, getattr(torch, dtype))
@@ -84,8 +75,7 @@ class Ambient:
     @contextmanager
     def applied(self, models: Iterable[nn.Module]) -> Iterator[None]:
         """Sets all of it; autocast is as it was afterwards, the rest is not."""
-        set_random_states(self._random)
-        random.setstate(self._pythons)
+        self._random.restore()
         for model in models:
             if model.training != self._training:
                 model.train(self._training)
@@ -99,8 +89,3 @@ class Ambient:
                     )
                 )
             yield
-
-
-def _is_here(device: torch.device) -> bool:
-    module = torch.get_device_module(device)
-    return bool(module.is_available()) and (device.index or 0) < module.device_count()

@@ -50,8 +50,7 @@ def test_layers_take_turns_and_agree(caplog):
                 n
                 for n, m in model.named_modules()
                 if m._forward_hooks_with_kwargs
-                and audit._handle is not None
-                and audit._handle.id in m._forward_hooks
+                and any(each.id in m._forward_hooks for each in audit._handles)
             ]
             model(torch.arange(4))
             audit.stop()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ...core.devices import place_of
 from ...core.module_kinds import is_linear, is_normalization, is_of_torch
+from ...state.snapshot import Snapshot
 from ...torch_internals.compiler import has_compiled
 from ...torch_internals.running import is_recorded
+from ...torch_internals.tensor_internals import versions_of
 from ..arguments import whole
 from ..options import option
 from .monitor import Guarded, Monitor
@@ -58,9 +62,9 @@ class LayerAuditor(Monitor):
     def __init__(self, guarded: Guarded, every: int) -> None:
         self._guarded = guarded
         self._every = every
-        self._handle: Any = None
+        self._handles: list[RemovableHandle] = []
         self._next = 0
-        self._unsteady: set[str] = set()  # whose kernels give other bits each time
+        self._unsteady: set[str] = set()  # layers that are not audited any more
         self.num_audited = 0
         self.num_different = 0
 
@@ -82,20 +86,30 @@ class LayerAuditor(Monitor):
         self._next += 1
         name = watch.name_at(index)
 
+        versions: list[int] = []
+
+        def begin(layer: nn.Module, args: Any) -> None:
+            with self._guarded.isolated():
+                versions[:] = _versions(layer)
+
         def audit(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self.stop()  # its first call alone
             with self._guarded.isolated():
-                self._audit(step, name, layer, args, kwargs, output)
+                # A layer that writes to its weights, as an embedding with
+                # `max_norm` does, gives other bits the second time.
+                if versions == _versions(layer):
+                    self._audit(step, name, layer, args, kwargs, output)
 
-        self._handle = module.register_forward_hook(
-            audit, prepend=True, with_kwargs=True
-        )
+        self._handles = [
+            module.register_forward_pre_hook(begin),
+            module.register_forward_hook(audit, prepend=True, with_kwargs=True),
+        ]
 
     def stop(self) -> None:
-        """Removes the hook."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -114,8 +128,12 @@ class LayerAuditor(Monitor):
     ) -> None:
         if not isinstance(output, torch.Tensor) or is_recorded():
             return
-        self.num_audited += 1
-        with torch.no_grad():
+        with Snapshot({name: layer}) as state, torch.no_grad():
+            if state.lost:
+                self._unsteady.add(name)
+                _log.warning("audit: %s is left out. %s", name, state.lost_text)
+                return
+            self.num_audited += 1
             first = layer.forward(*args, **kwargs)
             if _is_same(first, output):
                 return
@@ -143,6 +161,11 @@ class LayerAuditor(Monitor):
             1 + _NUM_AGAIN,
             place_of(output.device),
         )
+
+
+def _versions(layer: nn.Module) -> list[int]:
+    tensors = itertools.chain(layer.parameters(), layer.buffers())
+    return versions_of([each for each in tensors if not each.is_inference()])
 
 
 def _is_auditable(module: nn.Module) -> bool:

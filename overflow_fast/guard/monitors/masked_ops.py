@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from ...core.text import as_lines
+from ...replay.explain import variables_of
 from ...replay.explanation import Explanation
 from ...replay.hidden import hidden_failures
+from ...state.snapshot import Snapshot
 from ..arguments import whole
 from ..options import option
 from .monitor import Guarded, Monitor, MonitoredStep
@@ -51,6 +53,7 @@ class _MaskedOpsLog(Monitor):
         self._every = every
         self._known: set[tuple[str, int, str]] = set()  # the places that were logged
         self._num_hidden = 0
+        self._has_warned_of_lost = False
 
     def look(self, step: MonitoredStep) -> tuple[()]:
         capture = self._guarded.capture
@@ -58,12 +61,24 @@ class _MaskedOpsLog(Monitor):
             return ()
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             return ()
-        found = hidden_failures(step.models, capture.calls, capture.start())
+        around = variables_of(capture.calls)
+        state = Snapshot(step.models, capture.start, around)
+        found = hidden_failures(step.models, capture.calls, state)
+        self._warn_of_lost(state)
         self._report(step.number, found)
         return ()
 
     def metrics(self) -> dict[str, float]:
         return {"hidden_failures_total": self._num_hidden}
+
+    def _warn_of_lost(self, state: Snapshot) -> None:
+        """Warns once that steps are not replayed, or have left a trace."""
+        texts = state.problems
+        if state.lost:
+            texts = ["MaskedOps(): clean steps are not replayed.", state.lost_text]
+        if texts and not self._has_warned_of_lost:
+            self._has_warned_of_lost = True
+            _log.warning("%s", as_lines([*texts, "Logged once."]))
 
     def _report(self, step: int, found: Sequence[Explanation]) -> None:
         lines = []
