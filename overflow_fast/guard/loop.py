@@ -22,11 +22,12 @@ from .isolation import ErrorIsolation
 from .learning import Learning
 from .loop_inputs import LoopInputs
 from .measurements import Measurements
+from .monitors.monitor import Guarded
+from .monitors.running import RunningMonitors
 from .optimizer_hook import OptimizerHook
 from .optimizer_steps import OptimizerSteps
 from .policy_engine import PolicyEngine
 from .rounds import Rounds
-from .step_audits import StepAudits
 from .step_clock import StepClock
 from .step_judge import StepJudge
 from .watched_models import living_models, make_watches
@@ -90,7 +91,7 @@ class GuardLoop:
         )
 
     def _counts(self) -> dict[str, float]:
-        counts = {**self.engine.metrics(), **self.audits.metrics()}
+        counts = {**self.engine.metrics(), **self._monitors.metrics()}
         return {"steps_total": self.clock.num_steps, **counts}
 
     def _make_judge(self) -> None:
@@ -99,8 +100,20 @@ class GuardLoop:
         asked = config.schedule
         schedule = WatchSchedule(asked.every, asked.warmup, asked.ranges, asked.budget)
         self.clock = StepClock(schedule, self.watches, self.headroom, self._start)
+        guarded = Guarded(
+            self.watches,
+            self.engine.capture,
+            lambda: self.steps.optimizers,
+            self.isolation.isolated,
+        )
+        self._monitors = RunningMonitors(
+            config.monitors,
+            guarded,
+            self.isolation.isolated,
+            looks=config.sync != "lagged",
+        )
         self._judge = StepJudge(
-            config, self.watches, self.engine, self.clock, self._start
+            config, self.watches, self.engine, self.clock, self._start, self._monitors
         )
         self._judge.flags.request(self._hooks)
         for watch in self.watches:
@@ -121,11 +134,6 @@ class GuardLoop:
             self._judge.tensors,
             self.isolation,
         )
-        self.audits = StepAudits(
-            *(config, self.watches, capture),
-            lambda: self.steps.optimizers,
-            self.isolation,
-        )
         self.steps = OptimizerSteps(
             self._hooks,
             self.rounds,
@@ -134,10 +142,9 @@ class GuardLoop:
             self.isolation,
             self.clock,
             self.measurements,
-            self.audits,
+            self._monitors,
             joins_unwatched=config.schedule.budget is not None,
         )
-        self._judge.on_clean = self.audits.before_step
 
     # Hooks on and off.
 

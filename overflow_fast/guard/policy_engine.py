@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from ..distributed.agreement import Agreement
 from ..recording.watch import ModelWatch
 from ..report.alarms import AlarmLog
+from ..report.notice_lines import log_notices
 from ..report.report import NonFiniteError, Report
-from ..report.spike_lines import log_spike
 from ..state.step_start import StepStart
 from ..verdict.attribution import attribute
 from ..verdict.settings import bad_settings
@@ -21,6 +21,7 @@ from .config import GuardConfig
 from .explainer import Explainer, make_capture
 from .learning import Learning
 from .measurements import Measurements
+from .monitors.running import clauses_of
 from .optimizer_hook import OptimizerHook
 from .policy import limit_skips
 from .report_maker import ReportMaker
@@ -127,8 +128,8 @@ class PolicyEngine:
         found = self._without_expected(found)
         verdict = self._attribute(found)
         report, is_own = self._maker.make(found, verdict)
-        if report is None and self._maker.has_spike:
-            return self._end_spike(found, verdict)
+        if report is None and (self._maker.wants_attention or found.notices):
+            return self._end_noticed(found, verdict)
         if report is None:
             self._end_clean(found, verdict)
             return None
@@ -174,16 +175,18 @@ class PolicyEngine:
         if found.hook is not None:
             self._rounds.note(found.hook, bool(skipper), is_by_guard=False)
 
-    def _end_spike(self, found: StepResult, verdict: Verdict) -> Report | None:
-        """Ends a finite step that a rank has seen a spike in; skips it if asked to."""
-        is_first = self.spike_step != found.step
-        self.spike_step = found.step
-        self.num_spikes += is_first
+    def _end_noticed(self, found: StepResult, verdict: Verdict) -> Report | None:
+        """Ends a finite step that a monitor has a notice of; skips it if asked to."""
+        has_spike = self._maker.has_spike
+        if has_spike:
+            self.num_spikes += self.spike_step != found.step
+            self.spike_step = found.step
         can_skip = found.can_skip and found.hook is not None
-        is_skipped = self._config.skips_spikes and can_skip
+        is_skipped = self._maker.wants_skip and can_skip
         notes = found.restore() if is_skipped else []
-        log_spike(found.step, found.spikes, is_skipped, notes)
-        self._archive.log_spikes(found.step, found.spikes, is_skipped)
+        clauses = clauses_of(found.notices, has_spike, is_skipped)
+        log_notices(found.step, clauses, is_skipped, notes)
+        self._archive.log_notices(found.step, found.notices, is_skipped)
         self._end_clean(found, verdict)
         if not is_skipped or found.hook is None:
             return None

@@ -24,7 +24,7 @@ from ..replay.kept_call import KeptCall, ModelCall
 from ..replay.rerun import Rerun
 from ..replay.team import NotJoined, Team
 from ..verdict.verdict import BadFrame
-from .config import NORM
+from .arguments import NORM
 from .joint_replay import team_of, why_not_together
 from .step_result import StepResult
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -15,11 +15,11 @@ from ..state.step_start import StepStart
 from ..verdict.verdict import BadFrame
 from .config import GuardConfig
 from .device_flags import DeviceFlags
+from .monitors.monitor import Notice
+from .monitors.running import RunningMonitors
 from .optimizer_hook import OptimizerHook
-from .options import Spikes
 from .policy_engine import PolicyEngine
 from .scalers import SCALER, has_skipped, will_skip, without_expected, without_gradients
-from .spikes import SpikeWatch
 from .step_clock import StepClock
 from .step_flags import StepFlags
 from .step_frames import PendingStep, StepFrames
@@ -44,7 +44,6 @@ class StepJudge:
         tensors: Scans what stands in no module's call.
         overflow_flags: Asks the devices' own overflow flags.
         has_scaler: A GradScaler has called an optimizer.
-        on_clean: Called with the number of a clean step, before its optimizer steps.
     """
 
     def __init__(
@@ -54,6 +53,7 @@ class StepJudge:
         engine: PolicyEngine,
         clock: StepClock,
         start: StepStart | None,
+        monitors: RunningMonitors,
     ) -> None:
         self._watches = watches
         self._engine = engine
@@ -62,10 +62,8 @@ class StepJudge:
         self._may_restore = config.may_restore
         self._frames = StepFrames(watches)
         self.flags = DeviceFlags(config, watches)
-        is_on = config.monitor(Spikes) is not None and config.sync != "lagged"
-        self._spikes = SpikeWatch(watches, is_on)
+        self._monitors = monitors
         self.has_scaler = False
-        self.on_clean: Callable[[int], None] = lambda step: None
         self.tensors = StepTensors(watches, config.weights_every)
         self.overflow_flags = StepFlags(watches, clock)
 
@@ -108,8 +106,6 @@ class StepJudge:
                     return False
             step.is_decided = True
             report = self._engine.decide(found)
-            if report is None:
-                self.on_clean(step.number)
             return report is not None and report.action == "skip"
         finally:
             self._end(is_lagged)
@@ -136,8 +132,12 @@ class StepJudge:
             hook=hook,
             restore=self.restore,
             is_whole=is_whole,
-            spikes=[] if frames else self._spikes.look(hook, step.scaler is not None),
+            notices=[] if frames else self._look(step, hook),
         )
+
+    def _look(self, step: PendingStep, hook: OptimizerHook) -> list[Notice]:
+        is_scaled = step.scaler is not None
+        return self._monitors.look(step.number, hook.optimizer, is_scaled)
 
     def judge_scaler_skip(self, hook: OptimizerHook, scaler: GradScaler) -> None:
         """Judges a step that a GradScaler has skipped.

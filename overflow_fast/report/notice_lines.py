@@ -1,4 +1,4 @@
-"""The line that a guard logs for a step with a spike."""
+"""The lines that a guard logs for a finite step that a monitor has a notice of."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from ..core.text import as_lines
 _log = logging.getLogger("overflow_fast")
 
 
-def log_spike(
-    step: int, spikes: Sequence[object], is_skipped: bool, notes: Sequence[str]
+def log_notices(
+    step: int, clauses: Sequence[str], is_skipped: bool, notes: Sequence[str]
 ) -> None:
-    """Logs (WARNING) a finite step whose loss or gradients are far above the last.
+    """Logs (WARNING) a finite step that monitors have something to say of.
 
     Args:
         step: The step's number.
-        spikes: What this rank has seen; empty where it was another one.
+        clauses: What they say: "spikes: loss 9.1, ...". Nothing is logged without any.
         is_skipped: Whether the optimizer's step is skipped.
         notes: Further sentences.
     """
-    seen = "; ".join(map(str, spikes)) or "seen on another rank"
+    if not clauses:
+        return
     made = "was skipped" if is_skipped else "was made"
     sentences = [
-        f"Step {step} is finite, but spikes: {seen}.",
+        *(f"Step {step} is finite, but {clause}." for clause in clauses),
         f"The optimizer step {made}.",
         *notes,
     ]
