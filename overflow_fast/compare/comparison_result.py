@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..core.strict_json import SCHEMA, to_plain
-from ..core.text import as_lines
+from ..files.json_text import SCHEMA, dumps
+from ..text import as_lines
 from .first_difference import First
 from .judged_rows import (
     EQUAL,
@@ -137,7 +136,7 @@ class Comparison:
         Raises:
             FileExistsError: If the file is there, and no comparison of overflow_fast.
         """
-        text = json.dumps(to_plain(self.to_dict()), indent=1, allow_nan=False)
+        text = dumps(self.to_dict(), indent=1)
         if path is not None:
             check_replaceable(path).write_text(text, encoding="utf-8")
         return text

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..core.strict_json import dumps
+from ..files.json_text import dumps
 from .places_of import Place
 from .run_rows import SCHEMA, Row
 from .shards import part_of

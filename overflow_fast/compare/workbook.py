@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core.strict_json import to_plain
+from ..files.json_text import to_plain
 from .own_files import CREATOR, check_replaceable
 
 COLUMNS = {

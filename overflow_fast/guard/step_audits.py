@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ..core.devices import place_of
-from ..core.text import as_lines
 from ..distributed.replicas import Difference, ReplicaCheck
 from ..recording.watch import ModelWatch
 from ..replay.capture import Capture
 from ..replay.explanation import Explanation
 from ..replay.hidden import hidden_failures
+from ..text import as_lines
 from .config import GuardConfig
 from .isolation import ErrorIsolation
 from .layer_audit import LayerAudit

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import base64
 import ctypes
-import json
 import zlib
 from collections.abc import Callable
 
 import torch
 
-from ..core.strict_json import to_plain
+from ..files.json_text import dumps
 from .columns import Column
 from .grid import ALL_ZERO, BITS, NONFINITE, Sheet
 from .row_names import FAMILIES, block_of, family_of
@@ -56,7 +55,7 @@ def payloads(sheet: Sheet) -> dict[str, str]:
         if len(columns) >= min(_LEAST_RANK_COLUMNS, len(sheet.columns(most))):
             found |= ranks
             meta["rankColumns"] = [[c.first, c.last] for c in columns]
-    return {"meta": _deflated(json.dumps(to_plain(meta)).encode()), **found}
+    return {"meta": _deflated(dumps(meta).encode()), **found}
 
 
 _Packed = tuple[list[Column], dict[str, str]]

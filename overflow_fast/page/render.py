@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..files.reading import open_regular
 from ..record.table import FlightRecord
 from .grid import NONFINITE, NOT_SEEN, Grid, Sheet
 from .histogram import histogram_of
@@ -65,7 +66,7 @@ def save_page(path: str | os.PathLike[str], make: Callable[[], str]) -> Path:
         OSError: If it cannot be written.
     """
     where = Path(path)
-    if where.exists() and not _is_page(where):
+    if os.path.lexists(where) and not _is_page(where):
         raise FileExistsError(
             f"{where} is no page of overflow_fast, and is not written over: give "
             "another name"
@@ -76,8 +77,11 @@ def save_page(path: str | os.PathLike[str], make: Callable[[], str]) -> Path:
 
 
 def _is_page(path: Path) -> bool:
-    with open(path, "rb") as file:
-        return GENERATOR.encode() in file.read(1024)
+    try:
+        with open_regular(path) as file:
+            return GENERATOR.encode() in file.read(1024)
+    except OSError:
+        return False
 
 
 def page_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from ..core.text import as_lines
+from ..text import as_lines
 
 _MOST_ROWS = 8
 _MOST_NAMES = 4

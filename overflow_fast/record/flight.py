@@ -16,12 +16,13 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .. import _C
+from ..files.json_text import line_bytes
 from ..recording.watch import ModelWatch
 from ..report.report import Cost, Report
 from ..report.run import Run
 from .reading import read_record
 from .record_file import RecordFile
-from .record_lines import Line, columns_of, line_bytes
+from .record_lines import Line, columns_of
 from .record_run import entry_lines, run_line, step_line
 from .table import FlightRecord
 

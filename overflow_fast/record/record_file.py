@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import os
 import threading
@@ -12,7 +11,8 @@ from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
-from .record_lines import Line, fold, line_bytes
+from ..files.json_text import line_bytes, parse_object
+from .record_lines import Line, fold
 from .thinning import Folded, Place, thin
 
 _log = logging.getLogger("overflow_fast")
@@ -182,8 +182,10 @@ def _write(old: FileIO, new: FileIO, line: Place | Folded) -> Place:
 
 def _folded(old: FileIO, line: Place | Folded) -> Line:
     if isinstance(line, Place):
-        parsed: Line = json.loads(_read(old, line))
-        return parsed
+        found = parse_object(_read(old, line))
+        if found is None:
+            raise OSError("a line is not as it was written")
+        return found
     return fold([_folded(old, part) for part in line.parts], line.level)
 
 

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import base64
 import ctypes
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .. import _C
-from ..core.strict_json import to_plain
+from ..files.json_text import to_plain
+from ..files.reading import FileError
 
 # The version of the lines: docs/formats.md.
 RECORD_SCHEMA = 1
@@ -39,13 +39,8 @@ TOP_LEVEL = 3  # 4,096 steps, or more where there is no room
 Line = dict[str, Any]
 
 
-class RecordError(ValueError):
+class RecordError(FileError):
     """A file that cannot be read as a flight record; says why."""
-
-
-def line_bytes(line: Mapping[str, Any]) -> bytes:
-    """A line as it is in the file; its numbers are finite."""
-    return f"{json.dumps(line, allow_nan=False)}\n".encode()
 
 
 def columns_of(row: _C.StepRow) -> Line:
@@ -70,7 +65,8 @@ def read_column(columns: Line, name: str, byteorder: str) -> torch.Tensor | None
     """
     if name not in columns:
         return None
-    num, packed = columns["num"], bytearray(base64.b64decode(columns[name]))
+    num, data = columns["num"], columns[name]  # bytes, where a reader has decoded them
+    packed = bytearray(data if isinstance(data, bytes) else base64.b64decode(data))
     is_count = name in COUNTS
     dtype = torch.int64 if is_count else torch.float64
     if not packed:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from .. import _C
 from ..core.names import unwrapped_class
-from ..core.strict_json import to_plain
+from ..files.json_text import to_plain
 from ..recording.labels import entry_label
 from ..recording.watch import ModelWatch
 from ..report.report import Cost

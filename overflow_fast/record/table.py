@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,11 @@ from .record_lines import COLUMNS, COUNTS, Line, read_column
 from .record_types import RecordEntry, RecordStep
 
 _LOSSES = ("output.loss", "output['loss']")
+
+
+def num_cells(steps: Sequence[Line]) -> int:
+    """How many numbers each column of a record has: its lines by its entries."""
+    return len(steps) * sum(widths_of(steps))
 
 
 class FlightRecord:
@@ -45,9 +51,8 @@ class FlightRecord:
         self._lines = [line for line in lines if line.get("kind") == "steps"]
         self._heads = heads = [x for x in lines if x.get("kind") == "entries"]
         widths = widths_of(self._lines)
-        by_model = [entries_of(heads, i, width) for i, width in enumerate(widths)]
-        self._begins = [sum(widths[:i]) for i in range(len(widths))]
-        self.entries: list[RecordEntry] = [each for all_ in by_model for each in all_]
+        self._begins = [0, *itertools.accumulate(widths)]
+        self.entries: list[RecordEntry] = entries_of(heads, widths)
 
     def __len__(self) -> int:
         """How many lines of steps there are."""

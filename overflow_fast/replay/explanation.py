@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..core.notebook import short_name
-from ..core.text import counted
+from ..text import counted
 from .named_op import Op, Sample
 
 PHASES = ("forward", "backward", "optimizer", "data", "weights")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ..core.strict_json import SCHEMA, dumps
+from ..files.json_text import SCHEMA, dumps
 from ..replay.explanation import Artifact, Explanation
 from .evidence_tensors import choose
 from .report import Report

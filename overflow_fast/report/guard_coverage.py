@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core.selection import Wanted
-from ..core.text import counted
 from ..recording.coverage import Coverage
 from ..recording.watch import ModelWatch
+from ..text import counted
 
 
 @dataclass(frozen=True)

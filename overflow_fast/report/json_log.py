@@ -14,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from ..core.strict_json import dumps
+from ..files.json_text import dumps
 
 try:
     import fcntl

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..core.strict_json import SCHEMA
+from ..files.json_text import SCHEMA
 from ..recording.watch import ModelWatch
 
 
