@@ -93,7 +93,8 @@ class GuardConfig:
         record: A file for the flight record: magnitudes and counts of each entry in
             each watched step, for `overflow_fast.read_record()`. A file that is there
             already is left alone: this run's is `run.2.ofr` then.
-        record_mib: The MiB that the record may have; older steps are folded together.
+        record_mib: The MiB that the record may have; older steps are folded together,
+            and names for which it has no room are not recorded.
         record_steps: The number of last steps that keep a line of their own, where a
             quarter of the file has room for them.
         process_group: The ranks that decide together, a `ProcessGroup` or a

@@ -43,16 +43,25 @@ class RecordError(FileError):
     """A file that cannot be read as a flight record; says why."""
 
 
-def columns_of(row: _C.StepRow) -> Line:
-    """The columns of one model's row; one that was not counted is left out."""
-    columns: Line = {"num": row.num_entries}
+def columns_of(row: _C.StepRow, most: int) -> Line:
+    """The columns of one model's row; one that was not counted is left out.
+
+    Args:
+        row: The row.
+        most: How many entries have a name in the file; further ones are left out.
+    """
+    num = min(row.num_entries, most)
+    columns: Line = {"num": num}
     # Names that a row of the extension may lack: not counted there.
     for name in COLUMNS:
         packed = getattr(row, name, None)
         if packed is not None:
+            if num < row.num_entries:
+                packed = packed[: num * (len(packed) // row.num_entries)]
             columns[name] = base64.b64encode(packed).decode()
-    if row.num_left_out:
-        columns["left_out"] = row.num_left_out
+    left_out = row.num_left_out + row.num_entries - num
+    if left_out:
+        columns["left_out"] = left_out
     return columns
 
 
