@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files.json_text import dumps
+from ..text import printable
 from .adding import Commands, add_command
 
 _LIBRARIES = (
@@ -39,7 +40,7 @@ def _run(parsed: argparse.Namespace) -> int:
         print(dumps(found, indent=1))
         return 0
     for name, value in found.items():
-        print(f"{name}: {_text(value)}")
+        print(printable(f"{name}: {_text(value)}"))
     return 0
 
 

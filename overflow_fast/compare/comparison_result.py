@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files.json_text import SCHEMA, dumps
-from ..text import as_lines
+from ..text import as_lines, printable
 from .first_difference import First
 from .judged_rows import (
     EQUAL,
@@ -70,7 +70,7 @@ class Comparison:
 
     def __str__(self) -> str:
         """The remarks, the first difference, and the rows around it."""
-        lines = [f"{self.name} against {self.reference}"]
+        lines = [printable(f"{self.name} against {self.reference}")]
         said = self.said[:_MAX_SAID]
         if len(self.said) > len(said):
             said.append(f"And {len(self.said) - len(said)} more remarks.")
@@ -185,7 +185,7 @@ HEADS = (
 def _table(rows: list[Difference]) -> list[str]:
     if not rows:
         return []
-    cells = [list(HEADS), *(cells_of(row) for row in rows)]
+    cells = [list(HEADS), *(list(map(printable, cells_of(row))) for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(HEADS))]
     return [
         "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from ..files.json_text import dumps
+from ..text import printable
 from .columns import Column
 from .grid import ALL_ZERO, BITS, NONFINITE, Sheet
 from .row_names import FAMILIES, block_of, family_of
@@ -39,7 +40,11 @@ def payloads(sheet: Sheet) -> dict[str, str]:
     columns, found = _fitting(lambda most: _whole(sheet, most), most, _MAX_GRID)
     meta = {
         "rows": [
-            [*vars(each).values(), block_of(each.module), family_of(each.kind)]
+            [
+                printable(value) if isinstance(value, str) else value
+                for value in (*vars(each).values(), block_of(each.module))
+            ]
+            + [family_of(each.kind)]
             for each in sheet.entries
         ],
         "columns": [[c.first, c.last] for c in columns],

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..core.notebook import picture_html
+from ..text import printable
 from .heatmap_image import heatmap_pixels, png_of
 from .record_entries import entries_of, widths_of
 from .record_lines import COLUMNS, COUNTS, Line, read_column
@@ -62,7 +63,8 @@ class FlightRecord:
         """Writes the file, and how many steps of how many entries it has."""
         steps = sum(line["count"] for line in self._lines)
         of = ", ".join(self.run.get("models", [])) or "a run"
-        return f"{self.path}: {of}, {steps} steps of {len(self.entries)} entries"
+        num = len(self.entries)
+        return printable(f"{self.path}: {of}, {steps} steps of {num} entries")
 
     def tail(self, num: int) -> FlightRecord:
         """The record of the last lines of steps alone."""
