@@ -263,7 +263,9 @@ class Record(Options):
     mib: float = field(
         default=64,
         metadata=option(
-            "The MiB that the file may have; older steps are folded together.", POSITIVE
+            "The MiB that the file may have; older steps are folded together, and "
+            "names for which it has no room are not recorded.",
+            POSITIVE,
         ),
     )
     steps: int = field(

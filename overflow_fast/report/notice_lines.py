@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from ..core.text import as_lines
+from ..text import as_lines
 
 _log = logging.getLogger("overflow_fast")
 

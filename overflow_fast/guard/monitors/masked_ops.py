@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from ...core.text import as_lines
 from ...replay.explain import variables_of
 from ...replay.explanation import Explanation
 from ...replay.hidden import hidden_failures
 from ...state.snapshot import Snapshot
+from ...text import as_lines
 from ..arguments import whole
 from ..options import option
 from .monitor import Guarded, Monitor, MonitoredStep

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from ...core.devices import place_of
-from ...core.text import as_lines
 from ...distributed.replicas import Difference, ReplicaCheck
+from ...text import as_lines
 from ..arguments import whole
 from ..options import option
 from .monitor import Guarded, Monitor
