@@ -250,7 +250,7 @@ def _state(value: Any) -> _State:
         items = [(None, each) for each in list.__getitem__(value, slice(None))]
     elif issubclass(type(value), dict):
         items = _items(value)
-    return _State(items, _attributes(value, _layout(type(value))))
+    return _State(items, _attributes(value, layout(type(value))))
 
 
 def _is_same(items: list[tuple[Any, Any]], others: list[tuple[Any, Any]]) -> bool:
@@ -268,7 +268,7 @@ def _refill(value: Any, items: list[tuple[Any, Any]]) -> None:
 
 
 def _set(value: Any, name: str, each: Any) -> None:
-    layout = _layout(type(value))
+    layout = layout(type(value))
     slots = dict(layout.slots)
     if name in slots:
         slots[name].__set__(value, each)
