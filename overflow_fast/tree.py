@@ -34,14 +34,14 @@ import io
 import itertools
 import types
 import weakref
-from collections import OrderedDict, UserDict, deque
+from collections import Counter, OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from .torch_internals.tensor_internals import pytree
+from .torch_internals.tensor_internals import pytree, version_of
 
 MAX_DEPTH = 16
 # The arguments of a call, (args, kwargs), are two levels around the values given.
@@ -100,16 +100,42 @@ def tensors(value: Any, depth: int = MAX_DEPTH) -> list[tuple[Path, torch.Tensor
     return find(value, (torch.Tensor,), depth)
 
 
+def tensors_in(value: Any, depth: int = MAX_DEPTH) -> list[torch.Tensor]:
+    """Lists the tensors of a value, as `tensors()` does; also in compiled code."""
+    if torch.compiler.is_compiling():
+        return _traced_tensors(value, depth)
+    return [tensor for _, tensor in tensors(value, depth)]
+
+
+def call_tensors(args: Any, kwargs: Any) -> list[tuple[Path, torch.Tensor]]:
+    """Lists the tensors that a call is given: `[0]['x']`, and `.mask` by keyword."""
+    walk = Walk((torch.Tensor,))
+    walk.visit_call(args, kwargs)
+    return walk.found
+
+
 def find(
-    value: Any, kinds: tuple[type, ...], depth: int = MAX_DEPTH
+    value: Any,
+    kinds: tuple[type, ...],
+    depth: int = MAX_DEPTH,
+    most: int = MAX_VALUES,
 ) -> list[tuple[Path, Any]]:
-    """Lists the values of some types with their paths; they are not opened."""
-    walk = _Walk(kinds, depth)
+    """Lists the values of some types with their paths; they are not opened.
+
+    Args:
+        value: Any value.
+        kinds: The types, which may be those of plain values.
+        depth: The number of nested containers that are opened.
+        most: The number of values that are visited.
+    """
+    walk = Walk(kinds, depth, most=most)
     walk.visit(value)
     return walk.found
 
 
-def opaque(value: Any, depth: int = MAX_DEPTH) -> dict[str, int]:
+def opaque(
+    value: Any, depth: int = MAX_DEPTH, most: int = MAX_VALUES
+) -> dict[str, int]:
     """Counts what may hold tensors but was not opened, by the types' qualified names.
 
     These are sets, views and iterators, objects of C types, containers that are nested
@@ -118,17 +144,20 @@ def opaque(value: Any, depth: int = MAX_DEPTH) -> dict[str, int]:
     Returns:
         The number of values by the names of their types: `{"set": 1}`.
     """
-    walk = _Walk((torch.Tensor,), depth)
+    walk = Walk((torch.Tensor,), depth, most)
     walk.visit(value)
-    return walk.opaque
+    return dict(Counter(type_name(kind) for _, kind in walk.opaque))
 
 
 def mapped(
     value: Any,
-    change: Callable[[torch.Tensor], Any],
+    change: Callable[[Any], Any],
     depth: int = MAX_DEPTH,
+    *,
+    kinds: tuple[type, ...] = (torch.Tensor,),
+    anew: bool = False,
 ) -> Any:
-    """Rebuilds a value with its tensors replaced.
+    """Rebuilds a value with its tensors replaced; also in compiled code.
 
     Nothing is written to the value. What holds no replaced tensor is used as it is;
     the rest is copied without `__init__`, `__copy__` or a setter, so that shared parts,
@@ -139,19 +168,116 @@ def mapped(
         change: Called once for each distinct tensor, in order; returns its substitute,
             or the tensor itself to leave it.
         depth: The number of nested containers that are opened.
+        kinds: The types of what is replaced.
+        anew: Copy all containers that lead to a tensor, where that is possible, and all
+            lists and dicts around them, for code that takes items out of them.
 
     Raises:
         NotRebuilt: A tensor was replaced in an object of which no copy can be made.
     """
-    walk = _Walk((torch.Tensor,), depth, remembers_holders=True)
-    walk.visit(value)
-    replaced: dict[int, Any] = {}
-    for _, tensor in walk.found:
-        if id(tensor) not in replaced:
-            replaced[id(tensor)] = change(tensor)
-    originals = {id(tensor): tensor for _, tensor in walk.found}
-    is_new = {key for key, new in replaced.items() if new is not originals[key]}
-    return _Rebuilding(replaced, walk.holders_of(is_new), walk).of(value)
+    if torch.compiler.is_compiling():
+        return _traced_mapped(value, change, depth)
+    return _Rebuilding(value, change, depth, kinds, anew).of(value)
+
+
+def copied(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """Copies the containers of a value, not its tensors: see `anew` of `mapped()`."""
+    return mapped(value, lambda tensor: tensor, depth, anew=True)
+
+
+class Loan:
+    """A value with other tensors for one call, whose writes reach the value.
+
+    Caches and batches are updated by the modules that they are given to. What cannot be
+    copied is lent as it is.
+
+    Args:
+        value: Any value.
+        change: Returns what stands for a tensor; see `mapped()`.
+        depth: The number of nested containers that are opened.
+
+    Attributes:
+        value: The value to give to the call.
+    """
+
+    def __init__(
+        self, value: Any, change: Callable[[Any], Any], depth: int = MAX_DEPTH
+    ) -> None:
+        self._lent: list[tuple[Any, Any, _State]] = []
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._back: dict[int, Any] = {}
+        if torch.compiler.is_compiling():
+            self.value = _traced_mapped(value, change, depth)
+            return
+        made = _Rebuilding(value, change, depth, (torch.Tensor,), is_strict=False)
+        self.value = made.of(value)
+        for original, copy in made.copied():
+            self._back[id(copy)] = original
+            if not issubclass(type(original), torch.Tensor):
+                self._lent.append((original, copy, _state(copy)))
+            elif id(original) in made.walk.of_objects:
+                self._tensors.append((original, copy, _version(copy)))
+
+    def give_back(self) -> None:
+        """Writes to the value what the call has written to what it was lent."""
+        for original, copy, before in self._lent:
+            now = _state(copy)
+            if not _is_same(now.items, before.items):
+                _refill(original, [(key, self._own(each)) for key, each in now.items])
+            for name, each in now.attributes:
+                if not any(name == n and each is old for n, old in before.attributes):
+                    _set(original, name, self._own(each))
+        for tensor, copy, version in self._tensors:
+            is_written = copy.is_inference() or _version(copy) != version
+            if is_written and not (tensor.requires_grad or copy.requires_grad):
+                tensor.copy_(copy)
+
+    def _own(self, value: Any) -> Any:
+        """The original of a copy; anything else as it is."""
+        return self._back.get(id(value), value)
+
+
+class _State(NamedTuple):
+    """The items of a list or dict, and the attributes of an object."""
+
+    items: list[tuple[Any, Any]]
+    attributes: list[tuple[str, Any]]
+
+
+def _state(value: Any) -> _State:
+    items: list[tuple[Any, Any]] = []
+    if issubclass(type(value), list):
+        items = [(None, each) for each in list.__getitem__(value, slice(None))]
+    elif issubclass(type(value), dict):
+        items = _items(value)
+    return _State(items, _attributes(value))
+
+
+def _is_same(items: list[tuple[Any, Any]], others: list[tuple[Any, Any]]) -> bool:
+    return len(items) == len(others) and all(
+        key is k and each is e
+        for (key, each), (k, e) in zip(items, others, strict=True)
+    )
+
+
+def _refill(value: Any, items: list[tuple[Any, Any]]) -> None:
+    base = _solid_base(type(value))
+    base.clear(value)
+    for key, each in items:
+        base.append(value, each) if base is list else base.__setitem__(value, key, each)
+
+
+def _set(value: Any, name: str, each: Any) -> None:
+    known = layout(type(value))
+    slots = dict(known.slots)
+    if name in slots:
+        _slot(value, name, slots[name]).__set__(value, each)
+    elif known.has_dict:
+        object.__getattribute__(value, "__dict__")[name] = each
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def at(value: Any, path: Path) -> Any:
@@ -180,6 +306,14 @@ def held(value: object, name: str) -> Any:
         if key == name:
             return child
     return None
+
+
+def is_container(value: Any) -> bool:
+    """Returns True for a tensor, and for what has items: no object with attributes."""
+    found = _contents(value)
+    return issubclass(type(value), torch.Tensor) or (
+        found is not None and (not found.is_object or found.wrapped is not None)
+    )
 
 
 def path_text(path: Iterable[Part]) -> str:
@@ -432,29 +566,52 @@ def _registered(value: Any, kind: type) -> _Contents | None:
         return None
 
 
-class _Walk:
-    """One walk over a value.
+class Walk:
+    """One walk over one value or several, whose shared parts are opened once.
+
+    Args:
+        kinds: The types to find.
+        depth: The number of nested containers that are opened.
+        most: The number of values that are visited.
+        remembers_holders: Keep what `holders_of()` needs.
 
     Attributes:
-        found: The values of the types asked for, with their paths.
-        opaque: How often values of a type were met that may hold more.
+        found: The values of these types, with their paths.
+        opaque: What was not opened and may hold more: its path and its type.
+        opened: The containers that were opened, by their ids: each id is one of them.
+        lists: The ids of lists and dicts that no object holds.
+        of_objects: The ids of values found that an object holds.
     """
 
     def __init__(
-        self, kinds: tuple[type, ...], depth: int, remembers_holders: bool = False
+        self,
+        kinds: tuple[type, ...],
+        depth: int = MAX_DEPTH,
+        most: int = MAX_VALUES,
+        remembers_holders: bool = False,
     ) -> None:
         self.found: list[tuple[Path, Any]] = []
-        self.opaque: dict[str, int] = {}
+        self.opaque: list[tuple[Path, type]] = []
+        self.lists: set[int] = set()
         self._kinds = kinds
+        self._skipped = _PLAIN.difference(kinds)
         self._depth = depth
-        self._num_left = MAX_VALUES
+        self._num_left = most
         self._num_left_of_objects = MAX_VALUES_OF_OBJECTS
-        self._opened: dict[int, Any] = {}  # keeps them alive, so that each id is one
+        self.opened: dict[int, Any] = {}
+        self.of_objects: set[int] = set()
         self._holders: dict[int, list[int]] | None = {} if remembers_holders else None
 
-    def visit(self, value: Any) -> None:
-        """Lists what a value holds."""
-        self._visit(value, (), 0, False)
+    def visit(self, value: Any, path: Path = ()) -> None:
+        """Lists what a value holds, the paths behind that of the value."""
+        self._visit(value, path, 0, False)
+
+    def visit_call(self, args: Any, kwargs: Any) -> None:
+        """Lists what a call is given; a keyword is written as an attribute."""
+        for i, value in enumerate(args):
+            self.visit(value, (Part(INDEX, i),))
+        for name, value in kwargs.items():
+            self.visit(value, (Part(ATTRIBUTE, name),))
 
     def holders_of(self, of: set[int]) -> set[int]:
         """The ids of the containers that hold one of some values, however deep."""
@@ -471,32 +628,36 @@ class _Walk:
         kind = type(value)
         if issubclass(kind, self._kinds):
             self.found.append((path, value))
+            if is_of_object:
+                self.of_objects.add(id(value))
             return
-        if kind in _PLAIN or id(value) in self._opened:
+        if kind in self._skipped or id(value) in self.opened:
             return
         contents = _contents(value)
         if contents is None:
             if _hides(value):
-                self._note(kind)
+                self.opaque.append((path, kind))
             return
         if depth >= self._depth:
             if any(type(child) not in _PLAIN for child in contents.values):
-                self._note(kind)
+                self.opaque.append((path, kind))
             return
-        if self._opens(value, contents):
+        if self._opens(value, contents, is_of_object):
             self._visit_all(value, contents, path, depth + 1, is_of_object)
 
-    def _opens(self, value: Any, contents: _Contents) -> bool:
+    def _opens(self, value: Any, contents: _Contents, is_of_object: bool) -> bool:
         """Marks a container as opened. Returns False if what it wraps was, before."""
-        self._opened[id(value)] = value
+        self.opened[id(value)] = value
+        if not is_of_object and type(value) in (list, dict):
+            self.lists.add(id(value))
         wrapped = contents.wrapped
         if wrapped is None:
             return True
         if self._holders is not None:
             self._holders.setdefault(id(wrapped), []).append(id(value))
-        if id(wrapped) in self._opened:
+        if id(wrapped) in self.opened:
             return False
-        self._opened[id(wrapped)] = wrapped
+        self.opened[id(wrapped)] = wrapped
         return True
 
     def _visit_all(
@@ -510,22 +671,18 @@ class _Walk:
         is_of_object = is_of_object or contents.is_object
         wrapped = contents.wrapped
         for style, key, child in contents.parts():
-            if type(child) in _PLAIN:
+            if type(child) in self._skipped:
                 continue
             self._num_left -= 1
             self._num_left_of_objects -= is_of_object
             if self._num_left < 0 or (is_of_object and self._num_left_of_objects < 0):
-                self._note(type(child))
+                self.opaque.append(((*path, Part(style, key)), type(child)))
                 return
             if self._holders is not None:
                 is_item = wrapped is not None and style == KEY
                 by = id(wrapped) if is_item else id(holder)
                 self._holders.setdefault(id(child), []).append(by)
             self._visit(child, (*path, Part(style, key)), depth, is_of_object)
-
-    def _note(self, kind: type) -> None:
-        name = type_name(kind)
-        self.opaque[name] = self.opaque.get(name, 0) + 1
 
 
 def _hides(value: Any) -> bool:
@@ -539,12 +696,47 @@ def _hides(value: Any) -> bool:
 
 
 class _Rebuilding:
-    """Copies the containers that hold a replaced tensor."""
+    """Copies the containers of a value that hold something replaced; see `mapped()`.
 
-    def __init__(self, new: dict[int, Any], to_copy: set[int], walk: _Walk) -> None:
-        self._new = new
-        self._to_copy = to_copy
-        self._walk = walk  # keeps the originals alive, so that each id is one
+    Args:
+        value: The value.
+        change: Returns the substitute of each value of some types.
+        depth: The number of nested containers that are opened.
+        kinds: The types.
+        anew: Copy other containers, too.
+        is_strict: Raise where a container cannot be copied; else it stays as it is.
+
+    Attributes:
+        walk: The walk over the value, which keeps its parts alive.
+    """
+
+    def __init__(
+        self,
+        value: Any,
+        change: Callable[[Any], Any],
+        depth: int,
+        kinds: tuple[type, ...],
+        anew: bool = False,
+        is_strict: bool = True,
+    ) -> None:
+        self.walk = walk = Walk(kinds, depth, remembers_holders=True)
+        walk.visit(value)
+        found = {id(each): each for _, each in walk.found}
+        self._new = {key: change(each) for key, each in found.items()}
+        self._changed = {
+            k: each for k, each in found.items() if self._new[k] is not each
+        }
+        holders = walk.holders_of(set(self._changed))
+        self._must = holders if is_strict else set[int]()
+        self._to_copy = set(holders)
+        if anew:
+            self._to_copy = walk.holders_of({*found, *walk.lists}) | walk.lists
+
+    def copied(self) -> Iterator[tuple[Any, Any]]:
+        """Yields all that was replaced or copied, with what stands for it."""
+        for key, each in [*self._changed.items(), *self.walk.opened.items()]:
+            if self._new.get(key, each) is not each:
+                yield each, self._new[key]
 
     def of(self, value: Any) -> Any:
         """Returns the copy of a value, or the value."""
@@ -560,6 +752,10 @@ class _Rebuilding:
         except (TypeError, AttributeError) as error:
             if isinstance(error, NotRebuilt):
                 raise
+            if id(value) not in self._must:
+                self._new.pop(id(value), None)
+                self._to_copy.discard(id(value))
+                return value
             raise NotRebuilt(f"cannot rebuild {type_name(kind)}: {error}") from error
         return self._new.setdefault(id(value), copy)
 
@@ -617,14 +813,61 @@ class _Rebuilding:
 
     def _fill(self, copy: Any, value: Any) -> None:
         """Gives a copy the attributes of an object, without a setter of the user's."""
-        slots = dict(layout(type(value)).slots)
         for name, child in _attributes(value):
-            if name in slots:
-                _slot(copy, name, slots[name]).__set__(copy, self.of(child))
-            else:
-                object.__getattribute__(copy, "__dict__")[name] = self.of(child)
+            _set(copy, name, self.of(child))
 
 
 def _solid_base(kind: type) -> Any:
     """The first of a type's bases that is written in C."""
     return next(base for base in kind.__mro__ if not base.__flags__ & _IS_HEAP_TYPE)
+
+
+# In code that dynamo traces: it follows pytree and plain attribute access, into one
+# graph, and has neither identities nor descriptors. Shared parts are copied each, and
+# of objects only those of declared fields: what is written to a copy would be lost.
+
+
+def _traced_tensors(value: Any, depth: int) -> list[torch.Tensor]:
+    found = []
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif depth and _is_declared(leaf):
+            for name in _traced_names(leaf):
+                found += _traced_tensors(getattr(leaf, name), depth - 1)
+    return found
+
+
+def _traced_mapped(value: Any, change: Callable[[Any], Any], depth: int) -> Any:
+    leaves, spec = pytree.tree_flatten(value)
+    new = [_traced_copy(leaf, change, depth) for leaf in leaves]
+    return pytree.tree_unflatten(new, spec)
+
+
+def _traced_copy(leaf: Any, change: Callable[[Any], Any], depth: int) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return change(leaf)
+    if not _is_declared(leaf) or not _traced_tensors(leaf, depth):
+        return leaf
+    copy = object.__new__(type(leaf))
+    for name in _traced_names(leaf):
+        made = _traced_mapped(getattr(leaf, name), change, depth - 1)
+        object.__setattr__(copy, name, made)
+    return copy
+
+
+def _is_declared(value: Any) -> bool:
+    """True for dataclasses, attrs classes and wrappers of dicts."""
+    kind = type(value)
+    is_class = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "__attrs_attrs__")
+    return (is_class and not isinstance(value, type)) or isinstance(value, UserDict)
+
+
+def _traced_names(value: Any) -> list[str]:
+    names = list(vars(value)) if hasattr(value, "__dict__") else []
+    for base in type(value).__mro__:
+        slots = getattr(base, "__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in names and hasattr(value, name):
+                names.append(name)
+    return names

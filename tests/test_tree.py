@@ -285,12 +285,12 @@ def test_an_object_that_leads_to_the_whole_program_costs_little():
 
     visited = []
 
-    class Walk(tree._Walk):
+    class Own(tree.Walk):
         def _visit(self, value, *rest):
             visited.append(value)
             super()._visit(value, *rest)
 
-    walk = Walk((torch.Tensor,), tree.MAX_DEPTH)
+    walk = Own((torch.Tensor,), tree.MAX_DEPTH)
     walk.visit(Trainer())
     assert len(visited) <= tree.MAX_VALUES_OF_OBJECTS + 1
     assert paths(Trainer()) == [".first"]
@@ -477,3 +477,47 @@ def test_it_agrees_with_the_pytree_of_torch(value):
 def test_a_deep_copy_of_a_value_has_the_same_paths():
     value = {"a": Wrapper(b=[x()]), "c": Object(x())}
     assert paths(copy.deepcopy(value)) == paths(value)
+
+
+def test_containers_anew_for_code_that_takes_items_out():
+    tensor, config = x(), Object([1])
+    value = ({"x": tensor, "n": 1}, [2], Plain([tensor]), config, {3})
+    copied = tree.mapped(value, lambda each: each, anew=True)
+    assert [id(each) for _, each in tree.tensors(copied)] == [id(tensor)] * 2
+    copied[0].clear()
+    copied[1].clear()
+    copied[2].x.clear()
+    assert value[0] == {"x": tensor, "n": 1}
+    assert value[1] == [2]
+    assert value[2].x[0] is tensor
+    assert copied[3] is config
+    assert copied[4] is value[4]
+    empty = {"flag": True}
+    assert tree.mapped(empty, torch.neg, anew=True) is not empty
+
+
+def test_containers_anew_leave_what_cannot_be_copied():
+    class Day(datetime.date):
+        pass
+
+    day = Day(2024, 1, 1)
+    day.x = x()
+    value = [day, {"y": day.x}]
+    copied = tree.mapped(value, lambda each: each, anew=True)
+    assert copied[0] is day
+    assert copied[1] is not value[1]
+
+
+def test_other_values_are_replaced_too():
+    value = [torch.float16, {"d": torch.float16, "n": 1.5}, x()]
+    wide = tree.mapped(
+        value, lambda each: torch.float64, kinds=(torch.dtype,), anew=False
+    )
+    assert wide[:2] == [torch.float64, {"d": torch.float64, "n": 1.5}]
+    found = tree.find(value, (float,))
+    assert [(tree.path_text(path), n) for path, n in found] == [("[1]['n']", 1.5)]
+
+
+def test_a_walk_can_be_held_short():
+    found = tree.find([[1, 2], [3, 4]], (int,), most=3)
+    assert [n for _, n in found] == [1, 2]

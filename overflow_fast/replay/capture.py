@@ -13,6 +13,7 @@ from torch import nn
 from ..core.restore import devices_of
 from ..torch_internals.compiler import compiled_call_of, has_compiled
 from ..torch_internals.running import is_recorded
+from ..tree import CALL_DEPTH, copied
 from .buffer_copies import BufferCopies
 from .functions import Captured
 from .kept_call import Ambient, KeptCall, ModelCall
@@ -60,7 +61,7 @@ class Capture:
         self._look_for_gradients(model)
         self._buffers.take(model)
         ambient = Ambient(model, self._devices_of(model))
-        batch = (tuple(map(_copied, args)), {k: _copied(v) for k, v in kwargs.items()})
+        batch = copied((tuple(args), dict(kwargs)), CALL_DEPTH)
         is_compiled, called = False, model
         if "torch._dynamo" in sys.modules and has_compiled():
             is_compiled, known = compiled_call_of(model)
@@ -156,10 +157,3 @@ class Capture:
         if known is None or known[0] != device:
             known = self._devices[id(model)] = device, devices_of([model])
         return known[1]
-
-
-def _copied(value: Any) -> Any:
-    """A container that a forward may take from, by its own; anything else as it is."""
-    if type(value) is dict:
-        return dict(value)
-    return list(value) if type(value) is list else value

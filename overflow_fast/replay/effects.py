@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..tree import find, path_text
 from .kept_call import KeptCall
-from .objects import leaves_of
 
 _NUMBERS = (bool, int, float, str)
 _FEW = 3
+_MAX_DEPTH = 3
+_MAX_VALUES = 4000  # of one variable
 _NUMPY = "numpy's random state"
 
 
@@ -50,9 +52,10 @@ class Effects:
             yield _NUMPY, _plain(numpys.get_state())
         kinds = [*_NUMBERS, torch.Tensor, nn.Module, torch.Generator, random.Random]
         kinds += [] if numpys is None else [numpys.Generator, numpys.RandomState]
-        for name, value, _ in leaves_of(self._around, tuple(kinds)):
-            if not isinstance(value, (torch.Tensor, nn.Module)):
-                yield name, _state_of(value)
+        for variable, around in self._around.items():
+            for path, value in find(around, tuple(kinds), _MAX_DEPTH, _MAX_VALUES):
+                if not isinstance(value, (torch.Tensor, nn.Module)):
+                    yield f"{variable}{path_text(path)}", _state_of(value)
         for name, value in self._around.items():
             if hasattr(type(value), "__next__"):
                 yield name, _Iterator()
