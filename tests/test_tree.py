@@ -4,6 +4,7 @@ import collections
 import copy
 import datetime
 import functools
+import gc
 import threading
 import weakref
 
@@ -243,6 +244,23 @@ def test_what_cannot_be_opened_is_counted(hiding, name):
 
 def test_a_set_of_plain_values_is_no_riddle():
     assert tree.opaque([{1, 2}, frozenset("ab"), set()]) == {}
+
+
+def test_a_set_of_arrays_is_no_riddle():
+    numpy = pytest.importorskip("numpy")
+    assert tree.opaque([{numpy.float32(1)}]) == {}
+
+
+@pytest.mark.parametrize("slots", [{}, {"__slots__": ("x",)}])
+def test_a_class_that_was_looked_into_is_not_kept_alive(slots):
+    kind = type("Local", (), dict(slots))
+    value = kind()
+    value.x = x()
+    assert paths(value) == [".x"]
+    kept = weakref.ref(kind)
+    del kind, value
+    gc.collect()
+    assert kept() is None
 
 
 def test_code_of_others_that_raises_makes_a_type_opaque():
