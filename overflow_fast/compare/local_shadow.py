@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..core.devices import devices_of
 from ..core.names import named_modules
-from ..core.restore import devices_of, has_drawn, random_states, set_random_states
 from ..precision.copies import check_model, to_float32
 from ..precision.recast import floats_in
+from ..state.random import RandomStates
 from ..torch_internals.running import graph_task_id
 from ..tree import CALL_DEPTH, NotRebuilt, mapped
 from .judged_rows import INHERITED, MADE_HERE, Difference, coarser, error_of_layer
@@ -82,7 +83,7 @@ class LocalShadow:
                 except NotRebuilt:
                     return  # it is not computed again
                 self._given[module] = given
-            self._states = random_states(self._devices)
+            self._states = RandomStates(self._devices)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if graph_task_id() >= 0 or module not in self._given:
@@ -90,7 +91,7 @@ class LocalShadow:
         name, twin = self._twins[module]
         call = self._calls[name] = self._calls.get(name, -1) + 1
         args, kwargs = self._given.pop(module)
-        if has_drawn(self._states):
+        if self._states.drawn():
             return  # what it draws is not drawn again
         with torch.no_grad():
             try:
@@ -98,7 +99,7 @@ class LocalShadow:
             except Exception:
                 return  # not all code runs in float32
             finally:
-                set_random_states(self._states)
+                self._states.restore()
             pairs = list(zip(floats_in(output), found, strict=False))
             errors = [
                 measured(mine, its, coarser(*(str(t.dtype)[6:] for t in (mine, its))))

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from ..recording.schedule import ScanLevel, WatchSchedule
 from ..recording.watch import ModelWatch
 from ..report.report import Cost
+from ..state.step_start import StepStart
 from ..verdict.headroom import HeadroomTracker
-from .buffer_snapshot import BufferSnapshot
 
 
 class StepClock:
@@ -19,7 +19,7 @@ class StepClock:
         schedule: Chooses how much of each step is watched.
         watches: The watched models.
         headroom: Tracks the headroom of the watched steps.
-        buffers: The restore point of skipped steps, or None.
+        start: The models as they were when the step began, or None.
 
     Attributes:
         step: The number of the step at hand.
@@ -33,12 +33,12 @@ class StepClock:
         schedule: WatchSchedule,
         watches: Sequence[ModelWatch],
         headroom: HeadroomTracker,
-        buffers: BufferSnapshot | None,
+        start: StepStart | None,
     ) -> None:
         self._schedule = schedule
         self._watches = watches
         self._headroom = headroom
-        self._buffers = buffers
+        self._start = start
         self._is_running = False
         self.step = 0
         self.num_steps = 0
@@ -63,8 +63,8 @@ class StepClock:
         self._headroom.begin_step()
         for watch in self._watches:
             watch.attach() if level is ScanLevel.ALL else watch.pause()
-        if self._buffers is not None and level is not ScanLevel.OFF:
-            self._buffers.prepare()
+        if self._start is not None and level is not ScanLevel.OFF:
+            self._start.prepare()
 
     def set_step(self, number: int) -> None:
         """Gives the step at hand another number, from which the next ones count."""

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.restore import keep_attributes
 from ..core.wrapped import without_reduction
 from ..guard.guard import OverflowGuard
 from ..replay.functions import argument_names
+from ..state.objects import KeptObjects
 from ..tree import CALL_DEPTH, copied
 from .stand_in import StandIn
 
@@ -63,14 +63,16 @@ class KeptStep(StandIn):
     @contextlib.contextmanager
     def unseen(self, models: Sequence[nn.Module]) -> Iterator[None]:
         """Switches logging off, and puts the owner's attributes back."""
-        undo = keep_attributes(self._owner)
+        owner = self._owner
+        kept = KeptObjects(opens=lambda value: value is owner)
+        kept.add({"": owner})
         try:
             for name in self._logs:
                 vars(self._owner)[name] = _nothing
             with without_reduction(models):
                 yield
         finally:
-            undo()
+            kept.restore()
 
 
 class _Call:

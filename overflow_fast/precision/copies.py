@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..core.names import has_base, is_sharded, named_modules
-from ..core.restore import KeptState
+from ..state.snapshot import Snapshot
 from ..torch_internals.module_internals import own_buffers, own_parameters
 from ..torch_internals.tensor_internals import is_wrapper
 from ..tree import CALL_DEPTH, mapped
@@ -72,7 +72,7 @@ def on_copies(model: nn.Module, convert: Convert = to_float32) -> Iterator[None]
         model: The model.
         convert: See `Copies`.
     """
-    with KeptState({"": model}, on_copies=True):
+    with Snapshot({"": model}, on_copies=True):
         copies = Copies(convert)
         for module in model.modules():
             for table in (own_parameters(module), own_buffers(module)):

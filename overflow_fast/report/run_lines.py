@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ..core.text import counted
 from ..recording.watch import ModelWatch
+from ..text import counted
 from .guard_coverage import GuardCoverage
 from .report import Cost
 
