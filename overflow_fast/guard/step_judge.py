@@ -243,8 +243,9 @@ class StepJudge:
 
     def restore(self) -> list[str]:
         """Puts back what the forward changed; returns sentences about failures."""
-        is_off = self.start is None or not self._may_restore
-        return [] if is_off else self.start.restore()
+        if self.start is None or not self._may_restore:
+            return []
+        return self.start.restore()
 
     def _end(self, is_lagged: bool) -> None:
         self.tensors.forget()
