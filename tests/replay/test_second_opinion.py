@@ -13,7 +13,6 @@ from overflow_fast.replay import answers
 from overflow_fast.replay.module_call import ModuleCall
 from overflow_fast.replay.second_opinion import opinion_of
 
-
 FAULTS = []  # of the machine: what a module holds is put back for a replay
 
 
