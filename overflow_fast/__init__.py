@@ -25,6 +25,20 @@ from .compare.run_reader import RecordingError
 from .core.ops import Stat, scan
 from .debug import DebugUnderflowOverflow, detect_overflow, get_abs_min_max
 from .guard.guard import OverflowGuard
+from .guard.options import (
+    Evidence,
+    Explain,
+    Headroom,
+    LayerAudit,
+    Log,
+    MaskedOps,
+    Record,
+    Replicas,
+    Saturation,
+    Schedule,
+    Spikes,
+    Underflow,
+)
 from .guard.state import assert_finite_state
 from .precision.advise import advise_precision
 from .precision.keep_in_fp32 import keep_in_fp32
@@ -44,17 +58,29 @@ __all__ = [
     "Comparison",
     "Coverage",
     "DebugUnderflowOverflow",
+    "Evidence",
+    "Explain",
     "Explanation",
     "FlightRecord",
     "GuardCoverage",
+    "Headroom",
+    "LayerAudit",
+    "Log",
+    "MaskedOps",
     "NonFiniteError",
     "Op",
     "OverflowGuard",
     "PrecisionAdvice",
+    "Record",
     "RecordError",
     "RecordingError",
+    "Replicas",
     "Report",
+    "Saturation",
+    "Schedule",
+    "Spikes",
     "Stat",
+    "Underflow",
     "advise_precision",
     "assert_finite_state",
     "compare",

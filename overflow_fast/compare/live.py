@@ -17,7 +17,7 @@ from ..recording.unseen import unseen
 from ..replay.ambient import Ambient
 from ..state.random import RandomStates
 from ..state.snapshot import Snapshot
-from ..torch_internals.tensor_internals import pytree
+from ..tree import CALL_DEPTH, mapped
 from . import said_first
 from .comparison_result import Comparison
 from .first_cause import Known, first_of
@@ -153,13 +153,11 @@ def batch_for(reference: nn.Module, model: nn.Module, batch: Any) -> Any:
     if own is None or its is None:
         return batch
 
-    def convert(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        is_cast = value.dtype == own.dtype and own.dtype in _HALF_AND_FLOAT
-        return value.to(its.device, its.dtype if is_cast else value.dtype)
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        is_cast = tensor.dtype == own.dtype and own.dtype in _HALF_AND_FLOAT
+        return tensor.to(its.device, its.dtype if is_cast else tensor.dtype)
 
-    return pytree.tree_map(convert, batch)
+    return mapped(batch, convert, CALL_DEPTH)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from ..precision.copies import check_model, to_float32
 from ..precision.recast import floats_in
 from ..state.random import RandomStates
 from ..torch_internals.running import graph_task_id
-from ..torch_internals.tensor_internals import pytree
+from ..tree import CALL_DEPTH, NotRebuilt, mapped
 from .judged_rows import INHERITED, MADE_HERE, Difference, coarser, error_of_layer
 from .measures import measured
 
@@ -78,7 +78,11 @@ class LocalShadow:
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if graph_task_id() < 0:
             with torch.no_grad():
-                self._given[module] = pytree.tree_map(_widened, (args, kwargs))
+                try:
+                    given = mapped((args, kwargs), _widened, CALL_DEPTH, anew=True)
+                except NotRebuilt:
+                    return  # it is not computed again
+                self._given[module] = given
             self._states = RandomStates(self._devices)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -106,9 +110,9 @@ class LocalShadow:
             self.errors[name, call] = max(each.relative for each in errors)
 
 
-def _widened(value: Any) -> Any:
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor, in float32 where it is half precision."""
-    return to_float32(value.detach()) if isinstance(value, torch.Tensor) else value
+    return to_float32(tensor.detach())
 
 
 def apply_errors(

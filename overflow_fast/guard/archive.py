@@ -61,23 +61,23 @@ class Archive:
 
     @functools.cached_property
     def _evidence(self) -> EvidenceFolder | None:
-        config = self._config
-        if config.evidence is None:
+        evidence = self._config.evidence
+        if evidence is None:
             return None
-        most = int(config.evidence_mib * _MIB)
-        return EvidenceFolder(config.evidence, self._run, most, config.evidence_keep)
+        most = int(evidence.mib * _MIB)
+        return EvidenceFolder(evidence.path, self._run, most, evidence.keep)
 
     @functools.cached_property
     def _log(self) -> JsonLog | None:
-        config = self._config
-        if config.log is None or not self._run.collects(config.collect):
+        config, log = self._config, self._config.log
+        if log is None or not self._run.collects(log.ranks):
             return None
         return JsonLog(
-            self._run.path_of_rank(config.log),
+            self._run.path_of_rank(log.path),
             self._run.id,
             lambda: self._run.header(self._watches, config.on_overflow),
-            int(config.log_mib * _MIB),
-            config.log_keep,
+            int(log.mib * _MIB),
+            log.keep,
         )
 
     def keep(
@@ -190,7 +190,7 @@ class Archive:
             return []
         began = self._run.started.timestamp()
         try:
-            found = read_incidents(self._config.log)
+            found = read_incidents(self._config.log.path)
         except Exception:  # an alarm must not fail over its repetition
             return []
         return [each for each in found if each.time < began]

@@ -24,7 +24,7 @@ _log = logging.getLogger("overflow_fast")
 _NUM_AGAIN = 2
 
 
-class LayerAudit:
+class LayerAuditor:
     """Computes one layer again in one step of so many, a different one each time.
 
     Layers without random numbers and without submodules: linear layers, convolutions,

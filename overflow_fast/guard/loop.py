@@ -53,7 +53,7 @@ class GuardLoop:
         defer: bool,
     ) -> None:
         self.config = config
-        self.rules = Rules(config.allow)
+        self.rules = Rules(config.allow or {})
         self.watches = make_watches(
             models, config, self.rules, self._on_evaluated, defer
         )
@@ -96,9 +96,8 @@ class GuardLoop:
     def _make_judge(self) -> None:
         """Makes the parts that judge a step."""
         config = self.config
-        schedule = WatchSchedule(
-            config.every, config.warmup, config.ranges, config.budget
-        )
+        asked = config.schedule
+        schedule = WatchSchedule(asked.every, asked.warmup, asked.ranges, asked.budget)
         self.clock = StepClock(schedule, self.watches, self.headroom, self._start)
         self._judge = StepJudge(
             config, self.watches, self.engine, self.clock, self._start
@@ -136,7 +135,7 @@ class GuardLoop:
             self.clock,
             self.measurements,
             self.audits,
-            joins_unwatched=config.budget is not None,
+            joins_unwatched=config.schedule.budget is not None,
         )
         self._judge.on_clean = self.audits.before_step
 
@@ -227,7 +226,7 @@ class GuardLoop:
             self._judge.tensors.without_gradient,
             self.isolation.num_failures,
             self.rules.unused(),
-            self.config.on_spike is not None and self.config.sync == "lagged",
+            self.config.ignores_spikes,
         )
 
     @property

@@ -180,7 +180,7 @@ class PolicyEngine:
         self.spike_step = found.step
         self.num_spikes += is_first
         can_skip = found.can_skip and found.hook is not None
-        is_skipped = self._config.on_spike == "skip" and can_skip
+        is_skipped = self._config.skips_spikes and can_skip
         notes = found.restore() if is_skipped else []
         log_spike(found.step, found.spikes, is_skipped, notes)
         self._archive.log_spikes(found.step, found.spikes, is_skipped)

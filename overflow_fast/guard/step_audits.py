@@ -19,7 +19,8 @@ from ..replay.hidden import hidden_failures
 from ..state.snapshot import Snapshot
 from .config import GuardConfig
 from .isolation import ErrorIsolation
-from .layer_audit import LayerAudit
+from .layer_audit import LayerAuditor
+from .options import LayerAudit, MaskedOps, Replicas
 
 _log = logging.getLogger("overflow_fast")
 _FEW = 4
@@ -54,8 +55,8 @@ class StepAudits:
         self._has_warned = self._has_warned_of_lost = False
         self._layers = (
             None
-            if config.audit is None
-            else LayerAudit(watches, config.audit, isolation.isolated)
+            if (audit := config.monitor(LayerAudit)) is None
+            else LayerAuditor(watches, audit.every, isolation.isolated)
         )
 
     def begin_step(self, step: int) -> None:
@@ -66,8 +67,10 @@ class StepAudits:
 
     def before_step(self, step: int) -> None:
         """Looks inside the operations of a clean step, before its optimizer steps."""
-        every, capture = self._config.ops_every, self._capture
-        if every is None or step % every or capture is None or not capture.calls:
+        masked, capture = self._config.monitor(MaskedOps), self._capture
+        if masked is None or step % masked.every:
+            return
+        if capture is None or not capture.calls:
             return
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             return
@@ -90,9 +93,9 @@ class StepAudits:
 
     def end_step(self, step: int) -> None:
         """Compares replicas, once the step is over: a collective."""
-        every = self._config.check_replicas
+        replicas = self._config.monitor(Replicas)
         has_ranks = dist.is_available() and dist.is_initialized()
-        if every is None or step % every:
+        if replicas is None or step % replicas.every:
             return
         with self._isolation.isolated():
             models = {w.prefix: w.model for w in self._watches if w.model is not None}
@@ -112,12 +115,12 @@ class StepAudits:
     def metrics(self) -> dict[str, int]:
         """Returns how often each audit has found something."""
         values = {}
-        if self._config.ops_every is not None:
+        if self._config.monitor(MaskedOps) is not None:
             values["hidden_failures_total"] = self._num_hidden
         if self._layers is not None:
             values["layers_audited_total"] = self._layers.num_audited
             values["layers_different_total"] = self._layers.num_different
-        if self._config.check_replicas is not None:
+        if self._config.monitor(Replicas) is not None:
             values["replicas_different_total"] = self._num_different
         return values
 
@@ -150,7 +153,7 @@ class StepAudits:
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "check_replicas has nothing to compare: no weight is kept by several "
+                "Replicas() has nothing to compare: no weight is kept by several "
                 "ranks, as under DDP and HSDP.\nLogged once."
             )
 

@@ -16,6 +16,7 @@ from ..verdict.verdict import BadFrame
 from .config import GuardConfig
 from .device_flags import DeviceFlags
 from .optimizer_hook import OptimizerHook
+from .options import Spikes
 from .policy_engine import PolicyEngine
 from .scalers import SCALER, has_skipped, will_skip, without_expected, without_gradients
 from .spikes import SpikeWatch
@@ -61,7 +62,7 @@ class StepJudge:
         self._may_restore = config.may_restore
         self._frames = StepFrames(watches)
         self.flags = DeviceFlags(config, watches)
-        is_on = config.on_spike is not None and config.sync != "lagged"
+        is_on = config.monitor(Spikes) is not None and config.sync != "lagged"
         self._spikes = SpikeWatch(watches, is_on)
         self.has_scaler = False
         self.on_clean: Callable[[int], None] = lambda step: None

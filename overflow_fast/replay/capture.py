@@ -14,6 +14,7 @@ from ..core.devices import devices_of
 from ..state.step_start import StepStart
 from ..torch_internals.compiler import compiled_call_of, has_compiled
 from ..torch_internals.running import is_recorded
+from ..tree import CALL_DEPTH, copied
 from .functions import Captured
 from .kept_call import Ambient, KeptCall, ModelCall
 
@@ -62,7 +63,7 @@ class Capture:
             return
         self._look_for_gradients(model)
         ambient = Ambient(model, self._devices_of(model))
-        batch = (tuple(map(_copied, args)), {k: _copied(v) for k, v in kwargs.items()})
+        batch = copied((tuple(args), dict(kwargs)), CALL_DEPTH)
         is_compiled, called = False, model
         if "torch._dynamo" in sys.modules and has_compiled():
             is_compiled, known = compiled_call_of(model)
@@ -154,10 +155,3 @@ class Capture:
         if known is None or known[0] != device:
             known = self._devices[id(model)] = device, devices_of([model])
         return known[1]
-
-
-def _copied(value: Any) -> Any:
-    """A container that a forward may take from, by its own; anything else as it is."""
-    if type(value) is dict:
-        return dict(value)
-    return list(value) if type(value) is list else value

@@ -18,7 +18,7 @@ from ..torch_internals.replay_internals import no_dispatch
 from .armed_call import armed
 from .change import Change
 from .kept_call import KeptCall, loss_and_gradients
-from .kinds import NEGATIVE_INF, bad_names, is_float, kinds_of, tensors_in
+from .kinds import NEGATIVE_INF, bad_names, floats_in, kinds_of
 from .outcome import Outcome, gradients_of
 from .parts import part_of
 from .places import names_of
@@ -241,7 +241,7 @@ class Rerun:
         with no_dispatch():
             roots, own = loss_and_gradients(call, output), loss_in(output)
             losses = [root for root, _ in roots]
-            floats = [t for t in tensors_in(output) if is_float(t) and t.numel()]
+            floats = floats_in(output)
             if call.returns_loss and losses:
                 floats = losses  # what else it returned may be masked
             for tensor in floats:

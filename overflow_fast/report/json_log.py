@@ -133,7 +133,7 @@ class JsonLog:
                 if path.is_symlink() or not _is_own(path):
                     self._warn_once(
                         "%s is no log of overflow_fast and is left alone: the log "
-                        "grows beyond log_mib.",
+                        "grows beyond log.mib.",
                         path,
                     )
                     return False

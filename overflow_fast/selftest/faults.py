@@ -12,7 +12,7 @@ from torch import nn
 from ..recording.hooks import move_hook_to_front
 from ..state.snapshot import Snapshot
 from ..torch_internals.module_internals import forward_hooks
-from ..torch_internals.tensor_internals import pytree
+from ..tree import NotRebuilt, mapped, tensors_in
 
 
 class Fault:
@@ -44,17 +44,24 @@ class Fault:
     def _on_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.is_planted:
             return None
-        leaves, spec = pytree.tree_flatten(output)
-        place = first_float(output)
-        if place is None:
+        first = first_float(output)
+        if first is None:
             return None
+        try:
+            return mapped(output, lambda t: self._made(t) if t is first else t)
+        except NotRebuilt:
+            self.is_planted = False
+            return None
+
+    def _made(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor that the module returns instead of its own."""
         if not self._is_backward:
-            leaves[place] = self._spoiled(leaves[place])
-        elif leaves[place].requires_grad:
-            # The output may be that of a module within, and is to be this one's own.
-            leaves[place] = leaves[place].clone()
-            leaves[place].register_hook(self._on_backward)
-        return pytree.tree_unflatten(leaves, spec)
+            return self._spoiled(tensor)
+        # The output may be that of a module within, and is to be this one's own.
+        copy = tensor.clone()
+        if tensor.requires_grad:
+            copy.register_hook(self._on_backward)  # type: ignore[no-untyped-call]
+        return copy
 
     def _on_backward(self, gradient: torch.Tensor) -> torch.Tensor:
         return gradient if self.is_planted else self._spoiled(gradient)
@@ -66,13 +73,10 @@ class Fault:
         return spoiled
 
 
-def first_float(output: Any) -> int | None:
-    """Finds the leaf of an output that is the first floating-point tensor."""
-    for place, leaf in enumerate(pytree.tree_leaves(output)):
-        is_tensor = isinstance(leaf, torch.Tensor)
-        if is_tensor and leaf.is_floating_point() and leaf.numel():
-            return place
-    return None
+def first_float(output: Any) -> torch.Tensor | None:
+    """Finds the first floating-point tensor of an output that is not empty."""
+    found = tensors_in(output)
+    return next((t for t in found if t.is_floating_point() and t.numel()), None)
 
 
 @contextlib.contextmanager

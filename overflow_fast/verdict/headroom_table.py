@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from ..core.notebook import table_html, text_html
-from .verdict import Headroom
+from .verdict import EntryHeadroom
 
 _FLOAT16_MAX = 65504.0
 _FEW_ROWS = 24
@@ -14,7 +14,7 @@ _LEAST_STEPS = 4
 
 
 @dataclass(frozen=True)
-class Underflow:
+class UnderflowCounts:
     """The numbers of a tensor's values that are 0 or nearly.
 
     Attributes:
@@ -27,9 +27,9 @@ class Underflow:
     zeros: int
     subnormals: int
 
-    def __add__(self, other: Underflow) -> Underflow:
+    def __add__(self, other: UnderflowCounts) -> UnderflowCounts:
         """The counts of several tensors together."""
-        return Underflow(
+        return UnderflowCounts(
             self.numel + other.numel,
             self.zeros + other.zeros,
             self.subnormals + other.subnormals,
@@ -37,7 +37,7 @@ class Underflow:
 
 
 @dataclass(frozen=True)
-class HeadroomHistory(Headroom):
+class HeadroomHistory(EntryHeadroom):
     """The headroom of an entry over the steps; `abs_max` is of the last one.
 
     Attributes:
@@ -49,7 +49,7 @@ class HeadroomHistory(Headroom):
 
     highest: float = 0.0
     recent: list[float] = field(default_factory=list)
-    underflow: Underflow | None = None
+    underflow: UnderflowCounts | None = None
 
     @property
     def float16_bits(self) -> float:
@@ -133,7 +133,7 @@ def _drift(row: HeadroomHistory) -> float:
     return round(-row.trend, 2) + 0.0
 
 
-def _counts_text(counts: Underflow | None) -> str:
+def _counts_text(counts: UnderflowCounts | None) -> str:
     if counts is None:
         return " " * 15
     zeros, subnormals = counts.zeros / counts.numel, counts.subnormals / counts.numel

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .. import _C
-from ..core.tensors import tensors_in
 from ..recording.batch import is_plain
 from ..recording.labels import label_text
 from ..recording.watch import ModelWatch
 from ..torch_internals.module_internals import is_batch_norm
+from ..tree import tensors_in
 from .calls import Calls
 from .outer_inputs import Bad
 from .verdict import BadFrame
@@ -69,7 +69,7 @@ def bad_attributes(first: BadFrame, calls: Calls) -> list[tuple[str, str]]:
 def _holds_nan(value: object) -> bool:
     return any(
         is_plain(tensor) and bool(tensor.detach().isnan().any())
-        for _, tensor in tensors_in(value)
+        for tensor in tensors_in(value)
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from overflow_fast import OverflowGuard
-from overflow_fast.guard.layer_audit import LayerAudit
+from overflow_fast.guard.layer_audit import LayerAuditor
 
 
 class Net(nn.Module):
@@ -27,7 +27,7 @@ def make():
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = OverflowGuard(model, optimizer)
-    return model, guard, LayerAudit(guard._loop.watches, every=2)
+    return model, guard, LayerAuditor(guard._loop.watches, every=2)
 
 
 def forward(model, audit, step):
