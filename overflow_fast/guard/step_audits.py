@@ -86,7 +86,7 @@ class StepAudits:
         """Warns once that steps are not replayed, or have left a trace."""
         texts = state.problems
         if state.lost:
-            texts = ["ops_every: clean steps are not replayed.", state.lost_text]
+            texts = ["MaskedOps: clean steps are not replayed.", state.lost_text]
         if texts and not self._has_warned_of_lost:
             self._has_warned_of_lost = True
             _log.warning("%s", as_lines([*texts, "Logged once."]))

@@ -47,8 +47,8 @@ def test_layers_take_turns_and_agree(caplog):
                 n
                 for n, m in model.named_modules()
                 if m._forward_hooks_with_kwargs
-                and audit._handle is not None
-                and audit._handle.id in m._forward_hooks
+                and audit._handles
+                and audit._handles[-1].id in m._forward_hooks
             ]
             model(torch.arange(4))
             audit.end_step()

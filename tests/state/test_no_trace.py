@@ -12,7 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from overflow_fast import NonFiniteError, OverflowGuard, advise_precision, compare_live
+from overflow_fast import (
+    LayerAudit,
+    MaskedOps,
+    NonFiniteError,
+    OverflowGuard,
+    advise_precision,
+    compare_live,
+)
 
 NAN = float("nan")
 
@@ -335,8 +342,8 @@ def trained(kinds, steps=4, **options):
 OPTIONS = [
     {"explain": "auto"},
     {"explain": True},
-    {"audit": 1},
-    {"ops_every": 1},
+    {"monitors": [LayerAudit(1)]},
+    {"monitors": [MaskedOps(1)]},
     {"on_overflow": "skip"},
     {"on_overflow": "warn"},
     {"watch": "tripwire"},
@@ -353,7 +360,7 @@ def test_clean_steps_are_those_without_a_guard(seed):
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_each_kind_alone(kind):
     expected = trained([[kind], []], steps=2)
-    for options in ({"ops_every": 1}, {"audit": 1}):
+    for options in ({"monitors": [MaskedOps(1)]}, {"monitors": [LayerAudit(1)]}):
         assert trained([[kind], []], steps=2, **options) == expected, options
 
 
