@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
@@ -135,6 +136,7 @@ class StepJudge:
             tensors=self.tensors,
             hook=hook,
             restore=self.restore,
+            makes_finite=self._makes_finite,
             is_whole=is_whole,
             spikes=[] if frames else self._spikes.look(hook, step.scaler is not None),
         )
@@ -247,6 +249,14 @@ class StepJudge:
         if self.start is None or not self._may_restore:
             return []
         return self.start.restore()
+
+    def _makes_finite(self, weight: torch.Tensor) -> bool:
+        """True for a weight that the forward has written to, and that was finite."""
+        start = self.start
+        if start is None or not self._may_restore or not start.written_in_step(weight):
+            return False
+        held = start.held(weight)
+        return held is not None and bool(held.isfinite().all())
 
     def _end(self, is_lagged: bool) -> None:
         self.tensors.forget()
