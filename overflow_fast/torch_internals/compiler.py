@@ -56,8 +56,22 @@ def compiled_call_of(module: nn.Module) -> tuple[bool, nn.Module | None]:
 
 
 @internal(
+    "torch._dynamo.config.skip_nnmodule_hook_guards",
+    "a module with hooks must not run code compiled for another one without any",
+    "Compiled models that share code with a model without a guard may not be watched",
+)
+def guard_on_hooks() -> None:
+    """Makes code that is compiled from now on check that modules have no hooks.
+
+    For all threads, where the user has not set it: a setting is one thread's own.
+    """
+    config: Any = torch._dynamo.config
+    config._config["skip_nnmodule_hook_guards"].default = False
+
+
+@internal(
     "torch._dynamo.reset_code_caches",
-    "dynamo does not notice a hook on a module that had none",
+    "code that was compiled before does not notice a hook on a module that had none",
     "Make the guard before the first compiled call",
 )
 def recompile_all() -> None:
