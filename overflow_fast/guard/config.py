@@ -23,8 +23,9 @@ from .arguments import (
     reusable,
 )
 from .metrics import exporters_of
+from .policy import plain_action
 
-Policy = str | Callable[[Report], str | None]
+Policy = str | Callable[[Report], str]
 Path = str | os.PathLike[str]
 EVERYTHING = tuple(name for name in Wanted._fields if name != "optimizer_state")
 TRIPWIRE = "tripwire"
@@ -45,7 +46,8 @@ class GuardConfig:
         on_overflow: The action for a bad step. "raise": raise `NonFiniteError`. "warn":
             log a warning (logger `overflow_fast`). "skip": leave the optimizer's step
             out, so that weights and state keep every bit, and log a warning. Or a
-            callable that takes the `Report` and returns one of these.
+            callable that takes the `Report` and returns one of these; anything else
+            that it returns raises TypeError or ValueError.
         watch: "tripwire", for production: check the loss and the gradients of the
             parameters alone, with no hook but on the model; a bad step is run again
             with everything watched, for the report. Where `record(grad_norm=...)` gives
@@ -202,6 +204,7 @@ class GuardConfig:
         given = {field.name: arguments[field.name] for field in fields(cls)}
         for name in _ITERABLES:
             given[name] = reusable(given[name])
+        given["on_overflow"] = plain_action(given["on_overflow"])
         given["allow"] = {} if given["allow"] is None else given["allow"]
         return cls(**given)
 

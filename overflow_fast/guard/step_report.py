@@ -105,11 +105,17 @@ class StepReporter:
             for stat in scan(model.parameters())
         )
 
-    def _ask(self, policy: Callable[[Report], str | None], report: Report) -> str:
+    def _ask(self, policy: Callable[[Report], str], report: Report) -> str:
         try:
             return checked_action(policy(report))
         except Exception as error:
             self.callables_error = error
+            _log.warning(
+                "%s\nIts action is unknown, because on_overflow raised %s: %s",
+                report.headline(),
+                type(error).__name__,
+                error,
+            )
             raise
 
     def _frames(self, frames: Sequence[BadFrame]) -> list[str]:
