@@ -51,9 +51,10 @@ class GuardConfig:
         watch: "tripwire", for production: check the loss and the gradients of the
             parameters alone, with no hook but on the model; a bad step is run again
             with everything watched, for the report. Where `record(grad_norm=...)` gives
-            the norm of all gradients, that number stands for them. Values that do not
-            reach loss or gradients are not seen, and there is no headroom. Or the kinds
-            of tensors to check: any of "activations", "grad_outputs"
+            the norm of all gradients, that number stands for the gradients as they are
+            then; those that a later backward or write changes are checked. Values that
+            do not reach loss or gradients are not seen, and there is no headroom. Or
+            the kinds of tensors to check: any of "activations", "grad_outputs"
             (gradients of outputs; needs "activations"), "gradients" (of parameters),
             "weights", "buffers", "loss" and "optimizer_state"; by default all but the
             last.

@@ -119,6 +119,7 @@ class GuardLoop:
             self.clock,
             self._judge.tensors,
             self.isolation,
+            lambda: self.steps.optimizers,
         )
         self.audits = StepAudits(
             *(config, self.watches, capture),

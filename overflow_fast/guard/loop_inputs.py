@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from .. import _C
 from ..core.tensors import loss_in
@@ -29,6 +30,7 @@ class LoopInputs:
         clock: Has the step's level.
         tensors: Scans what stands in no module's call.
         isolation: Isolates the guard's own errors.
+        optimizers: Returns the guard's optimizers.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class LoopInputs:
         clock: StepClock,
         tensors: StepTensors,
         isolation: ErrorIsolation,
+        optimizers: Callable[[], Sequence[Optimizer]],
     ) -> None:
         self._config = config
         self._watches = watches
@@ -46,6 +49,7 @@ class LoopInputs:
         self._clock = clock
         self._tensors = tensors
         self._isolation = isolation
+        self._optimizers = optimizers
 
     def note_batch(self, batch: object) -> None:
         """Notes the batch of a trainer's step, which calls the models.
@@ -79,5 +83,5 @@ class LoopInputs:
         watch = self._watches[0]
         watch.has_seen_loss |= "loss" in tensors
         if self._config.is_tripwire and NORM in tensors:
-            self._tensors.has_norm = True
+            self._tensors.note_norm(self._optimizers())
         watch.record(_C.FrameKind.RECORDED, (list(tensors), list(tensors.values())))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.utils._pytree
 
@@ -17,6 +19,17 @@ from .registry import INTERNALS, MISSING, Internal, internal, note_missing
 def version_of(tensor: torch.Tensor) -> int:
     """The number of writes to a tensor; inference tensors have none and raise."""
     return tensor._version
+
+
+@internal(
+    "torch.Tensor._version",
+    "which of thousands of gradients were written to since",
+    "Gradients are scanned although their norm was recorded",
+    (),
+)
+def versions_of(tensors: Sequence[torch.Tensor]) -> Sequence[int]:
+    """The number of writes to each tensor; without a function call for each."""
+    return [tensor._version for tensor in tensors]
 
 
 @internal(
