@@ -68,8 +68,9 @@ class GuardConfig:
         ranges: Watch only steps in one of these half-open ranges.
         budget: The share of a step's time that the guard may take on average, such as
             0.01. The guard measures itself, checks gradients in every step if they fit
-            the budget, everything else as often as the budget allows, and everything
-            after a bad step.
+            the budget, everything else as often as the rest allows, and everything
+            after a bad step. If they do not fit, steps are left out, to which
+            `on_overflow` does not apply: one line warns of that, unless it is "warn".
         sync: "step", or "lagged": the verdict on tensors on a device arrives one step
             later, and the host waits only where it is a whole step ahead. Optimizers
             whose kernels read `found_inf` (fused Adam, AdamW, SGD, Adagrad) skip a bad

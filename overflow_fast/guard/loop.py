@@ -95,9 +95,16 @@ class GuardLoop:
         may_skip = config.may_skip and bool(self._hooks)
         self._buffers = BufferSnapshot(self.watches) if may_skip else None
         schedule = WatchSchedule(
-            config.every, config.warmup, config.ranges, config.budget
+            config.every,
+            config.warmup,
+            config.ranges,
+            config.budget,
+            has_gradients=config.wanted.gradients,
         )
-        self.clock = StepClock(schedule, self.watches, self.headroom, self._buffers)
+        acts = config.may_act and bool(self._hooks)
+        self.clock = StepClock(
+            schedule, self.watches, self.headroom, self._buffers, acts
+        )
         self._judge = StepJudge(
             config, self.watches, self.engine, self.clock, self._buffers
         )

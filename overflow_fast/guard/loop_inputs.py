@@ -68,8 +68,9 @@ class LoopInputs:
         model = self._watches[0].model
         is_watched = self._clock.level is ScanLevel.ALL
         if self._capture is None or model is None or not is_watched:
-            return function()
-        output = self._capture.run(model, function, self._isolation.isolated)
+            output = function()
+        else:
+            output = self._capture.run(model, function, self._isolation.isolated)
         with self._isolation.isolated():
             loss = loss_in(output)
             if loss is not None and self._config.wanted.loss and records_loss:
@@ -77,10 +78,15 @@ class LoopInputs:
         return output
 
     def record(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Adds tensors that no module returns to the step, if it is watched."""
-        if self._clock.level is not ScanLevel.ALL:
+        """Adds tensors that no module returns to the step, if it is watched.
+
+        Where gradients alone are watched, only single numbers, such as a loss.
+        """
+        level, watch = self._clock.level, self._watches[0]
+        if level is ScanLevel.GRADIENTS:
+            tensors = {name: t for name, t in tensors.items() if t.numel() == 1}
+        if level is ScanLevel.OFF or not tensors:
             return
-        watch = self._watches[0]
         watch.has_seen_loss |= "loss" in tensors
         if self._config.is_tripwire and NORM in tensors:
             self._tensors.note_norm(self._optimizers())

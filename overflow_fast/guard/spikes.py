@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from .. import _C
 from ..recording.labels import label_text
+from ..recording.schedule import ScanLevel
 from ..recording.watch import ModelWatch
 from .config import NORM
 from .optimizer_hook import OptimizerHook
@@ -130,27 +131,33 @@ class SpikeWatch:
         self._places: list[_Number] = []
         self._num_looks = 0
 
-    def look(self, hook: OptimizerHook, is_scaled: bool) -> list[Spike]:
+    def look(
+        self, hook: OptimizerHook, is_scaled: bool, level: ScanLevel
+    ) -> list[Spike]:
         """Returns the spikes of a finite step. Does not incur a CPU-GPU sync.
 
         Args:
             hook: The optimizer's: each has levels of its own.
             is_scaled: Whether a GradScaler scales the gradients.
+            level: How much of the step is watched. Other numbers are those of the last
+                step that was watched so.
         """
-        if not self._is_on:
+        if not self._is_on or level is ScanLevel.OFF:
             return []
         if self._num_looks % _EVERY == 0 or self._num_looks in (1, 2, 8, 32):
             self._places = [each for w in self._watches for each in _places_of(w)]
         self._num_looks += 1
         found = []
         for which, (watch, what, place) in enumerate(self._places):
+            if place is not None and level is not ScanLevel.ALL:
+                continue
             if place is not None:
                 peak = watch.recorder.last_peak(place)
                 value = 0.0 if peak is None else peak.abs_max
             else:
                 value = 0.0 if is_scaled else watch.recorder.largest_gradient
-            level = self._levels.setdefault((id(hook), f"{what} {which}"), Level())
-            count, spike = len(level), level.add(value)
+            last = self._levels.setdefault((id(hook), f"{what} {which}"), Level())
+            count, spike = len(last), last.add(value)
             if spike is not None:
                 found.append(Spike(what, value, *spike, count))
         return found

@@ -91,7 +91,8 @@ class StepJudge:
         self._frames.send(is_lagged)
         if is_learning:
             self.flags.drop()
-        step = PendingStep(self._clock.step, hook, scaler)
+        left_out = self._clock.left_out
+        step = PendingStep(self._clock.step, hook, scaler, left_out=left_out)
         if is_lagged:
             self.flags.skip(step, hook, self.buffers)
         try:
@@ -134,7 +135,8 @@ class StepJudge:
             hook=hook,
             restore=self.restore,
             is_whole=is_whole,
-            spikes=[] if frames else self._spikes.look(hook, step.scaler is not None),
+            spikes=[] if frames else self._spikes.look(hook, bool(step.scaler), level),
+            left_out=step.left_out,
         )
 
     def judge_scaler_skip(self, hook: OptimizerHook, scaler: GradScaler) -> None:
@@ -159,6 +161,7 @@ class StepJudge:
                 tensors=self.tensors,
                 hook=hook,
                 restore=self.restore,
+                left_out=self._clock.left_out,
             )
             self._engine.decide(found)
         finally:
@@ -178,14 +181,16 @@ class StepJudge:
         self._end(is_lagged=False)
 
     def judge_now(self) -> Report | None:
-        """Judges all that has run. Incurs the sync.
+        """Judges all that has run, and the state, whatever the step's level is.
+
+        Incurs the sync.
 
         Returns:
             The report of what is bad, or None.
         """
         level = self._clock.level
         self.tensors.begin_round()
-        self.tensors.scan(None, level)
+        self.tensors.scan(None, ScanLevel.ALL)
         self.overflow_flags.ask(level)
         self._frames.send()
         try:
@@ -198,6 +203,7 @@ class StepJudge:
                 tensors=self.tensors,
                 is_whole=_is_whole(frames, level),
                 is_check=True,
+                left_out=self._clock.left_out,
             )
             return self._engine.decide(found)
         finally:
@@ -220,6 +226,7 @@ class StepJudge:
                     skipped_by=skipped_by,
                     hook=step.hook,
                     is_late=True,
+                    left_out=step.left_out,
                 )
                 self._engine.decide(found)
 
@@ -230,7 +237,9 @@ class StepJudge:
             model = watch.model
             if self.buffers is not None and model is not None and model.training:
                 self.buffers.hold(watch)
-            self._engine.decide(StepResult(self._clock.step, frames, is_of_step=False))
+            step, left_out = self._clock.step, self._clock.left_out
+            found = StepResult(step, frames, is_of_step=False, left_out=left_out)
+            self._engine.decide(found)
 
     def forget(self) -> None:
         """Forgets what has run and was not judged."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ..recording.schedule import LeftOut
 from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
 from ..verdict.verdict import BadFrame
@@ -32,6 +33,7 @@ class StepResult:
         is_late: The step is over already (`sync="lagged"`).
         watches: The watches that have seen it, if it was run again; else empty.
         spikes: Its numbers that are far above those of the last steps.
+        left_out: The steps before it that were not judged.
     """
 
     step: int
@@ -48,6 +50,7 @@ class StepResult:
     is_late: bool = False
     watches: Sequence[ModelWatch] = ()
     spikes: Sequence[Spike] = ()
+    left_out: LeftOut = field(default_factory=LeftOut)
 
     @property
     def moment(self) -> str:
