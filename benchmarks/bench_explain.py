@@ -16,7 +16,11 @@ from models import ON_CPU
 from timing import QUICK
 from torch import nn
 
-from overflow_fast import OverflowGuard
+from overflow_fast import (
+    Explain,
+    MaskedOps,
+    OverflowGuard,
+)
 
 COLUMNS = [
     *("dtype", "what", "step ms", "takes ms", "steps", "forwards", "a step"),
@@ -26,7 +30,7 @@ NOTES = (
     "GPT-2 small, 2 texts of 128 tokens, fused AdamW, all threads. An explanation is "
     "of a step whose feed-forward overflows in the middle of the model (weights are "
     "scaled): replays, the table of operations, the sample, and the remedies that are "
-    "tried; it comes once for an incident. `ops_every` looks inside every operation of "
+    "tried; it comes once for an incident. `MaskedOps` looks inside every operation of "
     "one clean step in N: `a step` is its share with N = 100. Medians of steps of one "
     "process. `step memory`: what a process holds at most in which three steps run; it "
     "`adds` so much where the third is looked into or explained (one thread)."
@@ -58,7 +62,7 @@ class Training:
 
 
 def peaks_of(dtype: torch.dtype) -> list[int]:
-    """What a process holds at most: of steps alone, of ops_every, of explanations."""
+    """What a process holds at most: of steps alone, of MaskedOps, of explanations."""
 
     def run(is_bad: bool = False, **options: Any) -> None:
         step = Training(dtype)
@@ -74,8 +78,8 @@ def peaks_of(dtype: torch.dtype) -> list[int]:
 
     ways: list[dict[str, Any]] = [
         {},
-        {"ops_every": 1},
-        *({"is_bad": True, "explain": True, "explain_budget": n} for n in BUDGETS),
+        {"monitors": [MaskedOps(every=1)]},
+        *({"is_bad": True, "explain": Explain("always", budget=n)} for n in BUDGETS),
     ]
     return [peak_of(lambda way=way: run(**way)) for way in ways]
 
@@ -85,7 +89,7 @@ def rows_of(dtype: torch.dtype, bare: int, *peaks: int) -> list[dict[str, Any]]:
     model, optimizer = step.model, step.optimizer
     step()
     looks, plain = [], []
-    with OverflowGuard(model, optimizer, ops_every=2) as guard:
+    with OverflowGuard(model, optimizer, monitors=[MaskedOps(every=2)]) as guard:
         for _ in range(ROUNDS + 1):
             seen, unseen = timed(step), timed(step)
             looks.append(seen - unseen)
@@ -94,7 +98,7 @@ def rows_of(dtype: torch.dtype, bare: int, *peaks: int) -> list[dict[str, Any]]:
     base, look = statistics.median(plain[1:]), statistics.median(looks[1:])
     shared = {"dtype": str(dtype)[6:], "step ms": f"{base * 1e3:.0f}"}
     audit = {
-        "what": "ops_every",
+        "what": "MaskedOps",
         "takes ms": f"{look * 1e3:.0f}",
         "steps": f"{look / base:.2f}",
         "forwards": 1,
@@ -117,8 +121,8 @@ def explained(
 ) -> dict[str, Any]:
     """Explains the same bad step again and again; it is skipped each time."""
     seconds, forwards = [], []
-    options: dict[str, Any] = {"explain": True, "explain_budget": budget}
-    with OverflowGuard(model, optimizer, on_overflow="skip", **options) as guard:
+    asked = Explain("always", budget=budget)
+    with OverflowGuard(model, optimizer, on_overflow="skip", explain=asked) as guard:
         for _ in range(ROUNDS):
             step()
             assert guard.last_report is not None
@@ -129,7 +133,7 @@ def explained(
             forwards.append(found.replays)
     median = statistics.median(seconds)
     return {
-        "what": f"explanation, explain_budget={budget}",
+        "what": f"explanation, budget={budget}",
         "takes ms": f"{median * 1e3:.0f}",
         "steps": f"{median / base:.1f}",
         "forwards": statistics.median(forwards),

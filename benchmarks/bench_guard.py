@@ -18,7 +18,10 @@ from models import ON_CPU, Batch
 from timing import QUICK, race, ratio, summary
 from torch import nn
 
-from overflow_fast import OverflowGuard
+from overflow_fast import (
+    OverflowGuard,
+    Schedule,
+)
 
 PROTECTION = ("gradients", "loss", "weights")
 COLUMNS = [
@@ -53,7 +56,7 @@ GUARDS: dict[str, dict[str, Any]] = {
     "tripwire": {"watch": "tripwire"},
     NORM_GIVEN: {"watch": "tripwire"},
     "explain=False": {"explain": False},
-    "budget 1 %": {"budget": 0.01},
+    "budget 1 %": {"schedule": Schedule(budget=0.01)},
     "off": {},
 }
 

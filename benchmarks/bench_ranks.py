@@ -30,7 +30,7 @@ COLUMNS = [
 NOTES = (
     "Ranks are threads of one process, which take turns; collectives exchange Python "
     "objects, so that no time is that of a network. Guard, agreement, log, record, "
-    "evidence and replay are the real ones, with `collect='rank0'`. Three steps, the "
+    "evidence and replay are the real ones, with `ranks='rank0'`. Three steps, the "
     "second of which is bad. `different words` counts what ranks say of it."
 )
 

@@ -167,9 +167,9 @@ class Results:
         if self.folder:
             return self._save(is_complete=True)
         if not QUICK:
-            stem = HERE / "results" / f"{self.name}-{slug(self.machine)}"
-            write_whole(stem.with_name(f"{stem.name}.md"), self.table())
-            write_json(stem.with_name(f"{stem.name}.json"), self._json(True))
+            results, stem = HERE / "results", f"{self.name}-{slug(self.machine)}"
+            write_whole(results / f"{stem}.md", self.table())
+            write_json(results / "raw" / f"{stem}.json", self._json(True))
 
     def _json(self, is_complete: bool) -> dict[str, Any]:
         names = ("machine", "title", "notes", "headlines", "lacking", "rows")

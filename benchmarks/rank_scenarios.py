@@ -14,7 +14,7 @@ import torch.distributed as dist
 from simulated_ranks import Network, run_ranks
 from torch import nn
 
-from overflow_fast import OverflowGuard
+from overflow_fast import Log, OverflowGuard, Record
 
 BAD_STEP = 1
 LAST_STEP = 2
@@ -79,10 +79,9 @@ def play(script: Script, network: Network, folder: Path) -> list[Seen | Exceptio
         guard = OverflowGuard(
             *(model, optimizer, "skip"),
             process_group=dist.group.WORLD,
-            log=folder / "guard.jsonl",
-            record=folder / "run.ofr",
+            log=Log(folder / "guard.jsonl", ranks=script.collect),
+            record=Record(folder / "run.ofr", ranks=script.collect),
             evidence=folder / "evidence",
-            collect=script.collect,
         )
         seen = Seen()
         try:

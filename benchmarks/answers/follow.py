@@ -22,7 +22,8 @@ from answers.families import FAILURES
 from answers.remedied import can_be_remedied, followed
 from answers.run import machine
 
-RESULT = Path(__file__).parent.parent / "results" / "remedies-cpu.json"
+RESULTS = Path(__file__).parent.parent / "results"
+RESULT = RESULTS / "raw" / "remedies-cpu.json"
 _TITLE = "Which remedies help"
 _NOTES = (
     "The failures of one process: those that a change of the program cures, which of "
@@ -78,7 +79,7 @@ def main() -> None:
         result = {"machine": machine(), "title": _TITLE, "notes": _NOTES, "rows": rows}
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
         text = f"# {_TITLE}\n\n{_NOTES}\n\n{table_of(rows)}\n"
-        RESULT.with_suffix(".md").write_text(text)
+        (RESULTS / "remedies-cpu.md").write_text(text)
 
 
 if __name__ == "__main__":

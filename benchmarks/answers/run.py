@@ -34,7 +34,8 @@ from answers.tools import TOOLS, Answer
 from answers.verify import ends_finite, of_place
 
 SECONDS = 60.0
-RESULT = Path(__file__).parent.parent / "results" / "answers-cpu.json"
+RESULTS = Path(__file__).parent.parent / "results"
+RESULT = RESULTS / "raw" / "answers-cpu.json"
 _TITLE = "Who names the cause"
 _NOTES = (
     "Failures of public reports, made again small, and what each tool names of them. "
@@ -180,7 +181,7 @@ def keep(rows: list[dict[str, Any]]) -> None:
     result = {"machine": machine(), "title": _TITLE, "notes": _NOTES, "rows": plain}
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     text = f"# {_TITLE}\n\n{_NOTES}\n\n{table_of(plain)}\n"
-    RESULT.with_suffix(".md").write_text(text)
+    (RESULTS / "answers-cpu.md").write_text(text)
 
 
 def _show(row: dict[str, Any]) -> None:

@@ -145,7 +145,8 @@ def publish(state: State) -> None:
         copy_to(Path(os.environ["OUT"]), state.out, stem, ("md", "json", "log.txt"))
     if is_whole(state) and not state.facts["is_quick"]:
         results = record.ROOT / "benchmarks" / "results"
-        copy_to(results, state.out, stem, ("md", "json"))
+        copy_to(results, state.out, stem, ("md",))
+        copy_to(results / "raw", state.out, stem, ("json",))
 
 
 def copy_to(folder: Path, out: Path, stem: str, kinds: tuple[str, ...]) -> None:

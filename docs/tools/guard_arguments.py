@@ -1,24 +1,46 @@
-"""An extension of griffe: the guard's arguments, whose docstrings are those of a class.
+"""An extension of griffe: docstrings list the fields of options, from their definition.
 
-At run time `overflow_fast.guard.documented` does the same.
+At run time `overflow_fast.guard.options` does the same.
 """
 
 from __future__ import annotations
 
+import ast
 from typing import Any
 
 import griffe
 
 
 class GuardArguments(griffe.Extension):  # type: ignore[misc]
-    """Lists the fields of `GuardConfig` in the docstring of `OverflowGuard`."""
+    """Lists fields in the docstrings of options and of `OverflowGuard`."""
 
     def on_package(self, *, pkg: Any, **_: Any) -> None:
         """Called once the package has been read."""
-        config = pkg["guard.config.GuardConfig"].docstring.value
+        modules = [pkg["guard.options"], *pkg["guard.monitors"].modules.values()]
+        for cls in (each for module in modules for each in module.classes.values()):
+            listed = _fields_of(cls)
+            if listed:
+                cls.docstring.value += f"\n\nAttributes:\n{listed}"
         docstring = pkg["guard.guard.OverflowGuard"].docstring
         marker = "    (the fields of GuardConfig)"
         if marker not in docstring.value:
             raise ValueError(f"OverflowGuard's docstring has no line {marker!r}")
-        listed = config.partition("Attributes:\n")[2]
+        listed = _fields_of(pkg["guard.config.GuardConfig"])
         docstring.value = docstring.value.replace(marker, listed)
+
+
+def _fields_of(cls: Any) -> str:
+    """The lines of a docstring: each field's name and help."""
+    helps = {name: _help_of(each) for name, each in cls.attributes.items()}
+    return "\n".join(f"    {name}: {text}" for name, text in helps.items() if text)
+
+
+def _help_of(attribute: Any) -> str:
+    """The first argument of `option(...)` in a field's default."""
+    if attribute.value is None:
+        return ""
+    for node in ast.walk(ast.parse(str(attribute.value), mode="eval")):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "option":
+            text: str = ast.literal_eval(node.args[0])
+            return text
+    return ""

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "raw"
 CHART = Path(__file__).parents[1] / "images" / "overhead.svg"
 MODEL = "GPT-2 small"
 _TITLE = f"Added to a training step of {MODEL}, two CPU cores"

@@ -35,6 +35,7 @@ def add_to(commands: Commands) -> None:
         run -m package.train --debug underflow_overflow
         """,
     )
+    parser.usage = f"{parser.prog} [options] program ..."
     add_guard_options(parser)
     parser.add_argument(
         "-m", dest="is_module", action="store_true", help="PROGRAM is a module's name"

@@ -13,7 +13,7 @@ from ..core.names import named_modules
 from ..precision.recast import expected_error
 from ..replay.places import Frames, code_at, users_frames
 from ..torch_internals.replay_internals import TorchDispatchMode
-from ..torch_internals.tensor_internals import pytree
+from ..tree import tensors_in
 from .judged_rows import coarser, epsilon
 from .measures import estimated
 from .summary import Summary, fetch, summarize, values_of
@@ -54,8 +54,8 @@ class _Ops(TorchDispatchMode):
 
 def _summaries(output: Any) -> list[tuple[Summary, str]]:
     found = []
-    for each in pytree.tree_leaves(output):
-        if isinstance(each, torch.Tensor) and each.dtype.is_floating_point:
+    for each in tensors_in(output):
+        if each.dtype.is_floating_point:
             values = values_of(each)
             if not isinstance(values, str):
                 numbers = fetch([summarize(values)])[0]

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.devices import devices_of
 from ..core.model_call import step_of
-from ..core.restore import KeptState, devices_of
 from ..core.tensors import loss_in
 from ..recording.unseen import unseen
 from ..replay.ambient import Ambient
-from ..torch_internals.tensor_internals import pytree
+from ..state.random import RandomStates
+from ..state.snapshot import Snapshot
+from ..tree import CALL_DEPTH, mapped
 from . import said_first
 from .comparison_result import Comparison
 from .first_cause import Known, first_of
@@ -26,7 +28,7 @@ from .local_shadow import LocalShadow, apply_errors
 from .lockstep import Lockstep
 from .matching import Matched, mapped_name, match
 from .run_reader import RankStep
-from .surroundings import drawn_between, modes, random_digests
+from .surroundings import modes
 from .tap import Tap
 from .yardstick import judge_all
 
@@ -113,10 +115,10 @@ def compare_models(
     lockstep = Lockstep(names, devices, is_serial=bool(devices))
     result = Comparison(_name(model), _name(reference), [])
     with _undisturbed(model, reference):
-        before = random_digests(model)
+        before = RandomStates(devices)
         with local or contextlib.nullcontext():
             _run_both(sides, lockstep, devices)
-        drawn = drawn_between(before, random_digests(model))
+        drawn = before.drawn()
     for step, side in zip(steps, sides, strict=True):
         step.modes |= {"failures": side.failures, "drawn": drawn}
     result.said += said_first.of_step(0, *([step] for step in steps))
@@ -151,19 +153,17 @@ def batch_for(reference: nn.Module, model: nn.Module, batch: Any) -> Any:
     if own is None or its is None:
         return batch
 
-    def convert(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        is_cast = value.dtype == own.dtype and own.dtype in _HALF_AND_FLOAT
-        return value.to(its.device, its.dtype if is_cast else value.dtype)
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        is_cast = tensor.dtype == own.dtype and own.dtype in _HALF_AND_FLOAT
+        return tensor.to(its.device, its.dtype if is_cast else tensor.dtype)
 
-    return pytree.tree_map(convert, batch)
+    return mapped(batch, convert, CALL_DEPTH)
 
 
 @contextlib.contextmanager
 def _undisturbed(*models: nn.Module) -> Iterator[None]:
     """Guards do not see the runs, and everything is as before afterwards."""
-    with unseen(models), KeptState({str(i): m for i, m in enumerate(models)}):
+    with unseen(models), Snapshot({f"{i}.": m for i, m in enumerate(models)}):
         yield
 
 

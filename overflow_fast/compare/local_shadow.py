@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..core.devices import devices_of
 from ..core.names import named_modules
-from ..core.restore import devices_of, has_drawn, random_states, set_random_states
 from ..precision.copies import check_model, to_float32
 from ..precision.recast import floats_in
+from ..state.random import RandomStates
 from ..torch_internals.running import graph_task_id
-from ..torch_internals.tensor_internals import pytree
+from ..tree import CALL_DEPTH, NotRebuilt, mapped
 from .judged_rows import INHERITED, MADE_HERE, Difference, coarser, error_of_layer
 from .measures import measured
 
@@ -77,8 +78,12 @@ class LocalShadow:
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if graph_task_id() < 0:
             with torch.no_grad():
-                self._given[module] = pytree.tree_map(_widened, (args, kwargs))
-            self._states = random_states(self._devices)
+                try:
+                    given = mapped((args, kwargs), _widened, CALL_DEPTH, anew=True)
+                except NotRebuilt:
+                    return  # it is not computed again
+                self._given[module] = given
+            self._states = RandomStates(self._devices)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if graph_task_id() >= 0 or module not in self._given:
@@ -86,7 +91,7 @@ class LocalShadow:
         name, twin = self._twins[module]
         call = self._calls[name] = self._calls.get(name, -1) + 1
         args, kwargs = self._given.pop(module)
-        if has_drawn(self._states):
+        if self._states.drawn():
             return  # what it draws is not drawn again
         with torch.no_grad():
             try:
@@ -94,7 +99,7 @@ class LocalShadow:
             except Exception:
                 return  # not all code runs in float32
             finally:
-                set_random_states(self._states)
+                self._states.restore()
             pairs = list(zip(floats_in(output), found, strict=False))
             errors = [
                 measured(mine, its, coarser(*(str(t.dtype)[6:] for t in (mine, its))))
@@ -105,9 +110,9 @@ class LocalShadow:
             self.errors[name, call] = max(each.relative for each in errors)
 
 
-def _widened(value: Any) -> Any:
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor, in float32 where it is half precision."""
-    return to_float32(value.detach()) if isinstance(value, torch.Tensor) else value
+    return to_float32(tensor.detach())
 
 
 def apply_errors(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core.restore import random_states, set_random_states
+from ..state.random import RandomStates
 from .judged_rows import coarser
 from .matching import Pair, mapped_name
 from .measures import Measures, measured
@@ -48,7 +48,7 @@ class Lockstep:
         self._condition = threading.Condition()
         self._turn = 0
         self._done = [False, False]
-        self._random = [random_states(devices)] * 2
+        self._random = [RandomStates(devices)] * 2
         self._waiting: tuple[dict[object, _Shown], dict[object, _Shown]] = ({}, {})
         self._numbers = [0, 0]
         self.pairs: list[tuple[Pair, Measures | None]] = []
@@ -113,8 +113,8 @@ class Lockstep:
     def _pass_on(self, side: int) -> None:
         """Gives the turn to the other side, unless it has ended."""
         if self._turn == side and not self._done[1 - side]:
-            self._random[side] = random_states(self._devices)
-            set_random_states(self._random[1 - side])
+            self._random[side] = RandomStates(self._devices)
+            self._random[1 - side].restore()
             self._turn = 1 - side
             self._condition.notify_all()
 

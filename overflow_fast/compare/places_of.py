@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +11,6 @@ from torch import nn
 from ..core.names import named_modules, unwrapped_class
 from ..torch_internals.compiler import uncompiled
 from ..torch_internals.module_internals import own_buffers, own_parameters
-from ..torch_internals.tensor_internals import pytree
 
 STATE, FORWARD, BACKWARD = "state", "forward", "backward"
 
@@ -76,15 +74,6 @@ def to_hook(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 def class_of(module: nn.Module) -> str:
     return unwrapped_class(type(uncompiled(module))).__name__
-
-
-def tensors_with_paths(
-    values: Any, skip: int = 0
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields tensors with their paths, without the first parts of these."""
-    for path, value in pytree.tree_flatten_with_path(values)[0]:
-        if isinstance(value, torch.Tensor):
-            yield pytree.keystr(path[skip:]), value
 
 
 def state_of(model: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:

@@ -13,12 +13,15 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..core.strict_json import dumps
+from ..core.devices import devices_of
+from ..files.json_text import dumps
+from ..files.writing import make_folder, open_appending, write_all, write_new
+from ..state.random import RandomStates
 from .places_of import Place
 from .run_rows import SCHEMA, Row
 from .shards import part_of
 from .summary import fetch, summarize, values_of
-from .surroundings import drawn_between, modes, process, random_digests, versions
+from .surroundings import modes, process, versions
 from .tap import Tap
 
 _log = logging.getLogger("overflow_fast")
@@ -87,12 +90,11 @@ class Recording:
             _log.warning("Recording to %s ended: %s", self.folder, self._failure)
 
     def _begin_run(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         head = {"kind": "recording", "schema": SCHEMA, "time": time.time()}
         own = {"tensors": self._has_tensors, "class": type(self._model).__name__}
-        with open(self._file, "x", encoding="utf-8") as file:
-            line = {**head, **own, **self._process, "versions": versions()}
-            file.write(f"{dumps(line)}\n")
+        line = {**head, **own, **self._process, "versions": versions()}
+        write_new(self._file, f"{dumps(line)}\n")
 
     def _begin(self) -> None:
         if self._steps is not None and self._step not in self._steps:
@@ -102,6 +104,7 @@ class Recording:
         self._num_held = self._num_files = 0
         self._has_gradients = False
         self._modes = modes(self._model)
+        self._random = RandomStates(devices_of([self._model]))
         gradients = (each.grad for each in self._model.parameters())
         self._modes["had_gradients"] = any(each is not None for each in gradients)
         self._tap = Tap(self._model, self._add)
@@ -147,13 +150,13 @@ class Recording:
             row.summary = next(summaries) if numbers is not None else None
             line = {"kind": "row", "step": self._step, **row.to_plain()}
             lines.append(f"{dumps(line)}\n")
-        drawn = drawn_between(self._modes["random"], random_digests(self._model))
+        drawn = self._random.drawn()
         step = {"kind": "step", "step": self._step, **self._modes}
         step |= {"has_drawn": bool(drawn), "drawn": drawn}
         end = {"failures": tap.failures, "raised": raised, "rows": len(lines)}
         lines.append(f"{dumps({**step, **end})}\n")
-        with open(self._file, "a", encoding="utf-8") as file:
-            file.writelines(lines)
+        with open_appending(self._file) as file:
+            write_all(file, "".join(lines).encode())
         self._rows, self._held = [], {}
 
     def _add(self, place: Place, tensor: torch.Tensor, same: int | None) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import collections
-import hashlib
 import os
 import platform
-import random
 import socket
 import sys
 from collections.abc import Mapping
@@ -15,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.devices import devices_of
 from ..core.names import named_modules
-from ..core.restore import devices_of, random_states
+from ..state.random import RandomStates
 from ..torch_internals.module_internals import is_dropout
 
 _LIBRARIES = ("transformers", "accelerate", "lightning", "peft", "timm", "numpy")
@@ -73,7 +72,7 @@ def modes(model: nn.Module) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "training": model.training,
         "dropout": [name for name, module in named_modules(model) if _drops(module)],
-        "random": random_digests(model),
+        "random": RandomStates(devices).digests(),
     }
 
 
@@ -84,36 +83,11 @@ def _has_tf32(devices: list[torch.device]) -> bool:
     return bool(allowed) and any(device.type == "cuda" for device in devices)
 
 
-def random_digests(model: nn.Module) -> dict[str, str]:
-    """A short digest of each random generator's state."""
-    found = {
-        str(device or "cpu"): _digest(bytes(state.tolist()))
-        for device, state in random_states(devices_of([model]))
-    }
-    found["python"] = _digest(repr(random.getstate()).encode())
-    numpys: Any = sys.modules.get("numpy.random")
-    if numpys is not None:
-        found["numpy"] = _digest(repr(numpys.get_state()).encode())
-    return found
-
-
-def drawn_between(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """The generators whose state has changed between two `random_digests()`.
-
-    Of one that was not there before, as before the import of numpy, nothing is known.
-    """
-    return [name for name in before if name in after and before[name] != after[name]]
-
-
 def has_unequal_states(mine: Mapping[str, Any], its: Mapping[str, Any]) -> bool:
     """Tells whether torch's generators of the models' devices were in other states."""
     own, other = mine.get("random", {}), its.get("random", {})
     names = [n for n in own if n in other and n not in ("cpu", "python", "numpy")]
     return any(own[n] != other[n] for n in names or ["cpu"] if n in own and n in other)
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _drops(module: nn.Module) -> bool:

@@ -17,13 +17,13 @@ from torch.utils.hooks import RemovableHandle
 from ..torch_internals.compiler import uncompiled
 from ..torch_internals.running import graph_task_id, is_recorded
 from ..torch_internals.tensor_internals import version_of
+from ..tree import Path, call_tensors, path_text, tensors, tensors_in
 from .places_of import (
     BACKWARD,
     FORWARD,
     Place,
     class_of,
     state_of,
-    tensors_with_paths,
     to_hook,
 )
 from .shards import Part, part_of
@@ -164,7 +164,7 @@ class Tap:
             self._calls[name, again] = call + 1
         self._stack.append(_Running(module, name, call, is_shown))
         if is_shown:
-            for path, tensor in tensors_with_paths((args, kwargs), 1):
+            for path, tensor in call_tensors(args, kwargs):
                 self._show_call(module, call, "input", path, tensor, again)
 
     def _end_call(self, module: nn.Module, output: Any) -> None:
@@ -176,7 +176,7 @@ class Tap:
         again = graph_task_id() >= 0
         if running.is_shown:
             output = output if running.output is None else running.output
-            for path, tensor in tensors_with_paths(output):
+            for path, tensor in tensors(output):
                 self._show_call(module, running.call, "output", path, tensor, again)
         self._stack.pop()
 
@@ -185,10 +185,11 @@ class Tap:
         module: nn.Module,
         call: int,
         role: str,
-        path: str,
+        at: Path,
         tensor: torch.Tensor,
         again: bool,
     ) -> None:
+        path = path_text(at)
         callers = [each for each in self._stack[:-1] if each.is_shown]
         caller = callers[-1].name if callers else ""
         name, kind = self._names[module], class_of(module)
@@ -234,5 +235,5 @@ def _identity(tensor: torch.Tensor) -> Any:
 
 
 def _has_parts(output: Any) -> bool:
-    found = (part_of(tensor) for _, tensor in tensors_with_paths(output))
+    found = map(part_of, tensors_in(output))
     return any(isinstance(each, Part) for each in found)

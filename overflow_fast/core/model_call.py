@@ -25,7 +25,7 @@ def step_of(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if loss is None:
-        return lambda batch: _call(model, batch)
+        return lambda batch: call_with(model, batch)
     if not callable(loss):
         raise TypeError(
             "loss must be a callable that takes the batch, or the model and the batch, "
@@ -36,7 +36,8 @@ def step_of(
     return loss
 
 
-def _call(model: nn.Module, batch: Any) -> Any:
+def call_with(model: nn.Module, batch: Any) -> Any:
+    """Calls a model; the items of a batch that is a mapping or list are arguments."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)

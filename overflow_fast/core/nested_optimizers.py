@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch.optim import Optimizer
+
+from ..tree import Part, children, is_container, path_text
 
 # Wrappers may have them as properties.
 _NAMES = ("optimizer", "optim", "inner")
@@ -28,29 +30,26 @@ def optimizers_in(optimizer: Any) -> Iterator[tuple[str, Any]]:
     while waiting:
         path, each = waiting.pop(0)
         yield path, each
-        for name, key, value in _attributes(each):
+        for name, part, value in _attributes(each):
             if id(value) not in seen and is_optimizer(value):
                 seen.add(id(value))
-                item = "" if key is None else f"[{key!r}]"
+                item = "" if part is None else path_text((part,))
                 waiting.append((f"{path}{name}{item}.", value))
 
 
-def _attributes(holder: Any) -> Iterator[tuple[str, Any, Any]]:
+def _attributes(holder: Any) -> Iterator[tuple[str, Part | None, Any]]:
     """Yields attributes and the items of those that are lists, tuples or dicts.
 
     A key's text is not made here: the keys of a state are tensors.
     """
-    names = [*getattr(holder, "__dict__", ()), *_NAMES]
-    for name in dict.fromkeys(names):
-        value = _get(holder, name)
+    held = {part.value: value for part, value in children(holder) or ()}
+    for name in _NAMES:
+        held.setdefault(name, _get(holder, name))
+    for name, value in held.items():
         yield name, None, value
-        items: Iterable[tuple[Any, Any]] = ()
-        if isinstance(value, Mapping):
-            items = value.items()
-        elif isinstance(value, (list, tuple)):
-            items = enumerate(value)
-        for key, item in items:
-            yield name, key, item
+        if is_container(value):
+            for part, item in children(value) or ():
+                yield name, part, item
 
 
 def is_optimizer(value: Any) -> bool:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import types
-from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +15,7 @@ from ..torch_internals.tensor_internals import (
     sparse_values,
 )
 from ..torch_internals.wrappers import arrived, local_tensor
+from ..tree import INDEX, Part, children
 
 
 class NotScanned(str):
@@ -125,61 +122,27 @@ def loss_in(output: Any) -> torch.Tensor | None:
 
 
 def _loss_in(output: Any) -> torch.Tensor | None:
-    waiting, opened = [output], set[int]()
+    waiting, opened = [output], dict[int, Any]()
     for _ in range(_MOST_VALUES):
         if not waiting:
             break
         value = waiting.pop()
-        kind = type(value)
-        if issubclass(kind, torch.Tensor):
+        if issubclass(type(value), torch.Tensor):
             if value.numel() == 1 and value.is_floating_point():
                 found: torch.Tensor = value
                 return found
-            continue
-        if value is None or kind in _PLAIN or id(value) in opened:
-            continue
-        opened.add(id(value))  # a list may hold itself
-        if issubclass(kind, tuple):
-            waiting += reversed(tuple.__getitem__(value, slice(None)))
-        elif issubclass(kind, list):
-            waiting += reversed(list.__getitem__(value, slice(None)))
-        elif issubclass(kind, dict):
-            waiting.append(dict.get(value, "loss"))
-        else:
-            waiting.append(held_by(value, "loss"))
+        elif id(value) not in opened:  # a list may hold itself
+            opened[id(value)] = value
+            parts = [each for part, each in children(value) or () if _may_be_loss(part)]
+            waiting += reversed(parts)
     return None
 
 
+def _may_be_loss(part: Part) -> bool:
+    return part.style == INDEX or (type(part.value) is str and part.value == "loss")
+
+
 _MOST_VALUES = 10_000
-_PLAIN = (int, float, bool, str, bytes)
-
-
-def tensors_in(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors in dicts, lists and tuples, each with its key: `.exp_avg.0`.
-
-    However deep they are nested, and where one holds itself.
-    """
-    waiting, opened = [("", value)], set[int]()
-    while waiting:
-        key, each = waiting.pop()
-        if isinstance(each, torch.Tensor):
-            yield key, each
-        if not isinstance(each, (dict, list, tuple, deque)) or id(each) in opened:
-            continue
-        opened.add(id(each))
-        items = each.items() if isinstance(each, dict) else enumerate(each)
-        waiting += reversed([(f"{key}.{name}", child) for name, child in items])
-
-
-def held_by(value: object, name: str) -> Any:
-    """Returns an attribute that an object holds; None for a property, or if missing."""
-    found = inspect.getattr_static(value, name, None)
-    if isinstance(found, types.MemberDescriptorType):  # of a class with slots
-        try:
-            return found.__get__(value)
-        except AttributeError:
-            return None
-    return found
 
 
 def traced_loss_in(output: Any) -> Any:

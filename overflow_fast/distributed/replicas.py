@@ -18,6 +18,7 @@ from ..core.nested_optimizers import optimizers_in
 from ..core.selection import full_name
 from ..torch_internals.module_internals import own_parameters
 from ..torch_internals.wrappers import local_tensor
+from ..tree import plain_key, tensors
 from .groups import replicating_group
 
 
@@ -86,11 +87,10 @@ class ReplicaCheck:
             states = getattr(optimizer, "state", {})
             for parameter, state in states.items() if groups else ():
                 name, group = groups.get(id(parameter), ("", None))
-                if group is None or not isinstance(state, Mapping):
-                    continue
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.numel():
-                        yield f"{name} ({key})", _local(value), group
+                for path, value in () if group is None else tensors(state):
+                    if value.numel():
+                        keys = ".".join(str(plain_key(part.value)) for part in path)
+                        yield f"{name} ({keys})", _local(value), group
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter, Any]]:
         for prefix, model in self._models.items():

@@ -24,7 +24,7 @@ from ..verdict.headroom import least_headroom
 from ..verdict.verdict import BadFrame, Verdict, kind_of, leading_frame
 from .config import GuardConfig
 from .measurements import Measurements
-from .spikes import Spike
+from .monitors.monitor import Notice
 
 _MIB = 2**20
 _now = time.perf_counter  # a test that patches time has its patch to itself
@@ -61,23 +61,23 @@ class Archive:
 
     @functools.cached_property
     def _evidence(self) -> EvidenceFolder | None:
-        config = self._config
-        if config.evidence is None:
+        evidence = self._config.evidence
+        if evidence is None:
             return None
-        most = int(config.evidence_mib * _MIB)
-        return EvidenceFolder(config.evidence, self._run, most, config.evidence_keep)
+        most = int(evidence.mib * _MIB)
+        return EvidenceFolder(evidence.path, self._run, most, evidence.keep)
 
     @functools.cached_property
     def _log(self) -> JsonLog | None:
-        config = self._config
-        if config.log is None or not self._run.collects(config.collect):
+        config, log = self._config, self._config.log
+        if log is None or not self._run.collects(log.ranks):
             return None
         return JsonLog(
-            self._run.path_of_rank(config.log),
+            self._run.path_of_rank(log.path),
             self._run.id,
             lambda: self._run.header(self._watches, config.on_overflow),
-            int(config.log_mib * _MIB),
-            config.log_keep,
+            int(log.mib * _MIB),
+            log.keep,
         )
 
     def keep(
@@ -160,14 +160,17 @@ class Archive:
             line.update(self._blame(report))
         self._log.write(line)
 
-    def log_spikes(self, step: int, spikes: Sequence[Spike], is_skipped: bool) -> None:
-        """Writes a line for each spike of a step."""
+    def log_notices(
+        self, step: int, notices: Sequence[Notice], is_skipped: bool
+    ) -> None:
+        """Writes a line for each notice of a step."""
         if self._log is None:
             return
-        line = {"kind": "spike", "run": self._run.id, "time": round(time.time(), 3)}
+        line = {"run": self._run.id, "time": round(time.time(), 3), "step": step}
         action = "skip" if is_skipped else None
-        for each in spikes:
-            self._log.write({**line, "step": step, "action": action, **vars(each)})
+        for each in notices:
+            said = each.fields or {"monitor": each.monitor, "text": each.text}
+            self._log.write({"kind": each.kind, **line, "action": action, **said})
 
     def _blame(self, report: Report) -> dict[str, Any]:
         """Where it was found, and what its replay says."""
@@ -192,7 +195,7 @@ class Archive:
             return []
         began = self._run.started.timestamp()
         try:
-            found = read_incidents(self._config.log)
+            found = read_incidents(self._config.log.path)
         except Exception:  # an alarm must not fail over its repetition
             return []
         return [each for each in found if each.time < began]

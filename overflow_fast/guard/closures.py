@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from .. import _C
+from ..state.optimizer import OptimizerSnapshot
 from ..torch_internals.module_internals import num_step_hooks
-from .optimizer_snapshot import OptimizerSnapshot
 
 
 class _StepLeft(BaseException):

@@ -17,7 +17,7 @@ from ..replay.witness import Difference, Stats, Witness
 _Key = tuple[str, str, str]  # the module's name, the label, the dtype
 
 
-class Comparison(Witness):
+class StepComparison(Witness):
     """Watches a replay as the step was watched, and compares their extremes.
 
     Calls are compared, and the gradients of their outputs. Gradients of parameters are

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..recording.watch import ModelWatch
-from .buffer_snapshot import BufferSnapshot
+from ..state.step_start import StepStart
 from .config import GuardConfig
 from .optimizer_hook import OptimizerHook
 from .step_frames import PendingStep
@@ -82,17 +82,17 @@ class DeviceFlags:
         return first
 
     def skip(
-        self, step: PendingStep, hook: OptimizerHook, buffers: BufferSnapshot | None
+        self, step: PendingStep, hook: OptimizerHook, start: StepStart | None
     ) -> None:
         """Makes the device skip a step, and put buffers back, if it is bad.
 
         Args:
             step: The step.
             hook: The hook of its optimizer.
-            buffers: The restore point, or None.
+            start: The models as they were when the step began, or None.
         """
         flag = self.hand_over(hook, step.scaler is not None)
         if flag is not None:
             step.skipped_by = "optimizer's kernel"
-            if buffers is not None:
-                buffers.restore_where(flag)
+            if start is not None:
+                start.restore_where(flag)

@@ -12,15 +12,16 @@ from ..core.wrapped import local_part
 from ..distributed.agreement import Agreed
 from ..recording.watch import ModelWatch
 from ..replay.capture import Capture
-from ..replay.explain import BUDGET, investigate
+from ..replay.explain import investigate
 from ..replay.explanation import Explanation
 from ..replay.incident import Incident
 from ..replay.team import Team, text_of
 from ..replay.witness import Witness
+from ..state.step_start import StepStart
 from ..torch_internals.compiler import has_compiled
 from ..verdict.hardware import is_of_flag
 from ..verdict.verdict import GRADIENTS, Verdict
-from .comparison import Comparison
+from .comparison import StepComparison
 from .config import GuardConfig
 from .joint_replay import ReplayOffer, offer_of, team_of, why_not_together
 
@@ -51,13 +52,13 @@ class Explainer:
         capture: Capture | None,
         make_watches: Callable[[], list[ModelWatch]],
     ) -> None:
-        self._asked = config.explain
-        self._budget = config.explain_budget or BUDGET
+        self._asked = config.explain.when
+        self._budget = config.explain.budget
         self._steps_between = config.weights_every or 1
-        self._is_replay_safe = config.replay_safe or config.sync == "lagged"
-        self._checkpoints = config.checkpoints
-        has_room = config.evidence is not None
-        self._artifact_bytes = int(config.evidence_mib * 2**20) * has_room
+        self._is_replay_safe = config.explain.replay_safe or config.sync == "lagged"
+        self._checkpoints = config.explain.checkpoints
+        evidence = config.evidence
+        self._artifact_bytes = 0 if evidence is None else int(evidence.mib * 2**20)
         self._watches = watches
         self._capture = capture
         self._make_watches = make_watches
@@ -151,7 +152,7 @@ class Explainer:
             models,
             capture.calls,
             self._incident(verdict, moment, optimizers),
-            start=capture.start(),
+            start=capture.start,
             budget=self._budget,
             checkpoints=self._checkpoints,
             artifact_bytes=self._artifact_bytes,
@@ -163,16 +164,16 @@ class Explainer:
         """Compares a replay with the step, but for compiled code: hooks change that."""
         if not self._compares or has_compiled():
             return None
-        return Comparison(self._watches, self._make_watches)
+        return StepComparison(self._watches, self._make_watches)
 
     def _is_due(self, step: int, verdict: Verdict, ends: bool) -> bool:
         first = verdict.first
         if self._capture is not None and first is not None:
             self._capture.note_bad()
         is_off = self._capture is None and self._is_replay_safe
-        if self._asked is False or is_off or first is None:
+        if self._asked == "never" or is_off or first is None:
             return False
-        if self._asked is True or ends:
+        if self._asked == "always" or ends:
             return True
         place = first.kind, first.fqn, first.label
         is_soon = self._last is not None and step - self._last < _STEPS_BETWEEN
@@ -235,13 +236,13 @@ class Explainer:
         }
 
 
-def make_capture(options: GuardConfig, watches: Sequence[ModelWatch]) -> Capture | None:
-    """Makes the watches keep their calls, if the guard explains its alarms."""
-    is_wanted = options.explain is not False or options.is_tripwire
-    is_wanted |= options.ops_every is not None
-    if not is_wanted or options.sync == "lagged" or not options.replay_safe:
+def make_capture(
+    options: GuardConfig, watches: Sequence[ModelWatch], start: StepStart | None
+) -> Capture | None:
+    """Makes the watches keep their calls, if steps may be run again."""
+    if start is None or not options.may_replay:
         return None
-    capture = Capture()
+    capture = Capture(start)
     for watch in watches:
         watch.inputs.capture = capture
     return capture

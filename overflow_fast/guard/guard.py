@@ -11,14 +11,23 @@ from torch.optim import Optimizer
 from ..report.report import NonFiniteError, Report
 from ..report.run_lines import log_begin, log_end
 from ..verdict.rules import Allow
-from .arguments import check_int
-from .config import EVERYTHING, GuardConfig, Path, Policy
-from .documented import documents_config
+from .arguments import Path, check_int
+from .config import EVERYTHING, GuardConfig, Policy
 from .guard_status import GuardStatus
 from .isolation import isolate_errors
 from .learning import check_can_learn
 from .loop import GuardLoop
 from .metrics import Exporter
+from .monitors.builtin import DEFAULT_MONITORS
+from .monitors.monitor import Monitor
+from .options import (
+    Evidence,
+    Explain,
+    Log,
+    Record,
+    Schedule,
+    documents,
+)
 from .other_guards import note_enabled
 from .watched_models import (
     Models,
@@ -34,7 +43,7 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-@documents_config
+@documents(GuardConfig)
 class OverflowGuard(GuardStatus):
     """Watches training for nans and infs and decides before the optimizer steps.
 
@@ -76,38 +85,17 @@ class OverflowGuard(GuardStatus):
         watch: Iterable[str] | Literal["tripwire"] = EVERYTHING,
         include: Iterable[str] | None = None,
         exclude: Iterable[str] = (),
-        every: int = 1,
-        warmup: int = 0,
-        ranges: Iterable[tuple[int, int]] | None = None,
-        budget: float | None = None,
-        sync: Literal["step", "lagged"] = "step",
-        max_consecutive_skips: int = 20,
-        max_frames: int = 21,
-        memo: bool = True,
-        evidence: Path | None = None,
-        evidence_mib: float = 256,
-        evidence_keep: int = 4,
-        log: Path | None = None,
-        log_mib: float = 16,
-        log_keep: int = 3,
-        collect: Literal["rank0", "node", "all"] = "all",
-        record: Path | None = None,
-        record_mib: float = 64,
-        record_steps: int = 1000,
-        process_group: ProcessGroup | DeviceMesh | Literal[False] | None = None,
         allow: Allow | None = None,
-        headroom_bits: float | None = None,
-        on_spike: Literal["warn", "skip"] | None = "warn",
-        underflow_every: int | None = None,
-        saturation: float | None = 0.001,
+        explain: bool | Literal["auto"] | Explain = "auto",
+        evidence: Path | Evidence | None = None,
+        log: Path | Log | None = None,
+        record: Path | Record | None = None,
         metrics: Exporter | Iterable[Exporter] | None = None,
-        explain: bool | Literal["auto"] = "auto",
-        explain_budget: int | None = None,
-        replay_safe: bool = True,
-        checkpoints: Iterable[Path] = (),
-        ops_every: int | None = None,
-        audit: int | None = None,
-        check_replicas: int | None = None,
+        schedule: int | Schedule = 1,
+        monitors: Iterable[Monitor] = DEFAULT_MONITORS,
+        sync: Literal["step", "lagged"] = "step",
+        process_group: ProcessGroup | DeviceMesh | Literal[False] | None = None,
+        max_consecutive_skips: int = 20,
         _defer: bool = False,
     ) -> None:
         config = GuardConfig.of(locals())

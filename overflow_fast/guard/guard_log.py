@@ -29,7 +29,7 @@ class GuardLog:
         Raises:
             RuntimeError: If the guard has no `log`.
         """
-        path = self._loop.config.log
-        if path is None:
+        log = self._loop.config.log
+        if log is None:
             raise RuntimeError("suspects() reads the log: give the guard log=")
-        return suspects_of(read_incidents(path))
+        return suspects_of(read_incidents(log.path))

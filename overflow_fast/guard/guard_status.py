@@ -41,7 +41,7 @@ class GuardStatus(GuardLog):
 
         A step is a call of the optimizer, or a round of several. Set it between two
         steps to count on from another number, such as that of a trainer which resumes;
-        `warmup`, `ranges`, reports and the log go by it. Where ranks decide together,
+        the `Schedule`, reports and the log go by it. Where ranks decide together,
         all of them have to set it.
 
         Raises:
@@ -118,7 +118,7 @@ class GuardStatus(GuardLog):
         """Returns the bits that values have left in their dtype and in float16.
 
         And their trends: of outputs of modules, weights, buffers and gradients, as they
-        last were; with `underflow_every` also zeros and subnormals. Does not sync.
+        last were; with `Underflow()` also zeros and subnormals. Does not sync.
         """
         with self._loop.isolation.isolated():
             return self._loop.headroom.table()
@@ -130,7 +130,7 @@ class GuardStatus(GuardLog):
         `steps_total`, `steps_watched_total`, `bad_steps_total`, `skipped_steps_total`,
         `consecutive_skips`, `not_scanned_total`; `guard_seconds`, `step_seconds` and
         `guard_share` (see `Cost`); `headroom_bits`, the least of the last watched step;
-        and, with `underflow_every`, the shares `gradient_zeros`, `gradient_subnormals`,
+        and, with `Underflow()`, the shares `gradient_zeros`, `gradient_subnormals`,
         `activation_zeros` and `activation_subnormals`. Incurs no CPU-GPU sync.
         """
         with self._loop.isolation.isolated():

@@ -15,18 +15,19 @@ from ..recording.schedule import WatchSchedule
 from ..recording.watch import ModelWatch
 from ..report.guard_coverage import GuardCoverage
 from ..report.report import Report
+from ..state.step_start import StepStart
 from ..verdict.rules import Rules
-from .buffer_snapshot import BufferSnapshot
 from .config import EVERYTHING, GuardConfig
 from .isolation import ErrorIsolation
 from .learning import Learning
 from .loop_inputs import LoopInputs
 from .measurements import Measurements
+from .monitors.monitor import Guarded
+from .monitors.running import RunningMonitors
 from .optimizer_hook import OptimizerHook
 from .optimizer_steps import OptimizerSteps
 from .policy_engine import PolicyEngine
 from .rounds import Rounds
-from .step_audits import StepAudits
 from .step_clock import StepClock
 from .step_judge import StepJudge
 from .watched_models import living_models, make_watches
@@ -53,7 +54,7 @@ class GuardLoop:
         defer: bool,
     ) -> None:
         self.config = config
-        self.rules = Rules(config.allow)
+        self.rules = Rules(config.allow or {})
         self.watches = make_watches(
             models, config, self.rules, self._on_evaluated, defer
         )
@@ -61,6 +62,9 @@ class GuardLoop:
         self.is_enabled = False
         self._hooks = [self._hook(each) for each in optimizers]
         self.rounds = Rounds(self._hooks)
+        is_restored = config.may_restore and bool(self._hooks)
+        is_kept = is_restored or config.may_replay
+        self._start = StepStart(self.watches) if is_kept else None
         self.measurements = Measurements(config, self.watches, lambda: self._counts())
         self.timer = self.measurements.timer
         self.headroom = self.measurements.headroom
@@ -72,6 +76,7 @@ class GuardLoop:
             lambda watches: self.coverage(watches).gaps(),
             lambda: self.steps.optimizers,
             lambda: self.new_watches(watch=EVERYTHING),
+            self._start,
         )
         self.isolation = ErrorIsolation(self.timer, self.engine.is_foreign)
         self._make_judge()
@@ -86,35 +91,44 @@ class GuardLoop:
         )
 
     def _counts(self) -> dict[str, float]:
-        counts = {**self.engine.metrics(), **self.audits.metrics()}
+        counts = {**self.engine.metrics(), **self._monitors.metrics()}
         return {"steps_total": self.clock.num_steps, **counts}
 
     def _make_judge(self) -> None:
         """Makes the parts that judge a step."""
         config = self.config
-        may_skip = config.may_skip and bool(self._hooks)
-        self._buffers = BufferSnapshot(self.watches) if may_skip else None
+        asked = config.schedule
         schedule = WatchSchedule(
-            config.every,
-            config.warmup,
-            config.ranges,
-            config.budget,
+            asked.every,
+            asked.warmup,
+            asked.ranges,
+            asked.budget,
             has_gradients=config.wanted.gradients,
         )
         acts = config.may_act and bool(self._hooks)
-        self.clock = StepClock(
-            schedule, self.watches, self.headroom, self._buffers, acts
+        self.clock = StepClock(schedule, self.watches, self.headroom, self._start, acts)
+        guarded = Guarded(
+            self.watches,
+            self.engine.capture,
+            lambda: self.steps.optimizers,
+            self.isolation.isolated,
+        )
+        self._monitors = RunningMonitors(
+            config.monitors,
+            guarded,
+            self.isolation.isolated,
+            looks=config.sync != "lagged",
         )
         self._judge = StepJudge(
-            config, self.watches, self.engine, self.clock, self._buffers
+            config, self.watches, self.engine, self.clock, self._start, self._monitors
         )
         self._judge.flags.request(self._hooks)
         for watch in self.watches:
             watch.isolate_errors = self.isolation.isolated
-            if self._buffers is not None:
+            if self._start is not None:
                 measured = self.isolation.measured_call
-                watch.on_forward = measured(self._buffers.before_forward)
-                watch.on_forward_end = measured(self._buffers.after_forward)
+                watch.on_forward = measured(self._start.before_forward)
+                watch.on_forward_end = measured(self._start.after_forward)
 
     def _make_steps(self) -> None:
         """Makes the parts that the training loop and the optimizers call."""
@@ -128,11 +142,6 @@ class GuardLoop:
             self.isolation,
             lambda: self.steps.optimizers,
         )
-        self.audits = StepAudits(
-            *(config, self.watches, capture),
-            lambda: self.steps.optimizers,
-            self.isolation,
-        )
         self.steps = OptimizerSteps(
             self._hooks,
             self.rounds,
@@ -141,10 +150,9 @@ class GuardLoop:
             self.isolation,
             self.clock,
             self.measurements,
-            self.audits,
-            joins_unwatched=config.budget is not None,
+            self._monitors,
+            joins_unwatched=config.schedule.budget is not None,
         )
-        self._judge.on_clean = self.audits.before_step
 
     # Hooks on and off.
 
@@ -153,8 +161,8 @@ class GuardLoop:
         if self.is_enabled:
             return
         self.is_enabled = True
-        if self._buffers is not None:
-            self._buffers.begin()
+        if self._start is not None:
+            self._start.begin()
         self.steps.attach()
         self.timer.restart()
         self.clock.start()
@@ -193,8 +201,8 @@ class GuardLoop:
     def discard(self) -> None:
         """Forgets what was found and not judged."""
         self._judge.forget()
-        if self._buffers is not None:
-            self._buffers.keep()
+        if self._start is not None:
+            self._start.keep()
 
     def learn(self, steps: int, adopt: bool) -> None:
         """Learns from the next clean steps which values are non-finite by design."""
@@ -233,7 +241,7 @@ class GuardLoop:
             self._judge.tensors.without_gradient,
             self.isolation.num_failures,
             self.rules.unused(),
-            self.config.on_spike is not None and self.config.sync == "lagged",
+            self.config.ignores_spikes,
         )
 
     @property

@@ -15,7 +15,8 @@ from ..recording.schedule import ScanLevel
 from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
 from ..replay.capture import Capture
-from .config import NORM, GuardConfig
+from .arguments import NORM
+from .config import GuardConfig
 from .isolation import ErrorIsolation
 from .step_clock import StepClock
 

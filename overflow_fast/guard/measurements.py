@@ -13,6 +13,7 @@ from ..report.run import Run
 from ..verdict.headroom import HeadroomTracker
 from .config import GuardConfig
 from .metrics import MetricsDispatcher, exporters_of
+from .monitors.magnitudes import Headroom, Saturation, Underflow
 from .overhead import OverheadTimer
 
 
@@ -40,11 +41,13 @@ class Measurements:
         self._counts = counts
         self._dispatcher = MetricsDispatcher(exporters_of(config.metrics))
         self.timer = OverheadTimer(lambda: sum(w.recorder.seconds for w in watches))
+        headroom, underflow = config.monitor(Headroom), config.monitor(Underflow)
+        saturation = config.monitor(Saturation)
         self.headroom = HeadroomTracker(
             watches,
-            config.headroom_bits,
-            config.underflow_every,
-            config.saturation,
+            None if headroom is None else headroom.bits,
+            None if underflow is None else underflow.every,
+            None if saturation is None else saturation.share,
             config.sync == "lagged",
         )
         self.record = _recorder_of(config, watches, lambda: self.run)
@@ -77,12 +80,13 @@ class Measurements:
 def _recorder_of(
     config: GuardConfig, watches: Sequence[ModelWatch], run: Callable[[], Run]
 ) -> FlightRecorder | None:
-    if config.record is None or not Run.begin().collects(config.collect):
+    record = config.record
+    if record is None or not Run.begin().collects(record.ranks):
         return None
     return FlightRecorder(
-        config.record,
-        config.record_steps,
-        int(config.record_mib * 2**20),
+        record.path,
+        record.steps,
+        int(record.mib * 2**20),
         watches,
         config.on_overflow,
         config.sync == "lagged",

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from .. import _C
 from ..core.nested_optimizers import optimizers_in
+from ..state.optimizer import OptimizerSnapshot
 from .closures import calls_closure_first, place_of_closure, run_with_closure
 from .found_inf import FoundInf
-from .optimizer_snapshot import OptimizerSnapshot
 from .stray_steps import StraySteps
 from .wrapped_optimizers import class_step, innermost, notify_wrapper, stepper_of
 

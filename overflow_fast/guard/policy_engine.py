@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 from ..distributed.agreement import Agreement
 from ..recording.watch import ModelWatch
 from ..report.alarms import AlarmLog
+from ..report.notice_lines import log_notices
 from ..report.report import NonFiniteError, Report
-from ..report.spike_lines import log_spike
+from ..state.step_start import StepStart
 from ..verdict.attribution import attribute
 from ..verdict.settings import bad_settings
 from ..verdict.verdict import Verdict
@@ -20,6 +21,7 @@ from .config import GuardConfig
 from .explainer import Explainer, make_capture
 from .learning import Learning
 from .measurements import Measurements
+from .monitors.running import clauses_of
 from .optimizer_hook import OptimizerHook
 from .policy import limit_skips
 from .report_maker import ReportMaker
@@ -40,6 +42,7 @@ class PolicyEngine:
         not_covered: Returns sentences about what some watches have not checked.
         optimizers: Returns the guard's optimizers.
         make_watches: Makes watches of the models that look at everything.
+        start: The models as they were when the step began, or None.
 
     Attributes:
         agreement: The ranks that decide together.
@@ -60,6 +63,7 @@ class PolicyEngine:
         not_covered: Callable[[Sequence[ModelWatch]], list[str]],
         optimizers: Callable[[], Sequence[Optimizer]],
         make_watches: Callable[[], list[ModelWatch]],
+        start: StepStart | None,
     ) -> None:
         self.agreement = Agreement(
             config.process_group, watches, config.may_act, optimizers
@@ -70,7 +74,7 @@ class PolicyEngine:
         self._in_row = 0
         self._alarms = AlarmLog()
         self._optimizers = optimizers
-        self.capture = make_capture(config, watches)
+        self.capture = make_capture(config, watches, start)
         timer = measurements.timer
         self._archive = Archive(config, watches, measurements)
         self._reporter = StepReporter(
@@ -124,8 +128,8 @@ class PolicyEngine:
         found = self._without_expected(found)
         verdict = self._attribute(found)
         report, is_own = self._maker.make(found, verdict)
-        if report is None and self._maker.has_spike:
-            return self._end_spike(found, verdict)
+        if report is None and (self._maker.wants_attention or found.notices):
+            return self._end_noticed(found, verdict)
         if report is None:
             self._end_clean(found, verdict)
             return None
@@ -174,16 +178,18 @@ class PolicyEngine:
         if found.hook is not None:
             self._rounds.note(found.hook, bool(skipper), is_by_guard=False)
 
-    def _end_spike(self, found: StepResult, verdict: Verdict) -> Report | None:
-        """Ends a finite step that a rank has seen a spike in; skips it if asked to."""
-        is_first = self.spike_step != found.step
-        self.spike_step = found.step
-        self.num_spikes += is_first
+    def _end_noticed(self, found: StepResult, verdict: Verdict) -> Report | None:
+        """Ends a finite step that a monitor has a notice of; skips it if asked to."""
+        has_spike = self._maker.has_spike
+        if has_spike:
+            self.num_spikes += self.spike_step != found.step
+            self.spike_step = found.step
         can_skip = found.can_skip and found.hook is not None
-        is_skipped = self._config.on_spike == "skip" and can_skip
+        is_skipped = self._maker.wants_skip and can_skip
         notes = found.restore() if is_skipped else []
-        log_spike(found.step, found.spikes, is_skipped, notes)
-        self._archive.log_spikes(found.step, found.spikes, is_skipped)
+        clauses = clauses_of(found.notices, has_spike, is_skipped)
+        log_notices(found.step, clauses, is_skipped, notes)
+        self._archive.log_notices(found.step, found.notices, is_skipped)
         self._end_clean(found, verdict)
         if not is_skipped or found.hook is None:
             return None

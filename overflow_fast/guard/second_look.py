@@ -24,7 +24,7 @@ from ..replay.kept_call import KeptCall, ModelCall
 from ..replay.rerun import Rerun
 from ..replay.team import NotJoined, Team
 from ..verdict.verdict import BadFrame
-from .config import NORM
+from .arguments import NORM
 from .joint_replay import team_of, why_not_together
 from .step_result import StepResult
 
@@ -136,7 +136,7 @@ class SecondLook:
         watches = self._watches_now()
         models = {w.prefix: w.model for w in watches if w.model is not None}
         with kept_state(
-            models, self._capture.calls, self._capture.start(), team
+            models, self._capture.calls, self._capture.start, team
         ) as state:
             rerun = Rerun(models, self._capture.calls, state, team)
             rerun.watched = _Watched(watches, frames)

@@ -9,8 +9,8 @@ from ..recording.schedule import LeftOut, ScanLevel, WatchSchedule
 from ..recording.watch import ModelWatch
 from ..report.report import Cost
 from ..report.run_lines import log_left_out
+from ..state.step_start import StepStart
 from ..verdict.headroom import HeadroomTracker
-from .buffer_snapshot import BufferSnapshot
 
 
 class StepClock:
@@ -20,7 +20,7 @@ class StepClock:
         schedule: Chooses how much of each step is watched.
         watches: The watched models.
         headroom: Tracks the headroom of the watched steps.
-        buffers: The restore point of skipped steps, or None.
+        start: The models as they were when the step began, or None.
         acts: The policy may do more than warn, where a step is judged.
 
     Attributes:
@@ -36,13 +36,13 @@ class StepClock:
         schedule: WatchSchedule,
         watches: Sequence[ModelWatch],
         headroom: HeadroomTracker,
-        buffers: BufferSnapshot | None,
+        start: StepStart | None,
         acts: bool,
     ) -> None:
         self._schedule = schedule
         self._watches = watches
         self._headroom = headroom
-        self._buffers = buffers
+        self._start = start
         self._warns = acts
         self._is_running = False
         self.step = 0
@@ -69,8 +69,8 @@ class StepClock:
         self._headroom.begin_step()
         for watch in self._watches:
             watch.attach() if level is ScanLevel.ALL else watch.pause()
-        if self._buffers is not None and level is not ScanLevel.OFF:
-            self._buffers.prepare()
+        if self._start is not None and level is not ScanLevel.OFF:
+            self._start.prepare()
 
     def set_step(self, number: int) -> None:
         """Gives the step at hand another number, from which the next ones count."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -11,14 +11,15 @@ from ..recording.schedule import ScanLevel
 from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
 from ..report.report import Report
+from ..state.step_start import StepStart
 from ..verdict.verdict import BadFrame
-from .buffer_snapshot import BufferSnapshot
 from .config import GuardConfig
 from .device_flags import DeviceFlags
+from .monitors.monitor import Notice
+from .monitors.running import RunningMonitors
 from .optimizer_hook import OptimizerHook
 from .policy_engine import PolicyEngine
 from .scalers import SCALER, has_skipped, will_skip, without_expected, without_gradients
-from .spikes import SpikeWatch
 from .step_clock import StepClock
 from .step_flags import StepFlags
 from .step_frames import PendingStep, StepFrames
@@ -35,15 +36,14 @@ class StepJudge:
         watches: The watched models.
         engine: Decides what to do about bad frames.
         clock: Has the step's number, and how much of it is checked.
-        buffers: The restore point of skipped steps; None if no step may be skipped.
+        start: The models as they were when the step began, or None.
 
     Attributes:
-        buffers: The restore point.
+        start: The models as they were when the step began, or None.
         flags: Skip steps on the device.
         tensors: Scans what stands in no module's call.
         overflow_flags: Asks the devices' own overflow flags.
         has_scaler: A GradScaler has called an optimizer.
-        on_clean: Called with the number of a clean step, before its optimizer steps.
     """
 
     def __init__(
@@ -52,18 +52,18 @@ class StepJudge:
         watches: Sequence[ModelWatch],
         engine: PolicyEngine,
         clock: StepClock,
-        buffers: BufferSnapshot | None,
+        start: StepStart | None,
+        monitors: RunningMonitors,
     ) -> None:
         self._watches = watches
         self._engine = engine
         self._clock = clock
-        self.buffers = buffers
+        self.start = start
+        self._may_restore = config.may_restore
         self._frames = StepFrames(watches)
         self.flags = DeviceFlags(config, watches)
-        is_on = config.on_spike is not None and config.sync != "lagged"
-        self._spikes = SpikeWatch(watches, is_on)
+        self._monitors = monitors
         self.has_scaler = False
-        self.on_clean: Callable[[int], None] = lambda step: None
         self.tensors = StepTensors(watches, config.weights_every)
         self.overflow_flags = StepFlags(watches, clock)
 
@@ -94,7 +94,7 @@ class StepJudge:
         left_out = self._clock.left_out
         step = PendingStep(self._clock.step, hook, scaler, left_out=left_out)
         if is_lagged:
-            self.flags.skip(step, hook, self.buffers)
+            self.flags.skip(step, hook, self.start if self._may_restore else None)
         try:
             self.judge_late(is_lagged)
             # Ranks decide together, once for each step.
@@ -107,8 +107,6 @@ class StepJudge:
                     return False
             step.is_decided = True
             report = self._engine.decide(found)
-            if report is None:
-                self.on_clean(step.number)
             return report is not None and report.action == "skip"
         finally:
             self._end(is_lagged)
@@ -135,9 +133,17 @@ class StepJudge:
             hook=hook,
             restore=self.restore,
             is_whole=is_whole,
-            spikes=[] if frames else self._spikes.look(hook, bool(step.scaler), level),
+            notices=[] if frames else self._look(step, hook, level),
             left_out=step.left_out,
         )
+
+    def _look(
+        self, step: PendingStep, hook: OptimizerHook, level: ScanLevel
+    ) -> list[Notice]:
+        if level is ScanLevel.OFF:
+            return []
+        is_scaled, is_whole = step.scaler is not None, level is ScanLevel.ALL
+        return self._monitors.look(step.number, hook.optimizer, is_scaled, is_whole)
 
     def judge_scaler_skip(self, hook: OptimizerHook, scaler: GradScaler) -> None:
         """Judges a step that a GradScaler has skipped.
@@ -235,10 +241,15 @@ class StepJudge:
         frames = self._frames.take_evaluated(watch)
         if frames:
             model = watch.model
-            if self.buffers is not None and model is not None and model.training:
-                self.buffers.hold(watch)
-            step, left_out = self._clock.step, self._clock.left_out
-            found = StepResult(step, frames, is_of_step=False, left_out=left_out)
+            if self.start is not None and model is not None and model.training:
+                self.start.hold(watch)
+            found = StepResult(
+                self._clock.step,
+                frames,
+                restore=self.restore,
+                is_of_step=False,
+                left_out=self._clock.left_out,
+            )
             self._engine.decide(found)
 
     def forget(self) -> None:
@@ -248,7 +259,8 @@ class StepJudge:
 
     def restore(self) -> list[str]:
         """Puts back what the forward changed; returns sentences about failures."""
-        return [] if self.buffers is None else self.buffers.restore()
+        is_off = self.start is None or not self._may_restore
+        return [] if is_off else self.start.restore()
 
     def _end(self, is_lagged: bool) -> None:
         self.tensors.forget()

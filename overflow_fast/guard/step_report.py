@@ -131,7 +131,7 @@ class StepReporter:
             return []
         if leading.is_of_call:
             shown.append(leading.frame)
-        most = self._config.max_frames
+        most = self._config.explain.frames
         return frame_texts(leading.watch, shown[-most:] if most else [])
 
 

@@ -9,8 +9,8 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ..state.optimizer import OptimizerSnapshot
 from ..torch_internals.module_internals import has_step_hooks
-from .optimizer_snapshot import OptimizerSnapshot
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -80,7 +80,7 @@ def make_watches(
     check_patterns("exclude", config.exclude, names)
     wanted = config.wanted
     recorder = {
-        "memo": config.memo,
+        "memo": True,
         "defer": defer,
         "step_mode": True,
         "lists_parameters": wanted.weights,
@@ -95,7 +95,7 @@ def make_watches(
             prefix,
             wanted,
             Selection(config.include, config.exclude, prefix),
-            config.max_frames,
+            config.explain.frames,
             recorder,
             on_evaluated,
         )

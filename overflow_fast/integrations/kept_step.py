@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.restore import keep_attributes
 from ..core.wrapped import without_reduction
 from ..guard.guard import OverflowGuard
 from ..replay.functions import argument_names
+from ..state.objects import KeptObjects
+from ..tree import CALL_DEPTH, copied
 from .stand_in import StandIn
 
 
@@ -53,22 +54,25 @@ class KeptStep(StandIn):
             return self.__wrapped__(*args, **kwargs)
         call = _Call(self, args, kwargs)
         # What the method takes out of its arguments is there for the next call.
+        own_args, own_kwargs = copied((args, kwargs), CALL_DEPTH)
         names = argument_names(self.__wrapped__, len(args))
-        given = dict(zip(names, _copied(args), strict=True))
-        again = functools.partial(call, given, _copied(kwargs))
+        given = dict(zip(names, own_args, strict=True))
+        again = functools.partial(call, **given, **own_kwargs)
         return self._guard._loop.inputs.run(again, self._records_loss)
 
     @contextlib.contextmanager
     def unseen(self, models: Sequence[nn.Module]) -> Iterator[None]:
         """Switches logging off, and puts the owner's attributes back."""
-        undo = keep_attributes(self._owner)
+        owner = self._owner
+        kept = KeptObjects(opens=lambda value: value is owner)
+        kept.add({"": owner})
         try:
             for name in self._logs:
                 vars(self._owner)[name] = _nothing
             with without_reduction(models):
                 yield
         finally:
-            undo()
+            kept.restore()
 
 
 class _Call:
@@ -84,27 +88,18 @@ class _Call:
         self._step = step
         self.__self__ = step._owner  # as of the method itself
         self._own: Any = args, kwargs
+        self._num_args = len(args)
 
-    def __call__(self, given: dict[str, Any], kwargs: Any) -> Any:
+    def __call__(self, /, **given: Any) -> Any:
         own, self._own = self._own, None
         method = self._step.__wrapped__
         if own is not None:
             return method(*own[0], **own[1])
-        args = tuple(given.values())
-        models = [each for each in args if isinstance(each, nn.Module)]
+        models = [each for each in given.values() if isinstance(each, nn.Module)]
+        values = list(copied(given, CALL_DEPTH).items())
+        args = [value for _, value in values[: self._num_args]]
         with self._step.unseen(models):
-            return method(*_copied(args), **_copied(kwargs))
-
-
-def _copied(value: Any) -> Any:
-    """The same, with dicts and lists of its own."""
-    if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
-    copy = getattr(value, "copy", None)  # such as transformers' BatchEncoding
-    is_mapping = hasattr(value, "keys") and callable(copy)
-    return dict(value) if is_mapping else value
+            return method(*args, **dict(values[self._num_args :]))
 
 
 def _nothing(*_: Any, **__: Any) -> None:

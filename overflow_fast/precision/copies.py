@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,11 +11,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..core.names import has_base, is_sharded, named_modules
-from ..core.restore import KeptState
+from ..state.snapshot import Snapshot
 from ..torch_internals.module_internals import own_buffers, own_parameters
-from ..torch_internals.tensor_internals import is_wrapper, pytree
+from ..torch_internals.tensor_internals import is_wrapper
+from ..tree import CALL_DEPTH, mapped
 
 HALF = (torch.float16, torch.bfloat16)
+_OWN = set(vars(nn.Module()))
 _PARALLEL = {"DistributedDataParallel", "DataParallel"}
 
 
@@ -43,9 +44,9 @@ class Copies:
             self._known[id(tensor)] = tensor, made
         return self._known[id(tensor)][1]
 
-    def has(self, value: Any) -> bool:
-        """Tells whether there is a copy of this very tensor."""
-        return isinstance(value, torch.Tensor) and id(value) in self._known
+    def known(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The copy of this very tensor, or the tensor where there is none."""
+        return self._known.get(id(tensor), (tensor, tensor))[1]
 
 
 def to_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -71,7 +72,7 @@ def on_copies(model: nn.Module, convert: Convert = to_float32) -> Iterator[None]
         model: The model.
         convert: See `Copies`.
     """
-    with KeptState({"": model}, on_copies=True):
+    with Snapshot({"": model}, on_copies=True):
         copies = Copies(convert)
         for module in model.modules():
             for table in (own_parameters(module), own_buffers(module)):
@@ -89,21 +90,18 @@ def _replace_attributes(module: nn.Module, copies: Copies) -> None:
         if isinstance(value, torch.Tensor):
             vars(module)[key] = copies.of(value)
         elif type(value) is list:
-            value[:] = [copies.of(v) if copies.has(v) else v for v in value]
+            value[:] = [mapped(each, copies.known) for each in value]
+        elif key not in _OWN:
+            vars(module)[key] = mapped(value, copies.known)
 
 
 def copied_batch(batch: Any) -> Any:
     """A batch whose tensors are copies, float32 instead of half precision."""
-    if isinstance(batch, torch.Tensor):
-        return to_float32(batch.detach()).requires_grad_(batch.requires_grad)
-    leaves, spec = pytree.tree_flatten(batch)
-    if len(leaves) != 1 or leaves[0] is not batch:
-        return pytree.tree_unflatten([copied_batch(each) for each in leaves], spec)
-    if isinstance(batch, Mapping) and hasattr(batch, "update"):
-        made = copy.copy(batch)  # such as a tokenizer's BatchEncoding
-        made.update({key: copied_batch(each) for key, each in batch.items()})
-        return made
-    return batch
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return to_float32(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+    return mapped(batch, copied, CALL_DEPTH, anew=True)
 
 
 def check_model(model: nn.Module) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..torch_internals.tensor_internals import is_wrapper, pytree
+from ..torch_internals.tensor_internals import is_wrapper
+from ..tree import CALL_DEPTH, Loan, tensors_in
 from .replaced_forward import ReplacedForward
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -38,17 +39,23 @@ class Float32Forward(ReplacedForward):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward in float32."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        dtypes = [leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)]
+        given = tensors_in((args, kwargs), CALL_DEPTH)
+        dtypes = [tensor.dtype for tensor in given]
         half = next((dtype for dtype in dtypes if dtype in _HALF), None)
+        loan = None
         if half is not None:
-            leaves = [leaf.float() if _is_half(leaf) else leaf for leaf in leaves]
-            args, kwargs = pytree.tree_unflatten(leaves, spec)
-        device = _autocast_device(self.module, leaves)
+            loan = Loan((args, kwargs), _to_float32, CALL_DEPTH)
+            args, kwargs = loan.value
+        device = _autocast_device(self.module, given)
         if device is not None:
             with torch.autocast(device, enabled=False):
-                return self.__wrapped__(*args, **kwargs)
-        output = self.__wrapped__(*args, **kwargs)
+                output = self.__wrapped__(*args, **kwargs)
+        else:
+            output = self.__wrapped__(*args, **kwargs)
+        if loan is not None:
+            loan.give_back()
+        if device is not None:
+            return output
         has_float = any(dtype.is_floating_point for dtype in dtypes)
         dtype = self._dtype_after(half, has_float)
         return output if dtype is None else _from_float32(output, dtype)
@@ -64,11 +71,9 @@ class Float32Forward(ReplacedForward):
         return half if has_float else self._half
 
 
-def _autocast_device(module: nn.Module, leaves: Sequence[object]) -> str | None:
+def _autocast_device(module: nn.Module, given: Sequence[Tensor]) -> str | None:
     """Returns the type of the device of a call, if its autocast is on."""
-    tensor = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
-    if tensor is None:
-        tensor = next(module.parameters(), None)
+    tensor = given[0] if given else next(module.parameters(), None)
     if tensor is None or not _has_autocast(tensor.device.type):
         return None
     device = tensor.device.type
@@ -81,21 +86,15 @@ def _has_autocast(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
 
 
-def _is_half(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dtype in _HALF
+def _to_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _HALF else tensor
 
 
-def _from_float32(tree: Any, dtype: torch.dtype) -> Any:
-    leaves, spec = pytree.tree_flatten(tree)
-    if not any(_is_float32(leaf) for leaf in leaves):
-        return tree
-    return pytree.tree_unflatten(
-        [leaf.to(dtype) if _is_float32(leaf) else leaf for leaf in leaves], spec
-    )
+def _from_float32(value: Any, dtype: torch.dtype) -> Any:
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.dtype == torch.float32 else tensor
 
-
-def _is_float32(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dtype == torch.float32
+    return Loan(value, cast).value
 
 
 class Float32Weights:

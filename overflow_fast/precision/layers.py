@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..core.devices import devices_of
 from ..core.names import named_modules, unwrapped_class
-from ..core.restore import devices_of, has_drawn, random_states
+from ..state.random import RandomStates
 from ..torch_internals.module_internals import own_parameters
 from ..torch_internals.running import graph_task_id
 from .magnitudes import Magnitudes
@@ -75,7 +76,7 @@ class _Running:
     """A call that has begun: copies of what it was given, and the random states."""
 
     call: LayerCall
-    random: list[tuple[Any, torch.Tensor]]
+    random: RandomStates
     has_inner: bool = False
 
 
@@ -130,7 +131,7 @@ class LayerProbe:
         if self._running:
             self._running[-1].has_inner = True
         call = LayerCall(module, args, kwargs)
-        self._running.append(_Running(call, random_states(self._devices)))
+        self._running.append(_Running(call, RandomStates(self._devices)))
 
     def _end(
         self,
@@ -172,7 +173,7 @@ class LayerProbe:
             return
         if running.has_inner:
             layer.not_compared, layer.has_inner = "it calls other modules", True
-        elif has_drawn(running.random):
+        elif running.random.drawn():
             layer.not_compared, layer.is_random = "it draws random numbers", True
         else:
             layer.not_compared = why_not_compared(call.module, call.given, output)

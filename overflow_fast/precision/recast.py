@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..torch_internals.tensor_internals import pytree
+from ..tree import CALL_DEPTH, mapped, tensors_in
 from .copies import Convert, on_copies, to_dtype
 from .float32 import Float32Forward
 
@@ -149,13 +149,12 @@ def why_not_compared(module: nn.Module, given: Any, output: Any) -> str:
     return ""
 
 
-def floats_in(tree: Any) -> list[torch.Tensor]:
-    """The float and complex tensors of a nesting."""
+def floats_in(value: Any) -> list[torch.Tensor]:
+    """The float and complex tensors of a value."""
     return [
         each
-        for each in pytree.tree_leaves(tree)
-        if isinstance(each, torch.Tensor)
-        and (each.is_floating_point() or each.is_complex())
+        for each in tensors_in(value, CALL_DEPTH)
+        if each.is_floating_point() or each.is_complex()
     ]
 
 
@@ -170,13 +169,9 @@ def is_real(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point()
 
 
-def _mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A nesting with each tensor changed; without graphs."""
-
-    def changed(each: Any) -> Any:
-        return change(each.detach()) if isinstance(each, torch.Tensor) else each
-
-    return pytree.tree_map(changed, tree)
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A value with each tensor changed, without graphs, in containers of its own."""
+    return mapped(value, lambda each: change(each.detach()), CALL_DEPTH, anew=True)
 
 
 def rounded_to_float8(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.devices import devices_of
 from ..core.eagerly import run_eagerly
-from ..core.restore import devices_of, has_drawn, random_states
 from ..core.tensors import loss_in
 from ..recording.unseen import unseen
+from ..state.random import RandomStates
 from ..torch_internals.module_internals import is_dropout
 from .copies import copied_batch, on_copies
 from .keep_in_fp32 import keep_in_fp32
@@ -126,10 +127,10 @@ class Steps:
                     module.training = False
             if names:
                 stack.enter_context(keep_in_fp32(self.model, names))
-            before = random_states(self._devices)
+            before = RandomStates(self._devices)
             for batch in self._batches:
                 self._run_one(outcome, batch, autocast, scale, on_gradients)
-            outcome.has_drawn = has_drawn(before)
+            outcome.has_drawn = bool(before.drawn())
         return outcome
 
     def _run_one(

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import cmath
-import dataclasses
-import enum
-import itertools
-import types
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
-from .. import _C
 from ..torch_internals.tensor_internals import version_of
+from ..tree import Path, Walk, path_text
 
-_MAX_DEPTH = 4
 _FEW = 4
-_MAX_ITEMS = 64
-_HARMLESS = (
-    *(str, bytes, int, type(None), torch.dtype, torch.device, torch.layout, range),
-    *(slice, type, enum.Enum, types.FunctionType, torch.Generator),
-)
-_UNSEEN = object()
+_MAX_NUMBERS = 256  # values visited in the search for numbers that are not finite
 
 
 class Held(NamedTuple):
@@ -40,76 +31,53 @@ class Held(NamedTuple):
         return tensor
 
 
-# The positional and the keyword inputs of a call, as `weakly()` holds them.
-Given = tuple[Any, Any]
-
-
 def hold(tensor: torch.Tensor) -> Held:
     """Holds a tensor weakly, as it is now."""
     version = None if tensor.is_inference() else version_of(tensor)
     return Held(weakref.ref(tensor), version)
 
 
-def weakly(value: object, depth: int = 0) -> Any:
-    """Returns the tensors of a nesting as `Held`, in dicts and lists like it.
-
-    Other objects that may hold values are marked: they are not searched.
-    """
-    if isinstance(value, torch.Tensor):
-        return hold(value)
-    if isinstance(value, _HARMLESS) or _is_finite_number(value):
-        return None
-    if depth == _MAX_DEPTH:
-        return _UNSEEN
-    # The types' own methods: those of subclasses may do anything.
-    if isinstance(value, dict):
-        return {key: weakly(each, depth + 1) for key, each in dict.items(value)}
-    if isinstance(value, (list, tuple)):
-        few = itertools.islice(value, _MAX_ITEMS)
-        return [weakly(each, depth + 1) for each in few]
-    if dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value)]
-        return {n: weakly(getattr(value, n, None), depth + 1) for n in names}
-    return _UNSEEN
-
-
-def _is_finite_number(value: object) -> bool:
-    """Returns whether a value is a finite number of Python."""
-    return isinstance(value, (float, complex)) and cmath.isfinite(value)
-
-
-def unseen(given: Given) -> list[str]:
-    """Lists the inputs of a call that were not searched: objects, arrays, nan."""
-    args, kwargs = given
-    labels = {f"input[{i}]": each for i, each in enumerate(args or [])}
-    labels |= {f"input.{key}": each for key, each in (kwargs or {}).items()}
-    return [label for label, each in labels.items() if _holds_unseen(each)]
-
-
-def _holds_unseen(held: object) -> bool:
-    if isinstance(held, dict):
-        return any(map(_holds_unseen, held.values()))
-    if isinstance(held, list):
-        return any(map(_holds_unseen, held))
-    return held is _UNSEEN
-
-
-def find(given: Given, label: _C.Label) -> Held:
-    """Returns the tensor of an input's label.
+class Given:
+    """The inputs of a call: their tensors, held weakly, and what was not searched.
 
     Args:
-        given: The inputs of the call.
-        label: The label.
+        args: The positional inputs; None if they are not known.
+        kwargs: The keyword inputs.
+
+    Attributes:
+        tensors: The tensors by their labels, such as `input[0]['x']`.
+        unseen: The labels of inputs that hold arrays, non-finite numbers, or what may
+            hold tensors and was not opened.
     """
-    args, kwargs = given
-    is_by_name = bool(label.parts) and label.parts[0].style != _C.LabelStyle.INDEX
-    found: Any = kwargs if is_by_name else args
-    for part in label.parts:
-        try:
-            found = found[part.value]
-        except (KeyError, IndexError, TypeError):
-            break
-    return found if isinstance(found, Held) else Held(lambda: None, None)
+
+    def __init__(self, args: Any = None, kwargs: Any = None) -> None:
+        self.tensors: dict[str, Held] = {}
+        self.unseen: list[str] = []
+        walk = Walk((torch.Tensor, *_arrays()))
+        walk.visit_call(args or (), kwargs or {})
+        hidden = [path for path, _ in walk.opaque]
+        for path, found in walk.found:
+            if isinstance(found, torch.Tensor):
+                self.tensors[f"input{path_text(path)}"] = hold(found)
+            else:
+                hidden.append(path)
+        hidden += _nonfinite_numbers(args or (), kwargs or {})
+        self.unseen = [f"input{path_text(p)}" for p in {p[:1]: p for p in hidden}]
+
+    def find(self, label: str) -> Held:
+        """Returns the tensor of an input's label; one that is gone if there is none."""
+        return self.tensors.get(label, Held(lambda: None, None))
+
+
+def _arrays() -> tuple[type, ...]:
+    numpy: Any = sys.modules.get("numpy")
+    return () if numpy is None else (numpy.ndarray, numpy.generic)
+
+
+def _nonfinite_numbers(args: Any, kwargs: Any) -> list[Path]:
+    walk = Walk((float, complex), most=_MAX_NUMBERS)
+    walk.visit_call(args, kwargs)
+    return [path for path, number in walk.found if not cmath.isfinite(number)]
 
 
 def samples(tensor: torch.Tensor | None, are_samples: bool) -> str:
@@ -149,15 +117,6 @@ def is_batch_first(model: torch.nn.Module | None) -> bool:
     """Returns whether no module declares another dimension for the batch."""
     modules = [] if model is None else model.modules()
     return all(getattr(each, "batch_first", True) is not False for each in modules)
-
-
-def tensors_in(held: object) -> Iterator[torch.Tensor | None]:
-    """Yields the tensors in a result of `weakly()`; None for those that are gone."""
-    if isinstance(held, Held):
-        yield held.tensor()
-    elif isinstance(held, (dict, list, tuple)):
-        for each in held.values() if isinstance(held, dict) else held:
-            yield from tensors_in(each)
 
 
 def is_mask(tensor: torch.Tensor | None) -> bool | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from ..torch_internals.running import is_functional_call
-from .batch import Given, weakly
+from .batch import Given
 from .loop_batches import LoopBatches
 
 _MAX_BATCHES = 8  # forwards before a judgement whose inputs are kept
@@ -32,7 +32,7 @@ class ForwardInputs:
         is_held: Keep the inputs themselves, for the evidence.
 
     Attributes:
-        given: The inputs, as `weakly()` holds them.
+        given: Their tensors, held weakly.
         batches: The inputs themselves.
         have_stand_ins: The batches in which other tensors stood in for the model's own
             (`functional_call`).
@@ -43,7 +43,7 @@ class ForwardInputs:
     def __init__(self, is_listed: bool, is_held: bool) -> None:
         self._is_listed = is_listed
         self._is_held = is_held
-        self._given: Given = (None, None)
+        self._given = Given()
         self._has_stand_ins = False
         self.given: dict[int, Given] = {}
         self.batches: dict[int, tuple[object, object]] = {}
@@ -57,7 +57,7 @@ class ForwardInputs:
         if self.capture is not None:
             self.capture.begin(module, args, kwargs or {}, self._has_stand_ins)
         if self._is_listed:
-            self._given = weakly(args), weakly(kwargs)
+            self._given = Given(args, kwargs)
 
     def end(self, number: int, args: object, kwargs: object, output: object) -> None:
         """Keeps the inputs of a forward that has returned, as those of a batch."""

@@ -5,19 +5,20 @@ from __future__ import annotations
 import re
 
 from .. import _C
+from ..tree import ATTRIBUTE, INDEX, KEY, Part, path_text
 
 _BRACKETS = re.compile(r"""\[['"]?(.*?)['"]?\]""")
 _STYLES = {
-    _C.LabelStyle.INDEX: "[{}]",
-    _C.LabelStyle.KEY: "[{!r}]",
-    _C.LabelStyle.ATTRIBUTE: ".{}",
+    _C.LabelStyle.INDEX: INDEX,
+    _C.LabelStyle.KEY: KEY,
+    _C.LabelStyle.ATTRIBUTE: ATTRIBUTE,
 }
 
 
 def label_text(label: _C.Label) -> str:
     """Writes a label as text, such as `output[0]['logits']`."""
-    parts = (_STYLES[part.style].format(part.value) for part in label.parts)
-    return f"{label.name}{''.join(parts)}"
+    path = [Part(_STYLES[part.style], part.value) for part in label.parts]
+    return f"{label.name}{path_text(path)}"
 
 
 def dotted(label: str) -> str:

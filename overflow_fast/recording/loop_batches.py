@@ -6,16 +6,12 @@
 from __future__ import annotations
 
 import operator
-from collections import UserDict
-from collections.abc import Iterator
 
 import torch
 
-from .batch import Held, finite_places, hold, is_plain, samples, share_first
+from .batch import Given, finite_places, is_plain, samples, share_first
 
 _MAX_BATCHES = 8
-_MAX_DEPTH = 6
-_HARMLESS = (str, bytes, int, float, complex, type(None))
 
 
 class LoopBatch:
@@ -26,24 +22,12 @@ class LoopBatch:
     """
 
     def __init__(self, batch: object) -> None:
-        self._is_whole = True
-        self._tensors = dict(self._walk(batch, "batch", 0))
-
-    def _walk(
-        self, value: object, place: str, depth: int
-    ) -> Iterator[tuple[str, Held]]:
-        if isinstance(value, UserDict):  # such as transformers' BatchEncoding
-            value = value.data
-        if isinstance(value, torch.Tensor):
-            yield place, hold(value)
-        elif depth < _MAX_DEPTH and isinstance(value, dict):
-            for key, each in dict.items(value):
-                yield from self._walk(each, f"{place}[{key!r}]", depth + 1)
-        elif depth < _MAX_DEPTH and isinstance(value, (list, tuple)):
-            for i, each in enumerate(value):
-                yield from self._walk(each, f"{place}[{i}]", depth + 1)
-        elif not isinstance(value, _HARMLESS):
-            self._is_whole = False
+        given = Given((batch,))
+        self._is_whole = not given.unseen
+        self._tensors = {
+            f"batch{label.removeprefix('input[0]')}": held
+            for label, held in given.tensors.items()
+        }
 
     def place_of(self, tensor: torch.Tensor | None, is_batch_first: bool = True) -> str:
         """Finds the place of a tensor, or of its base, in the batch; "" if it has none.

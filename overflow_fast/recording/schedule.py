@@ -29,7 +29,7 @@ class LeftOut:
 
     Attributes:
         num_steps: How many they are since the last step that was checked in full.
-        by: The arguments of the guard that left these out.
+        by: The fields of the guard's schedule that left these out.
         total: How many they are in all.
         follows_check: A step was checked in full before these.
     """
@@ -44,7 +44,7 @@ class LeftOut:
 
         Args:
             level: How much of it was checked.
-            left_out_by: The argument that left it out, or "".
+            left_out_by: The field that left it out, or "".
         """
         if level is ScanLevel.ALL:
             return LeftOut(total=self.total, follows_check=True)
@@ -57,7 +57,7 @@ class LeftOut:
         """Writes how many there are, and what that may have hidden."""
         steps = "1 step was" if self.num_steps == 1 else f"{self.num_steps} steps were"
         since = "since the last full check" if self.follows_check else "so far"
-        by = " and ".join(f"`{argument}`" for argument in self.by)
+        by = " and ".join(f"`schedule.{argument}`" for argument in self.by)
         return (
             f"{steps} not judged {since}, because of {by}: a non-finite update there "
             "would not have been noticed."
@@ -77,7 +77,7 @@ class WatchSchedule:
         has_gradients: True if gradients are to be checked at all.
 
     Attributes:
-        left_out_by: The argument that leaves out the step whose level was last asked
+        left_out_by: The field that leaves out the step whose level was last asked
             for, or "".
     """
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .. import _C
+from .. import _C, tree
 from ..core.nested_optimizers import optimizers_in
 from ..core.selection import Named
-from ..core.tensors import tensors_in
 from ..torch_internals.tensor_internals import is_wrapper, version_of, versions_of
 from ..torch_internals.wrappers import local_tensor
 from .schedule import ScanLevel
@@ -206,7 +205,8 @@ class StepTensors:
         for path, each in optimizers_in(optimizer):
             for name, state in _states(each, path, known):
                 # Also the parts of a quantized moment, such as its scales.
-                for key, value in tensors_in(state):
+                for at, value in tree.tensors(state):
+                    key = "".join(f".{tree.plain_key(part.value)}" for part in at)
                     for part, tensor in _parts(value):
                         # A wrapper's state may be that of what it wraps.
                         found.setdefault(id(tensor), (f"{name}{key}{part}", tensor))

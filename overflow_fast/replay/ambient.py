@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..core.restore import random_states, set_random_states
 from ..core.wrapped import set_shares_buffers
+from ..state.random import RandomStates
+
+if TYPE_CHECKING:
+    from .step_schema import Ambient as Saved
 
 
 class Ambient:
@@ -25,8 +27,7 @@ class Ambient:
     """
 
     def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
-        self._random = random_states(devices)
-        self._pythons = random.getstate()
+        self._random = RandomStates(devices)
         self._training = model.training
         types = ("cpu", *dict.fromkeys(device.type for device in devices))
         self._autocast = [
@@ -44,8 +45,7 @@ class Ambient:
             put: Keeps a tensor, and returns its name.
         """
         return {
-            "random": [[str(d) if d else "", put(state)] for d, state in self._random],
-            "python": self._pythons,
+            **self._random.as_plain(put),
             "training": self._training,
             "autocast": [
                 [t, is_on, str(dtype)[6:]] for t, is_on, dtype in self._autocast
@@ -55,37 +55,34 @@ class Ambient:
 
     @classmethod
     def of_plain(
-        cls, plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+        cls, plain: Saved, tensor_of: Callable[[str], torch.Tensor]
     ) -> Ambient:
         """Makes it of JSON; states of devices that are not here are left out.
 
         Args:
             plain: What `as_plain()` returned.
-            tensors: The tensors that it kept.
+            tensor_of: Returns the tensor that it kept by a name.
+
+        Raises:
+            ValueError: If a state, a dtype or a device is none.
+            RuntimeError: Likewise, as torch says it.
         """
         ambient = cls.__new__(cls)
-        ambient._random = [
-            (torch.device(device) if device else None, tensors[name].to(torch.uint8))
-            for device, name in plain["random"]
-            if not device or _is_here(torch.device(device))
-        ]
-        version, numbers, gauss = plain["python"]
-        ambient._pythons = version, tuple(numbers), gauss
-        ambient._training = plain["training"]
+        ambient._random = RandomStates.of_saved(plain, tensor_of)
+        ambient._training = plain.training
         ambient._autocast = [
-            (type, is_on, getattr(torch, dtype))
-            for type, is_on, dtype in plain["autocast"]
+            (type, is_on, _dtype_of(dtype))
+            for type, is_on, dtype in plain.autocast
             if torch.amp.is_autocast_available(type)
         ]
-        ambient._caches = plain["caches"]
+        ambient._caches = plain.caches
         ambient._shares_buffers = None
         return ambient
 
     @contextmanager
     def applied(self, models: Iterable[nn.Module]) -> Iterator[None]:
         """Sets all of it; autocast is as it was afterwards, the rest is not."""
-        set_random_states(self._random)
-        random.setstate(self._pythons)
+        self._random.restore()
         for model in models:
             if model.training != self._training:
                 model.train(self._training)
@@ -101,6 +98,8 @@ class Ambient:
             yield
 
 
-def _is_here(device: torch.device) -> bool:
-    module = torch.get_device_module(device)
-    return bool(module.is_available()) and (device.index or 0) < module.device_count()
+def _dtype_of(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of torch")
+    return found

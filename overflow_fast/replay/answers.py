@@ -10,7 +10,6 @@ from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replay_internals import active_modes
 from . import notes
 from .bad_leaf import first_bad_weight
-from .effects import effects_text
 from .explanation import NOT_REPLAYED, Explanation
 from .flagged import explain_flag
 from .incident import Incident
@@ -97,7 +96,7 @@ class Answers:
         again = self._rerun.run() if self._may_run(1) else first
         if again.is_clean or not has_compiled():
             if self.changed:
-                text = effects_text(self.changed)
+                text = notes.effects_text(self.changed)
                 return Explanation(notes=[notes.SOME.format(text)])
             text = "replays of the same step differ: some of them are finite"
             return Explanation("forward", "not reproducible", evidence=[text])
@@ -149,7 +148,7 @@ class Answers:
                 return Explanation(notes=[notes.OLD])
             found.notes.append(NOT_REPLAYED)
         if self.changed:
-            text = f"The replay is finite, but {effects_text(self.changed)}."
+            text = f"The replay is finite, but {notes.effects_text(self.changed)}."
             return Explanation(notes=[text])
         if not is_gradient and found.module:
             self._ask_elsewhere(found)

@@ -12,7 +12,7 @@ from ..core.eagerly import run_eagerly
 from ..torch_internals.replay_internals import no_dispatch
 from .held import held_leaves
 from .kept_call import KeptCall
-from .kinds import NEGATIVE_INF, is_float, tensors_in
+from .kinds import NEGATIVE_INF, floats_in
 from .op_table import OpTable
 from .outcome import Outcome
 from .places import ModuleStack, names_of
@@ -51,7 +51,7 @@ def _note(outcome: Outcome, name: str, output: Any) -> None:
     """Notes the output of a module, if it is bad."""
     table = outcome.table
     assert table is not None
-    floats = [t for t in tensors_in(output) if is_float(t) and t.numel()]
+    floats = floats_in(output)
     with no_dispatch():
         found = table.kinds.of(floats)
     for tensor, kinds in zip(floats, found, strict=True):

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.restore import devices_of
+from ..core.devices import devices_of
+from ..state.step_start import StepStart
 from ..torch_internals.compiler import compiled_call_of, has_compiled
 from ..torch_internals.running import is_recorded
-from .buffer_copies import BufferCopies
+from ..tree import CALL_DEPTH, copied
 from .functions import Captured
 from .kept_call import Ambient, KeptCall, ModelCall
 
@@ -25,7 +26,11 @@ GRAPH = "was captured in a CUDA graph, which runs no code that could be run agai
 class Capture:
     """Keeps the calls of the watched models since the last judged step.
 
+    Args:
+        start: The models as they were when the step began.
+
     Attributes:
+        start: The same.
         calls: The calls.
         num_dropped: How many were too many to be kept.
         hidden_by: Why forwards could not be kept, as the end of a sentence, or "".
@@ -34,7 +39,8 @@ class Capture:
             first forward: no step before was judged, or that one was bad.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, start: StepStart) -> None:
+        self.start = start
         self._devices: dict[int, tuple[torch.device | None, list[torch.device]]] = {}
         self.calls: list[KeptCall] = []
         self.num_dropped = 0
@@ -43,7 +49,6 @@ class Capture:
         self.had_gradients = False
         self._doubts_gradients, self._is_bad = True, False
         self._open: KeptCall | None = None
-        self._buffers = BufferCopies()
 
     def begin(
         self, model: nn.Module, args: Any, kwargs: Any, has_stand_ins: bool = False
@@ -55,7 +60,6 @@ class Capture:
         if not torch.is_grad_enabled():
             return
         if self.is_running:
-            self._buffers.take(model)  # the function may call several models
             return
         if args is None:
             self.hidden_by = COMPILED
@@ -63,9 +67,8 @@ class Capture:
         if is_recorded() or self._is_captured(model):
             return
         self._look_for_gradients(model)
-        self._buffers.take(model)
         ambient = Ambient(model, self._devices_of(model))
-        batch = (tuple(map(_copied, args)), {k: _copied(v) for k, v in kwargs.items()})
+        batch = copied((tuple(args), dict(kwargs)), CALL_DEPTH)
         is_compiled, called = False, model
         if "torch._dynamo" in sys.modules and has_compiled():
             is_compiled, known = compiled_call_of(model)
@@ -99,7 +102,7 @@ class Capture:
         call = None
         with shield():
             self._look_for_gradients(model)
-            self._buffers.take(model)
+            self.start.before_run()
             captured = Captured(function)
             ambient = Ambient(model, self._devices_of(model))
             call = KeptCall(captured, captured.values, ambient)
@@ -136,15 +139,11 @@ class Capture:
         self.calls.clear()
         self.had_gradients = False
         self._doubts_gradients, self._is_bad = self._is_bad, False
-        self._buffers.clear()
+        self.start.end_judgement()
         self._open = None
         self.num_dropped = 0
         if self.hidden_by == COMPILED:
             self.hidden_by = ""
-
-    def start(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The buffers, and what was in them when the step began."""
-        return self._buffers.pairs()
 
     def _is_captured(self, model: nn.Module) -> bool:
         """Tells whether a CUDA graph is being captured, whose replays call no hook."""
@@ -162,10 +161,3 @@ class Capture:
         if known is None or known[0] != device:
             known = self._devices[id(model)] = device, devices_of([model])
         return known[1]
-
-
-def _copied(value: Any) -> Any:
-    """A container that a forward may take from, by its own; anything else as it is."""
-    if type(value) is dict:
-        return dict(value)
-    return list(value) if type(value) is list else value

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from ..tree import tensors_in
 from .in_float64 import Call, in_float64
-from .kinds import first_bad, is_float, summary_of, tensors_in
+from .kinds import first_bad, is_float, summary_of
 from .named_op import TensorSummary
 
 _DEGREES = {"std", "var", "std_mean", "var_mean", "std_correction", "var_correction"}
@@ -187,7 +188,7 @@ def _of_nothing(
     base = op.base.rstrip("_")
     read = [t for t in tensors_in(op.args) if t.is_floating_point() or t.is_complex()]
     if base in _COUNTING:
-        weight = [t for t in tensors_in(output)][1]
+        weight = tensors_in(output)[1]
         return "no label of the batch counts: all are ignored" * bool(weight == 0)
     if any(tensor.numel() == 0 for tensor in read):
         return f"{base} of a tensor without elements"

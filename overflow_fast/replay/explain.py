@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..core.restore import KeptState
+from ..state.snapshot import Snapshot
+from ..state.step_start import StepStart
 from .bad_leaf import first_bad_weight
 from .capture import GRAPH
 from .explanation import Artifact, Explanation
 from .incident import Incident
 from .kept_call import KeptCall
+from .kinds import bad_names
 from .optimizer_step import explain_update
+from .places import names_of
 from .remedies.attempts import find_remedies
 from .remedies.failure import Failure
 from .rerun import Rerun
@@ -46,7 +49,7 @@ def investigate(
     calls: Sequence[KeptCall],
     incident: Incident | None = None,
     *,
-    start: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    start: StepStart | None = None,
     budget: int = BUDGET,
     team: Team | None = None,
     checkpoints: Sequence[str | os.PathLike[str]] = (),
@@ -59,7 +62,7 @@ def investigate(
         models: The models, by what their modules' names begin with.
         calls: The calls of the step.
         incident: What a guard saw; None where nobody watched.
-        start: Buffers and what was in them when the step began.
+        start: The models as they were when the step began; None for now.
         budget: How many forwards it may run; as many again for remedies.
         team: The ranks that replay it together, all of which call this; None for this
             one alone.
@@ -77,12 +80,14 @@ def investigate(
             reruns[0].watched = witness
             search = Search(reruns[0], incident, budget, checkpoints, artifact_bytes)
             found = search.run()
-            found.notes += state.lost if team.leads else []
+        found.notes += state.not_restored() if team.leads else []
         return found
 
     try:
         if team.leads:
-            known = None if incident is None else _without_replay(models, incident)
+            known = (
+                None if incident is None else _without_replay(models, incident, start)
+            )
             known = known or _not_replayable(calls, incident, team)
             if known is None:
                 team.order(BEGIN)
@@ -113,14 +118,15 @@ def investigate(
 def _saved(
     models: Mapping[str, nn.Module],
     calls: Sequence[KeptCall],
-    start: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    start: StepStart | None,
     most: int,
     found: Explanation,
 ) -> list[Artifact]:
     """The files of the step, or a note on why there are none."""
     used = sum(t.nbytes for each in found.artifacts for t in each.tensors.values())
     try:
-        return saved_step(models, calls, start, most - used)
+        pairs = [] if start is None else start.pairs()
+        return saved_step(models, calls, pairs, most - used)
     except Exception as error:
         found.notes.append(f"The step was not saved: {text_of(error)}.")
         return []
@@ -142,33 +148,63 @@ def _not_replayable(
 def kept_state(
     models: Mapping[str, nn.Module],
     calls: Sequence[KeptCall],
-    start: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    start: StepStart | None,
     team: Team,
-) -> KeptState:
+) -> Snapshot:
     """Keeps what is put back afterwards; raises on all ranks if one cannot."""
-    state = KeptState(models, start)
+    state = Snapshot(models, start, variables_of(calls))
     error: Exception | None = None
     try:
         for call in calls:
             call.note_overwritten()
-        state.keep()
+        state.take()
     except Exception as raised:
         error = raised
     try:
         team.check(error)
     except BaseException:
-        state.put_back()
+        state.restore()
         raise
     return state
 
 
+def variables_of(calls: Sequence[KeptCall]) -> dict[str, Any]:
+    """The variables that calls read, and their batches."""
+    found: dict[str, Any] = {}
+    for call in calls:
+        found |= call.around() or {"batch": call.batch}
+    return found
+
+
+def _of_written(name: str) -> Explanation:
+    """The explanation of a weight that the forward wrote to, and of which no copy is."""
+    text = f"the step's forward has written to {name}, which is non-finite now"
+    note = (
+        f"The value of `{name}` before the step is not held: the step was not replayed, "
+        "and whether that value was finite is not known."
+    )
+    return Explanation(tensor=name, evidence=[text], notes=[note])
+
+
 def _without_replay(
-    models: Mapping[str, nn.Module], incident: Incident
+    models: Mapping[str, nn.Module], incident: Incident, start: StepStart | None
 ) -> Explanation | None:
-    """The explanation of weights that are bad: no replay is needed for it."""
+    """The explanation of weights that are bad: no replay is needed for it.
+
+    Unless the step's forward has written to one, and its value of before is held.
+    """
     if incident.kind not in ("weight", "optimizer_state"):
         return None
     found = first_bad_weight(models, "parameter")
+    if found is not None and start is not None:
+        named = {name: tensor for _, name, tensor in names_of(models)}
+        weight = named[found.tensor]
+        held = start.held(weight)
+        if start.written_in_step(weight):
+            if held is not None and not bad_names([("", held)], masks=False):
+                return None
+            if held is None:
+                return _of_written(found.tensor)
     if found is not None and incident.weights.get(found.tensor):
         return explain_update(models, incident, found)
     if found is None and incident.kind == "optimizer_state":

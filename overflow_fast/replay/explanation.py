@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..core.notebook import short_name
-from ..core.text import counted
+from ..text import counted, printable
 from .named_op import Op, Sample
 
 PHASES = ("forward", "backward", "optimizer", "data", "weights")
@@ -163,7 +163,7 @@ class Explanation:
 
     def __str__(self) -> str:
         """The explanation in at most eight lines."""
-        lines = [f"{label:<9} {text}" for label, text in self._rows()]
+        lines = [printable(f"{label:<9} {text}") for label, text in self._rows()]
         return "\n".join(lines[:_MAX_LINES])
 
     def _rows(self) -> Iterator[tuple[str, str]]:

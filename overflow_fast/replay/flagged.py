@@ -11,9 +11,10 @@ from torch import nn
 
 from .. import flags
 from ..torch_internals.replay_internals import TorchDispatchMode, autograd_node
+from ..tree import tensors_in
 from .change import Change
 from .explanation import Explanation
-from .kinds import is_float, summary_of, tensors_in
+from .kinds import is_float, summary_of
 from .named_op import Op
 from .places import ModuleStack, code_at, stack_of, users_frames
 from .rerun import Rerun

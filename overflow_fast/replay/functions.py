@@ -11,10 +11,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
+from ..tree import Path, find, is_container, opaque, tensors, tensors_in
 from .places import is_of_user
 
 _MAX_DEPTH = 3
+_MAX_VALUES = 256  # of an object that may be a batch
+_OF_PROGRAM = (torch.Tensor, nn.Module, Optimizer, Dataset, DataLoader)
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -36,6 +41,7 @@ class Captured:
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
         self.values: dict[str, Any] = {}
+        self._objects: dict[str, Any] = {}
         plain = function
         self._names: list[str] = []  # of the positional arguments of a partial
         if isinstance(function, functools.partial):
@@ -54,6 +60,7 @@ class Captured:
                 for name, value in each.items():
                     self._add(name, value)
             self._add_defaults(self._plain)
+        self._add_objects()
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
         """Calls the function, with values in place of its variables'."""
@@ -113,8 +120,20 @@ class Captured:
             self._add(name, each)
 
     def _add(self, name: str, value: Any) -> None:
-        if name not in self.values and _holds_tensors(value):
+        if name in self.values or isinstance(value, (nn.Module, nn.Parameter)):
+            return
+        if not is_container(value):
+            self._objects.setdefault(name, value)
+        elif any(not isinstance(t, nn.Parameter) for t in tensors_in(value)):
             self.values[name] = value
+
+    def _add_objects(self) -> None:
+        """Adds objects that hold data alone: as many rows as the rest of the batch."""
+        sizes = _sizes(tensors_in(self.values))
+        for name, value in self._objects.items():
+            own = _sizes([tensor for _, tensor in data_in(value)])
+            if len(own) == 1 and (not sizes or own == sizes):
+                self.values[name] = value
 
     def _with(
         self,
@@ -211,15 +230,18 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _holds_tensors(value: Any, depth: int = 0) -> bool:
-    if isinstance(value, (nn.Module, nn.Parameter)):
-        return False
-    if isinstance(value, torch.Tensor):
-        return True
-    if depth == _MAX_DEPTH:
-        return False
-    if isinstance(value, Mapping):
-        return any(_holds_tensors(each, depth + 1) for each in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_holds_tensors(each, depth + 1) for each in value)
-    return False
+def data_in(value: Any) -> list[tuple[Path, torch.Tensor]]:
+    """Lists the tensors of a container, or of an object that holds data alone.
+
+    That is no object that leads to modules, optimizers or datasets, or to many values.
+    """
+    if is_container(value):
+        return tensors(value)
+    found = find(value, _OF_PROGRAM, most=_MAX_VALUES)
+    is_data = all(type(each) is torch.Tensor for _, each in found)
+    return found if found and is_data and not opaque(value, most=_MAX_VALUES) else []
+
+
+def _sizes(tensors: list[torch.Tensor]) -> set[int]:
+    """The sizes of the first dimension of tensors that have one."""
+    return {tensor.size(0) for tensor in tensors if tensor.dim()}

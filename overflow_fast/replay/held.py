@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,8 +12,11 @@ from torch import nn
 from ..core.names import named_modules
 from ..core.selection import full_name
 from ..torch_internals.tensor_internals import version_of
-from .objects import constant, getter, leaves_of
+from ..tree import Path, at, find, held, path_text
+from .functions import data_in
 from .rows import Leaf
+
+_OWN = set(vars(nn.Module()))
 
 
 class Held(Leaf):
@@ -63,27 +67,45 @@ def held_leaves(
         for name, module in named_modules(model)
         for leaf in _attributes("attribute", full_name(prefix, name), module)
     ]
-    for name, value, look in leaves_of(around, (torch.Tensor, nn.Module)):
-        if isinstance(value, torch.Tensor):
-            found.append(Held("object", name, value, look))
-        elif value not in watched:
-            found += _of_module(name, value)
+    seen = set(watched)
+    for variable, value in around.items():
+        near = find(value, (torch.Tensor, nn.Module))
+        for path, each in sorted(near, key=lambda one: len(one[0])):
+            if each in seen:
+                continue
+            seen.add(each)
+            name = f"{variable}{path_text(path)}"
+            if isinstance(each, torch.Tensor):
+                look = functools.partial(at, value, path)
+                found.append(Held("object", name, each, look))
+            else:
+                found += _of_module(name, each)
     return found
 
 
 def _attributes(kind: str, name: str, owner: Any) -> Iterator[Held]:
     for key, value in list(vars(owner).items()):
-        if isinstance(value, torch.Tensor):
+        for path, tensor in () if key in _OWN else data_in(value):
             full = f"{name}.{key}" if name else key
-            yield Held(kind, full, value, getter(owner, key))
+            look = functools.partial(_at, owner, key, path)
+            yield Held(kind, f"{full}{path_text(path)}", tensor, look)
 
 
 def _of_module(name: str, module: nn.Module) -> Iterator[Held]:
     """Yields the weights of a module that is not watched, and its attributes."""
     for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        yield Held("weight", f"{name}.{key}", tensor, constant(tensor))
+        look = functools.partial(_itself, tensor)
+        yield Held("weight", f"{name}.{key}", tensor, look)
     for key, each in named_modules(module):
         yield from _attributes("object", f"{name}.{key}".rstrip("."), each)
+
+
+def _at(owner: Any, key: str, path: Path) -> Any:
+    return at(held(owner, key), path)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import nn
 
-from ..core.restore import KeptState
+from ..state.snapshot import Snapshot
 from .explanation import Explanation
 from .finding import explain_culprit
 from .kept_call import KeptCall
@@ -21,7 +20,7 @@ _MOST = 8
 def hidden_failures(
     models: Mapping[str, nn.Module],
     calls: Sequence[KeptCall],
-    start: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    state: Snapshot,
 ) -> list[Explanation]:
     """Replays a step and finds the operations that made non-finite values in it.
 
@@ -32,14 +31,17 @@ def hidden_failures(
     Args:
         models: The models, by what their modules' names begin with.
         calls: The calls of the step.
-        start: Buffers and what was in them when the step began.
+        state: Keeps what the replay changes; it is not taken yet.
 
     Returns:
         One explanation for each line of code and operation, in order, at most eight.
+        None, if the state has parts that cannot be put back: nothing was replayed.
     """
     for call in calls:
         call.note_overwritten()
-    with KeptState(models, start) as state:
+    with state:
+        if state.lost:
+            return []
         rerun = Rerun(models, calls, state, Team())
         outcome = rerun.run(len(calls) - 1)
     table = outcome.table

@@ -7,8 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from ..torch_internals.replay_internals import attention_by_definition, schema_names
-from ..torch_internals.tensor_internals import pytree
-from .kinds import tensors_in
+from ..tree import mapped, tensors_in
 
 _MAX_NUMEL = 2**27  # of all arguments together, which are copied
 _HALF_TO_FLOAT = {"_softmax", "_log_softmax"}
@@ -39,7 +38,7 @@ def in_float64(op: Call) -> tuple[Any, dict[int, torch.Tensor]]:
     """Runs it in float64: its output, and what it writes to, by what it wrote to."""
     if not str(op.func).startswith(("aten.", "prims.")):
         raise NotImplementedError("an operation of an extension")
-    arguments = list(tensors_in((op.args, op.kwargs)))
+    arguments = tensors_in((op.args, op.kwargs))
     if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in arguments):
         raise NotImplementedError("a tensor subclass")
     if sum(tensor.numel() for tensor in arguments) > _MAX_NUMEL:
@@ -54,7 +53,8 @@ def in_float64(op: Call) -> tuple[Any, dict[int, torch.Tensor]]:
             wide = written.setdefault(id(value), wide)
         return wide
 
-    args, kwargs = pytree.tree_map(widened, (op.args, op.kwargs))
+    kinds = torch.Tensor, torch.dtype
+    args, kwargs = mapped((op.args, op.kwargs), widened, kinds=kinds)
     if op.base in _HALF_TO_FLOAT:
         args = (*args[:2], False)
     if op.base.startswith("_scaled_dot_product") and "backward" not in op.base:
@@ -65,8 +65,6 @@ def in_float64(op: Call) -> tuple[Any, dict[int, torch.Tensor]]:
 def _widened(op: Call, value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return torch.float64 if value.is_floating_point else value
-    if not isinstance(value, torch.Tensor):
-        return value
     value = op.kept.get(id(value), value).detach()
     if value.is_complex():
         return value.to(torch.complex128)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from torch import nn
 
 from ..core.tensors import has_memory, loss_in
 from ..torch_internals.compiler import uncompiled
-from ..torch_internals.tensor_internals import pytree, version_of
+from ..torch_internals.tensor_internals import version_of
+from ..tree import CALL_DEPTH, Path, mapped, path_text, tensors, tensors_in
 from .ambient import Ambient as Ambient
 from .functions import Captured
-from .kinds import is_float, tensors_in
+from .kinds import is_float
 
 _MAX_HELD_BYTES = 2**26
 _NUM_SAMPLED = 64  # values of a tensor that is compared with itself later
@@ -49,7 +50,8 @@ class KeptCall:
         self.is_part_of_compiled = False
         self.has_stand_ins = False
         self._is_overwritten: bool | None = None
-        self._versions = [(t, _version(t), _sample(t)) for t in tensors_in(batch)]
+        found = tensors_in(batch, CALL_DEPTH)
+        self._versions = [(t, _version(t), _sample(t)) for t in found]
 
     @property
     def awaits_backward(self) -> bool:
@@ -62,8 +64,21 @@ class KeptCall:
         return 0
 
     def leaves(self) -> list[tuple[str, torch.Tensor]]:
-        """The tensors of the batch with their keys."""
-        return list(named_leaves(self.batch))
+        """The tensors of the batch with their places, such as `batch['x']`."""
+        return [
+            (f"{name}{path_text(path)}", tensor) for name, path, tensor in self.places()
+        ]
+
+    def places(self) -> Iterator[tuple[str, Path, torch.Tensor]]:
+        """Yields the variable, the path in it and the tensor, for the whole batch."""
+        for name, value in self.variables().items():
+            for path, tensor in tensors(value):
+                yield name, path, tensor
+
+    def variables(self) -> dict[str, Any]:
+        """The values that make up the batch, by the names that code has for them."""
+        is_captured = isinstance(self.function, Captured)
+        return self.batch if is_captured else {"batch": self.batch}
 
     def around(self) -> dict[str, Any]:
         """The variables besides the batch that its function reads, by their names."""
@@ -80,8 +95,7 @@ class KeptCall:
 
     def with_batch(self, change: Callable[[torch.Tensor], torch.Tensor]) -> KeptCall:
         """The same call with another tensor in place of each of its batch's."""
-        others = {id(t): change(t) for t in tensors_in(self.batch)}
-        batch = pytree.tree_map(lambda each: others.get(id(each), each), self.batch)
+        batch = mapped(self.batch, change, CALL_DEPTH)
         copy = type(self)(self.function, batch, self.ambient)
         copy.returns_loss, copy.held = self.returns_loss, self.held
         return copy
@@ -117,10 +131,9 @@ class KeptCall:
         """
         loss = loss_in(output)
         self.returns_loss = loss is not None
-        tensors = list(tensors_in(output))
         asked = [
             (place, tensor)
-            for place, tensor in enumerate(tensors)
+            for place, tensor in enumerate(tensors_in(output))
             if (loss is None or tensor is loss) and tensor.grad_fn is not None
         ]
         size = sum(tensor.nbytes for _, tensor in asked)
@@ -158,9 +171,9 @@ class ModelCall(KeptCall):
         function: Any = self.function
         return id(function.args[0])
 
-    def leaves(self) -> list[tuple[str, torch.Tensor]]:
-        """The tensors among the arguments, by the names of the parameters."""
-        return list(named_leaves(self.around()))
+    def variables(self) -> dict[str, Any]:
+        """The arguments, by the names of the parameters."""
+        return self.around()
 
     def around(self) -> dict[str, Any]:
         """The arguments, by the names of the parameters."""
@@ -211,15 +224,13 @@ def _is_equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def call_model(model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-    args, kwargs = pytree.tree_map(_as_leaf, batch)
+    args, kwargs = mapped(batch, _as_leaf, CALL_DEPTH, anew=True)
     return model(*args, **kwargs)
 
 
-def _as_leaf(value: Any) -> Any:
+def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that another model made, without the graph of how it was made."""
-    if not isinstance(value, torch.Tensor) or value.grad_fn is None:
-        return value
-    return value.detach().requires_grad_()
+    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
 
 
 def loss_and_gradients(call: KeptCall, output: Any) -> list[tuple[Any, Any]]:
@@ -229,7 +240,7 @@ def loss_and_gradients(call: KeptCall, output: Any) -> list[tuple[Any, Any]]:
         call: The kept call.
         output: What it returned now.
     """
-    tensors = list(tensors_in(output))
+    tensors = tensors_in(output)
     if call.held:
         places = [place for place in call.held if place < len(tensors)]
         return [(tensors[place], call.held[place]) for place in places]
@@ -238,15 +249,3 @@ def loss_and_gradients(call: KeptCall, output: Any) -> list[tuple[Any, Any]]:
     if loss is None or not loss.requires_grad or not is_float(loss):
         return []
     return [(loss, torch.ones_like(loss))]
-
-
-def named_leaves(batch: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors of a batch with their keys."""
-    if isinstance(batch, torch.Tensor):
-        yield name or "batch", batch
-    elif isinstance(batch, Mapping):
-        for key, each in batch.items():
-            yield from named_leaves(each, str(key))
-    elif isinstance(batch, (list, tuple)):
-        for i, each in enumerate(batch):
-            yield from named_leaves(each, f"{name or 'batch'}[{i}]")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,30 +14,23 @@ from ..core.ops import Stat, scan
 from ..core.wrapped import local_part
 from ..torch_internals.replay_internals import storage_id
 from ..torch_internals.tensor_internals import is_in_transform, version_of
+from ..tree import tensors_in
 from .named_op import TensorSummary
 
 NAN, POSITIVE_INF, NEGATIVE_INF = 1, 2, 4
 INF = POSITIVE_INF | NEGATIVE_INF
-_DEPTH = 4
 _State = tuple[int, int, tuple[int, ...], int]
-
-
-def tensors_in(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yields the tensors in lists, tuples, dicts and dataclass-like outputs."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth < _DEPTH and isinstance(value, dict):
-        for each in value.values():
-            yield from tensors_in(each, depth + 1)
-    elif depth < _DEPTH and isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_in(each, depth + 1)
 
 
 def is_float(tensor: torch.Tensor) -> bool:
     """Tells whether a tensor can hold a nan or an inf, and has memory to look at."""
     is_number = tensor.is_floating_point() or tensor.is_complex()
     return is_number and not tensor.is_meta and not is_in_transform(tensor)
+
+
+def floats_in(value: object) -> list[torch.Tensor]:
+    """Lists the tensors of a value that can hold a nan or an inf, and are not empty."""
+    return [t for t in tensors_in(value) if is_float(t) and t.numel()]
 
 
 class Kinds:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..torch_internals.tensor_internals import version_of
-from .kinds import tensors_in
+from ..tree import CALL_DEPTH, tensors_in
 
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 
@@ -46,7 +46,7 @@ class ModuleCall:
         ]
         versions = [
             (tensor, version_of(tensor))
-            for tensor in tensors_in((args, kwargs))
+            for tensor in tensors_in((args, kwargs), CALL_DEPTH)
             if not tensor.is_inference()
         ]
         return cls(module, name, args, kwargs, autocast, versions)

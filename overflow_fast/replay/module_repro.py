@@ -15,6 +15,7 @@ from torch import nn
 
 from ..core.tensors import has_memory
 from ..recording.unseen import unseen
+from ..state.random import RandomStates
 from ..torch_internals.module_internals import (
     own_buffers,
     own_parameters,
@@ -177,7 +178,7 @@ def _fails(saved: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bool:
     kwargs = rebuilt.value_of(saved["kwargs"], given)
     with ExitStack() as stack:
         stack.enter_context(unseen([module]))
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(RandomStates())
         torch.default_generator.manual_seed(0)  # of the CPU alone
         for device, dtype in saved["autocast"]:
             stack.enter_context(torch.autocast(device, dtype=getattr(torch, dtype)))

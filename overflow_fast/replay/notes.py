@@ -1,5 +1,18 @@
 """Sentences on what a finite replay leaves open."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_FEW = 3
+
+
+def effects_text(names: Sequence[str]) -> str:
+    """Returns, as a clause, that what has these names was not put back."""
+    first = ", ".join(f"`{name}`" for name in names[:_FEW])
+    return f"the step changes {first}, which could not be put back"
+
+
 SOME = "Some replays are finite, but {}."
 NOT_REDUCED = (
     "Each rank's own gradients are finite in the replay; what ranks make of them "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +10,8 @@ import torch
 from ..core.memory import storages
 from ..torch_internals.replay_internals import schema_of, storage_id
 from ..torch_internals.tensor_internals import version_of
-from .kinds import is_float, tensors_in
+from ..tree import find, tensors_in
+from .kinds import is_float
 
 # These write to all of their first argument, whatever was in it.
 _OVERWRITE = {
@@ -59,7 +59,7 @@ class OpCall:
 
     def _has_output_first(self) -> bool:
         """Tells whether a collective only writes to its first argument, as most do."""
-        takes_two = len(self.args) > 1 and any(True for _ in tensors_in(self.args[1]))
+        takes_two = len(self.args) > 1 and bool(tensors_in(self.args[1]))
         return takes_two or self.base.startswith("recv")
 
     def _note_written(self, schema: Any) -> None:
@@ -69,7 +69,7 @@ class OpCall:
             if not is_written and name not in _STATISTICS:
                 continue
             value = self.args[i] if i < len(self.args) else self.kwargs.get(name)
-            tensors = list(tensors_in(value))
+            tensors = tensors_in(value)
             self.written += tensors
             if argument.is_out or (i == 0 and self.base in _OVERWRITE):
                 self._overwritten += tensors
@@ -112,7 +112,7 @@ class OpCall:
     def fresh(self, output: Any) -> list[torch.Tensor]:
         """The results that it returns in memory of their own."""
         if self.base == CONSTANT:
-            return list(tensors_in(output))
+            return tensors_in(output)
         arguments = tensors_in((self.args, self.kwargs))
         given = {storage_id(each) for tensor in arguments for each in storages(tensor)}
         return [
@@ -139,16 +139,5 @@ class OpCall:
     @property
     def numbers(self) -> list[float]:
         """The numbers of Python among its arguments that are nan or inf."""
-        numbers = [n for n in _flat((self.args, self.kwargs)) if isinstance(n, float)]
+        numbers = [number for _, number in find((self.args, self.kwargs), (float,))]
         return [number for number in numbers if not math.isfinite(number)]
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _flat(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _flat(each)
-    else:
-        yield value

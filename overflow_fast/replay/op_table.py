@@ -15,8 +15,9 @@ from ..torch_internals.replay_internals import (
     sequence_of,
     storage_id,
 )
+from ..tree import tensors_in
 from .culprit import details_of
-from .kinds import NAN, NEGATIVE_INF, Kinds, is_float, tensors_in
+from .kinds import NAN, NEGATIVE_INF, Kinds, is_float
 from .op_call import OpCall
 from .places import ModuleStack, runs_in_hook, users_frames
 from .rows import Leaf, Row, Source, is_meant

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -9,9 +10,8 @@ from typing import Any
 import torch
 
 from ..core.tensors import has_memory
-from ..torch_internals.tensor_internals import pytree
+from ..tree import mapped, tensors_in
 from .explanation import Artifact, Explanation
-from .kinds import tensors_in
 from .op_call import OpCall
 
 SCRIPT, TENSORS = "repro.py", "repro.safetensors"
@@ -51,7 +51,7 @@ def repro_of(op: OpCall, found: Explanation, most: int) -> Iterator[Artifact]:
     """
     if not op.is_as_it_was:
         return
-    tensors = list(tensors_in((op.args, op.kwargs)))
+    tensors = tensors_in((op.args, op.kwargs))
     plain = (torch.Tensor, torch.nn.Parameter)
     if not all(type(t) in plain and has_memory(t) for t in tensors):
         return
@@ -59,10 +59,9 @@ def repro_of(op: OpCall, found: Explanation, most: int) -> Iterator[Artifact]:
         return
     for device in dict.fromkeys(["cpu", *(str(t.device) for t in tensors)]):
         named: dict[str, torch.Tensor] = {}
-        args, kwargs = pytree.tree_map(
-            lambda value, d=device, n=named: _copied(op, value, d, n),
-            (op.args, op.kwargs),
-        )
+        copied = functools.partial(_copied, op, device, named)
+        kinds = torch.Tensor, torch.device
+        args, kwargs = mapped((op.args, op.kwargs), copied, kinds=kinds)
         written = _code_of(args, kwargs, named)
         kept = {name: tensor.cpu().clone() for name, tensor in named.items()}
         if written is not None and _fails(op, args, kwargs):
@@ -71,12 +70,10 @@ def repro_of(op: OpCall, found: Explanation, most: int) -> Iterator[Artifact]:
             return
 
 
-def _copied(op: OpCall, value: Any, device: str, named: dict[str, torch.Tensor]) -> Any:
-    """A tensor's copy, which gets a name; anything else as it is."""
+def _copied(op: OpCall, device: str, named: dict[str, torch.Tensor], value: Any) -> Any:
+    """A tensor's copy, which gets a name, or the device in place of another."""
     if isinstance(value, torch.device):
         return torch.device(device)
-    if not isinstance(value, torch.Tensor):
-        return value
     before = op.kept.get(id(value), value).detach()
     copy = before.to(device).resolve_conj().resolve_neg().contiguous().clone()
     named[f"input{len(named)}"] = copy
@@ -85,9 +82,7 @@ def _copied(op: OpCall, value: Any, device: str, named: dict[str, torch.Tensor])
 
 def _fails(op: OpCall, args: Any, kwargs: Any) -> bool:
     """Tells whether it gives a non-finite value again."""
-    given = pytree.tree_map(
-        lambda v: v.clone() if isinstance(v, torch.Tensor) else v, (args, kwargs)
-    )
+    given = mapped((args, kwargs), torch.clone)
     try:
         output = op.func(*given[0], **given[1])
     except Exception:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..core.restore import KeptState
 from ..core.tensors import loss_in
 from ..core.wrapped import without_reduction
 from ..recording.unseen import unseen
+from ..state.snapshot import Snapshot
 from ..torch_internals.replay_internals import no_dispatch
 from .armed_call import armed
 from .change import Change
 from .kept_call import KeptCall, loss_and_gradients
-from .kinds import NEGATIVE_INF, bad_names, is_float, kinds_of, tensors_in
+from .kinds import NEGATIVE_INF, bad_names, floats_in, kinds_of
 from .outcome import Outcome, gradients_of
 from .parts import part_of
 from .places import names_of
@@ -46,7 +46,7 @@ class Rerun:
         self,
         models: Mapping[str, nn.Module],
         calls: Sequence[KeptCall],
-        state: KeptState,
+        state: Snapshot,
         team: Team,
         keeps_calls: bool = False,
     ) -> None:
@@ -93,24 +93,53 @@ class Rerun:
         outcome = Outcome()
         begin = time.perf_counter()
         try:
-            with ExitStack() as stack:
-                stack.enter_context(unseen(self.models.values()))
-                stack.enter_context(torch.inference_mode(False))
-                stack.enter_context(torch.enable_grad())
-                stack.enter_context(without_reduction(self.models.values()))
-                self.state.begin()
-                watched = self.watched if order.is_watched else None
-                for change in filter(None, (order.change, watched)):
-                    stack.enter_context(change.applied(self.models))
-                if order.is_whole:
-                    outcome = self._run_all()
-                else:
-                    outcome = self._run_in_order(*self._calls_of(order))
+            is_over = False
+            if self._tries_forwards(order):
+                with self._prepared(order):
+                    outcome = self._run_forwards(self._calls_of(order)[0])
+                    is_over = not outcome.is_clean
+            if not is_over:
+                with self._prepared(order):
+                    if order.is_whole:
+                        outcome = self._run_all()
+                    else:
+                        outcome = self._run_in_order(*self._calls_of(order))
         except NotJoined:
             raise
         except Exception as error:
             outcome.error = error
         outcome.seconds = time.perf_counter() - begin
+        return outcome
+
+    @contextmanager
+    def _prepared(self, order: Run) -> Iterator[None]:
+        """Begins the step, out of sight of what watches it, with the run's changes."""
+        self.state.begin()
+        with ExitStack() as stack:
+            stack.enter_context(unseen(self.models.values()))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(without_reduction(self.models.values()))
+            watched = self.watched if order.is_watched else None
+            for change in filter(None, (order.change, watched)):
+                stack.enter_context(change.applied(self.models))
+            yield
+
+    def _tries_forwards(self, order: Run) -> bool:
+        """True where models may call one another: all forwards come first."""
+        calls, armed = self._calls_of(order)
+        call_one_another = len({call.caller for call in calls}) > 1
+        is_plain = armed < 0 and not order.is_whole
+        return is_plain and call_one_another and self.team.is_alone
+
+    def _run_forwards(self, calls: Sequence[KeptCall]) -> Outcome:
+        """Runs forwards alone, up to the first bad one."""
+        outcome = Outcome()
+        for place, call in enumerate(calls):
+            self._run_one(outcome, call, place, -1, has_backward=False)
+            if not outcome.is_clean:
+                outcome.bad_call = place
+                break
         return outcome
 
     def _calls_of(self, order: Run) -> tuple[list[KeptCall], int]:
@@ -138,14 +167,6 @@ class Rerun:
         others, one of which may have made that.
         """
         outcome, given = Outcome(), None
-        call_one_another = len({call.caller for call in calls}) > 1
-        if armed < 0 and call_one_another and self.team.is_alone:
-            for place, call in enumerate(calls):
-                self._run_one(outcome, call, place, armed, has_backward=False)
-                if not outcome.is_clean:
-                    outcome.bad_call = place
-                    return outcome
-            self.state.begin()
         for place, call in enumerate(calls):
             state = self._run_one(outcome, call, place, armed)
             if state == FAILED:
@@ -220,7 +241,7 @@ class Rerun:
         with no_dispatch():
             roots, own = loss_and_gradients(call, output), loss_in(output)
             losses = [root for root, _ in roots]
-            floats = [t for t in tensors_in(output) if is_float(t) and t.numel()]
+            floats = floats_in(output)
             if call.returns_loss and losses:
                 floats = losses  # what else it returned may be masked
             for tensor in floats:

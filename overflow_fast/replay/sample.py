@@ -11,7 +11,7 @@ from .explanation import Explanation
 from .kept_call import KeptCall
 from .kinds import as_wide, is_float
 from .named_op import Sample
-from .parts import batch_size
+from .parts import batch_size, why_whole
 from .rerun import Rerun
 from .rows import Leaf, Row
 from .slice import Culprit, culprit_in
@@ -35,6 +35,9 @@ def find(
     call = rerun.calls[place]
     size = batch_size(call)
     if size is None or found.phase == "weights":
+        why = why_whole(call)
+        if why:
+            found.notes.append(f"The samples of the batch were not compared: {why}.")
         return
     found.num_samples = size
     source = culprit.source
@@ -114,8 +117,9 @@ def _place_of(row: Row) -> tuple[Any, ...]:
 
 def _of_dataset(call: KeptCall, index: int, size: int) -> int | None:
     """The sample's index in the dataset, where a key of the batch is called that."""
-    for name, tensor in call.leaves():
-        is_index = name in _INDEX_KEYS and not is_float(tensor)
+    for name, path, tensor in call.places():
+        key = path[-1].value if path else name
+        is_index = key in _INDEX_KEYS and not is_float(tensor)
         if is_index and tensor.dim() == 1 and len(tensor) == size:
             return int(tensor[index])
     return None

@@ -6,9 +6,8 @@ import os
 import time
 from collections.abc import Sequence
 
-from . import sample
+from . import notes, sample
 from .answers import Answers
-from .effects import Effects, effects_text
 from .explanation import Explanation
 from .finding import explain_culprit
 from .growth import growth_of
@@ -84,9 +83,8 @@ class Search:
         return self._lead() if self._team.leads else self._follow()
 
     def _lead(self) -> Explanation:
-        effects = Effects(self._rerun.calls)
         first = self._first = self._rerun.run(is_watched=True)
-        self._answers.changed = effects.changed()
+        self._answers.changed = self._rerun.state.changed_around()
         if first.error is not None:
             return self._answers.failed(first.error)
         is_inside = self._incident is not None and not self._incident.reaches_loss
@@ -200,7 +198,7 @@ class Search:
         )
         if changed and has_helped and self._rerun.run().is_clean:
             found.remedies = []
-            found.notes.append(_BY_ITSELF.format(effects_text(changed)))
+            found.notes.append(_BY_ITSELF.format(notes.effects_text(changed)))
 
     def _name_ranks(self, found: Explanation) -> None:
         """Names the rank on which it began, if it began on one."""

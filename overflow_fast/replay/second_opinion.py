@@ -17,9 +17,9 @@ from ..core.selection import full_name
 from ..core.tensors import has_memory
 from ..precision.copies import on_copies, to_dtype
 from ..recording.unseen import unseen
-from ..torch_internals.tensor_internals import pytree
+from ..tree import CALL_DEPTH, mapped
 from .change import Change
-from .kinds import is_float, tensors_in
+from .kinds import floats_in
 from .module_call import ModuleCall
 
 OTHER = torch.device("cpu")
@@ -112,7 +112,7 @@ def opinion_of(call: ModuleCall, output: Any) -> Opinion | None:
     Returns:
         The opinion; None if the module cannot run elsewhere, or takes random numbers.
     """
-    own = _floats(output)
+    own = floats_in(output)
     if not own or not call.is_as_it_was or not _can_run_alone(call.module):
         return None
     device, dtype = own[0].device, own[0].dtype
@@ -141,13 +141,13 @@ def _run(
         plain = tensor.detach().to(device, copy=True)
         return plain if width is None else to_dtype(plain, width)
 
-    args, kwargs = pytree.tree_map_only(torch.Tensor, convert, (call.args, call.kwargs))
+    args, kwargs = mapped((call.args, call.kwargs), convert, CALL_DEPTH)
     with ExitStack() as stack:
         stack.enter_context(on_copies(call.module, convert))
         for _, dtype in call.autocast[:1] if width is None else []:
             stack.enter_context(torch.autocast(device.type, dtype=dtype))
         torch.rand(num_drawn, device=device)
-        return _floats(call.module.forward(*args, **kwargs))
+        return floats_in(call.module.forward(*args, **kwargs))
 
 
 def _can_run_alone(module: nn.Module) -> bool:
@@ -158,10 +158,6 @@ def _can_run_alone(module: nn.Module) -> bool:
     if any(is_dropout(each) and each.training for each in module.modules()):
         return False
     return sum(8 * tensor.numel() for tensor in tensors) <= _MAX_BYTES
-
-
-def _floats(value: Any) -> list[torch.Tensor]:
-    return [t for t in tensors_in(value) if is_float(t) and t.numel()]
 
 
 def _error(values: list[torch.Tensor], exact: list[torch.Tensor]) -> float:

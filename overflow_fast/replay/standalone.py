@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.devices import devices_of
 from ..core.model_call import step_of
-from ..core.restore import devices_of
 from .explain import BUDGET, investigate
 from .explanation import Explanation
 from .kept_call import Ambient, KeptCall

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ..core import ops
-from ..torch_internals.tensor_internals import pytree
+from ..tree import CALL_DEPTH, Walk, path_text, type_name
+
+_NUMBERS = (bool, int, float, complex, str, bytes)
 
 
 def choose(
@@ -75,6 +78,8 @@ def _num_bytes(value: Any) -> int:
 
 def _why_not(value: Any, room: int) -> str:
     """Returns why a value cannot be saved, or ""."""
+    if isinstance(value, type):
+        return f"a {type_name(value)}, which is not opened"
     if not isinstance(value, torch.Tensor):
         return f"{value!r:.200}"
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
@@ -100,6 +105,10 @@ def _is_savable(dtype: torch.dtype) -> bool:
 
 
 def _flat(values: object) -> Iterator[tuple[str, Any]]:
-    for path, value in pytree.tree_flatten_with_path(values)[0]:
-        if value is not None:
-            yield pytree.keystr(path), value
+    """Yields what was found, and the types of what was not looked into."""
+    numpy: Any = sys.modules.get("numpy")
+    arrays = () if numpy is None else (numpy.ndarray, numpy.generic)
+    walk = Walk((torch.Tensor, *_NUMBERS, *arrays), CALL_DEPTH + 1)
+    walk.visit(values)
+    for path, value in [*walk.found, *walk.opaque]:
+        yield path_text(path), value

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..verdict.verdict import Headroom
+from ..verdict.verdict import EntryHeadroom
 
 _FEW_BITS = 8
 
 
-def headroom_sentences(headroom: Headroom | None) -> list[str]:
+def headroom_sentences(headroom: EntryHeadroom | None) -> list[str]:
     """Writes how large the first bad entry was when it was last finite."""
     if headroom is None or headroom.abs_max == 0:
         return []
@@ -18,7 +18,7 @@ def headroom_sentences(headroom: Headroom | None) -> list[str]:
     ]
 
 
-def least_sentences(headroom: Headroom | None) -> list[str]:
+def least_sentences(headroom: EntryHeadroom | None) -> list[str]:
     """Writes which value is nearest to the end of its dtype, if it is near."""
     if headroom is None or headroom.bits > _FEW_BITS:
         return []

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.notebook import text_html
-from ..core.strict_json import SCHEMA, dumps, to_plain
-from ..core.text import as_lines
+from ..files.json_text import SCHEMA, dumps, to_plain
 from ..replay.explanation import Explanation
+from ..text import as_lines
 from ..verdict.hardware import is_of_flag
 from ..verdict.remedy import Remedy
-from ..verdict.verdict import BadEntry, Headroom, Verdict
+from ..verdict.verdict import BadEntry, EntryHeadroom, Verdict
 from .advice import advice_for, answers
 from .entry_sentences import gradient_sentences, place_of, share_sentences, what_of
 from .exit_code import exit_code_of
@@ -103,7 +103,7 @@ class Report:
     step: int
     action: str
     verdict: Verdict
-    least_headroom: Headroom | None = None
+    least_headroom: EntryHeadroom | None = None
     frames: list[str] = field(default_factory=list)
     not_covered: list[str] = field(default_factory=list)
     cost: Cost = field(default_factory=Cost)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..core.strict_json import SCHEMA
+from ..files.json_text import SCHEMA
 from ..recording.watch import ModelWatch
 
 
@@ -53,16 +53,16 @@ class Run:
         ]
         return cls("-".join(parts), started, host, rank, size)
 
-    def collects(self, collect: str) -> bool:
-        """Returns whether this rank writes log and record; see `collect` of a guard."""
-        if collect == "node":
+    def collects(self, ranks: str) -> bool:
+        """True if this rank writes a log or record of these ranks; see `Log`."""
+        if ranks == "node":
             return os.environ.get("LOCAL_RANK", "0") == "0"
-        return collect == "all" or self.rank == 0
+        return ranks == "all" or self.rank == 0
 
     def path_of_rank(self, path: str | os.PathLike[str]) -> Path:
         """Returns a path of this rank's own: `guard.rank3.jsonl` with several ranks."""
         whole = Path(path)
-        if self.world_size == 1:
+        if self.world_size == 1 or not whole.name:
             return whole
         return whole.with_name(f"{whole.stem}.rank{self.rank}{whole.suffix}")
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ..core.text import counted
 from ..recording.schedule import WatchSchedule
 from ..recording.watch import ModelWatch
+from ..text import counted
 from .guard_coverage import GuardCoverage
 from .report import Cost
 
@@ -63,7 +63,7 @@ def log_left_out(schedule: WatchSchedule, step: int) -> None:
     """
     steps = counted(schedule.num_left_out(step), "step")
     _log.warning(
-        "budget=%g is too small to check each step: the cheapest check takes %.1f%% of "
+        "schedule.budget=%g is too small to check each step: the cheapest check takes %.1f%% of "
         "a step's time.\nUp to %s from step %d on are not judged, and on_overflow "
         "does not apply to them. `coverage()` counts all of them; this is logged once.",
         schedule.budget,

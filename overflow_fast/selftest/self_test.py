@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..core.eagerly import run_eagerly
+from ..core.model_call import call_with
 from ..core.selection import Selection, check_patterns
 from ..core.tensors import loss_in
 from ..recording.schedule import ScanLevel
 from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
-from ..torch_internals.tensor_internals import pytree
+from ..tree import tensors_in
 from ..verdict.attribution import attribute
 from ..verdict.verdict import Verdict, collect
 from .fault_results import DIRECTIONS, FAULTS, FaultResult, SelfTestResult
@@ -186,21 +187,11 @@ class SelfTest:
                     watch.end_judgement(is_lagged=False)
 
     def _call(self, batch: Any) -> torch.Tensor:
-        model = self._models()[0]
-        if isinstance(batch, Mapping):
-            output = model(**batch)
-        elif isinstance(batch, (tuple, list)):
-            output = model(*batch)
-        else:
-            output = model(batch)
+        output = call_with(self._models()[0], batch)
         loss = loss_in(output)
         if loss is not None:
             return loss
-        floats = [
-            each
-            for each in pytree.tree_leaves(output)
-            if isinstance(each, torch.Tensor) and each.is_floating_point()
-        ]
+        floats = [each for each in tensors_in(output) if each.is_floating_point()]
         if not floats:
             raise ValueError(
                 "loss must be given: a function that takes the batch, calls the model "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable
 
 import torch
 import torch.utils._pytree
@@ -21,15 +22,16 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-@internal(
-    "torch.Tensor._version",
-    "which of thousands of gradients were written to since",
-    "Gradients are scanned although their norm was recorded",
-    (),
-)
-def versions_of(tensors: Sequence[torch.Tensor]) -> Sequence[int]:
-    """The number of writes to each tensor; without a function call for each."""
-    return [tensor._version for tensor in tensors]
+def versions_of(tensors: list[torch.Tensor]) -> list[int]:
+    """The numbers of writes to tensors, none of them an inference tensor."""
+    try:
+        return list(map(_read_version, tensors))
+    except MISSING as error:
+        note_missing("version_of", error)
+        return [0] * len(tensors)
+
+
+_read_version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
 @internal(

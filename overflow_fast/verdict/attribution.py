@@ -29,7 +29,7 @@ from .verdict import (
     OF_CALLS,
     BadEntry,
     BadFrame,
-    Headroom,
+    EntryHeadroom,
     Origin,
     Verdict,
     headroom_of,
@@ -145,7 +145,7 @@ def _tolerated(bad: BadFrame, are_masks: bool) -> list[str]:
     ]
 
 
-def _headroom_before(bad: BadFrame, entry: _C.Entry) -> Headroom | None:
+def _headroom_before(bad: BadFrame, entry: _C.Entry) -> EntryHeadroom | None:
     peak = bad.watch.recorder.last_peak(entry.place)
     return None if peak is None else headroom_of(bad.watch, peak)
 

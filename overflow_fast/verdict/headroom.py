@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 
 from .. import _C
-from ..core.text import as_lines
 from ..recording.watch import ModelWatch
-from .headroom_table import HeadroomHistory, HeadroomTable, Underflow
-from .saturation import Saturation, SaturationWatch
-from .verdict import GRADIENTS, Headroom, headroom_of, where_of
+from ..text import as_lines
+from .headroom_table import HeadroomHistory, HeadroomTable, UnderflowCounts
+from .saturation import SaturatedEntry, SaturationWatch
+from .verdict import GRADIENTS, EntryHeadroom, headroom_of, where_of
 
 _log = logging.getLogger("overflow_fast")
 _FEW_NAMES = 3
@@ -56,8 +56,8 @@ class HeadroomTracker:
         self._bits = bits
         self._warned: dict[str, float] = {}
         self._saturation = SaturationWatch(saturation)
-        self._counted: dict[str, Underflow] = {}
-        self._totals: dict[str, Underflow] = {}
+        self._counted: dict[str, UnderflowCounts] = {}
+        self._totals: dict[str, UnderflowCounts] = {}
         self._least = math.inf
         self._num_watched = 0
         if bits is not None:
@@ -95,12 +95,12 @@ class HeadroomTracker:
             watch.recorder.begin_headroom()
 
     def _take_counts(self, step: int, has_scaler: bool) -> None:
-        totals = dict.fromkeys(_TOTALS.values(), Underflow(0, 0, 0))
-        saturated: list[Saturation] = []
+        totals = dict.fromkeys(_TOTALS.values(), UnderflowCounts(0, 0, 0))
+        saturated: list[SaturatedEntry] = []
         is_due = any(watch.recorder.counts_underflow for watch in self._watches)
         for watch in self._watches:
             for each in watch.recorder.take_underflow():
-                counts = Underflow(each.numel, each.num_zero, each.num_subnormal)
+                counts = UnderflowCounts(each.numel, each.num_zero, each.num_subnormal)
                 where = where_of(watch, each.place)
                 if is_due:
                     self._counted[where] = counts
@@ -166,9 +166,9 @@ class HeadroomTracker:
         _log.warning("%s", as_lines(sentences))
 
 
-def _saturation_of(where: str, found: _C.Underflow) -> Saturation:
+def _saturation_of(where: str, found: _C.Underflow) -> SaturatedEntry:
     limit = torch.finfo(getattr(torch, found.dtype)).max
-    return Saturation(
+    return SaturatedEntry(
         where, found.dtype, limit, found.numel, found.num_limit, found.num_positive
     )
 
@@ -186,7 +186,7 @@ def _short_text(row: HeadroomHistory) -> str:
     )
 
 
-def least_headroom(watches: Sequence[ModelWatch]) -> Headroom | None:
+def least_headroom(watches: Sequence[ModelWatch]) -> EntryHeadroom | None:
     """Returns the least headroom of a step, or None if nothing was checked."""
     peaks = [(watch, watch.recorder.least_headroom()) for watch in watches]
     named = [headroom_of(watch, peak) for watch, peak in peaks if peak is not None]

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, field
 
 from ..core.notebook import table_html, text_html
-from .verdict import Headroom
+from ..text import printable
+from .verdict import EntryHeadroom
 
 _FLOAT16_MAX = 65504.0
 _FEW_ROWS = 24
@@ -14,7 +15,7 @@ _LEAST_STEPS = 4
 
 
 @dataclass(frozen=True)
-class Underflow:
+class UnderflowCounts:
     """The numbers of a tensor's values that are 0 or nearly.
 
     Attributes:
@@ -27,9 +28,9 @@ class Underflow:
     zeros: int
     subnormals: int
 
-    def __add__(self, other: Underflow) -> Underflow:
+    def __add__(self, other: UnderflowCounts) -> UnderflowCounts:
         """The counts of several tensors together."""
-        return Underflow(
+        return UnderflowCounts(
             self.numel + other.numel,
             self.zeros + other.zeros,
             self.subnormals + other.subnormals,
@@ -37,7 +38,7 @@ class Underflow:
 
 
 @dataclass(frozen=True)
-class HeadroomHistory(Headroom):
+class HeadroomHistory(EntryHeadroom):
     """The headroom of an entry over the steps; `abs_max` is of the last one.
 
     Attributes:
@@ -49,7 +50,7 @@ class HeadroomHistory(Headroom):
 
     highest: float = 0.0
     recent: list[float] = field(default_factory=list)
-    underflow: Underflow | None = None
+    underflow: UnderflowCounts | None = None
 
     @property
     def float16_bits(self) -> float:
@@ -112,7 +113,7 @@ class HeadroomTable:
             counts = _counts_text(row.underflow) if has_counts else ""
             lines.append(
                 f"{row.bits:6.1f} {_drift(row):+7.2f} {row.float16_bits:7.1f} "
-                f"{row.abs_max:9.2e}{counts}  {row.where} ({row.dtype})"
+                f"{row.abs_max:9.2e}{counts}  {printable(row.where)} ({row.dtype})"
             )
         if len(self.rows) > _FEW_ROWS:
             lines.append(f"... and {len(self.rows) - _FEW_ROWS} more")
@@ -133,7 +134,7 @@ def _drift(row: HeadroomHistory) -> float:
     return round(-row.trend, 2) + 0.0
 
 
-def _counts_text(counts: Underflow | None) -> str:
+def _counts_text(counts: UnderflowCounts | None) -> str:
     if counts is None:
         return " " * 15
     zeros, subnormals = counts.zeros / counts.numel, counts.subnormals / counts.numel

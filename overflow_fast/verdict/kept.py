@@ -10,11 +10,11 @@ import torch
 
 from .. import _C
 from ..core.ops import scan
-from ..core.tensors import tensors_in
 from ..recording.batch import is_plain
 from ..recording.labels import label_text
 from ..recording.watch import ModelWatch
 from ..torch_internals.module_internals import is_batch_norm
+from ..tree import tensors_in
 from .calls import Calls, joined
 from .hooked import is_layer_of_torch
 from .outer_inputs import Bad

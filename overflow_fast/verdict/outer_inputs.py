@@ -68,7 +68,7 @@ def _is_written(frame: BadFrame) -> bool:
 
 def _held(frame: BadFrame, label: _C.Label) -> batch.Held:
     """Returns an input that the training loop gave a root."""
-    return batch.find(_given(frame), label)
+    return _given(frame).find(label_text(label))
 
 
 def _given(frame: BadFrame) -> batch.Given:
@@ -76,7 +76,7 @@ def _given(frame: BadFrame) -> batch.Given:
     given = (
         None if frame.frame.module else frame.watch.inputs.given.get(frame.frame.batch)
     )
-    return given or (None, None)
+    return given or batch.Given()
 
 
 def _of_batch(places: list[str], outermost: Called) -> Origin:
@@ -113,7 +113,7 @@ def _place(frame: BadFrame, label: _C.Label) -> str:
     if place := _place_in_loop(frame, label):
         return place
     are_samples = batch.is_batch_first(frame.watch.model) and batch.share_first(
-        batch.tensors_in(_given(frame))
+        held.tensor() for held in _given(frame).tensors.values()
     )
     tensor = _held(frame, label).unchanged()
     return f"`{label_text(label)}`{batch.samples(tensor, are_samples)}"
@@ -130,7 +130,7 @@ def origin_of_unsearched(
     given = None
     if not outermost.call.module:
         given = outermost.watch.inputs.given.get(outermost.call.batch)
-    labels = batch.unseen(given or (None, None))
+    labels = [] if given is None else given.unseen
     is_known = bool(given) and not around
     own = [] if frame is None else _unseen_inputs(frame, is_known)
     if not labels and not own:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from ..core.text import as_lines
+from ..text import as_lines
 
 _log = logging.getLogger("overflow_fast")
 _LEAST = 16  # values: scaled formats put their largest value there on purpose
@@ -14,7 +14,7 @@ _FEW = 3
 
 
 @dataclass(frozen=True)
-class Saturation:
+class SaturatedEntry:
     """The values of an entry that equal the largest number of its dtype.
 
     Attributes:
@@ -56,7 +56,7 @@ class SaturationWatch:
         self._warned: dict[str, float] = {}
         self.largest = 0.0
 
-    def note(self, step: int, found: list[Saturation]) -> None:
+    def note(self, step: int, found: list[SaturatedEntry]) -> None:
         """Reads the counts of a step, and warns.
 
         Args:
@@ -83,14 +83,14 @@ class SaturationWatch:
             ),
         )
 
-    def _is_news(self, found: Saturation) -> bool:
+    def _is_news(self, found: SaturatedEntry) -> bool:
         is_much = self._share is not None and found.share >= self._share
         is_news = found.share >= _MORE * self._warned.get(found.where, 0.0)
         is_few = found.num_limit < _LEAST
         return is_much and is_news and not is_few and not found.may_be_mask
 
 
-def _text(found: Saturation) -> str:
+def _text(found: SaturatedEntry) -> str:
     return (
         f"{found.share:.1%} of the {found.numel} values of {found.where} are "
         f"{found.limit:g}, the largest number of {found.dtype}."

@@ -80,7 +80,7 @@ class BadEntry:
 
 
 @dataclass(frozen=True)
-class Headroom:
+class EntryHeadroom:
     """The distance of a magnitude from the largest number of its dtype.
 
     Attributes:
@@ -156,7 +156,7 @@ class Verdict:
     remarks: list[str] = field(default_factory=list)
     masks: list[str] = field(default_factory=list)
     allowed: list[str] = field(default_factory=list)
-    headroom: Headroom | None = None
+    headroom: EntryHeadroom | None = None
     num_bad_frames: int = 0
     dirty_gradients: list[str] = field(default_factory=list)
     clean_gradients: list[str] = field(default_factory=list)
@@ -242,14 +242,14 @@ def kind_of(role: _C.Role) -> str:
     return role.name.lower()
 
 
-def headroom_of(watch: ModelWatch, peak: _C.Peak) -> Headroom:
+def headroom_of(watch: ModelWatch, peak: _C.Peak) -> EntryHeadroom:
     """Makes the headroom of a recorder's peak."""
     where = where_of(watch, peak.place)
-    return Headroom(where, peak.abs_max, peak.limit, peak.dtype)
+    return EntryHeadroom(where, peak.abs_max, peak.limit, peak.dtype)
 
 
 def where_of(watch: ModelWatch, place: _C.Place) -> str:
-    """Names the place of an entry: see `Headroom.where`."""
+    """Names the place of an entry: see `EntryHeadroom.where`."""
     text = entry_label(place)
     if place.kind in (*FORWARDS, _C.FrameKind.BACKWARD):
         return f"{text} of {watch.name_at(place.module) or 'the model'}"

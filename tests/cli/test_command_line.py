@@ -7,10 +7,23 @@ import pytest
 import torch
 from processes import python
 
-from overflow_fast import __version__
+from overflow_fast import (
+    Evidence,
+    Explain,
+    Headroom,
+    LayerAudit,
+    Log,
+    Record,
+    Saturation,
+    Schedule,
+    Spikes,
+    __version__,
+)
 from overflow_fast.__main__ import main
 from overflow_fast.cli.command_line import make_parser
 from overflow_fast.cli.guard_options import guard_arguments
+from overflow_fast.guard.monitors.builtin import MONITORS
+from overflow_fast.guard.options import options_of, snake_case
 
 SCRIPT = """
 import sys
@@ -147,25 +160,77 @@ def test_the_demo_without_transformers_says_what_to_install(monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(
-    ("option", "text", "value"),
+    ("typed", "given"),
     [
-        ("on_spike", "none", None),
-        ("on_spike", "skip", "skip"),
-        ("saturation", "none", None),
-        ("saturation", "0.5", 0.5),
-        ("include", "h.*,ln", ["h.*", "ln"]),
-        ("checkpoints", "a.pt,b.pt", ["a.pt", "b.pt"]),
+        ("--on-overflow skip", {"on_overflow": "skip"}),
+        ("--include h.*,ln", {"include": ["h.*", "ln"]}),
+        ("--watch tripwire", {"watch": "tripwire"}),
+        ("--watch loss,weights", {"watch": ["loss", "weights"]}),
+        ("--explain never", {"explain": Explain("never")}),
+        (
+            "--no-replay-safe --checkpoints a.pt,b.pt --explain-budget 3",
+            {
+                "explain": Explain(
+                    replay_safe=False, checkpoints=["a.pt", "b.pt"], budget=3
+                )
+            },
+        ),
+        ("--record r --record-mib 8", {"record": Record("r", mib=8.0)}),
+        ("--log l --log-ranks node", {"log": Log("l", ranks="node")}),
+        ("--every 3 --budget 0.5", {"schedule": Schedule(3, budget=0.5)}),
+        ("--spikes none", {"monitors": [Saturation()]}),
+        ("--spikes skip", {"monitors": [Spikes("skip"), Saturation()]}),
+        ("--saturation none", {"monitors": [Spikes()]}),
+        ("--saturation none --spikes none", {"monitors": []}),
+        ("--saturation 0.5", {"monitors": [Spikes(), Saturation(0.5)]}),
+        (
+            "--headroom-bits 2 --layer-audit-every 9",
+            {"monitors": [Spikes(), Saturation(), Headroom(2.0), LayerAudit(9)]},
+        ),
     ],
 )
-def test_an_option_of_the_guard_is_read(option, text, value):
-    typed = ["run", f"--{option.replace('_', '-')}", text, "train.py"]
-    assert guard_arguments(make_parser().parse_args(typed)) == {option: value}
+def test_options_of_the_guard_are_read(typed, given):
+    parsed = make_parser().parse_args(["run", *shlex.split(typed), "train.py"])
+    assert guard_arguments(parsed) == given
+
+
+def test_every_field_that_can_be_typed_has_an_option_of_its_own():
+    flags = [
+        flag for each in commands()["run"]._actions for flag in each.option_strings
+    ]
+    assert len(flags) == len(set(flags))
+    for options in (Evidence, Explain, Log, Record, Schedule, *MONITORS):
+        for name, each in options_of(options):
+            typed = each.typed or f"{snake_case(options.__name__)}-{name}"
+            is_typed = f"--{typed.replace('_', '-')}" in flags
+            assert is_typed == (name != "ranges" or options is not Schedule), name
+
+
+@pytest.mark.parametrize(
+    ("typed", "why"),
+    [
+        ("--record-mib 3", "--record-mib needs --record PATH"),
+        ("--log-keep 3", "--log-keep needs --log PATH"),
+        ("--every 0", "--every must be at least 1, got 0"),
+        ("--explain-budget 0", "--explain-budget must be at least 1, got 0"),
+        ("--headroom-bits=-1", "--headroom-bits must be more than 0, got -1.0"),
+        ("--watch wights", "--watch must hold names out of"),
+        (
+            "--spikes skip --sync lagged",
+            "monitors must hold none that skips",
+        ),
+    ],
+)
+def test_a_wrong_option_is_named_as_it_is_typed(typed, why, capsys):
+    assert main(["run", *shlex.split(typed), "train.py"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"overflow_fast run: {why}") and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("option", "why"),
     [
-        ("--on-spike", "must be warn, skip or none"),
+        ("--spikes", "must be warn, skip or none"),
         ("--saturation", "must be a number or none"),
     ],
 )

@@ -19,7 +19,7 @@ from sharded_models import data, ddp, fsdp2, logged, make, sgd, sharded_in_two_w
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
-from overflow_fast import NonFiniteError, OverflowGuard, flags
+from overflow_fast import NonFiniteError, OverflowGuard, Schedule, flags
 
 
 def train_one(model, optimizer, batch):
@@ -153,7 +153,7 @@ def budgets_that_differ():
     """Ranks look at different steps, and none waits for ever."""
     model = ddp(make())
     optimizer = sgd(model)
-    guard = OverflowGuard(model, optimizer, "skip", budget=0.5)
+    guard = OverflowGuard(model, optimizer, "skip", schedule=Schedule(budget=0.5))
     for step in range(6):
         is_off = (step + dist.get_rank()) % 2 == 0
         guard._loop.clock.set_level(

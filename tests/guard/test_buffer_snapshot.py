@@ -7,7 +7,10 @@ from guarding import assert_same
 from torch import nn
 from torch.optim import swa_utils
 
-from overflow_fast import OverflowGuard
+from overflow_fast import (
+    OverflowGuard,
+    Schedule,
+)
 
 
 def in_place(self, x):
@@ -161,7 +164,13 @@ def test_parts_of_a_model_that_are_called_by_themselves(comes):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"watch": ["gradients"]}, {"budget": 0.5}, {"every": 1, "warmup": 1}]
+    "arguments",
+    [
+        {"watch": ["gradients"]},
+        {"schedule": Schedule(budget=0.5)},
+        {"schedule": Schedule(warmup=1)},
+    ],
+    ids=str,
 )
 def test_whatever_is_watched(arguments):
     model = norm_net()
@@ -173,7 +182,7 @@ def test_whatever_is_watched(arguments):
         step(model, optimizer, BAD)
         if guard.last_step_skipped:
             assert_same(everything(model), before)
-        assert guard.last_step_skipped or "budget" in arguments
+        assert guard.last_step_skipped or "budget=0.5" in str(arguments)
 
 
 def test_a_model_that_steps_twice_in_a_row_on_bad_batches():

@@ -16,7 +16,7 @@ from guarding import (
     train_step,
 )
 
-from overflow_fast import OverflowGuard
+from overflow_fast import OverflowGuard, Underflow
 
 pytestmark = pytest.mark.cuda
 
@@ -119,7 +119,7 @@ def test_underflow_is_counted_as_on_the_cpu():
     for is_gpu in (False, True):
         model, optimizer = on_gpu() if is_gpu else make()
         data = data_of(1) if is_gpu else batches(1)
-        with OverflowGuard(model, optimizer, underflow_every=1) as guard:
+        with OverflowGuard(model, optimizer, monitors=[Underflow(every=1)]) as guard:
             x, y = data[0]
             (model(x * 0, y=y)["loss"] * 0).backward()
             optimizer.step()

@@ -26,7 +26,7 @@ from guarding import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast import NonFiniteError, OverflowGuard, Schedule
 
 
 def test_removing_leaves_no_hook():
@@ -369,7 +369,9 @@ def test_an_error_of_the_users_callable_is_the_users():
 def test_a_trainer_numbers_the_steps(tmp_path):
     model, optimizer = make()
     log = tmp_path / "guard.jsonl"
-    with OverflowGuard(model, optimizer, "warn", warmup=500, log=log) as guard:
+    with OverflowGuard(
+        model, optimizer, "warn", schedule=Schedule(warmup=500), log=log
+    ) as guard:
         assert guard.coverage().steps_watched == 0
         guard.step = 1000
         train_step(model, optimizer, batches(1)[0])

@@ -1,5 +1,6 @@
 """A layer whose bits differ is named, and nothing else of the step changes."""
 
+import contextlib
 import logging
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from torch import nn
 
 from overflow_fast import OverflowGuard
-from overflow_fast.guard.layer_audit import LayerAudit
+from overflow_fast.guard.monitors.layer_audit import LayerAuditor
+from overflow_fast.guard.monitors.monitor import Guarded
 
 
 class Net(nn.Module):
@@ -27,13 +29,14 @@ def make():
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = OverflowGuard(model, optimizer)
-    return model, guard, LayerAudit(guard._loop.watches, every=2)
+    guarded = Guarded(guard._loop.watches, None, list, contextlib.nullcontext)
+    return model, guard, LayerAuditor(guarded, every=2)
 
 
 def forward(model, audit, step):
     audit.begin_step(step)
     output = model(torch.arange(4))
-    audit.end_step()
+    audit.stop()
     return output
 
 
@@ -47,11 +50,10 @@ def test_layers_take_turns_and_agree(caplog):
                 n
                 for n, m in model.named_modules()
                 if m._forward_hooks_with_kwargs
-                and audit._handle is not None
-                and audit._handle.id in m._forward_hooks
+                and any(each.id in m._forward_hooks for each in audit._handles)
             ]
             model(torch.arange(4))
-            audit.end_step()
+            audit.stop()
     assert names == ["embed", "body.0", "body.1", "head", "embed"]
     assert (audit.num_audited, audit.num_different) == (5, 0)
     assert caplog.messages == []

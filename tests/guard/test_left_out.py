@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast import NonFiniteError, OverflowGuard, Schedule, Spikes
 from overflow_fast.recording.schedule import LeftOut, ScanLevel, WatchSchedule
 
 NAN = float("nan")
@@ -54,7 +54,7 @@ POLICIES = ["skip", "raise", lambda report: "skip"]
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_that_fit_a_budget_are_judged_in_each_step(policy, gradients, costs):
     costs(gradients, everything=0.5)
-    model, optimizer, guard = make(policy, budget=0.01)
+    model, optimizer, guard = make(policy, schedule=Schedule(budget=0.01))
     num_stopped = 0
     with guard:
         for number in range(90):
@@ -74,20 +74,20 @@ def test_steps_that_a_budget_leaves_out_are_told_once_and_counted(
 ):
     costs(gradients=0.1, everything=0.5)
     log = tmp_path / "guard.jsonl"
-    model, optimizer, guard = make(policy, budget=0.01, log=log)
+    model, optimizer, guard = make(policy, schedule=Schedule(budget=0.01), log=log)
     with guard, pytest.raises(NonFiniteError) as error:
         for number in range(200):
             step(model, optimizer, is_bad=25 <= number < 30)
     messages = [record.getMessage() for record in caplog.records]
     (warning,) = (message for message in messages if "too small" in message)
-    assert "budget=0.01 is too small to check each step" in warning
+    assert "schedule.budget=0.01 is too small to check each step" in warning
     assert "the cheapest check takes 10.0% of a step's time" in warning
     assert "Up to 19 steps from step 5 on are not judged" in warning
 
     # Full checks in steps 0 and 2, gradients in 1, 3, 4, 24 and 44.
     report, coverage = error.value.report, guard.coverage()
     assert report.step == (44 if policy == "raise" else 45)
-    what = "38 steps were not judged since the last full check, because of `budget`: "
+    what = "38 steps were not judged since the last full check, because of `schedule.budget`: "
     assert any(note.startswith(what) for note in report.notes)
     kinds = {"raise": "gradient"}
     assert report.verdict.first.kind == kinds.get(policy, "weight")
@@ -102,7 +102,7 @@ def test_steps_that_a_budget_leaves_out_are_told_once_and_counted(
 
 def test_a_policy_that_only_warns_is_not_told(costs, caplog):
     costs(gradients=0.1, everything=0.5)
-    model, optimizer, guard = make("warn", budget=0.01)
+    model, optimizer, guard = make("warn", schedule=Schedule(budget=0.01))
     with guard:
         for _ in range(30):
             step(model, optimizer)
@@ -112,7 +112,9 @@ def test_a_policy_that_only_warns_is_not_told(costs, caplog):
 def test_where_gradients_are_not_watched_a_step_is_judged_or_left_out(costs, caplog):
     """Without them, a step between two full ones would look at nothing."""
     costs(gradients=0.0, everything=0.1)
-    model, optimizer, guard = make("skip", budget=0.01, watch=("activations", "loss"))
+    model, optimizer, guard = make(
+        "skip", schedule=Schedule(budget=0.01), watch=("activations", "loss")
+    )
     with guard:
         for _ in range(40):
             step(model, optimizer)
@@ -139,7 +141,7 @@ def test_a_recorded_number_counts_where_gradients_alone_are_checked(
     value, count, costs
 ):
     costs(gradients=0.002, everything=0.5)
-    model, optimizer, guard = make("skip", budget=0.01)
+    model, optimizer, guard = make("skip", schedule=Schedule(budget=0.01))
     with guard:
         for _ in range(5):
             step(model, optimizer)
@@ -152,7 +154,9 @@ def test_a_recorded_number_counts_where_gradients_alone_are_checked(
 def test_a_spike_is_one_of_the_step_that_has_it(costs):
     """Numbers of the last full step are no numbers of the steps behind it."""
     costs(gradients=0.002, everything=0.5)
-    model, optimizer, guard = make("warn", budget=0.01, on_spike="skip")
+    model, optimizer, guard = make(
+        "warn", schedule=Schedule(budget=0.01), monitors=[Spikes("skip")]
+    )
     with guard:
         for number in range(150):
             guard._loop.clock.set_level(
@@ -166,10 +170,10 @@ def test_a_spike_is_one_of_the_step_that_has_it(costs):
 # Steps that other arguments leave out.
 
 LEFT_OUT = {
-    "every": ({"every": 10}, 10),
-    "warmup": ({"warmup": 6}, 6),
-    "ranges": ({"ranges": [(0, 2), (8, 20)]}, 8),
-    "every` and `ranges": ({"every": 4, "ranges": [(0, 1), (12, 20)]}, 12),
+    "every": (Schedule(10), 10),
+    "warmup": (Schedule(warmup=6), 6),
+    "ranges": (Schedule(ranges=[(0, 2), (8, 20)]), 8),
+    "every` and `schedule.ranges": (Schedule(4, ranges=[(0, 1), (12, 20)]), 12),
 }
 
 
@@ -178,8 +182,8 @@ LEFT_OUT = {
 def test_a_weight_is_told_to_have_turned_bad_in_steps_that_were_left_out(
     by, policy, caplog
 ):
-    arguments, last = LEFT_OUT[by]
-    model, optimizer, guard = make(policy, **arguments)
+    schedule, last = LEFT_OUT[by]
+    model, optimizer, guard = make(policy, schedule=schedule)
     with guard:
         for number in range(last):
             step(model, optimizer, is_bad=number == last - 1)
@@ -191,10 +195,12 @@ def test_a_weight_is_told_to_have_turned_bad_in_steps_that_were_left_out(
                 step(model, optimizer)
         report = guard.last_report
     assert report.verdict.first.kind == "weight"
-    count = {"every": 9, "warmup": 6, "ranges": 6, "every` and `ranges": 11}[by]
+    count = {"every": 9, "warmup": 6, "ranges": 6, "every` and `schedule.ranges": 11}[
+        by
+    ]
     since = "so far" if by == "warmup" else "since the last full check"
     assert (
-        f"{count} steps were not judged {since}, because of `{by}`: a non-finite "
+        f"{count} steps were not judged {since}, because of `schedule.{by}`: a non-finite "
         "update there would not have been noticed."
     ) in report.notes
     assert f"{count} of {last} steps were not watched." in str(report)
@@ -202,7 +208,7 @@ def test_a_weight_is_told_to_have_turned_bad_in_steps_that_were_left_out(
 
 
 def test_a_bad_step_of_finite_state_does_not_tell_of_steps_before():
-    model, optimizer, guard = make("skip", every=3)
+    model, optimizer, guard = make("skip", schedule=3)
     with guard:
         for number in range(4):
             step(model, optimizer, is_bad=number == 3)
@@ -213,24 +219,26 @@ def test_a_bad_step_of_finite_state_does_not_tell_of_steps_before():
 
 @pytest.mark.parametrize("arguments", [{}, {"sync": "lagged", "_defer": True}])
 def test_one_step_that_was_left_out_is_one(arguments):
-    model, optimizer, guard = make("warn", every=2, **arguments)
+    model, optimizer, guard = make("warn", schedule=2, **arguments)
     with guard:
         for number in range(4):
             step(model, optimizer, is_bad=number == 1)
     assert str(guard.last_report.notes[0]).startswith(
-        "1 step was not judged since the last full check, because of `every`: "
+        "1 step was not judged since the last full check, because of `schedule.every`: "
     )
 
 
 def test_a_check_looks_at_the_state_in_a_step_that_is_left_out():
-    model, optimizer, guard = make("warn", warmup=5)
+    model, optimizer, guard = make("warn", schedule=Schedule(warmup=5))
     with guard:
         step(model, optimizer)
         assert guard.check() is None
         step(model, optimizer, is_bad=True)
         report = guard.check()
     assert report.verdict.first.kind == "weight"
-    assert "2 steps were not judged so far, because of `warmup`: " in str(report)
+    assert "2 steps were not judged so far, because of `schedule.warmup`: " in str(
+        report
+    )
 
 
 def test_steps_that_are_left_out_are_put_into_words():
@@ -238,8 +246,9 @@ def test_steps_that_are_left_out_are_put_into_words():
     for argument in ("warmup", "every", "every"):
         found = found.and_step(off, argument)
     assert found == LeftOut(3, ("warmup", "every"), total=3)
-    assert "3 steps were not judged so far, because of `warmup` and `every`" in str(
-        found
+    assert (
+        "3 steps were not judged so far, because of `schedule.warmup` and `schedule.every`"
+        in str(found)
     )
     assert found.and_step(ScanLevel.GRADIENTS, "") == found
     found = found.and_step(ScanLevel.ALL, "").and_step(off, "every")

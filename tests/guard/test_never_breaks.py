@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from overflow_fast import DebugUnderflowOverflow, OverflowGuard
+from overflow_fast import DebugUnderflowOverflow, Headroom, OverflowGuard, Underflow
 from overflow_fast.core.tensors import loss_in
 
 X = torch.ones(1, 2)
@@ -367,8 +367,7 @@ WATCHED = {
         *(guarded,),
         on_overflow="skip",
         watch=["activations", "weights", "optimizer_state", "buffers", "gradients"],
-        headroom_bits=1.0,
-        underflow_every=1,
+        monitors=[Headroom(bits=1.0), Underflow(every=1)],
     ),
     "detector": detected,
     "detector on a device": functools.partial(detected, _defer=True),

@@ -282,7 +282,7 @@ def test_lbfgs_is_one_step_and_one_line(tmp_path):
 
 def test_steps_that_nobody_watches_reset_no_count():
     model, (optimizer, _) = split()
-    guard = OverflowGuard(model, optimizer, "skip", every=2, max_consecutive_skips=2)
+    guard = OverflowGuard(model, optimizer, "skip", schedule=2, max_consecutive_skips=2)
     with guard, pytest.raises(NonFiniteError, match="3 steps in a row are bad"):
         for i in range(10):
             optimizer.zero_grad()

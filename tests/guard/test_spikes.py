@@ -12,8 +12,8 @@ from ranks import on_ranks
 from torch import nn
 
 import overflow_fast
-from overflow_fast import OverflowGuard
-from overflow_fast.guard.spikes import Level
+from overflow_fast import OverflowGuard, Saturation, Spikes
+from overflow_fast.guard.monitors.spikes import Level
 
 STEPS = 1500
 
@@ -133,7 +133,7 @@ def test_a_spike_is_told_and_marked_and_changes_nothing(tmp_path, caplog):
 def test_a_spike_is_skipped_with_its_buffers(tmp_path, caplog):
     record = tmp_path / "run.ofr"
     guard, states = trained(
-        115, 105, on_spike="skip", on_overflow="warn", record=record
+        115, 105, monitors=[Spikes(action="skip")], on_overflow="warn", record=record
     )
     assert_same(states[105], states[106])
     assert guard.num_skipped == 1
@@ -148,13 +148,13 @@ def test_a_lagged_guard_says_that_it_looks_for_no_spikes(caplog):
     told = "Spikes were not looked for: they need `sync='step'`."
     assert told in guard.coverage().gaps()
     assert "spikes not looked for" in caplog.text
-    silent, _ = trained(3, 1, sync="lagged", on_spike=None)
+    silent, _ = trained(3, 1, sync="lagged", monitors=[Saturation()])
     assert told not in silent.coverage().gaps()
     assert told not in trained(3, 1)[0].coverage().gaps()
 
 
 def test_no_spike_is_looked_for_without_being_asked(caplog):
-    guard, _ = trained(115, 105, on_spike=None)
+    guard, _ = trained(115, 105, monitors=[Saturation()])
     assert "spike" not in caplog.text and guard.metrics()["spikes_total"] == 0
 
 
@@ -172,22 +172,10 @@ def test_a_recorded_norm_stands_for_the_gradients(caplog):
     assert "largest gradient" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    "arguments, why",
-    [
-        ({"on_spike": "raise"}, "on_spike must be 'warn', 'skip' or None, got 'raise'"),
-        ({"on_spike": "skip", "sync": "lagged"}, "with sync='lagged', got 'skip'"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments, why):
-    with pytest.raises(ValueError, match=why):
-        OverflowGuard(nn.Linear(1, 1), **arguments)
-
-
 def _skip_on_ranks():
     spike_at = 105 if dist.get_rank() == 1 else None
     guard, states = trained(
-        108, spike_at, on_spike="skip", process_group=dist.group.WORLD
+        108, spike_at, monitors=[Spikes(action="skip")], process_group=dist.group.WORLD
     )
     kept = all(
         torch.equal(states[105]["model"][name], states[106]["model"][name])

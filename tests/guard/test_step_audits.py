@@ -10,7 +10,12 @@ import torch.distributed as dist
 from guarding import assert_same, state_of
 from torch import nn
 
-from overflow_fast import OverflowGuard
+from overflow_fast import (
+    LayerAudit,
+    MaskedOps,
+    OverflowGuard,
+    Replicas,
+)
 
 INF = float("inf")
 
@@ -54,7 +59,7 @@ def train(model, optimizer, guard, steps, large=()):
 
 @pytest.mark.parametrize("watch", ["tripwire", ("activations", "loss", "gradients")])
 def test_overflows_inside_of_a_module_are_told_once(watch, caplog):
-    model, optimizer, guard = make(ops_every=2, watch=watch)
+    model, optimizer, guard = make(monitors=[MaskedOps(every=2)], watch=watch)
     with guard, caplog.at_level(logging.WARNING, "overflow_fast"):
         train(model, optimizer, guard, 8, large=(3, 4, 6))
         (message,) = caplog.messages
@@ -67,8 +72,9 @@ def test_overflows_inside_of_a_module_are_told_once(watch, caplog):
 
 def test_audits_change_no_bit():
     states = []
-    for options in ({}, {"ops_every": 1, "audit": 1, "check_replicas": 1}):
-        model, optimizer, guard = make(explain=False, **options)
+    audits = [MaskedOps(every=1), LayerAudit(every=1), Replicas(every=1)]
+    for monitors in ((), audits):
+        model, optimizer, guard = make(explain=False, monitors=monitors)
         with guard:
             train(model, optimizer, guard, 4, large=(2,))
         states.append(state_of(model, optimizer))
@@ -76,7 +82,7 @@ def test_audits_change_no_bit():
 
 
 def test_layers_are_audited_in_their_steps(caplog):
-    model, optimizer, guard = make(audit=3)
+    model, optimizer, guard = make(monitors=[LayerAudit(every=3)])
     with guard, caplog.at_level(logging.WARNING, "overflow_fast"):
         train(model, optimizer, guard, 5)
         metrics = guard.metrics()
@@ -94,7 +100,7 @@ def differing():
     logging.getLogger("overflow_fast").addHandler(handler)
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with OverflowGuard(model, optimizer, check_replicas=2) as guard:
+    with OverflowGuard(model, optimizer, monitors=[Replicas(every=2)]) as guard:
         for step in range(5):
             if step == 3 and dist.get_rank() == 1:
                 with torch.no_grad():
@@ -115,16 +121,10 @@ def test_replicas_are_compared():
 
 
 def test_replicas_that_are_not_there_are_told_once(caplog):
-    model, optimizer, guard = make(check_replicas=2)
+    model, optimizer, guard = make(monitors=[Replicas(every=2)])
     with guard:
         for _ in range(5):
             optimizer.zero_grad()
             model(torch.ones(3, 4)).mean().backward()
             optimizer.step()
-    assert caplog.text.count("check_replicas has nothing to compare") == 1
-
-
-@pytest.mark.parametrize("name", ["ops_every", "audit", "check_replicas"])
-def test_arguments_are_checked(name):
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-        make(**{name: 0})
+    assert caplog.text.count("Replicas() has nothing to compare") == 1

@@ -8,7 +8,7 @@ import torch
 from guarding import assert_same, state_of
 from torch import nn
 
-from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast import Explain, NonFiniteError, OverflowGuard
 
 INF, NAN = float("inf"), float("nan")
 
@@ -374,4 +374,4 @@ def test_arguments_are_checked():
     with pytest.raises(TypeError, match="watch must be a list of names, or 'tripwire'"):
         OverflowGuard(model, optimizer, watch="trip")
     with pytest.raises(TypeError, match="checkpoints must be a list of paths"):
-        OverflowGuard(model, optimizer, checkpoints="last.pt")
+        OverflowGuard(model, optimizer, explain=Explain(checkpoints="last.pt"))

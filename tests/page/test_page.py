@@ -224,7 +224,8 @@ def test_a_folder_of_evidence_becomes_a_card(tmp_path):
     bad_steps(tmp_path, explain=True)
     (folder,) = step_folders(tmp_path).values()
     for path in (folder, tmp_path):
-        (incident,) = read_incidents(path)
+        ((incident,), damaged) = read_incidents(path)
+        assert not damaged
         page = parsed([], [incident])
         assert "blocks.1.fc2" in page.text
         assert "No record of this step was given" in page.text

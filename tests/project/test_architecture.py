@@ -1,6 +1,7 @@
 """Imports run one way, from a tensor's bits to what the guard does about them."""
 
 import ast
+import collections
 import graphlib
 import re
 from pathlib import Path
@@ -15,10 +16,14 @@ PACKAGE = ROOT / "overflow_fast"
 # A room uses those before it, and nothing else of the package.
 ROOMS = (
     "binaries",
+    "text",
+    "files",
     "_C",
     "torch_internals",
+    "tree",
     "fallback",
     "core",
+    "state",
     "flags",
     "metal",
     "recording",
@@ -89,6 +94,18 @@ def test_the_package_shows_its_public_names_alone():
     assert shown == sorted(overflow_fast.__all__)
     for name in overflow_fast.__all__:
         assert getattr(overflow_fast, name).__doc__, name
+
+
+def test_no_class_has_the_name_of_a_public_one():
+    defined = collections.Counter(
+        node.name
+        for name, path in MODULES.items()
+        if room_of(name) != "fallback"  # stands in for the extension's names
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    for name in overflow_fast.__all__:
+        assert defined[name] <= 1, name
 
 
 # Docstrings.

@@ -287,6 +287,19 @@ def test_metrics(code):
     prometheus.REGISTRY.unregister(known["exporters"][1])
 
 
+@runs("a-monitor-of-your-own")
+def test_a_monitor_of_ones_own(code, caplog):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    with torch.no_grad():
+        model[0].bias[:5] = -1e3
+    optimizer = sgd(model)
+    guard = run(code, model=model, optimizer=optimizer)["guard"]
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    guard.remove()
+    assert "DeadUnits: " in caplog.text and "of the units of 0 get" in caplog.text
+
+
 @runs("a-flight-record")
 def test_flight_record(code):
     pytest.importorskip("pandas")

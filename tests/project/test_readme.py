@@ -66,7 +66,7 @@ def test_the_readme_shows_a_report_of_today(tmp_path):
 
 
 def test_who_names_the_cause_is_what_was_measured():
-    rows = json.loads((ROOT / "benchmarks/results/answers-cpu.json").read_text())[
+    rows = json.loads((ROOT / "benchmarks/results/raw/answers-cpu.json").read_text())[
         "rows"
     ]
     measured = {each["tool"]: each for each in summary(rows, list(TOOLS))}

@@ -28,7 +28,12 @@ from report_texts import without_times
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from overflow_fast import DebugUnderflowOverflow, NonFiniteError, OverflowGuard
+from overflow_fast import (
+    DebugUnderflowOverflow,
+    NonFiniteError,
+    OverflowGuard,
+    Schedule,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -361,21 +366,23 @@ def test_hooks_that_come_late_take_effect(form, backend, caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [{"every": 2}, {"warmup": 1}, {"budget": 0.01}])
-def test_steps_that_are_not_watched_compile_nothing_again(arguments):
+@pytest.mark.parametrize(
+    "schedule", [Schedule(2), Schedule(warmup=1), Schedule(budget=0.01)], ids=str
+)
+def test_steps_that_are_not_watched_compile_nothing_again(schedule):
     model, optimizer = make()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with OverflowGuard(model, optimizer, "warn", **arguments) as guard:
+    with OverflowGuard(model, optimizer, "warn", schedule=schedule) as guard:
         train(compiled, optimizer, batches(6))
         with torch._dynamo.config.patch(error_on_recompile=True):
             train(compiled, optimizer, batches(6))
         coverage = guard.coverage()
         assert 0 < coverage.steps_watched <= coverage.steps
-        while guard.coverage().steps % 2 or "warmup" in arguments:
+        while guard.coverage().steps % 2 or schedule.warmup:
             train(compiled, optimizer, batches(1))
-            if "warmup" in arguments:
+            if schedule.warmup:
                 break
-        if "budget" in arguments:
+        if schedule.budget is not None:
             return
         with plant(model.head, INF):
             train_step(compiled, optimizer, batches(1)[0])
@@ -386,7 +393,7 @@ def test_steps_that_are_not_watched_compile_nothing_again(arguments):
 def test_a_step_that_is_not_watched_is_not_recorded():
     model, optimizer = make()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with OverflowGuard(model, optimizer, "warn", every=2) as guard:
+    with OverflowGuard(model, optimizer, "warn", schedule=2) as guard:
         train(compiled, optimizer, batches(3))
         with plant(model.head, INF):
             train_step(compiled, optimizer, batches(1)[0])
@@ -403,7 +410,7 @@ def test_a_cadence_leaves_alone_what_else_is_compiled(monkeypatch):
     resets = []
     monkeypatch.setattr(torch._dynamo, "reset_code_caches", lambda: resets.append(1))
     model, optimizer = make()
-    with OverflowGuard(model, optimizer, "warn", every=2) as guard:
+    with OverflowGuard(model, optimizer, "warn", schedule=2) as guard:
         train(model, optimizer, batches(6))
         assert guard.coverage().steps_watched == 3
     assert len(resets) == 1  # as it is switched on

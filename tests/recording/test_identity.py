@@ -9,6 +9,7 @@ from overflow_fast import (
     DebugUnderflowOverflow,
     NonFiniteError,
     OverflowGuard,
+    Schedule,
     assert_finite_state,
     keep_in_fp32,
 )
@@ -210,7 +211,7 @@ def cycle_by_hand(guard, model, optimizer):
     guard.enable()
 
 
-CYCLES = [(cycle_every, {"every": 2}), (cycle_by_hand, {})]
+CYCLES = [(cycle_every, {"schedule": 2}), (cycle_by_hand, {})]
 
 
 @pytest.mark.parametrize("cycle, options", CYCLES)
@@ -344,7 +345,7 @@ def test_arguments_may_be_generators():
         watch=(name for name in ("activations", "weights", "loss")),
         include=(name for name in ("0", "1")),
         exclude=(name for name in ()),
-        ranges=((begin, begin + 3) for begin in (0, 10)),
+        schedule=Schedule(ranges=((begin, begin + 3) for begin in (0, 10))),
         allow={"1:output": (kind for kind in ("nan", "inf"))},
         metrics=(exporter for exporter in (lambda *each: told.append(each),)),
     )

@@ -13,7 +13,7 @@ from remedied_files import Holder, edited, explained, module_of
 from torch import nn
 
 import overflow_fast
-from overflow_fast import NonFiniteError, OverflowGuard, explain
+from overflow_fast import Explain, NonFiniteError, OverflowGuard, explain
 
 NAN = float("nan")
 
@@ -340,7 +340,9 @@ def test_a_run_that_diverges_may_go_back_to_a_checkpoint(rate, tmp_path):
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     files, x = [save(tmp_path / "first.pt", model)], torch.full((3, 4), 10.0)
-    guard = OverflowGuard(model, optimizer, explain=True, checkpoints=files)
+    guard = OverflowGuard(
+        model, optimizer, explain=Explain("always", checkpoints=files)
+    )
     with pytest.raises(NonFiniteError) as error:
         for _ in range(60):
             guard.run(lambda: (model(x) - 1).pow(2).mean()).backward()

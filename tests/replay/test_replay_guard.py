@@ -10,7 +10,7 @@ import torch
 from guarding import assert_same, hooks_of, state_of
 from torch import nn
 
-from overflow_fast import Explanation, NonFiniteError, OverflowGuard
+from overflow_fast import Explain, Explanation, NonFiniteError, OverflowGuard
 
 INF, NAN = float("inf"), float("nan")
 
@@ -349,7 +349,7 @@ def test_nothing_is_replayed_where_other_ranks_would_not_join(monkeypatch):
 def test_the_budget(budget):
     model, optimizer = make()
     model[1].factor = NAN
-    guard = OverflowGuard(model, optimizer, explain_budget=budget)
+    guard = OverflowGuard(model, optimizer, explain=Explain(budget=budget))
     found = explained(guard, model, optimizer, data())
     assert (found.cause, found.op.name) == ("undefined", "aten.mul.Tensor")
     assert found.replays <= budget
@@ -484,18 +484,6 @@ def test_run_sees_a_loss_whose_gradients_are_finite():
     with pytest.raises(NonFiniteError) as error:
         optimizer.step()
     assert error.value.report.explanation.phase == "forward"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"explain": "always"}, "explain must be True, False or 'auto'"),
-        ({"explain_budget": 0}, "explain_budget must be at least 1"),
-    ],
-)
-def test_wrong_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        OverflowGuard(*make(), **arguments)
 
 
 def test_run_takes_a_function():

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast import Explain, NonFiniteError, OverflowGuard
 
 INF = float("inf")
 
@@ -27,9 +27,10 @@ class Writes(nn.Module):
         return self.linear(x).mean().log()
 
 
-def explained(model, x, **options):
+def explained(model, x, replay_safe=True, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    guard = OverflowGuard(model, optimizer, explain=True, **options)
+    explain = Explain("always", replay_safe=replay_safe)
+    guard = OverflowGuard(model, optimizer, explain=explain, **options)
     with torch.no_grad():
         model.linear.bias.fill_(-100.0)
     with pytest.raises(NonFiniteError) as error:
@@ -59,7 +60,10 @@ def test_writes_through_numpy_are_seen():
 def test_what_must_not_run_twice_runs_once(watch):
     source = iter(range(10))
     report = explained(
-        Writes(source, False), torch.ones(3, 4), replay_safe=False, watch=watch
+        Writes(source, False),
+        torch.ones(3, 4),
+        replay_safe=False,
+        watch=watch,
     )
     assert next(source) == 1
     assert report.explanation.notes == ["The step was not replayed: replay_safe=False."]
@@ -76,4 +80,4 @@ def test_weights_are_explained_without_a_replay():
 
 def test_it_has_to_be_a_bool():
     with pytest.raises(TypeError, match="replay_safe must be a bool, got int"):
-        OverflowGuard(nn.Linear(1, 1), replay_safe=1)
+        OverflowGuard(nn.Linear(1, 1), explain=Explain(replay_safe=1))

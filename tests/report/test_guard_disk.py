@@ -9,7 +9,10 @@ from evidence_folders import bad_steps, no_file_beyond, step_folders, strict
 from guarding import INF, NAN, assert_same, batches, make, plant, train_step
 from safetensors.torch import load_file
 
-from overflow_fast import OverflowGuard
+from overflow_fast import (
+    Evidence,
+    OverflowGuard,
+)
 
 
 def files_of(folder):
@@ -28,7 +31,7 @@ def test_checkpoints_in_the_folder_are_left_alone(tmp_path):
         os.utime(tmp_path / name, (1e9, 1e9))
     (tmp_path / "step-2000").symlink_to(tmp_path / "step-1000")
     before = files_of(tmp_path)
-    bad_steps(tmp_path, count=4, evidence_keep=1)
+    bad_steps(tmp_path, count=4, keep=1)
     after = files_of(tmp_path)
     assert {path: after.get(path) for path in before} == before
     assert list(step_folders(tmp_path)) == ["step-00000003"]
@@ -36,7 +39,7 @@ def test_checkpoints_in_the_folder_are_left_alone(tmp_path):
 
 def test_runs_share_a_folder(tmp_path):
     for _ in range(3):
-        bad_steps(tmp_path, count=2, evidence_keep=1)
+        bad_steps(tmp_path, count=2, keep=1)
     runs = list((tmp_path / "overflow_fast").iterdir())
     assert len(runs) == 3
     for run in runs:  # `keep` is of each run's own steps
@@ -88,7 +91,7 @@ def move_the_run_elsewhere(step):
 )
 def test_what_was_changed_is_not_removed(tmp_path, change):
     model, optimizer = make()
-    with OverflowGuard(model, optimizer, "skip", evidence=tmp_path, evidence_keep=1):
+    with OverflowGuard(model, optimizer, "skip", evidence=Evidence(tmp_path, keep=1)):
         for i, batch in enumerate(batches(3)):
             with plant(model.head, INF):
                 train_step(model, optimizer, batch)
@@ -126,8 +129,8 @@ def test_what_is_not_finite_comes_first_where_room_is_short(tmp_path):
     model = torch.nn.Linear(1024, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     # Room for the gradient or for the batch.
-    room = {"evidence": tmp_path, "evidence_mib": 1003 / 1024}
-    with OverflowGuard(model, optimizer, "warn", **room):
+    room = Evidence(tmp_path, mib=1003 / 1024)
+    with OverflowGuard(model, optimizer, "warn", evidence=room):
         model(torch.randn(250, 1024)).sum().backward()
         model.weight.grad[0, 0] = NAN
         optimizer.step()
@@ -139,7 +142,7 @@ def test_what_is_not_finite_comes_first_where_room_is_short(tmp_path):
 
 
 def test_of_a_call_the_bad_output_comes_first(tmp_path):
-    bad_steps(tmp_path, evidence_mib=128 / 2**20)  # just the output's
+    bad_steps(tmp_path, mib=128 / 2**20)  # just the output's
     folder = step_folders(tmp_path)["step-00000000"]
     tensors = load_file(folder / "tensors.safetensors")
     assert_same(sorted(tensors), ["['call'][2]"])
@@ -182,7 +185,7 @@ def test_what_cannot_be_copied_leaves_the_rest(tmp_path):
 @pytest.mark.parametrize("size", [0, 120, 500])
 def test_a_full_disk_stops_nothing_and_is_said_once(tmp_path, caplog, size):
     with no_file_beyond(size):
-        guard, _ = bad_steps(tmp_path, count=3, evidence_keep=2)
+        guard, _ = bad_steps(tmp_path, count=3, keep=2)
     assert guard.num_skipped == 3 and guard.coverage().failures == 0
     assert caplog.text.count("Not all evidence of step 0 was kept: ") == 1
     assert caplog.text.count("Not all evidence of step") == 1
@@ -196,7 +199,7 @@ def test_a_full_disk_stops_nothing_and_is_said_once(tmp_path, caplog, size):
 def test_a_folder_that_is_removed_meanwhile_is_made_again(tmp_path, caplog):
     model, optimizer = make()
     folder = tmp_path / "bad"
-    with OverflowGuard(model, optimizer, "skip", evidence=folder, evidence_keep=1):
+    with OverflowGuard(model, optimizer, "skip", evidence=Evidence(folder, keep=1)):
         for batch in batches(2):
             shutil.rmtree(folder, ignore_errors=True)
             with plant(model.head, INF):

@@ -51,14 +51,14 @@ def test_a_bad_gradient_is_kept(tmp_path):
 
 
 def test_old_evidence_is_removed(tmp_path):
-    bad_steps(tmp_path, count=5, evidence_keep=2)
+    bad_steps(tmp_path, count=5, keep=2)
     assert list(step_folders(tmp_path)) == ["step-00000003", "step-00000004"]
     (run,) = (tmp_path / "overflow_fast").iterdir()
     assert len(list(run.iterdir())) == 2
 
 
 def test_what_is_too_large_is_left_out_and_listed(tmp_path):
-    bad_steps(tmp_path, evidence_mib=300 / 2**20)
+    bad_steps(tmp_path, mib=300 / 2**20)
     folder = step_folders(tmp_path)["step-00000000"]
     tensors = load_file(folder / "tensors.safetensors")
     assert sum(tensor.nbytes for tensor in tensors.values()) < 300

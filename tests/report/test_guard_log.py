@@ -13,8 +13,8 @@ from processes import context
 from torch import nn
 
 import overflow_fast
-from overflow_fast import NonFiniteError, OverflowGuard
-from overflow_fast.core.strict_json import dumps
+from overflow_fast import Log, NonFiniteError, OverflowGuard
+from overflow_fast.files.json_text import dumps
 from overflow_fast.report.json_log import JsonLog
 
 
@@ -173,16 +173,16 @@ def test_pandas_reads_it(tmp_path):
 
 def run_of(path, steps, **arguments):
     model, optimizer = make()
-    with OverflowGuard(model, optimizer, log=path, **arguments):
+    with OverflowGuard(model, optimizer, log=Log(path, **arguments)):
         train(model, optimizer, batches(steps))
 
 
-SMALL = {"log_mib": 1500 / 2**20}
+SMALL = {"mib": 1500 / 2**20}
 
 
 def test_the_log_is_rotated(tmp_path):
     path = tmp_path / "guard.jsonl"
-    run_of(path, 30, log_keep=2, **SMALL)
+    run_of(path, 30, keep=2, **SMALL)
     names = sorted(each.name for each in tmp_path.iterdir())
     assert names == ["guard.jsonl", "guard.jsonl.1", "guard.jsonl.2"]
     assert all(each.stat().st_size <= 1500 for each in tmp_path.iterdir())
@@ -196,7 +196,7 @@ def test_the_log_is_rotated(tmp_path):
 
 
 def test_with_nothing_to_keep_it_grows(tmp_path):
-    run_of(tmp_path / "guard.jsonl", 20, log_keep=0, **SMALL)
+    run_of(tmp_path / "guard.jsonl", 20, keep=0, **SMALL)
     assert [each.name for each in tmp_path.iterdir()] == ["guard.jsonl"]
     assert len(lines_of(tmp_path / "guard.jsonl")) == 20
 
@@ -218,7 +218,7 @@ def test_older_files_that_are_no_logs_are_left_alone(tmp_path, caplog, name, tex
     assert (tmp_path / name).read_text() == text
     assert len(list(tmp_path.iterdir())) == 2
     assert len(lines_of(tmp_path / "guard.jsonl")) == 20
-    assert caplog.text.count("the log grows beyond log_mib") == 1
+    assert caplog.text.count("the log grows beyond log.mib") == 1
 
 
 def test_a_file_that_is_no_log_is_left_alone(tmp_path, caplog):
@@ -353,7 +353,7 @@ def test_what_is_no_plain_file_is_written_to(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    run_of(path, 2, log_mib=1 / 2**20)
+    run_of(path, 2, mib=1 / 2**20)
     lines = os.read(reader, 2**16).decode().splitlines()
     os.close(reader)
     assert [json.loads(line)["kind"] for line in lines] == ["run", "step", "step"]

@@ -10,10 +10,10 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from overflow_fast import NonFiniteError, OverflowGuard, assert_finite_state
-from overflow_fast.core.text import wrapped
 from overflow_fast.replay.explanation import Explanation
 from overflow_fast.replay.named_op import Op
 from overflow_fast.report.report import Report
+from overflow_fast.text import wrapped
 from overflow_fast.verdict.verdict import BadEntry, Verdict
 
 MADE = "The optimizer step was made: weights may be non-finite now."
@@ -137,7 +137,7 @@ def report_of(fqn, label="output", **arguments):
 
 
 def test_what_comes_first_comes_first():
-    text = str(step_under("skip", evidence_mib=1.0))
+    text = str(step_under("skip", monitors=()))
     lines = text.partition("\n\n")[0].splitlines()
     starts = ["Step 0 is not finite: ", SKIPPED, "The inputs of head"]
     places = [next(i for i, x in enumerate(lines) if x.startswith(s)) for s in starts]
@@ -216,7 +216,7 @@ def test_a_clean_run_has_a_line_at_both_ends(caplog):
 
 def test_a_run_with_a_report_ends_with_a_warning(caplog):
     model, optimizer = make()
-    with OverflowGuard(model, optimizer, "skip", every=2):
+    with OverflowGuard(model, optimizer, "skip", schedule=2):
         with plant(model.head, INF):
             train(model, optimizer, batches(2))
     assert without_share(run_lines(caplog)) == [

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from guarding import INF, batches, make, plant, train_step
 from ranks import all_of
 
-from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast import Log, NonFiniteError, OverflowGuard, Record
 from overflow_fast.replay.explanation import NOT_REPLAYED, Explanation
 from overflow_fast.replay.named_op import Op
 from overflow_fast.report.blame import Place
@@ -205,10 +205,9 @@ def collected(folder, collect):
         *(model, optimizer, "skip"),
         process_group=dist.group.WORLD,
         explain=False,
-        log=own / "guard.jsonl",
-        record=own / "run.ofr",
+        log=Log(own / "guard.jsonl", ranks=collect),
+        record=Record(own / "run.ofr", ranks=collect),
         evidence=own / "evidence",
-        collect=collect,
     )
     with plant(model.head, INF) if dist.get_rank() == 1 else torch.enable_grad():
         train_step(model, optimizer, batches(1)[0])
@@ -248,6 +247,3 @@ def test_few_ranks_write_and_all_know():
             assert names == ["evidence", *logs, *records]
             (run,) = runs
             assert "-rank1-" in run  # of the rank that found it alone
-    model, optimizer = make()
-    with pytest.raises(ValueError, match="collect must be 'rank0', 'node' or 'all'"):
-        OverflowGuard(model, optimizer, collect="some")

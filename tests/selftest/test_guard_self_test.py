@@ -21,7 +21,11 @@ from guarding import (
 from torch import nn
 from workloads import WORKLOADS
 
-from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast import (
+    NonFiniteError,
+    OverflowGuard,
+    Schedule,
+)
 
 
 def everything(model, optimizer):
@@ -220,8 +224,8 @@ def test_batches_come_in_any_form():
     "change",
     [
         {"sync": "lagged", "_defer": True},
-        {"every": 7, "warmup": 3},
-        {"budget": 0.01},
+        {"schedule": Schedule(7, warmup=3)},
+        {"schedule": Schedule(budget=0.01)},
         {"evidence": "evidence"},
     ],
     ids=str,

@@ -6,13 +6,19 @@ import json
 import pytest
 from guarding import INF, batches, make, plant, train_step
 
-from overflow_fast import OverflowGuard
+from overflow_fast import (
+    Evidence,
+    OverflowGuard,
+)
 
 
-def bad_steps(folder, count=1, spoil=None, **arguments):
+def bad_steps(folder, count=1, spoil=None, mib=256, keep=4, **arguments):
     model, optimizer = make()
     data = batches(count)
-    with OverflowGuard(model, optimizer, "skip", evidence=folder, **arguments) as guard:
+    evidence = Evidence(folder, mib=mib, keep=keep)
+    with OverflowGuard(
+        model, optimizer, "skip", evidence=evidence, **arguments
+    ) as guard:
         for batch in data:
             with plant(model.blocks[1].fc2, INF):
                 train_step(model, optimizer, batch)

@@ -9,7 +9,7 @@ from guarding import INF, NAN, Net, batches, make, plant, train_step, warned
 from torch import nn
 
 import overflow_fast
-from overflow_fast import Explanation, OverflowGuard
+from overflow_fast import Explain, Explanation, OverflowGuard
 from overflow_fast.demo.model import Settings, build, push_to_the_limit, read_batch
 from overflow_fast.report.advice import answers
 
@@ -395,7 +395,9 @@ def test_without_frames_a_norm_that_ran_first_is_not_taken_for_the_last():
         model, weight, scale = overflowing(lambda: Model(Clamps()), "body.0.wo")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         weight.data.div_(weight.abs().max()).mul_(scale)
-        with OverflowGuard(model, optimizer, "warn", max_frames=frames) as guard:
+        with OverflowGuard(
+            model, optimizer, "warn", explain=Explain(frames=frames)
+        ) as guard:
             model(torch.arange(5)[None]).float().sum().backward()
             optimizer.step()
         assert guard.last_report.verdict.first.fqn == "body.0.wo"

@@ -9,7 +9,13 @@ import torch
 from guarding import INF, batches, flat, make, plant, train, train_step
 from torch import nn
 
-from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast import (
+    Headroom,
+    NonFiniteError,
+    OverflowGuard,
+    Schedule,
+    Underflow,
+)
 
 
 class Growing(nn.Module):
@@ -89,7 +95,7 @@ def test_several_optimizers_make_one_step():
         torch.optim.SGD(part.parameters(), lr=0.01)
         for part in (model.blocks, model.head)
     ]
-    with OverflowGuard(model, optimizers, headroom_bits=200.0) as guard:
+    with OverflowGuard(model, optimizers, monitors=[Headroom(bits=200.0)]) as guard:
         for x, y in batches(3):
             model(x, y=y)["loss"].backward()
             for optimizer in optimizers:
@@ -170,7 +176,7 @@ def said(caplog):
 @pytest.mark.parametrize("options", [{}, {"_defer": True}], ids=["cpu", "deferred"])
 def test_an_overflow_is_announced(said, options):
     values = [1250.0 * 2**i for i in range(6)]
-    grown(values, headroom_bits=2.0, **options)
+    grown(values, monitors=[Headroom(bits=2.0)], **options)
     first, second = said()
     assert first.startswith("Step 4 is finite, but close to an overflow: output of")
     assert "2e+04, float16 ends at 65504), 1.00 fewer with each of the last 5" in first
@@ -180,7 +186,7 @@ def test_an_overflow_is_announced(said, options):
 
 
 def test_the_announcement_is_laid_out_in_lines(caplog):
-    grown([1250.0 * 2**i for i in range(6)], headroom_bits=2.0)
+    grown([1250.0 * 2**i for i in range(6)], monitors=[Headroom(bits=2.0)])
     lines = caplog.messages[0].splitlines()
     starts = ["Step 4 is finite", "output of", "What to try"]
     begun = [line.removeprefix("[overflow_fast] ") for line in lines]
@@ -189,35 +195,36 @@ def test_the_announcement_is_laid_out_in_lines(caplog):
 
 
 def test_float32_is_not_told_to_go_to_float32(said):
-    grown([3e38], headroom_bits=1.0, dtype=torch.float32)
+    grown([3e38], monitors=[Headroom(bits=1.0)], dtype=torch.float32)
     assert "float32 ends at 3.4028e+38" in said()[0]
     assert "What to try" not in said()[0]
 
 
 def test_lagged_stats_may_be_of_the_step_before(said):
-    grown([1.0, 50000.0], headroom_bits=1.0, sync="lagged")
+    grown([1.0, 50000.0], monitors=[Headroom(bits=1.0)], sync="lagged")
     assert said()[0].startswith("Step 1 or the one before is finite, but close to")
 
 
 def test_it_is_said_once(said):
-    grown([50000.0] * 10, headroom_bits=1.0)
+    grown([50000.0] * 10, monitors=[Headroom(bits=1.0)])
     assert len(said()) == 1
     assert "fewer" not in said()[0]  # nothing moves
     assert "of the model" not in said()[0]  # which returns what `0` has returned
 
 
 @pytest.mark.parametrize(
-    "values, bits", [([32000.0], 1.0), ([65504.0], 1.0), ([0.0], 1.0), ([6e4], None)]
+    "value, monitors",
+    [(32000.0, [Headroom()]), (65504.0, [Headroom()]), (0.0, [Headroom()]), (6e4, ())],
 )
-def test_nothing_is_said_in_vain(said, values, bits):
-    grown(values, headroom_bits=bits)
+def test_nothing_is_said_in_vain(said, value, monitors):
+    grown([value], monitors=monitors)
     assert said() == []
 
 
 def test_gradients_under_a_scaler_are_left_out(said):
     model, optimizer = make()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**125)
-    with OverflowGuard(model, optimizer, headroom_bits=8.0) as guard:
+    with OverflowGuard(model, optimizer, monitors=[Headroom(bits=8.0)]) as guard:
         x, y = batches(1)[0]
         scaler.scale(model(x, y=y)["loss"]).backward()
         scaler.step(optimizer)
@@ -228,7 +235,7 @@ def test_gradients_under_a_scaler_are_left_out(said):
 
 def test_a_bad_step_is_not_called_finite(said):
     model, optimizer = make()
-    with OverflowGuard(model, optimizer, "skip", headroom_bits=200.0):
+    with OverflowGuard(model, optimizer, "skip", monitors=[Headroom(bits=200.0)]):
         with plant(model.head, INF):
             train_step(model, optimizer, batches(1)[0])
     assert not any("is finite, but close" in line for line in said())
@@ -244,7 +251,9 @@ def test_more_places_than_have_a_course(said):
     wide = [Wide(), Wide()]
     model.extend(wide)
     model.forward = lambda x: [each(x) for each in wide] and x
-    with OverflowGuard(model, headroom_bits=1.0, watch=["activations"]) as guard:
+    with OverflowGuard(
+        model, monitors=[Headroom(bits=1.0)], watch=["activations"]
+    ) as guard:
         for value in (1.0, 3e38):
             model(torch.full((1,), value))
             guard.check()
@@ -254,7 +263,7 @@ def test_more_places_than_have_a_course(said):
 
 def test_many_are_said_in_one_message(said):
     model, optimizer = make()
-    with OverflowGuard(model, optimizer, headroom_bits=127.9):
+    with OverflowGuard(model, optimizer, monitors=[Headroom(bits=127.9)]):
         train_step(model, optimizer, batches(1)[0])
     (line,) = said()
     assert "more: see `guard.headroom()`." in line
@@ -286,7 +295,7 @@ def test_zeros_and_subnormals_are_counted_exactly(dtype, flush):
     values[::3] = 0.0
     values[1::5] = -0.0
     model = nn.Sequential(Out(values.to(dtype)))
-    with OverflowGuard(model, underflow_every=1) as guard:
+    with OverflowGuard(model, monitors=[Underflow(every=1)]) as guard:
         if flush:
             torch.set_flush_denormal(True)
         try:
@@ -322,7 +331,7 @@ class Out(nn.Module):
 def test_eight_bit_formats_are_counted_too(dtype, smallest, steps):
     values = torch.arange(16).float() * smallest
     model = nn.Sequential(Out((values * -1).to(dtype)))
-    with OverflowGuard(model, underflow_every=1) as guard:
+    with OverflowGuard(model, monitors=[Underflow(every=1)]) as guard:
         model(torch.ones(1))
         guard.check()
         underflow = row_of(guard, "output of 0").underflow
@@ -334,7 +343,7 @@ def test_eight_bit_formats_are_counted_too(dtype, smallest, steps):
 )
 def test_what_cannot_underflow_is_not_counted(value):
     model = nn.Sequential(Out(value))
-    with OverflowGuard(model, underflow_every=1) as guard:
+    with OverflowGuard(model, monitors=[Underflow(every=1)]) as guard:
         model(torch.ones(1))
         guard.check()
         assert all(row.underflow is None for row in guard.headroom().rows)
@@ -348,7 +357,7 @@ def test_it_is_counted_when_it_is_due():
     with OverflowGuard(
         model,
         optimizer,
-        underflow_every=3,
+        monitors=[Underflow(every=3)],
         metrics=lambda step, values: told.append(step),
     ) as guard:
         recorder = guard._loop.watches[0].recorder
@@ -362,16 +371,18 @@ def test_it_is_counted_when_it_is_due():
     assert told == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("cadence", [{"every": 10, "warmup": 5}, {"ranges": [(3, 9)]}])
-def test_watched_steps_count(cadence):
+@pytest.mark.parametrize(
+    "schedule", [Schedule(10, warmup=5), Schedule(ranges=[(3, 9)])], ids=str
+)
+def test_watched_steps_count(schedule):
     model, optimizer = make()
     seen = []
     with OverflowGuard(
         model,
         optimizer,
-        underflow_every=2,
+        monitors=[Underflow(every=2)],
         metrics=lambda step, values: seen.append("gradient_zeros" in values),
-        **cadence,
+        schedule=schedule,
     ):
         train(model, optimizer, batches(30))
     assert seen and all(seen)
@@ -379,7 +390,7 @@ def test_watched_steps_count(cadence):
 
 def test_checks_count():
     model, _ = make()
-    with OverflowGuard(model, underflow_every=2) as guard:
+    with OverflowGuard(model, monitors=[Underflow(every=2)]) as guard:
         recorder = guard._loop.watches[0].recorder
         due = []
         for x, y in batches(4):
@@ -391,16 +402,16 @@ def test_checks_count():
 
 def test_counting_changes_nothing():
     losses = []
-    for every in (None, 1):
+    for monitors in ((), [Underflow(every=1)]):
         model, optimizer = make()
-        with OverflowGuard(model, optimizer, underflow_every=every):
+        with OverflowGuard(model, optimizer, monitors=monitors):
             losses.append(train(model, optimizer, batches(3)))
     assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
 
 
 def test_gradients_that_are_gone_show_in_the_metrics():
     model, optimizer = make()
-    with OverflowGuard(model, optimizer, underflow_every=1) as guard:
+    with OverflowGuard(model, optimizer, monitors=[Underflow(every=1)]) as guard:
         train_step(model, optimizer, batches(1)[0])
         assert guard.metrics()["gradient_zeros"] < 0.1
         x, y = batches(1)[0]
@@ -446,20 +457,16 @@ def test_an_exporter_that_fails_stops_nothing(said):
 
 
 @pytest.mark.parametrize(
-    "arguments, error, message",
+    "metrics, message",
     [
-        ({"headroom_bits": 0}, ValueError, "headroom_bits must be more than 0"),
-        ({"headroom_bits": "2"}, TypeError, "headroom_bits must be a number"),
-        ({"underflow_every": 0}, ValueError, "underflow_every must be at least 1"),
-        ({"underflow_every": 1.0}, TypeError, "underflow_every must be an int"),
-        ({"metrics": nn.Linear}, TypeError, "metrics must be .* got the class Linear"),
-        ({"metrics": "runs"}, TypeError, "metrics must be a callable .* got str"),
-        ({"metrics": [print, 3]}, TypeError, "metrics must be a callable .* got int"),
+        (nn.Linear, "metrics must be .* got the class Linear"),
+        ("runs", "metrics must be a callable .* got str"),
+        ([print, 3], "metrics must be a callable .* got int"),
     ],
 )
-def test_wrong_arguments_are_reported(arguments, error, message):
-    with pytest.raises(error, match=message):
-        OverflowGuard(nn.Linear(1, 1), **arguments)
+def test_wrong_exporters_are_reported(metrics, message):
+    with pytest.raises(TypeError, match=message):
+        OverflowGuard(nn.Linear(1, 1), metrics=metrics)
 
 
 def test_a_bad_step_says_what_came_nearest():

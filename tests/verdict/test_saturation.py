@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from overflow_fast import OverflowGuard
+from overflow_fast import OverflowGuard, Saturation, Spikes, Underflow
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
 
@@ -93,16 +93,16 @@ def test_what_stands_there_on_purpose_is_not_told(name, caplog):
 
 def test_it_can_be_switched_off(caplog):
     value = end_of(torch.float8_e4m3fn, 500)
-    assert messages_of(caplog, [value] * 4, saturation=None) == []
-    assert messages_of(caplog, [value] * 4, saturation=0.6) == []
-    with pytest.raises(ValueError, match="saturation must be more than 0"):
-        messages_of(caplog, [], saturation=0)
+    assert messages_of(caplog, [value] * 4, monitors=[Spikes()]) == []
+    assert messages_of(caplog, [value] * 4, monitors=[Saturation(share=0.6)]) == []
 
 
 def test_underflow_counts_are_those_of_their_own_steps(caplog):
     model = Cast()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    guard = OverflowGuard(model, optimizer, explain=False, underflow_every=4)
+    guard = OverflowGuard(
+        model, optimizer, explain=False, monitors=[Underflow(every=4)]
+    )
     value = end_of(torch.float8_e4m3fn, 500)
     shares = []
     with guard:

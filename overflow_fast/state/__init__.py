@@ -1,0 +1,1 @@
+"""State that a run may change, kept and restored: tensors, objects, random states."""

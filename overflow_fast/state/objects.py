@@ -1,0 +1,500 @@
+"""The mutable objects that can be reached from some: what they hold, kept by identity.
+
+Entered are containers, objects with attributes or slots, closures, NumPy's arrays. Not
+entered is what is no state of a model: classes, modules of Python, objects of torch
+(but modules), of the standard library (but containers), of trainers and of this
+package, and an object that holds one of the models itself, such as the program's own
+trainer. None of the user's code runs: what a subclass overrides is not called.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import enum
+import functools
+import io
+import itertools
+import operator
+import socket
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from .random import generator_of, is_same_state
+
+_MAX_BYTES = 2**28  # of an array that is copied
+MOST = 100_000  # objects
+ATOMS = frozenset(
+    {
+        *(bool, int, float, complex, str, bytes, type(None), type, range, slice),
+        *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+        *(types.ModuleType, types.BuiltinFunctionType, type(Ellipsis)),
+    }
+)
+_CLOSED = {
+    *("overflow_fast", "torch", "torchgen", "functorch", "triton", "numpy"),
+    *("lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "deepspeed"),
+}
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_NUMBERS = (bool, int, float, str)
+_KEY, _ATTRIBUTE, _INDEX = "[{!r}]", ".{}", "[{}]"
+_TABLES = ("_parameters", "_buffers", "_modules")
+BARE = frozenset(vars(nn.Module())) - {"training"}  # what torch keeps in each module
+_MISSING: Any = object()
+
+
+class Kept(Protocol):
+    """Something that is kept: it can be restored, and compared with what it was."""
+
+    name: str
+
+    def restore(self) -> None:
+        """Makes it what it was."""
+
+    def has_changed(self) -> bool:
+        """True if it is not what it was."""
+
+    def difference(self) -> str:
+        """The name of a number or a generator in it that is another one, or ""."""
+
+
+class _Access(NamedTuple):
+    """How the contents of a kind of object are read as a list, and replaced by one.
+
+    `form` is how a part is named: by an attribute, a key, an index, or not at all.
+    """
+
+    form: str
+    read: Callable[[Any], list[Any]]
+    replace: Callable[[Any, list[Any]], None]
+
+    def difference(self, name: str, now: list[Any], before: list[Any]) -> str:
+        """The name of the first number that is another one now, or ""."""
+        pairs: Iterable[tuple[Any, Any, Any]]
+        if self.form in (_KEY, _ATTRIBUTE):
+            held = {id(k): v for k, v in zip(now[::2], now[1::2], strict=True)}
+            keys = zip(before[::2], before[1::2], strict=True)
+            pairs = ((key, each, held.get(id(key))) for key, each in keys)
+        else:
+            own = itertools.zip_longest(before, now[: len(before)])
+            pairs = ((place, *both) for place, both in enumerate(own))
+        for key, each, other in pairs:
+            if type(each) in _NUMBERS and each is not other and each != other:
+                return name + self.form.format(key)
+        return ""
+
+
+class _Contents:
+    """The contents of an object, by identity."""
+
+    def __init__(self, name: str, value: Any, access: _Access) -> None:
+        self.name, self._value, self._access = name, value, access
+        self.before = access.read(value)
+
+    def restore(self) -> None:
+        if not _is_identical(self._access.read(self._value), self.before):
+            self._access.replace(self._value, self.before)
+
+    def has_changed(self) -> bool:
+        return not _is_identical(self._access.read(self._value), self.before)
+
+    def difference(self) -> str:
+        return self._access.difference(
+            self.name, self._access.read(self._value), self.before
+        )
+
+
+class _Array:
+    """The numbers in an array of NumPy's, or of Python's `array`, or in a bytearray."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name, self._value = name, value
+        self._before = value[...].copy() if _is_numpys(value) else value[:]
+
+    def restore(self) -> None:
+        self._value[... if _is_numpys(self._value) else slice(None)] = self._before
+
+    def has_changed(self) -> bool:
+        if _is_numpys(self._value):
+            return bool(self._value.tobytes() != self._before.tobytes())
+        return bytes(self._value) != bytes(self._before)
+
+    def difference(self) -> str:
+        return ""
+
+
+class _Generator:
+    """The state of a generator of random numbers."""
+
+    def __init__(self, name: str, get: Callable[[], Any], set: Callable[[Any], object]):
+        self.name, self._get, self._set = name, get, set
+        self._before = get()
+
+    def restore(self) -> None:
+        self._set(self._before)
+
+    def has_changed(self) -> bool:
+        return not is_same_state(self._get(), self._before)
+
+    def difference(self) -> str:
+        return self.name if self.has_changed() else ""
+
+
+class KeptObjects:
+    """The contents of mutable objects, by identity, to be restored in place.
+
+    Tensors, which other code keeps, are only listed.
+
+    Args:
+        models: Other objects that hold one of these are not entered.
+        opens: Returns True for an object whose attributes count; then no modules and
+            functions are entered. None for the rule of this file.
+
+    Attributes:
+        tensors: The tensors that were met, by id, with the name of the first place.
+        lost: The names of what cannot be restored: iterators, files, sockets.
+        is_whole: All that can be reached was entered.
+    """
+
+    def __init__(
+        self,
+        models: Iterable[nn.Module] = (),
+        opens: Callable[[Any], bool] | None = None,
+    ) -> None:
+        self._models = {id(model) for model in models}
+        self._opens = _is_state if opens is None else opens
+        self._is_narrow = opens is not None
+        self._seen: dict[int, Any] = {}
+        self.kept: list[Kept] = []
+        self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
+        self.lost: list[str] = []
+        self.is_whole = True
+
+    def add(self, roots: Mapping[str, Any], most: int = MOST) -> None:
+        """Keeps what can be reached from objects that are not kept yet, nearest first.
+
+        Args:
+            roots: The objects, by their names.
+            most: How many objects are entered.
+        """
+        waiting, most = collections.deque(roots.items()), most + len(self._seen)
+        while waiting:
+            self.is_whole = len(self._seen) < most
+            if not self.is_whole:
+                break
+            name, value = waiting.popleft()
+            if type(value) not in ATOMS and id(value) not in self._seen:
+                self._seen[id(value)] = value
+                waiting.extend(self._visit(name, value))
+
+    @property
+    def num_items(self) -> int:
+        """How much all containers hold together."""
+        return sum(len(e.before) for e in self.kept if isinstance(e, _Contents))
+
+    def restore(self) -> None:
+        """Makes all objects hold what they held."""
+        for each in self.kept:
+            each.restore()
+
+    def differences(self, first: int = 0) -> list[str]:
+        """The names of numbers and generators that are not as they were.
+
+        Args:
+            first: Of what was kept from this place on.
+        """
+        return [name for each in self.kept[first:] if (name := each.difference())]
+
+    def _keep(self, name: str, value: Any, access: _Access) -> list[Any]:
+        contents = _Contents(name, value, access)
+        self.kept.append(contents)
+        return contents.before
+
+    def _visit(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """Keeps one object; yields those that it holds, with their names."""
+        kind = type(value)
+        if issubclass(kind, (type, enum.Enum)):
+            return
+        generator = generator_of(value)
+        if issubclass(kind, torch.Tensor):
+            self.tensors[id(value)] = name, value
+        elif issubclass(kind, nn.Module) and not self._is_narrow:
+            yield from self._of_module(name, value)
+        elif generator is not None:
+            self.kept.append(_Generator(name, *generator))
+        elif issubclass(kind, (tuple, frozenset)):
+            yield from _indexed(name, list(_plain_items(value)))
+        elif (access := _access_of(kind)) is not None:
+            yield from self._of_container(name, value, access)
+        elif kind in _FUNCTIONS:
+            if not self._is_narrow:
+                yield from self._of_function(name, value)
+        elif _is_array(value):
+            yield from self._of_array(name, value)
+        elif self._opens(value):
+            yield from self._of_object(name, value)
+        elif is_stream(kind):
+            self.lost.append(name)
+
+    def _of_container(
+        self, name: str, value: Any, access: _Access
+    ) -> Iterator[tuple[str, Any]]:
+        before = self._keep(name, value, access)
+        if access.form == _KEY:
+            pairs = zip(before[::2], before[1::2], strict=True)
+            for key, each in pairs:
+                yield f"{name}[{key!r}]" if type(key) in ATOMS else name, each
+                yield name, key
+        else:
+            yield from _indexed(name, before)
+        own = _attributes(value)  # of a subclass
+        if own:
+            yield from self._of_object(name, value)
+
+    def _of_module(self, name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+        prefix = f"{name}." if name else ""
+        own = vars(module)
+        self._keep(name, own, _ATTRIBUTES)
+        if isinstance(module, torch.jit.ScriptModule):  # TorchScript has its tensors
+            for tensors in (module.named_parameters, module.named_buffers):
+                for key, each in tensors(recurse=False):
+                    yield f"{prefix}{key}", each
+        for key, value in list(own.items()):
+            if type(value) in ATOMS:
+                continue
+            if key not in BARE:
+                yield f"{prefix}{key}", value
+            elif (access := _access_of(type(value))) is not None:
+                self._keep(f"{prefix}{key}", value, access)
+                if key in _TABLES:
+                    for inner, each in list(value.items()):
+                        yield f"{prefix}{inner}", each
+
+    def _of_object(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        own, slots = _attributes(value), _slots_of(type(value))
+        if own is not None:
+            if any(id(each) in self._models for each in own.values()):
+                return
+            before = self._keep(name, own, _ATTRIBUTES)
+            for key, each in zip(before[::2], before[1::2], strict=True):
+                yield f"{name}.{key}", each
+        if slots:
+            held = self._keep(name, value, _slots_access(slots))
+            for slot, each in zip(slots, held, strict=True):
+                if each is not _MISSING:
+                    yield f"{name}.{slot.__name__}", each
+
+    def _of_function(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, types.MethodType):
+            yield name, value.__self__
+            return
+        if isinstance(value, functools.partial):
+            yield from _indexed(name, [value.func, *value.args])
+            yield name, value.keywords
+            return
+        if _package(value.__module__) in _CLOSED | sys.stdlib_module_names:
+            return
+        yield from _indexed(name, list(value.__defaults__ or ()))
+        yield name, value.__kwdefaults__
+        yield name, vars(value)
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        for key, cell in cells:
+            if id(cell) not in self._seen:
+                self._seen[id(cell)] = cell
+                yield from ((key, each) for each in self._keep(key, cell, _CELL))
+
+    def _of_array(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if _is_numpys(value) and not value.flags.writeable:
+            return
+        if _is_numpys(value) and value.dtype.hasobject:
+            yield from _indexed(name, self._keep(name, value, _CELLS))
+        elif _is_numpys(value) and value.nbytes > _MAX_BYTES:
+            self.lost.append(name)
+        else:
+            self.kept.append(_Array(name, value))
+
+
+def is_stream(kind: type) -> bool:
+    """True for iterators, files and sockets: their place cannot be set again."""
+    return hasattr(kind, "__next__") or issubclass(kind, (io.IOBase, socket.socket))
+
+
+# How contents are read and replaced, by the methods of the builtin types.
+
+
+def _is_identical(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+def _read_dict(value: Any) -> list[Any]:
+    flat: list[Any] = []
+    for pair in dict.items(value):
+        flat += pair
+    return flat
+
+
+def _fill_dict(value: Any, flat: list[Any]) -> None:
+    if not _is_identical(list(dict.keys(value)), flat[::2]):
+        dict.clear(value)
+    dict.update(value, zip(flat[::2], flat[1::2], strict=True))
+
+
+def _fill_attributes(value: Any, flat: list[Any]) -> None:
+    """Sets what has changed alone: other threads may read an object's attributes."""
+    before = dict(zip(flat[::2], flat[1::2], strict=True))
+    for key in [key for key in value if key not in before]:
+        del value[key]
+    for key, each in before.items():
+        if value.get(key, _MISSING) is not each:
+            value[key] = each
+
+
+def _read_ordered(value: Any) -> list[Any]:
+    return [part for pair in collections.OrderedDict.items(value) for part in pair]
+
+
+def _fill_ordered(value: Any, flat: list[Any]) -> None:
+    kind = collections.OrderedDict
+    kind.clear(value)
+    for key, each in zip(flat[::2], flat[1::2], strict=True):
+        kind.__setitem__(value, key, each)
+
+
+def _fill_list(value: Any, items: list[Any]) -> None:
+    list.__setitem__(value, slice(None), items)
+
+
+def _fill_deque(value: Any, items: list[Any]) -> None:
+    collections.deque.clear(value)
+    collections.deque.extend(value, items)
+
+
+def _read_set(value: Any) -> list[Any]:
+    return sorted(set.__iter__(value), key=id)  # its own order may change
+
+
+def _fill_set(value: Any, items: list[Any]) -> None:
+    set.clear(value)
+    set.update(value, items)
+
+
+def _read_cell(cell: Any) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # it is empty
+        return []
+
+
+def _fill_cell(cell: Any, items: list[Any]) -> None:
+    if items:
+        cell.cell_contents = items[0]
+    else:
+        del cell.cell_contents
+
+
+def _fill_cells(value: Any, items: list[Any]) -> None:
+    for place, each in enumerate(items):
+        value.flat[place] = each
+
+
+_ATTRIBUTES = _Access(_ATTRIBUTE, _read_dict, _fill_attributes)
+_CELL = _Access("", _read_cell, _fill_cell)
+_CELLS = _Access(_INDEX, lambda value: list(value.flat), _fill_cells)
+_CONTAINERS: tuple[tuple[type, _Access], ...] = (
+    (collections.OrderedDict, _Access(_KEY, _read_ordered, _fill_ordered)),
+    (dict, _Access(_KEY, _read_dict, _fill_dict)),
+    (list, _Access(_INDEX, lambda v: list.__getitem__(v, slice(None)), _fill_list)),
+    (
+        collections.deque,
+        _Access(_INDEX, lambda v: list(collections.deque.__iter__(v)), _fill_deque),
+    ),
+    (set, _Access("", _read_set, _fill_set)),
+)
+
+
+def _access_of(kind: type) -> _Access | None:
+    for base, access in _CONTAINERS:
+        if issubclass(kind, base):
+            return access
+    return None
+
+
+def _slots_access(slots: list[Any]) -> _Access:
+    def read(value: Any) -> list[Any]:
+        return [_slot(slot, value) for slot in slots]
+
+    def replace(value: Any, items: list[Any]) -> None:
+        for slot, each in zip(slots, items, strict=True):
+            if each is not _MISSING:
+                slot.__set__(value, each)
+            elif _slot(slot, value) is not _MISSING:
+                slot.__delete__(value)
+
+    return _Access("", read, replace)
+
+
+def _slot(slot: Any, value: Any) -> Any:
+    try:
+        return slot.__get__(value)
+    except AttributeError:
+        return _MISSING
+
+
+def _slots_of(kind: type) -> list[Any]:
+    return [
+        slot
+        for base in kind.__mro__
+        if "__slots__" in vars(base)
+        for slot in vars(base).values()
+        if type(slot) is types.MemberDescriptorType
+    ]
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return own if type(own) is dict else None
+
+
+def _is_state(value: Any) -> bool:
+    """True for an object whose attributes may be state of a model."""
+    kind = type(value)
+    package = _package(kind.__module__)
+    if package in _CLOSED:
+        return False
+    is_open = package == "collections" or kind is types.SimpleNamespace
+    return is_open or package not in sys.stdlib_module_names
+
+
+def _package(module: object) -> str:
+    return module.partition(".")[0] if isinstance(module, str) else ""
+
+
+def _is_numpys(value: Any) -> bool:
+    numpy: Any = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (bytearray, array.array)) or _is_numpys(value)
+
+
+# Names of parts.
+
+
+def _plain_items(value: Any) -> Iterator[Any]:
+    kind = tuple if isinstance(value, tuple) else frozenset
+    return kind.__iter__(value)
+
+
+def _indexed(name: str, items: list[Any]) -> Iterator[tuple[str, Any]]:
+    for place, each in enumerate(items):
+        if type(each) not in ATOMS:
+            yield f"{name}[{place}]", each

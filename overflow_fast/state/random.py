@@ -1,0 +1,192 @@
+"""States of random number generators: the global ones, and those that objects hold."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+
+    class Saved(Protocol):
+        """The states of a file: see `RandomStates.as_plain()`."""
+
+        @property
+        def random(self) -> list[tuple[str, str]]: ...
+        @property
+        def python(self) -> tuple[int, list[int], float | None]: ...
+        @property
+        def numpy(self) -> dict[str, Any]: ...
+
+
+_Getter = Callable[[], Any]
+_Setter = Callable[[Any], object]
+
+
+class RandomStates:
+    """The states of the global generators: torch's on each device, Python's, NumPy's.
+
+    As a context manager it restores them on exit.
+
+    NumPy's is taken if the program has imported `numpy.random`. Does not incur a
+    CPU-GPU sync.
+
+    Args:
+        devices: The devices besides the CPU whose generators are meant.
+    """
+
+    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
+        self._states = {name: get() for name, (get, _) in _globals(devices).items()}
+
+    def restore(self) -> None:
+        """Sets the generators to these states."""
+        own = _globals(map(torch.device, self._devices()))
+        for name, state in self._states.items():
+            if name in own:  # saved states may be those of another machine
+                own[name][1](state)
+
+    def __enter__(self) -> RandomStates:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.restore()
+
+    def drawn(self) -> list[str]:
+        """The names of the generators that were used since.
+
+        Of one that was not there, as before the import of NumPy, nothing is known.
+        """
+        now = RandomStates(map(torch.device, self._devices()))._states
+        before = self._states
+        return [n for n in before if n in now and not is_same_state(before[n], now[n])]
+
+    def digests(self) -> dict[str, str]:
+        """A short digest of each state, by the generator's name."""
+        return {
+            name: hashlib.sha256(repr(_plain(state)).encode()).hexdigest()[:16]
+            for name, state in self._states.items()
+        }
+
+    def as_plain(self, put: Callable[[torch.Tensor], str]) -> dict[str, Any]:
+        """The states as JSON.
+
+        Args:
+            put: Keeps a tensor, and returns its name.
+        """
+        torchs = {n: s for n, s in self._states.items() if isinstance(s, torch.Tensor)}
+        others = {n: _plain(s) for n, s in self._states.items() if n not in torchs}
+        devices = [["" if n == "cpu" else n, put(s)] for n, s in torchs.items()]
+        return {"random": devices, **others}
+
+    @classmethod
+    def of_saved(
+        cls, saved: Saved, tensor_of: Callable[[str], torch.Tensor]
+    ) -> RandomStates:
+        """Makes them of what was saved, without those of devices that are not here.
+
+        Args:
+            saved: The result of `as_plain()`, decoded.
+            tensor_of: Returns the tensor that it kept by a name.
+
+        Raises:
+            ValueError: If a state is none.
+            RuntimeError: Likewise, as torch says it.
+        """
+        states = cls.__new__(cls)
+        states._states = {
+            device or "cpu": tensor_of(name).to(torch.uint8)
+            for device, name in saved.random
+            if not device or _is_here(torch.device(device))
+        }
+        if "cpu" in states._states:
+            torch.Generator().set_state(states._states["cpu"])  # raises if it is none
+        version, numbers, gauss = saved.python
+        states._states["python"] = version, tuple(numbers), gauss
+        random.Random().setstate(states._states["python"])
+        numpys: Any = sys.modules.get("numpy.random")
+        if saved.numpy and numpys is not None:
+            try:
+                numpys.RandomState().set_state(saved.numpy)
+            except Exception as error:
+                raise ValueError(f"no state of NumPy's generator: {error}") from error
+            states._states["numpy"] = saved.numpy
+        return states
+
+    def _devices(self) -> list[str]:
+        return [name for name in self._states if name not in ("cpu", "python", "numpy")]
+
+
+def generator_of(value: object) -> tuple[_Getter, _Setter] | None:
+    """The functions that get and set a generator's state; None for no generator."""
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
+    if isinstance(value, random.Random):
+        is_stateless = isinstance(value, random.SystemRandom)
+        return None if is_stateless else (value.getstate, value.setstate)
+    numpys: Any = sys.modules.get("numpy.random")
+    if numpys is None:
+        return None
+    if isinstance(value, numpys.RandomState):
+        old: Any = value
+        return lambda: old.get_state(legacy=False), old.set_state
+    if isinstance(value, numpys.Generator):
+        value = value.bit_generator
+    if isinstance(value, numpys.BitGenerator):
+        bits: Any = value
+
+        def put_back(state: Any) -> None:
+            bits.state = state
+
+        return lambda: bits.state, put_back
+    return None
+
+
+def is_same_state(a: Any, b: Any) -> bool:
+    """True if two states of a generator are equal."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return all(k in b and is_same_state(each, b[k]) for k, each in a.items())
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if hasattr(a, "tolist") or hasattr(b, "tolist"):
+        return bool(_plain(a) == _plain(b))
+    return bool(a == b)
+
+
+def _globals(devices: Iterable[torch.device]) -> dict[str, tuple[_Getter, _Setter]]:
+    """The functions that get and set each global generator's state, by its name."""
+    found: dict[str, tuple[_Getter, _Setter]] = {
+        "cpu": (torch.get_rng_state, torch.set_rng_state)
+    }
+    for device in devices:
+        found[str(device)] = _of_device(device)
+    found["python"] = random.getstate, random.setstate
+    numpys: Any = sys.modules.get("numpy.random")
+    if numpys is not None:
+        found["numpy"] = lambda: numpys.get_state(legacy=False), numpys.set_state
+    return found
+
+
+def _of_device(device: torch.device) -> tuple[_Getter, _Setter]:
+    module: Any = torch.get_device_module(device)
+    return (
+        lambda: module.get_rng_state(device),
+        lambda state: module.set_rng_state(state, device),
+    )
+
+
+def _plain(state: Any) -> Any:
+    """A state as JSON: NumPy's arrays and torch's tensors as lists."""
+    if isinstance(state, dict):
+        return {key: _plain(each) for key, each in state.items()}
+    if isinstance(state, (tuple, list)):
+        return [_plain(each) for each in state]
+    return state.tolist() if hasattr(state, "tolist") else state
+
+
+def _is_here(device: torch.device) -> bool:
+    module = torch.get_device_module(device)
+    return bool(module.is_available()) and (device.index or 0) < module.device_count()

@@ -1,0 +1,877 @@
+"""The walk over nested values: lists the tensors of a value, rebuilds it with others.
+
+The rule, which the walks of the extension (`csrc/record/containers.h`) and of compiled
+code (`recording/traced_walk.py`) follow, too:
+
+- Opened are tuples (also named ones), lists, deques, dicts (also ordered ones,
+  defaultdicts and `ModelOutput`), and all other objects that hold something in
+  attributes: dataclasses, attrs classes, caches, batches of graphs, plain objects.
+- A wrapper of a dict (a UserDict such as `BatchEncoding`; a Mapping whose `__getitem__`
+  does nothing but read a dict in one attribute) shows that dict's items as its own.
+- Another Mapping, or a class registered with torch's pytree, is opened as the object
+  that it is. Without attributes, its registered function or its `items()` lists what it
+  holds; these alone are code of others, and where they raise, the type is opaque.
+- Never opened are modules, functions, types, iterators, files, enums, numpy's arrays
+  and plain values. Tensors are leaves, also those of subclasses.
+- What an instance holds counts, read by the methods of the builtin types and by static
+  look-up: no property, no `__getattr__`, no overridden method runs.
+- Containers are opened 16 deep, each once: cycles end, shared parts are listed at the
+  first place. A tensor is listed at each place where an opened container holds it.
+- A walk visits a million values, below objects 16,384, since an object may lead to the
+  whole program; plain values are free.
+
+What was not opened and refers to anything but plain values is opaque, such as a set of
+tensors, an iterator, or a list nested too deep: `opaque` counts it by its type.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import gc
+import io
+import itertools
+import types
+import weakref
+from collections import Counter, OrderedDict, UserDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from .torch_internals.tensor_internals import pytree, version_of
+
+MAX_DEPTH = 16
+# The arguments of a call, (args, kwargs), are two levels around the values given.
+CALL_DEPTH = MAX_DEPTH + 2
+MAX_VALUES = 1 << 20
+MAX_VALUES_OF_OBJECTS = 1 << 14
+
+Style = Literal["index", "key", "attribute"]
+INDEX: Style = "index"
+KEY: Style = "key"
+ATTRIBUTE: Style = "attribute"
+
+
+class Part(NamedTuple):
+    """One step of a path: how a value is read from the one that holds it.
+
+    Attributes:
+        style: "index" (`[0]`), "key" (`['x']`) or "attribute" (`.x`).
+        value: The index, the key or the name.
+    """
+
+    style: Style
+    value: Any
+
+
+Path = tuple[Part, ...]
+
+
+class NotRebuilt(TypeError):
+    """Raised for a type of which no copy with other tensors can be made."""
+
+
+def children(value: Any) -> list[tuple[Part, Any]] | None:
+    """Lists what a container or an object holds.
+
+    Runs none of the user's code, except for registered and C-level mapping types.
+
+    Returns:
+        The parts and the values; None for a leaf, which is not opened.
+    """
+    found = _contents(value)
+    if found is None:
+        return None
+    return [(Part(style, key), child) for style, key, child in found.parts()]
+
+
+def tensors(value: Any, depth: int = MAX_DEPTH) -> list[tuple[Path, torch.Tensor]]:
+    """Lists the tensors of a value with their paths, depth first and in order.
+
+    Does not incur a CPU-GPU sync.
+
+    Args:
+        value: Any value. A tensor is listed with the empty path.
+        depth: The number of nested containers that are opened.
+    """
+    return find(value, (torch.Tensor,), depth)
+
+
+def tensors_in(value: Any, depth: int = MAX_DEPTH) -> list[torch.Tensor]:
+    """Lists the tensors of a value, as `tensors()` does; also in compiled code."""
+    if torch.compiler.is_compiling():
+        return _traced_tensors(value, depth)
+    return [tensor for _, tensor in tensors(value, depth)]
+
+
+def call_tensors(args: Any, kwargs: Any) -> list[tuple[Path, torch.Tensor]]:
+    """Lists the tensors that a call is given: `[0]['x']`, and `.mask` by keyword."""
+    walk = Walk((torch.Tensor,))
+    walk.visit_call(args, kwargs)
+    return walk.found
+
+
+def find(
+    value: Any,
+    kinds: tuple[type, ...],
+    depth: int = MAX_DEPTH,
+    most: int = MAX_VALUES,
+) -> list[tuple[Path, Any]]:
+    """Lists the values of some types with their paths; they are not opened.
+
+    Args:
+        value: Any value.
+        kinds: The types, which may be those of plain values.
+        depth: The number of nested containers that are opened.
+        most: The number of values that are visited.
+    """
+    walk = Walk(kinds, depth, most=most)
+    walk.visit(value)
+    return walk.found
+
+
+def opaque(
+    value: Any, depth: int = MAX_DEPTH, most: int = MAX_VALUES
+) -> dict[str, int]:
+    """Counts what may hold tensors but was not opened, by the types' qualified names.
+
+    These are sets, views and iterators, objects of C types, containers that are nested
+    too deep, and what lies beyond the number of values that a walk visits.
+
+    Returns:
+        The number of values by the names of their types: `{"set": 1}`.
+    """
+    walk = Walk((torch.Tensor,), depth, most)
+    walk.visit(value)
+    return dict(Counter(type_name(kind) for _, kind in walk.opaque))
+
+
+def mapped(
+    value: Any,
+    change: Callable[[Any], Any],
+    depth: int = MAX_DEPTH,
+    *,
+    kinds: tuple[type, ...] = (torch.Tensor,),
+    anew: bool = False,
+) -> Any:
+    """Rebuilds a value with its tensors replaced; also in compiled code.
+
+    Nothing is written to the value. What holds no replaced tensor is used as it is;
+    the rest is copied without `__init__`, `__copy__` or a setter, so that shared parts,
+    cycles, factories, and attributes beside the items stay.
+
+    Args:
+        value: Any value.
+        change: Called once for each distinct tensor, in order; returns its substitute,
+            or the tensor itself to leave it.
+        depth: The number of nested containers that are opened.
+        kinds: The types of what is replaced.
+        anew: Copy all containers that lead to a tensor, where that is possible, and all
+            lists and dicts around them, for code that takes items out of them.
+
+    Raises:
+        NotRebuilt: A tensor was replaced in an object of which no copy can be made.
+    """
+    if torch.compiler.is_compiling():
+        return _traced_mapped(value, change, depth)
+    return _Rebuilding(value, change, depth, kinds, anew).of(value)
+
+
+def copied(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """Copies the containers of a value, not its tensors: see `anew` of `mapped()`."""
+    return mapped(value, lambda tensor: tensor, depth, anew=True)
+
+
+class Loan:
+    """A value with other tensors for one call, whose writes reach the value.
+
+    Caches and batches are updated by the modules that they are given to. What cannot be
+    copied is lent as it is.
+
+    Args:
+        value: Any value.
+        change: Returns what stands for a tensor; see `mapped()`.
+        depth: The number of nested containers that are opened.
+
+    Attributes:
+        value: The value to give to the call.
+    """
+
+    def __init__(
+        self, value: Any, change: Callable[[Any], Any], depth: int = MAX_DEPTH
+    ) -> None:
+        self._lent: list[tuple[Any, Any, _State]] = []
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._back: dict[int, Any] = {}
+        if torch.compiler.is_compiling():
+            self.value = _traced_mapped(value, change, depth)
+            return
+        made = _Rebuilding(value, change, depth, (torch.Tensor,), is_strict=False)
+        self.value = made.of(value)
+        for original, copy in made.copied():
+            self._back[id(copy)] = original
+            if not issubclass(type(original), torch.Tensor):
+                self._lent.append((original, copy, _state(copy)))
+            elif id(original) in made.walk.of_objects:
+                self._tensors.append((original, copy, _version(copy)))
+
+    def give_back(self) -> None:
+        """Writes to the value what the call has written to what it was lent."""
+        for original, copy, before in self._lent:
+            now = _state(copy)
+            if not _is_same(now.items, before.items):
+                _refill(original, [(key, self._own(each)) for key, each in now.items])
+            for name, each in now.attributes:
+                if not any(name == n and each is old for n, old in before.attributes):
+                    _set(original, name, self._own(each))
+        for tensor, copy, version in self._tensors:
+            is_written = copy.is_inference() or _version(copy) != version
+            if is_written and not (tensor.requires_grad or copy.requires_grad):
+                tensor.copy_(copy)
+
+    def _own(self, value: Any) -> Any:
+        """The original of a copy; anything else as it is."""
+        return self._back.get(id(value), value)
+
+
+class _State(NamedTuple):
+    """The items of a list or dict, and the attributes of an object."""
+
+    items: list[tuple[Any, Any]]
+    attributes: list[tuple[str, Any]]
+
+
+def _state(value: Any) -> _State:
+    items: list[tuple[Any, Any]] = []
+    if issubclass(type(value), list):
+        items = [(None, each) for each in list.__getitem__(value, slice(None))]
+    elif issubclass(type(value), dict):
+        items = _items(value)
+    return _State(items, _attributes(value, _layout(type(value))))
+
+
+def _is_same(items: list[tuple[Any, Any]], others: list[tuple[Any, Any]]) -> bool:
+    return len(items) == len(others) and all(
+        key is k and each is e
+        for (key, each), (k, e) in zip(items, others, strict=True)
+    )
+
+
+def _refill(value: Any, items: list[tuple[Any, Any]]) -> None:
+    base = _solid_base(type(value))
+    base.clear(value)
+    for key, each in items:
+        base.append(value, each) if base is list else base.__setitem__(value, key, each)
+
+
+def _set(value: Any, name: str, each: Any) -> None:
+    layout = _layout(type(value))
+    slots = dict(layout.slots)
+    if name in slots:
+        slots[name].__set__(value, each)
+    elif layout.dict_of is not None:
+        layout.dict_of(value)[name] = each
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)
+
+
+def at(value: Any, path: Path) -> Any:
+    """Returns what a value holds at a path now; None where nothing is there."""
+    for part in path:
+        found = _contents(value)
+        if found is None:
+            return None
+        for style, key, child in found.parts():
+            if style == part.style and _is_same_key(key, part.value):
+                value = child
+                break
+        else:
+            return None
+    return value
+
+
+def _is_same_key(one: Any, other: Any) -> bool:
+    # Other keys may have an __eq__ of the user's.
+    return one is other or (type(one) is type(other) in _PLAIN_KEYS and one == other)
+
+
+def held(value: object, name: str) -> Any:
+    """Returns an attribute that an object itself holds; None for anything else."""
+    for key, child in _attributes(value):
+        if key == name:
+            return child
+    return None
+
+
+def is_container(value: Any) -> bool:
+    """Returns True for a tensor, and for what has items: no object with attributes."""
+    found = _contents(value)
+    return issubclass(type(value), torch.Tensor) or (
+        found is not None and (not found.is_object or found.wrapped is not None)
+    )
+
+
+def path_text(path: Iterable[Part]) -> str:
+    """Writes a path as a Python expression behind the value's name: `[0].loss['x']`.
+
+    A key that is no plain value is written as its type's name: `['<Vertex>']`.
+    """
+    return "".join(map(_part_text, path))
+
+
+def type_name(kind: type) -> str:
+    """The qualified name of a type: `collections.OrderedDict`, `set`."""
+    module = kind.__module__
+    prefix = "" if module in ("builtins", "__main__") else f"{module}."
+    return f"{prefix}{kind.__qualname__}"
+
+
+def _part_text(part: Part) -> str:
+    if part.style == ATTRIBUTE:
+        name = str(part.value)
+        return f".{name}" if name.isidentifier() else f".__dict__[{name!r}]"
+    return f"[{plain_key(part.value)!r}]"
+
+
+def plain_key(key: Any) -> Any:
+    """The key if it is plain (a str, an int, or a tuple of them), else `<its type>`."""
+    is_tuple = type(key) is tuple
+    if all(type(each) in _PLAIN_KEYS for each in (key if is_tuple else (key,))):
+        return key
+    return f"<{type(key).__name__}>"
+
+
+_PLAIN_KEYS = (str, int)
+
+
+# Values without parts. Most values are of one of these exact types.
+_PLAIN = frozenset(
+    {
+        *(int, float, bool, complex, str, bytes, type(None)),
+        *(torch.Size, torch.dtype, torch.device),
+    }
+)
+_NEVER_OPENED = (
+    *(str, bytes, bytearray, memoryview, int, float, complex, type, enum.Enum),
+    *(range, slice, property, staticmethod, classmethod),
+    *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType),
+    *(types.MethodType, types.MethodWrapperType, types.MethodDescriptorType),
+    *(types.CodeType, types.FrameType, types.TracebackType, io.IOBase),
+    *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType),
+    *(nn.Module, torch.Generator, torch.Size),
+)
+_IS_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+
+
+class Layout(NamedTuple):
+    """The ways to look into the objects of a type; refers to no class.
+
+    Attributes:
+        is_plain: Its objects have no parts, and are free.
+        is_open: Its objects are opened.
+        may_hide: Its objects, if they are not opened, may hold tensors.
+        has_dict: Its objects may have a dict of attributes.
+        slots: The names of its slots, each with the position of its class among the
+            bases.
+        wraps: The attribute whose dict's items the objects show as theirs, or "".
+        is_asked: Code of others lists what its objects without attributes hold.
+    """
+
+    is_plain: bool
+    is_open: bool
+    may_hide: bool
+    has_dict: bool
+    slots: tuple[tuple[str, int], ...]
+    wraps: str
+    is_asked: bool
+
+
+_layouts: weakref.WeakKeyDictionary[type, Layout] = weakref.WeakKeyDictionary()
+
+
+def layout(kind: type) -> Layout:
+    """Returns how objects of a type are looked into; computed once for a type."""
+    try:
+        return _layouts[kind]
+    except KeyError:
+        found = _layouts[kind] = _examined(kind)
+        return found
+    except TypeError:  # a metaclass without a hash
+        return _examined(kind)
+
+
+def _examined(kind: type) -> Layout:
+    names = {name for base in kind.__mro__ for name in vars(base)}
+    is_closed = issubclass(kind, _NEVER_OPENED) or _is_of_numpy(kind)
+    is_partial = issubclass(kind, functools.partial)
+    return Layout(
+        is_plain=kind in _PLAIN,
+        is_open=not is_closed and not is_partial and "__next__" not in names,
+        may_hide=not is_closed and kind not in _PLAIN,
+        has_dict=_has_dict(kind),
+        slots=tuple(_slots(kind)),
+        wraps=_wraps(kind),
+        is_asked=kind in pytree.SUPPORTED_NODES or issubclass(kind, Mapping),
+    )
+
+
+def _is_of_numpy(kind: type) -> bool:
+    names = {(base.__module__, base.__name__) for base in kind.__mro__}
+    return not names.isdisjoint({("numpy", "ndarray"), ("numpy", "generic")})
+
+
+def _has_dict(kind: type) -> bool:
+    found = (vars(base).get("__dict__") for base in kind.__mro__)
+    first = next((each for each in found if each is not None), None)
+    # Else there is none, or a property of the user's.
+    return isinstance(first, (types.GetSetDescriptorType, types.MemberDescriptorType))
+
+
+def _slots(kind: type) -> Iterable[tuple[str, int]]:
+    """Yields the slots of the classes written in Python, those of bases first."""
+    for place, base in reversed(list(enumerate(kind.__mro__))):
+        if base.__flags__ & _IS_HEAP_TYPE and "__slots__" in vars(base):
+            for name, found in vars(base).items():
+                if isinstance(found, types.MemberDescriptorType):
+                    yield name, place
+
+
+def _wraps(kind: type) -> str:
+    """The attribute that a Mapping's `__getitem__` reads, and nothing else."""
+    if not issubclass(kind, Mapping) or issubclass(kind, dict):
+        return ""
+    if issubclass(kind, UserDict):
+        return "data"
+    for base in kind.__mro__:
+        if "__getitem__" in vars(base):
+            code = getattr(vars(base)["__getitem__"], "__code__", None)
+            if code is not None and code.co_code == _READS_ONE.co_code:
+                return str(code.co_names[0])
+            return ""
+    return ""
+
+
+_READS_ONE = (lambda self, key: self.attribute[key]).__code__
+
+
+class _Contents(NamedTuple):
+    """The parts of a value.
+
+    Attributes:
+        styles: The styles of the parts.
+        keys: The indices, keys or names.
+        values: What is there.
+        wrapped: The dict whose items are shown as the value's own.
+        is_object: The attributes of an object.
+    """
+
+    styles: Iterable[Style]
+    keys: Iterable[Any]
+    values: list[Any] | tuple[Any, ...]
+    wrapped: dict[Any, Any] | None = None
+    is_object: bool = False
+
+    def parts(self) -> Iterator[tuple[Style, Any, Any]]:
+        """Yields the style, the key and the value of each part."""
+        return zip(self.styles, self.keys, self.values, strict=False)  # styles: endless
+
+
+def _contents(value: Any) -> _Contents | None:
+    kind = type(value)
+    if kind in _PLAIN:
+        return None
+    if issubclass(kind, torch.Tensor):
+        return None
+    if issubclass(kind, tuple):
+        if kind is torch.Size:
+            return None
+        return _indexed(tuple.__getitem__(value, slice(None)))
+    if issubclass(kind, list):
+        return _indexed(list.__getitem__(value, slice(None)))
+    if issubclass(kind, dict):
+        items = _items(value)
+        is_model_output = kind is not dict and _is_dataclass(kind)
+        return _keyed(items, ATTRIBUTE if is_model_output else KEY)
+    if issubclass(kind, deque):
+        return _indexed(list(deque.__iter__(value)))
+    known = layout(kind)
+    if not known.is_open:
+        return None
+    attributes = _attributes(value)
+    if attributes:
+        return _of_object(attributes, known.wraps)
+    return _registered(value, kind) if known.is_asked else None
+
+
+def _indexed(values: list[Any] | tuple[Any, ...]) -> _Contents:
+    return _Contents(itertools.repeat(INDEX), range(len(values)), values)
+
+
+def _keyed(items: list[tuple[Any, Any]], style: Style) -> _Contents:
+    keys, values = [key for key, _ in items], [child for _, child in items]
+    return _Contents(itertools.repeat(style), keys, values)
+
+
+def _items(value: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    is_ordered = issubclass(type(value), OrderedDict)
+    return list((OrderedDict if is_ordered else dict).items(value))
+
+
+def _is_dataclass(kind: type) -> bool:
+    return any("__dataclass_fields__" in vars(base) for base in kind.__mro__)
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    known = layout(type(value))
+    own = object.__getattribute__(value, "__dict__") if known.has_dict else None
+    found = list(own.items()) if type(own) is dict else []
+    for name, place in known.slots:
+        with contextlib.suppress(AttributeError, KeyError):
+            found.append((name, _slot(value, name, place).__get__(value)))
+    return found
+
+
+def _slot(value: Any, name: str, place: int) -> Any:
+    return vars(type(value).__mro__[place])[name]
+
+
+def _of_object(attributes: list[tuple[str, Any]], wraps: str) -> _Contents:
+    wrapped: Any = dict(attributes).get(wraps) if wraps else None
+    if not issubclass(type(wrapped), dict):
+        found = _keyed(attributes, ATTRIBUTE)
+        return found._replace(is_object=True)
+    items = _items(wrapped)
+    rest = [(name, each) for name, each in attributes if name != wraps]
+    return _Contents(
+        itertools.chain(itertools.repeat(KEY, len(items)), itertools.repeat(ATTRIBUTE)),
+        [key for key, _ in items + rest],
+        [child for _, child in items + rest],
+        wrapped,
+        is_object=True,
+    )
+
+
+def _registered(value: Any, kind: type) -> _Contents | None:
+    """Lists what an object without attributes declares as its parts."""
+    try:
+        if kind in pytree.SUPPORTED_NODES:
+            return _indexed(pytree.SUPPORTED_NODES[kind].flatten_fn(value)[0])
+        return _keyed(list(value.items()), KEY)
+    except Exception:
+        return None
+
+
+class Walk:
+    """One walk over one value or several, whose shared parts are opened once.
+
+    Args:
+        kinds: The types to find.
+        depth: The number of nested containers that are opened.
+        most: The number of values that are visited.
+        remembers_holders: Keep what `holders_of()` needs.
+
+    Attributes:
+        found: The values of these types, with their paths.
+        opaque: What was not opened and may hold more: its path and its type.
+        opened: The containers that were opened, by their ids: each id is one of them.
+        lists: The ids of lists and dicts that no object holds.
+        of_objects: The ids of values found that an object holds.
+    """
+
+    def __init__(
+        self,
+        kinds: tuple[type, ...],
+        depth: int = MAX_DEPTH,
+        most: int = MAX_VALUES,
+        remembers_holders: bool = False,
+    ) -> None:
+        self.found: list[tuple[Path, Any]] = []
+        self.opaque: list[tuple[Path, type]] = []
+        self.lists: set[int] = set()
+        self._kinds = kinds
+        self._skipped = _PLAIN.difference(kinds)
+        self._depth = depth
+        self._num_left = most
+        self._num_left_of_objects = MAX_VALUES_OF_OBJECTS
+        self.opened: dict[int, Any] = {}
+        self.of_objects: set[int] = set()
+        self._holders: dict[int, list[int]] | None = {} if remembers_holders else None
+
+    def visit(self, value: Any, path: Path = ()) -> None:
+        """Lists what a value holds, the paths behind that of the value."""
+        self._visit(value, path, 0, False)
+
+    def visit_call(self, args: Any, kwargs: Any) -> None:
+        """Lists what a call is given; a keyword is written as an attribute."""
+        for i, value in enumerate(args):
+            self.visit(value, (Part(INDEX, i),))
+        for name, value in kwargs.items():
+            self.visit(value, (Part(ATTRIBUTE, name),))
+
+    def holders_of(self, of: set[int]) -> set[int]:
+        """The ids of the containers that hold one of some values, however deep."""
+        assert self._holders is not None
+        found, waiting = set[int](), list(of)
+        while waiting:
+            for holder in self._holders.get(waiting.pop(), ()):
+                if holder not in found:
+                    found.add(holder)
+                    waiting.append(holder)
+        return found
+
+    def _visit(self, value: Any, path: Path, depth: int, is_of_object: bool) -> None:
+        kind = type(value)
+        if issubclass(kind, self._kinds):
+            self.found.append((path, value))
+            if is_of_object:
+                self.of_objects.add(id(value))
+            return
+        if kind in self._skipped or id(value) in self.opened:
+            return
+        contents = _contents(value)
+        if contents is None:
+            if _hides(value):
+                self.opaque.append((path, kind))
+            return
+        if depth >= self._depth:
+            if any(type(child) not in _PLAIN for child in contents.values):
+                self.opaque.append((path, kind))
+            return
+        if self._opens(value, contents, is_of_object):
+            self._visit_all(value, contents, path, depth + 1, is_of_object)
+
+    def _opens(self, value: Any, contents: _Contents, is_of_object: bool) -> bool:
+        """Marks a container as opened. Returns False if what it wraps was, before."""
+        self.opened[id(value)] = value
+        if not is_of_object and type(value) in (list, dict):
+            self.lists.add(id(value))
+        wrapped = contents.wrapped
+        if wrapped is None:
+            return True
+        if self._holders is not None:
+            self._holders.setdefault(id(wrapped), []).append(id(value))
+        if id(wrapped) in self.opened:
+            return False
+        self.opened[id(wrapped)] = wrapped
+        return True
+
+    def _visit_all(
+        self,
+        holder: Any,
+        contents: _Contents,
+        path: Path,
+        depth: int,
+        is_of_object: bool,
+    ) -> None:
+        is_of_object = is_of_object or contents.is_object
+        wrapped = contents.wrapped
+        for style, key, child in contents.parts():
+            if type(child) in self._skipped:
+                continue
+            self._num_left -= 1
+            self._num_left_of_objects -= is_of_object
+            if self._num_left < 0 or (is_of_object and self._num_left_of_objects < 0):
+                self.opaque.append(((*path, Part(style, key)), type(child)))
+                return
+            if self._holders is not None:
+                is_item = wrapped is not None and style == KEY
+                by = id(wrapped) if is_item else id(holder)
+                self._holders.setdefault(id(child), []).append(by)
+            self._visit(child, (*path, Part(style, key)), depth, is_of_object)
+
+
+def _hides(value: Any) -> bool:
+    """True for a value that is not opened and may hold tensors."""
+    known = layout(type(value))
+    if not known.may_hide:
+        return False
+    if known.is_asked:
+        return True  # its own code has raised
+    return any(layout(type(each)).may_hide for each in gc.get_referents(value))
+
+
+class _Rebuilding:
+    """Copies the containers of a value that hold something replaced; see `mapped()`.
+
+    Args:
+        value: The value.
+        change: Returns the substitute of each value of some types.
+        depth: The number of nested containers that are opened.
+        kinds: The types.
+        anew: Copy other containers, too.
+        is_strict: Raise where a container cannot be copied; else it stays as it is.
+
+    Attributes:
+        walk: The walk over the value, which keeps its parts alive.
+    """
+
+    def __init__(
+        self,
+        value: Any,
+        change: Callable[[Any], Any],
+        depth: int,
+        kinds: tuple[type, ...],
+        anew: bool = False,
+        is_strict: bool = True,
+    ) -> None:
+        self.walk = walk = Walk(kinds, depth, remembers_holders=True)
+        walk.visit(value)
+        found = {id(each): each for _, each in walk.found}
+        self._new = {key: change(each) for key, each in found.items()}
+        self._changed = {
+            k: each for k, each in found.items() if self._new[k] is not each
+        }
+        holders = walk.holders_of(set(self._changed))
+        self._must = holders if is_strict else set[int]()
+        self._to_copy = set(holders)
+        if anew:
+            self._to_copy = walk.holders_of({*found, *walk.lists}) | walk.lists
+
+    def copied(self) -> Iterator[tuple[Any, Any]]:
+        """Yields all that was replaced or copied, with what stands for it."""
+        for key, each in [*self._changed.items(), *self.walk.opened.items()]:
+            if self._new.get(key, each) is not each:
+                yield each, self._new[key]
+
+    def of(self, value: Any) -> Any:
+        """Returns the copy of a value, or the value."""
+        if id(value) in self._new:
+            return self._new[id(value)]
+        if type(value) is weakref.ref and id(value()) in self._to_copy:
+            return weakref.ref(self.of(value()))
+        if id(value) not in self._to_copy:
+            return value
+        kind = type(value)
+        try:
+            copy = self._copy(value, kind)
+        except (TypeError, AttributeError) as error:
+            if isinstance(error, NotRebuilt):
+                raise
+            if id(value) not in self._must:
+                self._new.pop(id(value), None)
+                self._to_copy.discard(id(value))
+                return value
+            raise NotRebuilt(f"cannot rebuild {type_name(kind)}: {error}") from error
+        return self._new.setdefault(id(value), copy)
+
+    def _copy(self, value: Any, kind: type) -> Any:
+        if issubclass(kind, tuple):
+            return self._tuple(value, kind)
+        copy: Any
+        if issubclass(kind, list):
+            copy = self._begun(value, kind)
+            list.extend(copy, map(self.of, list.__getitem__(value, slice(None))))
+        elif issubclass(kind, deque):
+            copy = self._begun(value, kind)
+            items = list(deque.__iter__(value))
+            deque.__init__(copy, map(self.of, items), value.maxlen)
+        elif issubclass(kind, dict):
+            copy = self._dict(value, kind)
+        elif _attributes(value):
+            copy = self._begun(value, kind)
+        else:
+            return self._of_registered(value, kind)
+        self._fill(copy, value)
+        return copy
+
+    def _begun(self, value: Any, kind: type) -> Any:
+        """An empty object of the same type, which cycles refer to from now on."""
+        copy = _solid_base(kind).__new__(kind)
+        self._new[id(value)] = copy
+        return copy
+
+    def _dict(self, value: Any, kind: type) -> Any:
+        base = _solid_base(kind)
+        copy: Any = self._begun(value, kind)
+        if hasattr(base, "default_factory"):
+            base.default_factory.__set__(copy, base.default_factory.__get__(value))
+        for key, child in _items(value):
+            base.__setitem__(copy, key, self.of(child))
+        return copy
+
+    def _tuple(self, value: Any, kind: type) -> Any:
+        items = [self.of(each) for each in tuple.__iter__(value)]
+        if id(value) in self._new:  # a cycle has led to it
+            return self._new[id(value)]
+        if hasattr(kind, "n_sequence_fields"):  # torch.return_types
+            return kind(items)
+        copy: Any = tuple.__new__(kind, items)
+        self._fill(copy, value)
+        return copy
+
+    def _of_registered(self, value: Any, kind: type) -> Any:
+        if kind in pytree.SUPPORTED_NODES:
+            node = pytree.SUPPORTED_NODES[kind]
+            values, context = node.flatten_fn(value)
+            return node.unflatten_fn([self.of(each) for each in values], context)
+        return kind({key: self.of(each) for key, each in value.items()})
+
+    def _fill(self, copy: Any, value: Any) -> None:
+        """Gives a copy the attributes of an object, without a setter of the user's."""
+        slots = dict(layout(type(value)).slots)
+        for name, child in _attributes(value):
+            if name in slots:
+                _slot(copy, name, slots[name]).__set__(copy, self.of(child))
+            else:
+                object.__getattribute__(copy, "__dict__")[name] = self.of(child)
+
+
+def _solid_base(kind: type) -> Any:
+    """The first of a type's bases that is written in C."""
+    return next(base for base in kind.__mro__ if not base.__flags__ & _IS_HEAP_TYPE)
+
+
+# In code that dynamo traces: it follows pytree and plain attribute access, into one
+# graph, and has neither identities nor descriptors. Shared parts are copied each, and
+# of objects only those of declared fields: what is written to a copy would be lost.
+
+
+def _traced_tensors(value: Any, depth: int) -> list[torch.Tensor]:
+    found = []
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif depth and _is_declared(leaf):
+            for name in _traced_names(leaf):
+                found += _traced_tensors(getattr(leaf, name), depth - 1)
+    return found
+
+
+def _traced_mapped(value: Any, change: Callable[[Any], Any], depth: int) -> Any:
+    leaves, spec = pytree.tree_flatten(value)
+    new = [_traced_copy(leaf, change, depth) for leaf in leaves]
+    return pytree.tree_unflatten(new, spec)
+
+
+def _traced_copy(leaf: Any, change: Callable[[Any], Any], depth: int) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return change(leaf)
+    if not _is_declared(leaf) or not _traced_tensors(leaf, depth):
+        return leaf
+    copy = object.__new__(type(leaf))
+    for name in _traced_names(leaf):
+        made = _traced_mapped(getattr(leaf, name), change, depth - 1)
+        object.__setattr__(copy, name, made)
+    return copy
+
+
+def _is_declared(value: Any) -> bool:
+    """True for dataclasses, attrs classes and wrappers of dicts."""
+    kind = type(value)
+    is_class = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "__attrs_attrs__")
+    return (is_class and not isinstance(value, type)) or isinstance(value, UserDict)
+
+
+def _traced_names(value: Any) -> list[str]:
+    names = list(vars(value)) if hasattr(value, "__dict__") else []
+    for base in type(value).__mro__:
+        slots = getattr(base, "__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in names and hasattr(value, name):
+                names.append(name)
+    return names

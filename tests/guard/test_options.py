@@ -1,0 +1,230 @@
+"""The options of a guard: one definition for signature, checks, help and commands."""
+
+import copy
+import dataclasses
+import inspect
+import pickle
+import pydoc
+
+import pytest
+from torch import nn
+
+import overflow_fast
+from overflow_fast import (
+    Evidence,
+    Explain,
+    Headroom,
+    LayerAudit,
+    Log,
+    MaskedOps,
+    OverflowGuard,
+    Record,
+    Replicas,
+    Saturation,
+    Schedule,
+    Spikes,
+    Underflow,
+)
+from overflow_fast.guard.config import GuardConfig
+from overflow_fast.guard.monitors.builtin import MONITORS
+from overflow_fast.guard.options import options_of
+
+PARAMETERS = inspect.signature(OverflowGuard).parameters
+FIELDS = dataclasses.fields(GuardConfig)
+NESTED = (Explain, Evidence, Log, Record, Schedule, *MONITORS)
+
+
+def config_of(**given):
+    defaults = {each.name: PARAMETERS[each.name].default for each in FIELDS}
+    return GuardConfig.of(defaults | given)
+
+
+# One definition.
+
+
+def test_the_signature_is_that_of_the_definition():
+    others = ["model", "optimizer", "_defer"]
+    names = [name for name in PARAMETERS if name not in others]
+    assert names == [each.name for each in FIELDS]
+    assert len(names) + 2 == 17
+    assert config_of() == GuardConfig()
+
+
+@pytest.mark.parametrize("options", [GuardConfig, *NESTED])
+def test_every_field_is_defined_once(options):
+    assert [name for name, _ in options_of(options)] == [
+        each.name for each in dataclasses.fields(options)
+    ]
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer", *(f.name for f in FIELDS)])
+def test_the_docstring_lists_every_argument(name):
+    text = inspect.getdoc(OverflowGuard)
+    arguments, _, rest = text.partition("Args:\n")[2].partition("Raises:\n")
+    assert f"\n    {name}: " in f"\n{arguments}" and "Example:" in rest
+
+
+@pytest.mark.parametrize("options", NESTED)
+def test_options_are_public_and_documented(options):
+    assert getattr(overflow_fast, options.__name__) is options
+    fields = inspect.getdoc(options).partition("Attributes:\n")[2]
+    for each in dataclasses.fields(options):
+        assert f"    {each.name}: " in fields
+
+
+def test_help_fits_two_screens():
+    text = pydoc.plain(pydoc.render_doc(OverflowGuard))
+    own = text.partition(" |  Method resolution order:")[0]
+    lines = [row for line in own.splitlines() for row in range(0, len(line) or 1, 100)]
+    assert len(lines) <= 100
+
+
+# Shorter forms.
+
+
+@pytest.mark.parametrize(
+    "name, given, stands_for",
+    [
+        ("explain", True, Explain("always")),
+        ("explain", False, Explain("never")),
+        ("explain", "auto", Explain()),
+        ("evidence", "folder", Evidence("folder")),
+        ("log", "run.jsonl", Log("run.jsonl")),
+        ("record", "run.ofr", Record("run.ofr")),
+        ("schedule", 10, Schedule(every=10)),
+    ],
+)
+def test_a_plain_value_stands_for_the_default_object(name, given, stands_for):
+    assert getattr(config_of(**{name: given}), name) == stands_for
+    assert getattr(config_of(**{name: stands_for}), name) == stands_for
+
+
+def test_a_path_may_be_an_object(tmp_path):
+    assert config_of(log=tmp_path / "log.jsonl").log.path == tmp_path / "log.jsonl"
+
+
+def test_iterators_are_read_once():
+    config = config_of(include=iter(["0"]), monitors=iter([Spikes()]))
+    assert config.include == ("0",) and config.monitors == (Spikes(),)
+    assert Explain(checkpoints=iter(["a.pt"])).checkpoints == ("a.pt",)
+    assert Schedule(ranges=iter([iter([0, 3])])).ranges == ((0, 3),)
+
+
+def test_monitors_replace_the_default():
+    assert {type(each) for each in config_of().monitors} == {Spikes, Saturation}
+    config = config_of(monitors=[Headroom(bits=2.0)])
+    assert config.monitor(Headroom).bits == 2.0
+    assert config.monitor(Spikes) is None
+
+
+@pytest.mark.parametrize("options", NESTED)
+def test_options_are_values(options):
+    path = ("file",) if options in (Evidence, Log, Record) else ()
+    made = options(*path)
+    assert made == options(*path) and hash(made) == hash(options(*path))
+    assert pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == made
+    first = dataclasses.fields(options)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(made, first, None)
+
+
+# Errors name the argument as it is written.
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Explain("sometimes"), "explain.when must be 'auto', 'alwa"),
+        (lambda: Explain(budget=0), "explain.budget must be at least 1"),
+        (lambda: Explain(frames=-1), "explain.frames must be at least 0, g"),
+        (lambda: Evidence("e", mib=0), "evidence.mib must be more than 0, g"),
+        (lambda: Evidence("e", keep=0), "evidence.keep must be at least 1"),
+        (lambda: Log("l", ranks="0"), "log.ranks must be 'all', 'node' or"),
+        (lambda: Record("r", mib=-1), "record.mib must be more than 0, got -"),
+        (lambda: Record("r", steps=0), "record.steps must be at least 1, "),
+        (lambda: Record("r", ranks=0), "record.ranks must be .* got 0"),
+        (lambda: Schedule(0), "schedule.every must be at least 1, got 0"),
+        (lambda: Schedule(warmup=-1), "schedule.warmup must be at least 0"),
+        (lambda: Schedule(ranges=5), "schedule.ranges must hold pairs .* 5"),
+        (
+            lambda: Schedule(ranges=[(3, 2)]),
+            r"ranges must hold pairs .*\[\(3, 2\)\]",
+        ),
+        (lambda: Schedule(budget=1.5), "schedule.budget must be a share .*5"),
+        (lambda: Schedule(budget=0), "schedule.budget must be more than 0"),
+        (lambda: Spikes("raise"), "Spikes.action must be 'warn' or 'skip', "),
+        (lambda: Spikes(None), "Spikes.action must be .* got None"),
+        (lambda: Saturation(1.5), "Saturation.share must be a share .* 1.5"),
+        (lambda: Headroom(0), "Headroom.bits must be more than 0, got 0"),
+        (lambda: Underflow(0), "Underflow.every must be at least 1, got 0"),
+        (lambda: MaskedOps(0), "MaskedOps.every must be at least 1, got 0"),
+        (lambda: LayerAudit(0), "LayerAudit.every must be at least 1, got"),
+    ],
+)
+def test_a_wrong_value_of_a_field_is_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Explain(budget=None), "explain.budget must be an int, got N"),
+        (lambda: Explain(replay_safe=1), "explain.replay_safe must be a bool"),
+        (lambda: Explain(checkpoints="a"), "explain.checkpoints must be a l"),
+        (lambda: Evidence(None), "evidence.path must be a path, got NoneType"),
+        (lambda: Log("l", mib=True), "log.mib must be a number, got bool"),
+        (lambda: Log("l", keep=None), "log.keep must be an int, got NoneTy"),
+        (lambda: Schedule(2.0), "schedule.every must be an int, got float"),
+        (lambda: Schedule(budget="1%"), "schedule.budget must be a number, "),
+        (lambda: Headroom("2"), "Headroom.bits must be a number, got str"),
+        (lambda: Underflow(1.0), "Underflow.every must be an int, got float"),
+        (lambda: Replicas("1"), "Replicas.every must be an int, got str"),
+    ],
+)
+def test_a_wrong_type_of_a_field_is_named(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"schedule": 0}, "schedule.every must be at least 1, got 0"),
+        (
+            {"monitors": [Headroom(), Spikes(), Headroom(bits=2.0)]},
+            "monitors must hold one monitor of a kind, got two of Headroom",
+        ),
+        (
+            {"monitors": [Spikes("skip")], "sync": "lagged"},
+            r"none that skips steps with sync='lagged', got Spikes\(action='skip'\)",
+        ),
+    ],
+)
+def test_a_wrong_value_of_an_argument_is_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        OverflowGuard(nn.Linear(1, 1), **arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"explain": "always"}, "explain must be True, False, 'auto' or an E"),
+        ({"explain": None}, "explain must be .* got NoneType"),
+        ({"explain": 1}, "explain must be True, .* got int"),
+        ({"log": True}, "log must be a path, a Log or None, got bool"),
+        ({"evidence": 3}, "evidence must be a path, an Evidence or None, got"),
+        ({"record": Log("l")}, "record must be a path, a Record or .* got Log"),
+        ({"schedule": None}, "schedule must be an int or a Schedule, got None"),
+        ({"schedule": True}, "schedule must be an int or a .* got bool"),
+        ({"monitors": None}, "monitors must be a list of monitors .* NoneType"),
+        ({"monitors": Spikes()}, "monitors must be a list .* got Spikes"),
+        ({"monitors": "spikes"}, "monitors must be a list .* got str"),
+        ({"monitors": [Spikes]}, "monitors must hold .* got the class Spikes"),
+        ({"monitors": ["spikes"]}, "monitors must hold monitors .* got str"),
+        ({"monitors": [Log("l")]}, "monitors must hold monitors .* got Log"),
+    ],
+)
+def test_a_wrong_type_of_an_argument_is_named(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        OverflowGuard(nn.Linear(1, 1), **arguments)
