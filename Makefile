@@ -43,7 +43,7 @@ test: build
 	$(RUN) -m pytest -q $(WORKERS)
 
 test-quick: build
-	$(RUN) -m pytest -q $(WORKERS) --quick
+	$(RUN) -m pytest -q $(WORKERS) -m "not slow"
 
 # Packs the sources, compiles them in an empty folder and runs tests with what was installed.
 release-check: build

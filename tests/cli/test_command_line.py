@@ -12,6 +12,8 @@ from overflow_fast.__main__ import main
 from overflow_fast.cli.command_line import make_parser
 from overflow_fast.cli.guard_options import guard_arguments
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+
 SCRIPT = """
 import sys
 from transformers.debug_utils import DebugUnderflowOverflow

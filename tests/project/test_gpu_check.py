@@ -227,6 +227,7 @@ def test_a_decision_goes_to_what_is_better_by_its_margin():
     assert winner(("a", "b"), {"b": 1.0}, 0.0) == "a"
 
 
+@pytest.mark.slow
 def test_the_check_runs_on_the_cpu(tmp_path):
     done = subprocess.run(
         [

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from overflow_fast import DebugUnderflowOverflow, NonFiniteError, OverflowGuard
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.xdist_group("compiled"), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(autouse=True)

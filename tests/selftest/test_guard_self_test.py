@@ -23,6 +23,8 @@ from workloads import WORKLOADS
 
 from overflow_fast import NonFiniteError, OverflowGuard
 
+pytestmark = pytest.mark.slow
+
 
 def everything(model, optimizer):
     return {
