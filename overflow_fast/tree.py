@@ -578,6 +578,8 @@ class Walk:
     Attributes:
         found: The values of these types, with their paths.
         opaque: What was not opened and may hold more: its path and its type.
+        unknown: Likewise values that are never opened, and objects without declared
+            fields in which nothing was found, but not those that other objects hold.
         opened: The containers that were opened, by their ids: each id is one of them.
         lists: The ids of lists and dicts that no object holds.
         of_objects: The ids of values found that an object holds.
@@ -592,6 +594,7 @@ class Walk:
     ) -> None:
         self.found: list[tuple[Path, Any]] = []
         self.opaque: list[tuple[Path, type]] = []
+        self.unknown: list[tuple[Path, type]] = []
         self.lists: set[int] = set()
         self._kinds = kinds
         self._skipped = _PLAIN.difference(kinds)
@@ -637,13 +640,19 @@ class Walk:
         if contents is None:
             if _hides(value):
                 self.opaque.append((path, kind))
+            elif not is_of_object:
+                self.unknown.append((path, kind))
             return
         if depth >= self._depth:
             if any(type(child) not in _PLAIN for child in contents.values):
                 self.opaque.append((path, kind))
             return
+        num_found = len(self.found)
         if self._opens(value, contents, is_of_object):
             self._visit_all(value, contents, path, depth + 1, is_of_object)
+        is_silent = contents.is_object and len(self.found) == num_found
+        if is_silent and not is_of_object and not _is_declared(value):
+            self.unknown.append((path, kind))
 
     def _opens(self, value: Any, contents: _Contents, is_of_object: bool) -> bool:
         """Marks a container as opened. Returns False if what it wraps was, before."""
@@ -692,7 +701,9 @@ def _hides(value: Any) -> bool:
         return False
     if known.is_asked:
         return True  # its own code has raised
-    return any(layout(type(each)).may_hide for each in gc.get_referents(value))
+    found = gc.get_referents(value)
+    # An object without attributes refers to an empty dict.
+    return any(layout(type(e)).may_hide for e in found if type(e) is not dict or e)
 
 
 class _Rebuilding:
