@@ -18,6 +18,7 @@ from overflow_fast import (
     compare_live,
     shadow,
 )
+from overflow_fast.state.random import RandomStates
 
 DRAWS = {
     "torch": (torch.manual_seed, lambda: float(torch.rand(()))),
@@ -193,6 +194,22 @@ def test_every_global_generator_draws_the_same_in_a_replay(name):
     seed(number)
     found = failed(model, lambda: model(torch.ones(3, 4))).explanation
     assert (found.cause, found.op.name) == ("undefined", "aten.div.Tensor")
+
+
+def test_the_second_of_two_normal_numbers_is_drawn_again():
+    numpy.random.seed(0)
+    states = [RandomStates()]
+    drawn = []
+    for _ in range(4):
+        drawn.append(numpy.random.randn())
+        states.append(RandomStates())
+    for place, expected in enumerate(drawn):
+        states[place].restore()
+        assert not states[place].drawn()
+        assert numpy.random.randn() == expected
+        assert states[place].drawn() == ["numpy"]
+    numpy.random.seed(1)
+    assert states[-1].drawn() == ["numpy"]
 
 
 class Scaled(nn.Module):
