@@ -250,7 +250,7 @@ def _state(value: Any) -> _State:
         items = [(None, each) for each in list.__getitem__(value, slice(None))]
     elif issubclass(type(value), dict):
         items = _items(value)
-    return _State(items, _attributes(value, _layout(type(value))))
+    return _State(items, _attributes(value))
 
 
 def _is_same(items: list[tuple[Any, Any]], others: list[tuple[Any, Any]]) -> bool:
@@ -268,12 +268,12 @@ def _refill(value: Any, items: list[tuple[Any, Any]]) -> None:
 
 
 def _set(value: Any, name: str, each: Any) -> None:
-    layout = _layout(type(value))
-    slots = dict(layout.slots)
+    known = layout(type(value))
+    slots = dict(known.slots)
     if name in slots:
-        slots[name].__set__(value, each)
-    elif layout.dict_of is not None:
-        layout.dict_of(value)[name] = each
+        _slot(value, name, slots[name]).__set__(value, each)
+    elif known.has_dict:
+        object.__getattribute__(value, "__dict__")[name] = each
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -813,12 +813,8 @@ class _Rebuilding:
 
     def _fill(self, copy: Any, value: Any) -> None:
         """Gives a copy the attributes of an object, without a setter of the user's."""
-        slots = dict(layout(type(value)).slots)
         for name, child in _attributes(value):
-            if name in slots:
-                _slot(copy, name, slots[name]).__set__(copy, self.of(child))
-            else:
-                object.__getattribute__(copy, "__dict__")[name] = self.of(child)
+            _set(copy, name, self.of(child))
 
 
 def _solid_base(kind: type) -> Any:

@@ -32,6 +32,11 @@ enum class Shape : uint8_t {
 };
 
 inline bool is_plain(Shape shape) { return shape == Shape::kNone || shape == Shape::kPlain; }
+// Most plain values, without a look-up of their types.
+inline bool is_common_plain(PyObject* value) {
+  return value == Py_None || PyUnicode_CheckExact(value) || PyLong_CheckExact(value) ||
+         PyFloat_CheckExact(value) || PyBool_Check(value);
+}
 inline bool is_container(Shape shape) { return shape >= Shape::kSequence; }
 
 // The ways to look into the objects of a type. Refers to no class.
@@ -83,9 +88,9 @@ class Parts {
   PyObject* wrapped() const { return wrapped_.ptr(); }
 
   // Calls visit(style, key, index, child, is_declared) for each part until it returns false. The
-  // key is null where there is an index.
+  // key is null where there is an index. With `skips_plain` it may leave out plain values.
   template <class Visit>
-  void for_each(Visit visit) const;
+  void for_each(bool skips_plain, Visit visit) const;
 
  private:
   void find_attributes();
@@ -94,10 +99,10 @@ class Parts {
     return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(value_) + field.offset);
   }
   template <class Visit>
-  static bool for_each_in(PyObject* sequence, Visit visit);
+  static bool for_each_in(PyObject* sequence, bool skips_plain, Visit visit);
   // Calls visit(key, child) for each item until it returns false, which it then returns.
   template <class Visit>
-  static bool for_each_item(PyObject* dict, bool is_ordered, Visit visit);
+  static bool for_each_item(PyObject* dict, bool is_ordered, bool skips_plain, Visit visit);
   template <class Visit>
   bool for_each_asked(Visit visit) const;
 
@@ -111,21 +116,24 @@ class Parts {
 };
 
 template <class Visit>
-bool Parts::for_each_in(PyObject* sequence, Visit visit) {
+bool Parts::for_each_in(PyObject* sequence, bool skips_plain, Visit visit) {
   // Large scans release the GIL, and another thread may change the list meanwhile.
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence); ++i) {
-    const auto child = py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(sequence, i));
+    PyObject* const item = PySequence_Fast_GET_ITEM(sequence, i);
+    if (skips_plain && is_common_plain(item)) continue;
+    const auto child = py::reinterpret_borrow<py::object>(item);
     if (!visit(LabelStyle::kIndex, nullptr, i, child.ptr(), true)) return false;
   }
   return true;
 }
 
 template <class Visit>
-bool Parts::for_each_item(PyObject* dict, bool is_ordered, Visit visit) {
+bool Parts::for_each_item(PyObject* dict, bool is_ordered, bool skips_plain, Visit visit) {
   if (!is_ordered) {
     PyObject *key, *child;
     Py_ssize_t position = 0;
     while (PyDict_Next(dict, &position, &key, &child)) {
+      if (skips_plain && is_common_plain(child)) continue;
       const auto key_alive = py::reinterpret_borrow<py::object>(key);
       const auto child_alive = py::reinterpret_borrow<py::object>(child);
       if (!visit(key, child)) return false;
@@ -162,13 +170,13 @@ bool Parts::for_each_asked(Visit visit) const {
 }
 
 template <class Visit>
-void Parts::for_each(Visit visit) const {
+void Parts::for_each(bool skips_plain, Visit visit) const {
   switch (layout_.shape) {
-    case Shape::kSequence: for_each_in(value_, visit); return;
-    case Shape::kDeque: for_each_in(listed_.ptr(), visit); return;
+    case Shape::kSequence: for_each_in(value_, skips_plain, visit); return;
+    case Shape::kDeque: for_each_in(listed_.ptr(), skips_plain, visit); return;
     case Shape::kDict:
     case Shape::kOrderedDict:
-      for_each_item(value_, layout_.shape == Shape::kOrderedDict,
+      for_each_item(value_, layout_.shape == Shape::kOrderedDict, skips_plain,
                     [&](PyObject* key, PyObject* child) {
                       return visit(layout_.key_style, key, 0, child, true);
                     });
@@ -180,7 +188,7 @@ void Parts::for_each(Visit visit) const {
     return;
   }
   if (wrapped_) {
-    const bool goes_on = for_each_item(wrapped_.ptr(), PyODict_Check(wrapped_.ptr()),
+    const bool goes_on = for_each_item(wrapped_.ptr(), PyODict_Check(wrapped_.ptr()), skips_plain,
                                        [&](PyObject* key, PyObject* child) {
                                          return visit(LabelStyle::kKey, key, 0, child, true);
                                        });
@@ -192,7 +200,7 @@ void Parts::for_each(Visit visit) const {
     const bool is_wrapped = wrapped_ && layout_.wraps.equal(py::handle(name));
     return is_wrapped || visit(LabelStyle::kAttribute, name, 0, child, is_declared);
   };
-  if (attributes_ && !for_each_item(attributes_.ptr(), false, attribute)) return;
+  if (attributes_ && !for_each_item(attributes_.ptr(), false, skips_plain, attribute)) return;
   for (const TypeLayout::Field& each : layout_.fields) {
     const auto child = py::reinterpret_borrow<py::object>(field(each));
     if (child && !attribute(each.name.ptr(), child.ptr())) return;

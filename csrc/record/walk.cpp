@@ -119,33 +119,34 @@ class Walk {
     if (parts.wrapped() != nullptr && !opened_.add(parts.wrapped())) return false;
     is_below_object |= parts.are_of_object();
     const int64_t before = num_listed_;
-    parts.for_each(
-        [&](LabelStyle style, PyObject* key, Py_ssize_t index, PyObject* child, bool is_declared) {
-          const Spot there{&spot, style, key, index};
-          const bool is_hushed = is_quiet || !is_declared;
-          if (is_plain_value(child)) {
-            wait(there, child == Py_None, is_hushed, frame_.entries.size());
-            return true;
-          }
-          if (!spend(is_below_object)) {
-            note(child);
-            return false;
-          }
-          visit(child, there, depth + 1, is_hushed, is_below_object);
-          return true;
-        });
+    parts.for_each(is_quiet, [&](LabelStyle style, PyObject* key, Py_ssize_t index, PyObject* child,
+                                 bool is_declared) {
+      const Spot there{&spot, style, key, index};
+      const bool is_hushed = is_quiet || !is_declared;
+      if (is_plain_value(child)) {
+        wait(there, child == Py_None, is_hushed, frame_.entries.size());
+        return true;
+      }
+      if (!spend(is_below_object)) {
+        note(child);
+        return false;
+      }
+      visit(child, there, depth + 1, is_hushed, is_below_object);
+      return true;
+    });
     const bool has_listed = num_listed_ > before;
     if (has_listed) list_waiting();  // those behind the last tensor
     return has_listed;
   }
 
   static bool is_plain_value(PyObject* value) {
-    return !is_plain_tensor(value) && (value == Py_None || is_plain(layout_of(value).shape));
+    if (is_plain_tensor(value)) return false;
+    return is_common_plain(value) || is_plain(layout_of(value).shape);
   }
 
   static bool has_more_than_plain(const Parts& parts) {
     bool has_more = false;
-    parts.for_each([&](LabelStyle, PyObject*, Py_ssize_t, PyObject* child, bool) {
+    parts.for_each(true, [&](LabelStyle, PyObject*, Py_ssize_t, PyObject* child, bool) {
       has_more |= !is_plain_value(child);
       return !has_more;
     });

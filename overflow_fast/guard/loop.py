@@ -62,9 +62,9 @@ class GuardLoop:
         self.is_enabled = False
         self._hooks = [self._hook(each) for each in optimizers]
         self.rounds = Rounds(self._hooks)
-        is_restored = config.may_restore and bool(self._hooks)
-        is_kept = is_restored or config.may_replay
-        self._start = StepStart(self.watches) if is_kept else None
+        self._is_restored = config.may_restore and bool(self._hooks)
+        is_kept = self._is_restored or config.may_replay
+        self._start = StepStart(self.watches, bool(self._hooks)) if is_kept else None
         self.measurements = Measurements(config, self.watches, lambda: self._counts())
         self.timer = self.measurements.timer
         self.headroom = self.measurements.headroom
@@ -125,6 +125,7 @@ class GuardLoop:
         self._judge.flags.request(self._hooks)
         for watch in self.watches:
             watch.isolate_errors = self.isolation.isolated
+            watch.needs_buffers = self._is_restored
             if self._start is not None:
                 measured = self.isolation.measured_call
                 watch.on_forward = measured(self._start.before_forward)

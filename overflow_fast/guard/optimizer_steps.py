@@ -156,9 +156,9 @@ class OptimizerSteps:
     def after_step(self, hook: OptimizerHook, is_skipped: bool) -> None:
         """Counts an optimizer's step, which was made or skipped."""
         start = self._judge.start
-        if start is not None and not is_skipped:
+        if start is not None:
             with self._isolation.measured():
-                start.keep()
+                start.end() if is_skipped else start.keep()
         if self._rounds.note_step(hook):
             self._end_round()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
@@ -132,6 +133,7 @@ class StepJudge:
             tensors=self.tensors,
             hook=hook,
             restore=self.restore,
+            makes_finite=self._makes_finite,
             is_whole=is_whole,
             notices=[] if frames else self._look(step, hook, level),
             left_out=step.left_out,
@@ -259,8 +261,17 @@ class StepJudge:
 
     def restore(self) -> list[str]:
         """Puts back what the forward changed; returns sentences about failures."""
-        is_off = self.start is None or not self._may_restore
-        return [] if is_off else self.start.restore()
+        if self.start is None or not self._may_restore:
+            return []
+        return self.start.restore()
+
+    def _makes_finite(self, weight: torch.Tensor) -> bool:
+        """True for a weight that the forward has written to, and that was finite."""
+        start = self.start
+        if start is None or not self._may_restore or not start.written_in_step(weight):
+            return False
+        held = start.held(weight)
+        return held is not None and bool(held.isfinite().all())
 
     def _end(self, is_lagged: bool) -> None:
         self.tensors.forget()

@@ -94,20 +94,26 @@ class StepReporter:
             is_skipped=bool(found.skipped_by),
             is_undone=found.hook is not None and found.hook.has_snapshot,
             is_beyond_repair=report.action == "skip"
-            and self._is_beyond_repair(report.verdict),
+            and self._is_beyond_repair(found, report.verdict),
         )
 
-    def _is_beyond_repair(self, verdict: Verdict) -> bool:
+    def _is_beyond_repair(self, found: StepResult, verdict: Verdict) -> bool:
         """Returns True if the value was bad before the step, and stays bad."""
         assert verdict.first is not None
         if verdict.first.kind == "optimizer_state":
             return True
         # Weights may also be in place for one call only (functional_call).
-        return verdict.first.kind == "weight" and any(
-            stat.has_nan or stat.has_inf
+        if verdict.first.kind != "weight":
+            return False
+        weights = [
+            weight
             for watch in self._watches
             if (model := watch.model) is not None
-            for stat in scan(model.parameters())
+            for weight in model.parameters()
+        ]
+        return any(
+            (stat.has_nan or stat.has_inf) and not found.makes_finite(weight)
+            for weight, stat in zip(weights, scan(weights), strict=True)
         )
 
     def _ask(self, policy: Callable[[Report], str], report: Report) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from ..recording.schedule import LeftOut
 from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
@@ -26,6 +28,7 @@ class StepResult:
         notes: Further sentences for the report.
         hook: The hook of the optimizer that steps, or None.
         restore: Puts back what the forward changed; returns sentences about failures.
+        makes_finite: True for a weight that a restoration makes finite again.
         is_of_step: Every rank judges it too.
         is_whole: All that the guard watches was checked, and no gradient is bad, also
             none that a GradScaler handles.
@@ -44,6 +47,7 @@ class StepResult:
     notes: list[str] = field(default_factory=list)
     hook: OptimizerHook | None = None
     restore: Callable[[], list[str]] = list
+    makes_finite: Callable[[torch.Tensor], bool] = lambda weight: False
     is_of_step: bool = True
     is_whole: bool = False
     is_check: bool = False

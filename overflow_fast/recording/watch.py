@@ -54,6 +54,7 @@ class ModelWatch(StepHooks):
         inputs, frames: Those of the forwards that are not judged yet.
         on_forward: Called before each forward of a training step.
         on_forward_end: Called after each outermost forward.
+        needs_buffers: The forwards of a model with buffers have to be announced.
         isolate_errors: Keeps the guard's own errors from the watched program.
     """
 
@@ -78,6 +79,7 @@ class ModelWatch(StepHooks):
         self.has_submodule_calls = False
         self.on_forward: Callable[[ModelWatch], None] | None = None
         self.on_forward_end: Callable[[ModelWatch], None] | None = None
+        self.needs_buffers = False
         self.isolate_errors: Callable[[], AbstractContextManager[None]] = nullcontext
         self._rules: MakeReader | None = None
         self._has_looked_for_shards = False
@@ -104,7 +106,7 @@ class ModelWatch(StepHooks):
         if model is None:
             return
         is_of_use = wanted.activations or wanted.weights or wanted.loss
-        if not is_of_use and self.on_forward is not None:
+        if not is_of_use and self.needs_buffers:
             is_of_use = any(True for _ in model.buffers())
         if not is_of_use:
             return

@@ -177,11 +177,11 @@ def variables_of(calls: Sequence[KeptCall]) -> dict[str, Any]:
 
 
 def _of_written(name: str) -> Explanation:
-    """The explanation of a weight that the forward wrote to, and of which no copy is."""
+    """The explanation of a weight that the forward wrote to, without a copy of it."""
     text = f"the step's forward has written to {name}, which is non-finite now"
     note = (
-        f"The value of `{name}` before the step is not held: the step was not replayed, "
-        "and whether that value was finite is not known."
+        f"The value of `{name}` before the step is not held: whether it was finite is "
+        "not known, and the step was not replayed."
     )
     return Explanation(tensor=name, evidence=[text], notes=[note])
 

@@ -93,9 +93,8 @@ def _plain(value: Any, put: Callable[[torch.Tensor], str]) -> Any:
         return {"value": value}
     if isinstance(value, Mapping):
         return {"dict": {str(k): _plain(each, put) for k, each in value.items()}}
-    if isinstance(value, (list, tuple)):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [_plain(each, put) for each in value]}
+    if type(value) in (list, tuple):  # others would come back as another type
+        return {type(value).__name__: [_plain(each, put) for each in value]}
     return {"lost": type(value).__name__}
 
 

@@ -168,7 +168,7 @@ class Report:
         if first is None:
             return []
         origin = "" if self.is_of_state else self._origin(first)
-        is_answered = answers(self.explanation, first)
+        is_answered = answers(self.explanation, first) or self._is_written_in_step
         advice = advice_for(self.verdict, self.step, self.remedy) * (not is_answered)
         return [
             *share_sentences(first),
@@ -186,9 +186,15 @@ class Report:
     def _origin(self, first: BadEntry) -> str:
         """Writes who made it; "" if hooks do not know it, and the replay does."""
         is_told = self.explanation is not None and self.explanation.names_maker
-        if self.verdict.origin == "unclear" and is_told:
-            return ""
-        return who_made_it(first, self.verdict)
+        is_unclear = self.verdict.origin == "unclear" or self._is_written_in_step
+        return "" if is_unclear and is_told else who_made_it(first, self.verdict)
+
+    @property
+    def _is_written_in_step(self) -> bool:
+        """True for a weight that the step itself has written, by the replay."""
+        first, found = self.verdict.first, self.explanation
+        is_weight = first is not None and first.kind == "weight"
+        return is_weight and found is not None and found.phase == "forward"
 
     def headline(self) -> str:
         """Writes the first sentence: the step, the bad values, and their place."""

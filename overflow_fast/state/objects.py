@@ -379,7 +379,9 @@ def _read_set(value: Any) -> list[Any]:
 
 
 def _fill_set(value: Any, items: list[Any]) -> None:
-    set.clear(value)
+    # Not by clear(): what stays in its place is iterated over in the same order.
+    known = set(map(id, items))
+    set.difference_update(value, [e for e in set.__iter__(value) if id(e) not in known])
     set.update(value, items)
 
 

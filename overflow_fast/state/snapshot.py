@@ -161,8 +161,8 @@ class Snapshot:
         names = ", ".join(f"`{name}`" for name in self.lost[:_FEW])
         more = f" and {len(self.lost) - _FEW} more" * (len(self.lost) > _FEW)
         return (
-            f"What a replay takes from {names}{more} is not put back: an iterator, file "
-            "or socket has no copy."
+            f"What a replay takes from {names}{more} is not put back: an iterator, "
+            "file or socket has no copy."
         )
 
     def restore(self) -> None:

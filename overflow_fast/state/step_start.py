@@ -62,9 +62,11 @@ class StepStart:
 
     Args:
         watches: The watched models.
+        has_optimizers: Their steps end a step; else its judgement does.
     """
 
-    def __init__(self, watches: Sequence[Watched]) -> None:
+    def __init__(self, watches: Sequence[Watched], has_optimizers: bool) -> None:
+        self._has_optimizers = has_optimizers
         self._points = [_Point(watch) for watch in watches]
         self._of_watch = dict(zip(map(id, watches), self._points, strict=True))
         self._num_kept = 0
@@ -108,7 +110,15 @@ class StepStart:
         point.is_firm = point.is_taken
 
     def end_judgement(self) -> None:
-        """Lets the next forward begin a step: this one was judged."""
+        """Ends a judged step, unless an optimizer's step has yet to end it.
+
+        A closure may be judged several times in one.
+        """
+        if not self._has_optimizers:
+            self.end()
+
+    def end(self) -> None:
+        """Lets the next forward begin a step: this one was not made."""
         for point in self._points:
             point.is_firm = False
 
@@ -365,8 +375,7 @@ class _Point:
             kept.restore()
         for entry in self._entries:
             entry.rewind()
-        for tensor, copy in self.weights.pairs():
-            write(tensor, copy)
+        self.weights.rewind()
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The tensors that are copied, and what was in them."""
@@ -472,7 +481,7 @@ class _Weights:
 
     def take(self, is_full: bool) -> None:
         """Copies the small ones, or only those that forwards write to."""
-        self._written = set()
+        self._written, self._versions = set(), []
         places = [
             place
             for place, weight in enumerate(
@@ -485,8 +494,17 @@ class _Weights:
         self._copies = dict(zip(places, copies, strict=True))
 
     def begin_forward(self) -> None:
-        """Notes the versions before a forward."""
-        self._versions = versions_of(self._weights)
+        """Notes the versions before a forward.
+
+        What was written to between two forwards of a step, as by an optimizer whose
+        closure is called several times, is not as the step began any more.
+        """
+        versions = versions_of(self._weights)
+        if self._versions and versions != self._versions:
+            pairs = enumerate(zip(versions, self._versions, strict=True))
+            for place in [place for place, (now, before) in pairs if now != before]:
+                self._copies.pop(place, None)
+        self._versions = versions
 
     def end_forward(self) -> None:
         """Notes what the forward has written to."""
@@ -524,6 +542,12 @@ class _Weights:
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The weights that are copied, and what was in them."""
         return [(self._weights[place], copy) for place, copy in self._copies.items()]
+
+    def rewind(self) -> None:
+        """Makes what forwards have written to what it was, as far as is known."""
+        for place in self._places_written():
+            if place in self._copies:
+                write(self._weights[place], self._copies[place])
 
     def restore(self) -> Iterator[tuple[nn.Module | None, str, str]]:
         """Restores what forwards have written to; yields why one stays changed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -110,3 +111,49 @@ def running_nodes() -> list[Any]:
     """The nodes that interpreters of graphs run in this thread."""
     code = fx.Interpreter.run_node.__code__
     return [frame.f_locals["n"] for frame in stack() if frame.f_code is code]
+
+
+@internal(
+    "torch._C._stash_obj_in_tls",
+    "autograd's threads that work for a replay run its edited lines, others do not",
+    "Remedies in lines that backward runs in threads of its own are not tried",
+)
+def _stash(key: str, value: object) -> None:
+    if value is not None:
+        torch._C._stash_obj_in_tls(key, value)
+    elif torch._C._is_key_in_tls(key):
+        # A thread that ends with an object there may hang: it needs the interpreter.
+        remove = getattr(torch._C, "_remove_obj_from_tls", None)
+        if remove is None:
+            torch._C._stash_obj_in_tls(key, None)
+        else:
+            remove(key)
+
+
+@internal(
+    "torch._C._get_obj_in_tls",
+    "autograd's threads that work for a replay run its edited lines, others do not",
+    "Remedies in lines that backward runs in threads of its own are not tried",
+)
+def _stashed(key: str) -> Any:
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
+_own_objects = threading.local()
+
+
+def set_inherited(key: str, value: object) -> None:
+    """Sets an object of this thread; autograd's have it while they work for this one.
+
+    Args:
+        key: Its name.
+        value: The object; None takes it away.
+    """
+    setattr(_own_objects, key, value)
+    _stash(key, value)
+
+
+def inherited(key: str) -> Any:
+    """The object that was set in the thread that this one works for, or None."""
+    own = getattr(_own_objects, key, None)
+    return _stashed(key) if own is None else own

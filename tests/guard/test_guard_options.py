@@ -110,7 +110,7 @@ def test_weights_and_gradients_follow_the_patterns():
 @pytest.mark.parametrize(
     "watch, hooks",
     [
-        (("gradients",), 0),
+        (("gradients",), 1),  # the root, whose buffers are restored
         (("gradients", "loss"), 1),
         (("weights", "gradients", "loss"), 9),  # the root, and who has weights
         (("activations",), 16),

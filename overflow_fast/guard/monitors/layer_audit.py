@@ -131,7 +131,7 @@ class LayerAuditor(Monitor):
         with Snapshot({name: layer}) as state, torch.no_grad():
             if state.lost:
                 self._unsteady.add(name)
-                _log.warning("audit: %s is left out. %s", name, state.lost_text)
+                _log.warning("LayerAudit: %s is left out. %s", name, state.lost_text)
                 return
             self.num_audited += 1
             first = layer.forward(*args, **kwargs)

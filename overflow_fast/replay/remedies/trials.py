@@ -12,7 +12,8 @@ from ..kept_call import KeptCall
 from ..kinds import kinds_of
 from ..outcome import Outcome
 from ..rerun import Rerun
-from .changes import FromLoss
+from ..team import text_of
+from .changes import Eagerly, FromLoss
 from .ground import Ground, Trial
 from .line_edit import NotEditableError
 
@@ -28,6 +29,7 @@ class Trials:
         rerun: Runs the step.
         budget: How many forwards may be run.
         step_seconds: How long a plain replay took.
+        is_eager: Compiled code runs eagerly in the trials.
 
     Attributes:
         remedies: What was tried, in order.
@@ -36,7 +38,14 @@ class Trials:
         failed: What did not help on this ground, with the call that was bad then.
     """
 
-    def __init__(self, rerun: Rerun, budget: int, step_seconds: float) -> None:
+    def __init__(
+        self,
+        rerun: Rerun,
+        budget: int,
+        step_seconds: float,
+        is_eager: bool = False,
+    ) -> None:
+        self._is_eager = is_eager
         self.rerun = rerun
         self.remedies: list[Remedy] = []
         self.notes: list[str] = []
@@ -97,6 +106,8 @@ class Trials:
         is_finite = outcome.is_clean
         is_tried = outcome.error is None
         remedy = ground.remedy
+        if outcome.error is not None:
+            remedy = replace(remedy, why=f"the replay raised {text_of(outcome.error)}")
         if is_finite and not self._is_whole(outcome):
             self._note_forward(remedy)
             return False
@@ -111,6 +122,7 @@ class Trials:
     def run(self, change: Change, armed: int = -1) -> Outcome:
         """Replays the step with a change; see `Rerun.run()`."""
         change = FromLoss(change) if self._drops_gradients else change
+        change = Eagerly(change) if self._is_eager else change
         return self.rerun.run(armed, change=change)
 
     def _is_whole(self, outcome: Outcome) -> bool:
