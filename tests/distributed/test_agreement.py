@@ -21,6 +21,8 @@ from torch.distributed.algorithms.join import Join
 
 from overflow_fast import NonFiniteError, OverflowGuard, Schedule, flags
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+
 
 def train_one(model, optimizer, batch):
     """The message of what a step raised, or None."""

@@ -18,7 +18,11 @@ from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.distributed.peers import _num_passes
 from overflow_fast.recording.step_tensors import StepTensors
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("processes"),
+    pytest.mark.filterwarnings("ignore"),
+]
 BAD_RANK = 3
 
 

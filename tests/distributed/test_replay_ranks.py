@@ -21,6 +21,8 @@ from overflow_fast import OverflowGuard
 from overflow_fast.distributed import store_channel
 from overflow_fast.replay import search
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+
 
 class Block(nn.Module):
     """Divides by nothing, or takes a root of nothing, in samples that are negative."""

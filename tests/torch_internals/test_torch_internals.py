@@ -471,6 +471,7 @@ print(guard.coverage().failures)
 """
 
 
+@pytest.mark.slow
 def test_eager_code_is_watched_where_torch_compile_has_changed():
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_DYNAMO],
