@@ -22,12 +22,12 @@ class Net(nn.Module):
         return self.head(self.norm(self.body(self.embed(ids))))
 
 
-def make():
+def make(every=2):
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = OverflowGuard(model, optimizer)
-    return model, guard, LayerAudit(guard._loop.watches, every=2)
+    return model, guard, LayerAudit(guard._loop.watches, every)
 
 
 def forward(model, audit, step):
@@ -88,8 +88,7 @@ def test_other_bits_are_told(is_steady, caplog, monkeypatch):
 def test_the_step_is_the_same_bit_for_bit():
     results = []
     for every in (1, 1000):
-        model, guard, audit = make()
-        audit._every = every
+        model, guard, audit = make(every)
         torch.manual_seed(1)
         with guard:
             for step in range(1, 5):
