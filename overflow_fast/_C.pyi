@@ -9,6 +9,9 @@ def set_callbacks(
     reason: Callable[[torch.Tensor, Readability], str],
     warn_of_no_kernels: Callable[[], None],
     warn_of_lack: Callable[[str], None],
+    layout: Callable[[type], object],
+    children: Callable[[object], list[Any] | None],
+    type_name: Callable[[type], str],
 ) -> None: ...
 
 class Hidden:
@@ -225,6 +228,7 @@ class Coverage:
     bytes_scanned: int
     not_scanned: int
     def reasons(self) -> dict[str, int]: ...
+    def opaque(self) -> dict[str, int]: ...  # what was not looked into, by its type
 
 class Recorder:
     max_frames: int | None

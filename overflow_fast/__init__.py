@@ -25,20 +25,13 @@ from .compare.run_reader import RecordingError
 from .core.ops import Stat, scan
 from .debug import DebugUnderflowOverflow, detect_overflow, get_abs_min_max
 from .guard.guard import OverflowGuard
-from .guard.options import (
-    Evidence,
-    Explain,
-    Headroom,
-    LayerAudit,
-    Log,
-    MaskedOps,
-    Record,
-    Replicas,
-    Saturation,
-    Schedule,
-    Spikes,
-    Underflow,
-)
+from .guard.monitors.layer_audit import LayerAudit
+from .guard.monitors.magnitudes import Headroom, Saturation, Underflow
+from .guard.monitors.masked_ops import MaskedOps
+from .guard.monitors.monitor import Monitor, MonitoredStep, Notice
+from .guard.monitors.replicas import Replicas
+from .guard.monitors.spikes import Spikes
+from .guard.options import Evidence, Explain, Log, Record, Schedule
 from .guard.state import assert_finite_state
 from .precision.advise import advise_precision
 from .precision.keep_in_fp32 import keep_in_fp32
@@ -67,7 +60,10 @@ __all__ = [
     "LayerAudit",
     "Log",
     "MaskedOps",
+    "Monitor",
+    "MonitoredStep",
     "NonFiniteError",
+    "Notice",
     "Op",
     "OverflowGuard",
     "PrecisionAdvice",

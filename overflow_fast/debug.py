@@ -22,6 +22,7 @@ from .report.frames import (
 from .report.frames import (
     get_abs_min_max as get_abs_min_max,
 )
+from .text import printable
 
 _DETECTED = (
     "DebugUnderflowOverflow: inf/nan detected, aborting as there is no point running "
@@ -231,7 +232,7 @@ def detect_overflow(var: torch.Tensor, ctx: str) -> bool:
     """
     stat = scan([var])[0]
     if stat.has_nan:
-        print(f"{ctx} has nans")
+        print(f"{printable(ctx)} has nans")
     if stat.has_inf:
-        print(f"{ctx} has infs")
+        print(f"{printable(ctx)} has infs")
     return stat.has_nan or stat.has_inf

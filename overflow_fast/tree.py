@@ -250,7 +250,7 @@ def _state(value: Any) -> _State:
         items = [(None, each) for each in list.__getitem__(value, slice(None))]
     elif issubclass(type(value), dict):
         items = _items(value)
-    return _State(items, _attributes(value, _layout(type(value))))
+    return _State(items, _attributes(value))
 
 
 def _is_same(items: list[tuple[Any, Any]], others: list[tuple[Any, Any]]) -> bool:
@@ -268,12 +268,12 @@ def _refill(value: Any, items: list[tuple[Any, Any]]) -> None:
 
 
 def _set(value: Any, name: str, each: Any) -> None:
-    layout = _layout(type(value))
-    slots = dict(layout.slots)
+    known = layout(type(value))
+    slots = dict(known.slots)
     if name in slots:
-        slots[name].__set__(value, each)
-    elif layout.dict_of is not None:
-        layout.dict_of(value)[name] = each
+        _slot(value, name, slots[name]).__set__(value, each)
+    elif known.has_dict:
+        object.__getattribute__(value, "__dict__")[name] = each
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -302,7 +302,7 @@ def _is_same_key(one: Any, other: Any) -> bool:
 
 def held(value: object, name: str) -> Any:
     """Returns an attribute that an object itself holds; None for anything else."""
-    for key, child in _attributes(value, _layout(type(value))):
+    for key, child in _attributes(value):
         if key == name:
             return child
     return None
@@ -368,28 +368,34 @@ _NEVER_OPENED = (
 _IS_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
-class _Layout(NamedTuple):
-    """The ways to look into the objects of a type.
+class Layout(NamedTuple):
+    """The ways to look into the objects of a type; refers to no class.
 
     Attributes:
+        is_plain: Its objects have no parts, and are free.
         is_open: Its objects are opened.
         may_hide: Its objects, if they are not opened, may hold tensors.
-        dict_of: Returns the attributes of an object, or None.
-        slots: Names and descriptors of its slots.
+        has_dict: Its objects may have a dict of attributes.
+        slots: The names of its slots, each with the position of its class among the
+            bases.
         wraps: The attribute whose dict's items the objects show as theirs, or "".
+        is_asked: Code of others lists what its objects without attributes hold.
     """
 
+    is_plain: bool
     is_open: bool
     may_hide: bool
-    dict_of: Callable[[Any], dict[str, Any]] | None
-    slots: tuple[tuple[str, Any], ...]
+    has_dict: bool
+    slots: tuple[tuple[str, int], ...]
     wraps: str
+    is_asked: bool
 
 
-_layouts: weakref.WeakKeyDictionary[type, _Layout] = weakref.WeakKeyDictionary()
+_layouts: weakref.WeakKeyDictionary[type, Layout] = weakref.WeakKeyDictionary()
 
 
-def _layout(kind: type) -> _Layout:
+def layout(kind: type) -> Layout:
+    """Returns how objects of a type are looked into; computed once for a type."""
     try:
         return _layouts[kind]
     except KeyError:
@@ -399,16 +405,18 @@ def _layout(kind: type) -> _Layout:
         return _examined(kind)
 
 
-def _examined(kind: type) -> _Layout:
+def _examined(kind: type) -> Layout:
     names = {name for base in kind.__mro__ for name in vars(base)}
     is_closed = issubclass(kind, _NEVER_OPENED) or _is_of_numpy(kind)
     is_partial = issubclass(kind, functools.partial)
-    return _Layout(
+    return Layout(
+        is_plain=kind in _PLAIN,
         is_open=not is_closed and not is_partial and "__next__" not in names,
-        may_hide=not is_closed,
-        dict_of=_dict_of(kind),
+        may_hide=not is_closed and kind not in _PLAIN,
+        has_dict=_has_dict(kind),
         slots=tuple(_slots(kind)),
         wraps=_wraps(kind),
+        is_asked=kind in pytree.SUPPORTED_NODES or issubclass(kind, Mapping),
     )
 
 
@@ -417,23 +425,20 @@ def _is_of_numpy(kind: type) -> bool:
     return not names.isdisjoint({("numpy", "ndarray"), ("numpy", "generic")})
 
 
-def _dict_of(kind: type) -> Callable[[Any], dict[str, Any]] | None:
-    for base in kind.__mro__:
-        found = vars(base).get("__dict__")
-        if isinstance(found, (types.GetSetDescriptorType, types.MemberDescriptorType)):
-            return found.__get__
-        if found is not None:
-            break  # a property of the user's
-    return None
+def _has_dict(kind: type) -> bool:
+    found = (vars(base).get("__dict__") for base in kind.__mro__)
+    first = next((each for each in found if each is not None), None)
+    # Else there is none, or a property of the user's.
+    return isinstance(first, (types.GetSetDescriptorType, types.MemberDescriptorType))
 
 
-def _slots(kind: type) -> Iterable[tuple[str, Any]]:
+def _slots(kind: type) -> Iterable[tuple[str, int]]:
     """Yields the slots of the classes written in Python, those of bases first."""
-    for base in reversed(kind.__mro__):
+    for place, base in reversed(list(enumerate(kind.__mro__))):
         if base.__flags__ & _IS_HEAP_TYPE and "__slots__" in vars(base):
             for name, found in vars(base).items():
                 if isinstance(found, types.MemberDescriptorType):
-                    yield name, found
+                    yield name, place
 
 
 def _wraps(kind: type) -> str:
@@ -494,11 +499,13 @@ def _contents(value: Any) -> _Contents | None:
         return _keyed(items, ATTRIBUTE if is_model_output else KEY)
     if issubclass(kind, deque):
         return _indexed(list(deque.__iter__(value)))
-    layout = _layout(kind)
-    if not layout.is_open:
+    known = layout(kind)
+    if not known.is_open:
         return None
-    attributes = _attributes(value, layout)
-    return _of_object(attributes, layout) if attributes else _registered(value, kind)
+    attributes = _attributes(value)
+    if attributes:
+        return _of_object(attributes, known.wraps)
+    return _registered(value, kind) if known.is_asked else None
 
 
 def _indexed(values: list[Any] | tuple[Any, ...]) -> _Contents:
@@ -519,22 +526,27 @@ def _is_dataclass(kind: type) -> bool:
     return any("__dataclass_fields__" in vars(base) for base in kind.__mro__)
 
 
-def _attributes(value: Any, layout: _Layout) -> list[tuple[str, Any]]:
-    own = layout.dict_of(value) if layout.dict_of else None
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    known = layout(type(value))
+    own = object.__getattribute__(value, "__dict__") if known.has_dict else None
     found = list(own.items()) if type(own) is dict else []
-    for name, slot in layout.slots:
-        with contextlib.suppress(AttributeError):
-            found.append((name, slot.__get__(value)))
+    for name, place in known.slots:
+        with contextlib.suppress(AttributeError, KeyError):
+            found.append((name, _slot(value, name, place).__get__(value)))
     return found
 
 
-def _of_object(attributes: list[tuple[str, Any]], layout: _Layout) -> _Contents:
-    wrapped: Any = dict(attributes).get(layout.wraps) if layout.wraps else None
+def _slot(value: Any, name: str, place: int) -> Any:
+    return vars(type(value).__mro__[place])[name]
+
+
+def _of_object(attributes: list[tuple[str, Any]], wraps: str) -> _Contents:
+    wrapped: Any = dict(attributes).get(wraps) if wraps else None
     if not issubclass(type(wrapped), dict):
         found = _keyed(attributes, ATTRIBUTE)
         return found._replace(is_object=True)
     items = _items(wrapped)
-    rest = [(name, each) for name, each in attributes if name != layout.wraps]
+    rest = [(name, each) for name, each in attributes if name != wraps]
     return _Contents(
         itertools.chain(itertools.repeat(KEY, len(items)), itertools.repeat(ATTRIBUTE)),
         [key for key, _ in items + rest],
@@ -549,11 +561,9 @@ def _registered(value: Any, kind: type) -> _Contents | None:
     try:
         if kind in pytree.SUPPORTED_NODES:
             return _indexed(pytree.SUPPORTED_NODES[kind].flatten_fn(value)[0])
-        if issubclass(kind, Mapping):
-            return _keyed(list(value.items()), KEY)
+        return _keyed(list(value.items()), KEY)
     except Exception:
         return None
-    return None
 
 
 class Walk:
@@ -568,6 +578,8 @@ class Walk:
     Attributes:
         found: The values of these types, with their paths.
         opaque: What was not opened and may hold more: its path and its type.
+        unknown: Likewise values that are never opened, and objects without declared
+            fields in which nothing was found, but not those that other objects hold.
         opened: The containers that were opened, by their ids: each id is one of them.
         lists: The ids of lists and dicts that no object holds.
         of_objects: The ids of values found that an object holds.
@@ -582,6 +594,7 @@ class Walk:
     ) -> None:
         self.found: list[tuple[Path, Any]] = []
         self.opaque: list[tuple[Path, type]] = []
+        self.unknown: list[tuple[Path, type]] = []
         self.lists: set[int] = set()
         self._kinds = kinds
         self._skipped = _PLAIN.difference(kinds)
@@ -627,13 +640,19 @@ class Walk:
         if contents is None:
             if _hides(value):
                 self.opaque.append((path, kind))
+            elif not is_of_object:
+                self.unknown.append((path, kind))
             return
         if depth >= self._depth:
             if any(type(child) not in _PLAIN for child in contents.values):
                 self.opaque.append((path, kind))
             return
+        num_found = len(self.found)
         if self._opens(value, contents, is_of_object):
             self._visit_all(value, contents, path, depth + 1, is_of_object)
+        is_silent = contents.is_object and len(self.found) == num_found
+        if is_silent and not is_of_object and not _is_declared(value):
+            self.unknown.append((path, kind))
 
     def _opens(self, value: Any, contents: _Contents, is_of_object: bool) -> bool:
         """Marks a container as opened. Returns False if what it wraps was, before."""
@@ -677,16 +696,14 @@ class Walk:
 
 def _hides(value: Any) -> bool:
     """True for a value that is not opened and may hold tensors."""
-    kind = type(value)
-    if not _layout(kind).may_hide:
+    known = layout(type(value))
+    if not known.may_hide:
         return False
-    if kind in pytree.SUPPORTED_NODES or issubclass(kind, Mapping):
-        return True  # their own code has raised
-    return any(
-        issubclass(type(each), torch.Tensor)
-        or (type(each) not in _PLAIN and not issubclass(type(each), _NEVER_OPENED))
-        for each in gc.get_referents(value)
-    )
+    if known.is_asked:
+        return True  # its own code has raised
+    found = gc.get_referents(value)
+    # An object without attributes refers to an empty dict.
+    return any(layout(type(e)).may_hide for e in found if type(e) is not dict or e)
 
 
 class _Rebuilding:
@@ -766,7 +783,7 @@ class _Rebuilding:
             deque.__init__(copy, map(self.of, items), value.maxlen)
         elif issubclass(kind, dict):
             copy = self._dict(value, kind)
-        elif _attributes(value, _layout(kind)):
+        elif _attributes(value):
             copy = self._begun(value, kind)
         else:
             return self._of_registered(value, kind)
@@ -807,8 +824,7 @@ class _Rebuilding:
 
     def _fill(self, copy: Any, value: Any) -> None:
         """Gives a copy the attributes of an object, without a setter of the user's."""
-        layout = _layout(type(value))
-        for name, child in _attributes(value, layout):
+        for name, child in _attributes(value):
             _set(copy, name, self.of(child))
 
 

@@ -4,6 +4,7 @@ import collections
 import copy
 import datetime
 import functools
+import gc
 import threading
 import weakref
 
@@ -241,8 +242,33 @@ def test_what_cannot_be_opened_is_counted(hiding, name):
     assert tree.opaque(value) == {name: 2}
 
 
-def test_a_set_of_plain_values_is_no_riddle():
-    assert tree.opaque([{1, 2}, frozenset("ab"), set()]) == {}
+def test_what_holds_plain_values_or_nothing_hides_none():
+    class Empty:
+        pass
+
+    class OwnSet(set):
+        pass
+
+    values = [{1, 2}, frozenset("ab"), set(), Empty(), object(), OwnSet(), OwnSet([1])]
+    assert tree.opaque(values) == {}
+    assert list(tree.opaque([OwnSet([x()])])) == [tree.type_name(OwnSet)]
+
+
+def test_a_set_of_arrays_is_no_riddle():
+    numpy = pytest.importorskip("numpy")
+    assert tree.opaque([{numpy.float32(1)}]) == {}
+
+
+@pytest.mark.parametrize("slots", [{}, {"__slots__": ("x",)}])
+def test_a_class_that_was_looked_into_is_not_kept_alive(slots):
+    kind = type("Local", (), dict(slots))
+    value = kind()
+    value.x = x()
+    assert paths(value) == [".x"]
+    kept = weakref.ref(kind)
+    del kind, value
+    gc.collect()
+    assert kept() is None
 
 
 def test_code_of_others_that_raises_makes_a_type_opaque():

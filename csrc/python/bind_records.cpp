@@ -154,7 +154,8 @@ void bind_frames(py::module_& m) {
       .attribute("bytes_scanned", &Coverage::bytes_scanned)
       .attribute("not_scanned", &Coverage::not_scanned)
       .type()
-      .def("reasons", &Coverage::reasons);
+      .def("reasons", &Coverage::reasons)
+      .def("opaque", &Coverage::opaque);
   Bound<Call>(m, "Call")
       .attribute("module", &Call::module)
       .attribute("kind", &Call::kind)

@@ -1,122 +1,232 @@
-// The containers among a module's inputs and outputs that are searched for tensors: sequences,
-// dicts, dataclasses.
+// What a value holds, by the rule of overflow_fast/tree.py: tuples, lists, deques, dicts, and the
+// attributes of other objects. What is known of a type comes from there, once for each type. None
+// of the user's code runs, but for what registered types and mappings without attributes say.
 #pragma once
 
-#include <algorithm>
+#include <pybind11/pybind11.h>
+
+#include <array>
 #include <vector>
 
-#include "../torch_internals/modules.h"
-#include "../torch_internals/python_tensor.h"
 #include "labels.h"
 
 namespace overflow_fast {
 
-// Deeper containers are not opened.
+// Containers that are nested deeper are not opened.
 constexpr int kMaxDepth = 16;
-// Limits the children visited in one walk: containers may hold others many times over.
-constexpr int kMaxChildren = 1 << 20;
+// The values that are not plain which one walk visits: in all, and below objects, since an object
+// may lead to the whole program.
+constexpr int64_t kMaxValues = int64_t{1} << 20;
+constexpr int64_t kMaxValuesOfObjects = int64_t{1} << 14;
 
-enum class Shape : uint8_t { kTensor, kNone, kSequence, kDict, kAttributes, kLeaf };
+enum class Shape : uint8_t {
+  kTensor,
+  kNone,
+  kPlain,   // a number, a string: it has no parts
+  kClosed,  // not opened
+  kSequence,
+  kDict,
+  kOrderedDict,
+  kDeque,
+  kObject,
+};
 
-// Dataclasses have their fields as attributes; one that is also a dict (ModelOutput) leaves out
-// the fields that are None, so its items are listed instead.
-inline bool is_dataclass(PyObject* object) {
-  static PyObject* const kFields = PyUnicode_InternFromString("__dataclass_fields__");
-  return class_attribute(Py_TYPE(object), kFields) != nullptr;
+inline bool is_plain(Shape shape) { return shape == Shape::kNone || shape == Shape::kPlain; }
+// Most plain values, without a look-up of their types.
+inline bool is_common_plain(PyObject* value) {
+  return value == Py_None || PyUnicode_CheckExact(value) || PyLong_CheckExact(value) ||
+         PyFloat_CheckExact(value) || PyBool_Check(value);
 }
+inline bool is_container(Shape shape) { return shape >= Shape::kSequence; }
 
-inline Shape shape_of(PyObject* object) {
-  // The common cases first: for other objects the check for a tensor costs an isinstance().
-  if (is_plain_tensor(object)) return Shape::kTensor;
-  if (object == Py_None) return Shape::kNone;
-  if (PyTuple_Check(object) || PyList_Check(object)) return Shape::kSequence;
-  if (PyLong_CheckExact(object) || PyFloat_CheckExact(object) || PyBool_Check(object) ||
-      PyUnicode_CheckExact(object)) {
-    return Shape::kLeaf;
-  }
-  if (is_tensor(object)) return Shape::kTensor;
-  if (PyDict_Check(object)) return Shape::kDict;
-  if (!PyType_Check(object) && is_dataclass(object)) return Shape::kAttributes;
-  return Shape::kLeaf;
-}
-
-inline bool is_container(Shape shape) {
-  return shape == Shape::kSequence || shape == Shape::kDict || shape == Shape::kAttributes;
-}
-
-// Calls visit(style, key, index, child) for each child of a container. None of the user's code
-// runs, but for properties in the place of a dataclass's fields.
-template <class Visit>
-void for_each_child(PyObject* object, Shape shape, Visit visit_borrowed) {
-  // Large scans release the GIL, and another thread may drop the child meanwhile.
-  const auto visit = [&](LabelStyle style, PyObject* key, Py_ssize_t index, PyObject* child) {
-    const auto alive = py::reinterpret_borrow<py::object>(child);
-    visit_borrowed(style, key, index, child);
+// The ways to look into the objects of a type. Refers to no class.
+struct TypeLayout {
+  struct Field {  // a slot
+    py::object name;
+    Py_ssize_t offset;
   };
-  if (shape == Shape::kSequence) {
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
-      visit(LabelStyle::kIndex, nullptr, i, PySequence_Fast_GET_ITEM(object, i));
-    }
-  } else if (shape == Shape::kDict) {
-    const bool is_model_output = !PyDict_CheckExact(object) && is_dataclass(object);
-    PyObject *key, *value;
-    Py_ssize_t position = 0;
-    while (PyDict_Next(object, &position, &key, &value)) {
-      visit(is_model_output ? LabelStyle::kAttribute : LabelStyle::kKey, key, 0, value);
-    }
-  } else if (shape == Shape::kAttributes) {
-    const auto fields =
-        py::handle(reinterpret_cast<PyObject*>(Py_TYPE(object))).attr("__dataclass_fields__");
-    for (const auto& name : py::reinterpret_borrow<py::dict>(fields)) {
-      const auto value =
-          py::reinterpret_steal<py::object>(PyObject_GenericGetAttr(object, name.first.ptr()));
-      if (!value) {
-        PyErr_Clear();
-        continue;
-      }
-      visit(LabelStyle::kAttribute, name.first.ptr(), 0, value.ptr());
-    }
+
+  Shape shape = Shape::kClosed;
+  LabelStyle key_style = LabelStyle::kKey;  // of a dict's items
+  bool may_hide = true;                     // an object that is not opened may hold tensors
+  // Of an object: its class declares what it holds (a dataclass, an attrs class), so that it is
+  // listed like a container. Attributes of other objects are listed only if they are bad.
+  bool is_declared = false;
+  bool has_dict = false;
+  bool is_asked = false;  // without attributes, Python code lists its parts
+  py::object wraps;       // the name of the attribute whose dict's items it shows as its own
+  std::vector<Field> fields;
+
+  // True if reports give the value itself a line where it holds no tensor: it is a tensor, or a
+  // container by its class.
+  bool has_line() const {
+    const bool is_declared_object = is_declared || wraps;
+    return shape == Shape::kTensor || (shape >= Shape::kSequence && shape < Shape::kObject) ||
+           (shape == Shape::kObject && is_declared_object);
   }
-}
+};
 
-enum class Content : uint8_t { kNoTensor, kTooMuch, kTensor };
+// What is known of a type. Valid while an object of the type lives.
+const TypeLayout& layout_of(PyTypeObject* type);
+inline const TypeLayout& layout_of(PyObject* object) { return layout_of(Py_TYPE(object)); }
 
-// The containers that a walk has open, from the outermost to the innermost.
-class Opened {
+// The qualified name of a type, for reports.
+py::object type_name(PyTypeObject* type);
+
+// True if a value that was not opened refers to anything but plain values.
+bool hides_tensors(PyObject* value, const TypeLayout& layout);
+
+// The parts of a container or an object.
+class Parts {
  public:
-  // Calls visit(style, key, index, child) for each child, unless the container is open already,
-  // which is a cycle. Returns kTooMuch beyond kMaxChildren.
-  template <class Visit>
-  Content open(PyObject* object, Shape shape, Visit visit) {
-    if (std::find(path_.begin(), path_.end(), object) != path_.end()) return Content::kNoTensor;
-    bool is_over = false;
-    path_.push_back(object);
-    for_each_child(object, shape,
-                   [&](LabelStyle style, PyObject* key, Py_ssize_t index, PyObject* child) {
-                     is_over = is_over || ++num_children_ > kMaxChildren;
-                     if (!is_over) visit(style, key, index, child);
-                   });
-    path_.pop_back();
-    return is_over ? Content::kTooMuch : Content::kNoTensor;
-  }
+  Parts(PyObject* value, const TypeLayout& layout);
 
-  Content content(PyObject* object, Shape shape, int depth) {
-    if (shape == Shape::kTensor) return Content::kTensor;
-    if (!is_container(shape)) return Content::kNoTensor;
-    if (depth > kMaxDepth) return Content::kTooMuch;
-    Content found = Content::kNoTensor;
-    const Content whole =
-        open(object, shape, [&](LabelStyle, PyObject*, Py_ssize_t, PyObject* child) {
-          if (found != Content::kTensor) {
-            found = std::max(found, content(child, shape_of(child), depth + 1));
-          }
-        });
-    return std::max(found, whole);
-  }
+  // False if the value holds nothing that can be opened.
+  bool exist() const { return exist_; }
+  bool are_of_object() const { return attributes_ || has_fields_; }
+  // The dict whose items the value shows as its own, or null.
+  PyObject* wrapped() const { return wrapped_.ptr(); }
+
+  // Calls visit(style, key, index, child, is_declared) for each part until it returns false. The
+  // key is null where there is an index. With `skips_plain` it may leave out plain values.
+  template <class Visit>
+  void for_each(bool skips_plain, Visit visit) const;
 
  private:
-  std::vector<PyObject*> path_;
-  int num_children_ = 0;
+  void find_attributes();
+  void ask();
+  PyObject* field(const TypeLayout::Field& field) const {
+    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(value_) + field.offset);
+  }
+  template <class Visit>
+  static bool for_each_in(PyObject* sequence, bool skips_plain, Visit visit);
+  // Calls visit(key, child) for each item until it returns false, which it then returns.
+  template <class Visit>
+  static bool for_each_item(PyObject* dict, bool is_ordered, bool skips_plain, Visit visit);
+  template <class Visit>
+  bool for_each_asked(Visit visit) const;
+
+  PyObject* value_;
+  const TypeLayout& layout_;
+  bool exist_ = true;
+  bool has_fields_ = false;
+  py::object attributes_;  // its dict of attributes, if that is not empty
+  py::object wrapped_;
+  py::object listed_;  // the items of a deque; the answer of who was asked
+};
+
+template <class Visit>
+bool Parts::for_each_in(PyObject* sequence, bool skips_plain, Visit visit) {
+  // Large scans release the GIL, and another thread may change the list meanwhile.
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence); ++i) {
+    PyObject* const item = PySequence_Fast_GET_ITEM(sequence, i);
+    if (skips_plain && is_common_plain(item)) continue;
+    const auto child = py::reinterpret_borrow<py::object>(item);
+    if (!visit(LabelStyle::kIndex, nullptr, i, child.ptr(), true)) return false;
+  }
+  return true;
+}
+
+template <class Visit>
+bool Parts::for_each_item(PyObject* dict, bool is_ordered, bool skips_plain, Visit visit) {
+  if (!is_ordered) {
+    PyObject *key, *child;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(dict, &position, &key, &child)) {
+      if (skips_plain && is_common_plain(child)) continue;
+      const auto key_alive = py::reinterpret_borrow<py::object>(key);
+      const auto child_alive = py::reinterpret_borrow<py::object>(child);
+      if (!visit(key, child)) return false;
+    }
+    return true;
+  }
+  const auto keys = py::reinterpret_steal<py::object>(PyODict_Type.tp_iter(dict));
+  while (keys) {
+    const auto key = py::reinterpret_steal<py::object>(PyIter_Next(keys.ptr()));
+    if (!key) break;
+    const auto child = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(dict, key.ptr()));
+    if (child && !visit(key.ptr(), child.ptr())) return false;
+  }
+  PyErr_Clear();  // another thread has changed it
+  return true;
+}
+
+template <class Visit>
+bool Parts::for_each_asked(Visit visit) const {
+  for (const py::handle pair : py::reinterpret_borrow<py::list>(listed_)) {
+    const auto part_and_child = py::reinterpret_borrow<py::tuple>(pair);
+    const auto part = part_and_child[0];
+    const auto style = part.attr("style").cast<std::string_view>();
+    const py::object key = part.attr("value");
+    const py::object child = part_and_child[1];
+    const bool goes_on =
+        style == "index"
+            ? visit(LabelStyle::kIndex, nullptr, key.cast<Py_ssize_t>(), child.ptr(), true)
+            : visit(style == "key" ? LabelStyle::kKey : LabelStyle::kAttribute, key.ptr(), 0,
+                    child.ptr(), true);
+    if (!goes_on) return false;
+  }
+  return true;
+}
+
+template <class Visit>
+void Parts::for_each(bool skips_plain, Visit visit) const {
+  switch (layout_.shape) {
+    case Shape::kSequence: for_each_in(value_, skips_plain, visit); return;
+    case Shape::kDeque: for_each_in(listed_.ptr(), skips_plain, visit); return;
+    case Shape::kDict:
+    case Shape::kOrderedDict:
+      for_each_item(value_, layout_.shape == Shape::kOrderedDict, skips_plain,
+                    [&](PyObject* key, PyObject* child) {
+                      return visit(layout_.key_style, key, 0, child, true);
+                    });
+      return;
+    default: break;
+  }
+  if (listed_) {
+    for_each_asked(visit);
+    return;
+  }
+  if (wrapped_) {
+    const bool goes_on = for_each_item(wrapped_.ptr(), PyODict_Check(wrapped_.ptr()), skips_plain,
+                                       [&](PyObject* key, PyObject* child) {
+                                         return visit(LabelStyle::kKey, key, 0, child, true);
+                                       });
+    if (!goes_on) return;
+  }
+  // Attributes beside the items of a wrapper are its own business.
+  const bool is_declared = layout_.is_declared && !wrapped_;
+  const auto attribute = [&](PyObject* name, PyObject* child) {
+    const bool is_wrapped = wrapped_ && layout_.wraps.equal(py::handle(name));
+    return is_wrapped || visit(LabelStyle::kAttribute, name, 0, child, is_declared);
+  };
+  if (attributes_ && !for_each_item(attributes_.ptr(), false, skips_plain, attribute)) return;
+  for (const TypeLayout::Field& each : layout_.fields) {
+    const auto child = py::reinterpret_borrow<py::object>(field(each));
+    if (child && !attribute(each.name.ptr(), child.ptr())) return;
+  }
+}
+
+// The containers that a walk has opened, each held, so that no other object gets its address.
+class Opened {
+ public:
+  Opened() = default;
+  Opened(const Opened&) = delete;
+  ~Opened();
+
+  bool contains(PyObject* object) const;
+  // Returns false if it is there already.
+  bool add(PyObject* object);
+
+ private:
+  static constexpr size_t kFew = 16;
+
+  size_t place(PyObject* object) const;
+  void grow();
+
+  size_t size_ = 0;
+  std::array<PyObject*, kFew> few_;
+  std::vector<PyObject*> table_;  // all of them, by open addressing, where there are more
 };
 
 }  // namespace overflow_fast

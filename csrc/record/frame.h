@@ -98,6 +98,7 @@ struct Frame {
   int64_t order;              // counts the frames of all recorders
   bool is_bad = false;        // of the entries whose stat is known so far
   bool waits = false;         // some stat is still on its device
+  bool has_opaque = false;    // some value may hold tensors and was not opened
   int64_t capture = 0;        // the step in which a graph capture ran the module; 0: it ran eagerly
   int64_t sends = 0;          // the number of sends before it began
   uint64_t newest_input = 0;  // see Call::begins_after
@@ -127,7 +128,7 @@ struct Call {
   bool has_unseen;  // an input or output could not be scanned
 };
 
-// Counts of what was scanned and what was not, since the recorder was created.
+// Counts of what was scanned or looked into and what was not, since the recorder was created.
 class Coverage {
  public:
   int64_t tensors_listed = 0;
@@ -147,16 +148,28 @@ class Coverage {
   }
   void count(const py::object& why) {
     ++not_scanned;
-    const bool has_room = reasons_.size() < kMaxReasons || reasons_.contains(why);
-    const py::object reason = has_room ? why : py::str("other reasons");
-    reasons_[reason] = reasons_.attr("get")(reason, 0).cast<int64_t>() + 1;
+    count_in(reasons_, why, py::str("other reasons"));
+  }
+  // Counts a value that was not looked into, by the name of its type.
+  void count_opaque(const py::object& type_name) {
+    count_in(opaque_, type_name, py::str("other types"));
   }
   // The number of tensors for each reason.
   py::dict reasons() const { return reasons_.attr("copy")(); }
+  // The number of values for each type.
+  py::dict opaque() const { return opaque_.attr("copy")(); }
 
  private:
-  static constexpr size_t kMaxReasons = 32;
+  static constexpr size_t kMaxKeys = 32;
+
+  static void count_in(py::dict& counts, const py::object& key, const py::object& rest) {
+    const bool has_room = counts.size() < kMaxKeys || counts.contains(key);
+    const py::object& counted = has_room ? key : rest;
+    counts[counted] = counts.attr("get")(counted, 0).cast<int64_t>() + 1;
+  }
+
   py::dict reasons_;
+  py::dict opaque_;
 };
 
 }  // namespace overflow_fast

@@ -117,6 +117,11 @@ class Recorder {
   const TracedCall& traced_call(int64_t id, std::string_view text);
   void add_none(Frame& frame, Listing listing);
   void add_not_tensor(Frame& frame, Listing listing);
+  // Counts a value that may hold tensors and was not opened.
+  void note_opaque(Frame& frame, const py::object& type_name) {
+    frame.has_opaque = true;
+    coverage_.count_opaque(type_name);
+  }
   bool finish(Frame& frame);
 
   // Scans tensors outside of any call as one frame, each under its name and without the memo. With

@@ -23,10 +23,13 @@ void Recorder::note_call(const Frame& frame) {
     calls_.erase(calls_.begin(), calls_.begin() + kMaxCalls / 2);
     num_calls_judged_ = 0;
   }
+  // Of an output that is listed only if it is bad, no gradient is recorded.
   const bool has_unseen =
+      frame.has_opaque ||
       std::any_of(frame.entries.begin(), frame.entries.end(), [](const Entry& entry) {
+        const bool is_odd = entry.kind == EntryKind::kNotTensor || entry.listing.only_if_bad;
         return entry.kind == EntryKind::kNotScanned ||
-               (entry.kind == EntryKind::kNotTensor && entry.listing.role != Role::kInput);
+               (is_odd && entry.listing.role != Role::kInput);
       });
   calls_.push_back({frame.module, frame.kind, frame.order, frame.batch, graph_thread(),
                     frame.newest_input, next_node_number(), frame.traced != nullptr, has_unseen});

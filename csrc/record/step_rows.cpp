@@ -68,6 +68,7 @@ void StepRows::add(const Frame& frame) {
   for (const Entry& entry : frame.entries) {
     const bool is_real = entry.kind == EntryKind::kTensor && !dtype_info(entry.dtype).is_integer();
     if (!is_real || entry.listing.role == Role::kInput || entry.stat.is_empty()) continue;
+    if (entry.listing.only_if_bad && !entry.is_bad()) continue;
     const Place place{kind, frame.module, entry.listing.label};
     const size_t column = column_of(place, entry.dtype, entry.numel);
     if (column == kNoRoom) {

@@ -13,6 +13,9 @@ struct Callbacks {
   py::object reason;   // (tensor, readability) -> why it cannot be scanned
   py::object warn_of_no_kernels;  // () -> None
   py::object warn_of_lack;        // (what the device's operations lack) -> None
+  py::object layout;              // (type) -> tree.Layout
+  py::object children;            // (value) -> the list of its tree.Parts and values, or None
+  py::object type_name;           // (type) -> its qualified name
 };
 
 const Callbacks& callbacks();

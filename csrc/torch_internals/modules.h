@@ -1,4 +1,5 @@
-// The layout of nn.Module. Attribute access through a module itself could run the user's code.
+// The layouts of classes and of nn.Module. Attribute access through an object itself could run the
+// user's code.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -13,6 +14,28 @@ namespace overflow_fast {
 // the only one that takes no reference, runs no descriptor and raises nothing.
 inline PyObject* class_attribute(PyTypeObject* type, PyObject* name) {
   return _PyType_Lookup(type, name);
+}
+
+// An attribute of a class itself, borrowed, or null.
+inline PyObject* own_attribute(PyTypeObject* type, PyObject* name) {
+#if PY_VERSION_HEX >= 0x030c0000
+  const auto attributes = pybind11::reinterpret_steal<pybind11::object>(PyType_GetDict(type));
+  return PyDict_GetItem(attributes.ptr(), name);
+#else
+  return PyDict_GetItem(type->tp_dict, name);
+#endif
+}
+
+// True if a weak reference still refers to an object.
+inline bool refers_to(PyObject* reference, PyObject* object) {
+#if PY_VERSION_HEX >= 0x030d0000
+  PyObject* found = nullptr;
+  PyWeakref_GetRef(reference, &found);
+  Py_XDECREF(found);
+  return found == object;
+#else
+  return PyWeakref_GET_OBJECT(reference) == object;
+#endif
 }
 
 // The dict of the parameters that a module itself holds (nn.Module._parameters).

@@ -14,6 +14,11 @@ inline bool is_plain_tensor(PyObject* object) { return THPVariable_CheckExact(ob
 // The same for any subclass. Costs an isinstance(), which may raise.
 inline bool is_tensor(PyObject* object) { return THPVariable_Check(object); }
 
+// The same for all objects of a type, without any code of it.
+inline bool is_tensor_type(PyTypeObject* type) {
+  return PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(THPVariableClass)) != 0;
+}
+
 // The tensor inside an object that is_tensor(). Lives as long as the object.
 inline const at::Tensor& tensor_of(PyObject* object) { return THPVariable_Unpack(object); }
 

@@ -16,7 +16,8 @@ class GuardArguments(griffe.Extension):  # type: ignore[misc]
 
     def on_package(self, *, pkg: Any, **_: Any) -> None:
         """Called once the package has been read."""
-        for cls in pkg["guard.options"].classes.values():
+        modules = [pkg["guard.options"], *pkg["guard.monitors"].modules.values()]
+        for cls in (each for module in modules for each in module.classes.values()):
             listed = _fields_of(cls)
             if listed:
                 cls.docstring.value += f"\n\nAttributes:\n{listed}"

@@ -9,6 +9,9 @@ import textwrap
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
+from ..files.reading import is_regular
+from ..text import printable
+
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 else:
@@ -64,7 +67,7 @@ def with_progress(items: Iterable[_T], unit: str, total: int | None) -> Iterable
 def require_content(paths: Iterable[str]) -> None:
     """Raises ValueError if one of them is an empty file."""
     for path in paths:
-        if os.path.isfile(path) and not os.path.getsize(path):
+        if is_regular(path) and not os.path.getsize(path):
             raise ValueError(f"{path} is empty: it has no steps yet.")
 
 
@@ -78,11 +81,16 @@ def at_least_one(text: str) -> int:
 def reason(error: Exception) -> str:
     """Writes an error for readers: of the system's its file and what is wrong."""
     if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"{error.filename}: {error.strerror}"
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error)
 
 
 def fail(message: str) -> int:
     """Prints why a command cannot do its work, and returns the exit status 2."""
-    print(message, file=sys.stderr)
+    warn(message)
     return 2
+
+
+def warn(message: str) -> None:
+    """Prints a sentence to stderr."""
+    print(printable(message, keep="\n"), file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from ..text import printable
 from .adding import Commands, add_command, fail, reason
 
 _FORMATS = (".html", ".xlsx", ".json")
@@ -73,7 +74,7 @@ def _run(parsed: argparse.Namespace) -> int:
         return fail(f"The runs cannot be compared: {reason(error)}")
     print(found.to_json() if parsed.json else found)
     if output and not parsed.json:
-        print(output)
+        print(printable(output))
     if not found.num_compared:
         return 2
     if not found.differs and not found.num_computed:

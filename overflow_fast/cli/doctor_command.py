@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import TYPE_CHECKING
 
+from ..files.json_text import dumps
 from .adding import Commands, add_command, fail
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _tell(diagnosis: Diagnosis, as_json: bool, output: str | None) -> int:
     """Prints it and writes its page; returns 2 if the page cannot be written."""
     status = 0
     if as_json:
-        print(json.dumps(diagnosis.to_dict(), indent=1))
+        print(dumps(diagnosis.to_dict(), indent=1))
     else:
         print(diagnosis)
     if output is not None:

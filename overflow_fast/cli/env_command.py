@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import os
 import platform
 from pathlib import Path
 from typing import Any
 
+from ..files.json_text import dumps
+from ..text import printable
 from .adding import Commands, add_command
 
 _LIBRARIES = (
@@ -36,10 +37,10 @@ def add_to(commands: Commands) -> None:
 def _run(parsed: argparse.Namespace) -> int:
     found = environment()
     if parsed.json:
-        print(json.dumps(found, indent=1))
+        print(dumps(found, indent=1))
         return 0
     for name, value in found.items():
-        print(f"{name}: {_text(value)}")
+        print(printable(f"{name}: {_text(value)}"))
     return 0
 
 

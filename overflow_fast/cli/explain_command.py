@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 from collections.abc import Callable
 from typing import Any
 
-from ..core.strict_json import to_plain
+from ..files.json_text import dumps
 from .adding import Commands, add_command, fail
 
 
@@ -52,7 +51,7 @@ def _run(parsed: argparse.Namespace) -> int:
         )
     except UnreadableStepError as error:
         return fail(f"The step cannot be explained: {error}.")
-    print(json.dumps(to_plain(found.to_dict()), indent=1) if parsed.json else found)
+    print(dumps(found.to_dict(), indent=1) if parsed.json else found)
     return 0
 
 

@@ -8,14 +8,14 @@ import dataclasses
 import importlib
 import io
 import itertools
-import json
 import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .adding import Commands, add_command, fail, reason, with_progress
+from ..files.json_text import dumps
+from ..text import printable
+from .adding import Commands, add_command, fail, reason, warn, with_progress
 
 _ROWS = 50_000  # of a row group
 _SUFFIXES = (".csv", ".parquet")
@@ -69,9 +69,10 @@ def _run(parsed: argparse.Namespace) -> int:
         return fail(f"The record cannot be exported: {reason(error)}")
     for record in records:
         if record.is_truncated or record.num_damaged:
-            print(f"{record.path} has lines that are not whole.", file=sys.stderr)
+            warn(f"{record.path} has lines that are not whole.")
     written = {"path": str(output), "rows": num_rows}
-    print(json.dumps(written) if parsed.json else f"{output}: {num_rows} rows")
+    text = printable(f"{output}: {num_rows} rows")
+    print(dumps(written) if parsed.json else text)
     return 0
 
 

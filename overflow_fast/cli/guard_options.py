@@ -9,10 +9,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..guard.config import GuardConfig
+from ..guard.monitors.builtin import DEFAULT_MONITORS, MONITORS
+from ..guard.monitors.monitor import Monitor
 from ..guard.options import (
-    DEFAULT_MONITORS,
-    MONITORS,
-    Monitor,
     Option,
     options_of,
     snake_case,

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..core.strict_json import SCHEMA
+from ..files.json_text import SCHEMA, dumps, parse_object
+from ..files.reading import FileError, lines_of, open_regular
 from ..record.record_lines import KIND as RECORD
-from .adding import Commands, add_command, fail, reason
+from ..text import counted, printable
+from .adding import Commands, add_command, fail, reason, warn
+
+if TYPE_CHECKING:
+    from ..report.log_schema import LogLine
 
 _PAUSE = 0.5  # seconds between two looks at a log that is followed
 
-Line = dict[str, Any]
 
-
-class LogError(ValueError):
+class LogError(FileError):
     """A file that cannot be read as a log; says why."""
 
 
@@ -63,33 +65,40 @@ def _steps(text: str) -> range:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    logs = [_Log(Path(path)) for path in parsed.paths]
-    num_lines = num_wanted = 0
     try:
-        while True:
-            for log in logs:
-                for line in log.read():
-                    num_lines += 1
-                    if _is_wanted(line, parsed):
-                        num_wanted += 1
-                        print(json.dumps(line) if parsed.json else _text(line))
-            if not parsed.follow:
-                break
-            sys.stdout.flush()
-            time.sleep(_PAUSE)
+        logs = [_Log(Path(path)) for path in parsed.paths]
+        return _print_all(logs, parsed)
     except BrokenPipeError:
         raise
-    except (OSError, LogError) as error:
+    except (OSError, LogError, ImportError) as error:
         return fail(f"The log cannot be read: {reason(error)}")
     except KeyboardInterrupt:
         return 0
+
+
+def _print_all(logs: list[_Log], parsed: argparse.Namespace) -> int:
+    num_lines = num_wanted = 0
+    while True:
+        for log in logs:
+            for line, data in log.read():
+                num_lines += 1
+                if _is_wanted(line, parsed):
+                    num_wanted += 1
+                    print(_json(line, data) if parsed.json else _text(line, data))
+        if not parsed.follow:
+            break
+        sys.stdout.flush()
+        time.sleep(_PAUSE)
     for log in logs:
-        if not log.path.stat().st_size:
+        if not log.has_lines:
             return fail(f"{log.path} is empty: it has no lines yet.")
-        if log.rest:
-            print(f"The last line of {log.path} is not whole.", file=sys.stderr)
+        if log.num_damaged:
+            damaged = counted(log.num_damaged, "damaged line")
+            warn(f"{log.path}: {damaged} left out.")
+        if log.is_truncated:
+            warn(f"The last line of {log.path} is not whole.")
     if num_lines and not num_wanted:
-        print(f"None of the {num_lines} lines is such a line.", file=sys.stderr)
+        warn(f"None of the {num_lines} lines is such a line.")
     return 0
 
 
@@ -100,98 +109,126 @@ class _Log:
         path: The file.
 
     Attributes:
-        rest: The beginning of a line that is not whole yet.
+        has_lines: Whether the file is not empty.
+        is_truncated: Whether the last line is not whole yet.
+        num_damaged: How many other lines cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
+        from ..report.log_schema import LINES
+
         self.path = path
-        self.rest = b""
+        self.has_lines = self.is_truncated = False
+        self.num_damaged = 0
+        self._lines = LINES
         self._offset = 0
         self._inode = -1
         self._ranks: dict[str, int] = {}
 
-    def read(self) -> Iterator[Line]:
-        """Yields the lines that were added since the last call, with their rank.
+    def read(self) -> Iterator[tuple[LogLine, bytes]]:
+        """Yields the lines that were added since the last call, as they are written.
 
         Raises:
             OSError: If the file cannot be read.
             LogError: If it is no log, or one of a newer version.
         """
-        with open(self.path, "rb") as file:
+        with open_regular(self.path) as file:
             inode = os.fstat(file.fileno()).st_ino
             if inode != self._inode:
-                self._inode, self._offset, self.rest = inode, 0, b""
-            is_first = self._offset == 0
+                self._inode, self._offset = inode, 0
             file.seek(self._offset)
-            data = file.read()
-            self._offset += len(data)
-        *whole, self.rest = (self.rest + data).split(b"\n")
-        for text in whole:
-            line = _parsed(text)
-            if is_first:
-                self._check(line)
-                is_first = False
-            if line is not None:
-                yield self._with_rank(line)
-        if is_first and self.rest:
-            self._check(_parsed(self.rest))
+            self.is_truncated = False
+            for text in lines_of(file):
+                self.has_lines = True
+                if self._offset == 0:
+                    self._check(text)
+                if text is not None and not text.endswith(b"\n"):
+                    self.is_truncated = True
+                    return
+                self._offset = file.tell()
+                found = self._decoded(text)
+                if found is not None:
+                    yield found
 
-    def _check(self, first: Line | None) -> None:
-        if first is not None and first.get("kind") == RECORD:
+    def _decoded(self, text: bytes | None) -> tuple[LogLine, bytes] | None:
+        try:
+            line = None if text is None else self._lines.decode(text)
+        except FileError:
+            line = None
+        if line is None or text is None:
+            self.num_damaged += 1
+            return None
+        if line.rank is None:
+            line.rank = self._ranks.get(line.run, 0)
+        elif hasattr(
+            line, "models"
+        ):  # the line of a run, which tells it for the others
+            self._ranks[line.run] = line.rank
+        return line, text
+
+    def _check(self, first: bytes | None) -> None:
+        """Raises LogError if a first line is not that of a log that can be read."""
+        from ..files.schema import Head, decode
+
+        try:
+            head = Head() if first is None else decode(first, Head)
+        except FileError:
+            head = Head()
+        if head.kind == RECORD:
             raise LogError(
                 f"{self.path} is a flight record: see `overflow-fast export`, `watch` "
                 "and `report`."
             )
-        if first is None or "overflow_fast" not in first:
-            raise LogError(f"{self.path} is no log of overflow_fast.")
-        schema = first.get("schema", 0)
-        if not isinstance(schema, int):
+        schema = 0 if head.schema is None else head.schema
+        if head.overflow_fast is None or not isinstance(schema, int):
             raise LogError(f"{self.path} is no log of overflow_fast.")
         if schema > SCHEMA:
             raise LogError(
-                f"{self.path} was written by overflow_fast {first['overflow_fast']}; "
+                f"{self.path} was written by overflow_fast {head.overflow_fast!s:.40}; "
                 "run `pip install -U overflow_fast`."
             )
 
-    def _with_rank(self, line: Line) -> Line:
-        if line.get("kind") == "run":
-            self._ranks[line["run"]] = line.get("rank", 0)
-        return {"rank": self._ranks.get(line.get("run", ""), 0), **line}
 
-
-def _parsed(text: bytes) -> Line | None:
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return None
-    return line if isinstance(line, dict) else None
-
-
-def _is_wanted(line: Line, parsed: argparse.Namespace) -> bool:
+def _is_wanted(line: LogLine, parsed: argparse.Namespace) -> bool:
+    step = -1 if line.step is None else line.step
     return (
-        (parsed.step is None or line.get("step", -1) in parsed.step)
-        and (parsed.rank is None or line["rank"] == parsed.rank)
-        and (parsed.action is None or line.get("action") == parsed.action)
-        and (parsed.kind is None or line.get("kind") == parsed.kind)
-        and (not parsed.bad or line.get("is_clean") is False)
+        (parsed.step is None or step in parsed.step)
+        and (parsed.rank is None or line.rank == parsed.rank)
+        and (parsed.action is None or line.action == parsed.action)
+        and (parsed.kind is None or _kind_of(line) == parsed.kind)
+        and (not parsed.bad or line.is_clean is False)
     )
 
 
-def _text(line: Line) -> str:
+def _kind_of(line: LogLine) -> str:
+    return str(getattr(line, "kind", None) or type(line).__struct_config__.tag)
+
+
+def _json(line: LogLine, data: bytes) -> str:
+    """A line with all its fields, and its rank, as JSON."""
+    return dumps({"rank": line.rank, **(parse_object(data) or {})})
+
+
+def _text(line: LogLine, data: bytes) -> str:
     """A line for a reader: time, rank, and what it says."""
-    when = datetime.fromtimestamp(line.get("time", 0)).isoformat(" ", "seconds")
-    begin = f"{when} rank {line['rank']}"
-    if line.get("kind") == "run":
-        models = ", ".join(line.get("models", []))
-        return f"{begin} run {line['run']}: {models}, on_overflow={line['policy']}"
-    if line.get("kind") != "step":
+    when = datetime.fromtimestamp(line.time).isoformat(" ", "seconds")
+    return printable(f"{when} rank {line.rank} {_content(line, data)}")
+
+
+def _content(line: Any, data: bytes) -> str:
+    kind = _kind_of(line)
+    if kind == "run":
+        models = ", ".join(line.models)
+        return f"run {line.run}: {models}, on_overflow={line.policy}"
+    if kind != "step":
         known = {"rank", "run", "time", "kind"}
-        rest = ", ".join(f"{k}={v}" for k, v in line.items() if k not in known)
-        return f"{begin} {line.get('kind')}: {rest}"
-    action = f" {line['action']}" if line.get("action") else ""
-    if line.get("is_clean"):
-        bits = line.get("headroom_bits")
-        near = f", {bits} bits left at {line['headroom_at']}" if bits else ""
-        return f"{begin} step {line['step']} clean{action}{near}"
-    cause = f", {line['cause']}" if line.get("cause") else ""
-    return f"{begin} step {line['step']} NOT FINITE{action}: {line.get('first')}{cause}"
+        fields = parse_object(data) or {}
+        rest = ", ".join(f"{k}={v}" for k, v in fields.items() if k not in known)
+        return f"{kind}: {rest}"
+    action = f" {line.action}" if line.action else ""
+    if line.is_clean:
+        bits = line.headroom_bits
+        near = f", {bits} bits left at {line.headroom_at}" if bits else ""
+        return f"step {line.step} clean{action}{near}"
+    cause = f", {line.cause}" if line.cause else ""
+    return f"step {line.step} NOT FINITE{action}: {line.first}{cause}"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 
-from ..core.strict_json import to_plain
+from ..files.json_text import dumps
+from ..text import printable
 from .adding import (
     Commands,
     add_command,
     fail,
     reason,
     require_content,
+    warn,
     with_progress,
 )
 
@@ -47,11 +48,15 @@ def _run(parsed: argparse.Namespace) -> int:
         require_content(parsed.paths)
         paths = with_progress(parsed.paths, "files", len(parsed.paths))
         sources = read_sources(paths)
-        page = write_page(parsed.output, sources.records, sources.incidents)
-    except (OSError, ValueError) as error:
+        page = write_page(
+            parsed.output, sources.records, sources.incidents, sources.damaged
+        )
+    except (OSError, ValueError, ImportError) as error:
         return fail(f"The page cannot be written: {reason(error)}")
+    for sentence in sources.damaged:
+        warn(sentence)
     if parsed.json:
-        print(json.dumps(to_plain({**sources.to_dict(), "path": str(page)})))
+        print(dumps({**sources.to_dict(), "path": str(page)}))
     else:
-        print(page)
+        print(printable(str(page)))
     return 0

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from ..core.strict_json import to_plain
+from ..files.json_text import dumps
 from .adding import Commands, add_command, at_least_one, fail, reason, require_content
 
 _SHARE = 4  # of the time, at most one in this many seconds is spent reading
@@ -59,9 +58,7 @@ def _run(parsed: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         return fail(f"The record cannot be read: {reason(error)}")
     except ImportError as error:
-        return fail(
-            f"watch needs rich: run `pip install rich`, or add --json ({error})."
-        )
+        return fail(f"watch cannot run: {error}.")
     except KeyboardInterrupt:
         return 0
 
@@ -77,16 +74,20 @@ def _print_json(parsed: argparse.Namespace) -> int:
     while True:
         begin = time.monotonic()
         found = _look(parsed.paths, parsed.num)
-        print(json.dumps(to_plain(found)), flush=True)
+        print(dumps(found), flush=True)
         if parsed.once:
             return 0
         _pause(parsed.interval, time.monotonic() - begin)
 
 
 def _show(parsed: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.live import Live
-
+    try:
+        from rich.console import Console
+        from rich.live import Live
+    except ImportError as error:
+        raise ImportError(
+            f"it needs rich: run `pip install rich`, or add --json ({error})"
+        ) from error
     from .watch_view import view_of
 
     console = Console()

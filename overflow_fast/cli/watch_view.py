@@ -10,6 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..text import printable
+
 Numbers = Mapping[str, Any]
 
 _FEW_BITS = 1.0
@@ -31,11 +33,9 @@ def view_of(found: Numbers) -> RenderableType:
 
 def _title(found: Numbers) -> Text:
     models = ", ".join(found["models"]) or "a run"
-    return Text(
-        f"{models} on {found['host']}, {len(found['ranks'])} of {found['world_size']} "
-        f"ranks, on_overflow={found['policy']}",
-        style="bold",
-    )
+    ranks = f"{len(found['ranks'])} of {found['world_size']} ranks"
+    title = f"{models} on {found['host']}, {ranks}, on_overflow={found['policy']}"
+    return Text(printable(title), style="bold")
 
 
 def _ranks(ranks: Sequence[Numbers]) -> Table:
@@ -69,9 +69,9 @@ def _entries(worst: Sequence[Numbers]) -> Table:
             Text(f"{bits:.1f}", style=_style(bits)),
             "" if trend is None else f"{trend:+.2f}",
             _number(each["abs_max"]),
-            each["dtype"],
+            Text(printable(each["dtype"])),
             str(each["rank"]),
-            Text(_where(each)),
+            Text(printable(_where(each))),
         )
     return table
 
@@ -99,12 +99,15 @@ def _incidents(incidents: Sequence[Numbers]) -> Table:
             datetime.fromtimestamp(each["time"]).isoformat(" ", "seconds"),
             str(each["rank"]),
             str(first) if first == last else f"{first} to {last}",
-            ", ".join(
-                name if count == 1 else f"{count} x {name}"
-                for name, count in each["actions"].items()
-            ),
+            Text(printable(_actions(each["actions"]))),
         )
     return table
+
+
+def _actions(actions: Mapping[str, int]) -> str:
+    return ", ".join(
+        name if count == 1 else f"{count} x {name}" for name, count in actions.items()
+    )
 
 
 def _table(*columns: str) -> Table:

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from ..files import writing as files
+
 
 def check_model(name: str, model: Any) -> None:
     """Raises a TypeError if an argument is no module."""
@@ -28,10 +30,10 @@ def make_folder(folder: Any) -> Path:
     if not isinstance(folder, (str, os.PathLike)):
         raise TypeError(f"folder must be a path, got {_kind(folder)}")
     path = Path(folder)
-    if path.exists() and not path.is_dir():
+    if os.path.lexists(path) and not os.path.isdir(path):
         raise NotADirectoryError(f"folder must be a folder, but {path} is a file")
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        files.make_folder(path)
     except OSError as error:
         raise type(error)(f"folder cannot be made: {error}") from error
     return path

@@ -37,6 +37,10 @@ def compare_runs(
         result.rows += rows
         result.first = result.first or first
     mark(result.rows, threshold, cosine)
+    result.said += [
+        f"{path} cannot be read ({why}): its tensors were compared by fingerprints."
+        for path, why in {**mine.unread, **its.unread}.items()
+    ]
     if not mine.steps or not its.steps:
         result.said.append(f"{_empty(mine, its)} holds no whole step.")
     result.said += [

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..core.strict_json import SCHEMA, to_plain
-from ..core.text import as_lines
+from ..files.json_text import SCHEMA, dumps
+from ..text import as_lines, printable
 from .first_difference import First
 from .judged_rows import (
     EQUAL,
@@ -71,7 +70,7 @@ class Comparison:
 
     def __str__(self) -> str:
         """The remarks, the first difference, and the rows around it."""
-        lines = [f"{self.name} against {self.reference}"]
+        lines = [printable(f"{self.name} against {self.reference}")]
         said = self.said[:_MAX_SAID]
         if len(self.said) > len(said):
             said.append(f"And {len(self.said) - len(said)} more remarks.")
@@ -137,7 +136,7 @@ class Comparison:
         Raises:
             FileExistsError: If the file is there, and no comparison of overflow_fast.
         """
-        text = json.dumps(to_plain(self.to_dict()), indent=1, allow_nan=False)
+        text = dumps(self.to_dict(), indent=1)
         if path is not None:
             check_replaceable(path).write_text(text, encoding="utf-8")
         return text
@@ -186,7 +185,7 @@ HEADS = (
 def _table(rows: list[Difference]) -> list[str]:
     if not rows:
         return []
-    cells = [list(HEADS), *(cells_of(row) for row in rows)]
+    cells = [list(HEADS), *(list(map(printable, cells_of(row))) for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(HEADS))]
     return [
         "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()

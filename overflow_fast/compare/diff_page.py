@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..page.render import GENERATOR, page_style, save_page
+from ..page.render import GENERATOR, html_templates, page_style, save_page
 
 _MAX_ROWS = 5000
 _HERE = Path(__file__).parent
@@ -29,18 +29,9 @@ def write_diff_page(plain: Mapping[str, Any], path: str | os.PathLike[str]) -> P
 
 
 def _text_of(plain: Mapping[str, Any]) -> str:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    pages = Environment(
-        loader=FileSystemLoader(_HERE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    pages.filters["number"] = _number
-    pages.filters["bar"] = _bar
+    pages = html_templates(_HERE, number=_number, bar=_bar)
     rows = [row for row in plain["rows"] if row["verdict"] != "equal"]
     text: str = pages.get_template("diff.html").render(
         it=plain,

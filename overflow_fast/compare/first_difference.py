@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..text import printable
 from .judged_rows import Difference, coarser
 
 _MAX_PLACES = 3
@@ -87,7 +88,7 @@ class First:
             text += _caveat(self.unknown)
         if self.op:
             text += f" The first operation that differs: {self.op}."
-        return f"{text} {self.remark}".rstrip()
+        return printable(f"{text} {self.remark}".rstrip())
 
 
 def _caveat(unknown: Sequence[str]) -> str:

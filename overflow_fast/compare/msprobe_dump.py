@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..files.reading import FileError, open_regular, read_bytes
 from .places_of import BACKWARD, FORWARD, STATE, Place
 from .run_reader import RankStep, RecordingError, Run, Source
 from .run_rows import Row
 from .summary import fetch, summarize, values_of
 
-_CALL = re.compile(r"Module\.(.*)\.(\w+)\.(forward|backward)\.(\d+)")
+if TYPE_CHECKING:
+    from .msprobe_schema import Facts
+
+_CALL = re.compile(r"Module\.(.*)\.(\w+)\.(forward|backward)\.(\d{1,9})")
 _GRADIENTS = re.compile(r"Module\.(.*?)\.?(\w*)\.parameters_grad(?:\.\d+)?")
+_MAX_DUMP = 2**30
+_MAX_NAME = 2000
+_MAX_DEPTH = 64
 _ONLY_STATISTICS = (
     "the dump has statistics of it alone; dump with task=tensor to compare values"
 )
@@ -30,12 +38,44 @@ class TensorFile(Source):
     path: Path | None = None
 
     def load(self) -> torch.Tensor | None:
-        """Reads the tensor."""
-        if self.path is None or not self.path.exists():
+        """Reads the tensor; None if it cannot be read, which the row says."""
+        if self.path is None or self.row.why:
             return None
-        found = torch.load(self.path, map_location="cpu", weights_only=True)
-        values = values_of(found)
+        try:
+            values = values_of(_read_tensor(self.path))
+        except (OSError, FileError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            self.row.why = f"{self.path} cannot be read: {why}"
+            return None
         return None if isinstance(values, str) else values
+
+
+def _read_tensor(path: Path) -> torch.Tensor:
+    """Reads a file of `torch.save` with one tensor, which is no larger than the file.
+
+    Raises:
+        OSError: If it cannot be read.
+        FileError: If it has none.
+    """
+    with open_regular(path) as file:
+        size = path.stat().st_size
+        try:
+            # Older formats than zip allocate what they claim, before they read it.
+            held = sum(each.file_size for each in zipfile.ZipFile(file).infolist())
+            if held > size:
+                raise FileError("it is compressed")
+            file.seek(0)
+            found = torch.load(file, map_location="cpu", weights_only=True)
+        except (FileError, OSError):
+            raise
+        except Exception as error:  # of zipfile, pickle and torch
+            text = str(error).partition("\n")[0]
+            raise FileError(f"{type(error).__name__}: {text:.200}") from error
+    if not isinstance(found, torch.Tensor) or found.layout is not torch.strided:
+        raise FileError("it holds no plain tensor")
+    if found.numel() * found.element_size() > size:
+        raise FileError("its tensor claims more than the file has")
+    return found
 
 
 def find_dumps(folder: Path) -> list[Path]:
@@ -55,17 +95,27 @@ def read_dumps(folder: Path, files: list[Path]) -> Run:
         files: What `find_dumps()` returned.
 
     Raises:
-        RecordingError: If they hold no calls of modules.
+        RecordingError: If none holds calls of modules; of several, one that cannot be
+            read is left out.
+        ImportError: If msgspec is not installed.
     """
     run = Run(str(folder), [], {})
     for file in files:
         rank, step = _number(file.parent.name), _number(file.parent.parent.name)
-        sources = list(_sources(file, rank))
-        if not sources:
-            raise RecordingError(
-                f"{file} has no calls of modules: dump with level L0 or mix"
+        try:
+            sources = _sources(file, rank)
+        except (OSError, FileError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            run.damaged.append(f"{file} cannot be read: {why}.")
+            continue
+        if sources:
+            run.steps.setdefault(step, []).append(RankStep(rank, {}, sources))
+        else:
+            run.damaged.append(
+                f"{file} has no calls of modules: dump with level L0 or mix."
             )
-        run.steps.setdefault(step, []).append(RankStep(rank, {}, sources))
+    if not run.steps:
+        raise RecordingError(run.damaged[0].removesuffix("."))
     ranks = sorted({each.rank for step in run.steps.values() for each in step})
     head = {"world_size": len(ranks)}
     run.heads = [{**head, "rank": rank, "versions": {}} for rank in ranks]
@@ -74,13 +124,23 @@ def read_dumps(folder: Path, files: list[Path]) -> Run:
 
 def _number(name: str) -> int:
     digits = re.sub(r"\D", "", name)
-    return int(digits) if digits and name.startswith(("rank", "step")) else 0
+    is_number = 0 < len(digits) < 10 and name.startswith(("rank", "step"))
+    return int(digits) if is_number else 0
 
 
-def _sources(file: Path, rank: int) -> Iterator[Source]:
-    data = json.loads(file.read_text(encoding="utf-8")).get("data", {})
+def _sources(file: Path, rank: int) -> list[Source]:
+    """The tensors of one dump.
+
+    Raises:
+        OSError: If it cannot be read.
+        FileError: If it is none.
+    """
+    from ..files.schema import decode
+    from .msprobe_schema import Dump
+
+    dump = decode(read_bytes(file, _MAX_DUMP), Dump)
     folder = file.parent / "dump_tensor_data"
-    tensors = list(_tensors(data))
+    tensors = list(_tensors(dump.data))
     found = [
         _source(place, facts, folder, rank, order)
         for order, (place, facts) in enumerate(_ordered(tensors))
@@ -91,26 +151,30 @@ def _sources(file: Path, rank: int) -> Iterator[Source]:
     for source, values in read:
         if values is not None:
             source.row.summary = next(summaries)
-        yield source
+    return [source for source, _ in read]
 
 
 def _source(
-    place: Place, facts: dict[str, Any], folder: Path, rank: int, order: int
+    place: Place, facts: Facts, folder: Path, rank: int, order: int
 ) -> TensorFile:
-    name = facts.get("data_name")
-    dtype = str(facts.get("dtype", "")).removeprefix("torch.")
-    row = Row(place, order, dtype, tuple(facts.get("shape", ())))
-    if name is None:
+    name = facts.data_name
+    row = Row(place, order, facts.dtype.removeprefix("torch."), facts.shape)
+    path = None if name is None else folder / name
+    if path is None:
         row.why = _ONLY_STATISTICS
-    elif not (folder / name).exists():
-        row.why = f"{folder / name} is missing"
-    return TensorFile(rank, row, path=None if name is None else folder / name)
+    elif path.parent != folder:
+        row.why = f"{path} lies outside of the dump"
+    elif not os.path.lexists(path):
+        row.why = f"{path} is missing"
+    return TensorFile(rank, row, path=path)
 
 
-def _tensors(data: dict[str, Any]) -> Iterator[tuple[Place, dict[str, Any]]]:
+def _tensors(data: dict[str, Any]) -> Iterator[tuple[Place, Facts]]:
     """Yields the tensors of a dump that are those of recordings."""
     seen = set[tuple[str, str]]()
     for name, call in data.items():
+        if len(name) > _MAX_NAME:
+            raise FileError(f"a call has a name of {len(name)} characters")
         match, gradients = _CALL.fullmatch(name), _GRADIENTS.fullmatch(name)
         if match is not None:
             module, kind, phase, number = match.groups()
@@ -125,7 +189,7 @@ def _tensors(data: dict[str, Any]) -> Iterator[tuple[Place, dict[str, Any]]]:
         elif gradients is not None:
             module, kind = gradients.groups()
             for path, found in call.items():
-                for facts in found if isinstance(found, list) else [found]:
+                for _, facts in _leaves(found, ""):
                     role = "parameter_gradient"
                     yield _place(BACKWARD, module, kind, 0, role, path), facts
 
@@ -137,9 +201,7 @@ def _place(
     return Place(where, module, kind, call, role, path, module.rpartition(".")[0])
 
 
-def _of_call(
-    call: dict[str, Any], phase: str
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _of_call(call: dict[str, Any], phase: str) -> Iterator[tuple[str, str, Facts]]:
     """Yields role, path and facts. In backward `input` is what the module is given.
 
     What it returns there is its own part of a gradient, which recordings do not have.
@@ -159,20 +221,25 @@ def _of_call(
             yield role, plain, facts
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _leaves(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Facts]]:
+    from ..files.schema import convert
+    from .msprobe_schema import Facts
+
+    if depth > _MAX_DEPTH:
+        raise FileError("it is nested too deeply")
     if isinstance(value, dict) and "dtype" in value and "shape" in value:
-        yield path, value
+        yield path, convert(value, Facts)
     elif isinstance(value, dict):
         for name, each in value.items():
-            yield from _leaves(each, f"{path}['{name}']")
+            yield from _leaves(each, f"{path}['{name}']", depth + 1)
     elif isinstance(value, list):
         for index, each in enumerate(value):
-            yield from _leaves(each, f"{path}[{index}]")
+            yield from _leaves(each, f"{path}[{index}]", depth + 1)
 
 
 def _ordered(
-    tensors: list[tuple[Place, dict[str, Any]]],
-) -> list[tuple[Place, dict[str, Any]]]:
+    tensors: list[tuple[Place, Facts]],
+) -> list[tuple[Place, Facts]]:
     """Orders tensors by execution: a call is dumped when it returns."""
     first: dict[tuple[str, int], int] = {}
     for i, (place, _) in enumerate(tensors):

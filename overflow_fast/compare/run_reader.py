@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..files.reading import FileError, lines_of, open_regular
+from ..files.tensor_files import open_tensors
+from ..text import counted
 from .run_rows import SCHEMA, Row
 
+if TYPE_CHECKING:
+    from .recording_schema import HeadLine
 
-class RecordingError(ValueError):
+
+class RecordingError(FileError):
     """A folder holds no recording that can be read."""
 
 
@@ -24,21 +30,34 @@ class Source:
     Attributes:
         rank: The rank that recorded it.
         row: The row, with the numbers of the tensor that it shares.
-        load: Returns the tensor; None if it was not kept.
+        folder: The folder of its file.
+        unread: Gets the files whose tensors cannot be read, and why.
     """
 
     rank: int
     row: Row
     folder: Path | None = None
+    unread: dict[str, str] = field(default_factory=dict)
 
     def load(self) -> torch.Tensor | None:
-        """Reads the tensor; None if only its fingerprint was kept."""
+        """Reads the tensor; None if its fingerprint is all there is."""
         if self.folder is None or not self.row.file:
             return None
-        from safetensors import safe_open
+        path = self.folder / self.row.file
+        try:
+            tensor = self._read(path)
+        except (OSError, FileError, ImportError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            self.unread.setdefault(str(path), str(why))
+            return None
+        if tensor.shape != self.row.local or str(tensor.dtype)[6:] != self.row.dtype:
+            self.unread.setdefault(str(path), "its tensors are not those of the rows")
+            return None
+        return tensor
 
+    def _read(self, path: Path) -> torch.Tensor:
         name = str(self.row.order if self.row.same is None else self.row.same)
-        with safe_open(self.folder / self.row.file, "pt") as file:
+        with open_tensors(path) as file:
             tensor: torch.Tensor = file.get_tensor(name)
         return tensor
 
@@ -61,12 +80,14 @@ class Run:
         heads: The first line of each rank's file.
         steps: The ranks' parts of each step, by its number.
         damaged: Sentences on what could not be read.
+        unread: The files whose tensors could not be read so far, and why.
     """
 
     name: str
     heads: list[dict[str, Any]]
     steps: dict[int, list[RankStep]]
     damaged: list[str] = field(default_factory=list)
+    unread: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:
@@ -75,13 +96,14 @@ class Run:
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
-    """Reads the folder of a recording.
+    """Reads the folder of a recording. A rank's file that is damaged is left out.
 
     Args:
         folder: The folder.
 
     Raises:
         RecordingError: If there is no recording that can be read.
+        ImportError: If msgspec is not installed.
     """
     path = Path(folder)
     files = sorted(path.glob("rank-*.jsonl"), key=_rank_of)
@@ -89,10 +111,18 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         raise RecordingError(
             f"{path} holds no recording (no rank-0.jsonl) and no dump of msprobe"
         )
-    run = Run(str(path), [], {})
+    run, left_out = Run(str(path), [], {}), list[str]()
     for file in files:
-        _read_rank(run, file)
-    expected = max(int(head.get("world_size", 1)) for head in run.heads)
+        try:
+            _read_rank(run, file)
+        except OSError as error:
+            left_out.append(f"{file} cannot be read: {error.strerror}")
+        except RecordingError as error:
+            left_out.append(str(error))
+    if not run.heads:
+        raise RecordingError(left_out[0])
+    run.damaged += [f"{why}. That rank is left out." for why in left_out]
+    expected = max(int(head["world_size"]) for head in run.heads)
     if expected > run.num_ranks:
         run.damaged.append(
             f"{run.name} has recordings of {run.num_ranks} of {expected} ranks."
@@ -102,52 +132,87 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
 
 def _rank_of(path: Path) -> tuple[int, str]:
     number = path.stem.partition("-")[2]
-    return (int(number) if number.isdigit() else 1 << 30), path.name
+    is_number = number.isdecimal() and len(number) < 10
+    return (int(number) if is_number else 1 << 30), path.name
 
 
 def _read_rank(run: Run, file: Path) -> None:
+    """Adds a rank to a run.
+
+    Raises:
+        OSError: If its file cannot be read.
+        RecordingError: If it is no recording; nothing is added then.
+    """
+    from ..files.schema import plain
+    from .recording_schema import LINES, HeadLine, RowLine, StepLine
+
     rows: dict[int, list[Row]] = {}
-    is_first, num_bad = True, 0
-    with open(file, encoding="utf-8") as lines:
-        for text in lines:
+    steps, head, num_bad = list[tuple[int, RankStep]](), None, 0
+    with open_regular(file) as lines:
+        for text in lines_of(lines):
+            if head is None:
+                head = _head_of(text, file)
+                continue
             try:
-                line = json.loads(text)
-            except ValueError:
+                line = LINES.decode(text) if text is not None else None
+                num_bad += text is None
+            except FileError:
                 num_bad += 1
                 continue
-            if is_first:
-                _check_head(line, file)
-                run.heads.append(line)
-                is_first = False
-            elif line.get("kind") == "row":
-                rows.setdefault(line["step"], []).append(Row.of_plain(line))
-            elif line.get("kind") == "step":
-                rank = int(run.heads[-1]["rank"])
-                sources = _sources(rows.pop(line["step"], []), rank, file.parent)
-                step = run.steps.setdefault(line["step"], [])
-                step.append(RankStep(rank, line, sources))
-    if is_first:
+            if isinstance(line, RowLine):
+                rows.setdefault(line.step, []).append(Row.of_line(line))
+            elif isinstance(line, StepLine):
+                sources = _sources(rows.pop(line.step, []), head.rank, file.parent, run)
+                step = RankStep(head.rank, plain(line), sources)
+                steps.append((line.step, step))
+            else:
+                num_bad += isinstance(line, HeadLine)
+    if head is None:
         raise RecordingError(f"{file} is empty")
+    if any(head.rank == other["rank"] for other in run.heads):
+        raise RecordingError(f"{file} is of rank {head.rank}, as is another file")
+    run.heads.append(plain(head))
+    for number, step in steps:
+        run.steps.setdefault(number, []).append(step)
     if num_bad or rows:
-        text = "1 damaged line" if num_bad == 1 else f"{num_bad} damaged lines"
-        what = text if num_bad else "a step that is not whole"
+        what = counted(num_bad, "damaged line") if num_bad else _NOT_WHOLE
         verb = "are" if num_bad > 1 else "is"
         run.damaged.append(f"{file} has {what}, which {verb} left out.")
 
 
-def _check_head(line: Any, file: Path) -> None:
-    if not isinstance(line, dict) or line.get("kind") != "recording":
+_NOT_WHOLE = "a step that is not whole"
+
+
+def _head_of(text: bytes | None, file: Path) -> HeadLine:
+    """The first line of a rank's file.
+
+    Raises:
+        RecordingError: If it is not that of a recording that can be read.
+    """
+    from ..files.schema import Head, decode
+    from .recording_schema import HeadLine
+
+    try:
+        head = Head() if text is None else decode(text, Head)
+    except FileError:
+        head = Head()
+    if text is None or head.kind != "recording":
         raise RecordingError(f"{file} is not a recording")
-    if not isinstance(line.get("schema"), int):
+    schema = head.schema
+    if not isinstance(schema, int):
         raise RecordingError(f"{file} has no number as its schema")
-    if line["schema"] > SCHEMA:
+    if schema > SCHEMA:
         raise RecordingError(
-            f"{file} has schema {line['schema']}, newer than {SCHEMA}: it needs a "
-            "newer overflow_fast"
+            f"{file} has schema {schema}, newer than {SCHEMA}: it needs a newer "
+            "overflow_fast"
         )
+    try:
+        return decode(text, HeadLine)
+    except FileError as error:
+        raise RecordingError(f"{file}: its first line is damaged: {error}") from error
 
 
-def _sources(rows: list[Row], rank: int, folder: Path) -> list[Source]:
+def _sources(rows: Sequence[Row], rank: int, folder: Path, run: Run) -> list[Source]:
     by_order = {row.order: row for row in rows}
     for row in rows:
         shared = by_order.get(row.same) if row.same is not None else None
@@ -155,4 +220,4 @@ def _sources(rows: list[Row], rank: int, folder: Path) -> list[Source]:
             shared = by_order.get(shared.same)
         if shared is not None:
             row.summary, row.file, row.same = shared.summary, shared.file, shared.order
-    return [Source(rank, row, folder) for row in rows]
+    return [Source(rank, row, folder, run.unread) for row in rows]

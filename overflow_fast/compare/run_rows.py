@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .places_of import Place
 from .shards import Part
 from .summary import Summary
+
+if TYPE_CHECKING:
+    from .recording_schema import RowLine
 
 SCHEMA = 1  # of recordings
 
@@ -60,20 +63,18 @@ class Row:
         return {k: v for k, v in plain.items() if k == "module" or v not in empty}
 
     @classmethod
-    def of_plain(cls, plain: dict[str, Any]) -> Row:
-        """Makes one of what `to_plain()` returned."""
+    def of_line(cls, line: RowLine) -> Row:
+        """Makes one of a line of a recording."""
         names = [field.name for field in dataclasses.fields(Place)]
-        place = Place(**{name: plain.get(name, "") for name in names})
-        part = Part.of_plain(plain["part"]) if "part" in plain else None
         return cls(
-            place,
-            plain["order"],
-            plain["dtype"],
-            tuple(plain["shape"]),
-            Summary.of_plain(plain) if "fingerprint" in plain else None,
-            plain.get("same"),
-            part,
-            plain.get("why", ""),
-            plain.get("file", ""),
-            tuple(plain.get("local", plain["shape"])),
+            Place(**{name: getattr(line, name) for name in names}),
+            line.order,
+            line.dtype,
+            line.shape,
+            None if line.fingerprint is None else Summary.of_line(line),
+            line.same,
+            None if line.part is None else Part(*line.part),
+            line.why,
+            line.file,
+            line.shape if line.local is None else line.local,
         )

@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..core.devices import devices_of
-from ..core.strict_json import dumps
+from ..files.json_text import dumps
+from ..files.writing import make_folder, open_appending, write_all, write_new
 from ..state.random import RandomStates
 from .places_of import Place
 from .run_rows import SCHEMA, Row
@@ -89,12 +90,11 @@ class Recording:
             _log.warning("Recording to %s ended: %s", self.folder, self._failure)
 
     def _begin_run(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         head = {"kind": "recording", "schema": SCHEMA, "time": time.time()}
         own = {"tensors": self._has_tensors, "class": type(self._model).__name__}
-        with open(self._file, "x", encoding="utf-8") as file:
-            line = {**head, **own, **self._process, "versions": versions()}
-            file.write(f"{dumps(line)}\n")
+        line = {**head, **own, **self._process, "versions": versions()}
+        write_new(self._file, f"{dumps(line)}\n")
 
     def _begin(self) -> None:
         if self._steps is not None and self._step not in self._steps:
@@ -155,8 +155,8 @@ class Recording:
         step |= {"has_drawn": bool(drawn), "drawn": drawn}
         end = {"failures": tap.failures, "raised": raised, "rows": len(lines)}
         lines.append(f"{dumps({**step, **end})}\n")
-        with open(self._file, "a", encoding="utf-8") as file:
-            file.writelines(lines)
+        with open_appending(self._file) as file:
+            write_all(file, "".join(lines).encode())
         self._rows, self._held = [], {}
 
     def _add(self, place: Place, tensor: torch.Tensor, same: int | None) -> None:

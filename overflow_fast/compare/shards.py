@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +37,6 @@ class Part:
     def to_plain(self) -> list[list[int]]:
         """The part as lists of integers."""
         return [list(self.shape), list(self.offset), list(self.partial)]
-
-    @classmethod
-    def of_plain(cls, plain: Sequence[Sequence[int]]) -> Part:
-        """Makes one of what `to_plain()` returned."""
-        return cls(*(tuple(map(int, each)) for each in plain))
 
 
 def part_of(tensor: torch.Tensor) -> Part | str | None:

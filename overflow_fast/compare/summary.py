@@ -6,13 +6,16 @@ import base64
 import math
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..core.tensors import NotScanned, resolve
 from .fingerprint import WIDTH, Sums, wide_dtype
 from .shards import Part, pieces
+
+if TYPE_CHECKING:
+    from .recording_schema import RowLine
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -59,14 +62,15 @@ class Summary:
         }
 
     @classmethod
-    def of_plain(cls, plain: dict[str, Any]) -> Summary:
-        """Makes one of what `to_plain()` returned."""
-        data = base64.b64decode(plain["fingerprint"])
+    def of_line(cls, line: RowLine) -> Summary:
+        """Makes one of a line that has a fingerprint."""
+        data = line.fingerprint
+        assert data is not None
         form = "f" if len(data) == 4 * WIDTH else "d"
         numbers = struct.unpack(f"<{WIDTH}{form}", data)
         sums = torch.tensor(numbers, dtype=torch.float64)
-        low, high, squares = (float(plain[n]) for n in ("low", "high", "squares"))
-        return cls(low, high, squares, plain["num_nan"], plain["num_inf"], sums)
+        low, high, squares = map(float, (line.low, line.high, line.squares))
+        return cls(low, high, squares, line.num_nan, line.num_inf, sums)
 
 
 def fetch(numbers: list[torch.Tensor]) -> list[Summary]:

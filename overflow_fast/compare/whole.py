@@ -48,6 +48,10 @@ class Entry:
         first = parts[0][1]
         if first is None or parts[0][0].row.part is None or self.rank is not None:
             return first
+        # What the rows claim to be whole is no larger than what there is of it.
+        held = sum(0 if values is None else values.numel() for _, values in parts)
+        if held < math.prod(self.shape):
+            return None
         whole = torch.zeros(self.shape, dtype=first.dtype)
         for source, values in parts:
             part = source.row.part

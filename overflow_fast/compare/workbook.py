@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core.strict_json import to_plain
+from ..files.json_text import to_plain
 from .own_files import CREATOR, check_replaceable
 
 COLUMNS = {
@@ -68,10 +69,12 @@ def write_workbook(plain: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
             "a workbook needs XlsxWriter: run `pip install XlsxWriter`"
         ) from error
     where = check_replaceable(path)
-    with xlsxwriter.Workbook(os.fspath(where)) as book:
+    data = io.BytesIO()
+    with xlsxwriter.Workbook(data, {"in_memory": True}) as book:
         book.set_properties({"author": CREATOR})
         _write_summary(book.add_worksheet("summary"), book, plain)
         _write_rows(book.add_worksheet("rows"), book, plain["rows"])
+    where.write_bytes(data.getvalue())
     return where
 
 

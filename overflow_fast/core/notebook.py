@@ -6,13 +6,21 @@ import base64
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from html import escape
+from html import escape as escape_html
+
+from ..text import printable
+
+
+def escape(text: str, quote: bool = True) -> str:
+    """Escapes what HTML or a reader would take for something else."""
+    return escape_html(printable(text), quote)
 
 
 def text_html(headline: str, lines: Iterable[str], rest: str) -> str:
     """A headline, lines below it, and a text that unfolds."""
+    whole = escape_html(printable(rest, keep="\n\t"))
     listed = "".join(f"<div>{escape(line)}</div>" for line in lines)
-    folded = f"<details><summary>all</summary><pre>{escape(rest)}</pre></details>"
+    folded = f"<details><summary>all</summary><pre>{whole}</pre></details>"
     return f"<div><strong>{escape(headline)}</strong>{listed}{folded}</div>"
 
 

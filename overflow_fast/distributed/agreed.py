@@ -25,6 +25,7 @@ class Agreed(NamedTuple):
         rank: The rank whose it is.
         offers: What each rank has said along with its report, by rank.
         has_spike: Whether a rank has seen a spike.
+        wants_skip: Whether a monitor of a rank wants to skip the step.
     """
 
     report: Report | None
@@ -32,6 +33,7 @@ class Agreed(NamedTuple):
     rank: int = 0
     offers: dict[int, Any] = {}  # noqa: RUF012 - it is never written to
     has_spike: bool = False
+    wants_skip: bool = False
 
 
 def priority_of(kind: str, position: int) -> int:

@@ -113,6 +113,7 @@ class Agreement:
         make_report: Callable[[], Report],
         make_offer: Callable[[], Any] = lambda: None,
         has_spike: bool = False,
+        wants_skip: bool = False,
     ) -> Agreed:
         """Agrees on a step.
 
@@ -125,6 +126,7 @@ class Agreement:
             make_report: Makes this rank's report; called on one rank.
             make_offer: Makes what this rank says besides where one has a report.
             has_spike: This rank has seen a spike.
+            wants_skip: A monitor of this rank wants to skip the step.
 
         Raises:
             RuntimeError: If the ranks are at different steps, or make_report() raised
@@ -133,8 +135,8 @@ class Agreement:
         with self._propagate():
             self._participants.notify()
         peers = self._meet()
-        makers = make_report, make_offer
-        return self._agree(peers, step, verdict, position, *makers, has_spike)
+        makers, wishes = (make_report, make_offer), (has_spike, wants_skip)
+        return self._agree(peers, step, verdict, position, *makers, *wishes)
 
     def _agree(
         self,
@@ -145,19 +147,21 @@ class Agreement:
         make_report: Callable[[], Report],
         make_offer: Callable[[], Any] = lambda: None,
         has_spike: bool = False,
+        wants_skip: bool = False,
     ) -> Agreed:
         priority = 0
         if verdict.first is not None:
             priority = priority_of(verdict.first.kind, position)
-        own_values = [priority, step, -step, int(has_spike)]
-        worst, most, least, spike = self._maximum(peers, own_values)
+        own_values = [priority, step, -step, int(has_spike), int(wants_skip)]
+        worst, most, least, *wishes = self._maximum(peers, own_values)
         if most != -least:
             raise RuntimeError(
                 "the ranks judge different steps, from "
                 f"{-least} to {most}: each has to make the same optimizer steps"
             )
         if worst == 0:
-            return Agreed(None, has_spike=bool(spike))
+            spike, skip = map(bool, wishes)
+            return Agreed(None, has_spike=spike, wants_skip=skip)
         is_own = priority == worst
         own, error = attempted(
             is_own, lambda: dataclasses.replace(make_report(), where=self._where(peers))

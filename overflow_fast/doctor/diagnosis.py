@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.strict_json import SCHEMA, to_plain
-from ..core.text import as_lines
+from ..files.json_text import SCHEMA, to_plain
+from ..text import as_lines
 from .facts import Facts
 from .links import Measured, passes_of
 from .stage import STATES, Finding, Pair, StageResult

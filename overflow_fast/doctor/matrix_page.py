@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..page.render import GENERATOR, page_style, save_page
+from ..page.render import GENERATOR, html_templates, page_style, save_page
 from .diagnosis import Diagnosis
 from .stage import STATES, Pair
 
@@ -46,14 +46,9 @@ def save_diagnosis(path: str | os.PathLike[str], diagnosis: Diagnosis) -> Path:
         OSError: If it cannot be written, or is no page of overflow_fast.
         ImportError: If jinja2 is not installed.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    pages = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-    )
+    pages = html_templates(Path(__file__).parent)
     return save_page(
         path,
         lambda: pages.get_template("diagnosis.html").render(

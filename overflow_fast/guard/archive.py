@@ -24,7 +24,7 @@ from ..verdict.headroom import least_headroom
 from ..verdict.verdict import BadFrame, Verdict, kind_of, leading_frame
 from .config import GuardConfig
 from .measurements import Measurements
-from .spikes import Spike
+from .monitors.monitor import Notice
 
 _MIB = 2**20
 _now = time.perf_counter  # a test that patches time has its patch to itself
@@ -127,6 +127,7 @@ class Archive:
         verdict: Verdict,
         action: str | None,
         num_skipped: int,
+        num_left_out: int,
         report: Report | None,
     ) -> None:
         """Writes the line of a judgement, with its report if it is bad."""
@@ -140,6 +141,7 @@ class Archive:
             "is_clean": verdict.is_clean,
             "action": action,
             "num_skipped": num_skipped,
+            "num_left_out": num_left_out,
             "guard_share": round(self._measurements.timer.cost.share, 5),
         }
         headroom = least_headroom(self._watches)
@@ -158,14 +160,17 @@ class Archive:
             line.update(self._blame(report))
         self._log.write(line)
 
-    def log_spikes(self, step: int, spikes: Sequence[Spike], is_skipped: bool) -> None:
-        """Writes a line for each spike of a step."""
+    def log_notices(
+        self, step: int, notices: Sequence[Notice], is_skipped: bool
+    ) -> None:
+        """Writes a line for each notice of a step."""
         if self._log is None:
             return
-        line = {"kind": "spike", "run": self._run.id, "time": round(time.time(), 3)}
+        line = {"run": self._run.id, "time": round(time.time(), 3), "step": step}
         action = "skip" if is_skipped else None
-        for each in spikes:
-            self._log.write({**line, "step": step, "action": action, **vars(each)})
+        for each in notices:
+            said = each.fields or {"monitor": each.monitor, "text": each.text}
+            self._log.write({"kind": each.kind, **line, "action": action, **said})
 
     def _blame(self, report: Report) -> dict[str, Any]:
         """Where it was found, and what its replay says."""

@@ -15,6 +15,7 @@ from .metrics import exporters_of
 from .policy import ACTIONS
 
 TRIPWIRE = "tripwire"
+NORM = "grad_norm"  # what `record()` calls the norm of all gradients
 Path = str | os.PathLike[str]
 
 

@@ -24,24 +24,24 @@ from .arguments import (
     one_of,
     whole,
 )
+from .monitors.builtin import DEFAULT_MONITORS
+from .monitors.masked_ops import MaskedOps
+from .monitors.monitor import Monitor
+from .monitors.spikes import Spikes
 from .options import (
-    DEFAULT_MONITORS,
     Evidence,
     Explain,
     Log,
-    MaskedOps,
-    Monitor,
     Options,
     Record,
     Schedule,
-    Spikes,
     option,
 )
+from .policy import plain_action
 
-Policy = str | Callable[[Report], str | None]
+Policy = str | Callable[[Report], str]
 EVERYTHING = tuple(name for name in Wanted._fields if name != "optimizer_state")
 WEIGHTS_EVERY = 64  # steps between the tripwire's scans of the weights
-NORM = "grad_norm"  # what `record()` calls the norm of all gradients
 
 _Monitor = TypeVar("_Monitor", bound=Monitor)
 
@@ -70,6 +70,7 @@ def _schedule_of(value: Any) -> Any:
 
 # Shorter forms of objects.
 _STANDS_FOR: dict[str, Callable[[Any], Any]] = {
+    "on_overflow": plain_action,
     "explain": _explain_of,
     "evidence": lambda value: Evidence(value) if is_path(value) else value,
     "log": lambda value: Log(value) if is_path(value) else value,
@@ -109,7 +110,7 @@ class GuardConfig(Options):
             "warning (logger `overflow_fast`). "
             '"skip": leave the optimizer\'s step out, so that weights and state keep '
             "every bit, and log a warning. Or a callable that takes the `Report` and "
-            "returns one of these.",
+            "returns one of these; another answer raises TypeError or ValueError.",
             POLICY,
         ),
     )
@@ -248,10 +249,11 @@ class GuardConfig(Options):
         for name, object_of in _STANDS_FOR.items():
             object.__setattr__(self, name, object_of(getattr(self, name)))
         super().__post_init__()
-        spikes = self.monitor(Spikes)
-        if spikes is not None and spikes.action == "skip" and self.sync == "lagged":
+        skipping = next((each for each in self.monitors if each.may_skip), None)
+        if skipping is not None and self.sync == "lagged":
             raise ValueError(
-                "Spikes.action must be 'warn' with sync='lagged', got 'skip'"
+                "monitors must hold none that skips steps with sync='lagged', got "
+                f"{skipping!r}"
             )
         if self.evidence is not None:
             check_safetensors()
@@ -277,10 +279,9 @@ class GuardConfig(Options):
         return WEIGHTS_EVERY if self.is_tripwire else None
 
     @property
-    def skips_spikes(self) -> bool:
-        """True if steps with a spike are skipped."""
-        spikes = self.monitor(Spikes)
-        return spikes is not None and spikes.action == "skip"
+    def skips_finite(self) -> bool:
+        """True if a monitor may skip finite steps."""
+        return any(each.may_skip for each in self.monitors)
 
     @property
     def ignores_spikes(self) -> bool:
@@ -293,7 +294,7 @@ class GuardConfig(Options):
         return (
             self.on_overflow == "skip"
             or callable(self.on_overflow)
-            or self.skips_spikes
+            or self.skips_finite
         )
 
     @property
@@ -312,4 +313,4 @@ class GuardConfig(Options):
     @property
     def may_act(self) -> bool:
         """True if the policy may do more than warn."""
-        return self.on_overflow != "warn" or self.skips_spikes
+        return self.on_overflow != "warn" or self.skips_finite

@@ -18,12 +18,12 @@ from .isolation import isolate_errors
 from .learning import check_can_learn
 from .loop import GuardLoop
 from .metrics import Exporter
+from .monitors.builtin import DEFAULT_MONITORS
+from .monitors.monitor import Monitor
 from .options import (
-    DEFAULT_MONITORS,
     Evidence,
     Explain,
     Log,
-    Monitor,
     Record,
     Schedule,
     documents,

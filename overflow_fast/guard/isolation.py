@@ -34,11 +34,16 @@ class ErrorIsolation:
     ) -> None:
         self._timer = timer
         self._is_foreign = is_foreign
+        self._failed: set[str] = set()  # whose failure was logged
         self.num_failures = 0
 
     @contextlib.contextmanager
-    def isolated(self) -> Iterator[None]:
-        """Suppresses the guard's own errors; hides its code from the user's modes."""
+    def isolated(self, monitor: str = "") -> Iterator[None]:
+        """Suppresses the guard's own errors; hides its code from the user's modes.
+
+        Args:
+            monitor: The name of the monitor whose code runs.
+        """
         try:
             with _C.Hidden():
                 yield
@@ -47,7 +52,7 @@ class ErrorIsolation:
         except Exception as error:
             if self._is_foreign(error):
                 raise
-            self.note(error)
+            self.note(error, monitor)
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
@@ -66,15 +71,18 @@ class ErrorIsolation:
 
         return call
 
-    def note(self, error: Exception) -> None:
-        """Counts an error of the guard's own; logs the first one."""
+    def note(self, error: Exception, monitor: str = "") -> None:
+        """Counts an error of the guard's own; logs the first one of each monitor."""
         self.num_failures += 1
-        if self.num_failures == 1:
-            _log.warning(
-                "The guard failed with the error below. What it was checking was not "
-                "judged. Later failures are not logged; `coverage()` counts them.",
-                exc_info=error,
-            )
+        if monitor in self._failed:
+            return
+        self._failed.add(monitor)
+        _log.warning(
+            "%s failed with the error below. What it was checking was not judged. "
+            "Later failures are not logged; `coverage()` counts them.",
+            f"The monitor {monitor}" if monitor else "The guard",
+            exc_info=error,
+        )
 
 
 def isolate_errors(method: _Method) -> _Method:

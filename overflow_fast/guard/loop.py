@@ -22,11 +22,12 @@ from .isolation import ErrorIsolation
 from .learning import Learning
 from .loop_inputs import LoopInputs
 from .measurements import Measurements
+from .monitors.monitor import Guarded
+from .monitors.running import RunningMonitors
 from .optimizer_hook import OptimizerHook
 from .optimizer_steps import OptimizerSteps
 from .policy_engine import PolicyEngine
 from .rounds import Rounds
-from .step_audits import StepAudits
 from .step_clock import StepClock
 from .step_judge import StepJudge
 from .watched_models import living_models, make_watches
@@ -90,17 +91,36 @@ class GuardLoop:
         )
 
     def _counts(self) -> dict[str, float]:
-        counts = {**self.engine.metrics(), **self.audits.metrics()}
+        counts = {**self.engine.metrics(), **self._monitors.metrics()}
         return {"steps_total": self.clock.num_steps, **counts}
 
     def _make_judge(self) -> None:
         """Makes the parts that judge a step."""
         config = self.config
         asked = config.schedule
-        schedule = WatchSchedule(asked.every, asked.warmup, asked.ranges, asked.budget)
-        self.clock = StepClock(schedule, self.watches, self.headroom, self._start)
+        schedule = WatchSchedule(
+            asked.every,
+            asked.warmup,
+            asked.ranges,
+            asked.budget,
+            has_gradients=config.wanted.gradients,
+        )
+        acts = config.may_act and bool(self._hooks)
+        self.clock = StepClock(schedule, self.watches, self.headroom, self._start, acts)
+        guarded = Guarded(
+            self.watches,
+            self.engine.capture,
+            lambda: self.steps.optimizers,
+            self.isolation.isolated,
+        )
+        self._monitors = RunningMonitors(
+            config.monitors,
+            guarded,
+            self.isolation.isolated,
+            looks=config.sync != "lagged",
+        )
         self._judge = StepJudge(
-            config, self.watches, self.engine, self.clock, self._start
+            config, self.watches, self.engine, self.clock, self._start, self._monitors
         )
         self._judge.flags.request(self._hooks)
         for watch in self.watches:
@@ -121,11 +141,7 @@ class GuardLoop:
             self.clock,
             self._judge.tensors,
             self.isolation,
-        )
-        self.audits = StepAudits(
-            *(config, self.watches, capture),
             lambda: self.steps.optimizers,
-            self.isolation,
         )
         self.steps = OptimizerSteps(
             self._hooks,
@@ -135,10 +151,9 @@ class GuardLoop:
             self.isolation,
             self.clock,
             self.measurements,
-            self.audits,
+            self._monitors,
             joins_unwatched=config.schedule.budget is not None,
         )
-        self._judge.on_clean = self.audits.before_step
 
     # Hooks on and off.
 

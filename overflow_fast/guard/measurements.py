@@ -13,7 +13,7 @@ from ..report.run import Run
 from ..verdict.headroom import HeadroomTracker
 from .config import GuardConfig
 from .metrics import MetricsDispatcher, exporters_of
-from .options import Headroom, Saturation, Underflow
+from .monitors.magnitudes import Headroom, Saturation, Underflow
 from .overhead import OverheadTimer
 
 

@@ -13,10 +13,10 @@ from ..report.report import NonFiniteError, Report
 from . import scalers
 from .isolation import ErrorIsolation
 from .measurements import Measurements
+from .monitors.running import RunningMonitors
 from .optimizer_hook import OptimizerHook
 from .policy_engine import PolicyEngine
 from .rounds import Rounds
-from .step_audits import StepAudits
 from .step_clock import StepClock
 from .step_judge import StepJudge
 from .step_record import StepRecord
@@ -37,7 +37,7 @@ class OptimizerSteps:
         isolation: Isolates the guard's own errors.
         clock: Has the step's number and level.
         measurements: Measures the watched steps.
-        audits: Looks at what no frame shows.
+        monitors: The monitors.
         joins_unwatched: Other ranks may watch a step that this one does not.
 
     Attributes:
@@ -53,7 +53,7 @@ class OptimizerSteps:
         isolation: ErrorIsolation,
         clock: StepClock,
         measurements: Measurements,
-        audits: StepAudits,
+        monitors: RunningMonitors,
         joins_unwatched: bool,
     ) -> None:
         self._hooks = hooks
@@ -64,7 +64,7 @@ class OptimizerSteps:
         self._clock = clock
         self._joins_unwatched = joins_unwatched
         self._measurements = measurements
-        self._audits = audits
+        self._monitors = monitors
         self.record = StepRecord(measurements.record, isolation, engine, rounds)
         self._last_seen: Report | None = None
         self._called: set[OptimizerHook] = set()
@@ -80,12 +80,12 @@ class OptimizerSteps:
         for hook in self._hooks:
             hook.attach()
         scalers.listen(self)
-        self._audits.begin_step(self._clock.step)
+        self._monitors.begin_step(self._clock.step)
 
     def detach(self) -> None:
         """Removes the hooks."""
         scalers.stop_listening(self)
-        self._audits.detach()
+        self._monitors.stop()
         for hook in self._hooks:
             hook.detach()
 
@@ -225,9 +225,9 @@ class OptimizerSteps:
             self.end_headroom(step, is_bad)
             self.record.end_step(step, cost, self.optimizers)
             measurements.emit(step)
-        self._audits.end_step(step)
+        self._monitors.end_step(step)
         clock.begin()
-        self._audits.begin_step(clock.step)
+        self._monitors.begin_step(clock.step)
 
     def end_headroom(self, step: int, is_bad: bool) -> None:
         """Ends a step's headroom, and warns of values near the end of their dtype."""

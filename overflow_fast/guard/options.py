@@ -20,7 +20,6 @@ from .arguments import (
     PATHS,
     POSITIVE,
     RANGES,
-    SHARE,
     TIME_SHARE,
     Kind,
     Path,
@@ -80,10 +79,8 @@ class Options:
 
 def written_name(cls: type[Options], field: str) -> str:
     """A field's name in errors: `record.mib`, `Spikes.action`."""
-    if cls._OWNER is not None:
-        return f"{cls._OWNER}{field}"
-    owner = cls.__name__ if issubclass(cls, Monitor) else snake_case(cls.__name__)
-    return f"{owner}.{field}"
+    owner = f"{snake_case(cls.__name__)}." if cls._OWNER is None else cls._OWNER
+    return f"{owner}{field}"
 
 
 def options_of(cls: type[Any]) -> Iterator[tuple[str, Option]]:
@@ -266,7 +263,9 @@ class Record(Options):
     mib: float = field(
         default=64,
         metadata=option(
-            "The MiB that the file may have; older steps are folded together.", POSITIVE
+            "The MiB that the file may have; older steps are folded together, and "
+            "names for which it has no room are not recorded.",
+            POSITIVE,
         ),
     )
     steps: int = field(
@@ -317,137 +316,11 @@ class Schedule(Options):
         metadata=option(
             "The share of a step's time that the guard may take on average, such as "
             "0.01. The guard measures itself, checks gradients in every step if they "
-            "fit the budget, everything else as often as the budget allows, and "
-            "everything after a bad step.",
+            "fit the budget, everything else as often as the rest allows, and "
+            "everything after a bad step. If they do not fit, steps are left out, to "
+            "which `on_overflow` does not apply: one line warns of that, unless it is "
+            '"warn".',
             TIME_SHARE,
             typed="budget",
         ),
     )
-
-
-class Monitor(Options):
-    """Something that a guard watches for beside non-finite values."""
-
-
-@dataclass(frozen=True)
-class Spikes(Monitor):
-    """Finite steps whose loss or gradients are far above their last 200 values.
-
-    The loss is what the model returns or `record(loss=...)` gives. For gradients it is
-    the norm that `record(grad_norm=...)` gives, else the largest magnitude of a
-    gradient (not with a GradScaler). Not with `sync="lagged"`.
-    """
-
-    action: Literal["warn", "skip"] = field(
-        default="warn",
-        metadata=option(
-            "The action for a finite step whose loss or gradients are far above the "
-            'last 200. "warn": log a warning and mark the step in log and record. '
-            '"skip": leave its optimizer step out too, at most three in a row.',
-            one_of("warn", "skip"),
-            typed="spikes",
-        ),
-    )
-
-
-@dataclass(frozen=True)
-class Saturation(Monitor):
-    """Values at the largest number of float16 or float8, where casts may cut off.
-
-    They are counted in the step after one in which a value stood there.
-    """
-
-    share: float = field(
-        default=0.001,
-        metadata=option(
-            "Log a warning if this share of an output, weight or gradient in float16 "
-            "or float8 equals the dtype's largest number.",
-            SHARE,
-            typed="saturation",
-        ),
-    )
-
-
-@dataclass(frozen=True)
-class Headroom(Monitor):
-    """Outputs, weights and gradients that are close to the end of their dtype.
-
-    Gradients that a GradScaler scales are left out.
-    """
-
-    bits: float = field(
-        default=1.0,
-        metadata=option(
-            "Log a warning when a value could double fewer than this many times in its "
-            "dtype. 1.0: it exceeds half of the largest number. The warning comes "
-            "again each time the remaining headroom has halved.",
-            POSITIVE,
-        ),
-    )
-
-
-@dataclass(frozen=True)
-class Underflow(Monitor):
-    """Zeros and subnormals, for `headroom()` and `metrics()`.
-
-    Counting takes torch operations and temporaries of each tensor's size.
-    """
-
-    every: int = field(
-        default=100,
-        metadata=option(
-            "Count zeros and subnormals in one of this many watched steps.", whole(1)
-        ),
-    )
-
-
-@dataclass(frozen=True)
-class MaskedOps(Monitor):
-    """Operations whose non-finite values were masked, clamped or divided away.
-
-    Not with several ranks, nor with `sync="lagged"`.
-    """
-
-    every: int = field(
-        default=1000,
-        metadata=option(
-            "Run one clean step in this many again, and log its operations whose "
-            "non-finite values were masked.",
-            whole(1),
-        ),
-    )
-
-
-@dataclass(frozen=True)
-class LayerAudit(Monitor):
-    """Silent data corruption: a layer that gives other bits when it is run again."""
-
-    every: int = field(
-        default=1000,
-        metadata=option(
-            "In one step of this many compute one layer again, a different one each "
-            "time, and compare the bits.",
-            whole(1),
-        ),
-    )
-
-
-@dataclass(frozen=True)
-class Replicas(Monitor):
-    """Replicas of weights and optimizer states under DDP and HSDP, bit for bit.
-
-    An all-gather of 8 bytes, which every rank has to join.
-    """
-
-    every: int = field(
-        default=1000,
-        metadata=option(
-            "After one step in this many compare the replicas of weights and optimizer "
-            "states.",
-            whole(1),
-        ),
-    )
-
-
-MONITORS = (Spikes, Saturation, Headroom, Underflow, MaskedOps, LayerAudit, Replicas)
-DEFAULT_MONITORS = (Spikes(), Saturation())

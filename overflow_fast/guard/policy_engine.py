@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from ..distributed.agreement import Agreement
 from ..recording.watch import ModelWatch
 from ..report.alarms import AlarmLog
+from ..report.notice_lines import log_notices
 from ..report.report import NonFiniteError, Report
-from ..report.spike_lines import log_spike
 from ..state.step_start import StepStart
 from ..verdict.attribution import attribute
 from ..verdict.settings import bad_settings
@@ -21,6 +21,7 @@ from .config import GuardConfig
 from .explainer import Explainer, make_capture
 from .learning import Learning
 from .measurements import Measurements
+from .monitors.running import clauses_of
 from .optimizer_hook import OptimizerHook
 from .policy import limit_skips
 from .report_maker import ReportMaker
@@ -93,7 +94,7 @@ class PolicyEngine:
             optimizers,
             timer.leave_out,
         )
-        self._clean_line: tuple[int, Verdict, str | None] | None = None
+        self._clean_line: tuple[int, Verdict, str | None, int] | None = None
         self.last_report: Report | None = None
         self.num_bad = 0
         self.spike_step: int | None = None
@@ -127,8 +128,8 @@ class PolicyEngine:
         found = self._without_expected(found)
         verdict = self._attribute(found)
         report, is_own = self._maker.make(found, verdict)
-        if report is None and self._maker.has_spike:
-            return self._end_spike(found, verdict)
+        if report is None and (self._maker.wants_attention or found.notices):
+            return self._end_noticed(found, verdict)
         if report is None:
             self._end_clean(found, verdict)
             return None
@@ -153,7 +154,9 @@ class PolicyEngine:
             self._archive.add_report(report)
         self._clean_line, num_skipped = None, self._rounds.num_skipped
         self._archive.log(
-            found.step, report.verdict, report.action, num_skipped, report
+            *(found.step, report.verdict, report.action, num_skipped),
+            found.left_out.total,
+            report,
         )
         if report.action == "raise":
             raise NonFiniteError(report)
@@ -164,31 +167,34 @@ class PolicyEngine:
         if self.learning is not None and found.is_of_step:
             is_clean = found.is_whole and not found.skipped_by
             self.learning.end_step(is_clean, None if found.is_check else found.step)
-        skipper = found.skipped_by or None
+        skipper, num_left_out = found.skipped_by or None, found.left_out.total
         if found.hook is None or found.is_late:
             self._in_row = 0
-            self._log_line(found.step, verdict, skipper)
+            self._log_line(found.step, verdict, skipper, num_left_out)
         else:  # a round has one line
             before = self._clean_line
-            self._clean_line = found.step, verdict, skipper or (before and before[2])
+            action = skipper or (before and before[2])
+            self._clean_line = found.step, verdict, action, num_left_out
         if found.hook is not None:
             self._rounds.note(found.hook, bool(skipper), is_by_guard=False)
 
-    def _end_spike(self, found: StepResult, verdict: Verdict) -> Report | None:
-        """Ends a finite step that a rank has seen a spike in; skips it if asked to."""
-        is_first = self.spike_step != found.step
-        self.spike_step = found.step
-        self.num_spikes += is_first
+    def _end_noticed(self, found: StepResult, verdict: Verdict) -> Report | None:
+        """Ends a finite step that a monitor has a notice of; skips it if asked to."""
+        has_spike = self._maker.has_spike
+        if has_spike:
+            self.num_spikes += self.spike_step != found.step
+            self.spike_step = found.step
         can_skip = found.can_skip and found.hook is not None
-        is_skipped = self._config.skips_spikes and can_skip
+        is_skipped = self._maker.wants_skip and can_skip
         notes = found.restore() if is_skipped else []
-        log_spike(found.step, found.spikes, is_skipped, notes)
-        self._archive.log_spikes(found.step, found.spikes, is_skipped)
+        clauses = clauses_of(found.notices, has_spike, is_skipped)
+        log_notices(found.step, clauses, is_skipped, notes)
+        self._archive.log_notices(found.step, found.notices, is_skipped)
         self._end_clean(found, verdict)
         if not is_skipped or found.hook is None:
             return None
         self._rounds.note(found.hook, is_skipped=True, is_by_guard=True)
-        self._clean_line = found.step, verdict, "skip"
+        self._clean_line = found.step, verdict, "skip", found.left_out.total
         self._rounds.report = Report(found.step, "skip", verdict)
         return self._rounds.report
 
@@ -199,9 +205,11 @@ class PolicyEngine:
         if self._clean_line is not None:
             self._log_line(*self._clean_line)
 
-    def _log_line(self, step: int, verdict: Verdict, action: str | None) -> None:
-        self._clean_line = None
-        self._archive.log(step, verdict, action, self._rounds.num_skipped, None)
+    def _log_line(
+        self, step: int, verdict: Verdict, action: str | None, num_left_out: int
+    ) -> None:
+        self._clean_line, num_skipped = None, self._rounds.num_skipped
+        self._archive.log(step, verdict, action, num_skipped, num_left_out, None)
 
     def _attribute(self, found: StepResult) -> Verdict:
         watches = found.watches or self._watches

@@ -14,7 +14,8 @@ from ..verdict.hardware import is_of_flag
 from ..verdict.verdict import Verdict
 from .config import GuardConfig
 from .explainer import Explainer
-from .second_look import CLEAN, SecondLook
+from .monitors.spikes import SPIKE
+from .second_look import SecondLook
 from .step_report import StepReporter
 from .step_result import StepResult
 
@@ -35,6 +36,7 @@ class ReportMaker:
 
     Attributes:
         has_spike: A rank has seen a spike in the last step.
+        wants_skip: A monitor of a rank wants to skip the last step.
         num_agreed: The number of times that the ranks have agreed.
     """
 
@@ -61,11 +63,16 @@ class ReportMaker:
         self._on_replayed = on_replayed
         self._num_frames = _C.Recorder.num_frames()
         self.num_agreed = 0
-        self.has_spike = False
+        self.has_spike = self.wants_skip = False
+
+    @property
+    def wants_attention(self) -> bool:
+        """True if a rank has a notice of the last step that all act on."""
+        return self.has_spike or self.wants_skip
 
     def make(self, found: StepResult, verdict: Verdict) -> tuple[Report | None, bool]:
         """Returns the report to act on, and whether it is this process's own."""
-        self.has_spike = bool(found.spikes)
+        self.has_spike, self.wants_skip = _wishes(found)
         if found.is_of_step and self._agreement.is_needed:
             return self._make_together(found, verdict)
         if verdict.is_clean:
@@ -102,7 +109,7 @@ class ReportMaker:
         if self._second_look is not None and looks:
             found, agreed, is_broken = self._look_together(found, agreed)
         report, is_own = agreed.report, agreed.is_own
-        self.has_spike = agreed.has_spike
+        self.has_spike, self.wants_skip = agreed.has_spike, agreed.wants_skip
         if report is None:
             return None, is_own
         if not is_broken:
@@ -139,7 +146,7 @@ class ReportMaker:
                 *(found.step, verdict, self._config.on_overflow == "raise"),
                 self._agreement.joins,
             ),
-            bool(found.spikes),
+            *_wishes(found),
         )
 
     def _look_together(
@@ -155,10 +162,18 @@ class ReportMaker:
             return found, agreed, is_broken
         again = self._agree(seen, self._attribute(seen), frames)
         if again.report is None:
-            agreed.report.notes.append(CLEAN)
+            agreed.report.notes.append(self._second_look.finite_note())
             return found, agreed, False
         return seen, again, False
 
     def _note_explained(self, report: Report) -> None:
         if report.explanation is not None:
             self._on_replayed(report.explanation.seconds)
+
+
+def _wishes(found: StepResult) -> tuple[bool, bool]:
+    """True if this rank has seen a spike, and if a monitor wants to skip."""
+    return (
+        any(each.kind == SPIKE for each in found.notices),
+        any(each.action == "skip" for each in found.notices),
+    )

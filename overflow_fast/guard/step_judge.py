@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -16,11 +16,11 @@ from ..state.step_start import StepStart
 from ..verdict.verdict import BadFrame
 from .config import GuardConfig
 from .device_flags import DeviceFlags
+from .monitors.monitor import Notice
+from .monitors.running import RunningMonitors
 from .optimizer_hook import OptimizerHook
-from .options import Spikes
 from .policy_engine import PolicyEngine
 from .scalers import SCALER, has_skipped, will_skip, without_expected, without_gradients
-from .spikes import SpikeWatch
 from .step_clock import StepClock
 from .step_flags import StepFlags
 from .step_frames import PendingStep, StepFrames
@@ -45,7 +45,6 @@ class StepJudge:
         tensors: Scans what stands in no module's call.
         overflow_flags: Asks the devices' own overflow flags.
         has_scaler: A GradScaler has called an optimizer.
-        on_clean: Called with the number of a clean step, before its optimizer steps.
     """
 
     def __init__(
@@ -55,6 +54,7 @@ class StepJudge:
         engine: PolicyEngine,
         clock: StepClock,
         start: StepStart | None,
+        monitors: RunningMonitors,
     ) -> None:
         self._watches = watches
         self._engine = engine
@@ -63,10 +63,8 @@ class StepJudge:
         self._may_restore = config.may_restore
         self._frames = StepFrames(watches)
         self.flags = DeviceFlags(config, watches)
-        is_on = config.monitor(Spikes) is not None and config.sync != "lagged"
-        self._spikes = SpikeWatch(watches, is_on)
+        self._monitors = monitors
         self.has_scaler = False
-        self.on_clean: Callable[[int], None] = lambda step: None
         self.tensors = StepTensors(watches, config.weights_every)
         self.overflow_flags = StepFlags(watches, clock)
 
@@ -94,7 +92,8 @@ class StepJudge:
         self._frames.send(is_lagged)
         if is_learning:
             self.flags.drop()
-        step = PendingStep(self._clock.step, hook, scaler)
+        left_out = self._clock.left_out
+        step = PendingStep(self._clock.step, hook, scaler, left_out=left_out)
         if is_lagged:
             self.flags.skip(step, hook, self.start if self._may_restore else None)
         try:
@@ -109,8 +108,6 @@ class StepJudge:
                     return False
             step.is_decided = True
             report = self._engine.decide(found)
-            if report is None:
-                self.on_clean(step.number)
             return report is not None and report.action == "skip"
         finally:
             self._end(is_lagged)
@@ -138,8 +135,17 @@ class StepJudge:
             restore=self.restore,
             makes_finite=self._makes_finite,
             is_whole=is_whole,
-            spikes=[] if frames else self._spikes.look(hook, step.scaler is not None),
+            notices=[] if frames else self._look(step, hook, level),
+            left_out=step.left_out,
         )
+
+    def _look(
+        self, step: PendingStep, hook: OptimizerHook, level: ScanLevel
+    ) -> list[Notice]:
+        if level is ScanLevel.OFF:
+            return []
+        is_scaled, is_whole = step.scaler is not None, level is ScanLevel.ALL
+        return self._monitors.look(step.number, hook.optimizer, is_scaled, is_whole)
 
     def judge_scaler_skip(self, hook: OptimizerHook, scaler: GradScaler) -> None:
         """Judges a step that a GradScaler has skipped.
@@ -163,6 +169,7 @@ class StepJudge:
                 tensors=self.tensors,
                 hook=hook,
                 restore=self.restore,
+                left_out=self._clock.left_out,
             )
             self._engine.decide(found)
         finally:
@@ -182,14 +189,16 @@ class StepJudge:
         self._end(is_lagged=False)
 
     def judge_now(self) -> Report | None:
-        """Judges all that has run. Incurs the sync.
+        """Judges all that has run, and the state, whatever the step's level is.
+
+        Incurs the sync.
 
         Returns:
             The report of what is bad, or None.
         """
         level = self._clock.level
         self.tensors.begin_round()
-        self.tensors.scan(None, level)
+        self.tensors.scan(None, ScanLevel.ALL)
         self.overflow_flags.ask(level)
         self._frames.send()
         try:
@@ -202,6 +211,7 @@ class StepJudge:
                 tensors=self.tensors,
                 is_whole=_is_whole(frames, level),
                 is_check=True,
+                left_out=self._clock.left_out,
             )
             return self._engine.decide(found)
         finally:
@@ -224,6 +234,7 @@ class StepJudge:
                     skipped_by=skipped_by,
                     hook=step.hook,
                     is_late=True,
+                    left_out=step.left_out,
                 )
                 self._engine.decide(found)
 
@@ -235,7 +246,11 @@ class StepJudge:
             if self.start is not None and model is not None and model.training:
                 self.start.hold(watch)
             found = StepResult(
-                self._clock.step, frames, restore=self.restore, is_of_step=False
+                self._clock.step,
+                frames,
+                restore=self.restore,
+                is_of_step=False,
+                left_out=self._clock.left_out,
             )
             self._engine.decide(found)
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..recording.schedule import LeftOut
 from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
 from ..verdict.verdict import BadFrame
+from .monitors.monitor import Notice
 from .optimizer_hook import OptimizerHook
-from .spikes import Spike
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class StepResult:
         is_check: It is not counted: `check()` was called.
         is_late: The step is over already (`sync="lagged"`).
         watches: The watches that have seen it, if it was run again; else empty.
-        spikes: Its numbers that are far above those of the last steps.
+        notices: What monitors say of it, if it is finite.
+        left_out: The steps before it that were not judged.
     """
 
     step: int
@@ -51,7 +53,8 @@ class StepResult:
     is_check: bool = False
     is_late: bool = False
     watches: Sequence[ModelWatch] = ()
-    spikes: Sequence[Spike] = ()
+    notices: Sequence[Notice] = ()
+    left_out: LeftOut = field(default_factory=LeftOut)
 
     @property
     def moment(self) -> str:

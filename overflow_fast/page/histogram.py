@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from ..files.reading import FileError
+from ..files.tensor_files import open_tensors
 from .incident_card import Incident
 
 
@@ -60,25 +61,20 @@ def histogram_of(incident: Incident) -> Histogram | None:
     values, which show where its magnitudes were.
 
     Returns:
-        The histogram; None if no tensor is kept, safetensors is not installed, or no
-        tensor is bad.
+        The histogram; None if no tensor is kept or can be read, safetensors is not
+        installed, or no tensor is bad.
     """
     path = incident.tensors
     try:
         found = None if path is None else _worst(path)
-    except (ImportError, OSError, ValueError):
-        return None
-    except Exception as error:  # safetensors has an error of its own
-        if type(error).__name__ != "SafetensorError":
-            raise
+    except (ImportError, OSError, FileError):
         return None
     return None if found is None else _counted(*found)
 
 
 def _worst(path: Path) -> tuple[str, torch.Tensor] | None:
-    safetensors = importlib.import_module("safetensors")
     worst, most = None, (False, -1)
-    with safetensors.safe_open(path, framework="pt", device="cpu") as file:
+    with open_tensors(path) as file:
         for name in file.keys():  # noqa: SIM118  (it is no dict)
             tensor = file.get_tensor(name)
             if not tensor.dtype.is_floating_point:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..core.strict_json import SCHEMA, to_plain
+from ..files.json_text import SCHEMA, to_plain
+from ..files.reading import FileError, read_bytes
 from ..report.report import Report
 
 _MARKER = "overflow_fast.json"
 _CONTEXT = 3
+_MAX_SOURCE = 2**24
 _CAUSE = f"{'cause':<9} "  # how the text of an explanation begins
 _TENSORS = "tensors.safetensors"
 
 
-class EvidenceError(ValueError):
+class EvidenceError(FileError):
     """A path without evidence that can be read; says why."""
 
 
@@ -102,34 +103,47 @@ class Code:
             return cls("", alone, number)
         place = f"{file}:{number}"
         try:
-            text = Path(file).read_text(encoding="utf-8", errors="replace")
-        except (OSError, ValueError):  # a path that cannot be
+            text = read_bytes(file, _MAX_SOURCE).decode("utf-8", "replace")
+        except OSError:
             return cls(place, alone, number, "The file is not on this machine.")
         lines = text.splitlines()
-        if number > len(lines) or lines[number - 1].strip() not in str(code):
+        # Nothing is shown of a file that does not have the very line.
+        line = lines[number - 1].strip() if number <= len(lines) else ""
+        if not line or line not in str(code):
             return cls(place, alone, number, "The file has changed since.")
         begin = max(0, number - 1 - _CONTEXT)
         around = list(enumerate(lines[begin : number + _CONTEXT], begin + 1))
         return cls(place, around, number)
 
 
-def read_incidents(path: str | os.PathLike[str]) -> list[Incident]:
+def read_incidents(path: str | os.PathLike[str]) -> tuple[list[Incident], list[str]]:
     """Reads the evidence of a step, or of all steps of a folder, the oldest first.
 
     Args:
         path: A folder such as `evidence/overflow_fast/RUN/step-00000012`, or one
             above it, such as the one that `OverflowGuard(evidence=...)` was given.
 
+    Returns:
+        The incidents, and sentences on what of the evidence cannot be read.
+
     Raises:
         EvidenceError: If there is no evidence that can be read.
+        ImportError: If msgspec is not installed.
     """
     where = Path(path)
     own = where / _MARKER
     markers = [own] if own.is_file() else sorted(_markers_below(where))
     if not markers:
         raise EvidenceError(f"{path} is no folder of evidence: no {_MARKER} in it.")
-    found = [_read(marker) for marker in markers]
-    return sorted(found, key=lambda incident: incident.step)
+    found, damaged = list[Incident](), list[str]()
+    for marker in markers:
+        try:
+            found.append(_read(marker, damaged))
+        except EvidenceError as error:
+            damaged.append(str(error))
+    if not found:
+        raise EvidenceError(damaged[0])
+    return sorted(found, key=lambda incident: incident.step), damaged
 
 
 def _markers_below(where: Path) -> Iterator[Path]:
@@ -137,28 +151,34 @@ def _markers_below(where: Path) -> Iterator[Path]:
         yield from where.glob(f"{depth}/{_MARKER}")
 
 
-def _read(marker: Path) -> Incident:
+def _read(marker: Path, damaged: list[str]) -> Incident:
+    from .evidence_schema import Explanation, Marker, Report
+
     folder = marker.parent
-    step = _json_of(marker).get("step")
-    report = _json_of(folder / "report.json")
-    explanation = _json_of(folder / "explanation.json")
-    if not isinstance(step, int):
-        raise EvidenceError(f"{marker} names no step.")
-    return Incident(
-        step, report, explanation or report.get("explanation") or {}, folder
-    )
-
-
-def _json_of(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is no file."""
+    step = (_decoded(marker, Marker) or {})["step"]
+    report = _decoded(folder / "report.json", Report) or {}
+    explanation = report.get("explanation")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        explanation = _decoded(folder / "explanation.json", Explanation) or explanation
+    except EvidenceError as error:
+        damaged.append(str(error))
+    return Incident(step, report, explanation or {}, folder)
+
+
+def _decoded(path: Path, kind: type[Any]) -> dict[str, Any] | None:
+    """Decodes a file of JSON; None where there is no file."""
+    from ..files.schema import Head, decode, plain
+
+    try:
+        data = read_bytes(path)
+        schema = decode(data, Head).schema or 0
+        if isinstance(schema, int) and schema > SCHEMA:
+            raise EvidenceError(f"{path} was written by a newer overflow_fast.")
+        return plain(decode(data, kind))
     except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise EvidenceError(f"{path} cannot be read: {error}.") from error
-    if not isinstance(found, dict):
-        raise EvidenceError(f"{path} is no file of overflow_fast.")
-    if found.get("schema", 0) > SCHEMA:
-        raise EvidenceError(f"{path} was written by a newer overflow_fast.")
-    return found
+        return None
+    except EvidenceError:
+        raise
+    except (OSError, FileError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise EvidenceError(f"{path} cannot be read: {why}.") from error

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import ctypes
-import json
 import zlib
 from collections.abc import Callable
 
 import torch
 
-from ..core.strict_json import to_plain
+from ..files.json_text import dumps
+from ..text import printable
 from .columns import Column
 from .grid import ALL_ZERO, BITS, NONFINITE, Sheet
 from .row_names import FAMILIES, block_of, family_of
@@ -40,7 +40,11 @@ def payloads(sheet: Sheet) -> dict[str, str]:
     columns, found = _fitting(lambda most: _whole(sheet, most), most, _MAX_GRID)
     meta = {
         "rows": [
-            [*vars(each).values(), block_of(each.module), family_of(each.kind)]
+            [
+                printable(value) if isinstance(value, str) else value
+                for value in (*vars(each).values(), block_of(each.module))
+            ]
+            + [family_of(each.kind)]
             for each in sheet.entries
         ],
         "columns": [[c.first, c.last] for c in columns],
@@ -56,7 +60,7 @@ def payloads(sheet: Sheet) -> dict[str, str]:
         if len(columns) >= min(_LEAST_RANK_COLUMNS, len(sheet.columns(most))):
             found |= ranks
             meta["rankColumns"] = [[c.first, c.last] for c in columns]
-    return {"meta": _deflated(json.dumps(to_plain(meta)).encode()), **found}
+    return {"meta": _deflated(dumps(meta).encode()), **found}
 
 
 _Packed = tuple[list[Column], dict[str, str]]

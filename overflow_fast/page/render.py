@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..files.reading import open_regular
 from ..record.table import FlightRecord
+from ..text import printable
 from .grid import NONFINITE, NOT_SEEN, Grid, Sheet
 from .histogram import histogram_of
 from .incident_card import Incident
@@ -65,7 +67,7 @@ def save_page(path: str | os.PathLike[str], make: Callable[[], str]) -> Path:
         OSError: If it cannot be written.
     """
     where = Path(path)
-    if where.exists() and not _is_page(where):
+    if os.path.lexists(where) and not _is_page(where):
         raise FileExistsError(
             f"{where} is no page of overflow_fast, and is not written over: give "
             "another name"
@@ -76,8 +78,11 @@ def save_page(path: str | os.PathLike[str], make: Callable[[], str]) -> Path:
 
 
 def _is_page(path: Path) -> bool:
-    with open(path, "rb") as file:
-        return GENERATOR.encode() in file.read(1024)
+    try:
+        with open_regular(path) as file:
+            return GENERATOR.encode() in file.read(1024)
+    except OSError:
+        return False
 
 
 def page_of(
@@ -90,7 +95,8 @@ def page_of(
 
     sheet = Sheet(records)
     grid = sheet.grid(_MOST_COLUMNS)
-    text: str = _template().render(
+    pages = html_templates(_HERE, short=_short, prose=_prose, text=_text_of)
+    text: str = pages.get_template("page.html").render(
         generator=Markup(GENERATOR),
         style=Markup(page_style()),
         scripts=[Markup(_own(name)) for name in ("cells.js", "heatmap.js")],
@@ -108,18 +114,29 @@ def page_of(
     return text
 
 
-def _template() -> Any:
+def html_templates(folder: Path, **filters: Callable[..., Any]) -> Any:
+    """Makes the jinja2 environment of a folder's templates; every value is escaped.
+
+    Args:
+        folder: The folder.
+        filters: The filters of its templates, by name.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     pages = Environment(
-        loader=FileSystemLoader(_HERE),
+        loader=FileSystemLoader(folder),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_without_controls,
     )
-    pages.filters |= {"short": _short, "prose": _prose}
-    return pages.get_template("page.html")
+    pages.filters |= filters
+    return pages
+
+
+def _without_controls(value: Any) -> Any:
+    return printable(value, keep="\t") if type(value) is str else value
 
 
 def _own(name: str) -> str:
@@ -151,7 +168,15 @@ def _prose(sentence: object) -> Any:
     """A sentence as HTML, with what stands in backticks as code."""
     from markupsafe import Markup, escape
 
-    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(sentence))))
+    text = printable(str(sentence))
+    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(text))))
+
+
+def _text_of(frames: Sequence[str]) -> Any:
+    """Frames as HTML, which have lines of their own."""
+    from markupsafe import Markup, escape
+
+    return Markup(escape(printable("\n".join(map(str, frames)), keep="\n\t")))
 
 
 def _reported(incidents: Sequence[Incident]) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core.strict_json import SCHEMA
+from ..files.json_text import SCHEMA
 from ..record.reading import read_record
 from ..record.table import FlightRecord
 from .incident_card import Incident, read_incidents
@@ -28,7 +28,7 @@ def write_report(
         The page's path.
     """
     sources = read_sources(paths)
-    return write_page(output, sources.records, sources.incidents)
+    return write_page(output, sources.records, sources.incidents, sources.damaged)
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,12 @@ class Sources:
     Attributes:
         records: Those of a run, by rank.
         incidents: The incidents, by step.
+        damaged: Sentences on evidence that cannot be read.
     """
 
     records: Sequence[FlightRecord]
     incidents: Sequence[Incident]
+    damaged: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The sources as dicts, lists, texts and numbers: see docs/formats.md."""
@@ -70,6 +72,7 @@ class Sources:
                 }
                 for incident in self.incidents
             ],
+            "damaged": list(self.damaged),
         }
 
 
@@ -81,12 +84,16 @@ def read_sources(paths: Iterable[str | os.PathLike[str]]) -> Sources:
 
     Raises:
         OSError: If a file cannot be read.
+        ImportError: If msgspec is not installed.
         ValueError: If a path is of neither kind, or the records are of several runs.
     """
     records, incidents = list[FlightRecord](), list[Incident]()
+    damaged = list[str]()
     for path in map(Path, paths):
-        if path.is_dir():
-            incidents += read_incidents(path)
+        if os.path.isdir(path):
+            found, cannot = read_incidents(path)
+            incidents += found
+            damaged += cannot
         else:
             records.append(read_record(path))
     ranks = [record.run.get("rank", 0) for record in records]
@@ -95,4 +102,4 @@ def read_sources(paths: Iterable[str | os.PathLike[str]]) -> Sources:
         raise ValueError(f"a page is of one run, with one record a rank; got {names}")
     order = sorted(range(len(records)), key=lambda i: ranks[i])
     incidents.sort(key=lambda incident: incident.step)
-    return Sources([records[i] for i in order], incidents)
+    return Sources([records[i] for i in order], incidents, damaged)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from ..core.text import as_lines
+from ..text import as_lines, printable
 
 _MOST_ROWS = 8
 _MOST_NAMES = 4
@@ -205,7 +205,7 @@ def _layer_text(row: LayerAdvice) -> str:
     reason = next((f": {why}" for n, why in row.reasons.items() if n != "float8"), "")
     half = [name for name in ("float16", "bfloat16") if name in row.reasons]
     where = f" not {' or '.join(half)}" if half else ""
-    return f"{name} ({row.class_name}){where}{reason}"
+    return printable(f"{name} ({row.class_name}){where}{reason}")
 
 
 def _few(names: list[str]) -> str:

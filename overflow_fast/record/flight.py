@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -16,12 +17,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .. import _C
+from ..files.json_text import line_bytes
 from ..recording.watch import ModelWatch
 from ..report.report import Cost, Report
 from ..report.run import Run
-from .reading import read_record
 from .record_file import RecordFile
-from .record_lines import Line, columns_of, line_bytes
+from .record_lines import Line, columns_of
 from .record_run import entry_lines, run_line, step_line
 from .table import FlightRecord
 
@@ -34,6 +35,13 @@ class _Step:
 
     number: int  # counts the steps of the record
     line: Line
+
+
+_EMPTY_LINE = 80  # bytes of a line of entries that has none
+
+
+def _size_of(line: Line) -> int:
+    return len(line_bytes(line)) + 1
 
 
 class FlightRecorder:
@@ -67,6 +75,9 @@ class FlightRecorder:
         self._policy = policy
         self._is_lagged = is_lagged
         self._run_of = run
+        # A line of a step has at most 64 bytes an entry: an eighth of the file.
+        self._max_entries = max(1, max_bytes // 512)
+        self._max_names = max_bytes // 4
         self._open = functools.partial(
             RecordFile, num_full=num_full, max_bytes=max_bytes
         )
@@ -74,6 +85,8 @@ class FlightRecorder:
         self._run: Run | None = None  # of the file
         self.file_path: Path | None = None
         self._num_entries = [0] * len(watches)  # that are in the file
+        self._name_bytes = 0  # that they take
+        self._is_full = False  # of names
         self._is_begun = False  # the file: its first line is there
         self._steps: collections.deque[_Step] = collections.deque()
         self._num_steps = 0
@@ -137,9 +150,12 @@ class FlightRecorder:
             line["actions"] = {report.action: 1}
             line["skipped"] = int(report.action == "skip")
             rows = [watch.recorder.running_row() for watch in self._watches]
-            line["models"] = [columns_of(row) for row in rows]
-            lines = [*self._new_heads()[0], line]
+            heads, counts = self._new_heads()
+            line["models"] = list(map(columns_of, rows, counts))
+            lines = [*heads, line]
         if self.file_path is not None:
+            from .reading import read_record
+
             return read_record(self.file_path).followed_by(lines).tail(num_lines)
         return FlightRecord(Path(self._path), lines, False, 0) if lines else None
 
@@ -161,8 +177,7 @@ class FlightRecorder:
             step = self._steps.popleft()
             while step.number < rows[0].number and self._steps:
                 step = self._steps.popleft()  # a step of which no row is kept
-            step.line["models"] = [columns_of(row) for row in rows]
-            self._isolated(functools.partial(self._write, step.line))
+            self._isolated(functools.partial(self._write, step.line, rows))
 
     def close(self, report: Report | None = None) -> None:
         """Writes what has arrived, and closes the file; a later step has a new one.
@@ -191,11 +206,14 @@ class FlightRecorder:
                     error,
                 )
 
-    def _write(self, line: Line) -> None:
+    def _write(self, line: Line, rows: Sequence[_C.StepRow]) -> None:
         file = self._opened()
         heads, counts = self._new_heads()
-        file.append(b"".join(map(line_bytes, heads)), line_bytes(line))
+        names = b"".join(map(line_bytes, heads))
+        line["models"] = list(map(columns_of, rows, counts))
+        file.append(names, line_bytes(line))
         self._num_entries, self._is_begun = counts, True
+        self._name_bytes += len(names)
 
     def _new_heads(self) -> tuple[list[Line], list[int]]:
         """The lines of the run and its entries that are not in the file; all counts."""
@@ -205,10 +223,31 @@ class FlightRecorder:
             run = self._run or self._run_of()
             heads.append(run_line(run, self._watches, self._policy))
         for i, watch in enumerate(self._watches):
-            new = entry_lines(watch, i, counts[i])
-            counts[i] += sum(len(each["entries"]) for each in new)
-            heads += new
+            if self._is_full:
+                break
+            for line in entry_lines(watch, i, counts[i]):
+                self._cut(line, sum(counts), heads)
+                counts[i] += len(line["entries"])
+                heads += [line] if line["entries"] else []
         return heads, counts
+
+    def _cut(self, line: Line, num_before: int, heads: Sequence[Line]) -> None:
+        """Leaves out of a line the entries for which the file has no room."""
+        entries = line["entries"]
+        room = self._max_names - self._name_bytes - sum(map(_size_of, heads))
+        sizes = itertools.accumulate(map(_size_of, entries), initial=_EMPTY_LINE)
+        fits = [size <= room for size in sizes][1:]
+        num = min(sum(fits), max(0, self._max_entries - num_before))
+        if num < len(entries):
+            line["entries"] = entries[:num]
+            self._is_full = True
+            _log.warning(
+                "The flight record %s has room for the names of %d entries: others, "
+                "and those that are new from now on, are not recorded. record_mib= "
+                "gives it more. Logged once.",
+                self._path,
+                num_before + num,
+            )
 
     def _opened(self) -> RecordFile:
         """The file; a new one where another process, or an end, has closed it."""
@@ -218,6 +257,7 @@ class FlightRecorder:
             self._file = self._open(wanted)
             self.file_path = self._file.path
             self._num_entries, self._is_begun = [0] * len(self._watches), False
+            self._name_bytes, self._is_full = 0, False
             if self._file.path != wanted:
                 _log.warning(
                     "%s is there already: this run's flight record is %s.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Sequence
 
@@ -19,19 +20,34 @@ def widths_of(steps: Sequence[Line]) -> list[int]:
     return widths
 
 
-def entries_of(heads: Sequence[Line], model: int, width: int) -> list[RecordEntry]:
-    """A model's entries; those whose line was damaged are of no known kind."""
+def entries_of(heads: Sequence[Line], widths: Sequence[int]) -> list[RecordEntry]:
+    """The entries of all models; those whose line was damaged are of no known kind.
+
+    Args:
+        heads: The lines of entries.
+        widths: How many entries each model has; of further ones no step tells.
+    """
+    by_model = collections.defaultdict[int, list[Line]](list)
+    for line in heads:
+        by_model[line["model"]].append(line)
+    return [
+        each
+        for model, width in enumerate(widths)
+        for each in _of_model(by_model[model], model, width)
+    ]
+
+
+def _of_model(heads: Sequence[Line], model: int, width: int) -> list[RecordEntry]:
     found = [
         RecordEntry(model, "", "", "unknown", f"entry {i}", "unknown", math.nan, 0)
         for i in range(width)
     ]
     for line in heads:
-        if line["model"] == model:
-            room = max(0, width - line["first"])  # its step may be missing
-            for i, each in enumerate(line["entries"][:room]):
-                found[line["first"] + i] = RecordEntry(
-                    model, each["module"], each["class"], *_rest(each)
-                )
+        room = max(0, width - line["first"])  # its step may be missing
+        for i, each in enumerate(line["entries"][:room]):
+            found[line["first"] + i] = RecordEntry(
+                model, each["module"], each["class"], *_rest(each)
+            )
     return found
 
 

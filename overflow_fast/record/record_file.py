@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
 
-from .record_lines import Line, fold, line_bytes
+from ..files.json_text import line_bytes, parse_object
+from ..files.reading import open_regular
+from ..files.writing import make_folder, open_new, write_all
+from .record_lines import Line, fold
 from .thinning import Folded, Place, thin
 
 _log = logging.getLogger("overflow_fast")
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
+_FULL, _THINNED = 7, 6  # eighths of a file: when it is thinned, what it has then
 
 
 class RecordFile:
     """A file of this process alone, made anew: where there is one, `run.2.ofr`.
 
     A line is one write behind the last whole one, so a process that is killed leaves
-    all lines but the one that it was writing. There are no locks and no second file: a
-    copy that is made meanwhile is a record. A full file is written anew by a thread,
-    thinned, and takes the place of the old one in one rename.
+    all lines but the one that it was writing. There are no locks: a copy that is made
+    meanwhile is a record. A file that is nearly full is written anew by a thread,
+    thinned, and takes the place of the old one in one rename; a writer that fills it
+    before that is done waits. So it never has more than `max_bytes` and a line, and the
+    one that is written anew has fewer.
 
     Args:
         path: Where the file is to be; folders are made.
@@ -40,11 +45,11 @@ class RecordFile:
     """
 
     def __init__(self, path: Path, num_full: int, max_bytes: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         self.path, self._file = _create(path)
         self._num_full = num_full
         self._max_bytes = max_bytes
-        self._thin_at = max_bytes
+        self._thin_at = max_bytes * _FULL // 8
         self._end = 0
         self._heads: list[Place] = []  # what is no line of steps
         self._places: list[Place] = []
@@ -64,16 +69,18 @@ class RecordFile:
         Raises:
             OSError: If there is no room; then none of them is there.
         """
+        more = len(heads) + len(steps)
+        thread, is_full = self._thread, self._end + more > self._max_bytes
+        if is_full and thread is not None and thread.is_alive():
+            thread.join()
         with self._lock:
-            self._check_room(len(heads) + len(steps))
+            self._check_room(more)
             self._file.seek(self._end)
-            written = self._file.write(heads + steps) or 0
-            if written != len(heads) + len(steps):
-                raise OSError("there is no room for a line")
+            write_all(self._file, heads + steps)
             if heads:
                 self._heads.append(Place(self._end, len(heads), 0))
             self._places.append(Place(self._end + len(heads), len(steps), 0))
-            self._end += written
+            self._end += more
         if self._end > self._thin_at and self._thread is None:
             self._start_thinning()
 
@@ -85,7 +92,7 @@ class RecordFile:
 
     def _check_room(self, more: int) -> None:
         """Raises OSError if the file could not be thinned, and has no room."""
-        if self._failed is not None and self._end + more > 2 * self._thin_at:
+        if self._failed is not None and self._end + more > self._max_bytes:
             raise OSError(f"the file is full and cannot be thinned: {self._failed}")
 
     def close(self) -> None:
@@ -113,14 +120,14 @@ class RecordFile:
     def _replace(self) -> None:
         with self._lock:
             heads, places, end = list(self._heads), list(self._places), self._end
-        with FileIO(self.path, "rb") as old:
+        with open_regular(self.path) as old:
             if not os.path.samestat(os.fstat(old.fileno()), _status(self._file)):
                 raise OSError(f"{self.path} was moved")
             new_path, new = _create(self.path.with_name(f"{self.path.name}.new"))
             try:
                 new_heads = [_copy(old, new, place) for place in heads]
-                plan = thin(places, self._num_full, self._max_bytes)
-                new_places = [_write(old, new, each) for each in plan]
+                new_places = self._thinned(old, new, places)
+                is_small = new.tell() <= self._max_bytes * _THINNED // 8
                 os.fsync(new.fileno())
                 with self._lock:
                     shift = new.tell() - end
@@ -132,19 +139,40 @@ class RecordFile:
                     self._places = new_places + _moved(
                         self._places[len(places) :], shift
                     )
-                    self._thin_at = max(self._max_bytes, 2 * self._end)
+                    # Lines may be so long that no thinning makes room.
+                    full = self._max_bytes * _FULL // 8
+                    self._thin_at = full if is_small else max(full, 2 * self._end)
             except BaseException:
                 new.close()
                 with contextlib.suppress(OSError):
                     os.unlink(new_path)
                 raise
 
+    def _thinned(
+        self, old: BinaryIO, new: FileIO, places: Sequence[Place]
+    ) -> list[Place]:
+        """Writes thinned lines, as few as it takes for the file to have room again.
+
+        How long a line will be is not known before it is folded: it has the entries of
+        the widest, and all columns that one of them has.
+        """
+        begin, room = new.tell(), self._max_bytes
+        while True:
+            plan = thin(places, self._num_full, room)
+            found = [_write(old, new, each) for each in plan]
+            is_small = new.tell() <= self._max_bytes * _THINNED // 8
+            if is_small or len(found) == 1 or not room:
+                return found
+            room //= 2
+            new.seek(begin)
+            new.truncate()
+
 
 def _create(path: Path) -> tuple[Path, FileIO]:
     """A new file here, or under the first name with a number that is free."""
     for candidate in _names(path):
         with contextlib.suppress(FileExistsError):
-            return candidate, FileIO(os.open(candidate, _FLAGS, 0o666), "r+b")
+            return candidate, open_new(candidate)
     raise AssertionError("unreachable")
 
 
@@ -158,32 +186,33 @@ def _status(file: FileIO) -> os.stat_result:
     return os.fstat(file.fileno())
 
 
-def _read(old: FileIO, place: Place) -> bytes:
+def _read(old: BinaryIO, place: Place) -> bytes:
     old.seek(place.offset)
     return old.read(place.length)
 
 
-def _copy(old: FileIO, new: FileIO, place: Place) -> Place:
+def _copy(old: BinaryIO, new: FileIO, place: Place) -> Place:
     return _append(new, _read(old, place), place.level)
 
 
 def _append(new: FileIO, data: bytes, level: int) -> Place:
     offset = new.tell()
-    if new.write(data) != len(data):
-        raise OSError("there is no room for the thinned file")
+    write_all(new, data)
     return Place(offset, len(data), level)
 
 
-def _write(old: FileIO, new: FileIO, line: Place | Folded) -> Place:
+def _write(old: BinaryIO, new: FileIO, line: Place | Folded) -> Place:
     if isinstance(line, Place):
         return _copy(old, new, line)
     return _append(new, line_bytes(_folded(old, line)), line.level)
 
 
-def _folded(old: FileIO, line: Place | Folded) -> Line:
+def _folded(old: BinaryIO, line: Place | Folded) -> Line:
     if isinstance(line, Place):
-        parsed: Line = json.loads(_read(old, line))
-        return parsed
+        found = parse_object(_read(old, line))
+        if found is None:
+            raise OSError("a line is not as it was written")
+        return found
     return fold([_folded(old, part) for part in line.parts], line.level)
 
 

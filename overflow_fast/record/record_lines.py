@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import base64
 import ctypes
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .. import _C
-from ..core.strict_json import to_plain
+from ..files.json_text import to_plain
+from ..files.reading import FileError
 
 # The version of the lines: docs/formats.md.
 RECORD_SCHEMA = 1
@@ -39,25 +39,29 @@ TOP_LEVEL = 3  # 4,096 steps, or more where there is no room
 Line = dict[str, Any]
 
 
-class RecordError(ValueError):
+class RecordError(FileError):
     """A file that cannot be read as a flight record; says why."""
 
 
-def line_bytes(line: Mapping[str, Any]) -> bytes:
-    """A line as it is in the file; its numbers are finite."""
-    return f"{json.dumps(line, allow_nan=False)}\n".encode()
+def columns_of(row: _C.StepRow, most: int) -> Line:
+    """The columns of one model's row; one that was not counted is left out.
 
-
-def columns_of(row: _C.StepRow) -> Line:
-    """The columns of one model's row; one that was not counted is left out."""
-    columns: Line = {"num": row.num_entries}
+    Args:
+        row: The row.
+        most: How many entries have a name in the file; further ones are left out.
+    """
+    num = min(row.num_entries, most)
+    columns: Line = {"num": num}
     # Names that a row of the extension may lack: not counted there.
     for name in COLUMNS:
         packed = getattr(row, name, None)
         if packed is not None:
+            if num < row.num_entries:
+                packed = packed[: num * (len(packed) // row.num_entries)]
             columns[name] = base64.b64encode(packed).decode()
-    if row.num_left_out:
-        columns["left_out"] = row.num_left_out
+    left_out = row.num_left_out + row.num_entries - num
+    if left_out:
+        columns["left_out"] = left_out
     return columns
 
 
@@ -70,7 +74,8 @@ def read_column(columns: Line, name: str, byteorder: str) -> torch.Tensor | None
     """
     if name not in columns:
         return None
-    num, packed = columns["num"], bytearray(base64.b64decode(columns[name]))
+    num, data = columns["num"], columns[name]  # bytes, where a reader has decoded them
+    packed = bytearray(data if isinstance(data, bytes) else base64.b64decode(data))
     is_count = name in COUNTS
     dtype = torch.int64 if is_count else torch.float64
     if not packed:

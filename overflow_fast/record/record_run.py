@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from .. import _C
 from ..core.names import unwrapped_class
-from ..core.strict_json import to_plain
+from ..files.json_text import to_plain
 from ..recording.labels import entry_label
 from ..recording.watch import ModelWatch
 from ..report.report import Cost
@@ -19,6 +19,7 @@ from ..report.run import Run
 from ..verdict.verdict import kind_of
 from .record_lines import KIND, RECORD_SCHEMA, Line
 
+_LONGEST = 1003
 _OF_CALLS = (_C.FrameKind.FORWARD, _C.FrameKind.BACKWARD)
 
 
@@ -73,16 +74,21 @@ def _entry(watch: ModelWatch, column: _C.RowColumn) -> Line:
     elif column.place.kind != _C.FrameKind.RECORDED:
         module, _, label = label.rpartition(".")
     entry: Line = {
-        "module": module,
-        "class": class_name,
+        "module": _short(module),
+        "class": _short(class_name),
         "kind": kind_of(column.place.label.role),
-        "label": label,
+        "label": _short(label),
         "dtype": column.dtype,
         "limit": column.limit,
         "numel": column.numel,
     }
     plain: Line = to_plain(entry)
     return plain
+
+
+def _short(name: str) -> str:
+    """A name without its middle, where it is too long for a record."""
+    return name if len(name) <= _LONGEST else f"{name[:500]}...{name[-500:]}"
 
 
 def step_line(step: int, cost: Cost | None, optimizers: Sequence[Optimizer]) -> Line:

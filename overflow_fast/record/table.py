@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,12 +13,18 @@ from typing import Any
 import torch
 
 from ..core.notebook import picture_html
+from ..text import printable
 from .heatmap_image import heatmap_pixels, png_of
 from .record_entries import entries_of, widths_of
 from .record_lines import COLUMNS, COUNTS, Line, read_column
 from .record_types import RecordEntry, RecordStep
 
 _LOSSES = ("output.loss", "output['loss']")
+
+
+def num_cells(steps: Sequence[Line]) -> int:
+    """How many numbers each column of a record has: its lines by its entries."""
+    return len(steps) * sum(widths_of(steps))
 
 
 class FlightRecord:
@@ -45,9 +52,8 @@ class FlightRecord:
         self._lines = [line for line in lines if line.get("kind") == "steps"]
         self._heads = heads = [x for x in lines if x.get("kind") == "entries"]
         widths = widths_of(self._lines)
-        by_model = [entries_of(heads, i, width) for i, width in enumerate(widths)]
-        self._begins = [sum(widths[:i]) for i in range(len(widths))]
-        self.entries: list[RecordEntry] = [each for all_ in by_model for each in all_]
+        self._begins = [0, *itertools.accumulate(widths)]
+        self.entries: list[RecordEntry] = entries_of(heads, widths)
 
     def __len__(self) -> int:
         """How many lines of steps there are."""
@@ -57,7 +63,8 @@ class FlightRecord:
         """Writes the file, and how many steps of how many entries it has."""
         steps = sum(line["count"] for line in self._lines)
         of = ", ".join(self.run.get("models", [])) or "a run"
-        return f"{self.path}: {of}, {steps} steps of {len(self.entries)} entries"
+        num = len(self.entries)
+        return printable(f"{self.path}: {of}, {steps} steps of {num} entries")
 
     def tail(self, num: int) -> FlightRecord:
         """The record of the last lines of steps alone."""

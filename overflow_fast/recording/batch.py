@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import cmath
+import enum
 import sys
+import types
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeGuard
@@ -14,6 +16,10 @@ from ..torch_internals.tensor_internals import version_of
 from ..tree import Path, Walk, path_text
 
 _FEW = 4
+_HARMLESS = (
+    *(str, bytes, int, float, complex, type(None), torch.layout, range, slice, type),
+    *(enum.Enum, types.FunctionType, torch.Generator),
+)
 _MAX_NUMBERS = 256  # values visited in the search for numbers that are not finite
 
 
@@ -46,8 +52,9 @@ class Given:
 
     Attributes:
         tensors: The tensors by their labels, such as `input[0]['x']`.
-        unseen: The labels of inputs that hold arrays, non-finite numbers, or what may
-            hold tensors and was not opened.
+        unseen: The labels of inputs that hold arrays, non-finite numbers, what may
+            hold tensors and was not opened, or objects in which there was none: their
+            code may make them.
     """
 
     def __init__(self, args: Any = None, kwargs: Any = None) -> None:
@@ -56,6 +63,7 @@ class Given:
         walk = Walk((torch.Tensor, *_arrays()))
         walk.visit_call(args or (), kwargs or {})
         hidden = [path for path, _ in walk.opaque]
+        hidden += [path for path, of in walk.unknown if not issubclass(of, _HARMLESS)]
         for path, found in walk.found:
             if isinstance(found, torch.Tensor):
                 self.tensors[f"input{path_text(path)}"] = hold(found)

@@ -1,6 +1,6 @@
 """Gives the extension its Python functions; the extension imports nothing."""
 
-from .. import _C
+from .. import _C, tree
 from ..core.tensors import reason, resolve
 from .coverage import warn_of_lack, warn_of_no_kernels
 
@@ -9,4 +9,7 @@ _C.set_callbacks(
     reason=reason,
     warn_of_no_kernels=warn_of_no_kernels,
     warn_of_lack=warn_of_lack,
+    layout=tree.layout,
+    children=tree.children,
+    type_name=tree.type_name,
 )

@@ -15,7 +15,12 @@ import torch
 from .. import _C
 from ..core.names import unwrapped_class
 from ..core.tensors import traced_loss_in
-from ..torch_internals.compiler import has_compiled, keep_in_order, recompile_all
+from ..torch_internals.compiler import (
+    guard_on_hooks,
+    has_compiled,
+    keep_in_order,
+    recompile_all,
+)
 from .traced_graph import emit, emit_call, emit_hidden, watch_gradient
 from .traced_place import EXPORT, step_in, step_out
 from .traced_text import FORWARD, NAME, RECORDED, Header, make_item
@@ -45,6 +50,7 @@ def register() -> None:
 
 
 def _register() -> None:
+    guard_on_hooks()
     for function in (emit, emit_call, emit_hidden, watch_gradient):
         torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
     for constant in (step_in, step_out):
@@ -65,7 +71,8 @@ def _register() -> None:
 def recompile() -> None:
     """Discards compiled code, so that it is compiled with the hooks put on since.
 
-    Dynamo does not notice a hook on a module that had none when it compiled its call.
+    What was compiled before `register()` does not notice a hook on a module that had
+    none then.
     """
     if not has_compiled():
         return

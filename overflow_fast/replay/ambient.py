@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..core.wrapped import set_shares_buffers
 from ..state.random import RandomStates
+
+if TYPE_CHECKING:
+    from .step_schema import Ambient as Saved
 
 
 class Ambient:
@@ -52,23 +55,27 @@ class Ambient:
 
     @classmethod
     def of_plain(
-        cls, plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+        cls, plain: Saved, tensor_of: Callable[[str], torch.Tensor]
     ) -> Ambient:
         """Makes it of JSON; states of devices that are not here are left out.
 
         Args:
             plain: What `as_plain()` returned.
-            tensors: The tensors that it kept.
+            tensor_of: Returns the tensor that it kept by a name.
+
+        Raises:
+            ValueError: If a state, a dtype or a device is none.
+            RuntimeError: Likewise, as torch says it.
         """
         ambient = cls.__new__(cls)
-        ambient._random = RandomStates.of_plain(plain, tensors)
-        ambient._training = plain["training"]
+        ambient._random = RandomStates.of_saved(plain, tensor_of)
+        ambient._training = plain.training
         ambient._autocast = [
-            (type, is_on, getattr(torch, dtype))
-            for type, is_on, dtype in plain["autocast"]
+            (type, is_on, _dtype_of(dtype))
+            for type, is_on, dtype in plain.autocast
             if torch.amp.is_autocast_available(type)
         ]
-        ambient._caches = plain["caches"]
+        ambient._caches = plain.caches
         ambient._shares_buffers = None
         return ambient
 
@@ -89,3 +96,10 @@ class Ambient:
                     )
                 )
             yield
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of torch")
+    return found

@@ -50,8 +50,13 @@ class Capture:
         self._doubts_gradients, self._is_bad = True, False
         self._open: KeptCall | None = None
 
-    def begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Keeps what an outermost forward is called with."""
+    def begin(
+        self, model: nn.Module, args: Any, kwargs: Any, has_stand_ins: bool = False
+    ) -> None:
+        """Keeps what an outermost forward is called with.
+
+        Not tensors that stand in for the model's own weights, which may have its size.
+        """
         if not torch.is_grad_enabled():
             return
         if self.is_running:
@@ -71,6 +76,7 @@ class Capture:
             is_compiled = is_compiled and known is None
         self._open = call = ModelCall.of(called, batch, ambient)
         call.is_part_of_compiled = is_compiled
+        call.has_stand_ins = has_stand_ins
         call.follows_others = any(each.awaits_backward for each in self.calls)
 
     def end(self, output: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..core.notebook import short_name
-from ..core.text import counted
+from ..text import counted, printable
 from .named_op import Op, Sample
 
 PHASES = ("forward", "backward", "optimizer", "data", "weights")
@@ -55,6 +55,7 @@ class Remedy:
         tried: Whether the step was replayed with it.
         is_finite: Whether its outputs, loss and gradients were finite then.
         loss: The loss that came out; None if it is not known.
+        why: Why it was not tried; "" if it was.
         file: The file of the line that it replaces, or "".
         line: The number of the first line that it replaces, or 0.
         last_line: That of the last one.
@@ -72,6 +73,7 @@ class Remedy:
     line: int = 0
     last_line: int = 0
     parts: tuple[Remedy, ...] = ()
+    why: str = ""
 
     @property
     def is_recommended(self) -> bool:
@@ -84,14 +86,21 @@ class Remedy:
         outcome = f"finite{loss}" if self.is_finite else "not finite"
         outcome = outcome if self.tried else "not tried"
         if self.parts:
-            codes = "; ".join(f"{part._place}{part.code}" for part in self.parts)
+            codes = "; ".join(f"{part._prefix}{part.code}" for part in self.parts)
             return f"{self.text}: {codes} - {outcome}"
         code = f": {self.code}" if self.code else ""
-        return f"{self._place}{self.text}{code} - {outcome}"
+        return f"{self._prefix}{self.text}{code} - {outcome}"
 
     @property
-    def _place(self) -> str:
-        return f"{short_name(self.file)}:{self.line}: " if self.file else ""
+    def place(self) -> str:
+        """The file and the line that it changes, or "" where it changes none."""
+        if self.parts:
+            return " and ".join(filter(None, (part.place for part in self.parts)))
+        return f"{short_name(self.file)}:{self.line}" if self.file else ""
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self.place}: " if self.place else ""
 
 
 @dataclass
@@ -163,7 +172,7 @@ class Explanation:
 
     def __str__(self) -> str:
         """The explanation in at most eight lines."""
-        lines = [f"{label:<9} {text}" for label, text in self._rows()]
+        lines = [printable(f"{label:<9} {text}") for label, text in self._rows()]
         return "\n".join(lines[:_MAX_LINES])
 
     def _rows(self) -> Iterator[tuple[str, str]]:
@@ -182,9 +191,28 @@ class Explanation:
     def _remedy_rows(self) -> Iterator[tuple[str, str]]:
         for remedy in [each for each in self.remedies if each.is_recommended][:2]:
             yield "tried", str(remedy)
-        failed = [e.text for e in self.remedies if e.tried and not e.is_finite]
+        failed = [each for each in self.remedies if each.tried and not each.is_finite]
         if failed:
-            yield "no help", "; ".join(dict.fromkeys(failed))
+            yield "no help", "; ".join(dict.fromkeys(map(self._label, failed)))
+        not_tried = [each for each in self.remedies if not each.tried]
+        if not_tried:
+            labels = [f"{self._label(e)}{': ' * bool(e.why)}{e.why}" for e in not_tried]
+            yield "not tried", "; ".join(dict.fromkeys(labels))
+
+    def _label(self, remedy: Remedy) -> str:
+        """The text of a remedy, with what tells it from those with other results."""
+        others = [
+            each
+            for each in self.remedies
+            if each.text == remedy.text
+            and (each.tried, each.is_finite) != (remedy.tried, remedy.is_finite)
+        ]
+        if not others:
+            return remedy.text
+        if any(each.place == remedy.place for each in others):
+            return f"{remedy.text}: {remedy._prefix}{remedy.code}"
+        is_part = any(remedy.place in map(_place_of, each.parts) for each in others)
+        return f"{remedy.text} ({remedy.place}{' alone' * is_part})"
 
     def _headline(self) -> str:
         return f"{self._what()}{self._where()}"
@@ -222,6 +250,10 @@ class Explanation:
         dataset = self.sample.dataset
         index = "" if dataset is None else f", index {dataset} of the dataset"
         return f"{int(self.sample)}{of} (counted from 0){index}"
+
+
+def _place_of(remedy: Remedy) -> str:
+    return remedy.place
 
 
 def _shortened(chain: list[str]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ..files.reading import is_regular
 from .explain import BUDGET, investigate
 from .explanation import Explanation
 from .saved_step import STEP, SavedStep, UnreadableStepError
@@ -30,7 +31,7 @@ def function_at(argument: str, place: str) -> Callable[..., Any]:
     """
     file, _, name = place.rpartition(":")
     path = Path(file)
-    if not file or not path.is_file():
+    if not file or not is_regular(path):
         raise UnreadableStepError(
             f"{argument} must be FILE.py:FUNCTION, and the file exist, got {place!r}"
         )
@@ -50,8 +51,8 @@ def function_at(argument: str, place: str) -> Callable[..., Any]:
 def require_step(folder: str | os.PathLike[str]) -> None:
     """Raises UnreadableStepError if a folder has no step; names those below it."""
     path = Path(folder)
-    if not path.is_dir():
-        what = "is no folder" if path.exists() else "does not exist"
+    if not os.path.isdir(path):
+        what = "is no folder" if os.path.lexists(path) else "does not exist"
         raise UnreadableStepError(f"{path} {what}")
     below = sorted(path.glob(f"**/{STEP}")) if not (path / STEP).is_file() else []
     if below:

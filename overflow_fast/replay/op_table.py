@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..core.memory import StorageMap, is_whole, storages
+from ..torch_internals.compiler import is_in_compiled_call
 from ..torch_internals.replay_internals import (
     TorchDispatchMode,
     autograd_node,
@@ -50,6 +51,7 @@ class OpTable(TorchDispatchMode):
     Attributes:
         rows: The operations, in order.
         kinds: Knows which kinds of non-finite values tensors hold.
+        is_compiled: True if an operation ran in a call of what was compiled.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class OpTable(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._keeps_calls = keeps_calls
         self.rows: list[Row] = []
+        self.is_compiled = False
         self.kinds = Kinds()
         self._modules = modules
         self._sums = Sums(self.kinds)
@@ -130,6 +133,7 @@ class OpTable(TorchDispatchMode):
             row.custom = bool(frames)
             row.in_hook = row.custom and runs_in_hook()
         self.rows.append(row)
+        self.is_compiled = self.is_compiled or is_in_compiled_call()
         return row
 
     def _end(self, op: OpCall, row: Row, output: Any, read: _Read) -> None:

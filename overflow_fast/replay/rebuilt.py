@@ -61,10 +61,22 @@ def module_of(saved: dict[str, Any], given: dict[str, torch.Tensor]) -> torch.nn
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The float tensors in what a module returned."""
-    if isinstance(value, torch.Tensor):
-        return [value] if value.is_floating_point() else []
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [tensor for each in value for tensor in tensors_of(each)]
-    return []
+    found, waiting, opened = list[torch.Tensor](), [value], list[Any]()
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, torch.Tensor):
+            found += [each] * each.is_floating_point()
+            continue
+        if isinstance(each, (type, torch.nn.Module)) or any(each is o for o in opened):
+            continue
+        opened.append(each)
+        if isinstance(each, dict):
+            waiting += each.values()
+        elif isinstance(each, (list, tuple)):
+            waiting += each
+        else:
+            waiting += getattr(each, "__dict__", {}).values()
+            slots = [getattr(base, "__slots__", ()) for base in type(each).__mro__]
+            names = [n for of in slots for n in ([of] if isinstance(of, str) else of)]
+            waiting += [getattr(each, name, None) for name in names]
+    return found

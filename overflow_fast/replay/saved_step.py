@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import json
+import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..core.digests import digest_of
-from ..core.strict_json import SCHEMA
 from ..core.tensors import has_memory
+from ..files.json_text import SCHEMA, dumps
+from ..files.reading import FileError, read_bytes
+from ..files.tensor_files import read_tensors
 from .explanation import Artifact
 from .kept_call import Ambient, KeptCall, ModelCall, parameter_names
 from .places import names_of
 
+if TYPE_CHECKING:
+    from .step_schema import Call, Step, Value
+
 STEP, TENSORS = "replay.json", "replay.safetensors"
 
 
-class UnreadableStepError(ValueError):
+class UnreadableStepError(FileError):
     """Raised where a folder's step cannot be explained."""
 
 
@@ -57,7 +62,7 @@ def saved_step(
     }
     if sum(tensor.nbytes for tensor in tensors.values()) > most:
         return []
-    return [Artifact(STEP, json.dumps(step)), Artifact(TENSORS, tensors=tensors)]
+    return [Artifact(STEP, dumps(step)), Artifact(TENSORS, tensors=tensors)]
 
 
 def _call(call: KeptCall, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -82,13 +87,14 @@ def _plain(value: Any, put: Callable[[torch.Tensor], str]) -> Any:
             return {"lost": type(value).__name__}
         is_wanted = value.requires_grad and value.is_floating_point()
         return {"tensor": put(value), "requires_grad": is_wanted}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": value}  # JSON has it as a string
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"value": value}
     if isinstance(value, Mapping):
         return {"dict": {str(k): _plain(each, put) for k, each in value.items()}}
-    if isinstance(value, (list, tuple)):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [_plain(each, put) for each in value]}
+    if type(value) in (list, tuple):  # others would come back as another type
+        return {type(value).__name__: [_plain(each, put) for each in value]}
     return {"lost": type(value).__name__}
 
 
@@ -112,57 +118,65 @@ class SavedStep:
         self._folder = folder
         self._step = self._read_step()
         try:
-            from safetensors.torch import load_file
-
-            self._tensors = load_file(folder / TENSORS)
+            self._tensors = read_tensors(folder / TENSORS)
         except FileNotFoundError:
             raise UnreadableStepError(
                 f"{folder / TENSORS} is missing: it holds the step's batch"
             ) from None
-        except Exception as error:
+        except (OSError, FileError, ImportError) as error:
             raise UnreadableStepError(
                 f"{folder / TENSORS} cannot be read: {error}"
             ) from error
 
-    def _read_step(self) -> dict[str, Any]:
+    def _read_step(self) -> Step:
         path = self._folder / STEP
         try:
-            step: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            from ..files.schema import Head, decode
+            from .step_schema import Step
+
+            data = read_bytes(path)
+            schema = decode(data, Head).schema or 0
+            if isinstance(schema, int) and schema > SCHEMA:
+                raise UnreadableStepError(
+                    f"{path} has schema {schema}; this version reads up to {SCHEMA}"
+                )
+            return decode(data, Step)
         except FileNotFoundError:
             raise UnreadableStepError(
                 f"{path} is missing: a guard writes it with evidence=, if it kept the "
                 "step's calls (explain=False and sync='lagged' keep none)"
             ) from None
-        except ValueError as error:
+        except UnreadableStepError:
+            raise
+        except (OSError, FileError, ImportError) as error:
             raise UnreadableStepError(f"{path} cannot be read: {error}") from error
-        if step.get("schema", 0) > SCHEMA:
-            raise UnreadableStepError(
-                f"{path} has schema {step['schema']}; this version reads up to {SCHEMA}"
-            )
-        return step
 
     @property
     def notes(self) -> list[str]:
         """How this process differs from that of the step, in sentences."""
-        if self._step["torch"] == torch.__version__:
+        if self._step.torch == torch.__version__:
             return []
         return [
-            f"The step ran with torch {self._step['torch']}, this is "
-            f"{torch.__version__}."
+            f"The step ran with torch {self._step.torch}, this is {torch.__version__}."
         ]
 
     def models(self, model: nn.Module) -> dict[str, nn.Module]:
         """The models by their prefixes: one, or those of a model list or dict."""
-        prefixes = self._step["prefixes"]
+        prefixes = self._step.prefixes
         if len(prefixes) == 1:
             return {prefixes[0]: model}
         children = dict(model.named_children())
+        missing = [each for each in prefixes if each.rstrip(".") not in children]
+        if missing:
+            raise UnreadableStepError(
+                f"the step has several models, and the one given has no {missing[0]!r}"
+            )
         return {prefix: children[prefix.rstrip(".")] for prefix in prefixes}
 
     def differences(self, models: Mapping[str, nn.Module]) -> list[str]:
         """The names of weights and buffers that are not those of the step."""
         own = {name: tensor for _, name, tensor in names_of(models)}
-        wanted = self._step["weights"]
+        wanted = {name: list(each) for name, each in self._step.weights.items()}
         missing = [name for name in wanted if name not in own]
         changed = [n for n in wanted if n in own and _identity(own[n]) != wanted[n]]
         return missing + changed
@@ -180,48 +194,76 @@ class SavedStep:
         Raises:
             UnreadableStepError: If an argument was not saved, or a loss is needed.
         """
-        return [self._made(each, model, loss) for each in self._step["calls"]]
+        return [self._made(each, model, loss) for each in self._step.calls]
 
     def _made(
-        self, saved: dict[str, Any], model: nn.Module, loss: Callable[..., Any] | None
+        self, saved: Call, model: nn.Module, loss: Callable[..., Any] | None
     ) -> KeptCall:
-        if loss is None and not saved["is_of_model"]:
+        if loss is None and not saved.is_of_model:
             raise UnreadableStepError(
                 "the step's loss was computed by a function of its own: give it with "
                 "--loss FILE.py:FUNCTION; it takes the model and a dict of "
-                f"{', '.join(saved['batch'].get('dict', {}))}"
+                f"{', '.join(saved.batch.by_key or {})}"
             )
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        batch = self._value(saved["batch"], device)
-        ambient = Ambient.of_plain(saved["ambient"], self._tensors)
-        if saved["is_of_model"] and loss is None:
+        try:
+            batch = self._value(saved.batch, device)
+            ambient = Ambient.of_plain(saved.ambient, self._tensor)
+            held = {
+                int(place): self._tensor(name).to(device)
+                for place, name in saved.held.items()
+            }
+        except UnreadableStepError:
+            raise
+        except (ValueError, TypeError, RuntimeError, RecursionError) as error:
+            path = self._folder / STEP
+            raise UnreadableStepError(f"{path} is damaged: {error}") from error
+        if saved.is_of_model:
+            _check_arguments(batch, self._folder / STEP)
+        if saved.is_of_model and loss is None:
             call: KeptCall = ModelCall.of(model, batch, ambient)
         else:
-            own = _one_argument(model, batch) if saved["is_of_model"] else batch
+            own = _one_argument(model, batch) if saved.is_of_model else batch
             call = KeptCall(_with_model(loss, model), own, ambient)
-        call.returns_loss = loss is not None or saved["returns_loss"]
+        call.returns_loss = loss is not None or saved.returns_loss
         if loss is None:
-            call.held = {
-                int(place): self._tensors[name].to(device)
-                for place, name in saved["held"].items()
-            }
+            call.held = held
         return call
 
-    def _value(self, saved: dict[str, Any], device: torch.device, at: str = "") -> Any:
-        ((kind, value), *more) = saved.items()
-        if kind == "tensor":
-            tensor = self._tensors[value].to(device)
-            return tensor.requires_grad_() if dict(more)["requires_grad"] else tensor
-        if kind == "dict":
-            return {k: self._value(e, device, f"{at}[{k!r}]") for k, e in value.items()}
-        if kind in ("list", "tuple"):
-            items = [self._value(e, device, f"{at}[{i}]") for i, e in enumerate(value)]
-            return items if kind == "list" else tuple(items)
-        if kind == "lost":
+    def _tensor(self, name: str) -> torch.Tensor:
+        if name not in self._tensors:
+            raise UnreadableStepError(f"{self._folder / TENSORS} has no {name!r}")
+        return self._tensors[name]
+
+    def _value(self, saved: Value, device: torch.device, at: str = "") -> Any:
+        if isinstance(saved.tensor, str):
+            tensor = self._tensor(saved.tensor).to(device)
+            return tensor.requires_grad_() if saved.requires_grad else tensor
+        if isinstance(saved.by_key, dict):
+            items = saved.by_key.items()
+            return {k: self._value(e, device, f"{at}[{k!r}]") for k, e in items}
+        for several, kind in ((saved.listed, list), (saved.tupled, tuple)):
+            if isinstance(several, list):
+                return kind(
+                    self._value(each, device, f"{at}[{i}]")
+                    for i, each in enumerate(several)
+                )
+        if isinstance(saved.lost, str):
             raise UnreadableStepError(
-                f"an argument of the step could not be saved: batch{at} was a {value}"
+                f"an argument of the step could not be saved: batch{at} was a "
+                f"{saved.lost}"
             )
-        return value
+        number = saved.number
+        return float(number) if isinstance(number, (float, str)) else saved.value
+
+
+def _check_arguments(batch: Any, path: Path) -> None:
+    """Raises UnreadableStepError if a batch is not the arguments of a model's call."""
+    is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2
+    if not (
+        is_pair and isinstance(batch[0], (list, tuple)) and isinstance(batch[1], dict)
+    ):
+        raise UnreadableStepError(f"{path} is damaged: no arguments of a model's call")
 
 
 def _with_model(

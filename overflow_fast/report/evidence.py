@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-import json
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -13,8 +12,10 @@ from pathlib import Path
 
 import torch
 
-from ..core.strict_json import SCHEMA, dumps
+from ..files.json_text import SCHEMA, dumps
+from ..files.writing import make_folder, write_new
 from ..replay.explanation import Artifact, Explanation
+from ..text import printable
 from .evidence_tensors import choose
 from .report import Report
 from .run import Run
@@ -83,7 +84,7 @@ class EvidenceFolder:
                     self._tell(step, error)
             folder.room = room
             if left_out:
-                folder.write("left_out.txt", "\n".join(left_out))
+                folder.write("left_out.txt", "\n".join(map(printable, left_out)))
             if len(self._steps) > self._keep:
                 self._steps.popleft().remove()
         except Exception as error:
@@ -142,7 +143,7 @@ class _StepFolder:
 
     def __init__(self, parent: Path, run: Run, step: int) -> None:
         self.room = 0
-        parent.mkdir(parents=True, exist_ok=True)
+        make_folder(parent)
         for number in itertools.count(1):
             suffix = f".{number}" if number > 1 else ""
             self.path = parent / f"step-{step:08d}{suffix}"
@@ -164,9 +165,7 @@ class _StepFolder:
 
     def write(self, name: str, text: str) -> None:
         """Writes a new file of text."""
-        with open(self.path / name, "x", encoding="utf-8") as file:
-            self._files[name] = ()
-            file.write(f"{text}\n")
+        write_new(self.path / name, f"{text}\n")
         self._files[name] = _state_of(self.path / name)
 
     def save(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -207,7 +206,7 @@ class _StepFolder:
         names = os.listdir(self.path)
         states = {name: _state_of(self.path / name) for name in names}
         marker = (self.path / _MARKER).read_text(encoding="utf-8")
-        return states == self._files and json.loads(marker) == json.loads(self._marker)
+        return states == self._files and marker == f"{self._marker}\n"
 
 
 def _as_json(explanation: Explanation) -> str:

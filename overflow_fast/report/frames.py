@@ -10,6 +10,7 @@ from .. import _C
 from ..core.ops import scan
 from ..recording.labels import entry_label, label_text
 from ..recording.watch import ModelWatch
+from ..text import printable
 
 PREFIX = " " * 17
 COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
@@ -26,6 +27,7 @@ def batch_header(number: int) -> list[str]:
 
 def stat_line(abs_min: float | None, abs_max: float | None, label: str) -> str:
     """Writes one line of a frame for a tensor's stat."""
+    label = printable(label)
     if abs_min is None or abs_max is None:
         return f"{'empty':>17} {label}"
     return f"{abs_min:8.2e} {abs_max:8.2e} {label}"
@@ -45,14 +47,14 @@ def get_abs_min_max(var: torch.Tensor, ctx: str) -> str:
     """
     stat = scan([var])[0]
     if stat.not_scanned is not None:
-        return f"{'not scanned':>17} {ctx}: {stat.not_scanned}"
+        return f"{'not scanned':>17} {printable(ctx)}: {stat.not_scanned}"
     return stat_line(stat.abs_min, stat.abs_max, ctx)
 
 
 def _entry_line(entry: _C.Entry) -> str | None:
     if entry.only_if_bad and not entry.is_bad:
         return None
-    label, stat = entry_label(entry.place), entry.stat
+    label, stat = printable(entry_label(entry.place)), entry.stat
     if stat is not None:
         return stat_line(stat.abs_min, stat.abs_max, label)
     if entry.kind == _C.EntryKind.NONE:
@@ -80,7 +82,7 @@ def frame_text(
     lines = batch_header(frame.batch) if frame.opens_batch else []
     is_backward = frame.kind == _C.FrameKind.BACKWARD
     mark = " (backward)" * is_backward + " (recomputed)" * frame.is_recomputed
-    lines.append(f"{PREFIX} {fqn} {frame.class_name}{mark}")
+    lines.append(printable(f"{PREFIX} {fqn} {frame.class_name}{mark}"))
     entries = map(_entry_line, recorder.entries(frame))
     lines += [*weights, *(line for line in entries if line is not None)]
     text = "\n".join(lines)
@@ -105,7 +107,7 @@ def nonfinite_lines(recorder: _C.Recorder, frame: _C.Frame) -> list[str]:
         if not entry.is_bad:
             continue
         assert entry.stat is not None
-        label = label_text(entry.label)
+        label = printable(label_text(entry.label))
         if entry.stat.num_nan:
             lines.append(f"{label} has nans")
         if entry.stat.num_inf:

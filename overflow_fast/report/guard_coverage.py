@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core.selection import Wanted
-from ..core.text import counted
 from ..recording.coverage import Coverage
 from ..recording.watch import ModelWatch
+from ..text import counted, printable
 
 
 @dataclass(frozen=True)
@@ -127,4 +127,4 @@ class GuardCoverage:
             f"The rule {rule!r} has matched nothing: compare it with a report's labels."
             for rule in self.rules_unused
         ]
-        return " ".join([checked, *self.gaps(), *unused])
+        return printable(" ".join([checked, *self.gaps(), *unused]))

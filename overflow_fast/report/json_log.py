@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import os
 import stat
@@ -14,7 +13,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from ..core.strict_json import dumps
+from ..files.json_text import dumps, parse_object
+from ..files.reading import is_regular, open_regular
+from ..files.writing import make_folder, open_appending
 
 try:
     import fcntl
@@ -52,14 +53,14 @@ class JsonLog:
         max_bytes: int,
         keep: int,
     ) -> None:
-        real = Path(os.path.realpath(path))
-        self._path = real if real.is_file() else Path(path)
+        self._given: Path | None = Path(path)
+        self._path = self._given
         self._name = name
         self._header = header
         self._max_bytes = max_bytes
         self._keep = keep
         self._file: FileIO | None = None
-        self._is_begun = False
+        self._is_begun = self._is_torn = False
         self._warned: set[str] = set()
 
     def write(self, line: dict[str, Any]) -> None:
@@ -84,14 +85,19 @@ class JsonLog:
         if self._is_begun:
             return file, data
         header = f"{dumps(self._header())}\n".encode()
-        return file, _line_end(self._path) + header + data
+        end = b"\n" if self._is_torn else _line_end(self._path)
+        return file, end + header + data
 
     def _opened(self) -> FileIO:
         """Opens the file, anew where another process has moved or removed it."""
         if self._file is not None and _is_at(self._file, self._path):
             return self._file
         self.close()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._given is not None:  # not earlier: asking the disk may fail
+            real = Path(os.path.realpath(self._given))
+            self._path = real if is_regular(real) else self._given
+            self._given = None
+        make_folder(self._path.parent)
         if not _is_own(self._path):
             other = f"{self._path.stem}.{self._name}{self._path.suffix}"
             self._warn_once(
@@ -101,16 +107,17 @@ class JsonLog:
                 other,
             )
             self._path = self._path.with_name(other)
-        self._file = FileIO(os.open(self._path, _FLAGS, 0o666), "ab")
+        self._file = open_appending(self._path)
         self._is_begun = False
         return self._file
 
     def _append(self, file: FileIO, data: bytes) -> None:
-        written = file.write(data) or 0
+        written = file.write(data) or 0  # one write: lines of processes do not mix
         self._is_begun = written == len(data)
         if not self._is_begun:
-            _take_back(file, written)
+            self._is_torn = bool(written) and not _take_back(file, written)
             raise OSError("there is no room for a line")
+        self._is_torn = False
 
     # When it is full.
 
@@ -150,7 +157,6 @@ class JsonLog:
 
 
 _LOOKS_AT_THE_END = 20
-_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
 
 
 def _is_at(file: FileIO, path: Path) -> bool:
@@ -168,15 +174,12 @@ def _is_own(path: Path) -> bool:
             return True
     except FileNotFoundError:
         return True
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         first = file.readline(_LONGEST_HEADER)
     if not first:
         return True
-    try:
-        header = json.loads(first)
-    except ValueError:
-        return False
-    return isinstance(header, dict) and "overflow_fast" in header
+    header = parse_object(first)
+    return header is not None and "overflow_fast" in header
 
 
 def _line_end(path: Path) -> bytes:
@@ -184,9 +187,9 @@ def _line_end(path: Path) -> bytes:
 
     Waits for a line that another process is writing at this moment.
     """
-    if not path.is_file() or not path.stat().st_size:
+    if not is_regular(path) or not path.stat().st_size:
         return b""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         for _ in range(_LOOKS_AT_THE_END):
             file.seek(-1, os.SEEK_END)
             if file.read(1) == b"\n":
@@ -195,12 +198,14 @@ def _line_end(path: Path) -> bytes:
     return b"\n"
 
 
-def _take_back(file: FileIO, written: int) -> None:
+def _take_back(file: FileIO, written: int) -> bool:
     """Removes half a line, unless another process has written behind it."""
     with contextlib.suppress(OSError):
         end = os.lseek(file.fileno(), 0, os.SEEK_CUR)
         if os.fstat(file.fileno()).st_size == end:
             os.ftruncate(file.fileno(), end - written)
+            return True
+    return False
 
 
 @contextlib.contextmanager

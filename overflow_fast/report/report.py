@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.notebook import text_html
-from ..core.strict_json import SCHEMA, dumps, to_plain
-from ..core.text import as_lines
+from ..files.json_text import SCHEMA, dumps, to_plain
 from ..replay.explanation import Explanation
+from ..text import as_lines
 from ..verdict.hardware import is_of_flag
 from ..verdict.remedy import Remedy
 from ..verdict.verdict import BadEntry, EntryHeadroom, Verdict

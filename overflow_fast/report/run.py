@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..core.strict_json import SCHEMA
+from ..files.json_text import SCHEMA
 from ..recording.watch import ModelWatch
 
 
@@ -62,7 +62,7 @@ class Run:
     def path_of_rank(self, path: str | os.PathLike[str]) -> Path:
         """Returns a path of this rank's own: `guard.rank3.jsonl` with several ranks."""
         whole = Path(path)
-        if self.world_size == 1:
+        if self.world_size == 1 or not whole.name:
             return whole
         return whole.with_name(f"{whole.stem}.rank{self.rank}{whole.suffix}")
 

@@ -5,15 +5,22 @@ from __future__ import annotations
 import collections
 import dataclasses
 import datetime
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from ..files.reading import FileError, lines_of, open_regular
+from ..text import printable
+
+if TYPE_CHECKING:
+    from .log_schema import RunLine, StepLine
 
 TRANSIENT_CAUSE = "not reproducible"
+# Lines that cannot be of an incident are passed over undecoded.
+_OF_INCIDENTS = (b'"kind": "run"', b'"is_clean": false')
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,8 @@ class Suspects:
             last = datetime.datetime.fromtimestamp(each.last, datetime.timezone.utc)
             counts = each.incidents, each.transient, each.elsewhere
             when = f"step {each.steps[-1]}, {last:%Y-%m-%d %H:%M} UTC"
-            table.append([each.host, each.device, *map(str, counts), when])
+            cells = [each.host, each.device, *map(str, counts), when]
+            table.append([printable(cell) for cell in cells])
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         return "\n".join(
             "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
@@ -142,36 +150,29 @@ def read_incidents(path: str | os.PathLike[str]) -> list[LoggedIncident]:
 
 
 def _incidents_in(path: Path) -> Iterator[LoggedIncident]:
-    header: dict[str, Any] = {}
+    from .log_schema import LINES, RunLine, StepLine
+
+    header: RunLine | None = None
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for text in file:
-                if '"kind": "run"' not in text and '"is_clean": false' not in text:
+        with open_regular(path) as file:
+            for text in lines_of(file):
+                if text is None or not any(each in text for each in _OF_INCIDENTS):
                     continue
-                line = _line(text)
-                if line.get("kind") == "run":
+                try:
+                    line = LINES.decode(text)
+                except FileError:  # half a line, of a process that died
+                    continue
+                if isinstance(line, RunLine):
                     header = line
-                elif line.get("kind") == "step" and line.get("first"):
+                elif isinstance(line, StepLine) and line.first:
                     yield _incident(line, header)
     except OSError:
         return
 
 
-def _line(text: str) -> dict[str, Any]:
-    try:
-        line = json.loads(text)
-    except ValueError:  # half a line, of a process that died
-        return {}
-    return line if isinstance(line, dict) else {}
-
-
-def _incident(line: dict[str, Any], header: dict[str, Any]) -> LoggedIncident:
+def _incident(line: StepLine, header: RunLine | None) -> LoggedIncident:
+    host = line.host or (header.host if header is not None else None)
     return LoggedIncident(
-        str(line.get("run", "")),
-        float(line.get("time", 0.0)),
-        int(line.get("step", 0)),
-        str(line["first"]),
-        str(line.get("host") or header.get("host", "")),
-        str(line.get("device", "")),
-        str(line.get("cause", "")),
+        *(line.run, line.time, line.step, line.first or "", host or ""),
+        *(line.device or "", line.cause or ""),
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from ..text import printable
+
 FAULTS = {"nan": math.nan, "inf": math.inf}
 DIRECTIONS = ("forward", "backward")
 
@@ -84,7 +86,7 @@ class SelfTestResult:
         rows = [["layer", *(f"{way} {value}" for way, value in kinds)]]
         for at in range(0, len(self.faults), len(kinds)):
             of_layer = self.faults[at : at + len(kinds)]
-            name = f"{of_layer[0].layer} ({of_layer[0].class_name})"
+            name = printable(f"{of_layer[0].layer} ({of_layer[0].class_name})")
             rows.append([name, *(fault.text for fault in of_layer)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [

@@ -6,10 +6,23 @@ import ctypes
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+
+    class Saved(Protocol):
+        """The states of a file: see `RandomStates.as_plain()`."""
+
+        @property
+        def random(self) -> list[tuple[str, str]]: ...
+        @property
+        def python(self) -> tuple[int, list[int], float | None]: ...
+        @property
+        def numpy(self) -> dict[str, Any]: ...
+
 
 _MT19937_BYTES = 625 * 4  # its numbers, and its place among them
 _Getter = Callable[[], Any]
@@ -86,25 +99,37 @@ class RandomStates:
         return {"random": devices, **others}
 
     @classmethod
-    def of_plain(
-        cls, plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    def of_saved(
+        cls, saved: Saved, tensor_of: Callable[[str], torch.Tensor]
     ) -> RandomStates:
-        """Makes them of JSON; those of devices that are not here are left out.
+        """Makes them of what was saved, without those of devices that are not here.
 
         Args:
-            plain: The result of `as_plain()`.
-            tensors: The tensors that it kept.
+            saved: The result of `as_plain()`, decoded.
+            tensor_of: Returns the tensor that it kept by a name.
+
+        Raises:
+            ValueError: If a state is none.
+            RuntimeError: Likewise, as torch says it.
         """
         states = cls.__new__(cls)
         states._states = {
-            device or "cpu": tensors[name].to(torch.uint8)
-            for device, name in plain["random"]
+            device or "cpu": tensor_of(name).to(torch.uint8)
+            for device, name in saved.random
             if not device or _is_here(torch.device(device))
         }
-        version, numbers, gauss = plain["python"]
+        if "cpu" in states._states:
+            torch.Generator().set_state(states._states["cpu"])  # raises if it is none
+        version, numbers, gauss = saved.python
         states._states["python"] = version, tuple(numbers), gauss
-        if "numpy" in plain:
-            states._states["numpy"] = plain["numpy"]
+        random.Random().setstate(states._states["python"])
+        numpys: Any = sys.modules.get("numpy.random")
+        if saved.numpy and numpys is not None:
+            try:
+                numpys.RandomState().set_state(saved.numpy)
+            except Exception as error:
+                raise ValueError(f"no state of NumPy's generator: {error}") from error
+            states._states["numpy"] = saved.numpy
         return states
 
     def _devices(self) -> list[str]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -10,6 +14,30 @@ from torch import nn
 from .registry import INTERNALS, Internal, internal, stack
 
 _WRAPPERS = ("eval_frame.py",)
+
+
+def _is_compiled_call(frame: FrameType) -> bool:
+    """Returns True for the frame that runs compiled code, or what it was made of."""
+    code = frame.f_code
+    is_named = code.co_name == "compile_wrapper"
+    return is_named and code.co_filename.endswith(_WRAPPERS)
+
+
+def is_in_compiled_call() -> bool:
+    """Returns True within a call of what was compiled, also where it runs eagerly."""
+    return "torch._dynamo" in sys.modules and any(map(_is_compiled_call, stack()))
+
+
+def compiled_calls_elsewhere() -> Iterator[FrameType]:
+    """Yields the calls of what was compiled that other threads run."""
+    if "torch._dynamo" not in sys.modules:
+        return
+    for thread, innermost in sys._current_frames().items():
+        frame: FrameType | None = innermost
+        while frame is not None and thread != threading.get_ident():
+            if _is_compiled_call(frame):
+                yield frame
+            frame = frame.f_back
 
 
 @internal(
@@ -45,9 +73,7 @@ def compiled_call_of(module: nn.Module) -> tuple[bool, nn.Module | None]:
     """
     is_inside = False
     for frame in stack():
-        code = frame.f_code
-        if code.co_name == "compile_wrapper" and code.co_filename.endswith(_WRAPPERS):
-            is_inside = True
+        is_inside = is_inside or _is_compiled_call(frame)
         caller = frame.f_locals.get("self") if is_inside else None
         if isinstance(caller, nn.Module):
             is_same = caller is module or uncompiled(caller) is module
@@ -56,8 +82,22 @@ def compiled_call_of(module: nn.Module) -> tuple[bool, nn.Module | None]:
 
 
 @internal(
+    "torch._dynamo.config.skip_nnmodule_hook_guards",
+    "a module with hooks must not run code compiled for another one without any",
+    "Compiled models that share code with a model without a guard may not be watched",
+)
+def guard_on_hooks() -> None:
+    """Makes code that is compiled from now on check that modules have no hooks.
+
+    For all threads, where the user has not set it: a setting is one thread's own.
+    """
+    config: Any = torch._dynamo.config
+    config._config["skip_nnmodule_hook_guards"].default = False
+
+
+@internal(
     "torch._dynamo.reset_code_caches",
-    "dynamo does not notice a hook on a module that had none",
+    "code that was compiled before does not notice a hook on a module that had none",
     "Make the guard before the first compiled call",
 )
 def recompile_all() -> None:

@@ -140,10 +140,9 @@ INTERNALS["copy_all"] = Internal(
 )
 
 
-# Takes nested arguments apart as torch does; `torch.utils.pytree` gives no paths.
 pytree = torch.utils._pytree
 INTERNALS["pytree"] = Internal(
-    "torch.utils._pytree.tree_flatten_with_path",
-    "nested arguments as torch takes them apart, classes that libraries register too",
+    "torch.utils._pytree.SUPPORTED_NODES",
+    "what classes that libraries register hold; nested values in compiled code",
     "The package cannot work without it",
 )

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from .. import _C
-from ..core.text import as_lines
 from ..recording.watch import ModelWatch
+from ..text import as_lines
 from .headroom_table import HeadroomHistory, HeadroomTable, UnderflowCounts
 from .saturation import SaturatedEntry, SaturationWatch
 from .verdict import GRADIENTS, EntryHeadroom, headroom_of, where_of

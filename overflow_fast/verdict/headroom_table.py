@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from ..core.notebook import table_html, text_html
+from ..text import printable
 from .verdict import EntryHeadroom
 
 _FLOAT16_MAX = 65504.0
@@ -112,7 +113,7 @@ class HeadroomTable:
             counts = _counts_text(row.underflow) if has_counts else ""
             lines.append(
                 f"{row.bits:6.1f} {_drift(row):+7.2f} {row.float16_bits:7.1f} "
-                f"{row.abs_max:9.2e}{counts}  {row.where} ({row.dtype})"
+                f"{row.abs_max:9.2e}{counts}  {printable(row.where)} ({row.dtype})"
             )
         if len(self.rows) > _FEW_ROWS:
             lines.append(f"... and {len(self.rows) - _FEW_ROWS} more")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from ..core.text import as_lines
+from ..text import as_lines
 
 _log = logging.getLogger("overflow_fast")
 _LEAST = 16  # values: scaled formats put their largest value there on purpose

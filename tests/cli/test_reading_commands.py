@@ -9,7 +9,7 @@ import pytest
 from flight_records import head_lines, step_line
 
 from overflow_fast.__main__ import main
-from overflow_fast.record.record_lines import line_bytes
+from overflow_fast.files.json_text import line_bytes
 
 RUN = {"models": ["Net"], "host": "a", "policy": "skip"}
 
@@ -146,7 +146,8 @@ def test_log_follows_a_file_that_grows_and_is_renamed(tmp_path, capsys, monkeypa
         look = next(looks)
         if look == 0:
             with open(path, "a") as file:
-                file.write('{"kind": "step", "run": "r0", "step": 3}\n{"kind": "st')
+                step = {"kind": "step", "run": "r0", "step": 3, "is_clean": True}
+                file.write(f'{json.dumps(step)}\n{{"kind": "st')
         elif look == 1:
             path.rename(tmp_path / "g.jsonl.1")
             write_log(path)
@@ -258,7 +259,7 @@ def test_log_says_what_is_a_flight_record_or_empty(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("place", "why"),
     [
-        ("build", "replay.safetensors is missing"),
+        ("build", "replay.json cannot be read: Object missing required field"),
         ("model", "--model must name a function that takes no arguments and returns"),
     ],
 )

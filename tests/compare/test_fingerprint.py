@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from overflow_fast.compare.fingerprint import fingerprint
+from overflow_fast.compare.recording_schema import LINES
 from overflow_fast.compare.shards import Part, pieces
 from overflow_fast.compare.summary import fetch, summarize
+from overflow_fast.files.json_text import dumps
 
 
 def outliers(seed=0):
@@ -113,4 +115,7 @@ def test_the_lowest_numbers_do_not_break_it():
     lowest = torch.full((1000,), torch.finfo(torch.float32).min)
     found = fetch([summarize(lowest)])[0]
     assert found.num_inf == 0 and found.low == lowest[0].item()
-    assert type(found).of_plain(found.to_plain()).sums.isfinite().all()
+    place = {"phase": "forward", "module": "", "role": "output", "dtype": "float32"}
+    row = {"kind": "row", "step": 0, "order": 0, **place, "shape": [1000]}
+    line = LINES.decode(dumps({**row, **found.to_plain()}).encode())
+    assert type(found).of_line(line).sums.isfinite().all()

@@ -1,5 +1,6 @@
 """A layer whose bits differ is named, and nothing else of the step changes."""
 
+import contextlib
 import logging
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from torch import nn
 
 from overflow_fast import OverflowGuard
-from overflow_fast.guard.layer_audit import LayerAuditor
+from overflow_fast.guard.monitors.layer_audit import LayerAuditor
+from overflow_fast.guard.monitors.monitor import Guarded
 
 
 class Net(nn.Module):
@@ -22,18 +24,19 @@ class Net(nn.Module):
         return self.head(self.norm(self.body(self.embed(ids))))
 
 
-def make():
+def make(every=2):
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = OverflowGuard(model, optimizer)
-    return model, guard, LayerAuditor(guard._loop.watches, every=2)
+    guarded = Guarded(guard._loop.watches, None, list, contextlib.nullcontext)
+    return model, guard, LayerAuditor(guarded, every)
 
 
 def forward(model, audit, step):
     audit.begin_step(step)
     output = model(torch.arange(4))
-    audit.end_step()
+    audit.stop()
     return output
 
 
@@ -47,11 +50,10 @@ def test_layers_take_turns_and_agree(caplog):
                 n
                 for n, m in model.named_modules()
                 if m._forward_hooks_with_kwargs
-                and audit._handles
-                and audit._handles[-1].id in m._forward_hooks
+                and any(each.id in m._forward_hooks for each in audit._handles)
             ]
             model(torch.arange(4))
-            audit.end_step()
+            audit.stop()
     assert names == ["embed", "body.0", "body.1", "head", "embed"]
     assert (audit.num_audited, audit.num_different) == (5, 0)
     assert caplog.messages == []
@@ -88,8 +90,7 @@ def test_other_bits_are_told(is_steady, caplog, monkeypatch):
 def test_the_step_is_the_same_bit_for_bit():
     results = []
     for every in (1, 1000):
-        model, guard, audit = make()
-        audit._every = every
+        model, guard, audit = make(every)
         torch.manual_seed(1)
         with guard:
             for step in range(1, 5):

@@ -26,7 +26,8 @@ from overflow_fast import (
     Underflow,
 )
 from overflow_fast.guard.config import GuardConfig
-from overflow_fast.guard.options import MONITORS, options_of
+from overflow_fast.guard.monitors.builtin import MONITORS
+from overflow_fast.guard.options import options_of
 
 PARAMETERS = inspect.signature(OverflowGuard).parameters
 FIELDS = dataclasses.fields(GuardConfig)
@@ -196,7 +197,7 @@ def test_a_wrong_type_of_a_field_is_named(make, message):
         ),
         (
             {"monitors": [Spikes("skip")], "sync": "lagged"},
-            "Spikes.action must be 'warn' with sync='lagged', got 'skip'",
+            r"none that skips steps with sync='lagged', got Spikes\(action='skip'\)",
         ),
     ],
 )

@@ -13,7 +13,7 @@ from torch import nn
 
 import overflow_fast
 from overflow_fast import OverflowGuard, Saturation, Spikes
-from overflow_fast.guard.spikes import Level
+from overflow_fast.guard.monitors.spikes import Level
 
 STEPS = 1500
 

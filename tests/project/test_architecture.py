@@ -16,6 +16,8 @@ PACKAGE = ROOT / "overflow_fast"
 # A room uses those before it, and nothing else of the package.
 ROOMS = (
     "binaries",
+    "text",
+    "files",
     "_C",
     "torch_internals",
     "tree",

@@ -168,6 +168,7 @@ def test_own_loop(code):
     assert scheduler.last_epoch == 1
 
 
+@pytest.mark.slow
 @runs("transformers-trainer")
 def test_trainer(code):
     known = run(
@@ -237,6 +238,7 @@ def a_rank(folder, code):
     return known["guard"].step
 
 
+@pytest.mark.slow
 @runs("ddp")
 def test_ddp(tmp_path, code):
     assert on_ranks(2, a_rank, tmp_path, code) == [3, 3]
@@ -285,6 +287,19 @@ def test_metrics(code):
     assert list(Path("runs/guard").iterdir())
     assert b"overflow_fast_steps_total" in prometheus.generate_latest()
     prometheus.REGISTRY.unregister(known["exporters"][1])
+
+
+@runs("a-monitor-of-your-own")
+def test_a_monitor_of_ones_own(code, caplog):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    with torch.no_grad():
+        model[0].bias[:5] = -1e3
+    optimizer = sgd(model)
+    guard = run(code, model=model, optimizer=optimizer)["guard"]
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    guard.remove()
+    assert "DeadUnits: " in caplog.text and "of the units of 0 get" in caplog.text
 
 
 @runs("a-flight-record")

@@ -61,7 +61,8 @@ def test_a_target_that_an_object_holds():
     net, batch = model(), SimpleNamespace(x=x(), target=target())
     found = explained(net, lambda: F.mse_loss(net(batch.x), batch.target))
     assert place(found) == ("data", "bad data", "", "batch.target")
-    assert "the step does not write to it" in found.evidence[0]
+    assert found.sample == 1
+    assert "`batch.target` holds 1 inf" in found.evidence[0]
 
 
 def test_a_target_in_a_slot():

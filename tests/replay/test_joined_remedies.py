@@ -121,7 +121,7 @@ def test_two_keys_of_the_batch_that_are_bad():
     remedy = found.remedies[0]
     assert remedy.is_recommended and len(remedy.parts) == 2
     for part in remedy.parts:
-        space = {"torch": torch, **batch}
+        space = {"torch": torch, "batch": batch}
         exec(part.code, space)
         batch = {key: value[space["keep"]] for key, value in batch.items()}
     assert len(batch["x"]) == 4

@@ -3,7 +3,6 @@
 import importlib
 import math
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -184,29 +183,6 @@ def test_a_file_that_is_not_what_runs_is_left_alone(tmp_path):
     found = explained(module.loss_of, x)
     assert found.remedies == []
     assert "the file is not the code that runs" in " ".join(found.notes)
-
-
-WAITING = """import torch
-def loss_of(x, w, wait=lambda: None):
-    wait()
-    return torch.sqrt((x * w).pow(2).sum(-1)).mean()
-"""
-
-
-def test_code_that_another_thread_runs_is_left_alone(tmp_path):
-    module, _ = module_of(tmp_path, WAITING)
-    begun, end = threading.Event(), threading.Event()
-    wait = lambda: (begun.set(), end.wait(30))  # noqa: E731
-    thread = threading.Thread(
-        target=module.loss_of, args=(torch.ones(3, 2), torch.ones(2), wait)
-    )
-    thread.start()
-    begun.wait(30)
-    found = explained(module.loss_of, torch.zeros(3, 2))
-    end.set()
-    thread.join()
-    assert found.remedies == []
-    assert "another thread runs that code" in " ".join(found.notes)
 
 
 # Precision.

@@ -294,7 +294,7 @@ def test_a_key_of_the_batch(value):
     loss = lambda model, b: F.mse_loss(model(b["x"]), b["more"]["target"])  # noqa: E731
     found = explain(Net(), batch, loss)
     assert place(found) == ("data", "bad data", None, "")
-    assert (found.tensor, found.sample) == ("target", 2)
+    assert (found.tensor, found.sample) == ("batch['more']['target']", 2)
     assert found.sample.dataset == 9
 
 

@@ -13,12 +13,8 @@ from processes import context
 from torch import nn
 
 import overflow_fast
-from overflow_fast import (
-    Log,
-    NonFiniteError,
-    OverflowGuard,
-)
-from overflow_fast.core.strict_json import dumps
+from overflow_fast import Log, NonFiniteError, OverflowGuard
+from overflow_fast.files.json_text import dumps
 from overflow_fast.report.json_log import JsonLog
 
 

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -187,7 +188,7 @@ class Storage(collections.abc.MutableMapping):
 
     def __init__(self, parent, mapping):
         self._mapping = mapping
-        self._parent = __import__("weakref").ref(parent)
+        self._parent = weakref.ref(parent)
 
     def __getitem__(self, key):
         return self._mapping[key]

@@ -21,6 +21,10 @@ from .trials import Trials
 from .wider_dtypes import of_precision
 
 _LINES = ("range overflow", "undefined", "singular gradient", "empty reduction")
+_EAGERLY = (
+    "Remedies were tried with compiled code run eagerly; with the compiled code itself "
+    "they were not tried."
+)
 _MOST_TOGETHER = 3  # changes that are needed at once
 
 
@@ -38,13 +42,15 @@ def find_remedies(
         budget: How many forwards may be run, and as many again to go on.
         step_seconds: How long a plain replay took.
     """
-    trials = Trials(rerun, budget, step_seconds)
+    trials = Trials(rerun, budget, step_seconds, failure.is_compiled)
     _try_all(failure, trials)
     if not trials.has_helped:
         trials.renew()
         _go_on(failure, trials, _MOST_TOGETHER - 1)
     found = failure.found
     found.remedies = sorted(trials.remedies, key=lambda each: not each.is_finite)
+    if failure.is_compiled and any(each.tried for each in found.remedies):
+        found.notes.insert(0, _EAGERLY)
     found.notes += list(dict.fromkeys(trials.notes))
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ...core.eagerly import run_eagerly
 from ..change import Change
 from ..kept_call import KeptCall
 from ..parts import part_of
@@ -21,15 +22,15 @@ _Models = Mapping[str, nn.Module]
 
 @dataclass(frozen=True)
 class LineChange(Change):
-    """Functions run the code of an edited file.
+    """The replay runs the code of an edited file.
 
     Attributes:
         places: Which code of the file.
-        texts: The edited file; see `edited_code`.
+        text: The edited file; see `edited_code`.
     """
 
     places: tuple[CodePlace, ...]
-    texts: tuple[str, ...]
+    text: str
 
     @property
     def file(self) -> str:
@@ -38,7 +39,7 @@ class LineChange(Change):
 
     def applied(self, models: _Models) -> AbstractContextManager[object]:
         """See `Change`."""
-        return edited_code(self.places, self.texts)
+        return edited_code(self.places, self.text)
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,27 @@ class ScaledGradients(Change):
             call.with_held({p: held * self.factor for p, held in call.held.items()})
             for call in calls
         ]
+
+
+@dataclass(frozen=True)
+class Eagerly(Change):
+    """Compiled code runs eagerly: it may have been compiled without a change.
+
+    Attributes:
+        change: The change, which is made too.
+    """
+
+    change: Change
+
+    @contextmanager
+    def applied(self, models: _Models) -> Iterator[None]:
+        """See `Change`."""
+        with run_eagerly(), self.change.applied(models):
+            yield
+
+    def calls(self, calls: Sequence[KeptCall]) -> list[KeptCall]:
+        """See `Change`."""
+        return self.change.calls(calls)
 
 
 @dataclass(frozen=True)

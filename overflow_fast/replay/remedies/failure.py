@@ -27,6 +27,7 @@ class Failure:
         bad: The tensor of the batch that is non-finite, or None.
         modules: The names of the modules that ran from the operation on, in order.
         checkpoints: Files of weights that the user gave, the newest last.
+        is_compiled: True if the step calls code that was compiled.
     """
 
     found: Explanation
@@ -35,6 +36,7 @@ class Failure:
     bad: torch.Tensor | None = None
     modules: Sequence[str] = ()
     checkpoints: Sequence[str | os.PathLike[str]] = ()
+    is_compiled: bool = False
 
     @classmethod
     def of(
@@ -51,10 +53,11 @@ class Failure:
         if not isinstance(culprit.source, Row):
             is_of_batch = culprit.source.kind == "batch"
             bad = culprit.source.tensor if is_of_batch else None
-            return cls(found, None, place, bad)
+            return cls(found, None, place, bad, is_compiled=table.is_compiled)
         rows = ForwardRows(table)
         row = named_row(culprit.source, rows)
-        return cls(found, row, place, modules=rows.modules_from(row))
+        modules = rows.modules_from(row)
+        return cls(found, row, place, modules=modules, is_compiled=table.is_compiled)
 
     @property
     def mark(self) -> tuple[Any, ...]:

@@ -75,7 +75,7 @@ class Ground:
         """These changes and a further one, to go on from: it runs as it reads."""
         change = trial.change
         if isinstance(change, LineChange) and trial.source is not None:
-            change = replace(change, texts=(trial.source.text, *change.texts))
+            change = replace(change, text=trial.source.text)
         return self.with_trial(replace(trial, change=change))
 
     @property

@@ -1,19 +1,54 @@
-"""Runs the code of an edited source file in place of functions' own."""
+"""Runs the code of an edited source file in a replay, and nowhere else.
+
+A function whose line is edited gets code with two bodies, the edited one and its own,
+and asks at each call which of them to run: the replay's own thread, and autograd's
+threads while they work for the replay, run the edited one; all other threads run their
+own body, in the same frame and with the same line numbers. Threads that the program
+starts within the replay belong to the program. Calls that run already keep what they
+have. Compiled code runs eagerly meanwhile: dynamo neither reuses a graph without the
+edit nor sees code with two bodies. Afterwards functions have the very code object that
+they had.
+"""
 
 from __future__ import annotations
 
+import ast
+import collections
+import copy
+import functools
 import gc
 import hashlib
+import itertools
 import linecache
-import sys
+import os
+import re
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FunctionType
+from typing import Any
 
+from ...core.eagerly import nothing_is_compiled, run_eagerly
+from ...torch_internals.running import inherited, set_inherited
+
+# Constants that stand for the objects which functions ask, and for the number of the
+# edit that runs: no name of the user's is used or hidden.
+_SWITCH = "overflow_fast:is_edited:{}"
+_MARK = "overflow_fast:edit:{}"
+_MARKS = re.compile('"' + _MARK.format(r"(\d+)") + '"')
+_KEY = "overflow_fast_edits"  # of what threads inherit
+_WAIT = 1.0  # seconds, for other threads to leave compiled code
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 # Codes of a file, each with the place of the one around it.
 _Nested = list[tuple[CodeType, int | None]]
+
+
+class NotEditableError(Exception):
+    """Raised where a line cannot be edited for a trial, or was not run in it."""
 
 
 @dataclass(frozen=True)
@@ -31,105 +66,452 @@ class CodePlace:
     digest: str
 
     @classmethod
-    def of(cls, code: CodeType, text: str) -> CodePlace:
-        """The place of a code that runs.
-
-        Args:
-            code: The code.
-            text: The text of its file, with the edits that it runs with.
+    def of(cls, code: CodeType) -> CodePlace:
+        """The place of a code that runs, with or without edits.
 
         Raises:
             NotEditableError: If the file is not what runs.
         """
         file = code.co_filename
+        own, text = _own_code(code), "".join(linecache.getlines(file))
         codes = _nested(_compiled(text, file))
-        places = [i for i, (each, _) in enumerate(codes) if _is_same(each, code)]
+        places = [i for i, (each, _) in enumerate(codes) if _is_same(each, own)]
         if len(places) != 1:
             raise NotEditableError("the file is not the code that runs")
-        return cls(file, places[0], _digest("".join(linecache.getlines(file))))
+        return cls(file, places[0], _digest(text))
+
+
+def marked(text: str, number: int) -> str:
+    """An expression or statement that notes in a trial that it runs.
+
+    Args:
+        text: The expression in brackets, or the statement.
+        number: The number of the edit.
+    """
+    joint = "and " if text.startswith("(") else "; "
+    mark = f'"{_MARK.format(number)}".is_run'
+    return f"({mark} {joint}{text})" if joint == "and " else f"{mark}{joint}{text}"
 
 
 @contextmanager
-def edited_code(places: Sequence[CodePlace], texts: Sequence[str]) -> Iterator[None]:
-    """Lets functions run an edited file's code; they have their own again afterwards.
+def edited_code(places: Sequence[CodePlace], text: str) -> Iterator[None]:
+    """Lets functions run an edited file's code in what this thread does within.
 
     Args:
         places: The codes of one file that are edited. Codes around them are replaced
             with them.
-        texts: The edited file, in versions: the first that can be run is.
+        text: The edited file. Its edits that are `marked()` must run.
 
     Raises:
-        NotEditableError: If the file is not what runs, or another thread runs it.
+        NotEditableError: If the file is not what runs, another trial edits the same
+            code at that moment, another thread stays in compiled code, or an edit was
+            not run.
     """
-    changes = _changes(places, texts)
-    if not changes:
-        raise NotEditableError("no function with that line was found")
-    if _runs_elsewhere({function.__code__ for function, _ in changes}):
-        raise NotEditableError("another thread runs that code")
-    kept = [(function, function.__code__) for function, _ in changes]
+    with run_eagerly():
+        if not nothing_is_compiled(_WAIT):
+            raise NotEditableError("another thread runs compiled code")
+        with _two_bodies(tuple(places), text) as missing:
+            yield
+    if missing:
+        raise NotEditableError("the replay's own thread did not run the changed code")
+
+
+@contextmanager
+def _two_bodies(places: tuple[CodePlace, ...], text: str) -> Iterator[list[int]]:
+    """Gives functions their code; yields the list of the edits that did not run."""
+    outer = inherited(_KEY)
+    trial = _Trial() if outer is None else outer
     try:
-        for function, new in changes:
-            function.__code__ = new
-        yield
+        set_inherited(_KEY, trial)
+        swap = _begin(trial, places, text)
+        missing: list[int] = []
+        yield missing
+        missing += set(range(swap.num_marks)) - swap.ran[trial]
     finally:
-        for function, old in kept:
-            function.__code__ = old
+        # Again, should the first be interrupted: it does nothing that is done.
+        try:
+            _end(trial, places[0].file)
+        finally:
+            _end(trial, places[0].file)
+            set_inherited(_KEY, outer)
 
 
-def _changes(
-    places: Sequence[CodePlace], texts: Sequence[str]
-) -> list[tuple[FunctionType, CodeType]]:
-    """The live functions whose code is replaced, with their new code."""
-    own = "".join(linecache.getlines(places[0].file))
-    if _digest(own) != places[0].digest:
-        raise NotEditableError("the file is another one here")
-    old = _nested(_compiled(own, places[0].file))
-    wanted: set[int] = set()
-    for place in places:
-        index: int | None = place.index
-        while index:  # 0 is the file itself
-            wanted.add(index)
-            index = old[index][1]
-    new = _replacing(old, wanted, (_compiled(each, places[0].file) for each in texts))
-    functions = [
+class _Trial:
+    """Stands for one replay in the threads that work for it."""
+
+
+class _Swap:
+    """One edit of a file's functions, made for one or more trials at once.
+
+    Attributes:
+        ran: The trials, each with the numbers of the edits that it has run.
+        num_marks: How many edits must run.
+        own: The codes with two bodies, each with the code that it stands for.
+    """
+
+    def __init__(self, places: tuple[CodePlace, ...], text: str) -> None:
+        self.places, self.text = places, text
+        self.file = places[0].file
+        self.num_marks = len(set(_MARKS.findall(text)))
+        self.ran: dict[_Trial, set[int]] = {}
+        self.own: dict[int, tuple[CodeType, CodeType]] = {}
+        self._changes: list[tuple[FunctionType, CodeType]] = []
+        self._has_inner = False
+
+    @property
+    def is_edited(self) -> bool:
+        """True in threads that work for one of the trials."""
+        return inherited(_KEY) in self.ran
+
+    def find(self, others: Collection[_Swap]) -> None:
+        """Finds the functions, and makes their code."""
+        if _digest(_text_of(self.file)) != self.places[0].digest:
+            raise NotEditableError("the file is another one here")
+        edit = _Edit(self.file, self.places, self.text)
+        self._has_inner = edit.has_inner
+        held = {code for other in others for code in other.own}
+        made: dict[int, CodeType] = {}
+        for function in _functions_of(self.file):
+            code = function.__code__
+            number = edit.function_of(_own_code(code))
+            if number is None:
+                continue
+            if id(code) in held:
+                raise NotEditableError("another replay edits that code now")
+            if id(code) not in made:
+                made[id(code)] = edit.code(number, code, self)
+            self._changes.append((function, made[id(code)]))
+        if not self._changes:
+            raise NotEditableError("no function with that line was found")
+
+    def object_of(self, constant: object) -> Any:
+        """The object that stands in code for one of the constants, or the constant."""
+        if not isinstance(constant, str):
+            return constant
+        if constant.startswith(_SWITCH.format("")):
+            return self
+        number = constant.removeprefix(_MARK.format(""))
+        return constant if number == constant else _Mark(self, int(number))
+
+    def apply(self) -> None:
+        """Gives the functions their code with two bodies."""
+        _set_codes(self._changes)
+
+    def undo(self) -> None:
+        """Gives them, and functions that they have made since, their own code."""
+        functions = [each for each, _ in self._changes]
+        if self._has_inner:
+            functions += _functions_of(self.file)
+        _set_codes(
+            [
+                (each, self.own[id(each.__code__)][1])
+                for each in functions
+                if id(each.__code__) in self.own
+            ]
+        )
+
+    def clear(self) -> None:
+        """Lets go of code, which holds this object: Python finds no such circles."""
+        self.own.clear()
+        self._changes.clear()
+
+
+class _Mark:
+    """Notes that an edit runs."""
+
+    def __init__(self, swap: _Swap, number: int) -> None:
+        self._swap, self._number = swap, number
+
+    @property
+    def is_run(self) -> bool:
+        ran = self._swap.ran.get(inherited(_KEY))
+        if ran is not None:
+            ran.add(self._number)
+        return True
+
+
+_lock = threading.RLock()
+_swaps: list[_Swap] = []  # those whose functions have code with two bodies
+
+
+def _begin(trial: _Trial, places: tuple[CodePlace, ...], text: str) -> _Swap:
+    with _lock:
+        for swap in _swaps:
+            if swap.places == places and swap.text == text and swap.ran:
+                swap.ran[trial] = set()
+                return swap
+        swap = _Swap(places, text)
+        swap.find(_swaps)
+        swap.ran[trial] = set()
+        _swaps.append(swap)
+        swap.apply()
+        return swap
+
+
+def _end(trial: _Trial, file: str) -> None:
+    with _lock:
+        for swap in list(_swaps):
+            if swap.file == file:
+                swap.ran.pop(trial, None)
+            if not swap.ran:
+                swap.undo()
+                _swaps.remove(swap)
+                swap.clear()
+
+
+def _end_in_child() -> None:
+    """Undoes all edits in a process that was forked in a trial: it has no replay."""
+    global _lock
+    _lock = threading.RLock()
+    for swap in _swaps:
+        swap.undo()
+    _swaps.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_end_in_child)
+
+
+def _set_codes(changes: Sequence[tuple[FunctionType, CodeType]]) -> None:
+    """Sets the code of functions in one call of C, which no signal can interrupt."""
+    functions, codes = [each for each, _ in changes], [code for _, code in changes]
+    done = map(setattr, functions, itertools.repeat("__code__"), codes)
+    collections.deque(done, maxlen=0)
+
+
+# What codes with two bodies stand for, and those of comprehensions within one.
+_own_codes: weakref.WeakKeyDictionary[CodeType, CodeType]
+_own_codes = weakref.WeakKeyDictionary()
+
+
+def _own_code(code: CodeType) -> CodeType:
+    """The code that a code with two bodies stands for; any other as it is."""
+    return _own_codes.get(code, code)
+
+
+def _functions_of(file: str) -> list[FunctionType]:
+    """The live functions of a file."""
+    return [
         each
         for each in gc.get_objects()
-        if type(each) is FunctionType and each.__code__.co_filename == places[0].file
-    ]
-    return [
-        (function, new[index][0])
-        for function in functions
-        for index in sorted(wanted)
-        if _is_same(function.__code__, old[index][0])
+        if type(each) is FunctionType and each.__code__.co_filename == file
     ]
 
 
-def _replacing(
-    old: _Nested, wanted: Collection[int], modules: Iterable[CodeType]
-) -> _Nested:
-    """The codes of the first version that can replace a file's codes."""
-    for module in modules:
-        new = _nested(module)
-        if len(new) == len(old) and all(
-            new[index][0].co_freevars == old[index][0].co_freevars for index in wanted
-        ):
-            return new
-    raise NotEditableError("the edit changes more than a line")
+# Code with two bodies.
 
 
-def _compiled(text: str, file: str) -> CodeType:
+class _Edit:
+    """The functions of a file with their own body and an edited one.
+
+    Args:
+        file: The file.
+        places: The codes that are edited.
+        text: The file with the edits.
+
+    Attributes:
+        has_inner: True if edited functions make others that are edited.
+
+    Raises:
+        NotEditableError: If the edit cannot be made.
+    """
+
+    def __init__(self, file: str, places: Sequence[CodePlace], text: str) -> None:
+        known = _Known.of(file, _text_of(file))
+        wanted = {k for place in places for k in known.functions_at(place.index)}
+        own, new = _functions_in(_parsed(known.text)), _parsed(text)
+        functions = _functions_in(new)
+        if len(own) != len(functions):
+            raise NotEditableError("the edit changes more than a line")
+        for k in wanted:
+            _join(functions[k], own[k], _SWITCH.format(k))
+        self._own = {known.codes[known.index_of[k]][0]: k for k in wanted}
+        self._new = {
+            k: code
+            for code, _ in _nested(_compiled(ast.fix_missing_locations(new), file))
+            for k in wanted
+            if _SWITCH.format(k) in code.co_consts
+        }
+        self.has_inner = len(wanted) > len(places)
+
+    def function_of(self, code: CodeType) -> int | None:
+        """The number of the edited function that has a code, or None."""
+        alike = (k for own, k in self._own.items() if _is_same(own, code))
+        return next(alike, None)
+
+    def code(self, function: int, own: CodeType, swap: _Swap) -> CodeType:
+        """Makes the code with two bodies of a function.
+
+        Args:
+            function: Its number.
+            own: Its code.
+            swap: Has the objects that stand for constants.
+        """
+        new = self._new[function]
+        if new.co_freevars != own.co_freevars:
+            raise NotEditableError("the edit changes more than a line")
+        # What its own body makes are functions with the very code that they had.
+        inner = {code: code for code, _ in _nested(own)}
+        return self._with_objects(new, own, inner, swap)
+
+    def _with_objects(
+        self,
+        new: CodeType,
+        own: CodeType,
+        inner: dict[CodeType, CodeType],
+        swap: _Swap,
+    ) -> CodeType:
+        constants: list[Any] = []
+        for each in new.co_consts:
+            if not isinstance(each, CodeType):
+                constants.append(swap.object_of(each))
+            elif each in inner:
+                constants.append(inner[each])
+            else:
+                known = self._known_of(each)
+                its = own if known is None else inner.get(known, known)
+                constants.append(self._with_objects(each, its, inner, swap))
+        code = new.replace(co_consts=tuple(constants))
+        _own_codes[code] = own
+        if self._is_function(new):
+            swap.own[id(code)] = code, own
+        return code
+
+    def _known_of(self, new: CodeType) -> CodeType | None:
+        """The file's code of a function with two bodies; None for any other code."""
+        numbers = {code: k for k, code in self._new.items()}
+        number = numbers.get(new)
+        codes = {k: code for code, k in self._own.items()}
+        return None if number is None else codes[number]
+
+    def _is_function(self, new: CodeType) -> bool:
+        return self._known_of(new) is not None
+
+
+class _Known:
+    """The functions of a file and their code objects.
+
+    Attributes:
+        text: The file's text.
+        codes: The code objects; see `_nested()`.
+        index_of: The place among them of each function's, in the order of the text.
+    """
+
+    def __init__(self, file: str, text: str) -> None:
+        self.text, self.codes = text, _nested(_compiled(text, file))
+        tree = _parsed(text)
+        for k, function in enumerate(_functions_in(tree)):
+            _join(function, None, _SWITCH.format(k))
+        tagged = _nested(_compiled(ast.fix_missing_locations(tree), file))
+        if len(tagged) != len(self.codes):
+            raise NotEditableError("the functions of the file cannot be told apart")
+        tags = {_SWITCH.format(k): k for k in range(len(tagged))}
+        self._function_at = {
+            place: tags[each]
+            for place, (code, _) in enumerate(tagged)
+            for each in code.co_consts
+            if isinstance(each, str) and each in tags
+        }
+        self.index_of = {k: place for place, k in self._function_at.items()}
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4)
+    def of(file: str, text: str) -> _Known:
+        """The functions of a file with a text."""
+        return _Known(file, text)
+
+    def functions_at(self, index: int) -> Iterator[int]:
+        """Yields the functions around a code, and its own, by their numbers."""
+        place: int | None = index
+        while place is not None:
+            if place in self._function_at:
+                yield self._function_at[place]
+            place = self.codes[place][1]
+
+
+def _join(new: _Function, own: _Function | None, switch: str) -> None:
+    """Gives a function, which has an edited body, its own one besides.
+
+    Args:
+        new: The function.
+        own: The same function with its own body; None for one that does nothing.
+        switch: The constant that is asked which of them to run.
+    """
+    test = ast.Attribute(ast.Constant(switch), "is_edited", ast.Load())
+    if isinstance(new, ast.Lambda):
+        assert own is None or isinstance(own, ast.Lambda)
+        other = ast.Constant(None) if own is None else own.body
+        new.body = ast.copy_location(ast.IfExp(test, new.body, other), new.body)
+        return
+    assert not isinstance(own, ast.Lambda)
+    is_text = isinstance(new.body[0], ast.Expr) and isinstance(
+        new.body[0].value, ast.Constant
+    )
+    text = new.body[:1] if is_text else []
+    bodies = [new.body, [] if own is None else copy.deepcopy(own.body)]
+    outer = _OuterNames()
+    # One of the two bodies may not declare a name that the other one has used.
+    for body in bodies:
+        body[:] = [outer.visit(each) for each in body[len(text) :]] or [ast.Pass()]
+    first = bodies[0][0]
+    choice = ast.If(test, *bodies)
+    if hasattr(first, "lineno"):
+        ast.copy_location(choice, first)
+    new.body = [*text, *outer.found, choice]
+
+
+class _OuterNames(ast.NodeTransformer):
+    """Takes the declarations of global and nonlocal names out of a function's body.
+
+    Attributes:
+        found: The declarations.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[ast.stmt] = []
+
+    def visit(self, node: ast.AST) -> Any:
+        """Takes them out of a statement; not out of functions and classes in it."""
+        if isinstance(node, (ast.Global, ast.Nonlocal)):
+            self.found.append(node)
+            return ast.copy_location(ast.Pass(), node)
+        if isinstance(node, (*_FUNCTIONS, ast.ClassDef, ast.expr)):
+            return node
+        return self.generic_visit(node)
+
+
+def _functions_in(tree: ast.AST) -> list[_Function]:
+    """The functions of a file, in the order of the text."""
+    found: list[_Function] = []
+    to_do = [tree]
+    while to_do:
+        node = to_do.pop()
+        if isinstance(node, _FUNCTIONS):
+            found.append(node)
+        to_do += reversed(list(ast.iter_child_nodes(node)))
+    return found
+
+
+def _parsed(text: str) -> ast.Module:
     try:
-        return compile(text, file, "exec", dont_inherit=True)
+        return ast.parse(text)
     except (SyntaxError, ValueError) as error:
         raise NotEditableError(f"the line does not compile: {error}") from error
 
 
+def _compiled(code: str | ast.Module, file: str) -> CodeType:
+    try:
+        return compile(code, file, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        raise NotEditableError(f"the line does not compile: {error}") from error
+
+
+def _text_of(file: str) -> str:
+    return "".join(linecache.getlines(file))
+
+
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-class NotEditableError(Exception):
-    """Raised where a line cannot be edited for a trial."""
 
 
 def _nested(module: CodeType) -> _Nested:
@@ -149,15 +531,3 @@ def _is_same(a: CodeType, b: CodeType) -> bool:
         and a.co_freevars == b.co_freevars
         and a.co_names == b.co_names
     )
-
-
-def _runs_elsewhere(codes: set[CodeType]) -> bool:
-    """Tells whether another thread is within one of these codes."""
-    own = threading.get_ident()
-    for thread, frame in sys._current_frames().items():
-        current = frame if thread != own else None
-        while current is not None:
-            if current.f_code in codes:
-                return True
-            current = current.f_back
-    return False

@@ -60,7 +60,7 @@ def edits_tried(
         NotEditableError: If the file is not what runs.
     """
     after = source.edited(edits)
-    place = CodePlace.of(row.frames[0][0], source.text)
+    place = CodePlace.of(row.frames[0][0])
     change = trials.ground.line_change(LineChange((place,), source.to_run(edits)))
     texts = tuple(t for edit in edits for t in (source.text_of(edit.node), edit.text))
     trial = Trial(edited_remedy(text, edits, after), change, after, texts)

@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 from ...precision.keep_in_fp32 import keep_in_fp32
+from ...torch_internals.running import inherited, set_inherited
+
+_KEY = "overflow_fast_bfloat16"  # of what threads inherit
 
 
 @contextmanager
@@ -43,10 +46,15 @@ def kept_data(models: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def in_bfloat16(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Runs what is float16, by weights or by autocast, in bfloat16."""
+    """Runs what is float16, by weights or by autocast, in bfloat16.
+
+    Weights change for all threads; autocast in those alone that work for this one.
+    """
     models = list(models)
     with ExitStack() as stack:
         stack.enter_context(kept_data(models))
+        stack.callback(set_inherited, _KEY, None)
+        set_inherited(_KEY, True)
         for model in models:
             for tensor in (*model.parameters(), *model.buffers()):
                 if tensor.dtype == torch.float16:
@@ -60,6 +68,8 @@ def in_bfloat16(models: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _begin_bfloat16(module: nn.Module, args: object) -> None:
+    if not inherited(_KEY):
+        return
     for device in ("cpu", "cuda", "mps", "xpu"):
         if not torch.amp.is_autocast_available(device):
             continue

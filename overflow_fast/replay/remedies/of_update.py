@@ -37,7 +37,7 @@ def update_remedies(
     for form in itertools.islice(forms, _MAX_FORMS):
         edits = [Edit(node, form.code)]
         try:
-            place = CodePlace.of(row.frames[0][0], source.text)
+            place = CodePlace.of(row.frames[0][0])
             with edited_code((place,), source.to_run(edits)):
                 is_finite = is_finite_now()
         except NotEditableError as error:

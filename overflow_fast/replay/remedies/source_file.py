@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..places import Span
+from .line_edit import marked
 
 
 @dataclass(frozen=True)
@@ -99,15 +100,12 @@ class SourceFile:
 
     def edited(self, edits: Sequence[Edit]) -> SourceFile:
         """The file with edits, which do not overlap."""
-        return SourceFile(self.name, self._with(edits, lambda edit: edit.text))
+        return SourceFile(self.name, self._with(edits, _as_it_reads))
 
-    def to_run(self, edits: Sequence[Edit]) -> tuple[str, ...]:
-        """The texts to try edits by: the second keeps all variables of the old text.
-
-        A closure needs them: its cells are those of its first code.
-        """
-        plain = self._with(edits, lambda edit: edit.run or edit.text)
-        return "".join(plain), "".join(self._with(edits, _with_old_variables))
+    def to_run(self, edits: Sequence[Edit]) -> str:
+        """The text to try edits by, which notes which of them run."""
+        numbers = {id(edit): i for i, edit in enumerate(edits)}
+        return "".join(self._with(edits, lambda each: _to_run(each, numbers[id(each)])))
 
     def _with(self, edits: Sequence[Edit], text_of: Callable[[Edit], str]) -> list[str]:
         lines = list(self.lines)
@@ -116,7 +114,7 @@ class SourceFile:
             head = lines[first - 1].encode()[:begin].decode()
             tail = lines[last - 1].encode()[end:].decode()
             # What spans several lines becomes one: those below keep their numbers.
-            line = head + _in_one_line(text_of(edit), edit.node) + tail
+            line = head + text_of(edit) + tail
             lines[first - 1 : last] = [line, *["\n"] * (last - first)]
         return lines
 
@@ -145,15 +143,17 @@ def _start(edit: Edit) -> tuple[int, int]:
     return first, begin
 
 
+def _as_it_reads(edit: Edit) -> str:
+    return _in_one_line(edit.text, edit.node)
+
+
+def _to_run(edit: Edit, number: int) -> str:
+    text = _in_one_line(edit.run or edit.text, edit.node)
+    return marked(f"({text})" if isinstance(edit.node, ast.expr) else text, number)
+
+
 def _in_one_line(text: str, node: ast.AST) -> str:
     if "\n" not in text:
         return text
     whole = f"({text}\n)" if isinstance(node, ast.expr) else text
     return ast.unparse(ast.parse(whole))
-
-
-def _with_old_variables(edit: Edit) -> str:
-    text = edit.run or edit.text
-    if not isinstance(edit.node, ast.expr):
-        return text
-    return f"(({text}) if True else ({ast.unparse(edit.node)}))"

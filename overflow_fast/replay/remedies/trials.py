@@ -12,13 +12,19 @@ from ..kept_call import KeptCall
 from ..kinds import kinds_of
 from ..outcome import Outcome
 from ..rerun import Rerun
-from .changes import FromLoss
+from ..team import text_of
+from .changes import Eagerly, FromLoss
 from .ground import Ground, Trial
 from .line_edit import NotEditableError
 
-_STEP_TIMES = 4.0
-_LEAST_SECONDS = 5.0
+STEP_TIMES = 4.0
+LEAST_SECONDS = 5.0
 _ENOUGH = 2  # remedies that help; of changes on top of others, one
+
+
+def seconds_for(step_seconds: float) -> float:
+    """The seconds that experiments on a step may take, by how long a replay takes."""
+    return max(LEAST_SECONDS, STEP_TIMES * step_seconds)
 
 
 class Trials:
@@ -28,6 +34,7 @@ class Trials:
         rerun: Runs the step.
         budget: How many forwards may be run.
         step_seconds: How long a plain replay took.
+        is_eager: Compiled code runs eagerly in the trials.
 
     Attributes:
         remedies: What was tried, in order.
@@ -36,7 +43,14 @@ class Trials:
         failed: What did not help on this ground, with the call that was bad then.
     """
 
-    def __init__(self, rerun: Rerun, budget: int, step_seconds: float) -> None:
+    def __init__(
+        self,
+        rerun: Rerun,
+        budget: int,
+        step_seconds: float,
+        is_eager: bool = False,
+    ) -> None:
+        self._is_eager = is_eager
         self.rerun = rerun
         self.remedies: list[Remedy] = []
         self.notes: list[str] = []
@@ -44,9 +58,7 @@ class Trials:
         self.failed: list[tuple[Trial, int]] = []
         self._budget = budget
         self._most = rerun.num_forwards + budget
-        self._end = time.perf_counter() + max(
-            _LEAST_SECONDS, _STEP_TIMES * step_seconds
-        )
+        self._end = time.perf_counter() + seconds_for(step_seconds)
         bad = [call for call in rerun.calls if _has_bad_gradients(call)]
         self._drops_gradients = bool(bad)
         self._has_loss = all(call.returns_loss for call in bad)
@@ -97,6 +109,8 @@ class Trials:
         is_finite = outcome.is_clean
         is_tried = outcome.error is None
         remedy = ground.remedy
+        if outcome.error is not None:
+            remedy = replace(remedy, why=f"the replay raised {text_of(outcome.error)}")
         if is_finite and not self._is_whole(outcome):
             self._note_forward(remedy)
             return False
@@ -111,6 +125,7 @@ class Trials:
     def run(self, change: Change, armed: int = -1) -> Outcome:
         """Replays the step with a change; see `Rerun.run()`."""
         change = FromLoss(change) if self._drops_gradients else change
+        change = Eagerly(change) if self._is_eager else change
         return self.rerun.run(armed, change=change)
 
     def _is_whole(self, outcome: Outcome) -> bool:

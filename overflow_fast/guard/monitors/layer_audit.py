@@ -4,27 +4,45 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..core.devices import place_of
-from ..core.module_kinds import is_linear, is_normalization, is_of_torch
-from ..recording.watch import ModelWatch
-from ..state.snapshot import Snapshot
-from ..torch_internals.compiler import has_compiled
-from ..torch_internals.running import is_recorded
-from ..torch_internals.tensor_internals import versions_of
+from ...core.devices import place_of
+from ...core.module_kinds import is_linear, is_normalization, is_of_torch
+from ...state.snapshot import Snapshot
+from ...torch_internals.compiler import has_compiled
+from ...torch_internals.running import is_recorded
+from ...torch_internals.tensor_internals import versions_of
+from ..arguments import whole
+from ..options import option
+from .monitor import Guarded, Monitor
 
 _log = logging.getLogger("overflow_fast")
 _NUM_AGAIN = 2
 
 
-class LayerAuditor:
+@dataclass(frozen=True)
+class LayerAudit(Monitor):
+    """Silent data corruption: a layer that gives other bits when it is run again."""
+
+    every: int = field(
+        default=1000,
+        metadata=option(
+            "In one step of this many compute one layer again, a different one each "
+            "time, and compare the bits.",
+            whole(1),
+        ),
+    )
+
+    def start(self, guarded: Guarded) -> Monitor:
+        return LayerAuditor(guarded, self.every)
+
+
+class LayerAuditor(Monitor):
     """Computes one layer again in one step of so many, a different one each time.
 
     Layers without random numbers and without submodules: linear layers, convolutions,
@@ -33,24 +51,17 @@ class LayerAuditor:
     code. Incurs a CPU-GPU sync in the steps that are audited.
 
     Args:
-        watches: The watched models.
+        guarded: The training.
         every: One step in this many is audited.
-        shield: Isolates the guard's own errors.
 
     Attributes:
         num_audited: The number of layers that were computed again.
         num_different: The number of those whose bits differed.
     """
 
-    def __init__(
-        self,
-        watches: Sequence[ModelWatch],
-        every: int,
-        shield: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self._watches = watches
+    def __init__(self, guarded: Guarded, every: int) -> None:
+        self._guarded = guarded
         self._every = every
-        self._shield = shield
         self._handles: list[RemovableHandle] = []
         self._next = 0
         self._unsteady: set[str] = set()  # layers that are not audited any more
@@ -59,12 +70,12 @@ class LayerAuditor:
 
     def begin_step(self, step: int) -> None:
         """Puts a hook on the layer that is audited, if the step is one of those."""
-        self.end_step()
+        self.stop()
         if step % self._every or has_compiled():
             return
         layers = [
             (watch, index, module)
-            for watch in self._watches
+            for watch in self._guarded.watches
             for index, module in watch.modules.present()
             if watch.modules.is_selected(index) and _is_auditable(module)
             if watch.name_at(index) not in self._unsteady
@@ -78,12 +89,12 @@ class LayerAuditor:
         versions: list[int] = []
 
         def begin(layer: nn.Module, args: Any) -> None:
-            with self._shield():
+            with self._guarded.isolated():
                 versions[:] = _versions(layer)
 
         def audit(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self.end_step()  # its first call alone
-            with self._shield():
+            self.stop()  # its first call alone
+            with self._guarded.isolated():
                 # A layer that writes to its weights, as an embedding with
                 # `max_norm` does, gives other bits the second time.
                 if versions == _versions(layer):
@@ -94,11 +105,17 @@ class LayerAuditor:
             module.register_forward_hook(audit, prepend=True, with_kwargs=True),
         ]
 
-    def end_step(self) -> None:
+    def stop(self) -> None:
         """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "layers_audited_total": self.num_audited,
+            "layers_different_total": self.num_different,
+        }
 
     def _audit(
         self,

@@ -6,14 +6,17 @@ import bisect
 import collections
 import math
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
 
-from .. import _C
-from ..recording.labels import label_text
-from ..recording.watch import ModelWatch
-from .config import NORM
-from .optimizer_hook import OptimizerHook
+from ... import _C
+from ...recording.watch import ModelWatch
+from ..arguments import NORM, one_of
+from ..options import option
+from .monitor import Guarded, Monitor, MonitoredStep, Notice, scalar_places
+
+SPIKE = "spike"  # the kind of its notices, which mark the step in the flight record
 
 _WINDOW = 200
 _LEAST = 100  # values before any is a spike
@@ -27,7 +30,6 @@ _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 _TAIL, _BEYOND_TAIL = 0.98, 1.5
 _MAX_IN_ROW = 3  # then it is the new level
 _LOSS, _GRADIENT = "loss", "largest gradient"
-_LOSSES = ("output.loss", "output['loss']")
 _EVERY = 256  # steps between two looks at which entries there are
 # A model, the name of a number, and the number's place; None for the gradients.
 _Number = tuple[ModelWatch, str, _C.Place | None]
@@ -115,72 +117,85 @@ class Level:
         return (median, score) if score >= _SCORE else None
 
 
-class SpikeWatch:
+@dataclass(frozen=True)
+class Spikes(Monitor):
+    """Finite steps whose loss or gradients are far above their last 200 values.
+
+    The loss is what the model returns or `record(loss=...)` gives. For gradients it is
+    the norm that `record(grad_norm=...)` gives, else the largest magnitude of a
+    gradient (not with a GradScaler). Not with `sync="lagged"`.
+    """
+
+    action: Literal["warn", "skip"] = field(
+        default="warn",
+        metadata=option(
+            "The action for a finite step whose loss or gradients are far above the "
+            'last 200. "warn": log a warning and mark the step in log and record. '
+            '"skip": leave its optimizer step out too, at most three in a row.',
+            one_of("warn", "skip"),
+            typed="spikes",
+        ),
+    )
+
+    @property
+    def may_skip(self) -> bool:  # type: ignore[override]
+        """True if it skips steps."""
+        return self.action == "skip"
+
+    def start(self, guarded: Guarded) -> Monitor:
+        return SpikeWatch(guarded, self.action)
+
+
+class SpikeWatch(Monitor):
     """Looks for spikes in the stats of a step that have arrived.
 
     Args:
-        watches: The watched models.
-        is_on: Whether to look at all.
+        guarded: The training.
+        action: The action for a spike.
     """
 
-    def __init__(self, watches: Sequence[ModelWatch], is_on: bool) -> None:
-        self._watches = watches
-        self._is_on = is_on
+    def __init__(self, guarded: Guarded, action: Literal["warn", "skip"]) -> None:
+        self._watches = guarded.watches
+        self._action = action
         self._levels: dict[tuple[int, str], Level] = {}
         self._places: list[_Number] = []
         self._num_looks = 0
 
-    def look(self, hook: OptimizerHook, is_scaled: bool) -> list[Spike]:
-        """Returns the spikes of a finite step. Does not incur a CPU-GPU sync.
+    def look(self, step: MonitoredStep) -> list[Notice]:
+        """Returns a notice for each spike of a finite step; does not sync.
 
-        Args:
-            hook: The optimizer's: each has levels of its own.
-            is_scaled: Whether a GradScaler scales the gradients.
+        Each optimizer has levels of its own. Where gradients alone were scanned, other
+        numbers are those of an earlier step.
         """
-        if not self._is_on:
-            return []
         if self._num_looks % _EVERY == 0 or self._num_looks in (1, 2, 8, 32):
-            self._places = [each for w in self._watches for each in _places_of(w)]
+            self._places = [each for w in self._watches for each in _numbers_of(w)]
         self._num_looks += 1
         found = []
         for which, (watch, what, place) in enumerate(self._places):
+            if place is not None and not step.is_whole:
+                continue
             if place is not None:
                 peak = watch.recorder.last_peak(place)
                 value = 0.0 if peak is None else peak.abs_max
             else:
-                value = 0.0 if is_scaled else watch.recorder.largest_gradient
-            level = self._levels.setdefault((id(hook), f"{what} {which}"), Level())
+                value = 0.0 if step.is_scaled else watch.recorder.largest_gradient
+            key = id(step.optimizer), f"{what} {which}"
+            level = self._levels.setdefault(key, Level())
             count, spike = len(level), level.add(value)
             if spike is not None:
-                found.append(Spike(what, value, *spike, count))
+                found.append(self._notice_of(Spike(what, value, *spike, count)))
         return found
 
+    def _notice_of(self, spike: Spike) -> Notice:
+        return Notice(str(spike), self._action, SPIKE, vars(spike))
 
-def _places_of(watch: ModelWatch) -> Iterator[_Number]:
+
+def _numbers_of(watch: ModelWatch) -> Iterator[_Number]:
     """The numbers of a model: its loss, and a norm of its gradients."""
-    places = [history.last.place for history in watch.recorder.headroom()]
-    named = [(place, label_text(place.label)) for place in places]
-    recorded = {n: p for p, n in named if p.kind == _C.FrameKind.RECORDED}
-    loss = recorded.get("loss") or _returned_loss(watch, named)
-    if loss is not None:
-        yield watch, _LOSS, loss
-    if NORM in recorded:
-        yield watch, NORM, recorded[NORM]
+    places = scalar_places(watch)
+    if _LOSS in places:
+        yield watch, _LOSS, places[_LOSS]
+    if NORM in places:
+        yield watch, NORM, places[NORM]
     else:
         yield watch, _GRADIENT, None
-
-
-def _returned_loss(
-    watch: ModelWatch, named: Sequence[tuple[_C.Place, str]]
-) -> _C.Place | None:
-    """The root's loss: the output of that name, or its only one if that is a loss."""
-    own = {
-        name: place
-        for place, name in named
-        if place.kind == _C.FrameKind.FORWARD and place.module == 0
-        if place.label.role == _C.Role.OUTPUT
-    }
-    for name in _LOSSES:
-        if name in own:
-            return own[name]
-    return own.get("output") if watch.has_seen_loss and len(own) == 1 else None

@@ -1,0 +1,1 @@
+"""Files on disk: bounded reading with one set of errors, writing without waiting."""

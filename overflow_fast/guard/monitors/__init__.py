@@ -1,0 +1,1 @@
+"""Monitors of finite steps: one file each behind one protocol."""

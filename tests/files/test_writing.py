@@ -1,0 +1,126 @@
+"""Whatever is at the path of a log, a record or evidence: one warning, the run goes on.
+
+Nothing hangs either: each case runs in a process that has to end.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import logging, os, resource, sys, torch, overflow_fast
+limit, fine, *paths = sys.argv[1:]
+paths = [path.encode().decode("unicode_escape") for path in paths]
+lines = []
+handler = logging.Handler()
+handler.emit = lambda record: lines.append(record.getMessage())
+logging.getLogger("overflow_fast").addHandler(handler)
+words = "are lost", "was kept", "is there already"
+
+def run(kind, path):
+    lines.clear()
+    model = torch.nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+    with overflow_fast.OverflowGuard(
+        model, optimizer, "skip", explain=False, **{kind: path}
+    ) as guard:
+        for i in range(6):
+            value = float("nan") if i % 2 else 1.0
+            model(torch.full((2, 6), value)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert guard.num_skipped == 3 and not torch.equal(model.weight, before)
+    assert guard.coverage().failures == 0
+    return [sum(word in line for line in lines) for word in words]
+
+if limit == "nobody":
+    for kind in ("log", "record", "evidence"):
+        run(kind, fine + kind)  # imports what that user may not
+    os.setgid(65534), os.setuid(65534)
+elif limit:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+for path in paths:
+    for kind in ("log", "record", "evidence"):
+        print(run(kind, path))
+"""
+LOST, KEPT, BESIDE, FINE = "[1, 0, 0]", "[0, 1, 0]", "[0, 0, 1]", "[0, 0, 0]"
+
+
+def guarded(limit, *paths):
+    """What was logged for each path as log, record and evidence."""
+    fine = f"{paths[0]}-fine-"
+    command = [sys.executable, "-c", PROGRAM, limit, fine, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_path_that_cannot_be_written_is_one_warning(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    impossible = ("n" * 300, "a\\x00b", "a\\ud800b", "file/below")
+    paths = [f"{tmp_path}/{name}" for name in ("fifo", "folder", *impossible)]
+    assert guarded("", *paths) == [
+        *(LOST, BESIDE, KEPT),  # a FIFO: a record lies beside it
+        *(LOST, BESIDE, FINE),
+        *(LOST, LOST, KEPT) * len(impossible),
+    ]
+
+
+def test_a_full_disk_is_one_warning(tmp_path):
+    assert guarded("100", tmp_path / "x") == [LOST, "[1, 0, 1]", KEPT]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
+def test_a_folder_without_permission_is_one_warning(tmp_path):
+    for parent in (tmp_path, *tmp_path.parents[:3]):
+        parent.chmod(parent.stat().st_mode | 0o055)
+    (tmp_path / "closed").mkdir(mode=0o700)
+    assert guarded("nobody", tmp_path / "closed" / "x") == [LOST, LOST, KEPT]
+
+
+def test_a_slow_reader_of_a_fifo_costs_lines_and_no_time(tmp_path):
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    program = PROGRAM.replace("range(6)", "range(400)").replace("== 3", "== 200")
+    program = program.replace('("log", "record", "evidence")', '("log",)')
+    command = [sys.executable, "-c", program, "", "", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{LOST}\n"
+    begin = os.read(reader, 2**16)
+    assert begin.startswith(b'{"schema": 1, "kind": "run"')
+    os.close(reader)
+
+
+def test_names_that_come_anew_do_not_make_a_record_grow(tmp_path):
+    program = """
+import logging, os, sys, torch, overflow_fast
+logging.getLogger("overflow_fast").setLevel(logging.ERROR)
+path = sys.argv[1]
+model = torch.nn.Linear(6, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+most, bound = 0, 2**18
+with overflow_fast.OverflowGuard(
+    model, optimizer, on_spike=None, record=path, record_mib=0.25
+) as guard:
+    for i in range(1500):
+        model(torch.randn(4, 6)).mean().backward()
+        guard.record(**{f"{'long' * (i % 40)}{i}": torch.ones(())})
+        optimizer.step()
+        optimizer.zero_grad()
+        most = max(most, os.path.getsize(path))
+record = overflow_fast.read_record(path)
+assert [n for s in record.steps for n in range(s.first, s.last + 1)] == [*range(1500)]
+assert 10 < len(record.entries) <= 512, len(record.entries)
+assert not record.num_damaged
+print(most <= bound + 2**15, most)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "run.ofr")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.stdout.startswith("True"), done.stdout + done.stderr
