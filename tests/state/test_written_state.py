@@ -19,6 +19,7 @@ from overflow_fast import (
     shadow,
 )
 from overflow_fast.state.random import RandomStates
+from overflow_fast.state.snapshot import Snapshot
 
 DRAWS = {
     "torch": (torch.manual_seed, lambda: float(torch.rand(()))),
@@ -245,6 +246,26 @@ def test_random_numbers_make_no_difference_between_runs(name):
     assert "keep_in_fp32" not in str(advise_precision(model, [x]))
     shadowed = shadow(model.to(torch.bfloat16), x.bfloat16())
     assert "computes differently" not in str(shadowed)
+
+
+def test_a_wrapper_has_its_attributes_again():
+    """It has the name of what it wraps."""
+
+    class DistributedDataParallel(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module, self.number, self.items = module, 0, []
+
+        def forward(self, x):
+            self.number += 1
+            self.items.append(1)
+            return self.module(x)
+
+    DistributedDataParallel.__module__ = "torch.nn.parallel.distributed"
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    with Snapshot({"": model}):
+        model(torch.ones(1, 4))
+    assert model.number == 0 and model.items == []
 
 
 class Reading(nn.Module):
