@@ -35,7 +35,7 @@ class OpTensor(Struct):
     num_inf: Count | None = None
 
 
-class Op(Struct):
+class SavedOp(Struct):
     """The operation that failed."""
 
     name: str = ""
@@ -58,14 +58,14 @@ class Remedy(Struct):
     line: Count = 0
 
 
-class Explanation(Struct):
+class SavedExplanation(Struct):
     """`explanation.json`, or the explanation of a report."""
 
     cause: str | UnsetType = UNSET
     phase: str = ""
     module: str | UnsetType = UNSET
     tensor: str = ""
-    op: Op | None = None
+    op: SavedOp | None = None
     sample: Count | None = None
     num_samples: Count = 0
     dataset_index: StepNumber | None = None
@@ -98,6 +98,6 @@ class Report(Struct):
     summary: str = ""
     sentences: list[str] | UnsetType = UNSET
     verdict: Verdict | None = None
-    explanation: Explanation | None = None
+    explanation: SavedExplanation | None = None
     not_covered: list[str] | None = None
     frames: list[str] | None = None

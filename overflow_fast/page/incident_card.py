@@ -152,14 +152,16 @@ def _markers_below(where: Path) -> Iterator[Path]:
 
 
 def _read(marker: Path, damaged: list[str]) -> Incident:
-    from .evidence_schema import Explanation, Marker, Report
+    from .evidence_schema import Marker, Report, SavedExplanation
 
     folder = marker.parent
     step = (_decoded(marker, Marker) or {})["step"]
     report = _decoded(folder / "report.json", Report) or {}
     explanation = report.get("explanation")
     try:
-        explanation = _decoded(folder / "explanation.json", Explanation) or explanation
+        explanation = (
+            _decoded(folder / "explanation.json", SavedExplanation) or explanation
+        )
     except EvidenceError as error:
         damaged.append(str(error))
     return Incident(step, report, explanation or {}, folder)

@@ -189,13 +189,14 @@ class Explanation:
         yield "replays", f"{counted(self.replays, 'forward')}, {self.seconds:.2f} s"
 
     def _remedy_rows(self) -> Iterator[tuple[str, str]]:
-        for remedy in [each for each in self.remedies if each.is_recommended][:2]:
+        recommended = [each for each in self.remedies if each.is_recommended]
+        for remedy in recommended[:2]:
             yield "tried", str(remedy)
         failed = [each for each in self.remedies if each.tried and not each.is_finite]
         if failed:
             yield "no help", "; ".join(dict.fromkeys(map(self._label, failed)))
         not_tried = [each for each in self.remedies if not each.tried]
-        if not_tried:
+        if not_tried and not recommended:
             labels = [f"{self._label(e)}{': ' * bool(e.why)}{e.why}" for e in not_tried]
             yield "not tried", "; ".join(dict.fromkeys(labels))
 

@@ -130,7 +130,10 @@ def test_a_batch_that_cannot_be_looked_at_is_unknown():
     assert gone.bad_places() is None
     kept = UserDict(x=x * NAN)
     assert LoopBatch(kept).bad_places() == ["`batch['x']`"]
-    for unknown in (object(), x.to_sparse(), {"deep": [[[[[[x]]]]]]}):
+    deep = x
+    for _ in range(20):
+        deep = [deep]
+    for unknown in (object(), x.to_sparse(), {"deep": deep}):
         assert LoopBatch([x, unknown]).bad_places() is None
     written = LoopBatch([x])
     x.fill_(NAN)

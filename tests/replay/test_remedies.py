@@ -396,7 +396,7 @@ def follow(remedy, cases, name, tmp_path):
 
         def without(step):
             batch = make_batch(step)
-            space = {"torch": torch, **batch}
+            space = {"torch": torch, "batch": batch}
             exec(remedy.code, space)
             return {key: value[space["keep"]] for key, value in batch.items()}
 
