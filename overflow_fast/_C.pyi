@@ -228,6 +228,7 @@ class Coverage:
     bytes_scanned: int
     not_scanned: int
     def reasons(self) -> dict[str, int]: ...
+    num_opaque_types: int
     def opaque(self) -> dict[str, int]: ...  # what was not looked into, by its type
 
 class Recorder:

@@ -881,6 +881,42 @@ def _traced_tensors(value: Any, depth: int) -> list[torch.Tensor]:
     return found
 
 
+def traced_parts(
+    value: Any, wraps: str = ""
+) -> list[tuple[Style, Any, Any, bool]] | None:
+    """Lists what a container or an object holds, as `children()` does.
+
+    In code that dynamo traces; it compiles again where one of the parts has another
+    type, so that objects which do not declare what they hold are not opened.
+
+    Args:
+        value: Any value.
+        wraps: What `layout()` has of its type, where that is known.
+
+    Returns:
+        The style, the key and the value of each part, and whether it is an attribute
+        beside the items of a wrapped dict; None for a leaf.
+    """
+    if isinstance(value, (tuple, list, deque)):
+        if type(value) is torch.Size:
+            return None
+        return [(INDEX, i, child, False) for i, child in enumerate(value)]
+    if isinstance(value, dict):
+        is_model_output = hasattr(type(value), "__dataclass_fields__")
+        style: Style = ATTRIBUTE if is_model_output else KEY
+        return [(style, key, child, False) for key, child in dict.items(value)]
+    if not _is_declared(value) and wraps == "":
+        return None
+    names = _traced_names(value)
+    if wraps not in names or not isinstance(getattr(value, wraps), dict):
+        return [(ATTRIBUTE, name, getattr(value, name), wraps != "") for name in names]
+    wrapped = getattr(value, wraps)
+    items = [(KEY, key, child, False) for key, child in dict.items(wrapped)]
+    return items + [
+        (ATTRIBUTE, name, getattr(value, name), True) for name in names if name != wraps
+    ]
+
+
 def _traced_mapped(value: Any, change: Callable[[Any], Any], depth: int) -> Any:
     leaves, spec = pytree.tree_flatten(value)
     new = [_traced_copy(leaf, change, depth) for leaf in leaves]
@@ -903,14 +939,16 @@ def _is_declared(value: Any) -> bool:
     """True for dataclasses, attrs classes and wrappers of dicts."""
     kind = type(value)
     is_class = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "__attrs_attrs__")
-    return (is_class and not isinstance(value, type)) or isinstance(value, UserDict)
+    is_object = is_class and not isinstance(value, (type, nn.Module))
+    return is_object or isinstance(value, UserDict)
 
 
 def _traced_names(value: Any) -> list[str]:
     names = list(vars(value)) if hasattr(value, "__dict__") else []
-    for base in type(value).__mro__:
+    for base in reversed(type(value).__mro__):
         slots = getattr(base, "__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in names and hasattr(value, name):
+        for name in (slots,) if isinstance(slots, str) else sorted(slots):
+            is_held = name not in ("__dict__", "__weakref__") and hasattr(value, name)
+            if is_held and name not in names:
                 names.append(name)
     return names

@@ -153,6 +153,7 @@ void bind_frames(py::module_& m) {
       .attribute("tensors_scanned", &Coverage::tensors_scanned)
       .attribute("bytes_scanned", &Coverage::bytes_scanned)
       .attribute("not_scanned", &Coverage::not_scanned)
+      .attribute("num_opaque_types", [](const Coverage& self) { return self.num_opaque_types(); })
       .type()
       .def("reasons", &Coverage::reasons)
       .def("opaque", &Coverage::opaque);

@@ -60,6 +60,7 @@ enum class Part : uint8_t {
   kInput,        // an argument of the call
   kWithinInput,  // a value inside of an argument, or a keyword argument
   kOutput,
+  kWithinOutput,  // an attribute of an object in the output that does not declare it
 };
 
 // The listing of an entry: its label, and which values of it count as bad.
@@ -150,12 +151,11 @@ class Coverage {
     ++not_scanned;
     count_in(reasons_, why, py::str("other reasons"));
   }
-  // Counts a value that was not looked into, by the name of its type.
-  void count_opaque(const py::object& type_name) {
-    count_in(opaque_, type_name, py::str("other types"));
-  }
+  // Counts a value that was not looked into, by its type.
+  void count_opaque(const py::object& type) { count_in(opaque_, type, py::str("other types")); }
   // The number of tensors for each reason.
   py::dict reasons() const { return reasons_.attr("copy")(); }
+  size_t num_opaque_types() const { return opaque_.size(); }
   // The number of values for each type.
   py::dict opaque() const { return opaque_.attr("copy")(); }
 

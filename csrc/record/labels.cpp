@@ -4,6 +4,20 @@
 
 namespace overflow_fast {
 
+namespace {
+
+// A text, a number, or a tuple of them, as tree.plain_key() has it.
+bool is_plain_key(PyObject* key) {
+  if (!PyTuple_CheckExact(key)) return PyUnicode_CheckExact(key) || PyLong_CheckExact(key);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(key); ++i) {
+    PyObject* const item = PyTuple_GET_ITEM(key, i);
+    if (!PyUnicode_CheckExact(item) && !PyLong_CheckExact(item)) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
 LabelTable::LabelTable() {
   add(kNoParent, LabelStyle::kName, Role::kInput, py::str("input"));
   add(kNoParent, LabelStyle::kName, Role::kOutput, py::str("output"));
@@ -33,7 +47,7 @@ LabelId LabelTable::key(LabelId parent, LabelStyle style, PyObject* key) {
   const auto found = by_pointer_.find({parent, key});
   if (found != by_pointer_.end()) return found->second;
   // Other keys may be mutable or keep tensors alive: the name of their type replaces them.
-  const bool is_plain = PyUnicode_CheckExact(key) || PyLong_CheckExact(key);
+  const bool is_plain = is_plain_key(key);
   py::object value =
       is_plain ? py::reinterpret_borrow<py::object>(key)
                : py::str("<") + py::str(py::type::handle_of(key).attr("__name__")) + py::str(">");

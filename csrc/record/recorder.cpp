@@ -168,6 +168,7 @@ const TracedCall& Recorder::traced_call(int64_t id, std::string_view text) {
 
 void Recorder::add_traced(Frame& frame, const TracedCall& call, at::TensorList tensors) {
   frame.traced = &call;
+  for (const py::object& type : call.opaque) note_opaque(frame, type);
   size_t next = 0;
   std::vector<std::pair<int64_t, size_t>> here;  // numbers and places of this frame's tensors
   for (const TracedCall::Item& item : call.items) {

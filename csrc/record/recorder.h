@@ -100,12 +100,14 @@ class Recorder {
     const bool is_forward = kind == FrameKind::kForward || kind == FrameKind::kRecomputed;
     return is_forward ? labels_.role(label) : overflow_fast::role_of(kind);
   }
-  // The listing of a part of a call. A value that transformers does not list is listed only if it
-  // is bad, and the -inf of an additive mask raises no alarm.
+  // The listing of a part of a call. An input that transformers does not list is listed only if it
+  // is bad, and the -inf of an additive mask raises no alarm; the attributes of objects in outputs
+  // are listed only if they are bad.
   Listing listing(Part part, LabelId label) const {
     switch (part) {
       case Part::kInput: return {label, false, options_.step_mode ? Slot::kNegativeInf : 0};
       case Part::kWithinInput: return {label, !options_.list_kwargs, Slot::kNegativeInf};
+      case Part::kWithinOutput: return {label, true};
       default: return {label};
     }
   }
@@ -118,9 +120,9 @@ class Recorder {
   void add_none(Frame& frame, Listing listing);
   void add_not_tensor(Frame& frame, Listing listing);
   // Counts a value that may hold tensors and was not opened.
-  void note_opaque(Frame& frame, const py::object& type_name) {
+  void note_opaque(Frame& frame, const py::object& type) {
     frame.has_opaque = true;
-    coverage_.count_opaque(type_name);
+    coverage_.count_opaque(type);
   }
   bool finish(Frame& frame);
 

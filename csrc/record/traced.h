@@ -37,6 +37,7 @@ struct TracedCall {
   bool has_frame;  // false: its items are only counted
   bool has_loss;   // true: a loss is among the root's outputs
   std::vector<Item> items;
+  std::vector<py::object> opaque;  // the types of values that were not looked into
 };
 
 // The traced calls that a recorder knows, and the entries of tensors that later frames of the same

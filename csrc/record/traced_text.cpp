@@ -6,7 +6,7 @@ namespace overflow_fast {
 
 namespace {
 
-constexpr std::string_view kMarks = "#@*!=: ";
+constexpr std::string_view kMarks = "#@*(!=: ";
 
 class Reader {
  public:
@@ -22,7 +22,11 @@ class Reader {
     call.class_name = text();
     while (!rest_.empty()) {
       expect(' ');
-      call.items.push_back(item());
+      if (takes('u')) {
+        call.opaque.push_back(opaque());
+      } else {
+        call.items.push_back(item());
+      }
     }
     return call;
   }
@@ -35,6 +39,12 @@ class Reader {
       case 'R': return FrameKind::kRecorded;
       default: fail();
     }
+  }
+
+  py::object opaque() {
+    expect(':');
+    expect('=');
+    return text();
   }
 
   TracedCall::Item item() {
@@ -75,6 +85,10 @@ class Reader {
         item.label = kOutputLabel;
         item.part = Part::kOutput;
         break;
+      case 'O':
+        item.label = kOutputLabel;
+        item.part = Part::kWithinOutput;
+        break;
       case '=':
         item.label = labels_.name(text().ptr());
         item.part = Part::kNamed;
@@ -94,6 +108,7 @@ class Reader {
       case '#': return labels_.index(parent, number());
       case '@': return labels_.key(parent, LabelStyle::kKey, text().ptr());
       case '*': return labels_.key(parent, LabelStyle::kKey, integer().ptr());
+      case '(': return labels_.key(parent, LabelStyle::kKey, tuple().ptr());
       case '!': return labels_.key(parent, LabelStyle::kAttribute, text().ptr());
       default: fail();
     }
@@ -111,6 +126,18 @@ class Reader {
     const std::string digits(word());
     return py::reinterpret_steal<py::object>(
         checked(PyLong_FromString(digits.c_str(), nullptr, 10)));
+  }
+
+  py::tuple tuple() {
+    py::tuple items(number());
+    for (size_t i = 0; i < items.size(); ++i) {
+      switch (next()) {
+        case '@': items[i] = text(); break;
+        case '*': items[i] = integer(); break;
+        default: fail();
+      }
+    }
+    return items;
   }
 
   py::object text() {

@@ -11,8 +11,10 @@
 //          | "t" [number] ":" path      a tensor passed to the operator
 //          | "r" [number] ":" path      the same, one that the compiled code returns
 //          | "k" number ":" path        a tensor passed to an earlier operator
-//   path   = ("i" input | "o" output | "=" text a name) *part
-//   part   = "#" number [0] | "@" text ['key'] | "*" integer [3], a key | "!" text .attribute
+//          | "u:=" text                 no entry: the type of a value that was not looked into
+//   path   = ("i" input | "o" output | "O" one listed only if it is bad | "=" text a name) *part
+//   part   = "#" number [0] | key | "!" text .attribute
+//   key    = "@" text ['key'] | "*" integer [3] | "(" number of keys, *key [('key', 3)]
 //   text   = UTF-8, all but letters, digits and "_.-~" as %XX
 #pragma once
 

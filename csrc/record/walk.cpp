@@ -8,6 +8,9 @@ namespace overflow_fast {
 
 namespace {
 
+constexpr const char* kTooDeep = " (nested too deep)";
+constexpr const char* kTooMany = " (behind too many values)";
+
 PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
 
 // Where a value is: the last part of its path. Its label is interned when it is listed.
@@ -111,7 +114,7 @@ class Walk {
     if (depth > kMaxDepth || !is_quiet) {
       if (!has_more_than_plain(parts)) return false;
       if (depth > kMaxDepth) {
-        note(value);
+        note(value, kTooDeep);
         return false;
       }
     }
@@ -128,7 +131,7 @@ class Walk {
         return true;
       }
       if (!spend(is_below_object)) {
-        note(child);
+        note(child, kTooMany);
         return false;
       }
       visit(child, there, depth + 1, is_hushed, is_below_object);
@@ -159,7 +162,10 @@ class Walk {
     return num_left_ >= 0 && (!is_below_object || num_left_below_objects_ >= 0);
   }
 
-  void note(PyObject* value) { recorder_.note_opaque(frame_, type_name(Py_TYPE(value))); }
+  // Counts a value that may hold tensors. Without `why` its type is never opened.
+  void note(PyObject* value, const char* why = "") {
+    recorder_.note_opaque(frame_, py::str("{}{}").format(type_name(Py_TYPE(value)), why));
+  }
 
   LabelId label_at(const Spot* holder, LabelStyle style, PyObject* key, Py_ssize_t index) {
     LabelTable& labels = recorder_.labels();
@@ -272,7 +278,6 @@ void record_inputs(Recorder& recorder, Frame& frame, PyObject* args, PyObject* k
   if (!PyTuple_Check(args)) {
     walk.list_flat(args, Part::kInput, kInputLabel);
   } else {
-    walk.open(args);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
       PyObject* input = PyTuple_GET_ITEM(args, i);
       const LabelId label = labels.index(kInputLabel, i);
@@ -281,7 +286,6 @@ void record_inputs(Recorder& recorder, Frame& frame, PyObject* args, PyObject* k
     }
   }
   if (is_strict || kwargs == nullptr || !PyDict_Check(kwargs)) return;
-  walk.open(kwargs);
   PyObject *name, *value;
   Py_ssize_t position = 0;
   while (PyDict_Next(kwargs, &position, &name, &value)) walk.list_named(value, name);

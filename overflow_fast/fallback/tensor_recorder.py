@@ -138,6 +138,10 @@ class Coverage:
         """How many tensors were not scanned, by the reason."""
         return dict(self.counts)
 
+    def opaque(self) -> dict[str, int]:
+        """How many values were not looked into: none, since tensors are given."""
+        return {}
+
 
 class Recorder:
     """Scans named tensors when they are recorded.

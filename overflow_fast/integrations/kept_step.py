@@ -65,7 +65,7 @@ class KeptStep(StandIn):
         """Switches logging off, and puts the owner's attributes back."""
         owner = self._owner
         kept = KeptObjects(opens=lambda value: value is owner)
-        kept.add({"": owner})
+        kept.add([("", owner)])
         try:
             for name in self._logs:
                 vars(self._owner)[name] = _nothing

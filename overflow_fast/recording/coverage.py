@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .. import _C
+from ..text import printable
 
 _log = logging.getLogger("overflow_fast")
 
@@ -23,12 +24,15 @@ class Coverage(NamedTuple):
             last scan in a forward is not scanned again.
         bytes_scanned: How many bytes the scanned tensors have.
         not_scanned: How many listed tensors were not scanned, by the reason.
+        opaque: How many values may hold tensors and were not looked into, by their
+            types and, for types that are opened, why: `list (nested too deep)`.
     """
 
     tensors_listed: int
     tensors_scanned: int
     bytes_scanned: int
     not_scanned: dict[str, int]
+    opaque: dict[str, int]
 
     @classmethod
     def of(cls, recorder: _C.Recorder) -> Coverage:
@@ -39,26 +43,37 @@ class Coverage(NamedTuple):
             found.tensors_scanned,
             found.bytes_scanned,
             found.reasons(),
+            found.opaque(),
         )
 
 
-class NotScannedWarning:
-    """Logs once that some tensors are not scanned."""
+class CoverageWarnings:
+    """Logs what a clean verdict does not cover, when that first happens."""
 
     def __init__(self) -> None:
         self._is_given = False
+        self._opaque: set[str] = set()
 
     def give_once(self, recorder: _C.Recorder) -> None:
-        """Logs a warning if a tensor was not scanned, and none was logged before."""
-        if self._is_given or not recorder.coverage.not_scanned:
-            return
-        self._is_given = True
-        reasons = Coverage.of(recorder).not_scanned
-        _log.warning(
-            "Some tensors were not scanned: %s.\nA clean verdict does not cover them; "
-            "see `coverage`. Logged once.",
-            ", ".join(f"{count} x {reason}" for reason, count in reasons.items()),
-        )
+        """Logs that tensors were not scanned, once, and each type of opaque values."""
+        coverage = recorder.coverage
+        if coverage.not_scanned and not self._is_given:
+            self._is_given = True
+            reasons = coverage.reasons().items()
+            _log.warning(
+                "Some tensors were not scanned: %s.\nA clean verdict does not cover "
+                "them; see `coverage`. Logged once.",
+                ", ".join(f"{count} x {reason}" for reason, count in reasons),
+            )
+        if coverage.num_opaque_types > len(self._opaque):
+            new = [name for name in coverage.opaque() if name not in self._opaque]
+            self._opaque.update(new)
+            _log.warning(
+                "Inputs or outputs of modules hold values that are not looked into: "
+                "%s.\nA clean verdict does not cover tensors in them; see `coverage`. "
+                "Logged once for each type.",
+                ", ".join(map(printable, new)),
+            )
 
 
 def warn_of_scripted(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from .. import _C
 from ..torch_internals.running import call_after_backward
 from ..torch_internals.wrappers import is_dry_run
 from .compiled_boundary import CompiledStepBoundary
-from .coverage import NotScannedWarning
+from .coverage import CoverageWarnings
 from .hooks import is_running
 from .recorder_owner import HookOwner
 from .submodule_calls import SubmoduleCalls
@@ -52,7 +52,7 @@ class StepHooks(HookOwner):
 
     def _start(self) -> None:
         super()._start()
-        self._warning = NotScannedWarning()
+        self._warnings = CoverageWarnings()
         self.compiled_boundary = CompiledStepBoundary(self)
         self._depth = 0
         self._opens_next = False
@@ -232,7 +232,7 @@ class StepHooks(HookOwner):
         self._send()
         self._recorder.end_step()
         self._process_arrived(self._max_in_flight)
-        self._warning.give_once(self._recorder)
+        self._warnings.give_once(self._recorder)
 
     def _send(self) -> None:
         self._recorder.send()

@@ -23,8 +23,18 @@ from ..torch_internals.compiler import (
 )
 from .traced_graph import emit, emit_call, emit_hidden, watch_gradient
 from .traced_place import EXPORT, step_in, step_out
-from .traced_text import FORWARD, NAME, RECORDED, Header, make_item
-from .traced_walk import CALLS, GRADIENTS, LOSS, ROOT, Entries, walk
+from .traced_text import FORWARD, NAME, OUTPUT, RECORDED, Header, make_item
+from .traced_walk import (
+    CALLS,
+    GRADIENTS,
+    LOSS,
+    ROOT,
+    Entries,
+    deep_name,
+    opaque_name,
+    walk,
+    wraps_of,
+)
 
 _log = logging.getLogger("overflow_fast")
 _AFTER = "after_root"
@@ -53,7 +63,7 @@ def _register() -> None:
     guard_on_hooks()
     for function in (emit, emit_call, emit_hidden, watch_gradient):
         torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
-    for constant in (step_in, step_out):
+    for constant in (step_in, step_out, opaque_name, deep_name, wraps_of):
         torch.compiler.assume_constant_result(constant)  # type: ignore[no-untyped-call]
     # Compiled code may drop none of them, and must keep their order.
     names = ("frame", "call")
@@ -143,7 +153,8 @@ def _trace(
         _emit(handle_tensor, owner, header, inputs + outputs)
     if plan & GRADIENTS:
         for item, tensor in outputs:
-            if tensor is not None and tensor.requires_grad:
+            is_listed = tensor is not None and item[0][0][0] == OUTPUT
+            if is_listed and tensor.requires_grad:
                 watch_gradient(handle_tensor, owner, name, item[0], tensor)
 
 

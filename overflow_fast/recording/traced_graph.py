@@ -24,6 +24,7 @@ from .traced_text import (
     INPUT,
     NAME,
     NOT_SCANNED,
+    QUIET_OUTPUT,
     TENSOR,
     Header,
     Item,
@@ -62,7 +63,7 @@ def emit(
             lines.append(item_text(path, kind))
             continue
         whole, is_returned = next(rest)
-        is_returned = is_returned and path[0][0] != INPUT
+        is_returned = is_returned and path[0][0] not in (INPUT, QUIET_OUTPUT)
         tensor = _readable(whole)
         if isinstance(tensor, NotScanned):
             lines.append(item_text(path, NOT_SCANNED, str(tensor)))

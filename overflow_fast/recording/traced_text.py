@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 from urllib.parse import quote
 
 # Marks of the constant: the beginnings of a label, and its parts.
 INPUT, OUTPUT, NAME = "i", "o", "="
+QUIET_OUTPUT = "O"  # what is listed only if it is bad
 INDEX, KEY, ATTRIBUTE = "#", "@", "!"
-_INTEGER_KEY = "*"
+_INTEGER_KEY, _TUPLE_KEY = "*", "("
 # Kinds of items.
 NONE, NOT_TENSOR, NOT_SCANNED, TENSOR = "n", "x", "w", "t"
+OPAQUE = "u"  # a value that was not looked into; its type is in the path's place
 _RETURNED, _KNOWN = "r", "k"
 # Frames.
 FORWARD, BACKWARD, RECORDED = "F", "B", "R"
 
-Label = tuple[tuple[str, str | int], ...]
+# The mark and the value of each part; a key may also be a tuple of texts and numbers.
+Label = tuple[tuple[str, Any], ...]
 # A value in dynamo's trace: the path of its label, and its kind.
 Item = tuple[Label, str]
 # A frame's kind, the class's name, whether the root's call ends, whether there is a
@@ -65,7 +69,10 @@ def _path(path: Label) -> str:
     return "".join(_part(mark, value) for mark, value in path)
 
 
-def _part(mark: str, value: str | int) -> str:
+def _part(mark: str, value: Any) -> str:
+    if isinstance(value, tuple):
+        items = "".join(_part(KEY, each) for each in value)
+        return f"{_TUPLE_KEY}{len(value)}{items}"
     if isinstance(value, str):
         return mark + _quoted(value)
     return f"{_INTEGER_KEY if mark == KEY else mark}{int(value)}"

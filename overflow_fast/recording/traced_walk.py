@@ -1,14 +1,20 @@
 """The walk over a call that dynamo traces; the extension has the one of eager mode.
 
-The extension decides how each value is listed, by its path.
+Both follow the rule of `tree`; here objects that do not declare what they hold are not
+opened: see `tree.traced_parts()`. The extension decides how each value is listed, by
+its path.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
 
+from ..tree import ATTRIBUTE as _ATTRIBUTE
+from ..tree import KEY as _KEY
+from ..tree import MAX_DEPTH, layout, plain_key, traced_parts, type_name
 from .traced_text import (
     ATTRIBUTE,
     INDEX,
@@ -17,7 +23,9 @@ from .traced_text import (
     NAME,
     NONE,
     NOT_TENSOR,
+    OPAQUE,
     OUTPUT,
+    QUIET_OUTPUT,
     Item,
     Label,
     make_item,
@@ -25,13 +33,36 @@ from .traced_text import (
 
 # Flags of an owner's `plan`: the entries of its frames.
 PARAMETERS, CALLS, GRADIENTS, STRICT, ROOT, LOSS = (1 << i for i in range(6))
-_MAX_DEPTH = 16
 
 # Entries with the tensors of those that are one.
 Entries = list[tuple[Item, Any]]
 
 _INPUT: Label = ((INPUT, ""),)
 _OUTPUT: Label = ((OUTPUT, ""),)
+
+
+def opaque_name(kind: type) -> str:
+    """The name of a type whose objects are not opened and may hold tensors, or "".
+
+    Dynamo calls it while it traces.
+    """
+    known = layout(kind)
+    has_parts = known.has_dict or known.slots or known.is_asked
+    is_iterable = any("__iter__" in vars(base) for base in kind.__mro__)
+    if not known.may_hide or not (has_parts or is_iterable):
+        return ""
+    is_opened_elsewhere = known.is_open and has_parts
+    return f"{type_name(kind)}{' (in compiled code)' if is_opened_elsewhere else ''}"
+
+
+def wraps_of(kind: type) -> str:
+    """The attribute whose dict's items objects of a type show as theirs, or ""."""
+    return layout(kind).wraps
+
+
+def deep_name(kind: type) -> str:
+    """The name of a type whose object is nested too deep to be opened."""
+    return f"{type_name(kind)} (nested too deep)"
 
 
 def walk(
@@ -53,94 +84,147 @@ def walk(
 
 
 def _walk_inputs(plan: int, args: Any, kwargs: Any, entries: Entries) -> None:
+    opened: list[Any] = []
     if not isinstance(args, tuple):
-        _flat(args, _INPUT, entries)
+        entries.append(_flat(args, _INPUT))
     else:
         for i, value in enumerate(args):
             label = (*_INPUT, (INDEX, i))
-            _flat(value, label, entries)
-            is_open = not plan & STRICT and not isinstance(value, torch.Tensor)
-            if is_open and _holds_tensor(value, 1):
-                _walk_children(value, label, 1, entries)
+            entries.append(_flat(value, label))
+            if not plan & STRICT and not isinstance(value, torch.Tensor):
+                found, _ = _walk_parts(value, label, 1, entries, opened, False)
+                entries += found
     if plan & STRICT or not isinstance(kwargs, dict):
         return
     for name, value in kwargs.items():
-        if isinstance(value, torch.Tensor) or _is_container(value):
-            _walk_value(value, (*_INPUT, (ATTRIBUTE, name)), 1, entries)
+        label = (*_INPUT, (ATTRIBUTE, name))
+        if isinstance(value, torch.Tensor):
+            entries.append(_flat(value, label))
+        elif not _is_plain(value):
+            has_line = traced_parts(value, wraps_of(type(value))) is not None
+            found, has_tensor = _walk_parts(value, label, 1, entries, opened, False)
+            entries += found
+            if has_line and not has_tensor:
+                entries.append(_flat(value, label))
 
 
 def _walk_outputs(plan: int, output: Any, entries: Entries) -> None:
+    opened: list[Any] = []
     if not isinstance(output, tuple):
-        _walk_output(plan, output, _OUTPUT, 1, entries)
+        _walk_output(plan, output, _OUTPUT, 1, entries, opened)
         return
     for i, part in enumerate(output):
         label = (*_OUTPUT, (INDEX, i))
         if not isinstance(part, tuple):
-            _walk_output(plan, part, label, 2, entries)
+            _walk_output(plan, part, label, 2, entries, opened)
             continue
         for j, inner in enumerate(part):
-            _walk_output(plan, inner, (*label, (INDEX, j)), 3, entries)
+            _walk_output(plan, inner, (*label, (INDEX, j)), 3, entries, opened)
 
 
 def _walk_output(
-    plan: int, value: Any, label: Label, depth: int, entries: Entries
+    plan: int, value: Any, label: Label, depth: int, entries: Entries, opened: list[Any]
 ) -> None:
     if plan & STRICT:
-        _flat(value, label, entries)
+        entries.append(_flat(value, label))
     else:
-        _walk_value(value, label, depth, entries)
+        found, _ = _walk_value(value, label, depth, entries, opened, False)
+        entries += found
 
 
-def _walk_value(value: Any, label: Label, depth: int, entries: Entries) -> None:
-    if not isinstance(value, torch.Tensor) and _holds_tensor(value, depth):
-        _walk_children(value, label, depth, entries)
-    else:
-        _flat(value, label, entries)
+def _walk_value(
+    value: Any,
+    label: Label,
+    depth: int,
+    entries: Entries,
+    opened: list[Any],
+    is_quiet: bool,
+) -> tuple[Entries, bool]:
+    """Lists a value: its tensors, or itself if there is none.
 
-
-def _walk_children(value: Any, label: Label, depth: int, entries: Entries) -> None:
-    for part, child in _children(value):
-        _walk_value(child, (*label, part), depth + 1, entries)
-
-
-def _flat(value: Any, label: Label, entries: Entries) -> None:
+    Returns:
+        Its entries, and whether one of them is a tensor that is always listed. What is
+        opaque is added to `entries` at once.
+    """
     if isinstance(value, torch.Tensor):
-        entries.append((make_item(label), value))
-    else:
-        kind = NONE if value is None else NOT_TENSOR
-        entries.append((make_item(label, kind), None))
+        return [_flat(value, label)], not is_quiet
+    found: Entries = []
+    has_tensor = False
+    if not _is_plain(value):
+        found, has_tensor = _walk_parts(value, label, depth, entries, opened, is_quiet)
+    if not has_tensor and not is_quiet:
+        found = [_flat(value, label), *found]
+    return found, has_tensor
 
 
-def _children(value: Any) -> list[tuple[tuple[str, str | int], Any]]:
-    if isinstance(value, (tuple, list)):
-        return [((INDEX, i), child) for i, child in enumerate(value)]
-    is_dataclass = hasattr(type(value), "__dataclass_fields__")
-    if isinstance(value, dict):
-        style = ATTRIBUTE if is_dataclass else KEY
-        return [((style, _plain(key)), child) for key, child in value.items()]
-    if is_dataclass:
-        names = [name for name in value.__dataclass_fields__ if hasattr(value, name)]
-        return [((ATTRIBUTE, name), getattr(value, name)) for name in names]
-    return []
+def _walk_parts(
+    value: Any,
+    label: Label,
+    depth: int,
+    entries: Entries,
+    opened: list[Any],
+    is_quiet: bool,
+) -> tuple[Entries, bool]:
+    """Lists what is within a value; nothing but quiet tensors if no other is there."""
+    if _is_plain(value) or _is_opened(value, opened):
+        return [], False
+    wraps = wraps_of(type(value))
+    parts = traced_parts(value, wraps)
+    if parts is None:
+        _note(opaque_name(type(value)), entries)
+        return [], False
+    if depth > MAX_DEPTH:
+        if not all([_is_plain(child) for _, _, child, _ in parts]):
+            _note(deep_name(type(value)), entries)
+        return [], False
+    opened.append(value)
+    if wraps != "" and isinstance(getattr(value, wraps, None), dict):
+        wrapped = getattr(value, wraps)
+        if _is_opened(wrapped, opened):
+            return [], False
+        opened.append(wrapped)
+    listed: Entries = []
+    quiet: Entries = []
+    has_tensor = False
+    for style, key, child, is_beside in parts:
+        is_hushed = is_quiet or is_beside
+        part = (*label, (_mark(style), plain_key(key)))
+        if is_hushed and label[0][0] == OUTPUT:
+            part = ((QUIET_OUTPUT, ""), *part[1:])
+        found, is_listed = _walk_value(
+            child, part, depth + 1, entries, opened, is_hushed
+        )
+        listed += found
+        has_tensor = has_tensor or is_listed
+        if not is_listed:
+            quiet += [each for each in found if each[1] is not None]
+    return (listed, True) if has_tensor else (quiet, False)
 
 
-def _plain(key: Any) -> str | int:
-    if isinstance(key, (str, int)) and not isinstance(key, bool):
-        return key
-    return f"<{type(key).__name__}>"
+def _note(name: str, entries: Entries) -> None:
+    if name != "":
+        entries.append((make_item(((NAME, name),), OPAQUE), None))
 
 
-def _is_container(value: Any) -> bool:
-    is_dataclass = hasattr(type(value), "__dataclass_fields__")
-    return is_dataclass or isinstance(value, (tuple, list, dict))
-
-
-def _holds_tensor(value: Any, depth: int) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    if depth > _MAX_DEPTH or value is None or isinstance(value, (int, float, str)):
+def _is_opened(value: Any, opened: list[Any]) -> bool:
+    # Dynamo does not compare tuples and deques by their identities.
+    if isinstance(value, (tuple, deque)):
         return False
-    for _, child in _children(value):  # noqa: SIM110  (dynamo traces it)
-        if _holds_tensor(child, depth + 1):
+    for each in opened:  # noqa: SIM110  (dynamo traces it)
+        if type(each) is type(value) and each is value:
             return True
     return False
+
+
+def _flat(value: Any, label: Label) -> tuple[Item, Any]:
+    if isinstance(value, torch.Tensor):
+        return make_item(label), value
+    return make_item(label, NONE if value is None else NOT_TENSOR), None
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (int, float, complex, str, bytes))
+
+
+def _mark(style: str) -> str:
+    return KEY if style == _KEY else ATTRIBUTE if style == _ATTRIBUTE else INDEX

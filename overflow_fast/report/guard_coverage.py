@@ -21,6 +21,7 @@ class GuardCoverage:
         tensors_scanned: How many scans that took.
         bytes_scanned: How many bytes the scanned tensors have.
         not_scanned: How many listed tensors were not scanned, by the reason.
+        opaque: How many values may hold tensors and were not looked into, by type.
         modules: How many modules the models have.
         modules_watched: How many of them are watched.
         steps: How many steps there were.
@@ -37,6 +38,7 @@ class GuardCoverage:
     tensors_scanned: int
     bytes_scanned: int
     not_scanned: dict[str, int]
+    opaque: dict[str, int]
     modules: int
     modules_watched: int
     steps: int
@@ -62,8 +64,10 @@ class GuardCoverage:
         """Sums up what the watches of a guard have checked so far."""
         found = [Coverage.of(watch.recorder) for watch in watches]
         reasons: Counter[str] = Counter()
+        opaque: Counter[str] = Counter()
         for each in found:
             reasons.update(each.not_scanned)
+            opaque.update(each.opaque)
         wanted = watches[0].wanted
         counts = [watch.modules.count(watch.model) for watch in watches]
         return cls(
@@ -71,6 +75,7 @@ class GuardCoverage:
             sum(each.tensors_scanned for each in found),
             sum(each.bytes_scanned for each in found),
             dict(reasons),
+            dict(opaque),
             sum(count for count, _ in counts),
             sum(count for _, count in counts) if wanted.activations else 0,
             steps,
@@ -86,7 +91,7 @@ class GuardCoverage:
     @classmethod
     def unknown(cls, failures: int) -> GuardCoverage:
         """Makes the coverage of a guard whose counts cannot be read."""
-        return cls(0, 0, 0, {}, 0, 0, 0, 0, 0, [], False, failures, [])
+        return cls(0, 0, 0, {}, {}, 0, 0, 0, 0, 0, [], False, failures, [])
 
     def gaps(self) -> list[str]:
         """Lists what was not checked, in sentences."""
@@ -94,6 +99,12 @@ class GuardCoverage:
         if self.not_scanned:
             counts = (f"{count} x {why}" for why, count in self.not_scanned.items())
             sentences.append(f"Not scanned: {', '.join(counts)}.")
+        if self.opaque:
+            counts = (
+                f"{counted(count, 'value')} of type {name}"
+                for name, count in self.opaque.items()
+            )
+            sentences.append(f"Not looked into: {', '.join(counts)}.")
         if self.not_watched:
             kinds = ", ".join(kind.replace("_", " ") for kind in self.not_watched)
             is_default = self.not_watched == ["optimizer_state"]

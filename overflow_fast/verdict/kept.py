@@ -243,7 +243,7 @@ def _attributes(owners: Mapping[str, _Owner]) -> Iterator[_Kept]:
         for key, value in () if module is None else vars(module).items():
             worst = set()
             if not key.startswith("_"):
-                worst = set(_worst([tensor for _, tensor in tensors_in(value)]))
+                worst = set(_worst(list(tensors_in(value))))
             for what in ("nan", "inf"):
                 if what in worst:
                     name = f"{owner}.{key}".lstrip(".")
