@@ -43,7 +43,7 @@ test: build
 	$(RUN) -m pytest -q $(WORKERS)
 
 test-quick: build
-	$(RUN) -m pytest -q $(WORKERS) --quick
+	$(RUN) -m pytest -q $(WORKERS) -m "not slow"
 
 # Packs the sources, compiles them in an empty folder and runs tests with what was installed.
 release-check: build
@@ -89,9 +89,9 @@ cuda-check: $(VENV)/ready
 	$(RUN) tests/cpp/cuda_check.py
 
 # Tests and measures on a machine with a GPU, with the Python that has torch there;
-# ARGS="--minutes 20 --resume", for example: `benchmarks/check --help`.
+# ARGS="--minutes 20 --resume", for example: `benchmarks/gpu_check.py --help`.
 gpu-check:
-	$(PYTHON) benchmarks/check $(ARGS)
+	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
 
 # Builds, tests and measures on a Mac with MPS; writes build/mps-check.json, a file to send.
 mps-check: build

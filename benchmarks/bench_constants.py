@@ -14,9 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from check.record import find_nvcc
-from check.stages import SKIPPED
 from common import Results, progress, size_text
+from facts import SKIPPED, find_nvcc
 from floor import nvcc_library
 from timing import (
     DEVICE,

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from check.stages import SKIPPED
 from common import Results, progress, require_kernels
+from facts import SKIPPED
 from models import OF_TORCH, adam, made, step_of
 from timing import (
     DEVICE,

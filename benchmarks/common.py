@@ -14,8 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from check.record import commit, nvidia_smi, source_hash, write_json, write_whole
-from check.stages import SKIPPED
+from facts import (
+    SKIPPED,
+    commit,
+    nvidia_smi,
+    source_hash,
+    write_json,
+    write_whole,
+)
 from timing import ON_GPU, QUICK
 from torch import nn
 

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from check.record import ROOT, find_nvcc
-from check.tools import targets
+from facts import ROOT, find_nvcc
 from timing import DEVICE, ON_GPU, QUICK
 
 HERE = Path(__file__).parent
@@ -68,8 +67,7 @@ def nvcc_library(nvcc: str, source: str, name: str, *flags: str) -> ctypes.CDLL:
     """Compiles a source of this folder for the GPU that is there, and loads it."""
     BUILD.mkdir(parents=True, exist_ok=True)
     library = BUILD / f"{name}.so"
-    found = "{}.{}".format(*torch.cuda.get_device_capability())
-    command = [nvcc, "-std=c++20", "-O3", *targets(nvcc, found), "-Xcompiler", "-fPIC"]
+    command = [nvcc, "-std=c++20", "-O3", "-arch=native", "-Xcompiler", "-fPIC"]
     command += [*flags, "-shared", str(HERE / source), "-o", str(library)]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(library))

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from facts import ROOT, commit
 from torch import nn
 
 from overflow_fast import OverflowGuard, scan
 
-ROOT = Path(__file__).parent.parent
 SIZES = [1 << 12, 1 << 20, 1 << 26]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64]
 TESTS = ["tests/scan/test_scan.py", "tests/scan/test_scan_properties.py"]
@@ -112,10 +112,8 @@ def tried(stage: Callable[..., Any], *args: Any) -> Any:
 
 
 def environment() -> dict[str, Any]:
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout
     return {
-        "commit": commit.strip(),
+        "commit": commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),

@@ -185,6 +185,28 @@ def copied(value: Any, depth: int = MAX_DEPTH) -> Any:
     return mapped(value, lambda tensor: tensor, depth, anew=True)
 
 
+def copied_call(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copies the containers that a call is given, as `copied()` does."""
+    values = (*args, *kwargs.values())
+    if all(map(_is_flat, values)):  # most calls
+        copies = {id(value): _shallow(value) for value in values}
+        own = tuple(copies[id(value)] for value in args)
+        return own, {name: copies[id(value)] for name, value in kwargs.items()}
+    args, kwargs = copied((tuple(args), dict(kwargs)), CALL_DEPTH)
+    return args, kwargs
+
+
+def _is_flat(value: Any) -> bool:
+    kind = type(value)
+    if kind is dict:
+        return _LEAVES.issuperset(map(type, value.values()))
+    return kind in _LEAVES or (kind is list and _LEAVES.issuperset(map(type, value)))
+
+
+def _shallow(value: Any) -> Any:
+    return value.copy() if type(value) in (dict, list) else value
+
+
 class Loan:
     """A value with other tensors for one call, whose writes reach the value.
 
@@ -356,6 +378,7 @@ _PLAIN = frozenset(
         *(torch.Size, torch.dtype, torch.device),
     }
 )
+_LEAVES = _PLAIN | {torch.Tensor}
 _NEVER_OPENED = (
     *(str, bytes, bytearray, memoryview, int, float, complex, type, enum.Enum),
     *(range, slice, property, staticmethod, classmethod),
@@ -578,6 +601,8 @@ class Walk:
     Attributes:
         found: The values of these types, with their paths.
         opaque: What was not opened and may hold more: its path and its type.
+        unknown: Likewise values that are never opened, and objects without declared
+            fields in which nothing was found, but not those that other objects hold.
         opened: The containers that were opened, by their ids: each id is one of them.
         lists: The ids of lists and dicts that no object holds.
         of_objects: The ids of values found that an object holds.
@@ -592,9 +617,11 @@ class Walk:
     ) -> None:
         self.found: list[tuple[Path, Any]] = []
         self.opaque: list[tuple[Path, type]] = []
+        self.unknown: list[tuple[Path, type]] = []
         self.lists: set[int] = set()
         self._kinds = kinds
-        self._skipped = _PLAIN.difference(kinds)
+        self._skipped = _PLAIN if kinds == (torch.Tensor,) else _PLAIN.difference(kinds)
+        self._is_for_tensors = torch.Tensor in kinds
         self._depth = depth
         self._num_left = most
         self._num_left_of_objects = MAX_VALUES_OF_OBJECTS
@@ -633,17 +660,25 @@ class Walk:
             return
         if kind in self._skipped or id(value) in self.opened:
             return
+        if issubclass(kind, torch.Tensor):
+            return  # among other types that are looked for
         contents = _contents(value)
         if contents is None:
             if _hides(value):
                 self.opaque.append((path, kind))
+            elif not is_of_object:
+                self.unknown.append((path, kind))
             return
         if depth >= self._depth:
             if any(type(child) not in _PLAIN for child in contents.values):
                 self.opaque.append((path, kind))
             return
+        num_found = len(self.found)
         if self._opens(value, contents, is_of_object):
             self._visit_all(value, contents, path, depth + 1, is_of_object)
+        is_silent = contents.is_object and len(self.found) == num_found
+        if is_silent and not is_of_object and not _is_declared(value):
+            self.unknown.append((path, kind))
 
     def _opens(self, value: Any, contents: _Contents, is_of_object: bool) -> bool:
         """Marks a container as opened. Returns False if what it wraps was, before."""
@@ -669,20 +704,26 @@ class Walk:
         is_of_object: bool,
     ) -> None:
         is_of_object = is_of_object or contents.is_object
-        wrapped = contents.wrapped
+        wrapped, is_for_tensors = contents.wrapped, self._is_for_tensors
         for style, key, child in contents.parts():
-            if type(child) in self._skipped:
+            kind = type(child)
+            if kind in self._skipped:
                 continue
             self._num_left -= 1
             self._num_left_of_objects -= is_of_object
             if self._num_left < 0 or (is_of_object and self._num_left_of_objects < 0):
-                self.opaque.append(((*path, Part(style, key)), type(child)))
+                self.opaque.append(((*path, Part(style, key)), kind))
                 return
             if self._holders is not None:
                 is_item = wrapped is not None and style == KEY
                 by = id(wrapped) if is_item else id(holder)
                 self._holders.setdefault(id(child), []).append(by)
-            self._visit(child, (*path, Part(style, key)), depth, is_of_object)
+            at = (*path, Part(style, key))
+            if kind is torch.Tensor and not is_of_object:  # most values
+                if is_for_tensors:
+                    self.found.append((at, child))
+            else:
+                self._visit(child, at, depth, is_of_object)
 
 
 def _hides(value: Any) -> bool:
@@ -692,7 +733,9 @@ def _hides(value: Any) -> bool:
         return False
     if known.is_asked:
         return True  # its own code has raised
-    return any(layout(type(each)).may_hide for each in gc.get_referents(value))
+    found = gc.get_referents(value)
+    # An object without attributes refers to an empty dict.
+    return any(layout(type(e)).may_hide for e in found if type(e) is not dict or e)
 
 
 class _Rebuilding:

@@ -242,8 +242,16 @@ def test_what_cannot_be_opened_is_counted(hiding, name):
     assert tree.opaque(value) == {name: 2}
 
 
-def test_a_set_of_plain_values_is_no_riddle():
-    assert tree.opaque([{1, 2}, frozenset("ab"), set()]) == {}
+def test_what_holds_plain_values_or_nothing_hides_none():
+    class Empty:
+        pass
+
+    class OwnSet(set):
+        pass
+
+    values = [{1, 2}, frozenset("ab"), set(), Empty(), object(), OwnSet(), OwnSet([1])]
+    assert tree.opaque(values) == {}
+    assert list(tree.opaque([OwnSet([x()])])) == [tree.type_name(OwnSet)]
 
 
 def test_a_set_of_arrays_is_no_riddle():

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from check.record import commit
+from facts import commit
 
 from answers.ascend import msprobe
 from answers.failure import Failure

@@ -155,8 +155,11 @@ py::object type_name(PyTypeObject* type) {
 bool hides_tensors(PyObject* value, const TypeLayout& layout) {
   if (!layout.may_hide || layout.is_asked) return layout.may_hide;
   const std::vector<py::object> referents = referents_of(value);
-  return std::any_of(referents.begin(), referents.end(),
-                     [](const py::object& each) { return layout_of(each.ptr()).may_hide; });
+  return std::any_of(referents.begin(), referents.end(), [](const py::object& each) {
+    // An object without attributes refers to an empty dict.
+    const bool is_empty = PyDict_CheckExact(each.ptr()) && PyDict_GET_SIZE(each.ptr()) == 0;
+    return !is_empty && layout_of(each.ptr()).may_hide;
+  });
 }
 
 Parts::Parts(PyObject* value, const TypeLayout& layout) : value_(value), layout_(layout) {

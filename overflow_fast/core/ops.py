@@ -83,13 +83,14 @@ def scan(tensors: Iterable[torch.Tensor], *, backend: str = "auto") -> list[Stat
             raise TypeError(
                 f"tensors must hold torch.Tensor only, got {type(tensor).__name__}"
             )
-    return _scan(tensors, _BACKENDS[backend])
+    return scan_with(tensors, _BACKENDS[backend])
 
 
 _BACKENDS = {"auto": _C.ScanBackend.AUTO, "composite": _C.ScanBackend.COMPOSITE}
 
 
-def _scan(tensors: list[torch.Tensor], backend: _C.ScanBackend) -> list[Stat]:
+def scan_with(tensors: list[torch.Tensor], backend: _C.ScanBackend) -> list[Stat]:
+    """Scans tensors by one of the extension's backends; see `scan`."""
     found = _C.scan_tensors(tensors, backend)
     not_read = {i: r for i, r in enumerate(found) if isinstance(r, _C.Readability)}
     reasons = _scan_values(tensors, found, not_read, backend) if not_read else {}

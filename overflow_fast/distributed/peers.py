@@ -61,7 +61,7 @@ class Peers:
         ordered = sorted(groups, key=_place)
         known = {dist.get_rank(): [_ranks_of(group) for group in ordered]}
         passes = 0
-        while passes < _num_passes(known):
+        while passes < num_passes(known):
             known = _merged(ordered, known)
             passes += 1
         if len(known) == world:
@@ -102,7 +102,7 @@ def _merged(groups: Iterable[Any], known: dict[int, _T]) -> dict[int, _T]:
     return known
 
 
-def _num_passes(known: Mapping[int, Sequence[_Ranks]]) -> float:
+def num_passes(known: Mapping[int, Sequence[_Ranks]]) -> float:
     """The number of passes over the groups until each rank has the values of all.
 
     Infinite while a rank's groups are not known. Ranks that know all of them get the

@@ -127,6 +127,7 @@ class Archive:
         verdict: Verdict,
         action: str | None,
         num_skipped: int,
+        num_left_out: int,
         report: Report | None,
     ) -> None:
         """Writes the line of a judgement, with its report if it is bad."""
@@ -140,6 +141,7 @@ class Archive:
             "is_clean": verdict.is_clean,
             "action": action,
             "num_skipped": num_skipped,
+            "num_left_out": num_left_out,
             "guard_share": round(self._measurements.timer.cost.share, 5),
         }
         headroom = least_headroom(self._watches)

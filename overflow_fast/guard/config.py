@@ -37,8 +37,9 @@ from .options import (
     Schedule,
     option,
 )
+from .policy import plain_action
 
-Policy = str | Callable[[Report], str | None]
+Policy = str | Callable[[Report], str]
 EVERYTHING = tuple(name for name in Wanted._fields if name != "optimizer_state")
 WEIGHTS_EVERY = 64  # steps between the tripwire's scans of the weights
 
@@ -69,6 +70,7 @@ def _schedule_of(value: Any) -> Any:
 
 # Shorter forms of objects.
 _STANDS_FOR: dict[str, Callable[[Any], Any]] = {
+    "on_overflow": plain_action,
     "explain": _explain_of,
     "evidence": lambda value: Evidence(value) if is_path(value) else value,
     "log": lambda value: Log(value) if is_path(value) else value,
@@ -108,7 +110,7 @@ class GuardConfig(Options):
             "warning (logger `overflow_fast`). "
             '"skip": leave the optimizer\'s step out, so that weights and state keep '
             "every bit, and log a warning. Or a callable that takes the `Report` and "
-            "returns one of these.",
+            "returns one of these; another answer raises TypeError or ValueError.",
             POLICY,
         ),
     )

@@ -98,8 +98,15 @@ class GuardLoop:
         """Makes the parts that judge a step."""
         config = self.config
         asked = config.schedule
-        schedule = WatchSchedule(asked.every, asked.warmup, asked.ranges, asked.budget)
-        self.clock = StepClock(schedule, self.watches, self.headroom, self._start)
+        schedule = WatchSchedule(
+            asked.every,
+            asked.warmup,
+            asked.ranges,
+            asked.budget,
+            has_gradients=config.wanted.gradients,
+        )
+        acts = config.may_act and bool(self._hooks)
+        self.clock = StepClock(schedule, self.watches, self.headroom, self._start, acts)
         guarded = Guarded(
             self.watches,
             self.engine.capture,
@@ -134,6 +141,7 @@ class GuardLoop:
             self.clock,
             self._judge.tensors,
             self.isolation,
+            lambda: self.steps.optimizers,
         )
         self.steps = OptimizerSteps(
             self._hooks,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from .. import _C
 from ..core.tensors import loss_in
@@ -30,6 +31,7 @@ class LoopInputs:
         clock: Has the step's level.
         tensors: Scans what stands in no module's call.
         isolation: Isolates the guard's own errors.
+        optimizers: Returns the guard's optimizers.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class LoopInputs:
         clock: StepClock,
         tensors: StepTensors,
         isolation: ErrorIsolation,
+        optimizers: Callable[[], Sequence[Optimizer]],
     ) -> None:
         self._config = config
         self._watches = watches
@@ -47,6 +50,7 @@ class LoopInputs:
         self._clock = clock
         self._tensors = tensors
         self._isolation = isolation
+        self._optimizers = optimizers
 
     def note_batch(self, batch: object) -> None:
         """Notes the batch of a trainer's step, which calls the models.
@@ -65,8 +69,9 @@ class LoopInputs:
         model = self._watches[0].model
         is_watched = self._clock.level is ScanLevel.ALL
         if self._capture is None or model is None or not is_watched:
-            return function()
-        output = self._capture.run(model, function, self._isolation.isolated)
+            output = function()
+        else:
+            output = self._capture.run(model, function, self._isolation.isolated)
         with self._isolation.isolated():
             loss = loss_in(output)
             if loss is not None and self._config.wanted.loss and records_loss:
@@ -74,11 +79,16 @@ class LoopInputs:
         return output
 
     def record(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Adds tensors that no module returns to the step, if it is watched."""
-        if self._clock.level is not ScanLevel.ALL:
+        """Adds tensors that no module returns to the step, if it is watched.
+
+        Where gradients alone are watched, only single numbers, such as a loss.
+        """
+        level, watch = self._clock.level, self._watches[0]
+        if level is ScanLevel.GRADIENTS:
+            tensors = {name: t for name, t in tensors.items() if t.numel() == 1}
+        if level is ScanLevel.OFF or not tensors:
             return
-        watch = self._watches[0]
         watch.has_seen_loss |= "loss" in tensors
         if self._config.is_tripwire and NORM in tensors:
-            self._tensors.has_norm = True
+            self._tensors.note_norm(self._optimizers())
         watch.record(_C.FrameKind.RECORDED, (list(tensors), list(tensors.values())))

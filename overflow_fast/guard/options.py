@@ -316,8 +316,10 @@ class Schedule(Options):
         metadata=option(
             "The share of a step's time that the guard may take on average, such as "
             "0.01. The guard measures itself, checks gradients in every step if they "
-            "fit the budget, everything else as often as the budget allows, and "
-            "everything after a bad step.",
+            "fit the budget, everything else as often as the rest allows, and "
+            "everything after a bad step. If they do not fit, steps are left out, to "
+            "which `on_overflow` does not apply: one line warns of that, unless it is "
+            '"warn".',
             TIME_SHARE,
             typed="budget",
         ),

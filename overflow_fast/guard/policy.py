@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 ACTIONS = ("raise", "warn", "skip")
+_WANTED = "on_overflow must return 'raise', 'warn' or 'skip'"
 _BEYOND_REPAIR = (
     "It stays non-finite without this step: skipping steps cannot repair it. Load a "
     "checkpoint in which it is finite."
@@ -74,17 +76,26 @@ def limit_skips(action: str, consecutive_skips: int, most: int) -> Choice:
     return Choice("raise", (note,))
 
 
-def checked_action(action: object) -> str:
-    """Returns the action that a user's callable returned; None is "warn".
+def plain_action(action: Any) -> Any:
+    """Returns an action as a plain string; anything else as it is.
+
+    A member of an enum of strings equals its value, and is another key of a dict.
+    """
+    is_one = isinstance(action, str) and action in ACTIONS
+    return ACTIONS[ACTIONS.index(action)] if is_one else action
+
+
+def checked_action(answer: object) -> str:
+    """Returns the action that a user's callable returned.
 
     Raises:
-        ValueError: If it is not an action.
+        TypeError: If it is no string.
+        ValueError: If it is another string.
     """
-    if action is None:
-        return "warn"
-    if action not in ACTIONS:
-        raise ValueError(
-            "on_overflow must return 'raise', 'warn' or 'skip' (None is 'warn'), got "
-            f"{action!r}"
-        )
-    return str(action)
+    if not isinstance(answer, str):
+        is_short = answer is None or isinstance(answer, (bool, int, float))
+        got = repr(answer) if is_short else type(answer).__name__
+        raise TypeError(f"{_WANTED}, got {got}")
+    if answer not in ACTIONS:
+        raise ValueError(f"{_WANTED}, got {answer!r}")
+    return str(plain_action(answer))

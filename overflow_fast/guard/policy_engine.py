@@ -94,7 +94,7 @@ class PolicyEngine:
             optimizers,
             timer.leave_out,
         )
-        self._clean_line: tuple[int, Verdict, str | None] | None = None
+        self._clean_line: tuple[int, Verdict, str | None, int] | None = None
         self.last_report: Report | None = None
         self.num_bad = 0
         self.spike_step: int | None = None
@@ -154,7 +154,9 @@ class PolicyEngine:
             self._archive.add_report(report)
         self._clean_line, num_skipped = None, self._rounds.num_skipped
         self._archive.log(
-            found.step, report.verdict, report.action, num_skipped, report
+            *(found.step, report.verdict, report.action, num_skipped),
+            found.left_out.total,
+            report,
         )
         if report.action == "raise":
             raise NonFiniteError(report)
@@ -165,13 +167,14 @@ class PolicyEngine:
         if self.learning is not None and found.is_of_step:
             is_clean = found.is_whole and not found.skipped_by
             self.learning.end_step(is_clean, None if found.is_check else found.step)
-        skipper = found.skipped_by or None
+        skipper, num_left_out = found.skipped_by or None, found.left_out.total
         if found.hook is None or found.is_late:
             self._in_row = 0
-            self._log_line(found.step, verdict, skipper)
+            self._log_line(found.step, verdict, skipper, num_left_out)
         else:  # a round has one line
             before = self._clean_line
-            self._clean_line = found.step, verdict, skipper or (before and before[2])
+            action = skipper or (before and before[2])
+            self._clean_line = found.step, verdict, action, num_left_out
         if found.hook is not None:
             self._rounds.note(found.hook, bool(skipper), is_by_guard=False)
 
@@ -191,7 +194,7 @@ class PolicyEngine:
         if not is_skipped or found.hook is None:
             return None
         self._rounds.note(found.hook, is_skipped=True, is_by_guard=True)
-        self._clean_line = found.step, verdict, "skip"
+        self._clean_line = found.step, verdict, "skip", found.left_out.total
         self._rounds.report = Report(found.step, "skip", verdict)
         return self._rounds.report
 
@@ -202,9 +205,11 @@ class PolicyEngine:
         if self._clean_line is not None:
             self._log_line(*self._clean_line)
 
-    def _log_line(self, step: int, verdict: Verdict, action: str | None) -> None:
-        self._clean_line = None
-        self._archive.log(step, verdict, action, self._rounds.num_skipped, None)
+    def _log_line(
+        self, step: int, verdict: Verdict, action: str | None, num_left_out: int
+    ) -> None:
+        self._clean_line, num_skipped = None, self._rounds.num_skipped
+        self._archive.log(step, verdict, action, num_skipped, num_left_out, None)
 
     def _attribute(self, found: StepResult) -> Verdict:
         watches = found.watches or self._watches

@@ -15,7 +15,7 @@ from ..verdict.verdict import Verdict
 from .config import GuardConfig
 from .explainer import Explainer
 from .monitors.spikes import SPIKE
-from .second_look import CLEAN, SecondLook
+from .second_look import SecondLook
 from .step_report import StepReporter
 from .step_result import StepResult
 
@@ -162,7 +162,7 @@ class ReportMaker:
             return found, agreed, is_broken
         again = self._agree(seen, self._attribute(seen), frames)
         if again.report is None:
-            agreed.report.notes.append(CLEAN)
+            agreed.report.notes.append(self._second_look.finite_note())
             return found, agreed, False
         return seen, again, False
 

@@ -28,13 +28,18 @@ from .arguments import NORM
 from .joint_replay import team_of, why_not_together
 from .step_result import StepResult
 
-CLEAN = (
+_CLEAN = (
     "The step was run again with every module watched, and is finite: the fault was "
     "transient, or outside of the models' forward and backward."
 )
 _PARTLY = (
     "The models' forward and backward were run again with every module watched, and "
     "are finite; the loss outside of them was not: use `guard.run(lambda: loss)`."
+)
+_STOOD_IN = (
+    "The models' forward and backward were run again with every module watched and the "
+    "models' own weights, and are finite: the step ran under functional_call(), whose "
+    "tensors were not kept. Use `guard.run(lambda: loss)`."
 )
 _NOT_ALONE = (
     "The step was not run again: there are several ranks, which do not decide together."
@@ -80,9 +85,15 @@ class SecondLook:
         if error is not None:
             return _with_note(found, f"The step was run again, and raised {error}.")
         if not seen.frames:
-            is_whole = all(call.returns_loss for call in self._capture.calls)
-            return _with_note(found, CLEAN if is_whole else _PARTLY)
+            return _with_note(found, self.finite_note())
         return seen
+
+    def finite_note(self) -> str:
+        """Writes what follows if the step is finite when it is run again."""
+        calls = self._capture.calls
+        if any(call.has_stand_ins for call in calls):
+            return _STOOD_IN
+        return _CLEAN if all(call.returns_loss for call in calls) else _PARTLY
 
     def look_together(
         self, found: StepResult, agreed: Agreed

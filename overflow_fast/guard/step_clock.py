@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
-from ..recording.schedule import ScanLevel, WatchSchedule
+from ..recording.schedule import LeftOut, ScanLevel, WatchSchedule
 from ..recording.watch import ModelWatch
 from ..report.report import Cost
+from ..report.run_lines import log_left_out
 from ..state.step_start import StepStart
 from ..verdict.headroom import HeadroomTracker
 
@@ -20,11 +21,13 @@ class StepClock:
         watches: The watched models.
         headroom: Tracks the headroom of the watched steps.
         start: The models as they were when the step began, or None.
+        acts: The policy may do more than warn, where a step is judged.
 
     Attributes:
         step: The number of the step at hand.
         num_steps: The number of steps that are over.
         level: How much of the step is watched.
+        left_out: The steps before the one at hand that were not judged.
         on_begin: Called when a watched step begins.
     """
 
@@ -34,15 +37,18 @@ class StepClock:
         watches: Sequence[ModelWatch],
         headroom: HeadroomTracker,
         start: StepStart | None,
+        acts: bool,
     ) -> None:
         self._schedule = schedule
         self._watches = watches
         self._headroom = headroom
         self._start = start
+        self._warns = acts
         self._is_running = False
         self.step = 0
         self.num_steps = 0
         self.level = ScanLevel.OFF
+        self.left_out = LeftOut()
         self.on_begin: Callable[[], None] = lambda: None
 
     def start(self) -> None:
@@ -77,6 +83,8 @@ class StepClock:
 
     def advance(self) -> None:
         """Ends the step at hand; `begin()` begins to watch the next."""
+        left_out_by = self._schedule.left_out_by
+        self.left_out = self.left_out.and_step(self.level, left_out_by)
         self.step += 1
         self.num_steps += 1
 
@@ -95,6 +103,9 @@ class StepClock:
     def begin(self) -> None:
         """Begins to watch the step at hand."""
         self.set_level(self._schedule.level(self.step))
+        if self._warns and self._schedule.left_out_by == "budget":
+            self._warns = False
+            log_left_out(self._schedule, self.step)
         if self.level is not ScanLevel.OFF:
             self.on_begin()
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch.amp.grad_scaler import GradScaler
 
 from .. import _C
+from ..recording.schedule import LeftOut
 from ..recording.watch import ModelWatch
 from ..verdict.verdict import BadFrame
 from .optimizer_hook import OptimizerHook
@@ -26,6 +27,7 @@ class PendingStep:
         is_decided: It was decided on when its optimizer was called, by the frames that
             had arrived.
         skipped_by: The code that has skipped it, or "".
+        left_out: The steps before it that were not judged.
     """
 
     number: int
@@ -34,6 +36,7 @@ class PendingStep:
     last_frame: int = field(default_factory=_C.Recorder.num_frames)
     is_decided: bool = False
     skipped_by: str = ""
+    left_out: LeftOut = field(default_factory=LeftOut)
 
 
 class StepFrames:

@@ -92,7 +92,8 @@ class StepJudge:
         self._frames.send(is_lagged)
         if is_learning:
             self.flags.drop()
-        step = PendingStep(self._clock.step, hook, scaler)
+        left_out = self._clock.left_out
+        step = PendingStep(self._clock.step, hook, scaler, left_out=left_out)
         if is_lagged:
             self.flags.skip(step, hook, self.start if self._may_restore else None)
         try:
@@ -134,12 +135,17 @@ class StepJudge:
             restore=self.restore,
             makes_finite=self._makes_finite,
             is_whole=is_whole,
-            notices=[] if frames else self._look(step, hook),
+            notices=[] if frames else self._look(step, hook, level),
+            left_out=step.left_out,
         )
 
-    def _look(self, step: PendingStep, hook: OptimizerHook) -> list[Notice]:
-        is_scaled = step.scaler is not None
-        return self._monitors.look(step.number, hook.optimizer, is_scaled)
+    def _look(
+        self, step: PendingStep, hook: OptimizerHook, level: ScanLevel
+    ) -> list[Notice]:
+        if level is ScanLevel.OFF:
+            return []
+        is_scaled, is_whole = step.scaler is not None, level is ScanLevel.ALL
+        return self._monitors.look(step.number, hook.optimizer, is_scaled, is_whole)
 
     def judge_scaler_skip(self, hook: OptimizerHook, scaler: GradScaler) -> None:
         """Judges a step that a GradScaler has skipped.
@@ -163,6 +169,7 @@ class StepJudge:
                 tensors=self.tensors,
                 hook=hook,
                 restore=self.restore,
+                left_out=self._clock.left_out,
             )
             self._engine.decide(found)
         finally:
@@ -182,14 +189,16 @@ class StepJudge:
         self._end(is_lagged=False)
 
     def judge_now(self) -> Report | None:
-        """Judges all that has run. Incurs the sync.
+        """Judges all that has run, and the state, whatever the step's level is.
+
+        Incurs the sync.
 
         Returns:
             The report of what is bad, or None.
         """
         level = self._clock.level
         self.tensors.begin_round()
-        self.tensors.scan(None, level)
+        self.tensors.scan(None, ScanLevel.ALL)
         self.overflow_flags.ask(level)
         self._frames.send()
         try:
@@ -202,6 +211,7 @@ class StepJudge:
                 tensors=self.tensors,
                 is_whole=_is_whole(frames, level),
                 is_check=True,
+                left_out=self._clock.left_out,
             )
             return self._engine.decide(found)
         finally:
@@ -224,6 +234,7 @@ class StepJudge:
                     skipped_by=skipped_by,
                     hook=step.hook,
                     is_late=True,
+                    left_out=step.left_out,
                 )
                 self._engine.decide(found)
 
@@ -235,7 +246,11 @@ class StepJudge:
             if self.start is not None and model is not None and model.training:
                 self.start.hold(watch)
             found = StepResult(
-                self._clock.step, frames, restore=self.restore, is_of_step=False
+                self._clock.step,
+                frames,
+                restore=self.restore,
+                is_of_step=False,
+                left_out=self._clock.left_out,
             )
             self._engine.decide(found)
 

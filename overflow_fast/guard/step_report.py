@@ -17,6 +17,8 @@ from .config import GuardConfig
 from .policy import Situation, checked_action, choose
 from .step_result import StepResult
 
+# The kinds of what a step leaves to the next ones.
+_STATE = ("weight", "buffer", "optimizer_state")
 _log = logging.getLogger("overflow_fast")
 
 
@@ -65,6 +67,9 @@ class StepReporter:
             notes=list(found.notes),
             remedy=_remedy(found.frames, verdict),
         )
+        is_of_state = verdict.first is not None and verdict.first.kind in _STATE
+        if found.left_out.num_steps and (is_of_state or verdict.nonfinite_state):
+            report.notes.append(str(found.left_out))
         report.evidence = self._archive.keep(found.step, found.frames, found.tensors)
         report.repeats = self._archive.earlier_run(found.step, verdict)
         if report.repeats:
@@ -111,11 +116,17 @@ class StepReporter:
             for weight, stat in zip(weights, scan(weights), strict=True)
         )
 
-    def _ask(self, policy: Callable[[Report], str | None], report: Report) -> str:
+    def _ask(self, policy: Callable[[Report], str], report: Report) -> str:
         try:
             return checked_action(policy(report))
         except Exception as error:
             self.callables_error = error
+            _log.warning(
+                "%s\nIts action is unknown, because on_overflow raised %s: %s",
+                report.headline(),
+                type(error).__name__,
+                error,
+            )
             raise
 
     def _frames(self, frames: Sequence[BadFrame]) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..recording.schedule import LeftOut
 from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
 from ..verdict.verdict import BadFrame
@@ -35,6 +36,7 @@ class StepResult:
         is_late: The step is over already (`sync="lagged"`).
         watches: The watches that have seen it, if it was run again; else empty.
         notices: What monitors say of it, if it is finite.
+        left_out: The steps before it that were not judged.
     """
 
     step: int
@@ -52,6 +54,7 @@ class StepResult:
     is_late: bool = False
     watches: Sequence[ModelWatch] = ()
     notices: Sequence[Notice] = ()
+    left_out: LeftOut = field(default_factory=LeftOut)
 
     @property
     def moment(self) -> str:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import enum
 import math
+import statistics
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 class ScanLevel(enum.IntEnum):
@@ -15,9 +18,50 @@ class ScanLevel(enum.IntEnum):
     ALL = 2
 
 
-# A cost is averaged over about so many steps of its level.
-_MEMORY = 8
+_MEMORY = 8  # steps of a level whose median is its cost: the first ones take longer
+_TRIALS = 3  # checks of gradients before it is decided whether they fit
 _MAX_EVERY = 1000
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """The steps that were not judged, up to the one at hand.
+
+    Attributes:
+        num_steps: How many they are since the last step that was checked in full.
+        by: The fields of the guard's schedule that left these out.
+        total: How many they are in all.
+        follows_check: A step was checked in full before these.
+    """
+
+    num_steps: int = 0
+    by: tuple[str, ...] = ()
+    total: int = 0
+    follows_check: bool = False
+
+    def and_step(self, level: ScanLevel, left_out_by: str) -> LeftOut:
+        """Returns the same behind a step.
+
+        Args:
+            level: How much of it was checked.
+            left_out_by: The field that left it out, or "".
+        """
+        if level is ScanLevel.ALL:
+            return LeftOut(total=self.total, follows_check=True)
+        if level is ScanLevel.GRADIENTS:
+            return self
+        by = self.by if left_out_by in self.by else (*self.by, left_out_by)
+        return LeftOut(self.num_steps + 1, by, self.total + 1, self.follows_check)
+
+    def __str__(self) -> str:
+        """Writes how many there are, and what that may have hidden."""
+        steps = "1 step was" if self.num_steps == 1 else f"{self.num_steps} steps were"
+        since = "since the last full check" if self.follows_check else "so far"
+        by = " and ".join(f"`schedule.{argument}`" for argument in self.by)
+        return (
+            f"{steps} not judged {since}, because of {by}: a non-finite update there "
+            "would not have been noticed."
+        )
 
 
 class WatchSchedule:
@@ -29,7 +73,12 @@ class WatchSchedule:
         ranges: Only steps in one of these half-open ranges; None for all.
         budget: The share of a step's time that the guard may take on average, or None.
             Gradients are checked in every step if they fit the budget, everything else
-            as often as the budget allows.
+            as often as the rest of it allows.
+        has_gradients: True if gradients are to be checked at all.
+
+    Attributes:
+        left_out_by: The field that leaves out the step whose level was last asked
+            for, or "".
     """
 
     def __init__(
@@ -38,26 +87,39 @@ class WatchSchedule:
         warmup: int = 0,
         ranges: Sequence[tuple[int, int]] | None = None,
         budget: float | None = None,
+        has_gradients: bool = True,
     ) -> None:
         self._every = every
         self._warmup = warmup
         self._ranges = ranges
-        self._budget = budget
-        self._cost: dict[ScanLevel, float] = {}
-        self._bare: float | None = None
+        self.budget = budget
+        self._has_gradients = has_gradients
+        self._costs: dict[ScanLevel, deque[float]] = {}
+        self._bare: deque[float] = deque(maxlen=_MEMORY)
         self._next_all = 0
         self._next_gradients = 0
         self._is_alarmed = False
+        self.left_out_by = ""
 
     def level(self, step: int) -> ScanLevel:
         """Returns the part of a step to check."""
-        if step < self._warmup or (step - self._warmup) % self._every:
+        self.left_out_by = self._left_out_by(step)
+        if self.left_out_by:
             return ScanLevel.OFF
+        return ScanLevel.ALL if self._allows_all(step) else ScanLevel.GRADIENTS
+
+    def _left_out_by(self, step: int) -> str:
+        if step < self._warmup:
+            return "warmup"
+        if (step - self._warmup) % self._every:
+            return "every"
         if self._ranges is not None and not any(a <= step < b for a, b in self._ranges):
-            return ScanLevel.OFF
-        if self._budget is None or self._is_alarmed or step >= self._next_all:
-            return ScanLevel.ALL
-        return ScanLevel.GRADIENTS if step >= self._next_gradients else ScanLevel.OFF
+            return "ranges"
+        is_due = self._has_gradients and step >= self._next_gradients
+        return "" if is_due or self._allows_all(step) else "budget"
+
+    def _allows_all(self, step: int) -> bool:
+        return self.budget is None or self._is_alarmed or step >= self._next_all
 
     def alarm(self) -> None:
         """Checks the next step in full, whatever it costs."""
@@ -68,45 +130,64 @@ class WatchSchedule:
         self._next_all += steps
         self._next_gradients += steps
 
+    def num_left_out(self, step: int) -> int:
+        """Returns how many steps from one on the budget leaves out, but for alarms."""
+        gradients = self._next_gradients if self._has_gradients else self._next_all
+        return max(0, min(self._next_all, gradients) - step)
+
+    @property
+    def least_share(self) -> float:
+        """The share of a step's time that its cheapest check takes."""
+        cheapest = ScanLevel.GRADIENTS if self._has_gradients else ScanLevel.ALL
+        bare = statistics.median(self._bare) if self._bare else 0.0
+        return (self._cost_of(cheapest) or 0.0) / bare if bare else 1.0
+
     def note(
         self, step: int, level: ScanLevel, guard_seconds: float, step_seconds: float
     ) -> None:
         """Notes the cost of a step, and plans the next ones by it."""
         if level is ScanLevel.ALL:
             self._is_alarmed = False
-        if self._budget is None:
+        if self.budget is None:
             return
-        self._bare = _averaged(self._bare, max(step_seconds - guard_seconds, 0.0))
+        self._bare.append(max(step_seconds - guard_seconds, 0.0))
         if level is not ScanLevel.OFF:
-            self._cost[level] = _averaged(self._cost.get(level), guard_seconds)
+            costs = self._costs.setdefault(level, deque(maxlen=_MEMORY))
+            costs.append(guard_seconds)
         if level is ScanLevel.ALL:
             self._next_all = step + self._every_for(ScanLevel.ALL)
         if level is not ScanLevel.OFF:
             self._next_gradients = step + self._every_for(ScanLevel.GRADIENTS)
 
+    def _cost_of(self, level: ScanLevel) -> float | None:
+        costs = self._costs.get(level)
+        return statistics.median(costs) if costs else None
+
     def _every_for(self, level: ScanLevel) -> int:
-        assert self._budget is not None
-        allowed = self._budget * (self._bare or 0.0)
-        cost = self._cost.get(level)
-        if cost is None:
-            return 1  # not known yet: check once
-        if level is ScanLevel.ALL:
-            # Gradients have half of the budget where they fit into it.
-            gradients = self._cost.get(ScanLevel.GRADIENTS)
-            if gradients is None:
-                return 2
-            fits = gradients <= allowed / 2
-            allowed, cost = (
-                (allowed - gradients, cost - gradients) if fits else (allowed / 2, cost)
-            )
-        elif cost > allowed / 2:
-            allowed /= 2
-        if cost <= 0:
-            return 1
-        if allowed <= 0:
-            return _MAX_EVERY
-        return min(_MAX_EVERY, max(1, math.ceil(cost / allowed)))
+        assert self.budget is not None
+        allowed = self.budget * statistics.median(self._bare)
+        gradients = self._cost_of(ScanLevel.GRADIENTS)
+        if level is ScanLevel.GRADIENTS:
+            if gradients is None or len(self._costs[level]) < _TRIALS:
+                return 1  # not known yet
+            if gradients <= allowed:
+                return 1
+            return _every(gradients, allowed / 2)  # the other half is for all
+        cost = self._cost_of(level)
+        assert cost is not None
+        if not self._has_gradients:
+            return _every(cost, allowed)
+        if gradients is None:
+            return 2
+        if gradients <= allowed:
+            return _every(cost - gradients, allowed - gradients)
+        return _every(cost, allowed / 2)
 
 
-def _averaged(known: float | None, new: float) -> float:
-    return new if known is None else known + (new - known) / _MEMORY
+def _every(cost: float, allowed: float) -> int:
+    """Returns in one step of how many a cost fits what is allowed for each."""
+    if cost <= 0:
+        return 1
+    if allowed <= 0:
+        return _MAX_EVERY
+    return min(_MAX_EVERY, max(1, math.ceil(cost / allowed)))

@@ -55,6 +55,10 @@ class Answers:
             return found or _finite(first)
         if incident.is_of_flag:
             return explain_flag(self._rerun)
+        if incident.kind == "weight":
+            return Explanation(notes=[notes.OTHER_WEIGHT])
+        if any(call.has_stand_ins for call in self._rerun.calls):
+            return Explanation(notes=[notes.STOOD_IN])
         if incident.kind == "buffer":
             found = first_bad_weight(self._rerun.models, "buffer")
             if found is not None:
@@ -69,8 +73,6 @@ class Answers:
             return Explanation("backward", notes=[notes.NOT_REDUCED])
         if incident.kind == "gradient" and self._rerun.state.has_hooks:
             return Explanation("backward", notes=[notes.NOT_CALLED])
-        if incident.kind == "weight":
-            return Explanation(notes=[notes.OTHER_WEIGHT])
         doubt = self._doubt(incident)
         if doubt:
             return Explanation(notes=[f"The replay is finite, but {doubt}."])

@@ -67,7 +67,8 @@ def _of_batch(leaf: Leaf, what: str, at: str, call: KeptCall | None) -> Explanat
         text = f"{name} held {what} when the replay began{at}; it was written to since "
         return Explanation(tensor=leaf.name, evidence=[f"{text}the step began"])
     if not isinstance(call, ModelCall):
-        text = f"{name} of the batch holds {what}{at}"
+        of = "" if leaf.name.startswith("batch") else " of the batch"
+        text = f"{name}{of} holds {what}{at}"
         return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])
     text = f"{name} held {what} when the model received it from the loop{at}"
     if call.follows_others:

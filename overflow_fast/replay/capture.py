@@ -14,7 +14,7 @@ from ..core.devices import devices_of
 from ..state.step_start import StepStart
 from ..torch_internals.compiler import compiled_call_of, has_compiled
 from ..torch_internals.running import is_recorded
-from ..tree import CALL_DEPTH, copied
+from ..tree import copied_call
 from .functions import Captured
 from .kept_call import Ambient, KeptCall, ModelCall
 
@@ -50,8 +50,13 @@ class Capture:
         self._doubts_gradients, self._is_bad = True, False
         self._open: KeptCall | None = None
 
-    def begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Keeps what an outermost forward is called with."""
+    def begin(
+        self, model: nn.Module, args: Any, kwargs: Any, has_stand_ins: bool = False
+    ) -> None:
+        """Keeps what an outermost forward is called with.
+
+        Not tensors that stand in for the model's own weights, which may have its size.
+        """
         if not torch.is_grad_enabled():
             return
         if self.is_running:
@@ -63,7 +68,7 @@ class Capture:
             return
         self._look_for_gradients(model)
         ambient = Ambient(model, self._devices_of(model))
-        batch = copied((tuple(args), dict(kwargs)), CALL_DEPTH)
+        batch = copied_call(args, kwargs)
         is_compiled, called = False, model
         if "torch._dynamo" in sys.modules and has_compiled():
             is_compiled, known = compiled_call_of(model)
@@ -71,6 +76,7 @@ class Capture:
             is_compiled = is_compiled and known is None
         self._open = call = ModelCall.of(called, batch, ambient)
         call.is_part_of_compiled = is_compiled
+        call.has_stand_ins = has_stand_ins
         call.follows_others = any(each.awaits_backward for each in self.calls)
 
     def end(self, output: Any) -> None:

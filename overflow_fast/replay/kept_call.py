@@ -34,6 +34,8 @@ class KeptCall:
         returns_loss: Whether backward is called on what it returned.
         is_part_of_compiled: Whether it ran in code that was compiled together with
             others', and runs eagerly when it is called alone.
+        has_stand_ins: Whether other tensors stood in for the model's own weights, and
+            do not when it is called again.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class KeptCall:
         self.not_held = 0
         self.returns_loss = False
         self.is_part_of_compiled = False
+        self.has_stand_ins = False
         self._is_overwritten: bool | None = None
         found = tensors_in(batch, CALL_DEPTH)
         self._versions = [(t, _version(t), _sample(t)) for t in found]

@@ -41,3 +41,7 @@ OTHER_WEIGHT = (
     "The weight is finite in the model, and so is the replay: it was written to since, "
     "or the forward ran with another tensor in its place, as under functional_call()."
 )
+STOOD_IN = (
+    "The replay is finite. It ran with the model's own weights: the step ran under "
+    "functional_call(), whose tensors were not kept. Use `guard.run(lambda: loss)`."
+)

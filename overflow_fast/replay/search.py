@@ -20,6 +20,7 @@ from .places import module_of_parameter, names_of
 from .remedies.attempts import find_remedies
 from .remedies.changes import ScaledWeights
 from .remedies.failure import Failure
+from .remedies.trials import seconds_for
 from .repro import repro_of
 from .rerun import Rerun
 from .rows import Leaf, Row
@@ -27,8 +28,6 @@ from .slice import OF_LEAVES, Culprit, ForwardRows, culprit_in, culprit_of
 from .team import NotJoined
 from .witness import difference_of
 
-_STEP_TIMES = 4.0
-_LEAST_SECONDS = 5.0
 _NO_RATE = (
     "A smaller learning rate was not tried: the weights before the last step are not "
     "held (a copy of the model)."
@@ -76,7 +75,7 @@ class Search:
         seconds = time.perf_counter() - self._begin
         step = 0.0 if self._first is None else self._first.seconds
         left = self._budget - self._rerun.num_forwards
-        return left >= forwards and seconds < max(_LEAST_SECONDS, _STEP_TIMES * step)
+        return left >= forwards and seconds < seconds_for(step)
 
     def run(self) -> Explanation:
         """Finds the explanation, or follows the rank that does."""

@@ -15,6 +15,10 @@ from ..tree import CALL_DEPTH, Walk, path_text, type_name
 _NUMBERS = (bool, int, float, complex, str, bytes)
 
 
+class _Reason(str):
+    """Stands for a value that cannot be saved."""
+
+
 def choose(
     name: str, values: object, room: int, left_out: list[str]
 ) -> dict[str, torch.Tensor]:
@@ -78,8 +82,8 @@ def _num_bytes(value: Any) -> int:
 
 def _why_not(value: Any, room: int) -> str:
     """Returns why a value cannot be saved, or ""."""
-    if isinstance(value, type):
-        return f"a {type_name(value)}, which is not opened"
+    if isinstance(value, _Reason):
+        return str(value)
     if not isinstance(value, torch.Tensor):
         return f"{value!r:.200}"
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
@@ -105,10 +109,13 @@ def _is_savable(dtype: torch.dtype) -> bool:
 
 
 def _flat(values: object) -> Iterator[tuple[str, Any]]:
-    """Yields what was found, and the types of what was not looked into."""
+    """Yields what was found, and the reason for what held nothing to save."""
     numpy: Any = sys.modules.get("numpy")
     arrays = () if numpy is None else (numpy.ndarray, numpy.generic)
     walk = Walk((torch.Tensor, *_NUMBERS, *arrays), CALL_DEPTH + 1)
     walk.visit(values)
-    for path, value in [*walk.found, *walk.opaque]:
-        yield path_text(path), value
+    yield from ((path_text(path), value) for path, value in walk.found)
+    for path, kind in walk.opaque:
+        yield path_text(path), _Reason(f"a {type_name(kind)} is not opened")
+    for path, kind in walk.unknown:
+        yield path_text(path), _Reason(f"no tensor was found in a {type_name(kind)}")

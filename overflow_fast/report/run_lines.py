@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from ..recording.schedule import WatchSchedule
 from ..recording.watch import ModelWatch
 from ..text import counted
 from .guard_coverage import GuardCoverage
@@ -50,6 +51,26 @@ def log_begin(
         _counted(found),
         _counted(optimizers) or "none",
         repr(policy) if isinstance(policy, str) else "a callable",
+    )
+
+
+def log_left_out(schedule: WatchSchedule, step: int) -> None:
+    """Logs (WARNING) that a budget leaves steps out, whatever the policy is.
+
+    Args:
+        schedule: Chooses the steps.
+        step: The number of the first step that is left out.
+    """
+    steps = counted(schedule.num_left_out(step), "step")
+    _log.warning(
+        "schedule.budget=%g is too small to check each step: the cheapest check takes "
+        "%.1f%% of a step's time.\nUp to %s from step %d on are not judged, and "
+        "on_overflow does not apply to them. `coverage()` counts all of them; this is "
+        "logged once.",
+        schedule.budget,
+        100 * schedule.least_share,
+        steps,
+        step,
     )
 
 

@@ -46,7 +46,7 @@ class KeptAttributes:
     def _keep(self, key: str, value: Any) -> bool:
         """Keeps what can be reached from an attribute, if that is little."""
         objects = KeptObjects()
-        objects.add({key: value}, _MOST_OBJECTS)
+        objects.add([(key, value)], _MOST_OBJECTS)
         tensors = [tensor for _, tensor in objects.tensors.values()]
         is_little = objects.is_whole and not objects.lost
         if not is_little or objects.num_items > _MOST_ITEMS:

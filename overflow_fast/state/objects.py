@@ -19,7 +19,7 @@ import operator
 import socket
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -175,14 +175,14 @@ class KeptObjects:
         self.lost: list[str] = []
         self.is_whole = True
 
-    def add(self, roots: Mapping[str, Any], most: int = MOST) -> None:
+    def add(self, roots: Iterable[tuple[str, Any]], most: int = MOST) -> None:
         """Keeps what can be reached from objects that are not kept yet, nearest first.
 
         Args:
-            roots: The objects, by their names.
+            roots: The objects, each with its name.
             most: How many objects are entered.
         """
-        waiting, most = collections.deque(roots.items()), most + len(self._seen)
+        waiting, most = collections.deque(roots), most + len(self._seen)
         while waiting:
             self.is_whole = len(self._seen) < most
             if not self.is_whole:

@@ -26,7 +26,7 @@ class OptimizerSnapshot:
         self._objects = KeptObjects(
             opens=lambda value: value is optimizer or is_optimizer(value)
         )
-        self._objects.add({"": optimizer})
+        self._objects.add([("", optimizer)])
         with torch.no_grad():
             self._tensors = [
                 KeptTensor(tensor, is_copied=True)

@@ -94,16 +94,14 @@ class Snapshot:
         reshard(models)
         self._random = RandomStates(devices_of(models))
         self._objects = objects = KeptObjects(models)
-        objects.add(
-            {
-                f"{prefix}{name}": module
-                for prefix, model in self._models.items()
-                for name, module in named_modules(model)
-            }
+        objects.add(  # a wrapper has the name of what it wraps
+            (f"{prefix}{name}", module)
+            for prefix, model in self._models.items()
+            for name, module in named_modules(model)
         )
         self._keep_tensors(list(objects.tensors.values()))
         self._num_own = len(objects.kept), len(objects.lost), len(objects.tensors)
-        objects.add(self._around, _MOST_AROUND)
+        objects.add(self._around.items(), _MOST_AROUND)
         others = list(objects.tensors.values())[self._num_own[2] :]
         self._tensors += [
             (name, KeptTensor(tensor, tensor.nbytes <= _MAX_AROUND))

@@ -173,7 +173,7 @@ class StepStart:
         return any(point.weights.is_known(tensor) for point in self._points)
 
     def held(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What a tensor held when the step began; None if that is not known."""
+        """The value of a tensor when the step began; None if that is not known."""
         return next((value for own, value in self.pairs() if own is tensor), None)
 
     def written_in_step(self, tensor: torch.Tensor) -> bool:
@@ -198,6 +198,9 @@ class _Point:
         self._model: weakref.ref[nn.Module] | None = None
         self._tables: list[dict[str, Any]] = []
         self._held: list[Any] = []  # what the tables hold
+        self._own_tables: list[dict[str, Any]] = []  # those that hold entries
+        self._own_held: list[Any] = []
+        self._parameters: list[nn.Parameter] = []
         self._are_trained: list[bool] = []
         self._known: dict[tuple[int, str], _Entry] = {}
         self._entries: list[_Entry] = []
@@ -232,23 +235,20 @@ class _Point:
         self.is_taken, self.is_firm = True, is_firm
 
     def _holds_same(self) -> bool:
-        held = self._read_tables()
-        return len(held) == len(self._held) and all(map(operator.is_, held, self._held))
+        return _are_same(_values(self._tables), self._held)
 
     def _is_same_model(self, model: nn.Module) -> bool:
         is_same = self._model is not None and self._model() is model
         return is_same and self._are_trained == self._read_trained()
 
-    def _read_tables(self) -> list[Any]:
-        return list(itertools.chain.from_iterable(map(dict.values, self._tables)))
-
     def _read_trained(self) -> list[bool]:
-        return [t.requires_grad for t in self._held if isinstance(t, nn.Parameter)]
+        return [parameter.requires_grad for parameter in self._parameters]
 
     def _retake(self) -> None:
         """Copies what is copied in each step: the model holds the same tensors."""
         if self._steady.take():
             return
+        self._steady.settle()
         for entry in self._entries:
             entry.begin(entry.current())
         self._copy()
@@ -259,7 +259,11 @@ class _Point:
             # Tables hold submodules, which are to go with the model.
             self._model = weakref.ref(model, lambda _: self._forget())
         slots, self._tables, weights = _slots(model)
-        self._held = self._read_tables()
+        self._held = _values(self._tables)
+        tables = {id(t): t for m, n, _ in slots if (t := m.__dict__[n]) is not None}
+        self._own_tables = list(tables.values())
+        self._own_held = _values(self._own_tables)
+        self._parameters = [t for t in self._held if isinstance(t, nn.Parameter)]
         self._are_trained = self._read_trained()
         self._entries = [self._begin(*slot) for slot in slots]
         if len(self._known) > len(self._entries):
@@ -284,7 +288,8 @@ class _Point:
         self._steady = _Steady(self._entries)
 
     def _forget(self) -> None:
-        self._tables, self._held, self._entries = [], [], []
+        self._tables, self._held, self._parameters, self._entries = [], [], [], []
+        self._own_tables, self._own_held = [], []
         self._steady, self._attributes = _Steady([]), []
         self._known.clear()
         self.weights.set([])
@@ -305,12 +310,13 @@ class _Point:
     @torch.no_grad()
     def keep(self, compares: bool) -> None:
         """Ends the step, which was made."""
-        if self._holds_same():
+        if _are_same(_values(self._own_tables), self._own_held):
             self._steady.note_changes(compares)
         else:
+            self._steady.settle()
             for entry in self._entries:
                 entry.end(compares)
-            self._entries, self._held = [], []
+            self._entries, self._held, self._parameters = [], [], []
             self._steady = _Steady([])
         self.is_taken = self.is_firm = False
         self.prepare()
@@ -334,6 +340,7 @@ class _Point:
         if not self.is_taken:
             return
         self._remove_new()
+        self._steady.settle()
         for entry in self._entries:
             try:
                 why = entry.restore()
@@ -363,6 +370,7 @@ class _Point:
     @torch.no_grad()
     def restore_where(self, flag: torch.Tensor) -> None:
         """Restores the buffers where a flag on the device is not 0."""
+        self._steady.settle()
         for entry in self._entries if self.is_taken else []:
             entry.restore_where(flag)
 
@@ -415,7 +423,7 @@ class _Steady:
         self._sources = [e.tensor for e in each_step if e.tensor is not None]
         self._copies = [e.copy for e in each_step if e.copy is not None]
         self._others = [(i, e) for i, e in enumerate(self._entries) if not e.is_certain]
-        self._written: list[_Entry] = []
+        self._after = self._versions  # after the last forward
 
     def _read_places(self) -> list[tuple[int, torch.Size]]:
         return [(t.data_ptr(), t.shape) for t in self._tensors]
@@ -429,14 +437,9 @@ class _Steady:
             e.is_certain or versions[i] != self._versions[i] for i, e in self._others
         ):
             return False
-        for entry in self._written:
-            entry.is_written = False
-        self._written = []
         if self._copies:
             copy_all(self._copies, self._sources)
-        self._versions = versions
-        for entry, version in zip(self._entries, versions, strict=True):
-            entry.version = version
+        self._versions, self._after = versions, versions
         return True
 
     def note_writes(self) -> None:
@@ -445,20 +448,21 @@ class _Steady:
             for entry in self._entries:
                 entry.end_forward()
             return
-        versions = versions_of(self._tensors)
-        if versions == self._versions:
-            return
-        for entry, now, before in zip(
-            self._entries, versions, self._versions, strict=True
-        ):
-            if now != before:
-                entry.is_written = True
-                self._written.append(entry)
+        self._after = versions_of(self._tensors)
+
+    def settle(self) -> None:
+        """Tells the entries what was noted for all of them at once."""
+        if self._is_plain:
+            both = zip(self._entries, self._versions, self._after, strict=True)
+            for entry, before, after in both:
+                entry.version, entry.is_written = before, after != before
 
     def note_changes(self, compares: bool) -> None:
         """Notes which of the large tensors a step has changed."""
         others = enumerate(self._entries) if not self._is_plain else self._others
-        for _, entry in others:
+        for place, entry in others:
+            if self._is_plain:
+                entry.version = self._versions[place]
             entry.note_change(compares)
 
 
@@ -788,6 +792,14 @@ def _slots(
                 seen.add(id(child))
                 waiting.append(child)
     return slots, tables, list(weights.values())
+
+
+def _values(tables: list[dict[str, Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(map(dict.values, tables)))
+
+
+def _are_same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 def _is_small(tensor: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from .backward import origin_of_gradient
 from .calls import Calls
 from .forward import key_of, origin_in_forward
 from .hardware import OF_FLAG
+from .kept import or_by_state
 from .parameters import (
     around_gradients,
     given_weights,
@@ -183,18 +184,21 @@ def _origin(
     if entry.role in (_C.Role.WEIGHT, _C.Role.OPTIMIZER_STATE):
         was_finite = _headroom_before(first, entry) is not None
         return origin_of_state(first, entry, was_finite)
+    if kind == _C.FrameKind.BUFFERS:
+        return _origin_of_buffer(first, entry)
+    if kind == _C.FrameKind.RECORDED and is_label(entry.label.name):
+        return Origin("unclear", "unclear", OF_FLAG)
+    bad, calls = {key_of(each): each for each in ordered}, Calls(watches)
     if kind in FORWARDS:
-        bad = {key_of(each): each for each in ordered}
-        return origin_in_forward(first, bad, Calls(watches))
+        return origin_in_forward(first, bad, calls)
     if kind == _C.FrameKind.BACKWARD:
-        return origin_of_gradient(first, Calls(watches, until=first.frame.order))
-    if kind == _C.FrameKind.GRADIENTS:
-        return origin_of_gradients(first, ordered)
-    if kind == _C.FrameKind.RECORDED:
-        if is_label(entry.label.name):
-            return Origin("unclear", "unclear", OF_FLAG)
-        return _origin_of_recorded(watches)
-    return _origin_of_buffer(first, entry)
+        before = Calls(watches, until=first.frame.order)
+        origin = origin_of_gradient(first, before)
+    elif kind == _C.FrameKind.GRADIENTS:
+        origin = origin_of_gradients(first, ordered)
+    else:
+        origin = _origin_of_recorded(watches)
+    return or_by_state(origin, first, bad, calls)
 
 
 def _origin_of_recorded(watches: Sequence[ModelWatch]) -> Origin:

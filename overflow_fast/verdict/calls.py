@@ -76,6 +76,10 @@ class Calls:
             return None
         return self._all[place] if self._all[place].watch is watch else None
 
+    def has_any(self, watch: ModelWatch) -> bool:
+        """Returns whether a call of a watch's modules is known."""
+        return any(called.watch is watch for called in self._all)
+
     def last_of(self, watch: ModelWatch, module: int, before: int) -> Called | None:
         """Returns the last call of a module that ended before a frame."""
         found = self._modules.get((id(watch), module), [])

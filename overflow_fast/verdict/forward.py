@@ -12,10 +12,9 @@ from .hooked import (
     has_earlier_hooks,
     has_later_hooks,
     has_pre_hooks,
-    is_layer_of_torch,
     never_writes,
 )
-from .kept import bad_attributes, bad_buffers
+from .kept import Candidate, or_by_state
 from .outer_inputs import (
     Bad,
     origin_of_inputs,
@@ -36,57 +35,28 @@ def origin_in_forward(first: BadFrame, bad: Bad, calls: Calls) -> Origin:
     origin = _by_calls(first, bad, calls)
     if origin.source == "buffer":
         return origin
-    return _unless(_others(first, origin, bad, calls), origin)
+    others = _around(first, origin, calls)
+    return or_by_state(origin, first, bad, calls, others)
 
 
-def _others(
-    first: BadFrame, origin: Origin, bad: Bad, calls: Calls
-) -> list[tuple[str, str]]:
-    """Lists further candidates that no call shows, each with its words."""
-    module = first.watch.module_at(first.frame.module)
-    buffers = [] if origin.origin == "given" else bad_buffers(first, bad, calls)
-    if origin.source == "module" and is_layer_of_torch(module):
-        # It reads no others.
-        own = first.watch.name_at(first.frame.module)
-        buffers = [name for name in buffers if name.rpartition(".")[0] == own]
-    found = [(name, f"the buffer {name}, which is non-finite too") for name in buffers]
-    is_alone = origin.source == "module" and is_layer_of_torch(module)
-    if origin.origin != "given" and not is_alone:
-        found += [
-            (owner or "the model", f"a value kept in {label}, which holds nan")
-            for owner, label in bad_attributes(first, calls)
-        ]
+def _around(first: BadFrame, origin: Origin, calls: Calls) -> list[Candidate]:
+    """Lists further callers that may have given a call its bad input."""
     called = calls.of_frame(first.watch, first.frame.order)
     if called is None or not first.has_bad_input:
-        return found
+        return []
     # The root's inputs are its caller's, whichever module called those within it.
     if origin.origin != "given" or calls.chain(called)[-1].call.module:
-        found += _other_callers(called, calls)
-    return found
+        return _other_callers(called, calls)
+    return []
 
 
-def _other_callers(called: Called, calls: Calls) -> list[tuple[str, str]]:
+def _other_callers(called: Called, calls: Calls) -> list[Candidate]:
     """Lists the modules that share one, and may have called it with the bad value."""
     return [
         (name, f"{name}, which has {around.name} too and may have called it")
         for around in calls.chain(called)
         for name in calls.other_callers(around)
     ]
-
-
-def _unless(others: list[tuple[str, str]], origin: Origin) -> Origin:
-    """Returns an origin, which is unclear if others can have made the value too."""
-    if not others:
-        return origin
-    maker = f"the code of {origin.maker}" if origin.origin == "made" else origin.maker
-    names = dict.fromkeys([*origin.candidates, *(name for name, _ in others)])
-    return dataclasses.replace(
-        origin,
-        origin="unclear",
-        source="unclear",
-        maker=f"{maker}, or {joined(words for _, words in others)}",
-        candidates=list(names),
-    )
 
 
 def _by_calls(first: BadFrame, bad: Bad, calls: Calls) -> Origin:

@@ -32,6 +32,7 @@ AFTER_BACKWARD = Outsider("code after backward")
 HOOK = Outsider("a hook")
 EARLIER_GRADIENTS = Outsider("gradients from before")
 OTHER_RANK = Outsider("another rank")
+STAND_IN = Outsider("a tensor of functional_call()")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Origin:
     after: str = ""
     unwatched: list[str] = field(default_factory=list)
     batch_places: list[str] = field(default_factory=list)
+    nonfinite_state: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
 
@@ -119,12 +121,15 @@ class Verdict:
         candidates: All possible makers: qualified names for modules (their code,
             its backward, or modules within), "the model", "the loss" (code after the
             model), "the batch" (which includes labels), "the training loop", "code
-            after backward", "a hook", "gradients from before" (this backward).
+            after backward", "a hook", "gradients from before" (this backward), or "a
+            tensor of functional_call()".
         after: The module whose call, or the gradient of whose output, was the last one
             seen before it where that is of use, or "".
         unwatched: The modules within the maker that the guard does not watch.
         batch_places: Its places in the batch, or in other inputs that the training loop
             gave the model, such as "`input.labels`, sample 3 of 8".
+        nonfinite_state: The weights, buffers and attributes of modules that were
+            non-finite too, and that the code may have read, where that is not certain.
         remarks: Further observations that may explain it, in sentences.
         masks: The inputs of the first bad call that hold -inf and nothing worse; that
             is no alarm, since additive masks are made of it.
@@ -147,6 +152,7 @@ class Verdict:
     after: str = ""
     unwatched: list[str] = field(default_factory=list)
     batch_places: list[str] = field(default_factory=list)
+    nonfinite_state: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     masks: list[str] = field(default_factory=list)
     allowed: list[str] = field(default_factory=list)

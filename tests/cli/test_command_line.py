@@ -25,6 +25,8 @@ from overflow_fast.cli.guard_options import guard_arguments
 from overflow_fast.guard.monitors.builtin import MONITORS
 from overflow_fast.guard.options import options_of, snake_case
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+
 SCRIPT = """
 import sys
 from transformers.debug_utils import DebugUnderflowOverflow

@@ -11,6 +11,8 @@ from processes import python
 
 import overflow_fast
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+
 MODEL = """
 import sys, torch
 from torch import nn

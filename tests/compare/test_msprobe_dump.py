@@ -73,8 +73,9 @@ def broken():
 
 @pytest.fixture
 def recorded(tmp_path):
-    with overflow_fast.recording(tmp_path / "ours", tower(), tensors=True) as run:
-        run._model(batch()).backward()
+    model = tower()
+    with overflow_fast.recording(tmp_path / "ours", model, tensors=True):
+        model(batch()).backward()
     return tmp_path / "ours"
 
 

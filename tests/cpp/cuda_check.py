@@ -4,7 +4,6 @@ Prints each kernel's registers per architecture, and fails on a spill.
 """
 
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -13,14 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+from facts import find_nvcc  # noqa: E402
+
 KERNELS = sorted((ROOT / "csrc/scan/cuda").glob("*.cu"))
 WITH_TORCH = ROOT / "csrc/scan/cuda/cuda_device.cpp"
 OF_BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.cu"))
 SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
-
-
-def find_nvcc():
-    return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
 
 def architectures(nvcc):

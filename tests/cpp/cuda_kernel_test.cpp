@@ -1,5 +1,5 @@
 // The CUDA kernels against the scalar reference, without torch: on a GPU where nvcc compiles this
-// file (benchmarks/check_kernel.py), in the emulation where g++ does. Prints PASS or the first
+// file (benchmarks/gpu_check.py), in the emulation where g++ does. Prints PASS or the first
 // mismatch. `few` checks a part: for slow tools around it.
 #include <cstdio>
 #include <memory>

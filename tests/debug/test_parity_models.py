@@ -7,6 +7,8 @@ from parity import Original, check_parity, run, spoil
 
 from overflow_fast import DebugUnderflowOverflow
 
+pytestmark = pytest.mark.slow
+
 IDS = torch.tensor([[1, 2, 3, 4]])
 
 

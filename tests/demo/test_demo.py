@@ -6,6 +6,8 @@ import overflow_fast.demo as demo
 from overflow_fast.demo import Settings, Story, show
 from overflow_fast.demo.model import build, forward, push_to_the_limit, read_batch
 
+pytestmark = pytest.mark.slow
+
 TINY = Settings(batch_size=2, length=32, rounds=1, tiny=True)
 
 

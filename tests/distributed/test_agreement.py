@@ -21,6 +21,8 @@ from torch.distributed.algorithms.join import Join
 
 from overflow_fast import NonFiniteError, OverflowGuard, Schedule, flags
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+
 
 def train_one(model, optimizer, batch):
     """The message of what a step raised, or None."""
@@ -350,10 +352,15 @@ def tried_with_a_bad_batch():
     return out.getvalue()
 
 
-def a_callable_that_raises():
-    def policy(report):
-        raise KeyError("no such host")
+def a_policy_that_raises(report):
+    raise KeyError("no such host")
 
+
+def a_policy_without_an_answer(report):
+    return None
+
+
+def a_callable_that_fails(policy):
     model = ddp(make())
     optimizer = sgd(model)
     OverflowGuard(model, optimizer, policy)
@@ -439,7 +446,8 @@ SCENARIOS = {
     "state, warn": functools.partial(bad_state_where_it_warns, ddp),
     "state, alone": functools.partial(bad_state_where_it_warns, lambda model: model),
     "tried, bad": tried_with_a_bad_batch,
-    "raising": a_callable_that_raises,
+    "raising": functools.partial(a_callable_that_fails, a_policy_that_raises),
+    "no answer": functools.partial(a_callable_that_fails, a_policy_without_an_answer),
     "joined, lagged": joined_lagged,
     "raise": one_rank_raises,
     "skip": one_rank_skips,
@@ -603,11 +611,21 @@ def test_no_rank_plants_faults_where_one_has_a_bad_batch():
     assert all(text.startswith("Nothing was planted: input[0] of") for text in texts)
 
 
-def test_a_callable_that_raises_keeps_nobody_waiting():
-    found = all_of("raising")
-    assert found[2] == "KeyError: 'no such host'"
+@pytest.mark.parametrize(
+    "what, error",
+    [
+        ("raising", "KeyError: 'no such host'"),
+        (
+            "no answer",
+            "TypeError: on_overflow must return 'raise', 'warn' or 'skip', got None",
+        ),
+    ],
+)
+def test_a_callable_that_fails_keeps_nobody_waiting(what, error):
+    found = all_of(what)
+    assert found[2] == error
     others = [text for rank, text in enumerate(found) if rank != 2]
-    assert all("KeyError: 'no such host'" in text for text in others), others
+    assert all(error in text for text in others), others
 
 
 def test_a_lagged_guard_cannot_be_joined():

@@ -15,6 +15,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from overflow_fast import OverflowGuard
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+
 WORLD = 4
 
 

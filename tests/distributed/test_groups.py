@@ -15,10 +15,14 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from overflow_fast import NonFiniteError, OverflowGuard
-from overflow_fast.distributed.peers import _num_passes
+from overflow_fast.distributed.peers import num_passes
 from overflow_fast.recording.step_tensors import StepTensors
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("processes"),
+    pytest.mark.filterwarnings("ignore"),
+]
 BAD_RANK = 3
 
 
@@ -504,6 +508,6 @@ def test_powersgd_is_clean_after_a_skip_if_its_memory_is_cleared():
 def test_passes_reach_all_ranks(groups, passes):
     members = sorted({rank for group in groups for rank in group})
     known = {rank: [g for g in groups if rank in g] for rank in members}
-    assert _num_passes(known) == passes
+    assert num_passes(known) == passes
     if len(groups) > 1:
-        assert _num_passes({0: known[0]}) == float("inf")
+        assert num_passes({0: known[0]}) == float("inf")

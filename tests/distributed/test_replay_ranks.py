@@ -19,7 +19,9 @@ from torch import nn
 
 from overflow_fast import OverflowGuard
 from overflow_fast.distributed import store_channel
-from overflow_fast.replay import search
+from overflow_fast.replay.remedies import trials
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 
 class Block(nn.Module):
@@ -63,7 +65,7 @@ def data(seed):
 
 
 def seeded(wrap):
-    search._LEAST_SECONDS = ranks.PATIENCE.total_seconds()  # whatever else runs here
+    trials.LEAST_SECONDS = ranks.PATIENCE.total_seconds()  # whatever else runs here
     for seed in (torch.manual_seed, random.seed, numpy.random.seed):
         seed(0)
     model = wrap(Net().to(device()))

@@ -19,6 +19,8 @@ from guarding import (
 
 from overflow_fast import NonFiniteError, OverflowGuard
 
+pytestmark = pytest.mark.slow
+
 FUSED = {
     "AdamW": torch.optim.AdamW,
     "Adam": torch.optim.Adam,

@@ -1,5 +1,6 @@
 """What the guard does about a bad step, and that it changes nothing else."""
 
+import enum
 import logging
 
 import pytest
@@ -189,7 +190,7 @@ def test_too_many_skips_in_a_row_raise():
         assert guard.num_skipped == 4
 
 
-@pytest.mark.parametrize("answer", ["raise", "warn", "skip", None])
+@pytest.mark.parametrize("answer", ["raise", "warn", "skip"])
 def test_a_callable_gets_the_report_and_decides(answer):
     model, optimizer = make()
     reports = []
@@ -206,15 +207,57 @@ def test_a_callable_gets_the_report_and_decides(answer):
         else:
             step_with_bad_gradient(model, optimizer, batches(1)[0])
     assert guard.last_report is reports[0]
-    assert reports[0].action == (answer or "warn")
+    assert reports[0].action == answer
     assert before.equal(model.head.bias) == (answer in ("raise", "skip"))
 
 
-def test_a_callable_that_answers_nonsense_is_told_so():
+WRONG_ANSWERS = [
+    (None, TypeError, "None"),
+    (True, TypeError, "True"),
+    (1, TypeError, "1"),
+    ("Skip", ValueError, "'Skip'"),
+]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"sync": "lagged", "_defer": True}])
+@pytest.mark.parametrize("answer, error, got", WRONG_ANSWERS)
+def test_a_callable_is_told_what_to_return(answer, error, got, arguments, caplog):
     model, optimizer = make()
-    with OverflowGuard(model, optimizer, lambda report: "stop"):
-        with pytest.raises(ValueError, match=r"on_overflow must return .* got 'stop'"):
+    before = model.head.bias.detach().clone()
+    wanted = f"on_overflow must return 'raise', 'warn' or 'skip', got {got}"
+    with OverflowGuard(model, optimizer, lambda report: answer, **arguments) as guard:
+        with pytest.raises(error, match=wanted):
             step_with_bad_gradient(model, optimizer, batches(1)[0])
+        assert before.equal(model.head.bias)
+        assert guard.coverage().failures == 0  # it is no failure of the guard's
+    assert "Step 0 is not finite" in caplog.text  # the alarm is not lost
+
+
+def test_a_callable_that_returns_itself_is_told_by_a_check_and_an_evaluation():
+    model, optimizer = make()
+    x, y = batches(1)[0]
+    with OverflowGuard(model, optimizer, lambda report: report) as guard:
+        with plant(model.head, INF):
+            with torch.no_grad(), pytest.raises(TypeError, match="got Report"):
+                model(x, y=y)
+            model(x, y=y)["loss"].backward()
+        with pytest.raises(TypeError, match="got Report"):
+            guard.check()
+
+
+class Choice(str, enum.Enum):
+    SKIP = "skip"
+
+
+@pytest.mark.parametrize("policy", [Choice.SKIP, lambda report: Choice.SKIP])
+def test_an_action_may_be_of_an_enum(policy, tmp_path):
+    model, optimizer = make()
+    log = tmp_path / "guard.jsonl"
+    with OverflowGuard(model, optimizer, policy, log=log) as guard:
+        step_with_bad_gradient(model, optimizer, batches(1)[0])
+    assert guard.num_skipped == 1
+    assert "The optimizer step was skipped." in str(guard.last_report)
+    assert '"action": "skip"' in log.read_text()
 
 
 def test_gradients_add_up_before_they_are_judged():

@@ -24,13 +24,13 @@ class Net(nn.Module):
         return self.head(self.norm(self.body(self.embed(ids))))
 
 
-def make():
+def make(every=2):
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = OverflowGuard(model, optimizer)
     guarded = Guarded(guard._loop.watches, None, list, contextlib.nullcontext)
-    return model, guard, LayerAuditor(guarded, every=2)
+    return model, guard, LayerAuditor(guarded, every)
 
 
 def forward(model, audit, step):
@@ -90,8 +90,7 @@ def test_other_bits_are_told(is_steady, caplog, monkeypatch):
 def test_the_step_is_the_same_bit_for_bit():
     results = []
     for every in (1, 1000):
-        model, guard, audit = make()
-        audit._every = every
+        model, guard, audit = make(every)
         torch.manual_seed(1)
         with guard:
             for step in range(1, 5):

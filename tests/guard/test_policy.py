@@ -1,10 +1,15 @@
 """The policy as a function: which action follows from what was asked and the facts."""
 
+import enum
 import itertools
+import re
 
 import pytest
+import torch
 
 from overflow_fast.guard.policy import Situation, checked_action, choose, limit_skips
+from overflow_fast.report.report import Report
+from overflow_fast.verdict.verdict import Verdict
 
 FACTS = list(itertools.product([False, True], repeat=4))
 
@@ -38,7 +43,33 @@ def test_skips_in_a_row_end(in_row, most, action):
     assert bool(choice.notes) == (action == "raise")
 
 
-def test_a_callable_may_return_an_action_or_none():
-    assert [checked_action(a) for a in ("skip", None)] == ["skip", "warn"]
-    with pytest.raises(ValueError, match="got 'stop'"):
-        checked_action("stop")
+class Choice(str, enum.Enum):
+    SKIP = "skip"
+
+
+@pytest.mark.parametrize("answer", ["raise", "warn", "skip", Choice.SKIP])
+def test_a_callable_returns_an_action(answer):
+    action = checked_action(answer)
+    assert type(action) is str
+    assert action == answer
+
+
+@pytest.mark.parametrize(
+    "answer, got",
+    [
+        *[(None, "None"), (True, "True"), (0, "0"), (0.5, "0.5"), (b"skip", "bytes")],
+        *[(("skip",), "tuple"), (["skip"], "list"), (torch.ones(3), "Tensor")],
+        (Report(0, "skip", Verdict()), "Report"),
+    ],
+)
+def test_anything_but_a_string_is_a_type_error(answer, got):
+    wanted = f"on_overflow must return 'raise', 'warn' or 'skip', got {got}"
+    with pytest.raises(TypeError, match=f"^{re.escape(wanted)}$"):
+        checked_action(answer)
+
+
+@pytest.mark.parametrize("answer", ["stop", "Skip", "", "skip "])
+def test_another_string_is_a_value_error(answer):
+    wanted = f"on_overflow must return 'raise', 'warn' or 'skip', got {answer!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(wanted)}$"):
+        checked_action(answer)

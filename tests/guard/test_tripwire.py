@@ -201,6 +201,147 @@ def test_the_norm_stands_for_the_gradients():
     assert scanned_in_a_step(grad_norm=torch.ones(())) == 8
 
 
+def a_backward(model, scale=1.0):
+    (model(torch.ones(6, 4)).mean() * scale).backward()
+
+
+def record_norm(guard, model, *names):
+    """Clips gradients, of modules of some names or all, and records their norm."""
+    chosen = [getattr(model, name) for name in names] or [model]
+    parameters = [p for module in chosen for p in module.parameters()]
+    guard.record(grad_norm=nn.utils.clip_grad_norm_(parameters, 1.0))
+
+
+def another_backward(model, optimizer):
+    a_backward(model, NAN)
+
+
+def a_penalty(model, optimizer):
+    (model.first.weight.sum() * NAN).backward()
+
+
+def a_write(model, optimizer):
+    with torch.no_grad():
+        model.last.weight.grad.mul_(NAN)
+
+
+def a_write_to_several(model, optimizer):
+    torch._foreach_mul_([p.grad for p in model.first.parameters()], NAN)
+
+
+def a_replacement(model, optimizer):
+    model.last.bias.grad = torch.full_like(model.last.bias, INF)
+
+
+def a_gradient_that_appears(model, optimizer):
+    model.frozen.grad = torch.full_like(model.frozen, NAN)
+
+
+def a_later_step(model, optimizer):
+    optimizer.zero_grad()
+    a_backward(model, NAN)
+
+
+def a_later_step_in_place(model, optimizer):
+    optimizer.zero_grad(set_to_none=False)
+    a_backward(model, NAN)
+
+
+def a_parameter_that_is_new(model, optimizer):
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.full_like(parameter, NAN)
+    optimizer.add_param_group({"params": [parameter]})
+
+
+AFTER_THE_NORM = [
+    *(another_backward, a_penalty, a_write, a_write_to_several, a_replacement),
+    *(a_gradient_that_appears, a_later_step, a_later_step_in_place),
+    a_parameter_that_is_new,
+]
+
+
+@pytest.mark.parametrize("spoil", AFTER_THE_NORM)
+@pytest.mark.parametrize("explain", [False, "auto"])
+def test_a_norm_stands_for_gradients_as_they_were_when_it_was_recorded(spoil, explain):
+    model, optimizer = make()
+    model.frozen = nn.Parameter(torch.zeros(4))
+    optimizer.add_param_group({"params": [model.frozen]})
+    with OverflowGuard(
+        model, optimizer, "skip", watch="tripwire", explain=explain
+    ) as guard:
+        a_backward(model)
+        if spoil in (a_later_step, a_later_step_in_place):
+            optimizer.step()  # a log takes the norm behind the step
+        record_norm(guard, model)
+        spoil(model, optimizer)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.step()
+    assert guard.num_skipped == 1
+    assert_same(before, [p.detach() for p in model.parameters()])
+
+
+def test_only_what_changed_after_the_norm_is_scanned():
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, watch="tripwire") as guard:
+        for _ in range(2):  # weights are scanned in the first
+            before = guard.coverage().bytes_scanned
+            optimizer.zero_grad()
+            a_backward(model)
+            record_norm(guard, model)
+            model.last(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        last = sum(p.numel() for p in model.last.parameters())
+        assert guard.coverage().bytes_scanned - before == 4 * (last + 1)  # and the norm
+
+
+def test_a_norm_holds_for_one_judgement():
+    """Without a second norm, the gradients are read in the next step."""
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, "skip", watch="tripwire") as guard:
+        a_backward(model)
+        record_norm(guard, model)
+        optimizer.step()
+        model.last.weight.grad.data.fill_(NAN)  # past the count of writes
+        optimizer.step()
+    assert guard.num_skipped == 1
+
+
+def test_a_norm_stands_in_a_check_without_optimizers():
+    model, _ = make()
+    with OverflowGuard(model, None, "warn", watch="tripwire", explain=False) as guard:
+        a_backward(model)
+        record_norm(guard, model)
+        assert guard.check() is None
+        record_norm(guard, model)
+        a_backward(model, NAN)
+        assert guard.check() is not None
+
+
+def test_the_second_of_two_optimizers_has_its_own_gradients_read():
+    models = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
+    with OverflowGuard(models, optimizers, "skip", watch="tripwire") as guard:
+        models[1](models[0](torch.ones(2, 4))).sum().backward()
+        record_norm(guard, models[0])
+        models[1].weight.grad.fill_(NAN)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert guard.num_skipped == 1
+    assert all(bool(p.isfinite().all()) for m in models for p in m.parameters())
+
+
+def test_gradients_of_no_counted_writes_are_always_scanned():
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, "skip", watch="tripwire") as guard:
+        a_backward(model)
+        with torch.inference_mode():
+            model.last.bias.grad = torch.full_like(model.last.bias, NAN)
+        guard.record(grad_norm=torch.ones(()))
+        optimizer.step()
+    assert guard.num_skipped == 1
+    assert guard.coverage().failures == 0
+
+
 def test_a_norm_that_is_not_finite_names_the_gradients():
     model, optimizer = make()
     with OverflowGuard(model, optimizer, watch="tripwire") as guard:

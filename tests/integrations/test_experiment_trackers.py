@@ -11,6 +11,8 @@ from guarding import NAN, batches, make, plant, train_step
 
 from overflow_fast import OverflowGuard
 
+pytestmark = pytest.mark.slow
+
 wandb = pytest.importorskip("wandb")
 mlflow = pytest.importorskip("mlflow")
 

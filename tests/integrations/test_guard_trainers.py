@@ -12,6 +12,8 @@ from ranks import on_ranks
 
 from overflow_fast import NonFiniteError, OverflowGuard
 
+pytestmark = pytest.mark.slow
+
 accelerate = pytest.importorskip("accelerate")
 lightning = pytest.importorskip("lightning.pytorch")
 

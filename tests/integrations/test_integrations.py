@@ -17,6 +17,8 @@ from overflow_fast.integrations.transformers import (
     uninstall,
 )
 
+pytestmark = pytest.mark.slow
+
 
 class Regression(nn.Module):
     def __init__(self):

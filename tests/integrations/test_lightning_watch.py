@@ -17,7 +17,10 @@ from torch import nn
 
 from overflow_fast import NonFiniteError
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.xdist_group("lightning"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 class BadTensor(Lit):

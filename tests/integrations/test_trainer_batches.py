@@ -6,7 +6,10 @@ from guarding import INF, NAN
 from lightning_fits import Lit, guard_callback, make_trainer
 from torch import nn
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.xdist_group("lightning"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 # The batch, which the trainer alone knows.
 

@@ -19,7 +19,10 @@ from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.xdist_group("lightning"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 accelerate = pytest.importorskip("accelerate")
 

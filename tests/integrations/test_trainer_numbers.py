@@ -12,7 +12,10 @@ from lightning_fits import (
     lightning,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.xdist_group("lightning"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 # Numbers.
 

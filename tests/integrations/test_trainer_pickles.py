@@ -7,7 +7,10 @@ import pytest
 import torch
 from lightning_fits import Hooks, Lit, fit, guard_callback, left_behind
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.xdist_group("lightning"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 # Pickles and copies.
 

@@ -5,6 +5,8 @@ import torch
 import transformers as hf
 from torch import nn
 
+pytestmark = pytest.mark.slow
+
 lightning = pytest.importorskip("lightning.pytorch")
 
 from overflow_fast.integrations.lightning import (  # noqa: E402

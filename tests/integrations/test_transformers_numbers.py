@@ -9,7 +9,7 @@ from guarding import NAN
 from lightning_fits import NumberOfSteps
 from torch import nn
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 class Regression(nn.Module):

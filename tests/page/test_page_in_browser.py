@@ -7,6 +7,8 @@ from page_records import HOSTILE, LIMIT, entry, record_of
 
 from overflow_fast.page.render import write_page
 
+pytestmark = pytest.mark.slow
+
 BLACK, GREY = (0, 0, 0), (153, 153, 153)
 
 

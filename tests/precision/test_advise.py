@@ -2,6 +2,7 @@
 
 import doctest
 import random
+from collections import OrderedDict
 
 import numpy
 import pytest
@@ -572,20 +573,29 @@ def test_the_text_leads_with_the_verdict_and_fits_a_screen():
     assert text.count("no run has checked it") == 1
 
 
-def test_names_that_differ_in_numbers_become_a_pattern_where_all_are_meant():
-    torch.manual_seed(0)
-    model = nn.Sequential(*(outlier() for _ in range(2)), nn.Linear(1, 1))
+@pytest.mark.parametrize(
+    "blocks, shown",
+    [
+        ([outlier, outlier], "['*.up', '*.norm']"),
+        ([outlier, mlp], "['0.up', '0.norm']"),
+    ],
+)
+def test_names_that_differ_in_numbers_become_a_pattern_where_all_are_meant(
+    blocks, shown
+):
+    names = ["in", "act", "up", "norm"]
+    layers = [zip(names, block(), strict=False) for block in blocks]
+    model = nn.Sequential(*(nn.Sequential(OrderedDict(each)) for each in layers))
+    code = advise(model).codes["float16"]
+    assert code == f"overflow_fast.keep_in_fp32(model, {shown})"
+
+
+def test_names_that_are_numbers_alone_become_no_pattern():
+    model = nn.Sequential(outlier(), outlier(), nn.Linear(1, 1))
     model[0][4] = nn.Linear(8, 8)
-    advice = advise(model)
-    assert advice.codes["float16"] == (
+    assert advise(model).codes["float16"] == (
         "overflow_fast.keep_in_fp32(model, ['0.2', '0.3', '1.2', '1.3'])"
     )
-    named = nn.ModuleDict({"h": nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])})
-    from overflow_fast.precision.advise import _shortened
-
-    names = [name for name, _ in named.named_modules()]
-    assert _shortened(["h.0", "h.1", "h.2"], names) == ["h.*"]
-    assert _shortened(["h.0", "h.2"], names) == ["h.0", "h.2"]
 
 
 def test_the_example_of_the_docstring():

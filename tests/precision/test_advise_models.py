@@ -8,6 +8,8 @@ from small_models import LENGTH, VOCABULARY, gpt2
 
 from overflow_fast import advise_precision, keep_in_fp32
 
+pytestmark = pytest.mark.slow
+
 hf = pytest.importorskip("transformers")
 
 

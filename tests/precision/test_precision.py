@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from overflow_fast import OverflowGuard, keep_in_fp32
 
+pytestmark = pytest.mark.xdist_group("compiled")
+
 
 class Seen(nn.Linear):
     def forward(self, x, scale=None):
@@ -397,6 +399,7 @@ def run_net(net, is_autocast):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_autocast", [False, True], ids=["half", "autocast"])
 @pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.parametrize("what", list(COMPILED))
@@ -413,6 +416,7 @@ def test_it_compiles_in_one_graph(graphs, what, fullgraph, is_autocast):
     assert graphs() == (1, {})
 
 
+@pytest.mark.slow
 def test_it_compiles_with_inductor(graphs):
     net = half_net(False)
     keep_in_fp32(net, ["fc2"], until=["norm"])
@@ -422,6 +426,7 @@ def test_it_compiles_with_inductor(graphs):
     assert graphs() == (1, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_autocast", [False, True], ids=["half", "autocast"])
 def test_it_compiles_with_checkpointing(graphs, is_autocast):
     net = half_net(is_autocast)
@@ -435,6 +440,7 @@ def test_it_compiles_with_checkpointing(graphs, is_autocast):
     assert graphs() == (1, {})
 
 
+@pytest.mark.slow
 def test_compiled_code_notices_that_it_comes_and_goes(graphs):
     net = half_net(True)
     run = torch.compile(net, backend="aot_eager", fullgraph=True)
@@ -446,6 +452,7 @@ def test_compiled_code_notices_that_it_comes_and_goes(graphs):
     assert torch.equal(run_net(run, True), without)
 
 
+@pytest.mark.slow
 def test_compiled_code_serves_autocast_on_and_off(graphs):
     net = half_net(True)
     keep_in_fp32(net, ["fc2"])
@@ -456,6 +463,7 @@ def test_compiled_code_serves_autocast_on_and_off(graphs):
             assert torch.equal(run(x), net(x))
 
 
+@pytest.mark.slow
 def test_a_guard_sees_what_the_module_returns(graphs):
     for compiles in (False, True):
         model = overflowing().half()

@@ -16,6 +16,8 @@ from processes import python
 
 from overflow_fast.binaries import folder_for
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 

@@ -6,6 +6,8 @@ import pytest
 from pages import ROOT, without_numbers
 from processes import python
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = ROOT / "examples"
 # Runs examples one after another, since importing their libraries takes the longest.
 DRIVER = """

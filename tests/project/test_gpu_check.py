@@ -8,38 +8,36 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gpu_check
 import pytest
-from check import command, process, record, report, stages, state, testing, tools
-from check.stages import Stage
-from check.state import CUT_OFF, FAILED, NOT_RUN, PASSED
+from bench_variants import winner
+from gpu_check import CUT_OFF, FAILED, NO_TIME, NOT_RUN, PASSED, Stage
 
 ROOT = Path(__file__).parents[2]
 PASSES = "print('fine')"
 FAILS = "print('error: it broke'); raise SystemExit(3)"
 
 
-def stage(name, code, *needs, seconds=60, least=0.0):
-    return Stage(name, f"does {name}", seconds, least, (("-c", code),), needs)
+def stage(name, code, *needs, seconds=60, least=0, refusal=None):
+    command = [sys.executable, "-c", code]
+    return Stage(name, seconds, least, lambda *given: [command], needs, refusal)
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
     """Runs the check with stages of the test's own; returns its status and state."""
-    facts = {"commit": "c0ffee", "sources": "0", "date": "", "device": "cpu"}
-    monkeypatch.setattr(record, "facts", lambda device: facts | {"device": device})
-    monkeypatch.setattr(process, "raise_on_signals", lambda: None)
+    facts = {"commit": "c0ffee", "sources": "0", "date": ""}
+    monkeypatch.setattr(gpu_check, "collect_facts", lambda device: facts)
+    monkeypatch.setattr(gpu_check, "SIGNALS", ())
+    monkeypatch.delenv("OUT", raising=False)
 
-    def run(*listed, arguments=(), changed=None):
-        names = tuple(each.name for each in listed)
-        for module in (command, report, state, stages):
-            for name, value in {"STAGES": listed, "NAMES": names}.items():
-                if hasattr(module, name):
-                    monkeypatch.setattr(module, name, value)
-        facts.update(changed or {})
-        given = ["--device", "cpu", "--out", str(tmp_path / "out"), *arguments]
-        status = command.main(given)
-        kept = json.loads((tmp_path / "out/state.json").read_text())
-        statuses = {name: one["status"] for name, one in kept["stages"].items()}
+    def run(*listed, arguments=(), device="cpu", **changed):
+        monkeypatch.setattr(gpu_check, "STAGES", listed)
+        facts.update(changed, device=device)
+        status = gpu_check.main(["--out", str(tmp_path / "out"), *arguments])
+        (kept,) = (tmp_path / "out").glob("*.json")
+        stages = json.loads(kept.read_text())["stages"]
+        statuses = {name: one["status"] for name, one in stages.items()}
         return status, statuses, capsys.readouterr().out
 
     return run
@@ -59,6 +57,7 @@ def test_a_stage_that_dies_leaves_what_it_had(run, tmp_path):
         "import os, pathlib, signal\n"
         "out = pathlib.Path(os.environ['CHECK_OUT'])\n"
         "(out / 'part.json').write_text('{\"headlines\": [\"42 GB/s\"]}')\n"
+        "(out / 'part.md').write_text('a table')\n"
         "print('measured', flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -67,6 +66,7 @@ def test_a_stage_that_dies_leaves_what_it_had(run, tmp_path):
     assert "signal 9" in said and "one: 42 GB/s" in said
     whole = json.loads((tmp_path / "out/cpu.json").read_text())
     assert whole["stages"]["one"]["part.json"]["headlines"] == ["42 GB/s"]
+    assert "a table" in (tmp_path / "out/cpu.md").read_text()
     assert "measured" in (tmp_path / "out/cpu.log.txt").read_text()
 
 
@@ -78,30 +78,55 @@ def is_running(pid):
         return False
 
 
+def cut_off(run, log, begun, command, *others):
+    """A run that ends its first stage when the stage has printed what it should."""
+    for seconds in (2, 8, 32):  # more where the machine is slow
+        first = Stage("one", seconds, 0, lambda *given: [command])
+        found = run(first, *others, device="cuda", name="GPU of a test")
+        if re.search(begun, log.read_text()):
+            return found
+    raise AssertionError(log.read_text())
+
+
 def test_a_stage_that_hangs_is_ended_with_all_its_processes(run, tmp_path):
-    child = (
-        "import subprocess\nprint(subprocess.Popen(['sleep', '600']).pid, flush=True)\n"
-    )
-    child += "import time; time.sleep(600)"
-    status, statuses, said = run(stage("one", child, seconds=1), stage("two", PASSES))
+    child = ["sh", "-c", "trap '' INT; sleep 600 & echo $!; wait"]
+    code = f"import subprocess; subprocess.run({child})"
+    log = tmp_path / "out/stages/one/log.txt"
+    command = [sys.executable, "-c", code]
+    status, statuses, said = cut_off(run, log, r"\d\n", command, stage("two", PASSES))
     assert (status, statuses) == (1, {"one": CUT_OFF, "two": PASSED})
-    log = (tmp_path / "out/stages/one/log.txt").read_text()
-    pid = re.search(r"^\d+$", log, re.M)
-    assert pid is None or not is_running(int(pid[0]))
-    assert "not everything was run" in said
+    assert not is_running(int(log.read_text().split()[0]))
+    assert "--resume goes on" in said
+    assert (tmp_path / "out/gpu-gpu-of-a-test.json").exists()
+
+
+def test_tests_that_are_cut_off_say_what_has_failed(run, tmp_path):
+    (tmp_path / "test_it.py").write_text(
+        "def test_a(): assert 1 == 2\ndef test_b(): import time; time.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-v", "-c", os.devnull, str(tmp_path)]
+    log = tmp_path / "out/stages/one/log.txt"
+    _, statuses, said = cut_off(run, log, "::test_b", command)
+    assert statuses == {"one": CUT_OFF}
+    assert "assert 1 == 2" in log.read_text()
+    assert re.search(r"last: \S+::test_b", said)
+    assert re.search(r"\n +\S+::test_a FAILED", said)
 
 
 def test_a_stage_for_which_time_is_short_is_skipped_with_a_word(run):
     status, statuses, said = run(stage("one", PASSES, least=9000), stage("two", PASSES))
-    assert (status, statuses) == (0, {"one": NOT_RUN, "two": PASSED})
+    assert (status, statuses) == (0, {"one": NO_TIME, "two": PASSED})
     assert "9000 needed" in said and "--resume goes on" in said
 
 
 def test_a_stage_that_cannot_work_here_is_skipped_with_its_reason(run):
     code = "print('skipped: there is no nvcc'); raise SystemExit(77)"
-    status, statuses, said = run(stage("one", code))
-    assert (status, statuses) == (0, {"one": NOT_RUN})
-    assert "there is no nvcc" in said
+    refused = "print('Device not supported'); raise SystemExit(1)"
+    status, statuses, said = run(
+        stage("one", code), stage("two", refused, refusal="not supported")
+    )
+    assert (status, statuses) == (0, {"one": NOT_RUN, "two": NOT_RUN})
+    assert "there is no nvcc" in said and "Device not supported" in said
 
 
 def test_resuming_repeats_only_what_has_not_passed(run, tmp_path):
@@ -112,24 +137,32 @@ def test_resuming_repeats_only_what_has_not_passed(run, tmp_path):
     _, statuses, said = run(listed[0], stage("two", PASSES), arguments=["--resume"])
     assert statuses == {"one": PASSED, "two": PASSED}
     assert counter.read_text() == "x" and "earlier" in said
-    _, _, said = run(*listed, arguments=["--resume"], changed={"sources": "1"})
+    _, _, said = run(*listed, arguments=["--resume"], sources="1")
     assert counter.read_text() == "xx" and "nothing is resumed" in said
 
 
 def test_resuming_runs_again_what_failed_but_last(run):
-    run(stage("one", FAILS), stage("two", PASSES, least=9000))
-    _, statuses, said = run(
-        stage("one", PASSES), stage("two", PASSES), arguments=["--resume"]
-    )
-    assert statuses == {"one": PASSED, "two": PASSED}
-    assert said.index("== two") < said.index("== one")
+    run(stage("zero", PASSES), stage("one", FAILS, "zero"), stage("two", PASSES))
+    listed = stage("zero", PASSES), stage("one", PASSES, "zero"), stage("two", FAILS)
+    run(*listed, arguments=["--resume", "--only", "zero", "two"])
+    listed = (*listed[:2], stage("two", PASSES), stage("three", PASSES))
+    _, statuses, said = run(*listed, arguments=["--resume"])
+    assert set(statuses.values()) == {PASSED}
+    assert said.index("== three") < said.index("== one")
 
 
-def test_an_unknown_stage_is_refused_with_the_names_there_are(capsys):
-    with pytest.raises(SystemExit):
-        command.parse(["--only", "scan,hook"])
-    said = capsys.readouterr().err
-    assert "there is no stage 'hook'" in said and "kernel, build, gpu-tests" in said
+def test_results_are_in_the_folder_that_out_names_while_later_stages_run(
+    run, tmp_path, monkeypatch
+):
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    monkeypatch.setenv("OUT", str(copies))
+    run(stage("one", PASSES), stage("two", f"print(open('{copies}/cpu.md').read())"))
+    assert {path.name for path in copies.iterdir()} == {
+        *("cpu.json", "cpu.md", "cpu.log.txt")
+    }
+    log = (tmp_path / "out/stages/two/log.txt").read_text()
+    assert "passed   one" in log and "running  two" in log
 
 
 def test_a_signal_ends_the_stage_and_the_summary_is_written(tmp_path):
@@ -137,19 +170,16 @@ def test_a_signal_ends_the_stage_and_the_summary_is_written(tmp_path):
     os.mkfifo(fifo)
     hangs = f"open({str(fifo)!r}, 'w').close(); import time; time.sleep(600)"
     code = (
-        "import sys\n"
-        "from check import command, record, report, stages, state\n"
-        f"listed = (stages.Stage('one', '', 600, 0, (('-c', {hangs!r}),)),)\n"
-        "for module in (report, state): module.STAGES = listed\n"
-        "report.NAMES = ('one',)\n"
+        "import sys, gpu_check\n"
+        f"commands = lambda *given: [[sys.executable, '-c', {hangs!r}]]\n"
+        "gpu_check.STAGES = (gpu_check.Stage('one', 600, 0, commands),)\n"
         "facts = dict(commit='c', sources='0', date='', device='cpu')\n"
-        "record.facts = lambda device: facts\n"
-        f"sys.exit(command.main(['--device', 'cpu', '--out', {str(tmp_path)!r}]))"
+        "gpu_check.collect_facts = lambda device: facts\n"
+        f"sys.exit(gpu_check.main(['--out', {str(tmp_path)!r}]))"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmarks")}
     check = subprocess.Popen(
         [sys.executable, "-c", code],
-        env=environment,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "benchmarks")},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -161,18 +191,19 @@ def test_a_signal_ends_the_stage_and_the_summary_is_written(tmp_path):
     assert (tmp_path / "cpu.json").exists()
 
 
-def test_the_summary_has_at_most_sixty_lines(tmp_path):
-    facts = {"commit": "c", "sources": "0", "date": "", "device": "cuda"}
-    kept = state.State(tmp_path, facts, False)
-    for name in stages.NAMES:
-        kept.folder(name).mkdir(parents=True)
-        headlines = {"headlines": [f"figure {i} {'x' * 300}" for i in range(40)]}
-        (kept.folder(name) / "part.json").write_text(json.dumps(headlines))
-        kept.set(name, state.Result(FAILED, "exit status 1", 1.0, ["error: x"] * 9))
-    lines = report.summary(kept)
+def test_the_summary_has_at_most_sixty_lines(run):
+    code = (
+        "import json, os\n"
+        "part = {'headlines': [f'figure {i} ' + 'x' * 300 for i in range(40)]}\n"
+        "json.dump(part, open(os.environ['CHECK_OUT'] + '/part.json', 'w'))\n"
+        "print('error: x\\n' * 9); raise SystemExit(1)"
+    )
+    names = [each.name for each in gpu_check.STAGES]
+    _, _, said = run(*(stage(name, code) for name in names))
+    lines = said[said.index("commit c0ffee") :].splitlines()
     assert len(lines) <= 60 and max(map(len, lines)) <= 150
     assert "more lines" in lines[-2] and lines[-1].startswith("FAILED: kernel")
-    for name in stages.NAMES:
+    for name in names:
         assert any(line.startswith(f"FAILED   {name}") for line in lines)
 
 
@@ -181,60 +212,58 @@ def test_a_checkout_that_cannot_be_written_to_is_copied(tmp_path, monkeypatch):
     (checkout / "overflow_fast").mkdir(parents=True)
     (checkout / "overflow_fast/__init__.py").write_text("here = 1\n")
     (checkout / ".git").mkdir()
-    monkeypatch.setattr(record, "ROOT", checkout)
-    monkeypatch.setattr(command, "is_writable", lambda folder: False)
-    monkeypatch.setattr(command.tempfile, "gettempdir", lambda: str(tmp_path))
-    tree = command.working_tree()
+    (checkout / "overflow_fast").chmod(0o500)
+    begun = []
+    monkeypatch.setenv("COMMIT", "c0ffee")
+    monkeypatch.setattr(gpu_check, "ROOT", checkout)
+    monkeypatch.setattr(gpu_check.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(gpu_check.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(gpu_check.os, "execv", lambda *given: begun.append(given))
+    gpu_check.move_elsewhere()
+    (_, command) = begun[0]
+    tree = Path(command[1]).parents[1]
     assert tree != checkout and (tree / "overflow_fast/__init__.py").exists()
     assert not (tree / ".git").exists()
+    assert os.stat(tree / "overflow_fast").st_mode & 0o200
 
 
-def test_test_files_whose_packages_are_missing_are_named_and_left_out(monkeypatch):
-    found = testing.importlib.util.find_spec
-    absent = {"hypothesis", "transformers", "xdist"}
-    monkeypatch.setattr(
-        testing.importlib.util,
-        "find_spec",
-        lambda name: None if name in absent else found(name),
+@pytest.mark.slow
+def test_tests_whose_packages_are_missing_are_skipped_and_named(tmp_path):
+    (tmp_path / "conftest.py").symlink_to(ROOT / "tests/conftest.py")
+    (tmp_path / "test_a.py").write_text("import no_such_package\n")
+    (tmp_path / "test_b.py").write_text(
+        "def test_it(): import no_such_library.part\n"
+        "def test_of_ours(): import overflow_fast.no_such_part\n"
     )
-    arguments, lacking = testing.command("others", "cpu", False)
-    assert "--ignore=tests/scan/test_scan_properties.py" in arguments
-    assert "test_scan_properties.py is left out: hypothesis is missing" in lacking
-    assert not any("test_gpu_check" in argument for argument in arguments)
-    assert "-n" not in arguments and "one after the other" in lacking[-1]
-
-
-@pytest.mark.parametrize(
-    ("found", "expected"),
-    [
-        ("9.0", "arch=compute_90,code=sm_90"),
-        ("12.1", "arch=compute_100,code=compute_100"),
-        (None, "arch=compute_80,code=[sm_80,compute_80]"),
-    ],
-)
-def test_nvcc_is_asked_for_what_it_knows(monkeypatch, found, expected):
-    listed = "compute_75\ncompute_80\ncompute_90\ncompute_100"
-    monkeypatch.setattr(tools, "said", lambda command: listed)
-    assert tools.targets("nvcc", found)[-1] == expected
+    command = [sys.executable, "-m", "pytest", "-rs", "--skip-missing", "-c"]
+    done = subprocess.run(
+        [*command, ROOT / "pyproject.toml", "--rootdir", tmp_path, tmp_path],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert "no_such_package is missing" in done.stdout
+    assert "no_such_library is missing" in done.stdout
+    assert "1 failed, 2 skipped" in done.stdout
 
 
 def test_a_decision_goes_to_what_is_better_by_its_margin():
-    from bench_variants import winner
-
     assert winner(("a", "b"), {"a": 10.0, "b": 9.8}, 0.03) == "a"
     assert winner(("a", "b"), {"a": 10.0, "b": 9.6}, 0.03) == "b"
     assert winner(("a", "b"), {"a": 10.0, "b": 10.0}, 0.0) == "a"
     assert winner(("a", "b"), {"b": 1.0}, 0.0) == "a"
 
 
+@pytest.mark.slow
 def test_the_check_runs_on_the_cpu(tmp_path):
     done = subprocess.run(
         [
-            *(sys.executable, "benchmarks/check", "--device", "cpu", "--quick"),
-            *("--only", "kernel,hooks,sanitizer", "--out", str(tmp_path)),
+            *(sys.executable, "benchmarks/gpu_check.py", "--device", "cpu", "--quick"),
+            *("--only", "kernel", "gpu-tests", "hooks", "sanitizer"),
+            *("--out", str(tmp_path)),
         ],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OUT": ""},
+        env=os.environ | {"OUT": ""},
         capture_output=True,
         text=True,
     )
@@ -242,8 +271,8 @@ def test_the_check_runs_on_the_cpu(tmp_path):
     assert "PASS: " in done.stdout and "ns a module" in done.stdout
     result = json.loads((tmp_path / "cpu.json").read_text())
     assert result["facts"]["commit"] and result["facts"]["sources"]
-    hooks, kernel = (
-        result["stages"][name][f"{name}.json"] for name in ("hooks", "kernel")
-    )
-    assert hooks["is_complete"] and hooks["machine"]["commit"] == kernel["commit"]
-    assert result["stages"]["sanitizer"]["status"] == NOT_RUN
+    stages = result["stages"]
+    assert stages["hooks"]["hooks.json"]["is_complete"]
+    assert stages["hooks"]["hooks.json"]["machine"]["commit"]
+    assert stages["gpu-tests"]["status"] == PASSED
+    assert stages["sanitizer"]["status"] == NOT_RUN

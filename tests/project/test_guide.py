@@ -168,6 +168,7 @@ def test_own_loop(code):
     assert scheduler.last_epoch == 1
 
 
+@pytest.mark.slow
 @runs("transformers-trainer")
 def test_trainer(code):
     known = run(
@@ -237,6 +238,7 @@ def a_rank(folder, code):
     return known["guard"].step
 
 
+@pytest.mark.slow
 @runs("ddp")
 def test_ddp(tmp_path, code):
     assert on_ranks(2, a_rank, tmp_path, code) == [3, 3]

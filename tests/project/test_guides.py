@@ -40,6 +40,7 @@ def test_fsdp(code):
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @runs("torchcompile")
 def test_compiled(code, monkeypatch):
     compiled = functools.partial(torch.compile, backend="eager")

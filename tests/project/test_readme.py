@@ -32,6 +32,7 @@ def test_the_loop(code):
         run(code, **names, loader=[(x, y), (x, y * float("inf"))])
 
 
+@pytest.mark.slow
 @runs("got-a-nan-do-this 2")
 def test_trainer_in_short(code):
     known = run(code, trainer=trainer())

@@ -11,6 +11,8 @@ from pages import ROOT
 
 import overflow_fast
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):

@@ -37,7 +37,7 @@ from overflow_fast import (
     Schedule,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.xdist_group("compiled"), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from overflow_fast import DebugUnderflowOverflow, OverflowGuard
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("compiled"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 BODIES = {
     "torch.cond": (

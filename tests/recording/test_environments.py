@@ -11,7 +11,11 @@ from torch import nn
 
 from overflow_fast import DebugUnderflowOverflow, OverflowGuard
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("compiled"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 def frames_of(model, *args, **kwargs):

@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from overflow_fast import DebugUnderflowOverflow, OverflowGuard
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.xdist_group("compiled"), pytest.mark.filterwarnings("ignore")]
 
 WATCHES = [
     lambda model: None,

@@ -20,7 +20,11 @@ from torch import nn
 
 from overflow_fast import OverflowGuard
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("processes"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 # What wraps a model.

@@ -29,6 +29,8 @@ from overflow_fast.recording.traced_text import (
     tensor_text,
 )
 
+pytestmark = pytest.mark.xdist_group("compiled")
+
 X = torch.ones(2)
 HEADER = header_text((FORWARD, "Linear", False, True, False))
 
@@ -135,6 +137,7 @@ def compiled_frames(folder):
     return list(detector.frames), found
 
 
+@pytest.mark.slow
 def test_code_out_of_a_cache_in_another_process(tmp_path):
     script = "import json, test_traced_text as t, sys; "
     script += "print(json.dumps(t.compiled_frames(sys.argv[1])))"

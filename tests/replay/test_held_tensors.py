@@ -62,7 +62,7 @@ def test_a_target_that_an_object_holds():
     found = explained(net, lambda: F.mse_loss(net(batch.x), batch.target))
     assert place(found) == ("data", "bad data", "", "batch.target")
     assert found.sample == 1
-    assert "of the batch holds 1 inf" in found.evidence[0]
+    assert "`batch.target` holds 1 inf" in found.evidence[0]
 
 
 def test_a_target_in_a_slot():

@@ -7,6 +7,8 @@ from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
 
+pytestmark = pytest.mark.xdist_group("compiled")
+
 NAN = float("nan")
 
 

@@ -8,7 +8,7 @@ from scan_cases import COMPLEX, FLOATS, INTEGERS, layouts
 from torch.profiler import ProfilerActivity, profile
 
 from overflow_fast import _C, DebugUnderflowOverflow, scan
-from overflow_fast.core.ops import _scan
+from overflow_fast.core.ops import scan_with
 
 BY_KERNEL = torch.ops.overflow_fast.scan.default
 BY_TORCH = torch.ops.overflow_fast.scan_composite.default
@@ -122,7 +122,7 @@ TENSORS = [
 
 def test_what_a_backend_lacks_is_told_once_and_not_tried_again(backend, caplog):
     with caplog.at_level(logging.WARNING, "overflow_fast"):
-        stats = [_scan(TENSORS, _C.ScanBackend.DEVICE) for _ in range(3)]
+        stats = [scan_with(TENSORS, _C.ScanBackend.DEVICE) for _ in range(3)]
     for low, half, high, byte in stats:
         assert (low.abs_max, high.abs_max) == (torch.inf, 3.0)
         assert half.not_scanned == "Half on cpu: NotImplementedError: not implemented"
@@ -140,10 +140,10 @@ def test_what_a_backend_lacks_is_told_once_and_not_tried_again(backend, caplog):
 def test_memory_that_is_short_is_tried_again(backend):
     backend.error = "MPS backend out of memory"
     for _ in range(2):
-        stat = _scan(TENSORS[1:2], _C.ScanBackend.DEVICE)[0]
+        stat = scan_with(TENSORS[1:2], _C.ScanBackend.DEVICE)[0]
         assert "out of memory" in stat.not_scanned
     backend.lacking = ()
-    assert _scan(TENSORS[1:2], _C.ScanBackend.DEVICE)[0].abs_max == 1.0
+    assert scan_with(TENSORS[1:2], _C.ScanBackend.DEVICE)[0].abs_max == 1.0
 
 
 def test_a_watched_model_goes_on_where_a_dtype_is_lacking(backend):

@@ -12,14 +12,14 @@ from torch import nn
 
 from overflow_fast import _C, DebugUnderflowOverflow
 from overflow_fast import metal as module
-from overflow_fast.core.ops import _scan
+from overflow_fast.core.ops import scan_with
 from overflow_fast.metal import MetalScan
 
 BAD = torch.tensor([[1.0, 2.0, torch.inf]])
 
 
 def scan(tensors):
-    return _scan(tensors, _C.ScanBackend.DEVICE)
+    return scan_with(tensors, _C.ScanBackend.DEVICE)
 
 
 def dispatches(kernels):

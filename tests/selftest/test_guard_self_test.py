@@ -27,6 +27,8 @@ from overflow_fast import (
     Schedule,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def everything(model, optimizer):
     return {

@@ -18,6 +18,8 @@ from overflow_fast import (
     compare_live,
     shadow,
 )
+from overflow_fast.state.random import RandomStates
+from overflow_fast.state.snapshot import Snapshot
 
 DRAWS = {
     "torch": (torch.manual_seed, lambda: float(torch.rand(()))),
@@ -195,6 +197,22 @@ def test_every_global_generator_draws_the_same_in_a_replay(name):
     assert (found.cause, found.op.name) == ("undefined", "aten.div.Tensor")
 
 
+def test_the_second_of_two_normal_numbers_is_drawn_again():
+    numpy.random.seed(0)
+    states = [RandomStates()]
+    drawn = []
+    for _ in range(4):
+        drawn.append(numpy.random.randn())
+        states.append(RandomStates())
+    for place, expected in enumerate(drawn):
+        states[place].restore()
+        assert not states[place].drawn()
+        assert numpy.random.randn() == expected
+        assert states[place].drawn() == ["numpy"]
+    numpy.random.seed(1)
+    assert states[-1].drawn() == ["numpy"]
+
+
 class Scaled(nn.Module):
     def __init__(self, draw):
         super().__init__()
@@ -228,6 +246,26 @@ def test_random_numbers_make_no_difference_between_runs(name):
     assert "keep_in_fp32" not in str(advise_precision(model, [x]))
     shadowed = shadow(model.to(torch.bfloat16), x.bfloat16())
     assert "computes differently" not in str(shadowed)
+
+
+def test_a_wrapper_has_its_attributes_again():
+    """It has the name of what it wraps."""
+
+    class DistributedDataParallel(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module, self.number, self.items = module, 0, []
+
+        def forward(self, x):
+            self.number += 1
+            self.items.append(1)
+            return self.module(x)
+
+    DistributedDataParallel.__module__ = "torch.nn.parallel.distributed"
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    with Snapshot({"": model}):
+        model(torch.ones(1, 4))
+    assert model.number == 0 and model.items == []
 
 
 class Reading(nn.Module):

@@ -9,7 +9,7 @@ from metal import metal, metal_scan
 
 from overflow_fast import _C, scan
 from overflow_fast.core import ops
-from overflow_fast.core.ops import _scan
+from overflow_fast.core.ops import scan_with
 from overflow_fast.fallback import stand_in
 
 # The CPU's kernels, torch operations, CUDA's and MPS's kernels emulated, what stands
@@ -43,10 +43,10 @@ def on_mps(tensor):
 def scan_on(tensors, backend):
     """The stats of CPU tensors by a backend; "emulated" needs its fixture."""
     if backend == "emulated":
-        return _scan(tensors, _C.ScanBackend.DEVICE)
+        return scan_with(tensors, _C.ScanBackend.DEVICE)
     if backend == "metal":
         with emulation_off(), metal():
-            stats = _scan(tensors, _C.ScanBackend.DEVICE)
+            stats = scan_with(tensors, _C.ScanBackend.DEVICE)
         assert metal_scan()._kernels or not tensors, "torch operations scanned instead"
         return stats
     if backend == "fallback":

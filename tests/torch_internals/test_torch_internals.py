@@ -222,6 +222,14 @@ def test_a_write_raises_the_version():
     assert tensors.version_of(tensor) > before
 
 
+def test_writes_to_several_tensors_are_counted():
+    written, other = torch.zeros(2), torch.zeros(2)
+    before = tensors.versions_of([written, other])
+    written.add_(1)
+    after = tensors.versions_of([written, other])
+    assert after[0] > before[0] and after[1] == before[1]
+
+
 def test_transforms_and_traces_are_reported():
     seen = []
 
@@ -269,6 +277,18 @@ def test_the_wrapped_module_is_where_it_was():
         assert getattr(made, wrappers.WRAPPED[type(made).__name__]) is inner
     known = wrappers.WRAPPED["FullyShardedDataParallel"]
     assert known == fsdp.FSDP_WRAPPED_MODULE
+
+
+def test_a_functional_call_is_seen_from_within():
+    seen = []
+    model = nn.Sequential(nn.Linear(1, 1))
+    model[0].register_forward_hook(lambda *_: seen.append(running.is_functional_call()))
+    own = dict(model.named_parameters())
+    x = torch.ones(1, 1)
+    torch.func.functional_call(model, own, (x,))
+    torch.nn.utils.stateless._functional_call(model, own, x)
+    model(x)
+    assert seen == [True, True, False] and not running.is_functional_call()
 
 
 def test_the_running_modules_are_found():
@@ -451,6 +471,7 @@ print(guard.coverage().failures)
 """
 
 
+@pytest.mark.slow
 def test_eager_code_is_watched_where_torch_compile_has_changed():
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_DYNAMO],

@@ -454,10 +454,21 @@ def test_minus_inf_in_a_bias_is_a_possibility(is_root, is_inner):
 
 
 class Data:
-    """A batch that no walk looks into."""
+    """A batch that is looked into."""
 
     def __init__(self, x):
         self.x = x
+
+
+class Hidden:
+    """A batch whose code makes its tensor: no walk finds it."""
+
+    def __init__(self, x):
+        self._made = x.tolist()
+
+    @property
+    def x(self):
+        return torch.tensor(self._made)
 
 
 class Reads(nn.Module):
@@ -469,14 +480,17 @@ class Reads(nn.Module):
         self.scale = nn.Parameter(torch.ones(3))
 
     def forward(self, d):
+        d = d["x"] if isinstance(d, (dict, UserDict)) else d
         x = inputs() * d if isinstance(d, float) else getattr(d, "x", d)
-        x = torch.as_tensor(x["x"] if isinstance(x, UserDict) else x) * self.scale
+        x = torch.as_tensor(x) * self.scale
         return x if self.fc is None else self.fc(x)
 
 
 @pytest.mark.parametrize("is_keyword", [False, True])
 @pytest.mark.parametrize("has_layer", [False, True])
-@pytest.mark.parametrize("wrap", [Data, lambda x: UserDict(x=x), torch.Tensor.numpy, 0])
+@pytest.mark.parametrize(
+    "wrap", [Hidden, lambda x: {"x": Hidden(x)}, torch.Tensor.numpy, 0]
+)
 def test_what_nobody_looked_into_is_not_called_finite(wrap, has_layer, is_keyword):
     x = inputs()
     x[2] = NAN
@@ -496,7 +510,21 @@ def test_what_nobody_looked_into_is_not_called_finite(wrap, has_layer, is_keywor
     assert set(verdict.candidates) == {"0", "the model", *HANDED_OVER}
 
 
-def test_an_object_that_the_model_made_may_hold_it():
+@pytest.mark.parametrize("is_keyword", [False, True])
+@pytest.mark.parametrize("wrap", [Data, lambda x: UserDict(x=x)])
+def test_what_an_object_holds_is_searched(wrap, is_keyword):
+    x = inputs()
+    x[2] = NAN
+    arguments = {"d": wrap(x)} if is_keyword else {}
+    positional = () if is_keyword else (wrap(x),)
+    verdict = verdict_of(Reads(True), lambda m: m(*positional, **arguments).mean())
+    label = "input.d" if is_keyword else "input[0]"
+    part = ".x" if wrap is Data else "['x']"
+    assert verdict.origin == "given"
+    assert f"`{label}{part}`, sample 2 of" in verdict.maker
+
+
+def test_an_object_that_the_model_made_is_searched():
     class Wraps(nn.Module):
         def __init__(self):
             super().__init__()
@@ -504,6 +532,19 @@ def test_an_object_that_the_model_made_may_hold_it():
 
         def forward(self, x):
             return self.reads(Data(self.fc(x) / 0))
+
+    verdict = verdict_of(Wraps(), lambda m: m(inputs()).mean())
+    assert verdict.candidates == ["the model"]
+
+
+def test_an_object_that_the_model_made_may_hold_it():
+    class Wraps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.reads = nn.Linear(3, 3), Reads(False)
+
+        def forward(self, x):
+            return self.reads(Hidden((self.fc(x) / 0).detach()))
 
     verdict = verdict_of(Wraps(), lambda m: m(inputs()).mean())
     assert verdict.candidates == ["reads", "the model"]
@@ -801,13 +842,9 @@ def test_a_hook_that_replaces_an_output_later_is_a_candidate():
 
 
 def test_an_output_that_was_not_scanned_may_hold_it():
-    class Hidden:
-        def __init__(self, value):
-            self.value = value
-
     class Hides(nn.Module):
         def forward(self, x):
-            return Hidden(x / 0)
+            return Hidden((x / 0).detach())
 
     class Net(nn.Module):
         def __init__(self):
@@ -815,7 +852,7 @@ def test_an_output_that_was_not_scanned_may_hold_it():
             self.hides, self.fc = Hides(), nn.Linear(3, 1)
 
         def forward(self, x):
-            return self.fc(self.hides(x).value)
+            return self.fc(self.hides(x).x)
 
     verdict = verdict_of(Net(), lambda m: m(inputs()).mean())
     assert set(verdict.candidates) == {"the model", "hides"}

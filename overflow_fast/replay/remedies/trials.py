@@ -17,9 +17,14 @@ from .changes import Eagerly, FromLoss
 from .ground import Ground, Trial
 from .line_edit import NotEditableError
 
-_STEP_TIMES = 4.0
-_LEAST_SECONDS = 5.0
+STEP_TIMES = 4.0
+LEAST_SECONDS = 5.0
 _ENOUGH = 2  # remedies that help; of changes on top of others, one
+
+
+def seconds_for(step_seconds: float) -> float:
+    """The seconds that experiments on a step may take, by how long a replay takes."""
+    return max(LEAST_SECONDS, STEP_TIMES * step_seconds)
 
 
 class Trials:
@@ -53,9 +58,7 @@ class Trials:
         self.failed: list[tuple[Trial, int]] = []
         self._budget = budget
         self._most = rerun.num_forwards + budget
-        self._end = time.perf_counter() + max(
-            _LEAST_SECONDS, _STEP_TIMES * step_seconds
-        )
+        self._end = time.perf_counter() + seconds_for(step_seconds)
         bad = [call for call in rerun.calls if _has_bad_gradients(call)]
         self._drops_gradients = bool(bad)
         self._has_loss = all(call.returns_loss for call in bad)
