@@ -185,6 +185,28 @@ def copied(value: Any, depth: int = MAX_DEPTH) -> Any:
     return mapped(value, lambda tensor: tensor, depth, anew=True)
 
 
+def copied_call(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copies the containers that a call is given, as `copied()` does."""
+    values = (*args, *kwargs.values())
+    if all(map(_is_flat, values)):  # most calls
+        copies = {id(value): _shallow(value) for value in values}
+        own = tuple(copies[id(value)] for value in args)
+        return own, {name: copies[id(value)] for name, value in kwargs.items()}
+    args, kwargs = copied((tuple(args), dict(kwargs)), CALL_DEPTH)
+    return args, kwargs
+
+
+def _is_flat(value: Any) -> bool:
+    kind = type(value)
+    if kind is dict:
+        return _LEAVES.issuperset(map(type, value.values()))
+    return kind in _LEAVES or (kind is list and _LEAVES.issuperset(map(type, value)))
+
+
+def _shallow(value: Any) -> Any:
+    return value.copy() if type(value) in (dict, list) else value
+
+
 class Loan:
     """A value with other tensors for one call, whose writes reach the value.
 
@@ -356,6 +378,7 @@ _PLAIN = frozenset(
         *(torch.Size, torch.dtype, torch.device),
     }
 )
+_LEAVES = _PLAIN | {torch.Tensor}
 _NEVER_OPENED = (
     *(str, bytes, bytearray, memoryview, int, float, complex, type, enum.Enum),
     *(range, slice, property, staticmethod, classmethod),
@@ -597,7 +620,8 @@ class Walk:
         self.unknown: list[tuple[Path, type]] = []
         self.lists: set[int] = set()
         self._kinds = kinds
-        self._skipped = _PLAIN.difference(kinds)
+        self._skipped = _PLAIN if kinds == (torch.Tensor,) else _PLAIN.difference(kinds)
+        self._is_for_tensors = torch.Tensor in kinds
         self._depth = depth
         self._num_left = most
         self._num_left_of_objects = MAX_VALUES_OF_OBJECTS
@@ -636,6 +660,8 @@ class Walk:
             return
         if kind in self._skipped or id(value) in self.opened:
             return
+        if issubclass(kind, torch.Tensor):
+            return  # among other types that are looked for
         contents = _contents(value)
         if contents is None:
             if _hides(value):
@@ -678,20 +704,26 @@ class Walk:
         is_of_object: bool,
     ) -> None:
         is_of_object = is_of_object or contents.is_object
-        wrapped = contents.wrapped
+        wrapped, is_for_tensors = contents.wrapped, self._is_for_tensors
         for style, key, child in contents.parts():
-            if type(child) in self._skipped:
+            kind = type(child)
+            if kind in self._skipped:
                 continue
             self._num_left -= 1
             self._num_left_of_objects -= is_of_object
             if self._num_left < 0 or (is_of_object and self._num_left_of_objects < 0):
-                self.opaque.append(((*path, Part(style, key)), type(child)))
+                self.opaque.append(((*path, Part(style, key)), kind))
                 return
             if self._holders is not None:
                 is_item = wrapped is not None and style == KEY
                 by = id(wrapped) if is_item else id(holder)
                 self._holders.setdefault(id(child), []).append(by)
-            self._visit(child, (*path, Part(style, key)), depth, is_of_object)
+            at = (*path, Part(style, key))
+            if kind is torch.Tensor and not is_of_object:  # most values
+                if is_for_tensors:
+                    self.found.append((at, child))
+            else:
+                self._visit(child, at, depth, is_of_object)
 
 
 def _hides(value: Any) -> bool:

@@ -14,7 +14,7 @@ from ..core.wrapped import without_reduction
 from ..guard.guard import OverflowGuard
 from ..replay.functions import argument_names
 from ..state.objects import KeptObjects
-from ..tree import CALL_DEPTH, copied
+from ..tree import CALL_DEPTH, copied, copied_call
 from .stand_in import StandIn
 
 
@@ -54,7 +54,7 @@ class KeptStep(StandIn):
             return self.__wrapped__(*args, **kwargs)
         call = _Call(self, args, kwargs)
         # What the method takes out of its arguments is there for the next call.
-        own_args, own_kwargs = copied((args, kwargs), CALL_DEPTH)
+        own_args, own_kwargs = copied_call(args, kwargs)
         names = argument_names(self.__wrapped__, len(args))
         given = dict(zip(names, own_args, strict=True))
         again = functools.partial(call, **given, **own_kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cmath
 import enum
+import functools
 import sys
 import types
 import weakref
@@ -51,26 +52,30 @@ class Given:
         kwargs: The keyword inputs.
 
     Attributes:
-        tensors: The tensors by their labels, such as `input[0]['x']`.
         unseen: The labels of inputs that hold arrays, non-finite numbers, what may
             hold tensors and was not opened, or objects in which there was none: their
             code may make them.
     """
 
     def __init__(self, args: Any = None, kwargs: Any = None) -> None:
-        self.tensors: dict[str, Held] = {}
-        self.unseen: list[str] = []
+        args, kwargs = args or (), kwargs or {}
         walk = Walk((torch.Tensor, *_arrays()))
-        walk.visit_call(args or (), kwargs or {})
-        hidden = [path for path, _ in walk.opaque]
+        walk.visit_call(args, kwargs)
+        self._held: list[tuple[Path, Held]] = []
+        hidden = _nonfinite_numbers(args, kwargs)
+        hidden += [path for path, _ in walk.opaque]
         hidden += [path for path, of in walk.unknown if not issubclass(of, _HARMLESS)]
         for path, found in walk.found:
             if isinstance(found, torch.Tensor):
-                self.tensors[f"input{path_text(path)}"] = hold(found)
+                self._held.append((path, hold(found)))
             else:
                 hidden.append(path)
-        hidden += _nonfinite_numbers(args or (), kwargs or {})
         self.unseen = [f"input{path_text(p)}" for p in {p[:1]: p for p in hidden}]
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, Held]:
+        """The tensors by their labels, such as `input[0]['x']`."""
+        return {f"input{path_text(path)}": held for path, held in self._held}
 
     def find(self, label: str) -> Held:
         """Returns the tensor of an input's label; one that is gone if there is none."""
@@ -83,6 +88,8 @@ def _arrays() -> tuple[type, ...]:
 
 
 def _nonfinite_numbers(args: Any, kwargs: Any) -> list[Path]:
+    if all(type(each) is torch.Tensor for each in (*args, *kwargs.values())):
+        return []  # most calls
     walk = Walk((float, complex), most=_MAX_NUMBERS)
     walk.visit_call(args, kwargs)
     return [path for path, number in walk.found if not cmath.isfinite(number)]

@@ -14,7 +14,7 @@ from ..core.devices import devices_of
 from ..state.step_start import StepStart
 from ..torch_internals.compiler import compiled_call_of, has_compiled
 from ..torch_internals.running import is_recorded
-from ..tree import CALL_DEPTH, copied
+from ..tree import copied_call
 from .functions import Captured
 from .kept_call import Ambient, KeptCall, ModelCall
 
@@ -68,7 +68,7 @@ class Capture:
             return
         self._look_for_gradients(model)
         ambient = Ambient(model, self._devices_of(model))
-        batch = copied((tuple(args), dict(kwargs)), CALL_DEPTH)
+        batch = copied_call(args, kwargs)
         is_compiled, called = False, model
         if "torch._dynamo" in sys.modules and has_compiled():
             is_compiled, known = compiled_call_of(model)

@@ -1,5 +1,6 @@
 """Compiled models: the verdicts and reports of eager ones, and no graph break."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -11,6 +12,7 @@ import guarding
 import pytest
 import torch
 import torch._dynamo.utils
+from containers import CONTAINERS
 from guarding import (
     INF,
     NAN,
@@ -228,6 +230,136 @@ def test_any_nesting_is_listed_as_in_eager(is_strict, lists_kwargs):
         return list(detector.frames)
 
     assert frames(in_place, backend="aot_eager", fullgraph=True) == frames(eager)
+
+
+class Made(nn.Module):
+    """Takes a kind of container, and makes one."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.container = CONTAINERS[kind]
+
+    def forward(self, value, extra=None):
+        return self.container.make(self.container.get(value) * 2)
+
+
+class Passing(nn.Module):
+    """Hands containers on: one from outside, one that it has made."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.inner, self.container = Made(kind), CONTAINERS[kind]
+
+    def forward(self, value, x):
+        output = self.inner(value, extra=self.container.make(x + 1))
+        return output, self.container.get(output) + 1
+
+
+def entries_of(kind, compile_, **options):
+    """The labels of a step's entries with their stats, and what was opaque."""
+    model, x = Passing(kind), torch.ones(3)
+    with DebugUnderflowOverflow(model) as detector:
+        compile_(model, **options)(CONTAINERS[kind].make(x), x)
+        recorder = detector._recorder
+        entries = [
+            (
+                label_text(entry.label),
+                entry.only_if_bad,
+                entry.stat and entry.stat.abs_max,
+            )
+            for frame in recorder.history()
+            for entry in recorder.entries(frame)
+        ]
+        return entries, detector.coverage.opaque
+
+
+IN_ONE_GRAPH = {"backend": "aot_eager", "fullgraph": True}
+# Dynamo cannot trace these without us, or makes no graph of them.
+UNTRACED = {
+    *("own list", "frozen attrs", "frozen slots attrs", "only registered"),
+    *("namespace", "graph"),
+}
+# Objects that do not declare what they hold.
+CLOSED = {
+    *("renaming Mapping", "mappingproxy", "registered", "object", "slots object"),
+    *("like a graph", "cyclic"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(set(CONTAINERS) - UNTRACED - CLOSED))
+def test_each_kind_of_container_is_listed_as_in_eager(kind):
+    compiled = entries_of(kind, in_place, **IN_ONE_GRAPH)
+    assert compiled == entries_of(kind, eager)
+    assert compiled[1] == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(CLOSED))
+def test_objects_that_do_not_declare_what_they_hold_count_as_unseen(kind):
+    entries, opaque = entries_of(kind, in_place, **IN_ONE_GRAPH)
+    path = CONTAINERS[kind].path
+    # The compiled module's inputs and output; the root's frame, too, is compiled.
+    assert entries[:2] == [("input[0]", False, None), ("output", False, None)]
+    assert not any(label.endswith(path) for label, *_ in entries)
+    [(name, count)] = opaque.items()
+    assert name.endswith(" (in compiled code)")
+    assert count == 5
+
+
+@pytest.mark.parametrize("kind", ["object", "dataclass"])
+def test_objects_that_change_are_not_compiled_for_anew(kind):
+    model = nn.Sequential(Made(kind))
+    value = CONTAINERS[kind].make(torch.ones(3))
+    with OverflowGuard(model, None, "warn") as guard:
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        for i in range(4):
+            if kind == "object":
+                value.history = list(range(i))
+                setattr(value, f"new{i}", i)
+            value.x = torch.ones(3) * i
+            compiled(value)
+        assert guard.coverage().failures == 0
+    assert num_graphs() == 1
+
+
+@pytest.mark.parametrize("depth", [15, 17])
+def test_what_is_nested_too_deep_is_counted_in_compiled_code(depth):
+    class Nests(nn.Module):
+        def forward(self, x):
+            for _ in range(depth):
+                x = [x]
+            return x
+
+    model = nn.Sequential(Nests())
+    with DebugUnderflowOverflow(model) as detector:
+        torch.compile(model, **IN_ONE_GRAPH)(torch.ones(1))
+        opaque = detector.coverage.opaque
+    assert opaque == ({"list (nested too deep)": 2} if depth == 17 else {})
+
+
+def test_attributes_beside_the_items_of_a_dict_are_listed_only_if_bad():
+    class Beside(collections.UserDict):
+        pass
+
+    class Makes(nn.Module):
+        def forward(self, x):
+            made = Beside(x=x, keys=[("a", 1)])
+            made.data[("a", 1)] = x + 1
+            made.beside = [x / 0]
+            return made
+
+    def frames(compile_, **options):
+        model = nn.Sequential(Makes())
+        with OverflowGuard(model, None, "warn", explain=False) as guard:
+            compile_(model, **options)(torch.ones(2))
+            report = guard.check()
+            return report.verdict.first.label, "\n".join(report.frames)
+
+    compiled = frames(in_place, **IN_ONE_GRAPH)
+    assert compiled == frames(eager)
+    assert compiled[0] == "output.beside[0]"
+    assert "2.00e+00 2.00e+00 output[('a', 1)]" in compiled[1]
 
 
 def test_a_tensor_that_is_written_to_is_scanned_again():
