@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..core.restore import random_states, set_random_states
+from ..core.tensors import dtype_named
 from ..core.wrapped import set_shares_buffers
 
 if TYPE_CHECKING:
@@ -113,8 +114,8 @@ class Ambient:
 
 
 def _dtype_of(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    found = dtype_named(name)
+    if found is None:
         raise ValueError(f"{name!r} is no dtype of torch")
     return found
 
