@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..core.tensors import dtype_named
 from .judged_rows import Difference
 
 
@@ -46,8 +47,8 @@ def underflow(row: Difference, dtype: str) -> float:
 
     Each is off by at most half of the smallest subnormal number.
     """
-    kind = getattr(torch, dtype)
-    if not kind.is_floating_point or not row.reference_norm:
+    kind = dtype_named(dtype)
+    if kind is None or not kind.is_floating_point or not row.reference_norm:
         return 0.0
     limits = torch.finfo(kind)
     half = limits.smallest_normal * limits.eps / 2
@@ -71,5 +72,7 @@ def is_mask(row: Difference) -> bool:
 
 
 def _is_lowest(value: float, dtype: str) -> bool:
-    kind = getattr(torch, dtype)
-    return bool(kind.is_floating_point) and value <= 0.99 * torch.finfo(kind).min
+    kind = dtype_named(dtype)
+    if kind is None or not kind.is_floating_point:
+        return False
+    return value <= 0.99 * torch.finfo(kind).min

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..core.tensors import dtype_named
 from ..precision.recast import expected_error
 from .matching import Pair
 from .measures import Measures, estimated, measured
@@ -185,8 +186,8 @@ def coarser(*dtypes: str) -> str:
 
 def epsilon(dtype: str) -> float:
     """The epsilon of a dtype; 0 for integers."""
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype):
+    kind = dtype_named(dtype)
+    if kind is None:
         return 0.0
     if kind.is_complex:
         kind = kind.to_real()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..core.tensors import dtype_named
 from .summary import Summary
 
 _CHUNK = 2**18  # elements that are read at once
@@ -123,8 +124,8 @@ def _ulps(
     values: torch.Tensor, reference: torch.Tensor, dtype: str
 ) -> tuple[float | None, float | None]:
     """The median and the 99th percentile of distances in ULPs, of a sample."""
-    kind = getattr(torch, dtype)
-    if not kind.is_floating_point or not len(values):
+    kind = dtype_named(dtype)
+    if kind is None or not kind.is_floating_point or not len(values):
         return None, None
     step = -(-len(values) // _MAX_ULPS)
     mine, its = (t[::step].to(_float64(reference)) for t in (values, reference))

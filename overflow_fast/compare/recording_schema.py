@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 from ..files.schema import (
@@ -18,6 +19,7 @@ from ..files.schema import (
 )
 from .fingerprint import WIDTH
 
+_MOST = 2**62  # elements; numbers beyond have no float, either
 _Shape = Annotated[tuple[Count, ...], Meta(max_length=64)]
 
 
@@ -60,6 +62,8 @@ class RowLine(Struct, tag_field="kind", tag="row"):
 
     def __post_init__(self) -> None:
         """Checks what would send a reader elsewhere, or round in a circle."""
+        if math.prod(self.shape) > _MOST:
+            raise ValueError(f"no tensor has the shape {self.shape}")
         if self.same is not None and self.same >= self.order:
             raise ValueError("a tensor cannot be the same as a later one")
         if self.file != self.file.replace("\\", "/").rpartition("/")[2]:
@@ -69,6 +73,8 @@ class RowLine(Struct, tag_field="kind", tag="row"):
             raise ValueError(f"a fingerprint has {len(print_)} bytes")
         if self.part is not None:
             shape, offset, _ = self.part
+            if math.prod(shape) > _MOST:
+                raise ValueError(f"no tensor has the shape {shape}")
             local = self.shape if self.local is None else self.local
             ends = [begin + size for begin, size in zip(offset, local, strict=False)]
             is_within = all(e <= s for e, s in zip(ends, shape, strict=False))

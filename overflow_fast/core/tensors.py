@@ -18,6 +18,12 @@ from ..torch_internals.wrappers import arrived, local_tensor
 from ..tree import INDEX, Part, children
 
 
+def dtype_named(name: str) -> torch.dtype | None:
+    """The dtype of a name such as "float16"; None for one that this torch lacks."""
+    found = getattr(torch, name, None)
+    return found if isinstance(found, torch.dtype) else None
+
+
 class NotScanned(str):
     """The reason why a tensor was not scanned."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..core.tensors import dtype_named
 from ..core.wrapped import set_shares_buffers
 from ..state.random import RandomStates
 
@@ -99,7 +100,7 @@ class Ambient:
 
 
 def _dtype_of(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    found = dtype_named(name)
+    if found is None:
         raise ValueError(f"{name!r} is no dtype of torch")
     return found

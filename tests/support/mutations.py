@@ -41,7 +41,7 @@ def mutated_json(chance, value):
         elif change < 0.3 and isinstance(at, list):
             at.append(at[path[-1]])
         else:
-            at[path[-1]] = chance.choice(VALUES)
+            at[path[-1]] = copy.deepcopy(chance.choice(VALUES))
     data = json.dumps(value).encode()
     if chance.random() < 0.03:
         return data.replace(b":", b":" + chance.choice(DEEP), 1)
