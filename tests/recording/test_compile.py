@@ -36,6 +36,7 @@ from overflow_fast import (
     OverflowGuard,
     Schedule,
 )
+from overflow_fast.recording.labels import label_text
 
 pytestmark = [pytest.mark.xdist_group("compiled"), pytest.mark.filterwarnings("ignore")]
 

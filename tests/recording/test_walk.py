@@ -241,8 +241,10 @@ def test_sixteen_containers_are_opened(make, depth):
         ({"a": [1], "b": {"c": [None]}}, ["output"]),
         (
             (1, (None, [1]), ((T, ()),), ()),
-            ["output[0]", "output[1][0]", "output[1][1]"]
-            + ["output[2][0][0]", "output[2][0][1]"],
+            [
+                *("output[0]", "output[1][0]", "output[1][1]"),
+                *("output[2][0][0]", "output[2][0][1]"),
+            ],
         ),
     ],
     ids=lambda value: type(value).__name__,
@@ -256,13 +258,11 @@ def test_healthy_frames_list_what_classes_declare(value, lines):
 @KINDS
 def test_a_bad_value_in_each_kind_of_container_is_an_alarm(kind):
     container, bad = CONTAINERS[kind], torch.tensor([1.0, NAN])
-    model = nn.Sequential(Echo())
-    for begin, call in (
-        ("input[0]", lambda: model(container.make(bad))),
-        ("input.named", lambda: Echo.__call__(echo, None, named=container.make(bad))),
+    model, echo = nn.Sequential(Echo()), Echo()
+    for watched, begin, call in (
+        (model, "input[0]", lambda: model(container.make(bad))),
+        (echo, "input.named", lambda: echo(None, named=container.make(bad))),
     ):
-        echo = Echo()
-        watched = model if begin == "input[0]" else echo
         with OverflowGuard(watched, None, "warn", explain=False) as guard:
             call()
             first = guard.check().verdict.first
@@ -308,7 +308,7 @@ def test_what_is_not_looked_into_is_counted_and_logged_once_for_each_type(caplog
         with caplog.at_level(logging.WARNING, "overflow_fast"):
             for _ in range(3):
                 model([{T}, iter([T])])
-                model((each for each in [T]))
+                model(each for each in [T])
         opaque = guard.coverage().opaque
         assert guard.coverage().failures == 0
     # As input and as output, of the root and of its part.
