@@ -243,7 +243,7 @@ class FlightRecorder:
             self._is_full = True
             _log.warning(
                 "The flight record %s has room for the names of %d entries: others, "
-                "and those that are new from now on, are not recorded. record_mib= "
+                "and those that are new from now on, are not recorded. Record(mib=) "
                 "gives it more. Logged once.",
                 self._path,
                 num_before + num,

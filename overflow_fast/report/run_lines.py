@@ -63,7 +63,7 @@ def log_left_out(schedule: WatchSchedule, step: int) -> None:
     """
     steps = counted(schedule.num_left_out(step), "step")
     _log.warning(
-        "schedule.budget=%g is too small to check each step: the cheapest check takes "
+        "Schedule(budget=%g) is too small to check each step: the cheapest check takes "
         "%.1f%% of a step's time.\nUp to %s from step %d on are not judged, and "
         "on_overflow does not apply to them. `coverage()` counts all of them; this is "
         "logged once.",

@@ -80,7 +80,7 @@ def test_steps_that_a_budget_leaves_out_are_told_once_and_counted(
             step(model, optimizer, is_bad=25 <= number < 30)
     messages = [record.getMessage() for record in caplog.records]
     (warning,) = (message for message in messages if "too small" in message)
-    assert "schedule.budget=0.01 is too small to check each step" in warning
+    assert "Schedule(budget=0.01) is too small to check each step" in warning
     assert "the cheapest check takes 10.0% of a step's time" in warning
     assert "Up to 19 steps from step 5 on are not judged" in warning
 
