@@ -92,7 +92,7 @@ class Verdict(Struct):
     maker: str | None = None
 
 
-class Report(Struct):
+class SavedReport(Struct):
     """`report.json`."""
 
     summary: str = ""

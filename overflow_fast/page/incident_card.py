@@ -152,11 +152,11 @@ def _markers_below(where: Path) -> Iterator[Path]:
 
 
 def _read(marker: Path, damaged: list[str]) -> Incident:
-    from .evidence_schema import Marker, Report, SavedExplanation
+    from .evidence_schema import Marker, SavedExplanation, SavedReport
 
     folder = marker.parent
     step = (_decoded(marker, Marker) or {})["step"]
-    report = _decoded(folder / "report.json", Report) or {}
+    report = _decoded(folder / "report.json", SavedReport) or {}
     explanation = report.get("explanation")
     try:
         explanation = (

@@ -5,7 +5,6 @@ import torch
 from compared_models import batch, tower
 
 import overflow_fast
-from overflow_fast.compare.surroundings import drawn_between
 
 
 @pytest.fixture
@@ -132,12 +131,6 @@ def test_dropout_of_one_run_alone_is_no_random_state(compared):
 def test_dropout_from_other_states_is_said(compared):
     diff = compared(loss_of, loss_of, small(0.5), small(0.5))
     assert diff.first.module == "1" and "of the runs were unequal" in str(diff.first)
-
-
-def test_generators_that_were_not_drawn_from_are_not_named():
-    before = {"cpu": "a", "python": "b"}
-    after = {"cpu": "c", "python": "b", "numpy": "d"}
-    assert drawn_between(before, after) == ["cpu"]
 
 
 class Repeat(torch.nn.Module):

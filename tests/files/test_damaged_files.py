@@ -6,7 +6,6 @@
 import contextlib
 import io
 import json
-import logging
 import os
 import random
 import shutil
@@ -45,12 +44,11 @@ def made_model():
 def whole(tmp_path_factory):
     """One valid file or folder of each kind, by the real writers."""
     folder = tmp_path_factory.mktemp("whole")
-    logging.getLogger("overflow_fast").setLevel(logging.CRITICAL)
     model = made_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     kept = {"evidence": folder / "evidence", "log": folder / "log.jsonl"}
     with OverflowGuard(
-        model, optimizer, "skip", record=folder / "run.ofr", on_spike="warn", **kept
+        model, optimizer, "skip", record=folder / "run.ofr", **kept
     ) as guard:
         for value in (1.0, 2.0, NAN, 1.0):
             guard.record(grad_norm=torch.ones(()))
@@ -67,7 +65,6 @@ def whole(tmp_path_factory):
             run._model(x).sum().backward()
     write_dump(folder / "dump")
     overflow_fast.compare(folder / "a", folder / "b").to_json(folder / "diff.json")
-    logging.getLogger("overflow_fast").setLevel(logging.NOTSET)
     return folder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +28,17 @@ def strike(tensor, place=0):
     word.value |= 0x7F800000
 
 
+MACHINE = itertools.count(), {}  # its faults: no replay restores what it counts
+
+
 def once(when=0):
     """A function that is true in one call alone, also where steps are run again."""
-    calls = []
+    key = next(MACHINE[0])
 
     def is_now():
-        calls.append(None)
-        return len(calls) == when + 1
+        calls = MACHINE[1]
+        calls[key] = calls.get(key, 0) + 1
+        return calls[key] == when + 1
 
     return is_now
 
