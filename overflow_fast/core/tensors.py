@@ -169,4 +169,6 @@ def traced_loss_in(output: Any) -> Any:
         return traced_loss_in(output.get("loss"))
     if output is None or isinstance(getattr(type(output), "loss", None), property):
         return None
-    return traced_loss_in(getattr(output, "loss", None))
+    # Not by getattr(): a `__getattr__` of the user's would run.
+    own = getattr(output, "__dict__", None)
+    return traced_loss_in(own.get("loss")) if own else None
