@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 import time
@@ -11,12 +12,13 @@ from contextlib import ExitStack
 
 import torch
 
-from ..torch_internals.compiler import compiled_calls_elsewhere
+from ..torch_internals.compiler import compiled_calls_elsewhere, fails_uncompiled
 
 _lock = threading.Lock()
 _stances: list[ExitStack] = []  # of all threads: torch has one stance for them
 _num_within = 0
 _PAUSE = 0.001  # seconds
+_WAIT = 1.0  # seconds, for other threads to leave what runs eagerly
 
 
 @contextlib.contextmanager
@@ -37,8 +39,33 @@ def run_eagerly() -> Iterator[None]:
     finally:
         with _lock:
             _num_within -= 1
-            if not _num_within and _stances:
+        if not _leave(time.perf_counter() + _WAIT):
+            threading.Thread(target=_leave, args=(math.inf,), daemon=True).start()
+
+
+def _leave(end: float) -> bool:
+    """Puts the stance back when no thread is within.
+
+    A call with `fullgraph=True` that began within raises a RuntimeError if it ends
+    after that: nothing was compiled in it. Such calls of other threads end first.
+
+    Args:
+        end: When to give up, as `time.perf_counter()` counts.
+
+    Returns:
+        True if there is nothing left to do.
+    """
+    while True:
+        time.sleep(0)  # what follows is done before another thread has its turn
+        with _lock:
+            if _num_within or not _stances:
+                return True
+            if not any(map(fails_uncompiled, compiled_calls_elsewhere())):
                 _stances.pop().close()
+                return True
+        if time.perf_counter() >= end:
+            return False
+        time.sleep(_PAUSE)
 
 
 def nothing_is_compiled(seconds: float) -> bool:

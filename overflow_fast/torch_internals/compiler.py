@@ -40,6 +40,15 @@ def compiled_calls_elsewhere() -> Iterator[FrameType]:
             frame = frame.f_back
 
 
+def fails_uncompiled(call: FrameType) -> bool:
+    """Returns True for a call of what was compiled with `fullgraph=True`.
+
+    Args:
+        call: One of `compiled_calls_elsewhere()`.
+    """
+    return bool(call.f_locals.get("fullgraph_count_enabled"))
+
+
 @internal(
     "torch._dynamo.convert_frame.input_codes.seen",
     "hooks in compiled code are guards of it: taking them off compiles it again",

@@ -1,9 +1,12 @@
 """Compiled code runs eagerly for as long as any thread asks for it, and no longer."""
 
 import threading
+import time
 
+import pytest
 import torch
 
+from overflow_fast.core import eagerly
 from overflow_fast.core.eagerly import run_eagerly
 
 
@@ -43,3 +46,45 @@ def test_within_itself():
     with run_eagerly(), run_eagerly():
         pass
     assert num_compiled() == 1
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_a_whole_graph_of_another_thread_that_runs_eagerly_ends_first(
+    is_long, monkeypatch
+):
+    """Torch raises an error if the call compiled nothing and nothing forbids it now."""
+    assert torch._dynamo.list_backends()
+    monkeypatch.setattr(eagerly, "_WAIT", 0.05 if is_long else 60)
+    inside, end, errors = threading.Event(), threading.Event(), []
+
+    def slow(x):
+        inside.set()
+        end.wait(60)
+        return x.sin()
+
+    def work():
+        try:
+            torch.compile(slow, backend="eager", fullgraph=True)(torch.ones(2))
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    with eagerly.run_eagerly():
+        thread.start()
+        assert inside.wait(60)
+        if not is_long:
+            threading.Timer(0.1, end.set).start()
+    if is_long:
+        assert num_compiled() == 0
+        end.set()
+    thread.join()
+    assert not errors
+    wait_for(lambda: num_compiled() == 1)
+
+
+def wait_for(is_true):
+    for _ in range(1000):
+        if is_true():
+            return
+        time.sleep(0.01)
+    pytest.fail("not within ten seconds")
