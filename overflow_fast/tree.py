@@ -128,6 +128,8 @@ def find(
         depth: The number of nested containers that are opened.
         most: The number of values that are visited.
     """
+    if issubclass(type(value), kinds):
+        return [((), value)]
     walk = Walk(kinds, depth, most=most)
     walk.visit(value)
     return walk.found

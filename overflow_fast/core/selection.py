@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -97,8 +98,9 @@ def example_of(names: Sequence[str]) -> str:
 class NamedTensors:
     """The parameters and buffers of a model's modules, as they are now.
 
-    The modules are looked up once, and again when one is gone or after `refresh()`:
-    to walk a model's tree takes longer than all that is done with it.
+    The modules are looked up once, and again when one is gone or after `refresh()`; the
+    names, when a module holds another tensor. Both take longer than all that is done
+    with them.
     """
 
     def __init__(self, prefix: str, selection: Selection) -> None:
@@ -106,10 +108,12 @@ class NamedTensors:
         self._selection = selection
         self._names: dict[tuple[str, str], str] = {}
         self._modules: list[tuple[str, bool, weakref.ref[nn.Module]]] = []
+        self._listings: dict[tuple[str, bool], _Listing] = {}
 
     def refresh(self) -> None:
         """Looks the modules up again when they are next needed."""
         self._modules = []
+        self._listings.clear()
 
     def parameters(self, model: nn.Module, all_modules: bool = False) -> Named:
         """Lists each parameter of the selected, or all, modules by its first name."""
@@ -120,18 +124,20 @@ class NamedTensors:
         return self._list(model, BUFFERS, all_modules)
 
     def _list(self, model: nn.Module, kind: str, all_modules: bool) -> Named:
-        named: dict[int, tuple[str, torch.Tensor]] = {}
-        for fqn, is_selected, module in self._walk(model):
-            if is_selected or all_modules:
-                for key, tensor in _own(module, kind):
-                    if tensor is not None and id(tensor) not in named:
-                        named[id(tensor)] = self._name(fqn, key), tensor
-        pairs = named.values()
-        return [name for name, _ in pairs], [tensor for _, tensor in pairs]
+        listing = self._listings.get((kind, all_modules))
+        tensors = None if listing is None else listing.tensors()
+        if listing is None or tensors is None:
+            found = self._walk(model)
+            taken = [(fqn, each) for fqn, takes, each in found if takes or all_modules]
+            listing = self._listings[kind, all_modules] = _Listing(taken, kind)
+            listing.names = list(itertools.starmap(self._name, listing.first))
+            tensors = listing.tensors() or []
+        return listing.names.copy(), tensors
 
     def _walk(self, model: nn.Module) -> list[tuple[str, bool, nn.Module]]:
         walked = [(fqn, takes, ref()) for fqn, takes, ref in self._modules]
         if not walked or any(module is None for _, _, module in walked):
+            self.refresh()
             self._modules = [
                 (fqn, self._selection.takes(fqn), weakref.ref(module))
                 for fqn, module in named_modules(model)
@@ -148,10 +154,64 @@ class NamedTensors:
         return name
 
 
-def _own(module: nn.Module, kind: str) -> Iterable[tuple[str, Any]]:
-    """Lists a module's own parameters or buffers; TorchScript keeps its elsewhere."""
-    if isinstance(module, torch.jit.ScriptModule):
+class _Listing:
+    """Each tensor in the tables of some modules once, while they hold the same ones.
+
+    Args:
+        modules: The modules with their names. They are held weakly.
+        kind: The attribute that holds the table: their parameters or buffers.
+
+    Attributes:
+        first: The module's name and the key of the tensors' first places.
+        names: Names of the tensors, for whoever lists them.
+    """
+
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]], kind: str) -> None:
+        self._kind = kind
+        self._modules = [weakref.ref(module) for _, module in modules]
+        self._is_scripted = any(_is_scripted(module) for _, module in modules)
+        places = {
+            (fqn, key): tensor
+            for fqn, module in modules
+            for key, tensor in _own(module, kind).items()
+        }
+        tensors = list(places.values())
+        self._keys = [key for _, key in places]
+        self._ids = list(map(id, tensors))
+        last = {id(each): i for i, each in reversed(list(enumerate(tensors)))}
+        self._taken = [
+            each is not None and last[id(each)] == i for i, each in enumerate(tensors)
+        ]
+        self.first = list(itertools.compress(places, self._taken))
+        self.names: list[str] = []
+
+    def tensors(self) -> list[torch.Tensor] | None:
+        """The tensors; None if the tables hold other ones. It runs in each step."""
+        kind = self._kind
+        try:
+            if self._is_scripted:
+                tables = [_own(each(), kind) for each in self._modules]
+            else:
+                tables = [each().__dict__[kind] for each in self._modules]
+        except AttributeError:  # a module is gone
+            return None
+        tensors = list(itertools.chain.from_iterable(map(dict.values, tables)))
+        if list(map(id, tensors)) != self._ids:
+            return None
+        if list(itertools.chain.from_iterable(tables)) != self._keys:
+            return None
+        return list(itertools.compress(tensors, self._taken))
+
+
+def _is_scripted(module: object) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def _own(module: Any, kind: str) -> dict[str, Any]:
+    """A module's own parameters or buffers; TorchScript keeps its elsewhere."""
+    if _is_scripted(module):
         is_buffers = kind == BUFFERS
         named = module.named_buffers if is_buffers else module.named_parameters
-        return list(named(recurse=False))
-    return module.__dict__[kind].items()  # type: ignore[no-any-return]
+        return dict(named(recurse=False))
+    own: dict[str, Any] = module.__dict__[kind]
+    return own

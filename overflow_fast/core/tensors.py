@@ -121,6 +121,8 @@ def loss_in(output: Any) -> torch.Tensor | None:
     Runs none of the user's code: no property is evaluated, and of a dict or an object
     only what it holds counts. Never raises.
     """
+    if type(output) is torch.Tensor:
+        return output if _is_loss(output) else None
     try:
         return _loss_in(output)
     except Exception:
@@ -134,7 +136,7 @@ def _loss_in(output: Any) -> torch.Tensor | None:
             break
         value = waiting.pop()
         if issubclass(type(value), torch.Tensor):
-            if value.numel() == 1 and value.is_floating_point():
+            if _is_loss(value):
                 found: torch.Tensor = value
                 return found
         elif id(value) not in opened:  # a list may hold itself
@@ -142,6 +144,10 @@ def _loss_in(output: Any) -> torch.Tensor | None:
             parts = [each for part, each in children(value) or () if _may_be_loss(part)]
             waiting += reversed(parts)
     return None
+
+
+def _is_loss(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 1 and tensor.is_floating_point()
 
 
 def _may_be_loss(part: Part) -> bool:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from .. import _C
@@ -37,28 +36,17 @@ class ErrorIsolation:
         self._failed: set[str] = set()  # whose failure was logged
         self.num_failures = 0
 
-    @contextlib.contextmanager
-    def isolated(self, monitor: str = "") -> Iterator[None]:
+    def isolated(self, monitor: str = "") -> _Isolated:
         """Suppresses the guard's own errors; hides its code from the user's modes.
 
         Args:
             monitor: The name of the monitor whose code runs.
         """
-        try:
-            with _C.Hidden():
-                yield
-        except NonFiniteError:
-            raise
-        except Exception as error:
-            if self._is_foreign(error):
-                raise
-            self.note(error, monitor)
+        return _Isolated(self, monitor)
 
-    @contextlib.contextmanager
-    def measured(self) -> Iterator[None]:
+    def measured(self) -> _Isolated:
         """Isolates errors, and adds the time to the guard's."""
-        with self.isolated(), self._timer:
-            yield
+        return _Isolated(self, "", self._timer)
 
     def measured_call(
         self, function: Callable[[_Argument], None]
@@ -70,6 +58,15 @@ class ErrorIsolation:
                 function(argument)
 
         return call
+
+    def suppresses(self, error: BaseException | None, monitor: str) -> bool:
+        """Notes an error that is the guard's own; returns False for any other."""
+        if isinstance(error, NonFiniteError) or not isinstance(error, Exception):
+            return False
+        if self._is_foreign(error):
+            return False
+        self.note(error, monitor)
+        return True
 
     def note(self, error: Exception, monitor: str = "") -> None:
         """Counts an error of the guard's own; logs the first one of each monitor."""
@@ -83,6 +80,40 @@ class ErrorIsolation:
             f"The monitor {monitor}" if monitor else "The guard",
             exc_info=error,
         )
+
+
+class _Isolated:
+    """See `ErrorIsolation.isolated()`: several of them are entered in each step.
+
+    Args:
+        isolation: Whose it is.
+        monitor: The name of the monitor whose code runs.
+        timer: Measures the time within; None for none.
+    """
+
+    __slots__ = ("_hidden", "_isolation", "_monitor", "_timer")
+
+    def __init__(
+        self,
+        isolation: ErrorIsolation,
+        monitor: str,
+        timer: OverheadTimer | None = None,
+    ) -> None:
+        self._isolation, self._monitor, self._timer = isolation, monitor, timer
+        self._hidden = _C.Hidden()
+
+    def __enter__(self) -> None:
+        self._hidden.__enter__()
+        if self._timer is not None:
+            self._timer.__enter__()
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: object
+    ) -> bool:
+        if self._timer is not None:
+            self._timer.__exit__()
+        self._hidden.__exit__(None, None, None)
+        return error is not None and self._isolation.suppresses(error, self._monitor)
 
 
 def isolate_errors(method: _Method) -> _Method:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 
 from ..torch_internals.tensor_internals import version_of
-from ..tree import Path, Walk, path_text
+from ..tree import INDEX, Part, Path, Walk, path_text
 
 _FEW = 4
 _HARMLESS = (
@@ -59,9 +59,13 @@ class Given:
 
     def __init__(self, args: Any = None, kwargs: Any = None) -> None:
         args, kwargs = args or (), kwargs or {}
+        self._held: list[tuple[Path, Held]] = []
+        self.unseen: list[str] = []
+        if not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor:
+            self._held.append(((Part(INDEX, 0),), hold(args[0])))  # most calls
+            return
         walk = Walk((torch.Tensor, *_arrays()))
         walk.visit_call(args, kwargs)
-        self._held: list[tuple[Path, Held]] = []
         hidden = _nonfinite_numbers(args, kwargs)
         hidden += [path for path, _ in walk.opaque]
         hidden += [path for path, of in walk.unknown if not issubclass(of, _HARMLESS)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +37,7 @@ from .tensors import (
 
 # Larger frozen parameters are not copied before a change has been seen.
 _MAX_FROZEN = 2**20
+_IS_TRAINED: Callable[[Any], bool] = operator.attrgetter("requires_grad")
 _TABLES = (MODULES, BUFFERS, PARAMETERS)
 
 
@@ -235,14 +236,14 @@ class _Point:
         self.is_taken, self.is_firm = True, is_firm
 
     def _holds_same(self) -> bool:
-        return _are_same(_values(self._tables), self._held)
+        return _hold(self._tables, self._held)
 
     def _is_same_model(self, model: nn.Module) -> bool:
         is_same = self._model is not None and self._model() is model
         return is_same and self._are_trained == self._read_trained()
 
     def _read_trained(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self._parameters]
+        return list(map(_IS_TRAINED, self._parameters))
 
     def _retake(self) -> None:
         """Copies what is copied in each step: the model holds the same tensors."""
@@ -310,7 +311,7 @@ class _Point:
     @torch.no_grad()
     def keep(self, compares: bool) -> None:
         """Ends the step, which was made."""
-        if _are_same(_values(self._own_tables), self._own_held):
+        if _hold(self._own_tables, self._own_held):
             self._steady.note_changes(compares)
         else:
             self._steady.settle()
@@ -798,8 +799,12 @@ def _values(tables: list[dict[str, Any]]) -> list[Any]:
     return list(itertools.chain.from_iterable(map(dict.values, tables)))
 
 
-def _are_same(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(map(operator.is_, a, b))
+def _hold(tables: list[dict[str, Any]], held: list[Any]) -> bool:
+    """Returns True if tables hold these very values."""
+    if sum(map(len, tables)) != len(held):
+        return False
+    now = itertools.chain.from_iterable(map(dict.values, tables))
+    return all(map(operator.is_, now, held))
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
