@@ -17,7 +17,7 @@ from overflow_fast.report.frames import get_abs_min_max
 from overflow_fast.text import printable
 
 FORGED = "a\x1b[2J\n[overflow_fast] All is well\r\x9b\u2028\u202e\x7fb"
-FIT = "a\tλ 漢字 🔥 é\xa0b\u200d"
+FIT = "a\tλ 漢字 🔥 é\xa0b"
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,8 @@ FIT = "a\tλ 漢字 🔥 é\xa0b\u200d"
             r"\u2028\u2029\u202a\u202e\u2066\u2069",
         ),
         ("\ud800", r"\ud800"),
+        ("a\u200b\u200d\u200e\ufeff\xad", r"a\u200b\u200d\u200e\ufeff\xad"),
+        ("\u061c\u2060\U000e0041", r"\u061c\u2060\U000e0041"),
     ],
 )
 def test_what_is_no_part_of_a_line_is_escaped_once(text, shown):
