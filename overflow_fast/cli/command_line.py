@@ -40,7 +40,7 @@ _COMMANDS = (
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of `overflow-fast` and `python -m overflow_fast`."""
-    parser = _Parser(
+    parser: argparse.ArgumentParser = _Parser(
         prog=_called_as(),
         description="The numerics flight recorder that PyTorch users leave on.",
     )

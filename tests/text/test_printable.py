@@ -136,3 +136,24 @@ def test_fields_of_a_made_up_log_are_escaped(tmp_path, capsys):
 def test_the_drop_in_escapes_names_and_nothing_else():
     assert get_abs_min_max(torch.ones(1), "weight") == "1.00e+00 1.00e+00 weight"
     assert is_clean(get_abs_min_max(torch.ones(1), FORGED))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [FORGED],
+        ["log", "x", f"--{FORGED}"],
+        ["watch", "x", "-n", FORGED],
+        ["log", "x", "--step", FORGED],
+        ["log", FORGED],
+        ["export", "x", "-o", FORGED],
+        ["compare", FORGED, FORGED],
+        ["explain", FORGED, "--model", "x.py:f"],
+    ],
+)
+def test_an_argument_ends_no_line_of_an_error(arguments, capsys):
+    try:
+        assert main(arguments) == 2
+    except SystemExit as error:
+        assert error.code == 2
+    assert is_clean(capsys.readouterr().err)
