@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -62,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         `compare` 1 where the runs differ.
     """
     parsed = make_parser().parse_args(arguments)
+    if parsed.command != "run" and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # such as ASCII, and a name
     try:
         status: int = parsed.run(parsed)
         sys.stdout.flush()
