@@ -2,27 +2,29 @@
 
 Names of modules, tensors and files, and what stands in files, may hold anything:
 sequences that clear a terminal, the end of a line and a line that looks like one of
-ours, marks that turn the direction of what follows. Such characters are written as
-Python writes them in a string (`\\x1b`, `\\n`, `\\u202e`) where names become text. What
-is for programs (`to_dict()`, JSON) has the names as they are.
+ours, marks that turn the direction of what follows, characters that nobody sees and
+that make two names look the same. Such characters are written as Python writes them in
+a string (`\\x1b`, `\\n`, `\\u202e`, `\\u200b`) where names become text. What is for
+programs (`to_dict()`, JSON) has the names as they are.
 """
 
 from __future__ import annotations
 
 import re
 import textwrap
+import unicodedata
 from collections.abc import Iterable
 
 _WIDTH = 84  # with what each logged line begins with: 100
+_LONGEST = 1003  # characters of a name in a file
 _CODE = re.compile(r"`[^`]*`|\{[^}]*\}")
 _FIXED_SPACE = "\0"
 
 
-# C0 and C1 controls, ends of lines and paragraphs, overrides and isolates of direction,
-# halves of surrogate pairs, which no terminal's encoding has.
-_UNSAFE = re.compile(
-    "[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-)
+# Controls, formats (directions, what has no width), halves of surrogate pairs, which no
+# terminal's encoding has, ends of lines and of paragraphs.
+_UNSAFE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+_MAY_BE_UNSAFE = re.compile("[^\x20-\x7e]")
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -34,11 +36,18 @@ def printable(text: str, keep: str = "") -> str:
     """
     if text.isprintable():
         return text
-    return _UNSAFE.sub(lambda found: _escaped(found[0], keep), text)
+    return _MAY_BE_UNSAFE.sub(lambda found: _escaped(found[0], keep), text)
 
 
 def _escaped(character: str, keep: str) -> str:
-    return character if character in keep else ascii(character)[1:-1]
+    if character in keep or unicodedata.category(character) not in _UNSAFE:
+        return character
+    return ascii(character)[1:-1]
+
+
+def shortened(name: str) -> str:
+    """A name without its middle, where it is too long for a file."""
+    return name if len(name) <= _LONGEST else f"{name[:500]}...{name[-500:]}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -93,4 +93,4 @@ def fail(message: str) -> int:
 
 def warn(message: str) -> None:
     """Prints a sentence to stderr."""
-    print(printable(message, keep="\n"), file=sys.stderr)
+    print(printable(message), file=sys.stderr)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
+from ..text import printable
 from . import (
     compare_command,
     demo_command,
@@ -38,7 +41,7 @@ _COMMANDS = (
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of `overflow-fast` and `python -m overflow_fast`."""
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog=_called_as(),
         description="The numerics flight recorder that PyTorch users leave on.",
     )
@@ -60,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         `compare` 1 where the runs differ.
     """
     parsed = make_parser().parse_args(arguments)
+    if parsed.command != "run" and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # such as ASCII, and a name
     try:
         status: int = parsed.run(parsed)
         sys.stdout.flush()
@@ -74,6 +79,14 @@ def _called_as() -> str:
     called = os.path.basename(sys.argv[0]) if sys.argv else ""
     name = called.removesuffix(".exe")
     return name if name == "overflow-fast" else "python -m overflow_fast"
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser, also of each command, whose errors name arguments escaped."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints usage and an error, and exits with 2."""
+        super().error(printable(message))
 
 
 class _Version(argparse.Action):

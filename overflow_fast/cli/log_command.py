@@ -84,7 +84,12 @@ def _print_all(logs: list[_Log], parsed: argparse.Namespace) -> int:
                 num_lines += 1
                 if _is_wanted(line, parsed):
                     num_wanted += 1
-                    print(_json(line, data) if parsed.json else _text(line, data))
+                    try:
+                        text = (_json if parsed.json else _text)(line, data)
+                    except (FileError, RecursionError):
+                        log.num_damaged += 1
+                    else:
+                        print(text)
         if not parsed.follow:
             break
         sys.stdout.flush()
@@ -206,7 +211,19 @@ def _kind_of(line: LogLine) -> str:
 
 def _json(line: LogLine, data: bytes) -> str:
     """A line with all its fields, and its rank, as JSON."""
-    return dumps({"rank": line.rank, **(parse_object(data) or {})})
+    return dumps({"rank": line.rank, **_fields(data)})
+
+
+def _fields(data: bytes) -> dict[str, Any]:
+    """All fields of a line.
+
+    Raises:
+        FileError: If one is nested too deeply, or a number has too many digits.
+    """
+    fields = parse_object(data)
+    if fields is None:
+        raise FileError("not every field of the line can be read")
+    return fields
 
 
 def _text(line: LogLine, data: bytes) -> str:
@@ -222,8 +239,8 @@ def _content(line: Any, data: bytes) -> str:
         return f"run {line.run}: {models}, on_overflow={line.policy}"
     if kind != "step":
         known = {"rank", "run", "time", "kind"}
-        fields = parse_object(data) or {}
-        rest = ", ".join(f"{k}={v}" for k, v in fields.items() if k not in known)
+        fields = _fields(data).items()
+        rest = ", ".join(f"{k}={v}" for k, v in fields if k not in known)
         return f"{kind}: {rest}"
     action = f" {line.action}" if line.action else ""
     if line.is_clean:

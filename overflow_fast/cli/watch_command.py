@@ -12,6 +12,7 @@ from ..files.json_text import dumps
 from .adding import Commands, add_command, at_least_one, fail, reason, require_content
 
 _SHARE = 4  # of the time, at most one in this many seconds is spent reading
+_LONGEST = 86_400  # seconds between two looks
 
 
 def add_to(commands: Commands) -> None:
@@ -41,8 +42,10 @@ def add_to(commands: Commands) -> None:
 
 def _seconds(text: str) -> float:
     found = float(text)
-    if not 0 < found < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    if not 0 < found <= _LONGEST:
+        raise argparse.ArgumentTypeError(
+            f"must be above 0 and at most {_LONGEST}, got {text}"
+        )
     return found
 
 

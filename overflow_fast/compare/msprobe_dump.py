@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .msprobe_schema import Facts
 
 _CALL = re.compile(r"Module\.(.*)\.(\w+)\.(forward|backward)\.(\d{1,9})")
-_GRADIENTS = re.compile(r"Module\.(.*?)\.?(\w*)\.parameters_grad(?:\.\d+)?")
+_GRADIENTS = re.compile(r"Module\.(.*)\.parameters_grad(?:\.\d+)?")
 _MAX_DUMP = 2**30
 _MAX_NAME = 2000
 _MAX_DEPTH = 64
@@ -187,7 +187,7 @@ def _tensors(data: dict[str, Any]) -> Iterator[tuple[Place, Facts]]:
                 at = 0 if role == "parameter" else int(number)
                 yield _place(where, module, kind, at, role, path), facts
         elif gradients is not None:
-            module, kind = gradients.groups()
+            module, _, kind = gradients[1].rpartition(".")
             for path, found in call.items():
                 for _, facts in _leaves(found, ""):
                     role = "parameter_gradient"
@@ -242,17 +242,23 @@ def _ordered(
 ) -> list[tuple[Place, Facts]]:
     """Orders tensors by execution: a call is dumped when it returns."""
     first: dict[tuple[str, int], int] = {}
+    wanted = {(p.module, p.call) for p, _ in tensors if p.role == "input"}
+    seen = set[tuple[str, int]]()
     for i, (place, _) in enumerate(tensors):
-        parts = place.module.split(".")
-        for length in range(1, len(parts) + 1):
-            name = ".".join(parts[:length])
-            first.setdefault((name, place.call), i)
+        if (place.module, place.call) in seen:
+            continue
+        seen.add((place.module, place.call))
+        name = place.module
+        while name:  # a call begins with the first one in it
+            if (name, place.call) in wanted:
+                first.setdefault((name, place.call), i)
+            name = name.rpartition(".")[0]
 
     def when(i: int) -> tuple[bool, float, int, int]:
         place = tensors[i][0]
         if place.role != "input":
             return place.phase != STATE, i, 1, 0
-        begin = first[place.module, place.call]
+        begin = first.get((place.module, place.call), i)
         return True, begin, 0, place.module.count(".")
 
     return [tensors[i] for i in sorted(range(len(tensors)), key=when)]

@@ -214,7 +214,8 @@ def _head_of(text: bytes | None, file: Path) -> HeadLine:
 
 def _sources(rows: Sequence[Row], rank: int, folder: Path, run: Run) -> list[Source]:
     by_order = {row.order: row for row in rows}
-    for row in rows:
+    # From the first on: what a row shares has no further one to look for then.
+    for row in sorted(rows, key=lambda row: row.order):
         shared = by_order.get(row.same) if row.same is not None else None
         while shared is not None and shared.same is not None:
             shared = by_order.get(shared.same)

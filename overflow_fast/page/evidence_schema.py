@@ -52,6 +52,7 @@ class Remedy(Struct):
     text: str = ""
     code: str = ""
     tried: bool = True
+    why: str = ""
     is_finite: bool = False
     loss: Number | None = None
     file: str = ""

@@ -10,6 +10,7 @@ from .incident_card import Incident
 from .row_names import name_of
 
 _MOST_STATIONS = 100
+_MOST_LEVELS = 40
 
 
 @dataclass
@@ -107,13 +108,18 @@ def _grow(
 ) -> None:
     for name, texts in marks.items():
         node = root
-        for part in filter(None, name.split(".")):
+        for part in filter(None, _parts(name)):
             node = node.children.setdefault(part, Node(part))
         node.marks += texts
     for names, count in ((finite, "num_finite"), (unseen, "num_unseen")):
         for name in names:
-            node = _nearest(root, name.split("."))
+            node = _nearest(root, _parts(name))
             setattr(node, count, getattr(node, count) + 1)
+
+
+def _parts(name: str) -> list[str]:
+    """The parts of a module's name; what is deeper than a page shows is the last."""
+    return name.split(".", _MOST_LEVELS)
 
 
 def _nearest(node: Node, parts: Sequence[str]) -> Node:

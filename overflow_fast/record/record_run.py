@@ -16,10 +16,10 @@ from ..recording.labels import entry_label
 from ..recording.watch import ModelWatch
 from ..report.report import Cost
 from ..report.run import Run
+from ..text import shortened
 from ..verdict.verdict import kind_of
 from .record_lines import KIND, RECORD_SCHEMA, Line
 
-_LONGEST = 1003
 _OF_CALLS = (_C.FrameKind.FORWARD, _C.FrameKind.BACKWARD)
 
 
@@ -74,21 +74,16 @@ def _entry(watch: ModelWatch, column: _C.RowColumn) -> Line:
     elif column.place.kind != _C.FrameKind.RECORDED:
         module, _, label = label.rpartition(".")
     entry: Line = {
-        "module": _short(module),
-        "class": _short(class_name),
+        "module": shortened(module),
+        "class": shortened(class_name),
         "kind": kind_of(column.place.label.role),
-        "label": _short(label),
+        "label": shortened(label),
         "dtype": column.dtype,
         "limit": column.limit,
         "numel": column.numel,
     }
     plain: Line = to_plain(entry)
     return plain
-
-
-def _short(name: str) -> str:
-    """A name without its middle, where it is too long for a record."""
-    return name if len(name) <= _LONGEST else f"{name[:500]}...{name[-500:]}"
 
 
 def step_line(step: int, cost: Cost | None, optimizers: Sequence[Optimizer]) -> Line:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -81,21 +82,48 @@ def _call(call: KeptCall, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def _plain(value: Any, put: Callable[[torch.Tensor], str]) -> Any:
-    """A batch as JSON; of a tensor its name, of what cannot be saved its type."""
+    """A batch as JSON; of a tensor its name, of what cannot be saved its type.
+
+    No code of the value's type runs when it is read: what comes back as another type
+    has the name of its own one.
+    """
+    kind = type(value)
     if isinstance(value, torch.Tensor):
         if type(value) not in (torch.Tensor, nn.Parameter) or not has_memory(value):
             return {"lost": type(value).__name__}
         is_wanted = value.requires_grad and value.is_floating_point()
         return {"tensor": put(value), "requires_grad": is_wanted}
+    was = {} if kind in _PLAIN else {"was": kind.__name__}
     if isinstance(value, float) and not math.isfinite(value):
-        return {"float": value}  # JSON has it as a string
+        return {"float": value, **was}  # JSON has it as a string
+    if isinstance(value, str) and not _is_unicode(value):
+        return {"lost": kind.__name__}
     if value is None or isinstance(value, (bool, int, float, str)):
-        return {"value": value}
+        return {"value": value, **was}
     if isinstance(value, Mapping):
-        return {"dict": {str(k): _plain(each, put) for k, each in value.items()}}
-    if type(value) in (list, tuple):  # others would come back as another type
-        return {type(value).__name__: [_plain(each, put) for each in value]}
-    return {"lost": type(value).__name__}
+        pairs = [(_plain(k, put), _plain(each, put)) for k, each in value.items()]
+        if all(type(key) is str and _is_unicode(key) for key in value):
+            named = zip(value, (each for _, each in pairs), strict=True)
+            return {"dict": dict(named), **was}
+        return {"items": pairs, **was}
+    if kind in (list, tuple):  # others would come back as another type
+        return {kind.__name__: [_plain(each, put) for each in value]}
+    fields = getattr(kind, "_fields", None)
+    if isinstance(value, tuple) and isinstance(fields, tuple):
+        each = zip(fields, value, strict=False)
+        return {"named": {k: _plain(v, put) for k, v in each}, "was": kind.__name__}
+    return {"lost": kind.__name__}
+
+
+_PLAIN = (type(None), bool, int, float, str, dict)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _identity(tensor: torch.Tensor) -> list[Any]:
@@ -116,6 +144,7 @@ class SavedStep:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._others: list[str] = []  # values of another type than they were
         self._step = self._read_step()
         try:
             self._tensors = read_tensors(folder / TENSORS)
@@ -154,10 +183,12 @@ class SavedStep:
     @property
     def notes(self) -> list[str]:
         """How this process differs from that of the step, in sentences."""
+        others = list(dict.fromkeys(self._others))
         if self._step.torch == torch.__version__:
-            return []
+            return others
         return [
-            f"The step ran with torch {self._step.torch}, this is {torch.__version__}."
+            f"The step ran with torch {self._step.torch}, this is {torch.__version__}.",
+            *others,
         ]
 
     def models(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -236,23 +267,42 @@ class SavedStep:
         return self._tensors[name]
 
     def _value(self, saved: Value, device: torch.device, at: str = "") -> Any:
+        if isinstance(saved.lost, str):
+            raise UnreadableStepError(
+                f"an argument of the step could not be saved: batch{at} was a "
+                f"{saved.lost}"
+            )
+        value = self._made_of(saved, device, at)
+        if saved.was:
+            kind = (
+                "named tuple" if isinstance(saved.named, dict) else type(value).__name__
+            )
+            self._others.append(
+                f"batch{at} was a {saved.was} in the step; it is a plain {kind} here."
+            )
+        return value
+
+    def _made_of(self, saved: Value, device: torch.device, at: str) -> Any:
         if isinstance(saved.tensor, str):
             tensor = self._tensor(saved.tensor).to(device)
             return tensor.requires_grad_() if saved.requires_grad else tensor
         if isinstance(saved.by_key, dict):
             items = saved.by_key.items()
             return {k: self._value(e, device, f"{at}[{k!r}]") for k, e in items}
+        if isinstance(saved.pairs, list):
+            keys = [self._value(key, device, at) for key, _ in saved.pairs]
+            values = zip(keys, saved.pairs, strict=True)
+            return {k: self._value(e, device, f"{at}[{k!r}]") for k, (_, e) in values}
+        if isinstance(saved.named, dict):
+            items = saved.named.items()
+            made = collections.namedtuple(saved.was, list(saved.named))  # type: ignore[misc]
+            return made._make(self._value(e, device, f"{at}.{k}") for k, e in items)
         for several, kind in ((saved.listed, list), (saved.tupled, tuple)):
             if isinstance(several, list):
                 return kind(
                     self._value(each, device, f"{at}[{i}]")
                     for i, each in enumerate(several)
                 )
-        if isinstance(saved.lost, str):
-            raise UnreadableStepError(
-                f"an argument of the step could not be saved: batch{at} was a "
-                f"{saved.lost}"
-            )
         number = saved.number
         return float(number) if isinstance(number, (float, str)) else saved.value
 

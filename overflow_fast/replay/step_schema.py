@@ -10,7 +10,10 @@ _Word = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 
 
 class Value(Struct):
-    """A value of a batch: exactly one field is set, besides `requires_grad`."""
+    """A value of a batch: one field is set, besides `requires_grad` and `was`.
+
+    `was` names its type where it is made as another one here.
+    """
 
     tensor: str | UnsetType = UNSET
     requires_grad: bool = False
@@ -20,12 +23,15 @@ class Value(Struct):
     listed: list[Value] | UnsetType = field(default=UNSET, name="list")
     tupled: list[Value] | UnsetType = field(default=UNSET, name="tuple")
     lost: str | UnsetType = UNSET
+    pairs: list[tuple[Value, Value]] | UnsetType = field(default=UNSET, name="items")
+    named: dict[str, Value] | UnsetType = UNSET
+    was: str = ""
 
     def __post_init__(self) -> None:
         """Checks that it is one value."""
         several = (
             *(self.tensor, self.value, self.number, self.by_key, self.listed),
-            *(self.tupled, self.lost),
+            *(self.tupled, self.lost, self.pairs, self.named),
         )
         if sum(each is not UNSET for each in several) != 1:
             raise ValueError("a value must be of one kind")

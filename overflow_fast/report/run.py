@@ -15,9 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..files.json_text import SCHEMA
 from ..recording.watch import ModelWatch
+from ..text import shortened
+
+_MOST_MODELS = 32  # that are named in the first line of a file
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,14 @@ class Run:
             "overflow_fast": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "models": [type(model).__name__ for model in found],
+            "models": _names_of(found),
             "dtypes": sorted(dtypes),
             "policy": policy if isinstance(policy, str) else "callable",
         }
+
+
+def _names_of(models: Sequence[nn.Module]) -> list[str]:
+    """The names of models' classes, as far as there is room in a line."""
+    names = [shortened(type(model).__name__) for model in models[:_MOST_MODELS]]
+    more = len(models) - len(names)
+    return [*names, f"{more} more"] if more else names

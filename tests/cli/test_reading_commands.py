@@ -330,8 +330,9 @@ def test_progress_is_shown_on_a_terminal_alone_and_late(capsys, monkeypatch):
     [
         (["watch", "-n", "0"], "must be a number from 1 on, got 0"),
         (["watch", "-n=-3"], "must be a number from 1 on, got -3"),
-        (["watch", "--interval", "0"], "must be above 0, got 0"),
-        (["watch", "--interval", "nan"], "must be above 0, got nan"),
+        (["watch", "--interval", "0"], "must be above 0 and at most 86400, got 0"),
+        (["watch", "--interval", "nan"], "must be above 0 and at most 86400, got nan"),
+        (["watch", "--interval", "1e300"], "at most 86400, got 1e300"),
         (["log", "--step", "x"], "must be N or A:B, got x"),
         (["log", "--step", "5:3"], "5:3 has no step"),
         (["demo", "--rounds", "0"], "must be a number from 1 on, got 0"),

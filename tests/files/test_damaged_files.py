@@ -21,6 +21,7 @@ import overflow_fast
 from overflow_fast import OverflowGuard, RecordError, RecordingError, read_record
 from overflow_fast.__main__ import main
 from overflow_fast.compare.own_files import check_replaceable
+from overflow_fast.compare.run_reader import read_run
 from overflow_fast.page.sources import read_sources
 from overflow_fast.report.suspects import read_incidents, suspects_of
 
@@ -339,3 +340,69 @@ def test_a_dtype_or_shape_that_no_tensor_has_ends_no_comparison(
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     assert "against" in str(overflow_fast.compare(tmp_path / "a", whole / "b"))
     assert "against" in str(overflow_fast.compare(whole / "b", tmp_path / "a"))
+
+
+def test_a_chain_of_shared_tensors_is_followed_once(whole, tmp_path):
+    copied(whole, tmp_path, "a")
+    path = tmp_path / "a" / "rank-0.jsonl"
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    row = {**next(line for line in lines if line["kind"] == "row"), "file": ""}
+    num = 60_000  # a minute, if each walks down the whole chain
+    chain = [{**row, "order": i, "same": i - 1} for i in range(num, 0, -1)]
+    found = [lines[0], *chain, {**row, "order": 0}, lines[-1]]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in found))
+    (step,) = read_run(tmp_path / "a").steps.values()
+    assert all(source.row.same in (None, 0) for source in step[0].sources)
+    assert all(source.row.file == "" for source in step[0].sources)
+
+
+DOTS = """
+import json, resource, sys
+import overflow_fast
+folder = sys.argv[1]
+facts = {"dtype": "torch.float32", "shape": [2, 4]}
+call = {"input_args": [facts], "output": [facts]}
+names = [f"Module.{i}{'.a' * 900}.X.forward.0" for i in range(1000)]
+names += ["Module." + "a" * 1950 + f"{i}.parameters_gra" for i in range(1000)]
+with open(f"{folder}/dump.json", "w") as file:
+    json.dump({"data": dict.fromkeys(names, call)}, file)
+resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+from overflow_fast.compare.msprobe_dump import find_dumps, read_dumps
+from pathlib import Path
+run = read_dumps(Path(folder), find_dumps(Path(folder)))
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+assert grown < 300 * 1024, grown
+print(len(run.steps[0][0].sources))
+"""
+
+
+def test_names_of_many_parts_take_no_more_than_the_dump(tmp_path):
+    command = [sys.executable, "-c", DOTS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.stdout == "2000\n", done.stderr
+
+
+def test_a_module_within_thousands_is_drawn(whole, tmp_path):
+    copied(whole, tmp_path, "step")
+    path = tmp_path / "step" / "explanation.json"
+    found = json.loads(path.read_text())
+    remedy = {"text": "a change", "tried": False, "why": "the replay raised it"}
+    deep = {**found, "module": ".".join("a" * 5000), "remedies": [remedy]}
+    path.write_text(json.dumps(deep))
+    page = tmp_path / "page.html"
+    assert ask("report", tmp_path / "step", "-o", page) == 0
+    assert "not tried: the replay raised it" in page.read_text()
+
+
+@pytest.mark.parametrize("depth", [300, 500, 700, 900, 2000])
+def test_a_field_of_any_depth_is_printed_or_said(depth, whole, tmp_path, capsys):
+    log = tmp_path / "log.jsonl"
+    begin = (whole / "log.jsonl").read_text().splitlines()[0]
+    deep = f'{{"kind": "new", "field": {"[" * depth}{"]" * depth}}}'
+    log.write_text(f'{begin}\n{deep}\n{{"kind": "new", "field": {"9" * 5000}}}\n')
+    for more in ([], ["--json"]):
+        assert main(["log", str(log), *more]) == 0
+        found = capsys.readouterr()
+        is_printed = "[" * depth in found.out
+        assert f"{1 if is_printed else 2} damaged line" in found.err

@@ -8,6 +8,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch import nn
+
+from overflow_fast import OverflowGuard
+from overflow_fast.guard.options import Log, Record
 
 PROGRAM = """
 import logging, os, resource, sys, torch, overflow_fast
@@ -124,3 +129,18 @@ print(most <= bound + 2**15, most)
     command = [sys.executable, "-c", program, str(tmp_path / "run.ofr")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.stdout.startswith("True"), done.stdout + done.stderr
+
+
+def test_a_class_of_a_very_long_name_does_not_make_files_grow(tmp_path, caplog):
+    kind = type("A" * 2**21, (nn.Sequential,), {})
+    model = kind(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    record, log = tmp_path / "run.ofr", tmp_path / "log.jsonl"
+    options = {"record": Record(record, mib=0.25), "log": Log(log, mib=0.01, keep=2)}
+    with OverflowGuard(model, optimizer, **options):
+        for _ in range(60):
+            model(torch.ones(2, 4)).mean().backward()
+            optimizer.step()
+    assert record.stat().st_size <= 2**18
+    assert all(each.stat().st_size <= 2**14 for each in tmp_path.glob("log*"))
+    assert "no log of overflow_fast" not in caplog.text

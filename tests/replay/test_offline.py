@@ -1,5 +1,6 @@
 """What a bad step leaves runs elsewhere: the operation alone, and the whole step."""
 
+import collections
 import json
 import subprocess
 import sys
@@ -237,3 +238,49 @@ def test_a_module_that_cannot_be_written_is_left_out(tmp_path, inner, room):
     found = left_by(tmp_path, model, call, room)
     assert (found.module, found.cause) == ("inner", "undefined")
     assert not (tmp_path / "repro_module.py").exists()
+
+
+Point = collections.namedtuple("Point", "x mask")
+
+
+class Mixed(Net):
+    def forward(self, point, by_number, *, options):
+        assert point._fields == ("x", "mask") and list(by_number) == [0, (1, "a")]
+        loss = super().forward(point.x, point.mask, scale=by_number[0])["loss"]
+        return {"loss": loss * options["scale"]}
+
+
+def test_types_that_are_not_json_come_back_or_are_named(tmp_path):
+    x, mask = batch()
+    options = collections.OrderedDict(scale=1.0)
+    model = Mixed()
+    call = model_call(model, Point(x, mask), {0: 1.0, (1, "a"): x}, options=options)
+    here = left_by(tmp_path, model, call)
+    found = explain_folder(tmp_path, Mixed())
+    assert place(found) == place(here) and found.op is not None
+    notes = " ".join(found.notes)
+    assert "batch[0][0] was a Point in the step; it is a plain named tuple" in notes
+    assert (
+        "batch[1]['options'] was a OrderedDict in the step; it is a plain dict" in notes
+    )
+
+
+@pytest.mark.parametrize(
+    "made_up",
+    [
+        {"named": {"class": {"value": 1}}, "was": "Point"},
+        {"named": {"__init__": {"value": 1}}, "was": "Point"},
+        {"named": {"x": {"value": 1}}, "was": "a\nb(); import os"},
+        {"named": {"x": {"value": 1}}},
+        {"items": [[{"list": []}, {"value": 1}]]},
+        {"items": [[{"value": 1}]]},
+    ],
+)
+def test_a_made_up_type_is_damage(made_up, tmp_path):
+    model = Net()
+    left_by(tmp_path, model, model_call(model, *batch()))
+    step = json.loads((tmp_path / "replay.json").read_text())
+    step["calls"][0]["batch"] = made_up
+    broken(tmp_path, "replay.json", json.dumps(step))
+    with pytest.raises(UnreadableStepError, match=r"is damaged|cannot be read"):
+        explain_folder(tmp_path, Net())

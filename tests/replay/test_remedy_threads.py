@@ -532,3 +532,34 @@ def test_nothing_else_of_a_function_is_touched(logs):
         assert module.log is before["log"]
         module.log(torch.ones(1))
     assert module.log.__defaults__ is defaults and vars(module.log) == attributes
+
+
+def test_what_other_threads_are_making_is_left_alone(logs):
+    """A tuple of a generator cannot be made while something else refers to it."""
+    module, edit = logs
+    errors, end = [], threading.Event()
+
+    def numbers():
+        for i in range(30):
+            time.sleep(0)
+            yield i
+
+    def make():
+        while not end.is_set():
+            try:
+                tuple(numbers())
+            except SystemError as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=make) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(20):
+            with edited_code(*edit):
+                module.log(torch.zeros(()))
+    finally:
+        end.set()
+        for thread in threads:
+            thread.join()
+    assert errors == []

@@ -17,7 +17,7 @@ from overflow_fast.report.frames import get_abs_min_max
 from overflow_fast.text import printable
 
 FORGED = "a\x1b[2J\n[overflow_fast] All is well\r\x9b\u2028\u202e\x7fb"
-FIT = "a\tλ 漢字 🔥 é\xa0b\u200d"
+FIT = "a\tλ 漢字 🔥 é\xa0b"
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,8 @@ FIT = "a\tλ 漢字 🔥 é\xa0b\u200d"
             r"\u2028\u2029\u202a\u202e\u2066\u2069",
         ),
         ("\ud800", r"\ud800"),
+        ("a\u200b\u200d\u200e\ufeff\xad", r"a\u200b\u200d\u200e\ufeff\xad"),
+        ("\u061c\u2060\U000e0041", r"\u061c\u2060\U000e0041"),
     ],
 )
 def test_what_is_no_part_of_a_line_is_escaped_once(text, shown):
@@ -134,3 +136,24 @@ def test_fields_of_a_made_up_log_are_escaped(tmp_path, capsys):
 def test_the_drop_in_escapes_names_and_nothing_else():
     assert get_abs_min_max(torch.ones(1), "weight") == "1.00e+00 1.00e+00 weight"
     assert is_clean(get_abs_min_max(torch.ones(1), FORGED))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [FORGED],
+        ["log", "x", f"--{FORGED}"],
+        ["watch", "x", "-n", FORGED],
+        ["log", "x", "--step", FORGED],
+        ["log", FORGED],
+        ["export", "x", "-o", FORGED],
+        ["compare", FORGED, FORGED],
+        ["explain", FORGED, "--model", "x.py:f"],
+    ],
+)
+def test_an_argument_ends_no_line_of_an_error(arguments, capsys):
+    try:
+        assert main(arguments) == 2
+    except SystemExit as error:
+        assert error.code == 2
+    assert is_clean(capsys.readouterr().err)

@@ -13,6 +13,7 @@ they had.
 from __future__ import annotations
 
 import ast
+import builtins
 import collections
 import copy
 import functools
@@ -290,10 +291,14 @@ def _own_code(code: CodeType) -> CodeType:
 
 
 def _functions_of(file: str) -> list[FunctionType]:
-    """The live functions of a file."""
+    """The live functions of a file.
+
+    All that refer to Python's built-ins, not `gc.get_objects()`: that holds tuples that
+    other threads are about to make, and `tuple(generator)` raises a SystemError there.
+    """
     return [
         each
-        for each in gc.get_objects()
+        for each in gc.get_referrers(vars(builtins))
         if type(each) is FunctionType and each.__code__.co_filename == file
     ]
 
