@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .objects import ATOMS, BARE, Kept, KeptObjects
-from .tensors import SMALL, KeptTensor
+from .objects import ATOMS, BARE, Kept, KeptObjects, restore_all
+from .tensors import SMALL, KeptTensor, is_strided
 
 _MOST_OBJECTS = 64  # in one attribute
 _MOST_ITEMS = 1000  # of one container
@@ -68,8 +68,7 @@ class KeptAttributes:
         for key, value in self._values.items():
             if value is not _LEFT and own.get(key, _LEFT) is not value:
                 own[key] = value
-        for part in self._parts:
-            part.restore()
+        restore_all(self._parts)
         for tensor in self._tensors:
             tensor.restore()
 
@@ -89,6 +88,6 @@ class KeptAttributes:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    if tensor.layout is not torch.strided or isinstance(tensor, nn.Parameter):
+    if not is_strided(tensor) or isinstance(tensor, nn.Parameter):
         return False
     return tensor.grad_fn is None and tensor.nbytes <= SMALL

@@ -29,6 +29,7 @@ from .attributes import KeptAttributes
 from .tensors import (
     SMALL,
     counted_version,
+    is_at,
     is_same_bits,
     memory_of,
     num_bytes,
@@ -675,7 +676,7 @@ class _Entry:
             self._put_in_place(module, now, before)
         if before is None or before.is_meta:
             return ""
-        if self._memory is not None and before.data_ptr() != self._memory.data_ptr():
+        if self._memory is not None and not is_at(before, self._memory):
             before.data = self._memory
         elif now is before and not self._is_replaced:
             pass
@@ -715,7 +716,7 @@ class _Entry:
         now = self.current()
         if now is not before:
             self._put_in_place(module, now, before)
-        if self._memory is not None and before.data_ptr() != self._memory.data_ptr():
+        if self._memory is not None and not is_at(before, self._memory):
             before.data = self._memory
         if self.copy is not None:
             write(before, self.copy)
