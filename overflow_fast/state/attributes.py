@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .objects import ATOMS, BARE, Kept, KeptObjects, restore_all
-from .tensors import SMALL, KeptTensor, is_strided
+from .tensors import SMALL, KeptTensor
 
 _MOST_OBJECTS = 64  # in one attribute
 _MOST_ITEMS = 1000  # of one container
@@ -88,6 +88,6 @@ class KeptAttributes:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    if not is_strided(tensor) or isinstance(tensor, nn.Parameter):
+    if tensor.layout is not torch.strided or isinstance(tensor, nn.Parameter):
         return False
     return tensor.grad_fn is None and tensor.nbytes <= SMALL

@@ -556,6 +556,7 @@ class _Weights:
 
     def restore(self) -> Iterator[tuple[nn.Module | None, str, str]]:
         """Restores what forwards have written to; yields why one stays changed."""
+        self._put_in_place()
         for place in self._places_written():
             reference, name = self._owners[place]
             why = ""
@@ -564,6 +565,15 @@ class _Weights:
             else:
                 why = "the forward wrote to it, and what it held before is not known"
             yield reference(), name, why
+
+    def _put_in_place(self) -> None:
+        """Puts weights back that a forward has replaced by others."""
+        for weight, (reference, name) in zip(self._weights, self._owners, strict=True):
+            module = reference()
+            table = {} if module is None else module.__dict__[PARAMETERS]
+            now = table.get(name)
+            if now is not weight and type(now) is type(weight) is nn.Parameter:
+                table[name] = weight
 
 
 class _Entry:
