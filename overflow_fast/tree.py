@@ -274,7 +274,7 @@ def _state(value: Any) -> _State:
         items = [(None, each) for each in list.__getitem__(value, slice(None))]
     elif issubclass(type(value), dict):
         items = _items(value)
-    return _State(items, _attributes(value))
+    return _State(items, attributes(value))
 
 
 def _is_same(items: list[tuple[Any, Any]], others: list[tuple[Any, Any]]) -> bool:
@@ -289,6 +289,24 @@ def _refill(value: Any, items: list[tuple[Any, Any]]) -> None:
     base.clear(value)
     for key, each in items:
         base.append(value, each) if base is list else base.__setitem__(value, key, each)
+
+
+def set_attributes(value: Any, held: list[tuple[str, Any]]) -> None:
+    """Gives an object these attributes alone, without a setter of the user's.
+
+    Writes only what differs: other threads may read the object.
+    """
+    now = dict(attributes(value))
+    known = layout(type(value))
+    slots = dict(known.slots)
+    for name in now.keys() - {name for name, _ in held}:
+        if name in slots:
+            _slot(value, name, slots[name]).__delete__(value)
+        else:
+            del object.__getattribute__(value, "__dict__")[name]
+    for name, each in held:
+        if name not in now or now[name] is not each:
+            _set(value, name, each)
 
 
 def _set(value: Any, name: str, each: Any) -> None:
@@ -326,7 +344,7 @@ def _is_same_key(one: Any, other: Any) -> bool:
 
 def held(value: object, name: str) -> Any:
     """Returns an attribute that an object itself holds; None for anything else."""
-    for key, child in _attributes(value):
+    for key, child in attributes(value):
         if key == name:
             return child
     return None
@@ -527,9 +545,9 @@ def _contents(value: Any) -> _Contents | None:
     known = layout(kind)
     if not known.is_open:
         return None
-    attributes = _attributes(value)
-    if attributes:
-        return _of_object(attributes, known.wraps)
+    own = attributes(value)
+    if own:
+        return _of_object(own, known.wraps)
     return _registered(value, kind) if known.is_asked else None
 
 
@@ -551,7 +569,11 @@ def _is_dataclass(kind: type) -> bool:
     return any("__dataclass_fields__" in vars(base) for base in kind.__mro__)
 
 
-def _attributes(value: Any) -> list[tuple[str, Any]]:
+def attributes(value: Any) -> list[tuple[str, Any]]:
+    """Lists what an object itself holds in attributes and slots, also of a container.
+
+    Runs none of the user's code.
+    """
     known = layout(type(value))
     own = object.__getattribute__(value, "__dict__") if known.has_dict else None
     found = list(own.items()) if type(own) is dict else []
@@ -565,13 +587,13 @@ def _slot(value: Any, name: str, place: int) -> Any:
     return vars(type(value).__mro__[place])[name]
 
 
-def _of_object(attributes: list[tuple[str, Any]], wraps: str) -> _Contents:
-    wrapped: Any = dict(attributes).get(wraps) if wraps else None
+def _of_object(own: list[tuple[str, Any]], wraps: str) -> _Contents:
+    wrapped: Any = dict(own).get(wraps) if wraps else None
     if not issubclass(type(wrapped), dict):
-        found = _keyed(attributes, ATTRIBUTE)
+        found = _keyed(own, ATTRIBUTE)
         return found._replace(is_object=True)
     items = _items(wrapped)
-    rest = [(name, each) for name, each in attributes if name != wraps]
+    rest = [(name, each) for name, each in own if name != wraps]
     return _Contents(
         itertools.chain(itertools.repeat(KEY, len(items)), itertools.repeat(ATTRIBUTE)),
         [key for key, _ in items + rest],
@@ -817,7 +839,7 @@ class _Rebuilding:
             deque.__init__(copy, map(self.of, items), value.maxlen)
         elif issubclass(kind, dict):
             copy = self._dict(value, kind)
-        elif _attributes(value):
+        elif attributes(value):
             copy = self._begun(value, kind)
         else:
             return self._of_registered(value, kind)
@@ -858,7 +880,7 @@ class _Rebuilding:
 
     def _fill(self, copy: Any, value: Any) -> None:
         """Gives a copy the attributes of an object, without a setter of the user's."""
-        for name, child in _attributes(value):
+        for name, child in attributes(value):
             _set(copy, name, self.of(child))
 
 

@@ -67,7 +67,8 @@ inline bool has_storage(const at::TensorBase& tensor, const WeakStorage& storage
 inline bool is_wrapper(const at::TensorBase& tensor) {
   constexpr c10::DispatchKeySet kWrapper(
       {c10::DispatchKey::Python, c10::DispatchKey::ZeroTensor, c10::DispatchKey::Functionalize,
-       c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper});
+       c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
+       c10::DispatchKey::NestedTensor});
   const auto* impl = tensor.unsafeGetTensorImpl();
   return impl->key_set().has_any(kWrapper) || !impl->has_storage() ||
          impl->layout() != c10::kStrided || impl->is_meta() ||

@@ -77,7 +77,8 @@ def is_normalization(module: nn.Module) -> bool:
 
 def is_of_torch(module: nn.Module) -> bool:
     """Returns whether a module's forward is torch's own, unchanged."""
-    place = str(getattr(type(module).forward, "__module__", ""))
+    forward = inspect.getattr_static(type(module), "forward", None)  # a scripted one's
+    place = str(getattr(forward, "__module__", ""))  # is a descriptor that raises
     return place.startswith("torch.nn.") and _is_plain(module)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .objects import ATOMS, BARE, Kept, KeptObjects
+from .objects import ATOMS, BARE, Kept, KeptObjects, restore_all
 from .tensors import SMALL, KeptTensor
 
 _MOST_OBJECTS = 64  # in one attribute
@@ -68,8 +68,7 @@ class KeptAttributes:
         for key, value in self._values.items():
             if value is not _LEFT and own.get(key, _LEFT) is not value:
                 own[key] = value
-        for part in self._parts:
-            part.restore()
+        restore_all(self._parts)
         for tensor in self._tensors:
             tensor.restore()
 

@@ -1,10 +1,12 @@
 """The mutable objects that can be reached from some: what they hold, kept by identity.
 
-Entered are containers, objects with attributes or slots, closures, NumPy's arrays. Not
-entered is what is no state of a model: classes, modules of Python, objects of torch
-(but modules), of the standard library (but containers), of trainers and of this
-package, and an object that holds one of the models itself, such as the program's own
-trainer. None of the user's code runs: what a subclass overrides is not called.
+Entered are containers, functions with what they are bound to, NumPy's arrays, weak
+references, and what all of these, tensors and other objects have in attributes or
+slots, which `tree` reads. Not entered is what is no state of a model: classes, modules
+of Python, objects of torch (but modules, optimizers, distributions), of the standard
+library (but containers), of trainers and of this package, and an object that holds one
+of the models itself, such as the program's own trainer. None of the user's code runs:
+what a subclass overrides is not called.
 """
 
 from __future__ import annotations
@@ -13,18 +15,22 @@ import array
 import collections
 import enum
 import functools
+import gc
 import io
 import itertools
 import operator
 import socket
 import sys
+import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
+from ..tree import attributes, layout, set_attributes
 from .random import generator_of, is_same_state
 
 _MAX_BYTES = 2**28  # of an array that is copied
@@ -33,19 +39,26 @@ ATOMS = frozenset(
     {
         *(bool, int, float, complex, str, bytes, type(None), type, range, slice),
         *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
-        *(types.ModuleType, types.BuiltinFunctionType, type(Ellipsis)),
+        *(types.ModuleType, type(Ellipsis)),
     }
 )
 _CLOSED = {
     *("overflow_fast", "torch", "torchgen", "functorch", "triton", "numpy"),
     *("lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "deepspeed"),
 }
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+# Of torch and the standard library: objects that hold state of a model, and no more.
+_OPEN_PARTS = ("torch.optim", "torch.amp", "torch.distributions")
+_OPEN_PACKAGES = {"collections", "types", "argparse", "weakref", "_weakrefset"}
+_QUEUES = {"queue", "_queue", "multiprocessing.queues"}  # other threads write to them
+_FUNCTIONS = (
+    *(types.FunctionType, types.MethodType, types.BuiltinFunctionType),
+    *(functools.partial, weakref.ReferenceType),
+)
+_PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _NUMBERS = (bool, int, float, str)
 _KEY, _ATTRIBUTE, _INDEX = "[{!r}]", ".{}", "[{}]"
 _TABLES = ("_parameters", "_buffers", "_modules")
 BARE = frozenset(vars(nn.Module())) - {"training"}  # what torch keeps in each module
-_MISSING: Any = object()
 
 
 class Kept(Protocol):
@@ -117,11 +130,15 @@ class _Array:
         self._before = value[...].copy() if _is_numpys(value) else value[:]
 
     def restore(self) -> None:
-        self._value[... if _is_numpys(self._value) else slice(None)] = self._before
+        value: Any = self._value
+        if _is_numpys(value) and value.shape != self._before.shape:
+            value.resize(self._before.shape, refcheck=False)
+        value[... if _is_numpys(value) else slice(None)] = self._before
 
     def has_changed(self) -> bool:
         if _is_numpys(self._value):
-            return bool(self._value.tobytes() != self._before.tobytes())
+            is_same = self._value.shape == self._before.shape
+            return not is_same or bool(self._value.tobytes() != self._before.tobytes())
         return bytes(self._value) != bytes(self._before)
 
     def difference(self) -> str:
@@ -157,7 +174,7 @@ class KeptObjects:
 
     Attributes:
         tensors: The tensors that were met, by id, with the name of the first place.
-        lost: The names of what cannot be restored: iterators, files, sockets.
+        lost: The names of what cannot be restored: see `is_without_copy()`.
         is_whole: All that can be reached was entered.
     """
 
@@ -197,10 +214,13 @@ class KeptObjects:
         """How much all containers hold together."""
         return sum(len(e.before) for e in self.kept if isinstance(e, _Contents))
 
-    def restore(self) -> None:
-        """Makes all objects hold what they held."""
-        for each in self.kept:
-            each.restore()
+    def restore(self) -> list[tuple[str, str]]:
+        """Makes all objects hold what they held.
+
+        Returns:
+            What stays changed, and why.
+        """
+        return restore_all(self.kept)
 
     def differences(self, first: int = 0) -> list[str]:
         """The names of numbers and generators that are not as they were.
@@ -223,22 +243,27 @@ class KeptObjects:
         generator = generator_of(value)
         if issubclass(kind, torch.Tensor):
             self.tensors[id(value)] = name, value
+            if kind in _PLAIN_TENSORS or self._opens(value):
+                yield from self._of_object(name, value)
         elif issubclass(kind, nn.Module) and not self._is_narrow:
             yield from self._of_module(name, value)
         elif generator is not None:
             self.kept.append(_Generator(name, *generator))
         elif issubclass(kind, (tuple, frozenset)):
             yield from _indexed(name, list(_plain_items(value)))
+            yield from self._of_object(name, value)
         elif (access := _access_of(kind)) is not None:
             yield from self._of_container(name, value, access)
-        elif kind in _FUNCTIONS:
+        elif issubclass(kind, _FUNCTIONS):
             if not self._is_narrow:
                 yield from self._of_function(name, value)
         elif _is_array(value):
             yield from self._of_array(name, value)
+        elif (behind := _behind(value)) is not None:
+            yield name, behind
         elif self._opens(value):
             yield from self._of_object(name, value)
-        elif is_stream(kind):
+        elif is_without_copy(kind):
             self.lost.append(name)
 
     def _of_container(
@@ -252,19 +277,17 @@ class KeptObjects:
                 yield name, key
         else:
             yield from _indexed(name, before)
-        own = _attributes(value)  # of a subclass
-        if own:
-            yield from self._of_object(name, value)
+        yield from self._of_object(name, value)  # of a subclass
 
     def _of_module(self, name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
         prefix = f"{name}." if name else ""
-        own = vars(module)
-        self._keep(name, own, _ATTRIBUTES)
+        own = dict(attributes(module))
+        self._keep(name, module, _ATTRIBUTES)
         if isinstance(module, torch.jit.ScriptModule):  # TorchScript has its tensors
             for tensors in (module.named_parameters, module.named_buffers):
                 for key, each in tensors(recurse=False):
                     yield f"{prefix}{key}", each
-        for key, value in list(own.items()):
+        for key, value in own.items():
             if type(value) in ATOMS:
                 continue
             if key not in BARE:
@@ -276,26 +299,26 @@ class KeptObjects:
                         yield f"{prefix}{inner}", each
 
     def _of_object(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
-        own, slots = _attributes(value), _slots_of(type(value))
-        if own is not None:
-            if any(id(each) in self._models for each in own.values()):
-                return
-            before = self._keep(name, own, _ATTRIBUTES)
-            for key, each in zip(before[::2], before[1::2], strict=True):
+        known = layout(type(value))
+        own = attributes(value) if known.has_dict or known.slots else None
+        if own is None or any(id(each) in self._models for _, each in own):
+            return
+        self._keep(name, value, _ATTRIBUTES)
+        for key, each in own:
+            if type(each) not in ATOMS:
                 yield f"{name}.{key}", each
-        if slots:
-            held = self._keep(name, value, _slots_access(slots))
-            for slot, each in zip(slots, held, strict=True):
-                if each is not _MISSING:
-                    yield f"{name}.{slot.__name__}", each
 
     def _of_function(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, types.MethodType):
-            yield name, value.__self__
+        if isinstance(value, weakref.ReferenceType):
+            yield name, value()
+            return
+        if not isinstance(value, (types.FunctionType, functools.partial)):
+            yield name, value.__self__  # of a method
             return
         if isinstance(value, functools.partial):
             yield from _indexed(name, [value.func, *value.args])
             yield name, value.keywords
+            yield from self._of_object(name, value)
             return
         if _package(value.__module__) in _CLOSED | sys.stdlib_module_names:
             return
@@ -309,6 +332,7 @@ class KeptObjects:
                 yield from ((key, each) for each in self._keep(key, cell, _CELL))
 
     def _of_array(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        yield from self._of_object(name, value)  # of a subclass
         if _is_numpys(value) and not value.flags.writeable:
             return
         if _is_numpys(value) and value.dtype.hasobject:
@@ -319,9 +343,25 @@ class KeptObjects:
             self.kept.append(_Array(name, value))
 
 
-def is_stream(kind: type) -> bool:
-    """True for iterators, files and sockets: their place cannot be set again."""
+def restore_all(kept: Iterable[Kept]) -> list[tuple[str, str]]:
+    """Restores each on its own; returns the names of what stays changed, and why."""
+    problems = []
+    for each in kept:
+        try:
+            each.restore()
+        except Exception as error:
+            problems.append((each.name, f"{type(error).__name__}: {error}"))
+    return problems
+
+
+def is_without_copy(kind: type) -> bool:
+    """True for iterators, files, sockets, queues, and caches of `functools`."""
+    if kind.__module__ in _QUEUES or kind is _CACHED:
+        return True
     return hasattr(kind, "__next__") or issubclass(kind, (io.IOBase, socket.socket))
+
+
+_CACHED = type(functools.lru_cache(len))
 
 
 # How contents are read and replaced, by the methods of the builtin types.
@@ -344,14 +384,12 @@ def _fill_dict(value: Any, flat: list[Any]) -> None:
     dict.update(value, zip(flat[::2], flat[1::2], strict=True))
 
 
+def _read_attributes(value: Any) -> list[Any]:
+    return [part for pair in attributes(value) for part in pair]
+
+
 def _fill_attributes(value: Any, flat: list[Any]) -> None:
-    """Sets what has changed alone: other threads may read an object's attributes."""
-    before = dict(zip(flat[::2], flat[1::2], strict=True))
-    for key in [key for key in value if key not in before]:
-        del value[key]
-    for key, each in before.items():
-        if value.get(key, _MISSING) is not each:
-            value[key] = each
+    set_attributes(value, list(zip(flat[::2], flat[1::2], strict=True)))
 
 
 def _read_ordered(value: Any) -> list[Any]:
@@ -404,7 +442,7 @@ def _fill_cells(value: Any, items: list[Any]) -> None:
         value.flat[place] = each
 
 
-_ATTRIBUTES = _Access(_ATTRIBUTE, _read_dict, _fill_attributes)
+_ATTRIBUTES = _Access(_ATTRIBUTE, _read_attributes, _fill_attributes)
 _CELL = _Access("", _read_cell, _fill_cell)
 _CELLS = _Access(_INDEX, lambda value: list(value.flat), _fill_cells)
 _CONTAINERS: tuple[tuple[type, _Access], ...] = (
@@ -426,53 +464,24 @@ def _access_of(kind: type) -> _Access | None:
     return None
 
 
-def _slots_access(slots: list[Any]) -> _Access:
-    def read(value: Any) -> list[Any]:
-        return [_slot(slot, value) for slot in slots]
-
-    def replace(value: Any, items: list[Any]) -> None:
-        for slot, each in zip(slots, items, strict=True):
-            if each is not _MISSING:
-                slot.__set__(value, each)
-            elif _slot(slot, value) is not _MISSING:
-                slot.__delete__(value)
-
-    return _Access("", read, replace)
-
-
-def _slot(slot: Any, value: Any) -> Any:
-    try:
-        return slot.__get__(value)
-    except AttributeError:
-        return _MISSING
-
-
-def _slots_of(kind: type) -> list[Any]:
-    return [
-        slot
-        for base in kind.__mro__
-        if "__slots__" in vars(base)
-        for slot in vars(base).values()
-        if type(slot) is types.MemberDescriptorType
-    ]
-
-
-def _attributes(value: Any) -> dict[str, Any] | None:
-    try:
-        own = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
-    return own if type(own) is dict else None
+def _behind(value: Any) -> Any:
+    """The mutable object that a view shows; the attributes that a thread has."""
+    kind = type(value)
+    if kind is memoryview:
+        return None if value.readonly else value.obj
+    if kind is types.MappingProxyType:
+        shown = next((e for e in gc.get_referents(value) if isinstance(e, dict)), {})
+        return None if "__module__" in shown else shown  # of a class
+    return vars(value) if kind is threading.local else None
 
 
 def _is_state(value: Any) -> bool:
     """True for an object whose attributes may be state of a model."""
-    kind = type(value)
-    package = _package(kind.__module__)
+    module = type(value).__module__
+    package = _package(module)
     if package in _CLOSED:
-        return False
-    is_open = package == "collections" or kind is types.SimpleNamespace
-    return is_open or package not in sys.stdlib_module_names
+        return isinstance(module, str) and module.startswith(_OPEN_PARTS)
+    return package in _OPEN_PACKAGES or package not in sys.stdlib_module_names
 
 
 def _package(module: object) -> str:

@@ -55,7 +55,7 @@ class Snapshot:
             these are not copied.
 
     Attributes:
-        lost: The names of what cannot be restored: iterators, files, sockets.
+        lost: The names of what cannot be restored, such as iterators and files.
         problems: After the exit, a sentence for each tensor that stays changed.
         has_hooks: Hooks behind gradients are set aside.
     """
@@ -160,7 +160,7 @@ class Snapshot:
         more = f" and {len(self.lost) - _FEW} more" * (len(self.lost) > _FEW)
         return (
             f"What a replay takes from {names}{more} is not put back: an iterator, "
-            "file or socket has no copy."
+            "file, socket, queue or cached function has no copy."
         )
 
     def restore(self) -> None:
@@ -179,10 +179,10 @@ class Snapshot:
 
     def _put_back(self) -> list[tuple[str, str]]:
         """Restores all but gradients; returns what stays changed, and why."""
-        self._objects.restore()
+        problems = self._objects.restore()
         self._random.restore()
         pairs = [(name, kept.restore()) for name, kept in self._tensors]
-        return [(name, why) for name, why in pairs if why]
+        return problems + [(name, why) for name, why in pairs if why]
 
     def _leaves(self) -> Iterator[torch.Tensor]:
         """Yields the tensors that a backward gives gradients to, each once."""

@@ -29,6 +29,7 @@ from .attributes import KeptAttributes
 from .tensors import (
     SMALL,
     counted_version,
+    is_at,
     is_same_bits,
     memory_of,
     num_bytes,
@@ -556,6 +557,7 @@ class _Weights:
 
     def restore(self) -> Iterator[tuple[nn.Module | None, str, str]]:
         """Restores what forwards have written to; yields why one stays changed."""
+        self._put_in_place()
         for place in self._places_written():
             reference, name = self._owners[place]
             why = ""
@@ -564,6 +566,15 @@ class _Weights:
             else:
                 why = "the forward wrote to it, and what it held before is not known"
             yield reference(), name, why
+
+    def _put_in_place(self) -> None:
+        """Puts weights back that a forward has replaced by others."""
+        for weight, (reference, name) in zip(self._weights, self._owners, strict=True):
+            module = reference()
+            table = {} if module is None else module.__dict__[PARAMETERS]
+            now = table.get(name)
+            if now is not weight and type(now) is type(weight) is nn.Parameter:
+                table[name] = weight
 
 
 class _Entry:
@@ -676,7 +687,7 @@ class _Entry:
             self._put_in_place(module, now, before)
         if before is None or before.is_meta:
             return ""
-        if self._memory is not None and before.data_ptr() != self._memory.data_ptr():
+        if self._memory is not None and not is_at(before, self._memory):
             before.data = self._memory
         elif now is before and not self._is_replaced:
             pass
@@ -716,7 +727,7 @@ class _Entry:
         now = self.current()
         if now is not before:
             self._put_in_place(module, now, before)
-        if self._memory is not None and before.data_ptr() != self._memory.data_ptr():
+        if self._memory is not None and not is_at(before, self._memory):
             before.data = self._memory
         if self.copy is not None:
             write(before, self.copy)

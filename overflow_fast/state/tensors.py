@@ -35,7 +35,7 @@ class KeptTensor:
         self._version = counted_version(tensor)
         self._copy: torch.Tensor | None = None
         is_readable = not (tensor.is_meta or self._is_lazy)
-        if is_readable and tensor.layout is torch.strided and not is_wrapped(tensor):
+        if is_readable and is_strided(tensor) and not is_wrapped(tensor):
             is_readable = has_memory(tensor)
         if is_copied and is_readable:
             with contextlib.suppress(Exception):  # a layout without clone(), no memory
@@ -56,7 +56,7 @@ class KeptTensor:
             return "it was not initialized before"
         if tensor.is_leaf and tensor.requires_grad != self._requires_grad:
             tensor.requires_grad_(self._requires_grad)
-        if self._memory is not None and not _is_at(tensor, self._memory):
+        if self._memory is not None and not is_at(tensor, self._memory):
             tensor.data = self._memory
         if self._copy is None:
             is_known = tensor.is_meta or self._is_lazy
@@ -90,13 +90,14 @@ class KeptTensor:
 
 def write(tensor: torch.Tensor, copy: torch.Tensor) -> None:
     """Copies into a tensor unseen by autograd, once where it is expanded."""
-    if not is_wrapped(tensor) and tensor.layout is torch.strided:
+    if not is_wrapped(tensor) and is_strided(tensor):
         for dim, stride in enumerate(tensor.stride()):
             if stride == 0 and tensor.shape[dim] > 1:
                 tensor, copy = tensor.narrow(dim, 0, 1), copy.narrow(dim, 0, 1)
     is_inference = tensor.is_inference()
     with torch.inference_mode() if is_inference else torch.no_grad():
-        tensor.data.copy_(copy)
+        # The `.data` of another layout is no alias.
+        (tensor.data if tensor.layout is torch.strided else tensor).copy_(copy)
 
 
 def is_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -104,18 +105,18 @@ def is_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
     A nan equals itself, and -0 does not equal 0. Incurs a CPU-GPU sync.
     """
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
     try:
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
         return torch.equal(_bits(a), _bits(b))
-    except Exception:  # a layout without accessible bytes
+    except Exception:  # a layout without accessible bytes, or without a shape
         return False
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """An alias of a plain tensor's memory, to be put back; None for others."""
     is_plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
-    if not is_plain or tensor.layout is not torch.strided or tensor.is_meta:
+    if not is_plain or not is_strided(tensor) or tensor.is_meta:
         return None
     return None if is_lazy(tensor) else tensor.data
 
@@ -123,6 +124,11 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
 def counted_version(tensor: torch.Tensor) -> int | None:
     """How often a tensor was written to; None for inference tensors."""
     return None if tensor.is_inference() else version_of(tensor)
+
+
+def is_strided(tensor: torch.Tensor) -> bool:
+    """True for a tensor with a shape and strides; a nested one has none."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
@@ -135,7 +141,7 @@ def num_bytes(tensor: torch.Tensor) -> int:
     return tensor.nbytes if tensor.layout is torch.strided else 0
 
 
-def _is_at(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
+def is_at(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
     """True if a tensor still is where it was, with the same shape."""
     if tensor.shape != memory.shape or tensor.dtype != memory.dtype:
         return False

@@ -1,11 +1,14 @@
 """Whatever a module holds: audits, replays, skips and raises leave no trace of it."""
 
+import array
 import collections
 import copy
 import functools
 import gc
 import random
+import threading
 import types
+import weakref
 
 import numpy
 import pytest
@@ -38,6 +41,18 @@ class Mapped(dict):
 class Plain:
     def __init__(self):
         self.number, self.inner, self.array = 0, types.SimpleNamespace(n=0), [0]
+
+
+class Tagged(torch.Tensor):
+    """A tensor with attributes of its own."""
+
+
+class Pair(tuple):
+    """A tuple with attributes of its own."""
+
+
+class Array(numpy.ndarray):
+    """An array with attributes of its own."""
 
 
 def counter():
@@ -219,6 +234,101 @@ def read_attributes(m):
     return m.number, m.text, hasattr(m, "gone"), getattr(m, "new", None)
 
 
+def attributes_of_values(m):
+    m.tagged = torch.zeros(2)
+    m.tagged.number = 0
+    m.weight = nn.Parameter(torch.ones(2))
+    m.weight.ages = [0]
+    m.subclass, m.pair = torch.zeros(1).as_subclass(Tagged), Pair((1, 2))
+    m.subclass.number = m.pair.number = 0
+    m.view = numpy.zeros(2).view(Array)
+    m.view.seen = []
+    m.call = functools.partial(int)
+    m.call.number = 0
+
+
+def mutate_attributes_of_values(m, x):
+    for each in (m.tagged, m.subclass, m.pair, m.call):
+        vars(each)["number"] = vars(each).get("number", 0) + 1  # copies have none
+    vars(m.weight).setdefault("ages", []).append(1)
+    m.view.seen.append(1)
+
+
+def read_attributes_of_values(m):
+    each = [each.number for each in (m.tagged, m.subclass, m.pair, m.call)]
+    return each, m.weight.ages, m.view.seen
+
+
+def views(m):
+    m.memory = memoryview(bytearray(b"ab"))
+    m.shown = types.MappingProxyType({"a": [0]})
+    m.local = threading.local()
+    m.local.number = 0
+    m.add = [].append
+    m.draw = random.Random(0).random
+    m.keys = [Plain(), Plain()]
+    m.weak = weakref.WeakKeyDictionary({m.keys[0]: 0})
+    m.reference = weakref.ref(m.keys[1])
+
+
+def mutate_views(m, x):
+    m.memory[0] += 1
+    m.shown["a"].append(1)
+    m.local.number += 1
+    m.add(1)
+    m.draw()
+    m.weak[m.keys[len(m.weak) - 1]] += 1
+    m.weak[m.keys[1]] = 0
+    m.reference().number += 1
+
+
+def read_views(m):
+    own = bytes(m.memory), m.shown["a"], m.local.number, m.add.__self__
+    weak = [m.weak.get(each) for each in m.keys], m.keys[1].number
+    return own, weak, m.draw.__self__.getstate()
+
+
+def resized(m):
+    m.register_buffer("grown", torch.zeros(2))
+    m.register_buffer("turned", torch.zeros(2))
+    m.floats, m.integers = numpy.zeros(2), array.array("i", [1])
+    m.sparse = torch.sparse_coo_tensor(
+        [[0, 1]], [1.0, 2.0], (3,), check_invariants=True
+    )
+
+
+def mutate_resized(m, x):
+    m.grown.resize_(m.grown.numel() + 1).fill_(1)
+    m.turned.unsqueeze_(0)
+    m.floats.resize(len(m.floats) + 1, refcheck=False)
+    m.integers.append(2)
+    m.sparse.mul_(2)
+
+
+def read_resized(m):
+    own = m.grown.tolist(), m.turned.shape
+    more = m.floats.tolist(), m.integers.tolist()
+    return own, more, m.sparse.to_dense().tolist()
+
+
+def optimizers(m):
+    m.inner = nn.Parameter(torch.ones(2))
+    m.optimizers = [torch.optim.Adam([m.inner])]
+    m.schedule = torch.optim.lr_scheduler.ExponentialLR(m.optimizers[0], 0.5)
+
+
+def mutate_optimizers(m, x):
+    m.inner.grad = torch.ones(2)
+    m.optimizers[0].step()
+    m.inner.grad = None
+    m.schedule.step()
+
+
+def read_optimizers(m):
+    own = m.optimizers[0].state_dict()
+    return m.inner.tolist(), repr(own), m.schedule.last_epoch
+
+
 KINDS = {
     "list": (a_list, lambda m, x: m.items.append(1), lambda m: list(m.items)),
     "nested": (nested, mutate_nested, read_nested),
@@ -229,6 +339,14 @@ KINDS = {
     "closures": (closures, mutate_closures, read_closures),
     "tensors": (tensors, mutate_tensors, read_tensors),
     "attributes": (attributes, mutate_attributes, read_attributes),
+    "attributes of values": (
+        attributes_of_values,
+        mutate_attributes_of_values,
+        read_attributes_of_values,
+    ),
+    "views": (views, mutate_views, read_views),
+    "resized": (resized, mutate_resized, read_resized),
+    "optimizers": (optimizers, mutate_optimizers, read_optimizers),
     "torch": drawn(
         "torch_rng",
         lambda: torch.Generator().manual_seed(0),
@@ -288,7 +406,9 @@ class Net(nn.Module):
 
 def facts(model, optimizer):
     """All that can be told of a program's state, as text and bits."""
-    weights = [t.detach().numpy().tobytes() for t in model.state_dict().values()]
+    weights = [
+        t.detach().clone().numpy().tobytes() for t in model.state_dict().values()
+    ]
     own = optimizer.state_dict()["state"] if optimizer else {}
     state = [
         (key, name, each.tolist() if isinstance(each, torch.Tensor) else each)

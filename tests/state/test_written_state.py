@@ -1,6 +1,8 @@
 """Steps whose forward writes to what it reads: buffers of any size, weights, flags."""
 
+import functools
 import logging
+import queue
 import random
 
 import numpy
@@ -296,3 +298,62 @@ def test_a_report_names_an_iterator_that_a_replay_may_have_used():
     model = Reading()
     report = failed(model, lambda: (model(torch.ones(2, 4)) - 1e9).sqrt())
     assert any("`stream`" in note for note in report.explanation.notes)
+
+
+class Replacing(nn.Module):
+    """Holds what a forward must not lose or break: other weights, nested tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+
+    def forward(self, x):
+        y = self.linear(x).sum() * 0 / (self.nested.values().sum() - 3)
+        self.linear.weight = nn.Parameter(self.linear.weight.detach() + 1)
+        self.nested.mul_(2)
+        return y
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_weight_that_the_forward_has_replaced_is_in_its_place_again(policy):
+    model = Replacing()
+    weight = model.linear.weight
+    failed(model, lambda: model(torch.ones(3, 4)), policy)
+    assert model.linear.weight is weight
+
+
+def test_a_replay_leaves_nested_tensors_as_they_are():
+    model = Replacing()
+    with Snapshot({"": model}) as state:
+        model(torch.ones(3, 4))
+    assert state.problems == []
+    assert model.nested.values().tolist() == [1, 1, 1]
+
+
+def test_scripted_layers_are_not_audited():
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.LayerNorm(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, monitors=[LayerAudit(1)]) as guard:
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    assert guard.coverage().failures == 0
+
+
+def test_what_cannot_be_restored_does_not_stop_the_rest():
+    model = nn.Linear(4, 4)
+    model.array, model.items = numpy.zeros(2), []
+    with Snapshot({"": model}) as state:
+        model.array.flags.writeable = False
+        model.items.append(1)
+    assert model.items == []
+    assert len(state.problems) == 1 and "array" in state.problems[0]
+
+
+@pytest.mark.parametrize("held", [queue.Queue(), functools.lru_cache(len)])
+def test_queues_and_cached_functions_are_named(held):
+    model = nn.Linear(4, 4)
+    model.held = held
+    with Snapshot({"": model}) as state:
+        assert state.lost == ["held"]
