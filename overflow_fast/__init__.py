@@ -19,9 +19,9 @@ except ImportError as error:
 
 from . import flags, metal
 from .compare import entry_points as _entry_points
-from .compare.comparison_result import Comparison
+from .compare.comparison import Comparison
 from .compare.entry_points import compare_live, shadow
-from .compare.run_reader import RecordingError
+from .compare.recordings import RecordingError
 from .core.ops import Stat, scan
 from .debug import DebugUnderflowOverflow, detect_overflow, get_abs_min_max
 from .guard.guard import OverflowGuard
@@ -32,18 +32,16 @@ from .guard.monitors.monitor import Monitor, MonitoredStep, Notice
 from .guard.monitors.replicas import Replicas
 from .guard.monitors.spikes import Spikes
 from .guard.options import Evidence, Explain, Log, Record, Schedule
-from .guard.state import assert_finite_state
+from .guard.state_check import assert_finite_state
 from .precision.advise import advise_precision
 from .precision.keep_in_fp32 import keep_in_fp32
 from .precision.precision_advice import PrecisionAdvice
-from .record.reading import read_record
 from .record.record_lines import RecordError
-from .record.table import FlightRecord
+from .record.table import FlightRecord, read_record
 from .recording import callbacks  # noqa: F401  (what the extension calls)
 from .recording.coverage import Coverage
-from .replay.explanation import Explanation
-from .replay.named_op import Op
-from .replay.standalone import explain
+from .replay.explain import explain
+from .replay.explanation import Explanation, Op
 from .report.guard_coverage import GuardCoverage
 from .report.report import NonFiniteError, Report
 

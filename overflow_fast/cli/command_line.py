@@ -22,7 +22,7 @@ from . import (
     run_command,
     watch_command,
 )
-from .adding import Commands
+from .subcommand import Commands
 
 # In the order of `--help`.
 _COMMANDS = (

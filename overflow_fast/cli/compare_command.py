@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..text import printable
-from .adding import Commands, add_command, fail, reason
+from .subcommand import Commands, add_command, fail, reason
 
 _FORMATS = (".html", ".xlsx", ".json")
 NOTHING_COMPUTED = 3  # the exit status where only weights or batches were compared

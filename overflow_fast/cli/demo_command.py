@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .adding import Commands, add_command, at_least_one, fail
+from .subcommand import Commands, add_command, at_least_one, fail
 
 
 def add_to(commands: Commands) -> None:

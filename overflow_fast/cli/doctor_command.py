@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from ..files.json_text import dumps
-from .adding import Commands, add_command, fail
+from ..files.schema import dumps
+from .subcommand import Commands, add_command, fail
 
 if TYPE_CHECKING:
     from ..doctor.diagnosis import Diagnosis
@@ -41,7 +41,7 @@ def add_to(commands: Commands) -> None:
 
 def _run(parsed: argparse.Namespace) -> int:
     from ..doctor.examination import Examination
-    from ..doctor.meeting import Address
+    from ..doctor.rendezvous import Address
     from ..doctor.stage import Settings
 
     if not parsed.seconds > 0:
@@ -69,7 +69,7 @@ def _tell(diagnosis: Diagnosis, as_json: bool, output: str | None) -> int:
     else:
         print(diagnosis)
     if output is not None:
-        from ..doctor.matrix_page import save_diagnosis
+        from ..doctor.diagnosis import save_diagnosis
 
         try:
             print(save_diagnosis(output, diagnosis), file=sys.stderr)

@@ -9,9 +9,9 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from ..files.json_text import dumps
+from ..files.schema import dumps
 from ..text import printable
-from .adding import Commands, add_command
+from .subcommand import Commands, add_command
 
 _LIBRARIES = (
     *("transformers", "accelerate", "lightning", "pytorch-lightning", "deepspeed"),

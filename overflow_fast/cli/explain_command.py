@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from ..files.json_text import dumps
-from .adding import Commands, add_command, fail
+from ..files.schema import dumps
+from .subcommand import Commands, add_command, fail
 
 
 def add_to(commands: Commands) -> None:
@@ -39,7 +39,7 @@ def add_to(commands: Commands) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from ..replay.offline import explain_folder, function_at, require_step
+    from ..replay.explain import explain_folder, function_at, require_step
     from ..replay.saved_step import UnreadableStepError
 
     try:

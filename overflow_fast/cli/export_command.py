@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files.json_text import dumps
+from ..files.schema import dumps
 from ..text import printable
-from .adding import Commands, add_command, fail, reason, warn, with_progress
+from .subcommand import Commands, add_command, fail, reason, warn, with_progress
 
 _ROWS = 50_000  # of a row group
 _SUFFIXES = (".csv", ".parquet")
@@ -50,7 +50,7 @@ def add_to(commands: Commands) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from ..record.reading import read_record
+    from ..record.table import read_record
 
     output = Path(parsed.output)
     if output.suffix not in _SUFFIXES:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from ..files.json_text import dumps
+from ..files.schema import dumps
 from ..text import printable
-from .adding import (
+from .subcommand import (
     Commands,
     add_command,
     fail,

@@ -1,22 +1,306 @@
-"""`compare()`: two recordings, layer by layer."""
+"""`compare()`: two recordings, layer by layer, and the first cause of a difference."""
 
 from __future__ import annotations
 
+import collections
+import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from . import said_first
-from .comparison_result import Comparison
-from .first_cause import Known, first_of
-from .first_difference import First
-from .judged_rows import Difference, difference_of
-from .matching import Matched, match
+from .comparison import Comparison, First, has_other_shape
+from .error_bounds import judge_all
+from .judged_rows import MADE_HERE, Difference, difference_of
+from .matching import Entry, Matched, entries_of_rank, entries_of_ranks, match
 from .msprobe_dump import find_dumps, read_dumps
-from .places_of import FORWARD
-from .run_reader import RankStep, Run, read_run
-from .whole import Entry, entries_of_rank, entries_of_ranks
-from .yardstick import judge_all
+from .recordings import RankStep, Run, has_unequal_states, read_run
+from .tensor_hooks import BACKWARD, FORWARD, STATE
+
+# Remarks before anything is compared: how the two runs were unlike.
+
+
+_MAX_NAMES = 6
+_SETTINGS = {
+    "devices": "devices",
+    "dtypes": "dtypes of weights",
+    "autocast": "autocast",
+    "matmul_precision": "float32 matmul precision",
+    "deterministic": "deterministic algorithms",
+    "threads": "threads",
+    "training": "training mode",
+}
+
+
+def of_runs(run: Run, reference: Run) -> Iterator[str]:
+    """Sentences on two runs: damage, versions, ranks, steps."""
+    yield from (*run.damaged, *reference.damaged)
+    mine, its = run.heads[0].get("versions", {}), reference.heads[0].get("versions", {})
+    for name in sorted({*mine, *its}):
+        if mine.get(name) != its.get(name):
+            yield f"{name}: {mine.get(name, 'none')} against {its.get(name, 'none')}."
+    if run.num_ranks != reference.num_ranks:
+        yield f"{run.num_ranks} against {reference.num_ranks} ranks."
+    only = sorted({*run.steps} ^ {*reference.steps})
+    if only:
+        yield f"Steps of one run only, not compared: {_some(map(str, only))}."
+
+
+def of_step(step: int, mine: Sequence[RankStep], its: Sequence[RankStep]) -> list[str]:
+    """Sentences on a step: settings, dropout, random states, failures."""
+    own, other = mine[0].modes, its[0].modes
+    found = [
+        f"{name}: {_text(own.get(key))} against {_text(other.get(key))}"
+        for key, name in _SETTINGS.items()
+        if key in own and key in other and own[key] != other[key]
+    ]
+    dropout = own.get("dropout") or other.get("dropout")
+    if dropout:
+        found.append(f"dropout is on in {len(dropout)} modules, such as {dropout[0]}")
+    found += _of_random(own, other)
+    for side in (*mine, *its):
+        found += [f"not recorded: {text}" for text in side.modes.get("failures", [])]
+        if side.modes.get("raised"):
+            found.append(f"rank {side.rank} raised {side.modes['raised']} in this step")
+    return [f"Step {step}: {text}." for text in found]
+
+
+def _of_random(own: dict[str, Any], other: dict[str, Any]) -> Iterator[str]:
+    """Describes what unequal random states mean, where it is known who drew."""
+    unequal = _unequal(own.get("random", {}), other.get("random", {}))
+    if not unequal:
+        return
+    names = ", ".join(unequal)
+    if "drawn" not in own or "drawn" not in other:  # an older recording, or no own one
+        yield f"the random states were unequal ({names}): what was drawn may differ"
+        return
+    drawn = [name for name in unequal if name in {*own["drawn"], *other["drawn"]}]
+    if drawn:
+        yield (
+            f"random numbers were drawn, from unequal states ({', '.join(drawn)}): "
+            "what depends on them differs"
+        )
+    else:
+        yield f"the random states were unequal ({names}), but nothing was drawn of them"
+
+
+def of_matches(step: int, matched: Matched) -> Iterator[str]:
+    """Sentences on tensors without a twin, and modules paired by their order."""
+    for entries, whose in (
+        (matched.only, "first"),
+        (matched.only_reference, "reference"),
+    ):
+        if entries:
+            yield f"Step {step}: {_missing(entries)} of the {whose} run alone."
+    if matched.renamed:
+        pairs = [f"{a} = {b}" for a, b in matched.renamed.items() if a != b]
+        if pairs:
+            yield (
+                f"Step {step}: {len(pairs)} modules were paired by order and shape: "
+                f"{_some(pairs)}."
+            )
+
+
+def _missing(entries: Sequence[Entry]) -> str:
+    roles = collections.Counter(e.place.role.replace("_", " ") for e in entries)
+    counts = ", ".join(f"{count} {role}" for role, count in roles.most_common())
+    ranks = {entry.rank for entry in entries if entry.rank is not None}
+    of_ranks = f" (ranks {_some(map(str, sorted(ranks)))})" if ranks else ""
+    modules = list(dict.fromkeys(e.place.module or "the model" for e in entries))
+    return f"not compared: {counts} of {_some(modules)}{of_ranks},"
+
+
+def _some(names: Any) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - _MAX_NAMES} more" if len(listed) > _MAX_NAMES else ""
+    return ", ".join(listed[:_MAX_NAMES]) + more
+
+
+def _unequal(mine: dict[str, str], its: dict[str, str]) -> list[str]:
+    """The generators that both runs have, in unequal states; torch's first."""
+    return [name for name in mine if name in its and mine[name] != its[name]]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {v}" for k, v in value.items()) or "none"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+# The first layer that computes differently from equal inputs.
+
+
+_USED_ELSEWHERE = "Or code outside of it, such as the loss, uses the parameter itself."
+
+
+@dataclass
+class Known:
+    """Facts of a step beside its rows.
+
+    Attributes:
+        settings: The settings of both runs' ranks, see `surroundings.modes()`.
+        missing: The modules of which a run has tensors that the other lacks.
+        had_gradients: Whether parameters had gradients before the step, in a run.
+        lone_inputs: The modules of which a run has inputs that the other lacks.
+    """
+
+    settings: Sequence[tuple[RankStep, RankStep]] = ()
+    missing: Container[str] = ()
+    had_gradients: bool = False
+    lone_inputs: Container[str] = ()
+
+
+def first_of(rows: Sequence[Difference], known: Known | None = None) -> First | None:
+    """Finds the first difference that is made where it shows.
+
+    Args:
+        rows: The judged rows of one step, in the order of execution.
+        known: What else is known of the step.
+    """
+    known = known or Known()
+    row = next((row for row in rows if row.verdict == MADE_HERE), None)
+    if row is None:
+        return None
+    place = row.place
+    if place.phase == STATE:
+        others = [r for r in rows if r.place.phase == STATE and r.verdict == MADE_HERE]
+        total = sum(r.place.phase == STATE for r in rows)
+        remark = f"{len(others)} of {total} parameters and buffers differ."
+        return First(place.module, place.class_name, "weights", row, remark=remark)
+    given = (r for r in rows if r.place.role == "input" and not r.place.module)
+    other = next((r for r in given if r.rank == row.rank and has_other_shape(r)), None)
+    if other is not None:
+        return First("", "", "batch", other)
+    if place.phase == BACKWARD:
+        return _in_backward(row, rows, known)
+    if place.role == "input" and not place.module:
+        return First("", "", "batch", row)
+    before = rows[: rows.index(row)]
+    if place.role == "input":
+        module = place.caller
+        kind = next((r.place.class_name for r in rows if r.place.module == module), "")
+    else:
+        module, kind = place.module, place.class_name
+    after = _returned_last(before, module)
+    remark = _of_dropout(row, module, known) if "ropout" in kind else ""
+    unknown = _not_compared(before, row, module, known)
+    return First(module, kind, "forward", row, after, remark=remark, unknown=unknown)
+
+
+def _not_compared(
+    before: Sequence[Difference], row: Difference, module: str, known: Known
+) -> tuple[str, ...]:
+    """Names the tensors that a module was given of which nothing is known."""
+    found = [
+        each.name
+        for each in before
+        if each.measures is None and each.rank == row.rank
+        if _is_source(each, row, module)
+    ]
+    lone = [f"{module or 'the model'}: inputs of one run alone"]
+    return (*found, *(lone if module in known.lone_inputs else ()))
+
+
+def _is_source(given: Difference, row: Difference, module: str) -> bool:
+    """Tells whether a module had a tensor when it made that of a row."""
+    place = given.place
+    if place.phase != FORWARD:
+        return False
+    if place.role == "output":
+        return place.caller == module != place.module
+    is_this_call = row.place.module != module or place.call == row.place.call
+    return place.module == module and is_this_call
+
+
+def _of_dropout(row: Difference, module: str, known: Known) -> str:
+    """Describes why a module with dropout differs, where it is known."""
+    if row.reference_name:  # its name in the other run is another
+        return ""
+    sides = [s for s in known.settings if row.rank in (None, s[0].rank)]
+    for mine, its in ((a.modes, b.modes) for a, b in sides[:1]):
+        is_on = [module in side.get("dropout", ()) for side in (mine, its)]
+        if "dropout" in mine and "dropout" in its and is_on[0] != is_on[1]:
+            return "Its dropout is on in one run alone."
+        if all(is_on) and has_unequal_states(mine, its):
+            return "It drops other values: the random states of the runs were unequal."
+    return ""
+
+
+def _returned_last(before: Sequence[Difference], module: str) -> str:
+    """The last module that had returned to this one."""
+    calls = (
+        row.place.module
+        for row in reversed(before)
+        if row.place.role == "output" and row.place.caller == module
+    )
+    return next((name for name in calls if name and name != module), "")
+
+
+def _in_backward(row: Difference, rows: Sequence[Difference], known: Known) -> First:
+    """Finds the modules that used a tensor whose gradient differs."""
+    place = row.place
+    if place.role == "parameter_gradient":
+        is_known = not known.had_gradients and _has_compared(row, rows, known)
+        kind = "backward" if is_known else "gradients"
+        older = "Parameters had gradients before the step began."
+        remark = older if known.had_gradients else _USED_ELSEWHERE
+        return First(place.module, place.class_name, kind, row, remark=remark)
+    given = [r.place for r in rows if _is_given(r, row, rows)]
+    users = [each for each in given if each.role == "input" and each.is_leaf]
+    if place.role == "input_gradient" and not users:
+        users = [place]
+    names = list(dict.fromkeys(user.module for user in users))
+    is_returned = any(each.role == "output" and not each.module for each in given)
+    if is_returned and not names:
+        return First("", "", "loss", row)
+    if is_returned:
+        remark = f"One of {', '.join(names)}, or the gradient that the model was given."
+        kind = next((r.place.class_name for r in rows if not r.place.module), "")
+        return First("", kind, "backward", row, remark=remark)
+    if len(names) == 1:
+        return First(users[0].module, users[0].class_name, "backward", row)
+    module = _common_parent(names) if names else place.caller
+    kind = next((r.place.class_name for r in rows if r.place.module == module), "")
+    remark = f"One of {', '.join(names)}." if names else ""
+    return First(module, kind, "backward", row, remark=remark)
+
+
+def _has_compared(row: Difference, rows: Sequence[Difference], known: Known) -> bool:
+    """Tells whether all that a parameter's module was given and made was compared."""
+    module = row.place.module
+    own = (r for r in rows if r.rank == row.rank and r.place.module == module)
+    is_whole = all(r.measures is not None or r.place.phase == STATE for r in own)
+    return is_whole and module not in known.missing
+
+
+def _common_parent(names: Sequence[str]) -> str:
+    """The name of the innermost module that has all of these."""
+    parts = [name.split(".") for name in names]
+    common = itertools.takewhile(
+        lambda at: len(set(at)) == 1, zip(*parts, strict=False)
+    )
+    return ".".join(each[0] for each in common)
+
+
+def _is_given(
+    used: Difference, gradient: Difference, rows: Sequence[Difference]
+) -> bool:
+    """Tells whether an input is the tensor whose gradient is a row."""
+    place = gradient.place
+    role = place.role.removesuffix("_gradient")
+    for row in rows:
+        its = row.place
+        is_source = (its.module, its.call, its.role, its.path) == (
+            *(place.module, place.call, role),
+            place.path,
+        )
+        if is_source:
+            orders = {row.order, row.same}
+            return used.rank == gradient.rank and bool(
+                orders & {used.order if used.same is None else used.same}
+            )
+    return False
 
 
 def compare_runs(
@@ -29,10 +313,10 @@ def compare_runs(
     """Compares two folders; see `overflow_fast.compare`."""
     mine, its = _read(run), _read(reference)
     result = Comparison(mine.name, its.name, [], threshold=threshold)
-    result.said += said_first.of_runs(mine, its)
+    result.said += of_runs(mine, its)
     for step in sorted({*mine.steps} & {*its.steps}):
         own, other = mine.steps[step], its.steps[step]
-        result.said += said_first.of_step(step, own, other)
+        result.said += of_step(step, own, other)
         rows, first = _compare_step(result, step, own, other, names)
         result.rows += rows
         result.first = result.first or first
@@ -78,7 +362,7 @@ def _compare_step(
         result.said.append(_NO_INPUT_GRADIENTS.format(step=step))
         entries, references = map(_without_input_gradients, (entries, references))
     matched = match(entries, references, names)
-    result.said += said_first.of_matches(step, matched)
+    result.said += of_matches(step, matched)
     rows = [difference_of(pair, step) for pair in matched.pairs]
     judge_all(rows, matched.pairs, _has_tf32(own) or _has_tf32(other))
     for row in rows:

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from ..core.tensors import dtype_named
-from ..precision.recast import expected_error
-from .matching import Pair
+from ..precision.layers import expected_error
+from .matching import Entry, Pair
 from .measures import Measures, estimated, measured
-from .places_of import Place
-from .whole import Entry
+from .tensor_hooks import Place
 
 EQUAL, ROUNDING, MADE_HERE = "equal", "rounding", "made here"
 INHERITED, NOT_COMPARED = "inherited", "not compared"

@@ -1,36 +1,403 @@
-"""`compare_live()`: two models on one batch, side by side."""
+"""`compare_live()`: two models on one batch, side by side, or one against float32."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from ..core.devices import devices_of
-from ..core.model_call import step_of
-from ..core.tensors import loss_in
+from ..core.modules import named_modules, step_of
+from ..core.tensors import devices_of, loss_in
+from ..precision.copies import check_model, to_float32
+from ..precision.layers import expected_error, floats_in
 from ..recording.unseen import unseen
-from ..replay.ambient import Ambient
+from ..replay.capture import Ambient
+from ..replay.places import Frames, code_at, users_frames
 from ..state.random import RandomStates
 from ..state.snapshot import Snapshot
-from ..tree import CALL_DEPTH, mapped
-from . import said_first
-from .comparison_result import Comparison
-from .first_cause import Known, first_of
-from .first_difference import First
-from .first_op import first_difference, ops_within
-from .judged_rows import difference_of
-from .local_shadow import LocalShadow, apply_errors
-from .lockstep import Lockstep
-from .matching import Matched, mapped_name, match
-from .run_reader import RankStep
-from .surroundings import modes
-from .tap import Tap
-from .yardstick import judge_all
+from ..torch_internals.replay_internals import TorchDispatchMode
+from ..torch_internals.running import graph_task_id
+from ..tree import CALL_DEPTH, NotRebuilt, mapped, tensors_in
+from . import compare_runs as said_first
+from .compare_runs import Known, first_of
+from .comparison import Comparison, First
+from .error_bounds import FLAGGED, judge_all
+from .judged_rows import (
+    INHERITED,
+    MADE_HERE,
+    Difference,
+    coarser,
+    difference_of,
+    epsilon,
+    error_of_layer,
+)
+from .matching import Entry, Matched, Pair, mapped_name, match
+from .measures import Measures, estimated, measured
+from .recordings import RankStep, Row, Source, modes
+from .tensor_hooks import BACKWARD, Place, Summary, Tap, fetch, summarize, values_of
+
+# The first operation within a module whose result differs between two models.
+
+
+_MAX_OPS = 5000
+_ROUNDINGS = 3
+
+
+@dataclass
+class _Op:
+    name: str
+    frames: Frames
+    results: list[tuple[Summary, str]]
+
+    @property
+    def text(self) -> str:
+        """Its name, its line and the line's text."""
+        file, line, code = code_at(self.frames)
+        return f"{self.name} at {file}:{line} `{code}`" if file else self.name
+
+
+class _Ops(TorchDispatchMode):
+    """Summarizes the results of all operations while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[_Op] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if len(self.found) < _MAX_OPS:
+            self.found.append(_Op(str(func), users_frames(), _summaries(output)))
+        return output
+
+
+def _summaries(output: Any) -> list[tuple[Summary, str]]:
+    found = []
+    for each in tensors_in(output):
+        if each.dtype.is_floating_point:
+            values = values_of(each)
+            if not isinstance(values, str):
+                numbers = fetch([summarize(values)])[0]
+                found.append((numbers, str(each.dtype)[6:]))
+    return found
+
+
+def ops_within(
+    model: nn.Module, module: str, call: int, run: Callable[[], Any]
+) -> list[_Op]:
+    """Runs a step, and records the operations of one call of a module.
+
+    Args:
+        model: The model.
+        module: The module's name.
+        call: Which of its calls.
+        run: Runs the step.
+    """
+    owner = [each for name, each in named_modules(model) if name == module][-1]
+    mode, calls = _Ops(), [0]
+
+    def begin(*_: object) -> None:
+        if calls[0] == call:
+            mode.__enter__()  # type: ignore[no-untyped-call]
+        calls[0] += 1
+
+    def end(*_: object) -> None:
+        if calls[0] == call + 1:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            calls[0] += 1 << 30
+
+    handles = [
+        owner.register_forward_pre_hook(begin),
+        owner.register_forward_hook(end, prepend=True, always_call=True),
+    ]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return mode.found
+
+
+def first_difference(ops: list[_Op], others: list[_Op]) -> str:
+    """Names the first operation that differs, or "" if none does or it is not known."""
+    worst = 0.0
+    for mine, its in zip(ops, others, strict=False):
+        if mine.name != its.name:
+            if {mine.name, its.name} & _CASTS:
+                return ""
+            return f"{mine.text}, where the reference runs {its.text}"
+        for (own, dtype), (other, its_dtype) in zip(
+            mine.results, its.results, strict=False
+        ):
+            kind = coarser(dtype, its_dtype)
+            step = epsilon(kind) and expected_error(getattr(torch, kind), _ROUNDINGS)
+            relative = estimated(own, other).relative
+            if relative >= FLAGGED * max(step, worst, 2e-7):
+                return mine.text
+            worst = max(worst, relative)
+    return ""
+
+
+_CASTS = {"aten._to_copy.default", "aten.detach.default", "aten.clone.default"}
+
+
+# Each layer computed again in float32, from the inputs that it had.
+
+
+_FLAGGED = 8.0
+
+
+def float32_copy(model: nn.Module) -> nn.Module:
+    """A copy of a model with half-precision weights and buffers in float32.
+
+    Raises:
+        ValueError: If the model is wrapped, sharded, quantized or not initialized.
+    """
+    check_model(model)
+    with torch.no_grad():
+        made = copy.deepcopy(model)
+        for tensor in (*made.parameters(), *made.buffers()):
+            tensor.data = to_float32(tensor.data)
+            tensor.grad = None
+    return made
+
+
+class LocalShadow:
+    """Hooks that measure the error that each leaf makes of its own.
+
+    Args:
+        model: The model.
+        shadow: Its float32 copy.
+
+    Attributes:
+        errors: The relative L2 difference to float32, by module name and call.
+    """
+
+    def __init__(self, model: nn.Module, shadow: nn.Module) -> None:
+        twins = dict(named_modules(shadow))
+        self._twins = {
+            module: (name, twins[name])
+            for name, module in named_modules(model)
+            if not any(True for _ in module.children())
+        }
+        self._devices = devices_of([model])
+        self._given: dict[nn.Module, tuple[Any, Any]] = {}
+        self._calls: dict[str, int] = {}
+        self._handles: list[RemovableHandle] = []
+        self.errors: dict[tuple[str, int], float] = {}
+
+    def __enter__(self) -> LocalShadow:
+        for module in self._twins:
+            self._handles += [
+                module.register_forward_pre_hook(self._begin, with_kwargs=True),
+                module.register_forward_hook(self._end, prepend=True),
+            ]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if graph_task_id() < 0:
+            with torch.no_grad():
+                try:
+                    given = mapped((args, kwargs), _widened, CALL_DEPTH, anew=True)
+                except NotRebuilt:
+                    return  # it is not computed again
+                self._given[module] = given
+            self._states = RandomStates(self._devices)
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if graph_task_id() >= 0 or module not in self._given:
+            return
+        name, twin = self._twins[module]
+        call = self._calls[name] = self._calls.get(name, -1) + 1
+        args, kwargs = self._given.pop(module)
+        if self._states.drawn():
+            return  # what it draws is not drawn again
+        with torch.no_grad():
+            try:
+                found = floats_in(twin.forward(*args, **kwargs))
+            except Exception:
+                return  # not all code runs in float32
+            finally:
+                self._states.restore()
+            pairs = list(zip(floats_in(output), found, strict=False))
+            errors = [
+                measured(mine, its, coarser(*(str(t.dtype)[6:] for t in (mine, its))))
+                for mine, its in pairs
+                if mine.shape == its.shape and mine.dtype != its.dtype
+            ]
+        if errors:
+            self.errors[name, call] = max(each.relative for each in errors)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor, in float32 where it is half precision."""
+    return to_float32(tensor.detach())
+
+
+def apply_errors(
+    rows: list[Difference], errors: Mapping[tuple[str, int], float]
+) -> None:
+    """Lets the errors that layers make themselves decide about their outputs."""
+    for row in rows:
+        place = row.place
+        made = errors.get((place.module, place.call))
+        if place.role != "output" or made is None:
+            continue
+        row.made = made
+        if made >= _FLAGGED * error_of_layer(row):
+            row.verdict = MADE_HERE
+        elif row.verdict == MADE_HERE:
+            row.verdict = INHERITED
+
+
+# Runs two functions in turns, tensor by tensor, so that nothing has to be stored.
+
+
+@dataclass
+class _Shown:
+    """A tensor that waits for its twin: its values only as long as its side waits."""
+
+    entry: Entry
+    values: torch.Tensor | None
+
+
+class Lockstep:
+    """Two sides, of which one runs at a time; each hands over at a tensor without twin.
+
+    Args:
+        names: Patterns of module names of the first side, and what the other has.
+        devices: The devices whose random states belong to a side.
+        is_serial: Whether backward is run by each side in one go: autograd has one
+            thread for each GPU, which must not wait.
+
+    Attributes:
+        pairs: The pairs that were compared, with their measures.
+        left: What has no twin yet, of each side.
+    """
+
+    def __init__(
+        self, names: Mapping[str, str], devices: list[torch.device], is_serial: bool
+    ) -> None:
+        self._names, self._devices, self._is_serial = names, devices, is_serial
+        self._condition = threading.Condition()
+        self._turn = 0
+        self._done = [False, False]
+        self._random = [RandomStates(devices)] * 2
+        self._waiting: tuple[dict[object, _Shown], dict[object, _Shown]] = ({}, {})
+        self._numbers = [0, 0]
+        self.pairs: list[tuple[Pair, Measures | None]] = []
+
+    @property
+    def left(self) -> tuple[list[Entry], list[Entry]]:
+        """The entries of both sides that have found no twin."""
+        first, second = self._waiting
+        return [s.entry for s in first.values()], [s.entry for s in second.values()]
+
+    def sink(self, side: int) -> Callable[[Place, torch.Tensor, int | None], None]:
+        """Returns what a `Tap` of a side calls with each tensor."""
+        return lambda place, tensor, same: self._show(side, place, tensor, same)
+
+    def run(self, side: int, function: Callable[[], None]) -> None:
+        """Runs a side in this thread; both have to be run at the same time."""
+        self._wait(side)
+        try:
+            function()
+        finally:
+            with self._condition:
+                self._done[side] = True
+                self._pass_on(side)
+
+    def _show(
+        self, side: int, place: Place, tensor: torch.Tensor, same: int | None
+    ) -> None:
+        entry, values = self._entry(side, place, tensor, same)
+        name = place.module if side else mapped_name(place.module, self._names)
+        key = name, place.call, place.role, place.path
+        twin = self._waiting[1 - side].pop(key, None)
+        if twin is not None:
+            mine = _Shown(entry, values)
+            _summarize(mine, twin)
+            pair = (twin, mine) if side else (mine, twin)
+            self.pairs.append((Pair(pair[0].entry, pair[1].entry), _measures(*pair)))
+            return
+        shown = self._waiting[side][key] = _Shown(entry, values)
+        if place.phase != BACKWARD or not self._is_serial:
+            with self._condition:
+                self._pass_on(side)
+            self._wait(side)
+        if shown.values is not None and entry.summary is None:
+            entry.summary = fetch([summarize(shown.values)])[0]
+        shown.values = None  # from now on it may be written over
+
+    def _entry(
+        self, side: int, place: Place, tensor: torch.Tensor, same: int | None
+    ) -> tuple[Entry, torch.Tensor | None]:
+        order = self._numbers[side]
+        self._numbers[side] += 1
+        dtype, shape = str(tensor.dtype)[6:], tuple(tensor.shape)
+        row = Row(place, order, dtype, shape, same=same)
+        entry = Entry(place, order, None, dtype, shape, None, "", [Source(0, row)])
+        entry.same = same
+        values = values_of(tensor)
+        if isinstance(values, str):
+            entry.why = str(values)
+            return entry, None
+        return entry, values
+
+    def _pass_on(self, side: int) -> None:
+        """Gives the turn to the other side, unless it has ended."""
+        if self._turn == side and not self._done[1 - side]:
+            self._random[side] = RandomStates(self._devices)
+            self._random[1 - side].restore()
+            self._turn = 1 - side
+            self._condition.notify_all()
+
+    def _wait(self, side: int) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: self._turn == side)
+
+
+def _summarize(*pair: _Shown) -> None:
+    """Finds the ranges and norms of two tensors; equal ones are read once."""
+    for shown in pair:
+        values, first = shown.values, pair[0]
+        if values is None or shown.entry.summary is not None:
+            continue
+        if shown is not first and _is_equal(first.values, values):
+            shown.entry.summary = first.entry.summary
+        else:
+            numbers = summarize(values, has_sums=pair[1].values is None)
+            shown.entry.summary = fetch([numbers])[0]
+
+
+def _is_equal(first: torch.Tensor | None, second: torch.Tensor) -> bool:
+    if first is None or first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    return first.device == second.device and torch.equal(first, second)
+
+
+def _measures(mine: _Shown, its: _Shown) -> Measures | None:
+    """Exact measures, if the values of both are there."""
+    if mine.values is None or its.values is None:
+        return None
+    if mine.values.numel() != its.values.numel():
+        return None
+    dtype = coarser(mine.entry.dtype, its.entry.dtype)
+    return measured(mine.values, its.values, dtype)
+
 
 _HALF_AND_FLOAT = (torch.float16, torch.bfloat16, torch.float32)
 Loss = Callable[[nn.Module, Any], torch.Tensor]

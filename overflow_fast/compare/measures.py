@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core.tensors import dtype_named
-from .summary import Summary
+from .tensor_hooks import Summary
 
 _CHUNK = 2**18  # elements that are read at once
 _MAX_ULPS = 2**10  # elements whose distances in ULPs are sorted

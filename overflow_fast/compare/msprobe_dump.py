@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..files.reading import FileError, open_regular, read_bytes
-from .places_of import BACKWARD, FORWARD, STATE, Place
-from .run_reader import RankStep, RecordingError, Run, Source
-from .run_rows import Row
-from .summary import fetch, summarize, values_of
+from .recordings import RankStep, RecordingError, Row, Run, Source
+from .tensor_hooks import BACKWARD, FORWARD, STATE, Place, fetch, summarize, values_of
 
 if TYPE_CHECKING:
     from .msprobe_schema import Facts

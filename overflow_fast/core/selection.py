@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..torch_internals.module_internals import BUFFERS, PARAMETERS
-from .names import named_modules
+from .modules import named_modules
 
 Named = tuple[list[str], list[torch.Tensor]]
 

@@ -1,13 +1,19 @@
-"""The tensors that can be scanned, and the values of wrappers."""
+"""Tensors that can be scanned: their memory, devices, copies and digests."""
 
 from __future__ import annotations
 
-from typing import Any
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import nn
+from torch.multiprocessing import reductions
 
 from .. import _C
+from ..torch_internals.replay_internals import storage_id
 from ..torch_internals.tensor_internals import (
+    copy_all,
     has_holes,
     is_fake,
     is_in_transform,
@@ -178,3 +184,152 @@ def traced_loss_in(output: Any) -> Any:
     # Not by getattr(): a `__getattr__` of the user's would run.
     own = getattr(output, "__dict__", None)
     return traced_loss_in(own.get("loss")) if own else None
+
+
+# The devices that a program runs on, as operators know them.
+
+
+def place_of(device: torch.device) -> str:
+    """Names a device and its host, with the UUID of a GPU."""
+    host = socket.gethostname()
+    if device.type != "cuda":
+        return f"{device} of host {host}"
+    properties = torch.cuda.get_device_properties(device)
+    uuid = getattr(properties, "uuid", "unknown")
+    return f"{device} ({properties.name}, UUID {uuid}) of host {host}"
+
+
+def devices_of(models: Iterable[nn.Module]) -> list[torch.device]:
+    """The devices besides the CPU that hold parameters or buffers."""
+    found = {
+        tensor.device
+        for model in models
+        for tensors in (model.parameters(), model.buffers())
+        for tensor in tensors
+    }
+    return sorted((d for d in found if d.type not in ("cpu", "meta")), key=str)
+
+
+# Digests of tensors: equal bits in equal places, or not.
+
+
+_MULTIPLIER = -7046029254386353131  # 2**64 divided by the golden ratio, as int64
+_CHUNK = 2**22  # elements: bounds the temporaries
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Computes a 64-bit digest of a tensor's bits that depends on their positions.
+
+    The sum of (bits + 1) * (position * M | 1) modulo 2**64 with the odd multiplier M of
+    Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4). It tells any one
+    changed element, and elements that changed places. Does not incur a CPU-GPU sync.
+
+    Args:
+        tensor: Any strided tensor; of complex numbers, both parts count.
+
+    Returns:
+        An int64 scalar on the tensor's device.
+    """
+    values = tensor.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    bits = values.contiguous().view(_INTEGERS[values.element_size()]).flatten()
+    digest = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for begin in range(0, len(bits), _CHUNK):
+        part = bits[begin : begin + _CHUNK].to(torch.int64)
+        places = torch.arange(begin, begin + len(part), device=bits.device)
+        digest += ((part + 1) * (places * _MULTIPLIER).bitwise_or_(1)).sum()
+    return digest
+
+
+# Facts about memory, which hold for every tensor that shares it.
+
+
+_Fact = TypeVar("_Fact")
+_weakly: Any = reductions.StorageWeakRef
+
+
+def storages(tensor: torch.Tensor | None) -> Iterator[torch.UntypedStorage]:
+    """Yields the memory of a tensor's values, in a wrapper such as DTensor too."""
+    if tensor is None:
+        return
+    local = local_tensor(tensor)
+    tensor = local if isinstance(local, torch.Tensor) else tensor
+    if tensor.layout is torch.sparse_coo:
+        tensor = sparse_values(tensor)
+    try:
+        yield tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # a layout without one
+        return
+
+
+class StorageMap(Generic[_Fact]):
+    """Maps memory to a fact, until it is freed; given out again, it is other memory."""
+
+    def __init__(self) -> None:
+        self._facts: dict[int, tuple[Any, _Fact]] = {}
+
+    def get(self, tensor: torch.Tensor) -> _Fact | None:
+        """The fact about a tensor's memory, or None."""
+        for storage in storages(tensor):
+            known = self._facts.get(storage_id(storage))
+            if known is not None and not known[0].expired():
+                return known[1]
+        return None
+
+    def put(self, tensor: torch.Tensor, fact: _Fact) -> None:
+        """Notes a fact in place of what there was."""
+        for storage in storages(tensor):
+            self._facts[storage_id(storage)] = _weakly(storage), fact
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        """Forgets the fact about a tensor's memory."""
+        for storage in storages(tensor):
+            self._facts.pop(storage_id(storage), None)
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Tells whether a tensor has an element for all of its memory."""
+    size = tensor.numel() * tensor.element_size()
+    return all(storage.nbytes() == size for storage in storages(tensor))
+
+
+# Copies of many tensors, in the memory of earlier copies.
+
+
+def copy_tensors(
+    tensors: Sequence[torch.Tensor], earlier: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    """Copies tensors, with few kernels. Does not incur a CPU-GPU sync.
+
+    Args:
+        tensors: The tensors, of any shapes, dtypes and devices.
+        earlier: An earlier copy for each, or None. Its memory is reused if it has the
+            same shape, dtype, device and layout.
+
+    Returns:
+        The copies, in the order of the tensors.
+    """
+    copies: list[torch.Tensor] = []
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    with torch.no_grad():
+        for tensor, copy in zip(tensors, earlier, strict=True):
+            if copy is None or not _can_hold(copy, tensor):
+                copy = tensor.detach().clone()
+            else:
+                targets.append(copy)
+                sources.append(tensor)
+            copies.append(copy)
+        if targets:
+            copy_all(targets, sources)
+    return copies
+
+
+def _can_hold(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
+    own, its = (
+        (each.shape, each.dtype, each.device, each.layout) for each in (copy, tensor)
+    )
+    # Outside of inference mode an inference tensor cannot be written to.
+    return own == its and copy.layout is torch.strided and not copy.is_inference()

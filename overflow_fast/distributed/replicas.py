@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.digests import digest_of
-from ..core.names import has_base, named_modules
+from ..core.modules import has_base, named_modules
 from ..core.nested_optimizers import optimizers_in
 from ..core.selection import full_name
+from ..core.tensors import digest_of
 from ..torch_internals.module_internals import own_parameters
 from ..torch_internals.wrappers import local_tensor
 from ..tree import plain_key, tensors
-from .groups import replicating_group
+from .peers import replicating_group
 
 
 @dataclass(frozen=True)

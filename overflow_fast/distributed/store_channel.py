@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..replay.team import NotJoined
+from ..replay.rank_coordinator import NotJoined
 from ..torch_internals.wrappers import default_store
 
 # A replay runs in step on all ranks; compiling code again takes longest in it.

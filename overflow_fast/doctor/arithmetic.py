@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core.digests import digest_of
-from .facts import facts_of
-from .measuring import odd_ones
+from ..core.tensors import digest_of
+from .links import odd_ones
+from .roll_call import facts_of
 from .stage import BROKEN, Finding, Settings, Site, Stage, capital, named
 
 NAME = "arithmetic"

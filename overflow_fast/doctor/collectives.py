@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .measuring import culprits
+from .links import culprits
 from .stage import BROKEN, Finding, Pair, Settings, Site, Stage, capital, named
 
 NAME = "collectives"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from .measuring import odd_ones
-from .nccl_log import slow_network
+from .links import odd_ones
+from .roll_call import slow_network
 from .stage import BROKEN, WARNING, Finding, Settings, Site, Stage, named
 
 NAME = "barrier"

@@ -1,20 +1,241 @@
-"""Latency and bandwidth of links, and the speed of each rank, measured twice."""
+"""Latency and bandwidth of links and the speed of ranks, and which are out of line."""
 
 from __future__ import annotations
 
 import collections
 import os
+import random
+import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from .measuring import beyond, ranks_of_links
-from .pair_schedule import rounds_of
 from .stage import NOTE, WARNING, Finding, Pair, Settings, Site, Stage, capital, named
+
+# Finds what is out of line among measured numbers. Pure functions.
+
+
+_Key = TypeVar("_Key", bound=Hashable)
+_FEWEST = 3  # of a kind, for a median to say something
+
+
+def beyond(
+    passes: Sequence[Mapping[_Key, float]],
+    kind_of: Callable[[_Key], Hashable],
+    factor: float,
+    floor: float = 0.0,
+) -> dict[_Key, float]:
+    """Finds what takes longer than others of its kind, in every pass.
+
+    Args:
+        passes: Seconds by key, of each pass.
+        kind_of: Returns the kind of a key; medians are of one kind.
+        factor: The multiple of the median that is too long.
+        floor: The seconds beyond the median that are always allowed.
+
+    Returns:
+        The least multiple of the median in all passes, for each key that was beyond it
+        in all.
+    """
+    found: dict[_Key, float] | None = None
+    for measured in passes:
+        groups = collections.defaultdict[Hashable, list[float]](list)
+        for key, seconds in measured.items():
+            groups[kind_of(key)].append(seconds)
+        medians = {kind: statistics.median(each) for kind, each in groups.items()}
+        slow = {}
+        for key, seconds in measured.items():
+            kind = kind_of(key)
+            median = medians[kind]
+            is_beyond = seconds > max(factor * median, median + floor)
+            if len(groups[kind]) >= _FEWEST and is_beyond:
+                slow[key] = seconds / median
+        before = slow if found is None else found
+        found = {key: min(slow[key], before[key]) for key in slow if key in before}
+    return found or {}
+
+
+def ranks_of_links(
+    slow: Mapping[Pair, float], measured: Sequence[Pair]
+) -> tuple[list[int], list[Pair]]:
+    """Splits slow links into ranks most of whose links are slow, and single links.
+
+    Args:
+        slow: The slow pairs.
+        measured: All measured pairs.
+
+    Returns:
+        The ranks, and the pairs without one of them.
+    """
+    of_rank = collections.Counter(rank for pair in measured for rank in pair)
+    left, ranks = set(slow), list[int]()
+    while left:
+        counts = collections.Counter(rank for pair in left for rank in pair)
+        rank, count = max(counts.items(), key=lambda each: (each[1], -each[0]))
+        if count < 2 or 2 * count <= of_rank[rank]:
+            break
+        ranks.append(rank)
+        left = {pair for pair in left if rank not in pair}
+    return sorted(ranks), sorted(left)
+
+
+def late_ranks(waited: Mapping[int, float], late: float) -> dict[int, float]:
+    """Finds the ranks that came last, by how long each has waited for all others.
+
+    No clocks are compared: a rank that comes late has waited less.
+
+    Args:
+        waited: The seconds that each rank has waited.
+        late: The seconds after the median that are allowed.
+
+    Returns:
+        The seconds after the median, by rank.
+    """
+    if len(waited) < 2:
+        return {}
+    middle = statistics.median_high(waited.values())
+    return {r: middle - each for r, each in waited.items() if middle - each > late}
+
+
+def odd_ones(values: Mapping[int, Hashable]) -> tuple[Hashable, list[int]] | None:
+    """Finds the ranks whose value differs from that of most.
+
+    Returns:
+        The value of most and the odd ranks, in order; all ranks if there is no
+        majority. None if all are the same.
+    """
+    counts = collections.Counter(values.values())
+    if len(counts) < 2:
+        return None
+    most, count = counts.most_common(1)[0]
+    if 2 * count <= len(values):
+        return None, sorted(values)
+    return most, sorted(rank for rank, value in values.items() if value != most)
+
+
+def culprits(
+    wrong: set[Pair], tested: set[Pair]
+) -> tuple[list[int], list[int], list[Pair]]:
+    """Explains wrong results by the ranks that contributed or received wrongly.
+
+    Args:
+        wrong: Pairs of the rank that contributed a value and the one that received it
+            wrongly.
+        tested: All pairs whose value was compared.
+
+    Returns:
+        The ranks that contributed wrongly to most others, those that received wrongly
+        from most others, and the pairs that neither explains.
+    """
+    roles: tuple[list[int], list[int]] = ([], [])
+    of_rank = [collections.Counter(pair[role] for pair in tested) for role in (0, 1)]
+    left = set(wrong)
+    while left:
+        counts = [
+            (count, -role, rank)
+            for role in (0, 1)
+            for rank, count in collections.Counter(p[role] for p in left).items()
+            if count >= 2 and 2 * count > of_rank[role][rank]
+        ]
+        if not counts:
+            break
+        _, role, rank = max(counts)
+        roles[-role].append(rank)
+        left = {pair for pair in left if pair[-role] != rank}
+    return sorted(roles[0]), sorted(roles[1]), sorted(left)
+
+
+# The rounds in which pairs of ranks measure their links. Pure.
+
+
+_SEED = 20
+
+
+def rounds_of(
+    members: Sequence[int], hosts: Mapping[int, str], samples: int
+) -> list[list[Pair]]:
+    """Plans the rounds; in each of them a rank is in one pair at most.
+
+    Within each host every rank meets every other. Between hosts ranks of the same
+    place meet along the edges of a hypercube, then random ones do.
+
+    Args:
+        members: The ranks.
+        hosts: The names of their hosts.
+        samples: The number of rounds of random pairs.
+    """
+    nodes: dict[str, list[int]] = {}
+    for rank in members:
+        nodes.setdefault(hosts[rank], []).append(rank)
+    groups = list(nodes.values())
+    return [
+        each
+        for each in (*_within(groups), *_hypercube(groups), *_random(groups, samples))
+        if each
+    ]
+
+
+def _within(groups: Sequence[Sequence[int]]) -> list[list[Pair]]:
+    tournaments = [_tournament(group) for group in groups]
+    longest = max(map(len, tournaments))
+    return [
+        [pair for each in tournaments if i < len(each) for pair in each[i]]
+        for i in range(longest)
+    ]
+
+
+def _tournament(ranks: Sequence[int]) -> list[list[Pair]]:
+    """Every rank meets every other, by the circle method."""
+    circle: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
+    found = []
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
+        found.append([_pair(a, b) for a, b in pairs if a is not None and b is not None])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return found
+
+
+def _hypercube(groups: Sequence[Sequence[int]]) -> list[list[Pair]]:
+    found, distance = [], 1
+    while distance < len(groups):
+        meeting = [(a, a ^ distance) for a in range(len(groups))]
+        found.append(
+            [
+                _pair(first, second)
+                for a, b in meeting
+                if a < b < len(groups)
+                for first, second in zip(groups[a], groups[b], strict=False)
+            ]
+        )
+        distance *= 2
+    return found
+
+
+def _random(groups: Sequence[Sequence[int]], samples: int) -> list[list[Pair]]:
+    if len(groups) < 2:
+        return []
+    chance, found = random.Random(_SEED), []
+    ranks = [(node, rank) for node, group in enumerate(groups) for rank in group]
+    for _ in range(samples):
+        chance.shuffle(ranks)
+        found.append(
+            [
+                _pair(a, b)
+                for (node, a), (other, b) in zip(ranks[::2], ranks[1::2], strict=False)
+                if node != other
+            ]
+        )
+    return found
+
+
+def _pair(a: int, b: int) -> Pair:
+    return min(a, b), max(a, b)
+
 
 NAME = "links"
 _PASSES = 2

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..core.digests import digest_of
+from ..core.tensors import digest_of
 from ..guard.guard import OverflowGuard
-from .measuring import odd_ones
+from .links import odd_ones
 from .stage import BROKEN, Finding, Settings, Site, Stage, named
 
 NAME = "agreement"

@@ -4,27 +4,108 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..page.incident_card import Incident
+from ..page.incidents import Incident
 from ..page.render import page_of
+from ..record.flight import FlightRecorder
+from ..record.table import FlightRecord
 from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
-from ..report.blame import Place
-from ..report.entry_sentences import place_of
 from ..report.evidence import EvidenceFolder
-from ..report.json_log import JsonLog
-from ..report.report import Report
-from ..report.run import Run
+from ..report.report import Place, Report, place_of
+from ..report.run_log import JsonLog, Run
 from ..report.suspects import LoggedIncident, read_incidents
-from ..verdict.headroom import least_headroom
+from ..verdict.headroom import HeadroomTracker, least_headroom
 from ..verdict.verdict import BadFrame, Verdict, kind_of, leading_frame
 from .config import GuardConfig
-from .measurements import Measurements
+from .isolation import OverheadTimer
+from .metrics import MetricsDispatcher, exporters_of
+from .monitors.magnitudes import Headroom, Saturation, Underflow
 from .monitors.monitor import Notice
+
+# The numbers that a guard measures of a run: its own cost, headroom, counts.
+
+
+class Measurements:
+    """Measures a run, and sends the numbers to the exporters.
+
+    Args:
+        config: The guard's.
+        watches: The watched models.
+        counts: Returns the numbers of all, bad and skipped steps.
+
+    Attributes:
+        timer: Measures the guard's own cost.
+        headroom: Tracks how far values are from the end of their dtype.
+        record: Keeps the flight record, or None.
+    """
+
+    def __init__(
+        self,
+        config: GuardConfig,
+        watches: Sequence[ModelWatch],
+        counts: Callable[[], Mapping[str, float]],
+    ) -> None:
+        self._watches = watches
+        self._counts = counts
+        self._dispatcher = MetricsDispatcher(exporters_of(config.metrics))
+        self.timer = OverheadTimer(lambda: sum(w.recorder.seconds for w in watches))
+        headroom, underflow = config.monitor(Headroom), config.monitor(Underflow)
+        saturation = config.monitor(Saturation)
+        self.headroom = HeadroomTracker(
+            watches,
+            None if headroom is None else headroom.bits,
+            None if underflow is None else underflow.every,
+            None if saturation is None else saturation.share,
+            config.sync == "lagged",
+        )
+        self.record = _recorder_of(config, watches, lambda: self.run)
+
+    @functools.cached_property
+    def run(self) -> Run:
+        """The run that files name; it begins with the first file: the rank is known."""
+        return Run.begin()
+
+    def record_of(self, report: Report, num_lines: int) -> FlightRecord | None:
+        """Returns the flight record up to the step of a report, or None."""
+        return None if self.record is None else self.record.so_far(report, num_lines)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns all numbers. Does not incur a CPU-GPU sync."""
+        not_scanned = (watch.recorder.coverage.not_scanned for watch in self._watches)
+        values = {
+            **self._counts(),
+            "not_scanned_total": sum(not_scanned),
+            **self.timer.metrics(),
+            **self.headroom.metrics(),
+        }
+        return {name: float(value) for name, value in values.items()}
+
+    def emit(self, step: int) -> None:
+        """Sends the numbers of a step to the exporters."""
+        self._dispatcher.emit(step, self.metrics)
+
+
+def _recorder_of(
+    config: GuardConfig, watches: Sequence[ModelWatch], run: Callable[[], Run]
+) -> FlightRecorder | None:
+    record = config.record
+    if record is None or not Run.begin().collects(record.ranks):
+        return None
+    return FlightRecorder(
+        record.path,
+        record.steps,
+        int(record.mib * 2**20),
+        watches,
+        config.on_overflow,
+        config.sync == "lagged",
+        run,
+    )
+
 
 _MIB = 2**20
 _now = time.perf_counter  # a test that patches time has its patch to itself

@@ -9,7 +9,11 @@ from typing import Any, ClassVar, Literal, TypeVar
 from ..core.selection import Wanted
 from ..report.report import Report
 from ..verdict.rules import Allow
-from .arguments import (
+from .monitors.masked_ops import MaskedOps
+from .monitors.monitor import Monitor
+from .monitors.running import DEFAULT_MONITORS
+from .monitors.spikes import Spikes
+from .options import (
     ALLOW,
     GROUP,
     METRICS,
@@ -18,24 +22,18 @@ from .arguments import (
     POLICY,
     TRIPWIRE,
     WATCH,
-    Kind,
-    check_safetensors,
-    is_path,
-    one_of,
-    whole,
-)
-from .monitors.builtin import DEFAULT_MONITORS
-from .monitors.masked_ops import MaskedOps
-from .monitors.monitor import Monitor
-from .monitors.spikes import Spikes
-from .options import (
     Evidence,
     Explain,
+    Kind,
     Log,
     Options,
     Record,
     Schedule,
+    check_safetensors,
+    is_path,
+    one_of,
     option,
+    whole,
 )
 from .policy import plain_action
 

@@ -9,8 +9,8 @@ import torch
 from ..recording.watch import ModelWatch
 from ..state.step_start import StepStart
 from .config import GuardConfig
-from .optimizer_hook import OptimizerHook
-from .step_frames import PendingStep
+from .optimizers import OptimizerHook
+from .step_result import PendingStep
 
 
 class DeviceFlags:

@@ -1,29 +1,237 @@
-"""When a guard has a step explained, and what it knows of it."""
+"""When a guard has a step explained or looked at again, and what it knows of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import dataclasses
+import functools
+import math
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from .. import _C
-from ..core.wrapped import local_part
+from ..core.modules import local_part, why_not
+from ..core.tensors import loss_in
 from ..distributed.agreement import Agreed
+from ..distributed.store_channel import StoreChannel
+from ..recording.labels import entry_label
+from ..recording.schedule import ScanLevel
+from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
-from ..replay.capture import Capture
-from ..replay.explain import investigate
-from ..replay.explanation import Explanation
-from ..replay.incident import Incident
-from ..replay.team import Team, text_of
-from ..replay.witness import Witness
+from ..replay.capture import Capture, KeptCall, ModelCall, batch_size
+from ..replay.change import Change
+from ..replay.explain import investigate, kept_state
+from ..replay.explanation import Explanation, Incident
+from ..replay.rank_coordinator import NotJoined, Team, text_of
+from ..replay.replayer import Difference, Rerun, Stats, Witness
 from ..state.step_start import StepStart
 from ..torch_internals.compiler import has_compiled
-from ..verdict.hardware import is_of_flag
-from ..verdict.verdict import GRADIENTS, Verdict
-from .comparison import StepComparison
+from ..verdict.verdict import GRADIENTS, BadFrame, Verdict, is_of_flag
 from .config import GuardConfig
-from .joint_replay import ReplayOffer, offer_of, team_of, why_not_together
+from .options import NORM
+from .step_result import StepResult
+
+# Compares a replay with the step itself, stat by stat.
+
+
+_Key = tuple[str, str, str]  # the module's name, the label, the dtype
+
+
+class StepComparison(Witness):
+    """Watches a replay as the step was watched, and compares their extremes.
+
+    Calls are compared, and the gradients of their outputs. Gradients of parameters are
+    not: what clips, unscales and reduces them runs after what is replayed.
+
+    Args:
+        watches: The watches of the step, whose recorders note their rows.
+        make_watches: Makes watches alike.
+    """
+
+    def __init__(
+        self,
+        watches: Sequence[ModelWatch],
+        make_watches: Callable[[], list[ModelWatch]],
+    ) -> None:
+        self._step = {kind: _stats_of(watches, kind) for kind in _KINDS}
+        self._replay = {kind: dict[_Key, Stats]() for kind in _KINDS}
+        self._make_watches = make_watches
+
+    @contextlib.contextmanager
+    def applied(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Watches what runs within. Its own errors leave it without a comparison."""
+        watches = self._attached()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(Exception):
+                for watch in watches:
+                    watch.frames.send()
+                    watch.frames.receive(is_lagged=False)
+                self._replay = {kind: _stats_of(watches, kind) for kind in _KINDS}
+            for watch in watches:
+                watch.detach()
+
+    def _attached(self) -> list[ModelWatch]:
+        if not any(self._step.values()):
+            return []
+        watches = []
+        with contextlib.suppress(Exception):
+            watches = self._make_watches()
+            for watch in watches:
+                watch.recorder.note_row()
+                watch.attach()
+        return watches
+
+    def difference(self) -> Difference | None:
+        """The first value that differs from the step's, in execution order."""
+        forward = self._differing(_C.FrameKind.FORWARD)
+        if any(forward):
+            return next(filter(None, forward))
+        backward = self._differing(_C.FrameKind.BACKWARD)
+        # If the first differs, so may what the two backwards began with.
+        is_given_alike = bool(backward) and backward[0] is None
+        return next(filter(None, backward), None) if is_given_alike else None
+
+    def _differing(self, kind: _C.FrameKind) -> list[Difference | None]:
+        """For each entry of both: how it differs, or None."""
+        step = self._step[kind]
+        return [
+            None
+            if _are_same(step[key], stats)
+            else Difference(key[0], key[1], step[key], stats)
+            for key, stats in self._replay[kind].items()
+            if key in step and step[key].num_tensors == stats.num_tensors
+        ]
+
+
+_KINDS = (_C.FrameKind.FORWARD, _C.FrameKind.BACKWARD)
+
+
+def _stats_of(watches: Sequence[ModelWatch], kind: _C.FrameKind) -> dict[_Key, Stats]:
+    """The extremes that recorders have noted, by their place, in execution order."""
+    found = {}
+    for watch in watches:
+        row = watch.recorder.running_row()
+        columns = watch.recorder.row_columns(0)[: row.num_entries]
+        for column, stats in zip(columns, _rows(row), strict=True):
+            if column.place.kind == kind and stats.num_tensors:
+                name = watch.name_at(column.place.module)
+                found[name, entry_label(column.place), column.dtype] = stats
+    return found
+
+
+def _rows(row: _C.StepRow) -> Iterator[Stats]:
+    num = row.num_entries
+    columns = [
+        _numbers(row.num_tensors, num),
+        *(_magnitudes(each, num) for each in (row.abs_min, row.abs_max)),
+        *(_numbers(each, num) for each in (row.num_nan, row.num_inf)),
+    ]
+    for values in zip(*columns, strict=True):
+        yield Stats(*values)
+
+
+def _numbers(packed: bytes, num: int) -> list[int]:
+    if not packed:
+        return [0] * num
+    return torch.frombuffer(bytearray(packed), dtype=torch.int64).tolist()
+
+
+def _magnitudes(packed: bytes, num: int) -> list[float]:
+    if not packed:
+        return [math.nan] * num
+    dtype = torch.float32 if len(packed) == 4 * num else torch.float64
+    return torch.frombuffer(bytearray(packed), dtype=dtype).tolist()
+
+
+def _are_same(one: Stats, other: Stats) -> bool:
+    counts = [(each.num_nan, each.num_inf) for each in (one, other)]
+    if counts[0] != counts[1]:
+        return False
+    pairs = (one.abs_min, other.abs_min), (one.abs_max, other.abs_max)
+    return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs)
+
+
+# Tells whether all ranks can replay a step together, as they agree on its verdict.
+
+
+_Shape = tuple[bool, bool]
+
+
+@dataclass(frozen=True)
+class ReplayOffer:
+    """The part of a rank in a replay, as it reports it.
+
+    Attributes:
+        is_due: Whether it wants one, if the report is its own.
+        why_not: Why it cannot take part, or "".
+        calls: For each kept call, whether it has a backward, and a loss.
+        sizes: The sizes of their batches, or None.
+        session: A name for the replay.
+    """
+
+    is_due: bool
+    why_not: str
+    calls: tuple[_Shape, ...] = ()
+    sizes: tuple[int | None, ...] = ()
+    session: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+def offer_of(
+    is_due: bool, capture: Capture | None, models: Sequence[nn.Module], joins: bool
+) -> ReplayOffer:
+    """Makes this rank's offer. Calls no collective.
+
+    Args:
+        is_due: See `ReplayOffer`.
+        capture: What was kept of the step; None where nothing is to be explained.
+        models: The watched models.
+        joins: Whether ranks without batches shadow the others' steps.
+    """
+    if capture is None:
+        return ReplayOffer(is_due, "keeps no steps (explain, replay_safe or sync)")
+    if joins:
+        return ReplayOffer(is_due, "is within a Join, where others have no batch")
+    why = why_not(models)
+    if not why and not capture.calls:
+        why = "kept no forward of it, which " * bool(capture.hidden_by)
+        why += capture.hidden_by or "kept no forward of it; use `guard.run()`"
+    calls = tuple(map(_shape_of, capture.calls))
+    return ReplayOffer(is_due, why, calls, tuple(map(batch_size, capture.calls)))
+
+
+def _shape_of(call: KeptCall) -> _Shape:
+    return bool(call.held), call.returns_loss
+
+
+def why_not_together(offers: Mapping[int, ReplayOffer]) -> str:
+    """Why the ranks cannot replay the step, the same on all of them, or ""."""
+    for rank, offer in sorted(offers.items()):
+        if offer.why_not:
+            return f"The step was not replayed: rank {rank} {offer.why_not}."
+    if len({offer.calls for offer in offers.values()}) > 1:
+        return "The step was not replayed: the ranks kept different forwards of it."
+    return ""
+
+
+def team_of(offers: Mapping[int, ReplayOffer], lead: int) -> Team:
+    """The ranks that replay a step.
+
+    Args:
+        offers: What each of them has offered.
+        lead: The rank whose report it is.
+    """
+    sizes: Any = zip(*(offer.sizes for offer in offers.values()), strict=True)
+    can_cut = [len(set(each)) == 1 for each in sizes]
+    return Team(StoreChannel(sorted(offers), offers[lead].session), lead, can_cut)
+
 
 _STEPS_BETWEEN = 100
 _LATE = (
@@ -246,3 +454,194 @@ def make_capture(
     for watch in watches:
         watch.inputs.capture = capture
     return capture
+
+
+# The tripwire's second look: a bad step is run again with everything watched.
+
+
+_CLEAN = (
+    "The step was run again with every module watched, and is finite: the fault was "
+    "transient, or outside of the models' forward and backward."
+)
+_PARTLY = (
+    "The models' forward and backward were run again with every module watched, and "
+    "are finite; the loss outside of them was not: use `guard.run(lambda: loss)`."
+)
+_STOOD_IN = (
+    "The models' forward and backward were run again with every module watched and the "
+    "models' own weights, and are finite: the step ran under functional_call(), whose "
+    "tensors were not kept. Use `guard.run(lambda: loss)`."
+)
+_NOT_ALONE = (
+    "The step was not run again: there are several ranks, which do not decide together."
+)
+_TOO_LATE = (
+    "The step was not run again: its weights had been stepped when it was judged."
+)
+_NOTHING = "The step was not run again: no forward of it was kept."
+
+
+class SecondLook:
+    """Replaces what the tripwire saw of a bad step by what a full watch sees.
+
+    Args:
+        capture: Keeps the calls of a step.
+        watches: The tripwire's.
+        make_watches: Makes watches of the models that look at everything.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        watches: Sequence[ModelWatch],
+        make_watches: Callable[[], list[ModelWatch]],
+    ) -> None:
+        self._watches = watches
+        self._capture = capture
+        self._make_watches = make_watches
+
+    def look(self, found: StepResult) -> StepResult:
+        """Runs the step again; everything is put back bit for bit afterwards.
+
+        Incurs a CPU-GPU sync.
+
+        Args:
+            found: What the tripwire saw, with at least one bad frame.
+
+        Returns:
+            The same with the bad frames of the replay; with a note if there are none.
+        """
+        why = self._why_not(found)
+        if why:
+            return _with_note(found, why)
+        seen, error = self._replayed(found, Team())
+        if error is not None:
+            return _with_note(found, f"The step was run again, and raised {error}.")
+        if not seen.frames:
+            return _with_note(found, self.finite_note())
+        return seen
+
+    def finite_note(self) -> str:
+        """Writes what follows if the step is finite when it is run again."""
+        calls = self._capture.calls
+        if any(call.has_stand_ins for call in calls):
+            return _STOOD_IN
+        return _CLEAN if all(call.returns_loss for call in calls) else _PARTLY
+
+    def look_together(
+        self, found: StepResult, agreed: Agreed
+    ) -> tuple[StepResult, str, bool]:
+        """Runs the step again on all ranks that agreed on it.
+
+        Args:
+            found: See `look()`.
+            agreed: What they agreed on.
+
+        Returns:
+            What this rank has seen; a note, the same on all ranks, if it could not be
+            run, else ""; and whether a rank was lost.
+        """
+        why = _TOO_LATE if found.moment == "after" else why_not_together(agreed.offers)
+        if why:
+            return found, why, False
+        team = team_of(agreed.offers, agreed.rank)
+        try:
+            seen, error = self._replayed(found, team)
+        except NotJoined as lost:
+            return found, str(lost), True
+        # Each rank's run has agreed on errors: all of them have one.
+        note = "" if error is None else "The step was run again, and raised an error."
+        return seen, note, False
+
+    def _why_not(self, found: StepResult) -> str:
+        if found.moment == "after":
+            return _TOO_LATE
+        if not self._capture.calls:
+            return _NOTHING
+        has_ranks = dist.is_available() and dist.is_initialized()
+        return _NOT_ALONE * (has_ranks and dist.get_world_size() > 1)
+
+    def _replayed(
+        self, found: StepResult, team: Team
+    ) -> tuple[StepResult, Exception | None]:
+        """Runs the step with everything watched; returns it, and its error."""
+        frames: list[BadFrame] = []
+        watches = self._watches_now()
+        models = {w.prefix: w.model for w in watches if w.model is not None}
+        with kept_state(
+            models, self._capture.calls, self._capture.start, team
+        ) as state:
+            rerun = Rerun(models, self._capture.calls, state, team)
+            rerun.watched = _Watched(watches, frames)
+            rerun.on_output = functools.partial(_record_loss, watches[0])
+            if team.leads:
+                outcome = rerun.run(is_whole=True, is_watched=True)
+            else:
+                outcome = rerun.follow(team.receive())
+        seen = [*_recorded(found, frames), *frames] if frames else []
+        return dataclasses.replace(found, frames=seen, watches=watches), outcome.error
+
+    def _watches_now(self) -> list[ModelWatch]:
+        """Watches that number and name what runs as the tripwire's do."""
+        watches = self._make_watches()
+        for watch, own in zip(watches, self._watches, strict=True):
+            num_calls = len(self._capture.calls)
+            watch.begin_at(max(0, own.batch_number - num_calls))
+            watch.inputs.loop_batches = own.inputs.loop_batches
+            watch.has_seen_loss = own.has_seen_loss
+        return watches
+
+
+class _Watched(Change):
+    """A change of a replay: it is watched, and its bad frames are collected."""
+
+    def __init__(self, watches: Sequence[ModelWatch], frames: list[BadFrame]) -> None:
+        self._watches = watches
+        self._frames = frames
+
+    @contextlib.contextmanager
+    def applied(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Watches what runs within."""
+        for watch in self._watches:
+            watch.attach()
+        try:
+            yield
+            self._collect()
+        finally:
+            for watch in self._watches:
+                watch.detach()
+
+    def _collect(self) -> None:
+        StepTensors(self._watches).scan(None, ScanLevel.ALL)
+        for watch in self._watches:
+            watch.frames.send()
+            watch.frames.receive(is_lagged=False)
+            last = _C.Recorder.num_frames()
+            self._frames += [
+                BadFrame(watch, frame) for frame in watch.frames.take_bad(last)
+            ]
+
+
+def _record_loss(watch: ModelWatch, call: KeptCall, output: Any) -> None:
+    """Records the loss that a function returned, as `guard.run()` does."""
+    loss = None if isinstance(call, ModelCall) else loss_in(output)
+    if loss is not None:
+        watch.record(_C.FrameKind.RECORDED, (["loss"], [loss]))
+
+
+def _recorded(found: StepResult, frames: Sequence[BadFrame]) -> list[BadFrame]:
+    """Takes over what the user has recorded, if no forward of the replay is bad."""
+    kinds = {bad.frame.kind for bad in frames}
+    if kinds & {_C.FrameKind.FORWARD, _C.FrameKind.RECORDED}:
+        return []
+    recorded = [b for b in found.frames if b.frame.kind == _C.FrameKind.RECORDED]
+    return [bad for bad in recorded if not _is_norm(bad)]
+
+
+def _is_norm(bad: BadFrame) -> bool:
+    """Tells whether it is the norm of the gradients, which have frames of their own."""
+    return all(entry.label.name == NORM for entry in bad.bad_entries())
+
+
+def _with_note(found: StepResult, note: str) -> StepResult:
+    return dataclasses.replace(found, notes=[*found.notes, note])

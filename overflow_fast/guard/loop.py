@@ -4,33 +4,260 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .. import _C
+from ..core.modules import named_modules
+from ..core.selection import Selection, check_patterns, full_name
+from ..core.tensors import loss_in
 from ..distributed.joinable import GuardJoinable
-from ..recording.schedule import WatchSchedule
+from ..recording.inputs import LoopBatch
+from ..recording.schedule import ScanLevel, WatchSchedule
+from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
+from ..replay.capture import Capture
 from ..report.guard_coverage import GuardCoverage
 from ..report.report import Report
 from ..state.step_start import StepStart
 from ..verdict.rules import Rules
+from .archive import Measurements
 from .config import EVERYTHING, GuardConfig
 from .isolation import ErrorIsolation
 from .learning import Learning
-from .loop_inputs import LoopInputs
-from .measurements import Measurements
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors
-from .optimizer_hook import OptimizerHook
-from .optimizer_steps import OptimizerSteps
-from .policy_engine import PolicyEngine
-from .rounds import Rounds
-from .step_clock import StepClock
-from .step_judge import StepJudge
-from .watched_models import living_models, make_watches
+from .optimizers import OptimizerHook, innermost
+from .options import NORM
+from .pipeline import OptimizerSteps, PolicyEngine, Rounds, StepClock, StepJudge
+
+# Takes what a training loop hands over: batches, losses, functions to run again.
+
+
+class LoopInputs:
+    """Takes in what the training loop hands over for the step at hand.
+
+    Args:
+        config: The guard's.
+        watches: The watched models.
+        capture: Keeps the calls of a step, or None.
+        clock: Has the step's level.
+        tensors: Scans what stands in no module's call.
+        isolation: Isolates the guard's own errors.
+        optimizers: Returns the guard's optimizers.
+    """
+
+    def __init__(
+        self,
+        config: GuardConfig,
+        watches: Sequence[ModelWatch],
+        capture: Capture | None,
+        clock: StepClock,
+        tensors: StepTensors,
+        isolation: ErrorIsolation,
+        optimizers: Callable[[], Sequence[Optimizer]],
+    ) -> None:
+        self._config = config
+        self._watches = watches
+        self._capture = capture
+        self._clock = clock
+        self._tensors = tensors
+        self._isolation = isolation
+        self._optimizers = optimizers
+
+    def note_batch(self, batch: object) -> None:
+        """Notes the batch of a trainer's step, which calls the models.
+
+        Args:
+            batch: The batch, in any nesting. It is held weakly. None after the step.
+        """
+        with self._isolation.measured():
+            noted = None if batch is None else LoopBatch(batch)
+            for watch in self._watches:
+                number, num_calls = watch.batch_number, watch.total_calls
+                watch.inputs.loop_batches.note(number, num_calls, noted)
+
+    def run(self, function: Callable[[], Any], records_loss: bool = True) -> Any:
+        """Calls a function that calls the models; keeps it until the step is judged."""
+        model = self._watches[0].model
+        is_watched = self._clock.level is ScanLevel.ALL
+        if self._capture is None or model is None or not is_watched:
+            output = function()
+        else:
+            output = self._capture.run(model, function, self._isolation.isolated)
+        with self._isolation.isolated():
+            loss = loss_in(output)
+            if loss is not None and self._config.wanted.loss and records_loss:
+                self.record({"loss": loss})
+        return output
+
+    def record(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Adds tensors that no module returns to the step, if it is watched.
+
+        Where gradients alone are watched, only single numbers, such as a loss.
+        """
+        level, watch = self._clock.level, self._watches[0]
+        if level is ScanLevel.GRADIENTS:
+            tensors = {name: t for name, t in tensors.items() if t.numel() == 1}
+        if level is ScanLevel.OFF or not tensors:
+            return
+        watch.has_seen_loss |= "loss" in tensors
+        if self._config.is_tripwire and NORM in tensors:
+            self._tensors.note_norm(self._optimizers())
+        watch.record(_C.FrameKind.RECORDED, (list(tensors), list(tensors.values())))
+
+
+# The models that a guard is given, and the watches that it puts on them.
+
+
+_log = logging.getLogger("overflow_fast")
+Models = nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module]
+
+
+def named_models(model: Models) -> dict[str, nn.Module]:
+    """The models of an argument, by the prefix of their modules' names.
+
+    Raises:
+        TypeError, ValueError: If there is none, or one of them is no module.
+    """
+    if isinstance(model, nn.Module):
+        return {"": model}
+    if isinstance(model, Mapping):
+        models = {f"{name}." if name else "": each for name, each in model.items()}
+    elif isinstance(model, Iterable) and not isinstance(model, (str, torch.Tensor)):
+        models = {f"{i}.": each for i, each in enumerate(model)}
+    else:
+        raise _wrong_model(model)
+    for each in models.values():
+        if not isinstance(each, nn.Module):
+            raise _wrong_model(each)
+    if not models:
+        raise ValueError("model must hold at least one torch.nn.Module, got none")
+    return models
+
+
+def _wrong_model(model: object) -> TypeError:
+    return TypeError(
+        "model must be a torch.nn.Module, or a list or a dict of them, got "
+        f"{type(model).__name__}"
+        + ": give the model, and not its state_dict"
+        * isinstance(model, torch.Tensor)
+    )
+
+
+def make_watches(
+    models: Mapping[str, nn.Module],
+    config: GuardConfig,
+    rules: Rules,
+    on_evaluated: Callable[[ModelWatch], None],
+    defer: bool,
+) -> list[ModelWatch]:
+    """Makes a watch for each model.
+
+    Args:
+        models: The models, by the prefix of their modules' names.
+        config: The guard's.
+        rules: The values that are allowed.
+        on_evaluated: Called after an outermost forward that ran without autograd.
+        defer: Treat the CPU as a device.
+
+    Raises:
+        ValueError: If a pattern matches nothing.
+    """
+    names = [
+        full_name(prefix, name)
+        for prefix, model in models.items()
+        for name, _ in named_modules(model)
+    ]
+    check_patterns("include", config.include or (), names)
+    check_patterns("exclude", config.exclude, names)
+    wanted = config.wanted
+    recorder = {
+        "memo": True,
+        "defer": defer,
+        "step_mode": True,
+        "lists_parameters": wanted.weights,
+        "lists_calls": wanted.activations,
+        "parameters_once": True,
+        "watches_gradients": wanted.grad_outputs,
+        "captures_tensors": config.evidence is not None,
+    }
+    watches = [
+        ModelWatch(
+            model,
+            prefix,
+            wanted,
+            Selection(config.include, config.exclude, prefix),
+            config.explain.frames,
+            recorder,
+            on_evaluated,
+        )
+        for prefix, model in models.items()
+    ]
+    rules.check(name for watch in watches for name in watch.modules.all_names())
+    for watch in watches:
+        rules.put_on(watch)
+    return watches
+
+
+def living_models(watches: Iterable[ModelWatch]) -> dict[str, nn.Module]:
+    """The watched models by the prefix of their modules' names.
+
+    Raises:
+        RuntimeError: If none of them exists any more.
+    """
+    models = {w.prefix: w.model for w in watches if w.model is not None}
+    if not models:
+        raise RuntimeError(
+            "the model is gone: the guard holds it weakly, so keep it yourself"
+        )
+    return models
+
+
+def warn_foreign_parameters(
+    models: Mapping[str, nn.Module], optimizers: Iterable[Optimizer]
+) -> None:
+    """Logs a warning for each optimizer that steps no watched parameter."""
+    own = {id(each) for model in models.values() for each in model.parameters()}
+    for optimizer in optimizers:
+        groups = innermost(optimizer).param_groups
+        if own and not any(id(p) in own for group in groups for p in group["params"]):
+            _log.warning(
+                "The %s that the guard was given has none of the model's parameters. "
+                "Check that it is the optimizer that steps, and was made from this "
+                "model.",
+                type(innermost(optimizer)).__name__,
+            )
+
+
+def warn_of_other_guards(
+    watches: Sequence[ModelWatch], others: Sequence[ModelWatch]
+) -> None:
+    """Logs a warning if other guards, which are on, watch modules of the same models.
+
+    Args:
+        watches: The guard's.
+        others: Those of the other guards.
+    """
+    for model, other in itertools.product(*map(_models_of, (watches, others))):
+        if other in set(model.modules()) or model in set(other.modules()):
+            _log.warning(
+                "Another OverflowGuard already watches this %s. Both work, each by "
+                "its own policy. Call remove() on the other to replace it.",
+                type(model).__name__,
+            )
+            return
+
+
+def _models_of(watches: Sequence[ModelWatch]) -> list[nn.Module]:
+    """The models that still exist; some have a length, and may be false."""
+    return [model for watch in watches if (model := watch.model) is not None]
 
 
 class GuardLoop:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import collections
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 
+from .. import _C
 from ..recording.schedule import LeftOut
 from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
 from ..verdict.verdict import BadFrame
 from .monitors.monitor import Notice
-from .optimizer_hook import OptimizerHook
+from .optimizers import OptimizerHook
 
 
 @dataclass(frozen=True)
@@ -64,3 +67,89 @@ class StepResult:
         if not self.is_of_step:
             return "evaluation"
         return "after" if self.is_late else "before"
+
+
+# Collects the bad frames of a step from the watches: on time, or one step later.
+
+
+@dataclass
+class PendingStep:
+    """A step whose stats may still be on their way from a device.
+
+    Attributes:
+        number: The step's number.
+        hook: The hook of the optimizer that makes it, or None.
+        scaler: The GradScaler that steps the optimizer, or None.
+        last_frame: The number of frames when it was judged: later ones are not of it.
+        is_decided: It was decided on when its optimizer was called, by the frames that
+            had arrived.
+        skipped_by: The code that has skipped it, or "".
+        left_out: The steps before it that were not judged.
+    """
+
+    number: int
+    hook: OptimizerHook | None = None
+    scaler: GradScaler | None = None
+    last_frame: int = field(default_factory=_C.Recorder.num_frames)
+    is_decided: bool = False
+    skipped_by: str = ""
+    left_out: LeftOut = field(default_factory=LeftOut)
+
+
+class StepFrames:
+    """The bad frames of the watches, by the step that they belong to.
+
+    Args:
+        watches: The watched models.
+    """
+
+    def __init__(self, watches: Sequence[ModelWatch]) -> None:
+        self._watches = watches
+        self._pending: collections.deque[PendingStep] = collections.deque()
+
+    def send(self, is_lagged: bool = False) -> None:
+        """Starts the copy of all stats to the host; does not wait."""
+        for watch in self._watches:
+            watch.frames.send(with_captured=not is_lagged)
+
+    def receive(self, is_lagged: bool) -> Iterator[tuple[PendingStep, list[BadFrame]]]:
+        """Takes in stats, and yields the pending steps with their bad frames.
+
+        Incurs a CPU-GPU sync for each device, unless it is lagged.
+        """
+        for watch in self._watches:
+            watch.frames.receive(is_lagged)
+        while self._pending:
+            step = self._pending.popleft()
+            yield step, self.take(step)
+
+    def postpone(self, step: PendingStep) -> None:
+        """Yields a step from the next `receive()`."""
+        self._pending.append(step)
+
+    def take(self, step: PendingStep) -> list[BadFrame]:
+        """Takes the bad frames of a step that have arrived."""
+        return [
+            BadFrame(watch, frame)
+            for watch in self._watches
+            for frame in watch.frames.take_bad(step.last_frame)
+        ]
+
+    def take_evaluated(self, *watches: ModelWatch) -> list[BadFrame]:
+        """Takes the bad frames of models' forwards that ran without autograd."""
+        return [
+            BadFrame(w, frame) for w in watches for frame in w.frames.take_evaluated()
+        ]
+
+    def forget(self) -> None:
+        """Forgets all frames, those of pending steps too. Incurs the sync."""
+        self._pending.clear()
+        for watch in self._watches:
+            watch.frames.receive(is_lagged=False)
+            watch.frames.take_bad(_C.Recorder.num_frames())
+            watch.frames.take_evaluated()
+
+    def end(self, is_lagged: bool) -> None:
+        """Ends the judgement of a step."""
+        for watch in self._watches:
+            watch.end_judgement(is_lagged)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..guard.guard import OverflowGuard
-from .stand_in import StandIn
-from .trainer_support import check_before_saving
+from .trainer_support import StandIn, check_before_saving
 
 try:
     from accelerate import Accelerator  # type: ignore[import-untyped]

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.wrapped import without_reduction
+from ..core.modules import without_reduction
 from ..guard.guard import OverflowGuard
 from ..replay.functions import argument_names
 from ..state.objects import KeptObjects
 from ..tree import CALL_DEPTH, copied, copied_call
-from .stand_in import StandIn
+from .trainer_support import StandIn
 
 
 class KeptStep(StandIn):

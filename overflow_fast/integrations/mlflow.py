@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..guard.arguments import check_int
 from ..guard.metrics import Metrics
+from ..guard.options import check_int
 
 try:
     import mlflow

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import logging
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,23 +21,296 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..core.nested_optimizers import optimizers_in
 from ..core.selection import NoModuleError
-from ..guard.guard import OverflowGuard
-from ..guard.other_guards import guards_of, modules_of
+from ..debug import DebugUnderflowOverflow
+from ..guard.guard import OverflowGuard, guards_of, modules_of
+from ..guard.optimizers import OptimizerHook
+from ..recording.hooks import root_hooks
 from ..report.report import NonFiniteError
-from .on_import import on_import
-from .running_trainers import add_callback, replace_detector, trainer_on_stack
-from .trained_models import (
-    find_trained,
-    have_detectors,
-    holds_one_of,
-    inside,
-    is_made_by_another,
-    named_by_class,
-    note_wrappers,
-    parameters_of,
-    without_inner,
-)
+from ..torch_internals.registry import stack
+
+# Calls a function when a module has been imported, and not before.
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one module as others find it, and calls a function once it is there."""
+
+    def __init__(self, name: str, then: Callable[[], object]) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Finds the module, with a loader that calls the function."""
+        if fullname != self._name:
+            return None
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = functools.partial(self._execute, spec.loader.exec_module)
+            spec.loader.exec_module = execute  # type: ignore[method-assign]
+        return spec
+
+    def _execute(
+        self, execute: Callable[[ModuleType], None], module: ModuleType
+    ) -> None:
+        execute(module)
+        self._then()
+
+
+@contextlib.contextmanager
+def on_import(name: str, then: Callable[[], object]) -> Iterator[None]:
+    """Calls a function when a module is imported within, at once if it is already.
+
+    Args:
+        name: The module's qualified name.
+        then: The function.
+    """
+    if name in sys.modules:
+        then()
+        yield
+        return
+    finder = _Finder(name, then)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+
+
+# Gives the guard's callback to the Trainers that make an optimizer.
+
+
+# The module and the class of each Trainer, and the name of its list of callbacks.
+_TRANSFORMERS = ("transformers.trainer", "Trainer")
+_LIGHTNING = ("lightning.pytorch.trainer.trainer", "Trainer")
+
+
+def trainer_on_stack() -> Any:
+    """The Trainer of transformers or Lightning that runs now, or None."""
+    classes = tuple(
+        found
+        for module, name in (_TRANSFORMERS, _LIGHTNING)
+        if isinstance(found := getattr(sys.modules.get(module), name, None), type)
+    )
+    if not classes:
+        return None
+    for frame in stack():
+        caller = frame.f_locals.get("self")
+        if issubclass(type(caller), classes):
+            return caller
+    return None
+
+
+def add_callback(trainer: Any, arguments: Mapping[str, Any]) -> Any:
+    """Gives a Trainer a guard's callback, and returns it.
+
+    Args:
+        trainer: A Trainer whose training has not begun.
+        arguments: The arguments of the guard.
+
+    Returns:
+        The callback; None where the Trainer has a guard or a detector already.
+    """
+    module = next(each.__module__ for each in type(trainer).__mro__ if _is_known(each))
+    if module == _LIGHTNING[0]:
+        from .lightning import GuardCallback as LightningCallback
+        from .trainer_support import GuardOwner
+
+        if any(isinstance(each, GuardOwner) for each in trainer.callbacks):
+            return None
+        callback = LightningCallback(**arguments)
+        trainer.callbacks.append(callback)
+        return callback
+    from .trainer import GuardCallback
+
+    callbacks = trainer.callback_handler.callbacks
+    has_detector = any(
+        getattr(each, "value", each) == "underflow_overflow"
+        for each in trainer.args.debug
+    )
+    if has_detector or any(isinstance(each, GuardCallback) for each in callbacks):
+        return None
+    made = GuardCallback(**arguments)
+    trainer.add_callback(made)
+    return made
+
+
+def _is_known(kind: type) -> bool:
+    return (kind.__module__, kind.__name__) in (_TRANSFORMERS, _LIGHTNING)
+
+
+def replace_detector() -> None:
+    """Puts this package's detector in the place of transformers' own."""
+    from .transformers import install
+
+    try:
+        install()
+    except ImportError as error:
+        _log.warning("transformers' own detector stays: %s", error)
+
+
+# Finds the models whose parameters optimizers step, among all that exist.
+
+
+def parameters_of(optimizers: Iterable[Optimizer]) -> set[int]:
+    """The identities of the parameters that optimizers step."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return {id(parameter) for group in groups for parameter in group["params"]}
+
+
+def holds_one_of(module: nn.Module, parameters: set[int]) -> bool:
+    """Returns True if a module or one inside of it has one of these parameters."""
+    return any(id(each) in parameters for each in module.parameters())
+
+
+def find_trained(
+    optimizers: Sequence[Optimizer],
+) -> tuple[list[nn.Module], list[Any]]:
+    """Finds the outermost modules that hold the optimizers' parameters.
+
+    Walks all objects that the garbage collector knows, and calls none of them.
+
+    Args:
+        optimizers: The optimizers.
+
+    Returns:
+        The modules, no two with the same parameters; and the optimizers, each replaced
+        by its outermost wrapper, such as Accelerate's.
+    """
+    modules, wrappers = _existing()
+    wanted = parameters_of(optimizers)
+    parents = _parents(modules)
+    holders = [each for each in modules if wanted & _own_parameters(each)]
+    roots = {id(each): each for each in _roots(holders, parents)}
+    found, covered = list[nn.Module](), set[int]()
+    counts = {i: parameters_in(root) & wanted for i, root in roots.items()}
+    for i in sorted(roots, key=lambda i: -len(counts[i])):
+        if not counts[i] <= covered:
+            found.append(roots[i])
+            covered |= counts[i]
+    outermost = {id(each): each for each in _outermost(optimizers, wrappers)}
+    return found, list(outermost.values())
+
+
+def find_wrappers(optimizers: Sequence[Optimizer]) -> list[Any]:
+    """Finds the outermost wrapper of each optimizer: itself where there is none."""
+    return _outermost(optimizers, _existing()[1])
+
+
+def without_inner(optimizers: Sequence[Any]) -> list[Any]:
+    """The optimizers without those that others of them hold."""
+    inner = {id(i) for each in optimizers for i in inside(each) if i is not each}
+    return [each for each in optimizers if id(each) not in inner]
+
+
+def inside(optimizer: Any) -> list[Any]:
+    """An optimizer and all that it holds."""
+    return [each for _, each in optimizers_in(optimizer)]
+
+
+def is_made_by_another(optimizer: Optimizer) -> bool:
+    """Returns True where the constructor of another optimizer makes it."""
+    callers = (frame.f_locals.get("self") for frame in stack())
+    return any(
+        issubclass(type(caller), Optimizer) and caller is not optimizer
+        for caller in callers
+    )
+
+
+def have_detectors(models: Sequence[nn.Module]) -> bool:
+    """Returns True if the program has put a detector on one of its models."""
+    owners = (hook.owner for model in models for hook in root_hooks(model))
+    return any(isinstance(owner, DebugUnderflowOverflow) for owner in owners)
+
+
+def named_by_class(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """Names models by their classes, with a number where two have the same."""
+    names = [type(model).__name__ for model in models]
+    return {
+        name if names.count(name) == 1 else f"{name}{names[:i].count(name)}": model
+        for i, (name, model) in enumerate(zip(names, models, strict=True))
+    }
+
+
+def parameters_in(module: nn.Module) -> set[int]:
+    """The identities of a module's parameters."""
+    return {id(each) for each in module.parameters()}
+
+
+def _existing() -> tuple[list[nn.Module], list[Any]]:
+    """All modules, and all optimizers and wrappers of them."""
+    modules, optimizers = list[nn.Module](), list[Any]()
+    for each in gc.get_objects():
+        kind = type(each)
+        if issubclass(kind, nn.Module):
+            if "_modules" in vars(each):  # it may be under construction
+                modules.append(each)
+        elif issubclass(kind, Optimizer):
+            optimizers.append(each)
+    return modules, optimizers
+
+
+def _own_parameters(module: nn.Module) -> set[int]:
+    return {id(each) for each in module.parameters(recurse=False)}
+
+
+def _parents(modules: Sequence[nn.Module]) -> dict[int, list[nn.Module]]:
+    parents: dict[int, list[nn.Module]] = {}
+    for module in modules:
+        for child in module.children():
+            parents.setdefault(id(child), []).append(module)
+    return parents
+
+
+def _roots(
+    holders: Sequence[nn.Module], parents: dict[int, list[nn.Module]]
+) -> list[nn.Module]:
+    """The modules above some that no other module contains."""
+    seen, waiting, roots = {id(each) for each in holders}, list(holders), []
+    while waiting:
+        module = waiting.pop()
+        above = parents.get(id(module), [])
+        if not above:
+            roots.append(module)
+        for each in above:
+            if id(each) not in seen:
+                seen.add(id(each))
+                waiting.append(each)
+    return roots
+
+
+def _outermost(optimizers: Sequence[Optimizer], existing: Sequence[Any]) -> list[Any]:
+    """The outermost wrapper of each optimizer, or itself."""
+    wrapper_of = {
+        id(inner): each
+        for each in existing
+        for name in ("optimizer", "optim")
+        if (inner := vars(each).get(name)) is not None and inner is not each
+    }
+    found = list[Any](optimizers)
+    for _ in existing:
+        if not any(id(each) in wrapper_of for each in found):
+            break
+        found = [wrapper_of.get(id(each), each) for each in found]
+    return found
+
+
+def note_wrappers(hooks: Iterable[OptimizerHook]) -> None:
+    """Tells optimizers' hooks of the wrappers that were made since."""
+    of = [(hook, hook.optimizer) for hook in hooks]
+    living = [(hook, optimizer) for hook, optimizer in of if optimizer is not None]
+    wrappers = find_wrappers([optimizer for _, optimizer in living])
+    for (hook, _), wrapper in zip(living, wrappers, strict=True):
+        hook.note_wrapper(wrapper)
+
 
 _log = logging.getLogger("overflow_fast")
 _MAX_SEARCHES = 16  # of all objects, before the first forward

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..guard.arguments import check_int
 from ..guard.metrics import Metrics
+from ..guard.options import check_int
 
 try:
     from torch.utils.tensorboard import SummaryWriter

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files.json_text import SCHEMA
-from ..record.reading import read_record
-from ..record.table import FlightRecord
-from .incident_card import Incident, read_incidents
+from ..files.schema import SCHEMA
+from ..record.table import FlightRecord, read_record
+from .incidents import Incident, read_incidents
 from .render import write_page
 
 

@@ -4,20 +4,236 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from ..core.model_call import step_of
-from ..core.names import named_modules
+from ..core.modules import named_modules, step_of
+from ..core.ops import scan
+from ..torch_internals.running import graph_task_id
 from .copies import HALF, check_model
 from .judge import Judge, Thresholds
-from .layers import LayerProbe
+from .layers import DTYPES, LayerProbe, first_line, floats_in
 from .precision_advice import LayerAdvice, PrecisionAdvice, PrecisionCheck
 from .runs import Outcome, Steps
-from .verify import Verifier
+
+# Which modules make non-finite values in a run, forward and backward.
+
+
+class Makers:
+    """Hooks that find the modules in which non-finite values begin.
+
+    Args:
+        model: The model.
+        usual: What is not finite in float32 either, such as masks: the `bad` of a run.
+
+    Attributes:
+        bad: Which modules had which non-finite values: "given", "made", their
+            gradients "after" (of what was returned) and "before" (of what was given).
+    """
+
+    def __init__(
+        self, model: nn.Module, usual: frozenset[tuple[str, str]] = frozenset()
+    ) -> None:
+        self._model = model
+        self._usual = usual
+        self._order: dict[str, None] = {}
+        self._running: list[str] = []
+        self._handles: list[RemovableHandle] = []
+        self.bad: set[tuple[str, str]] = set()
+
+    def __enter__(self) -> Makers:
+        for name, module in named_modules(self._model):
+            self._handles += [
+                module.register_forward_pre_hook(self._begin_of(name), prepend=True),
+                module.register_forward_hook(self._hook_of(name), with_kwargs=True),
+            ]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def names(self) -> list[str]:
+        """The innermost modules that made values, or gradients, which are not finite.
+
+        The one that raised an error comes before these. Where a module made bad values
+        in forward, gradients are not looked at.
+        """
+        if self._running:
+            return self._running[-1:]
+        for made, given in (("made", "given"), ("before", "after")):
+            found = [
+                name
+                for name in self._order  # inner modules return first
+                if (name, made) in self.bad - self._usual
+                if (name, given) not in self.bad - self._usual
+            ]
+            innermost = [n for n in found if not any(_is_within(m, n) for m in found)]
+            if innermost:
+                return innermost
+        return []
+
+    @property
+    def is_backward(self) -> bool:
+        """Tells whether gradients alone were not finite."""
+        kinds = {kind for _, kind in self.bad - self._usual}
+        return bool(kinds) and not kinds & {"given", "made"}
+
+    def _begin_of(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            if graph_task_id() < 0:
+                self._running.append(name)
+
+        return hook
+
+    def _hook_of(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if graph_task_id() >= 0:
+                return
+            self._running.pop()  # of the module in which an error arises, it stays
+            self._order[name] = None
+            given, made = floats_in((args, kwargs)), floats_in(output)
+            self._look(name, "given", given)
+            self._look(name, "made", made)
+            for kind, tensors in (("before", given), ("after", made)):
+                for each in tensors:
+                    if each.requires_grad:
+                        each.register_hook(self._gradient_hook(name, kind))  # type: ignore[no-untyped-call]
+
+        return hook
+
+    def _gradient_hook(self, name: str, kind: str) -> Any:
+        return lambda gradient: self._look(name, kind, [gradient])
+
+    def _look(self, name: str, kind: str, tensors: list[torch.Tensor]) -> None:
+        stats = scan([each.detach() for each in tensors])
+        if any(stat.has_nan or stat.has_inf for stat in stats):
+            self.bad.add((name, kind))
+
+
+def _is_within(inner: str, outer: str) -> bool:
+    return inner != outer and (not outer or inner.startswith(f"{outer}."))
+
+
+# Checks of a list: the whole model under autocast, against float32.
+
+
+_SMALLER = 2**4  # a loss scale after gradients have overflowed
+_STEP = 8  # one of so many of the remaining layers is added where values differ
+
+
+class Verifier:
+    """Runs a model with lists of modules in float32, and widens a list that fails.
+
+    Args:
+        steps: Runs the model.
+        rows: What is known of the layers.
+        limits: The thresholds.
+        max_rounds: How often a list may be widened, or the loss scale lowered.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        rows: Sequence[LayerAdvice],
+        limits: Thresholds,
+        max_rounds: int,
+    ) -> None:
+        self._steps = steps
+        self._rows = rows
+        self._limits = limits
+        self._max_rounds = max_rounds
+        watch = Makers(steps.model)
+        self.reference = steps.run(watch)
+        self._usual = frozenset(watch.bad)
+
+    def check(self, dtype: str, loss_scale: float) -> PrecisionCheck:
+        """Runs a dtype with the list that the rows give for it.
+
+        Args:
+            dtype: "float16" or "bfloat16".
+            loss_scale: The loss scale to begin with.
+        """
+        kept = [row.name for row in self._rows if dtype not in row.runs_in]
+        widened: list[str] = []
+        for runs in range(1, self._max_rounds + 2):
+            watch = Makers(self._steps.model, self._usual)
+            outcome = self._run(watch, dtype, kept, loss_scale)
+            check = self._judged(dtype, kept, outcome, watch, loss_scale)
+            check = replace(check, widened=widened, runs=runs)
+            if check.passed or runs > self._max_rounds:
+                break
+            if watch.is_backward and loss_scale > 1:
+                loss_scale = max(1.0, loss_scale / _SMALLER)
+                continue
+            more = [] if check.finite else watch.names()
+            more = [n for n in more if n not in kept] or self._worst(dtype, kept)
+            if not more:
+                break
+            kept, widened = [*kept, *more], [*widened, *more]
+        return check
+
+    def _run(
+        self, watch: Makers, dtype: str, kept: list[str], scale: float
+    ) -> Outcome | str:
+        """Runs the model; returns in words what it raises."""
+        try:
+            return self._steps.run(watch, DTYPES[dtype], kept, scale)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            return first_line(error)
+
+    def _judged(
+        self,
+        dtype: str,
+        kept: list[str],
+        outcome: Outcome | str,
+        watch: Makers,
+        loss_scale: float,
+    ) -> PrecisionCheck:
+        if isinstance(outcome, str):
+            return PrecisionCheck(dtype, kept, loss_scale, failure=outcome)
+        difference = outcome.difference(self.reference)
+        gradients = outcome.gradient_difference(self.reference)
+        failure = self._failure(outcome, difference, gradients)
+        if not outcome.is_finite and not watch.names():
+            failure += ", and no module made it: look at the code of the loss"
+        return PrecisionCheck(
+            dtype=dtype,
+            kept=kept,
+            loss_scale=loss_scale,
+            failure=failure,
+            finite=outcome.is_finite,
+            loss=outcome.loss,
+            loss_difference=difference,
+            gradient_difference=gradients,
+        )
+
+    def _failure(
+        self, outcome: Outcome, difference: float, gradients: float | None
+    ) -> str:
+        if not outcome.is_finite:
+            return "not finite"
+        if difference > self._limits.max_loss_difference:
+            what = "the loss differs" if outcome.losses else "outputs differ"
+            return f"{what} by more than {self._limits.max_loss_difference:.2%}"
+        if (gradients or 0.0) > self._limits.max_gradient_difference:
+            most = self._limits.max_gradient_difference
+            return f"gradients differ by more than {most:.2%}"
+        return ""
+
+    def _worst(self, dtype: str, kept: Sequence[str]) -> list[str]:
+        """The layers with the largest errors of those that are not kept yet."""
+        rest = [row for row in self._rows if row.name not in kept]
+        rest.sort(key=lambda row: -row.ratios.get(dtype, 0.0))
+        return [row.name for row in rest[: max(1, len(rest) // _STEP)]]
 
 
 def advise_precision(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..core.names import has_base, is_sharded, named_modules
+from ..core.modules import has_base, is_sharded, named_modules
 from ..state.snapshot import Snapshot
 from ..torch_internals.module_internals import own_buffers, own_parameters
 from ..torch_internals.tensor_internals import is_wrapper

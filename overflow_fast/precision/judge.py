@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .layers import Layer
+from .layers import DTYPES, FLOAT8, Layer, expected_error
 from .precision_advice import LayerAdvice
-from .recast import DTYPES, FLOAT8, expected_error
 
 HALF = ("float16", "bfloat16")
 _OPERANDS = 2  # inputs and weights; float8 products do not return float8

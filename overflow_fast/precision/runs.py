@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.devices import devices_of
-from ..core.eagerly import run_eagerly
-from ..core.tensors import loss_in
+from ..core.force_eager import run_eagerly
+from ..core.tensors import devices_of, loss_in
 from ..recording.unseen import unseen
 from ..state.random import RandomStates
 from ..torch_internals.module_internals import is_dropout
 from .copies import copied_batch, on_copies
 from .keep_in_fp32 import keep_in_fp32
-from .recast import Difference, floats_in
+from .layers import Difference, floats_in
 
 Gradients = dict[int, torch.Tensor]
 

@@ -17,13 +17,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .. import _C
-from ..files.json_text import line_bytes
+from ..files.schema import line_bytes
 from ..recording.watch import ModelWatch
 from ..report.report import Cost, Report
-from ..report.run import Run
+from ..report.run_log import Run
 from .record_file import RecordFile
-from .record_lines import Line, columns_of
-from .record_run import entry_lines, run_line, step_line
+from .record_lines import Line, columns_of, entry_lines, run_line, step_line
 from .table import FlightRecord
 
 _log = logging.getLogger("overflow_fast")
@@ -154,7 +153,7 @@ class FlightRecorder:
             line["models"] = list(map(columns_of, rows, counts))
             lines = [*heads, line]
         if self.file_path is not None:
-            from .reading import read_record
+            from .table import read_record
 
             return read_record(self.file_path).followed_by(lines).tail(num_lines)
         return FlightRecord(Path(self._path), lines, False, 0) if lines else None

@@ -13,16 +13,28 @@ JSON Lines needs nothing. Parquet and safetensors write a file once, as a whole.
 from __future__ import annotations
 
 import base64
+import collections
 import ctypes
+import math
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from .. import _C
-from ..files.json_text import to_plain
+from ..core.modules import unwrapped_class
 from ..files.reading import FileError
+from ..files.schema import to_plain
+from ..recording.labels import entry_label
+from ..recording.watch import ModelWatch
+from ..report.report import Cost
+from ..report.run_log import Run
+from ..text import shortened
+from ..verdict.verdict import kind_of
 
 # The version of the lines: docs/formats.md.
 RECORD_SCHEMA = 1
@@ -165,3 +177,231 @@ def _pack(column: torch.Tensor, name: str) -> str:
     packed = packed.contiguous()
     raw = ctypes.string_at(packed.data_ptr(), packed.nbytes) if packed.nbytes else b""
     return base64.b64encode(raw).decode()
+
+
+# The parts of a flight record: its entries and its steps.
+
+
+# The most severe comes first.
+_ACTIONS = ("raise", "skip", "warn", "spike")
+
+
+@dataclass(frozen=True)
+class RecordEntry:
+    """A tensor that was looked at in many steps.
+
+    Attributes:
+        model: Which of the guard's models it is of.
+        module: The qualified name of the module; "" for the root, or for none.
+        class_name: The module's class, or "".
+        kind: "output", "grad_output", "weight", "buffer", "gradient",
+            "optimizer_state", or "recorded" for a loss or what `record()` was given;
+            "unknown" where its line was damaged.
+        label: Which tensor of the module, such as `output[0]` or `weight`.
+        dtype: Its dtype, such as "float16".
+        limit: The largest finite number of the dtype.
+        numel: How many elements it had when it was first seen.
+    """
+
+    model: int
+    module: str
+    class_name: str
+    kind: str
+    label: str
+    dtype: str
+    limit: float
+    numel: int
+
+
+@dataclass(frozen=True)
+class RecordStep:
+    """A step, or several older ones that share a line.
+
+    Attributes:
+        first: The number of the first step.
+        last: The number of the last one.
+        count: How many watched steps these are.
+        time: When the last one ended, in seconds since 1970.
+        seconds: How long they took; None in a loop that calls `check()` alone.
+        guard_seconds: How much of it the guard took, or None.
+        learning_rate: The highest; None if it was not known.
+        actions: How often the guard did "raise", "skip" or "warn", and how many finite
+            steps had a "spike".
+        num_skipped: How many optimizer steps were skipped, by whomever.
+        loss: The largest magnitude of the loss (a stat has no sign): what
+            `guard.record(loss=...)` was given, else what the model returned as its
+            loss; None if there was none.
+        loss_scale: The largest scale of a GradScaler, or None.
+        grad_norm: The largest that `guard.record(grad_norm=...)` was given, or None.
+    """
+
+    first: int
+    last: int
+    count: int
+    time: float
+    seconds: float | None
+    guard_seconds: float | None
+    learning_rate: float | None
+    actions: dict[str, int] = field(default_factory=dict)
+    num_skipped: int = 0
+    loss: float | None = None
+    loss_scale: float | None = None
+    grad_norm: float | None = None
+
+    @property
+    def action(self) -> str | None:
+        """The most severe of the actions, or None."""
+        return next((each for each in _ACTIONS if each in self.actions), None)
+
+    @property
+    def guard_share(self) -> float | None:
+        """The guard's share of the time, or None if that was not measured."""
+        if not self.seconds or self.guard_seconds is None:
+            return None
+        return self.guard_seconds / self.seconds
+
+
+# The entries of a flight record, from the lines that name them.
+
+
+def widths_of(steps: Sequence[Line]) -> list[int]:
+    """How many entries each model has, by the widest of its lines."""
+    models = max((len(line["models"]) for line in steps), default=0)
+    widths = [0] * models
+    for line in steps:
+        for i, columns in enumerate(line["models"]):
+            widths[i] = max(widths[i], columns["num"])
+    return widths
+
+
+def entries_of(heads: Sequence[Line], widths: Sequence[int]) -> list[RecordEntry]:
+    """The entries of all models; those whose line was damaged are of no known kind.
+
+    Args:
+        heads: The lines of entries.
+        widths: How many entries each model has; of further ones no step tells.
+    """
+    by_model = collections.defaultdict[int, list[Line]](list)
+    for line in heads:
+        by_model[line["model"]].append(line)
+    return [
+        each
+        for model, width in enumerate(widths)
+        for each in _of_model(by_model[model], model, width)
+    ]
+
+
+def _of_model(heads: Sequence[Line], model: int, width: int) -> list[RecordEntry]:
+    found = [
+        RecordEntry(model, "", "", "unknown", f"entry {i}", "unknown", math.nan, 0)
+        for i in range(width)
+    ]
+    for line in heads:
+        room = max(0, width - line["first"])  # its step may be missing
+        for i, each in enumerate(line["entries"][:room]):
+            found[line["first"] + i] = RecordEntry(
+                model, each["module"], each["class"], *_rest(each)
+            )
+    return found
+
+
+def _rest(entry: Line) -> tuple[str, str, str, float, int]:
+    limit = float(entry["limit"])
+    return entry["kind"], entry["label"], entry["dtype"], limit, entry["numel"]
+
+
+# The lines of a flight record: its run, its entries, a step without its values.
+
+
+_OF_CALLS = (_C.FrameKind.FORWARD, _C.FrameKind.BACKWARD)
+
+
+def run_line(run: Run, watches: Sequence[ModelWatch], policy: object) -> Line:
+    """The first line: schema, versions, host, rank, devices, models."""
+    of_record = {"kind": KIND, "schema": RECORD_SCHEMA}
+    line: Line = to_plain(
+        {
+            **of_record,  # in front
+            **run.header(watches, policy),
+            **of_record,
+            "byteorder": sys.byteorder,
+            "devices": _devices(watches),
+        }
+    )
+    return line
+
+
+def _devices(watches: Sequence[ModelWatch]) -> list[str]:
+    models = [model for watch in watches if (model := watch.model) is not None]
+    devices = {parameter.device for model in models for parameter in model.parameters()}
+    return sorted(map(_device_name, devices))
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type != "cuda":
+        return str(device)
+    return f"{device} ({torch.cuda.get_device_name(device)})"
+
+
+def entry_lines(watch: ModelWatch, model: int, first: int) -> list[Line]:
+    """The line of a model's entries from one on, if there are more.
+
+    Args:
+        watch: The model's.
+        model: Which of the watched models it is.
+        first: How many are in the file already.
+    """
+    columns = watch.recorder.row_columns(first)
+    if not columns:
+        return []
+    entries = [_entry(watch, column) for column in columns]
+    return [{"kind": "entries", "model": model, "first": first, "entries": entries}]
+
+
+def _entry(watch: ModelWatch, column: _C.RowColumn) -> Line:
+    label, module, class_name = entry_label(column.place), "", ""
+    if column.place.kind in _OF_CALLS:
+        module = watch.name_at(column.place.module)
+        own = watch.module_at(column.place.module)
+        class_name = "" if own is None else unwrapped_class(type(own)).__name__
+    elif column.place.kind != _C.FrameKind.RECORDED:
+        module, _, label = label.rpartition(".")
+    entry: Line = {
+        "module": shortened(module),
+        "class": shortened(class_name),
+        "kind": kind_of(column.place.label.role),
+        "label": shortened(label),
+        "dtype": column.dtype,
+        "limit": column.limit,
+        "numel": column.numel,
+    }
+    plain: Line = to_plain(entry)
+    return plain
+
+
+def step_line(step: int, cost: Cost | None, optimizers: Sequence[Optimizer]) -> Line:
+    """The line of a step without its values; see `FlightRecorder.end_step`."""
+    return {
+        "kind": "steps",
+        "level": 0,
+        "first": step,
+        "last": step,
+        "count": 1,
+        "time": round(time.time(), 3),
+        "seconds": None if cost is None else round(cost.step_seconds, 6),
+        "guard_seconds": None if cost is None else round(cost.guard_seconds, 6),
+        "learning_rate": to_plain(_learning_rate(optimizers)),
+        "actions": {},
+        "skipped": 0,
+    }
+
+
+def _learning_rate(optimizers: Sequence[Optimizer]) -> float | None:
+    """Of the first group of the first optimizer; None where it is on a device."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            rate = group.get("lr")
+            if isinstance(rate, torch.Tensor) and not rate.is_cpu:
+                return None
+            return None if rate is None else float(rate)
+    return None

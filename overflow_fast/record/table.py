@@ -6,18 +6,35 @@ import functools
 import importlib
 import itertools
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..core.notebook import picture_html
+from ..files.reading import FileError, lines_of, open_regular
 from ..text import printable
 from .heatmap_image import heatmap_pixels, png_of
-from .record_entries import entries_of, widths_of
-from .record_lines import COLUMNS, COUNTS, Line, read_column
-from .record_types import RecordEntry, RecordStep
+from .record_lines import (
+    BEGINNING,
+    COLUMNS,
+    COUNTS,
+    KIND,
+    RECORD_SCHEMA,
+    Line,
+    RecordEntry,
+    RecordError,
+    RecordStep,
+    entries_of,
+    read_column,
+    widths_of,
+)
+
+if TYPE_CHECKING:
+    from ..files.schema import Head
+
 
 _LOSSES = ("output.loss", "output['loss']")
 
@@ -255,3 +272,114 @@ def _cell(name: str, row: list[Any] | None, index: int) -> Any:
     if row is None or (name in COUNTS and row[index] < 0):
         return None
     return row[index]
+
+
+# Reads the file of a flight record.
+
+
+# A record has nearly all of its entries in nearly all of its steps. A file with one
+# wide step among many narrow ones asks for memory out of proportion to its size.
+_MAX_SPARSE = 16
+_FREE_CELLS = 2**22
+
+
+def read_record(path: str | os.PathLike[str]) -> FlightRecord:
+    """Reads a flight record, also while it is written, or of a process that died.
+
+    Args:
+        path: The file that `OverflowGuard(record=...)` has written.
+
+    Returns:
+        Its steps, entries and values. Damaged lines are left out, and counted.
+
+    Raises:
+        OSError: If the file cannot be read, or is no regular file.
+        RecordError: If it is no flight record, one of a newer version, or damaged so
+            that nothing in it can be trusted.
+        ImportError: If msgspec is not installed.
+
+    Example:
+        >>> record = overflow_fast.read_record("run.ofr")  # doctest: +SKIP
+        >>> record.to_dataframe().query("num_nan > 0")  # doctest: +SKIP
+    """
+    where = Path(path)
+    lines, num_damaged, rest = list[Line](), 0, b""
+    with open_regular(where) as file:
+        for i, text in enumerate(lines_of(file)):
+            if text is not None and not text.endswith(b"\n"):
+                rest = text
+            elif i == 0:
+                lines.append(_run_of(text, where))
+            else:
+                try:
+                    line = None if text is None else _parsed(text)
+                    num_damaged += text is None
+                except FileError:
+                    num_damaged += 1
+                else:
+                    lines += [] if line is None else [line]
+    if not lines and not (rest.startswith(BEGINNING) or BEGINNING.startswith(rest)):
+        raise _no_record(where)
+    _check_size(where, [line for line in lines if line["kind"] == "steps"])
+    return FlightRecord(where, lines, bool(rest), num_damaged)
+
+
+def _parsed(text: bytes) -> Line | None:
+    """A line; None for one of a kind that this version does not know.
+
+    Raises:
+        FileError: If it is damaged.
+    """
+    from ..files.schema import plain
+    from .record_schema import LINES
+
+    found = LINES.decode(text)
+    return None if found is None else plain(found)
+
+
+def _run_of(text: bytes | None, path: Path) -> Line:
+    """The first line of a record.
+
+    Raises:
+        RecordError: If it is not that of a record that can be read.
+    """
+    from ..files.schema import Head, decode
+
+    try:
+        head = Head() if text is None else decode(text, Head)
+    except FileError:
+        head = Head()
+    if text is None or head.kind != KIND:
+        raise _no_record(path)
+    _check_schema(head, path)
+    try:
+        run = _parsed(text)
+    except FileError as error:
+        raise RecordError(f"{path}: its first line is damaged: {error}.") from error
+    assert run is not None
+    return run
+
+
+def _check_schema(head: Head, path: Path) -> None:
+    schema = head.schema
+    if not isinstance(schema, int) or schema > RECORD_SCHEMA:
+        raise RecordError(
+            f"{path} has schema {schema!r:.20}, written by overflow_fast "
+            f"{head.overflow_fast!s:.40}; this one reads schemas up to "
+            f"{RECORD_SCHEMA}: run `pip install -U overflow_fast`."
+        )
+
+
+def _check_size(path: Path, steps: Sequence[Line]) -> None:
+    """Raises RecordError where a table of the steps would be mostly empty."""
+    held = sum(columns["num"] for line in steps for columns in line["models"])
+    cells = num_cells(steps)
+    if cells > _FREE_CELLS + _MAX_SPARSE * held:
+        raise RecordError(
+            f"{path} is damaged: its {len(steps)} lines of steps have {held} values, "
+            f"of {cells} that its widest lines ask for."
+        )
+
+
+def _no_record(path: Path) -> RecordError:
+    return RecordError(f"{path} is no flight record of overflow_fast.")

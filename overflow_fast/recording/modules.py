@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ..core.names import named_modules
+from ..core.modules import named_modules
 from ..core.selection import Selection, Wanted, full_name
 from ..torch_internals.module_internals import own_parameters
 

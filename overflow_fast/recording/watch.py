@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,16 +13,145 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..core.names import is_sharded
+from ..core.modules import is_sharded
 from ..core.selection import NamedTensors, Selection, Wanted
 from ..core.tensors import loss_in
 from ..torch_internals.compiler import has_compiled
 from . import traced_walk
-from .forward_inputs import ForwardInputs
 from .hooks import CopiedHooks
+from .inputs import ForwardInputs
 from .modules import ModuleIndex
 from .steps import StepHooks
-from .unjudged_frames import MAX_IN_FLIGHT, UnjudgedFrames
+
+# The non-finite frames of a watched model, collected until a step is judged.
+
+
+MAX_IN_FLIGHT = 64  # copies of stats on their way before the host waits for one
+_MAX_FORWARDS_UNSENT = 64
+# More than anybody accumulates gradients over.
+_MANY_UNJUDGED = 1000
+_log = logging.getLogger("overflow_fast")
+
+
+class UnjudgedFrames:
+    """The non-finite frames of a recorder in step mode.
+
+    Args:
+        recorder: The recorder.
+        process_arrived: Processes the stats that have arrived, but for those of so many
+            sends.
+
+    Attributes:
+        before: The frames in front of the first bad one.
+        captured_tensors: What the recorder has kept of the first bad call.
+    """
+
+    def __init__(
+        self, recorder: _C.Recorder, process_arrived: Callable[[int], None]
+    ) -> None:
+        self._recorder = recorder
+        self._process_arrived = process_arrived
+        self.before: list[_C.Frame] = []
+        self.captured_tensors: object = None
+        self._bad: list[_C.Frame] = []
+        self._evaluations: set[int] = set()
+        self._evaluated_weights: dict[int, int] = {}  # batches by the frame's order
+        self._sends_judged = 0
+        self._forwards = 0
+        self._unjudged = 0
+
+    def note_forward(self, is_training: bool) -> None:
+        """Counts a forward, and sends its stats unless its optimizer's step will."""
+        self._forwards += 1
+        self._unjudged += is_training
+        if self._unjudged == _MANY_UNJUDGED:
+            _log.warning(
+                "%d forwards ran, and none was judged.\nGive the guard the optimizer "
+                "that steps, or call `check()` after each step.",
+                _MANY_UNJUDGED,
+            )
+        if not is_training or self._forwards >= _MAX_FORWARDS_UNSENT:
+            self.send()
+
+    def note_evaluation(self, batch: int) -> None:
+        """Notes that a batch ran without autograd."""
+        self._evaluations.add(batch)
+
+    def note_evaluated_weights(self, batch: int) -> None:
+        """Notes that the last frame lists the weights of such a batch."""
+        self._evaluated_weights[_C.Recorder.num_frames()] = batch
+
+    def send(self, with_captured: bool = False) -> None:
+        """Starts the copy of the stats on devices; does not wait.
+
+        Args:
+            with_captured: Include those that replays of CUDA graphs have written, which
+                waits for the device.
+        """
+        self._forwards = 0
+        self._recorder.send(with_captured)
+
+    def receive(self, is_lagged: bool) -> None:
+        """Processes the stats of all that ran; incurs the sync, unless it is lagged.
+
+        Lagged, the host waits only for what was sent before the previous call.
+        """
+        sends = self._recorder.num_sends
+        self._process_arrived(sends - self._sends_judged if is_lagged else 0)
+        self._sends_judged = sends
+
+    def take_bad(self, last: int) -> list[_C.Frame]:
+        """Takes the bad frames of training, up to the one whose order is `last`."""
+        return self._take(lambda f: f.order <= last and not self._is_evaluated(f))
+
+    def take_evaluated(self) -> list[_C.Frame]:
+        """Takes the bad frames of forwards that ran without autograd, lagged."""
+        self._process_arrived(1)
+        return self._take(self._is_evaluated)
+
+    def _is_evaluated(self, frame: _C.Frame) -> bool:
+        is_forward = frame.kind in (_C.FrameKind.FORWARD, _C.FrameKind.RECORDED)
+        is_in_one = is_forward and frame.batch in self._evaluations
+        return is_in_one or frame.order in self._evaluated_weights
+
+    def _take(self, is_wanted: Callable[[_C.Frame], bool]) -> list[_C.Frame]:
+        results = self._recorder.take_step_results()
+        if results.bad and not self._bad:
+            self.before = results.before
+            self.captured_tensors = results.captured_tensors
+        self._bad += results.bad
+        taken = [frame for frame in self._bad if is_wanted(frame)]
+        if taken:
+            self._bad = [frame for frame in self._bad if not is_wanted(frame)]
+        return taken
+
+    def end_step(self, batch_number: int, is_lagged: bool) -> bool:
+        """Forgets what belongs to a step that was judged, or will be, lagged.
+
+        Args:
+            batch_number: The number of the model's next batch.
+            is_lagged: True if the stats of the step may still be on their way.
+
+        Returns:
+            True if no stat and no bad frame of the step is left.
+        """
+        self._unjudged = 0
+        self._recorder.end_step()
+        self._recorder.restart_row()
+        self._recorder.clear_history()
+        self._recorder.forget_calls(not is_lagged)
+        is_over = not self._bad and not is_lagged
+        if is_over:
+            self.before, self.captured_tensors = [], None
+        oldest = batch_number - 2 * MAX_IN_FLIGHT
+        self._evaluations = {batch for batch in self._evaluations if batch >= oldest}
+        self._evaluated_weights = {
+            order: batch
+            for order, batch in self._evaluated_weights.items()
+            if batch >= oldest
+        }
+        return is_over
+
 
 MakeReader = Callable[[Sequence[str]], Callable[[_C.Place], int]]
 

@@ -8,15 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from ..core.eagerly import run_eagerly
+from ..core.force_eager import run_eagerly
 from ..torch_internals.replay_internals import no_dispatch
-from .held import held_leaves
-from .kept_call import KeptCall
-from .kinds import NEGATIVE_INF, floats_in
-from .op_table import OpTable
+from .capture import KeptCall
+from .functions import held_leaves
+from .op_trace import Leaf, OpTable
 from .outcome import Outcome
 from .places import ModuleStack, names_of
-from .rows import Leaf
+from .tensor_kinds import NEGATIVE_INF, floats_in
 
 
 @contextmanager

@@ -2,21 +2,367 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..core.devices import devices_of
+from ..core.modules import set_shares_buffers
+from ..core.tensors import devices_of, dtype_named, has_memory, loss_in
+from ..state.random import RandomStates
 from ..state.step_start import StepStart
-from ..torch_internals.compiler import compiled_call_of, has_compiled
+from ..torch_internals.compiler import compiled_call_of, has_compiled, uncompiled
 from ..torch_internals.running import is_recorded
-from ..tree import copied_call
+from ..torch_internals.tensor_internals import version_of
+from ..tree import (
+    CALL_DEPTH,
+    NotRebuilt,
+    Path,
+    copied_call,
+    mapped,
+    path_text,
+    tensors,
+    tensors_in,
+)
 from .functions import Captured
-from .kept_call import Ambient, KeptCall, ModelCall
+from .tensor_kinds import is_float
+
+if TYPE_CHECKING:
+    from .step_schema import Ambient as Saved
+
+
+# Random states, autocast and training mode at one moment.
+
+
+class Ambient:
+    """Random states, autocast and training mode at one moment.
+
+    Does not incur a CPU-GPU sync.
+
+    Args:
+        model: The model whose training mode counts.
+        devices: The devices besides the CPU that it is on.
+    """
+
+    def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
+        self._random = RandomStates(devices)
+        self._training = model.training
+        types = ("cpu", *dict.fromkeys(device.type for device in devices))
+        self._autocast = [
+            (type, torch.is_autocast_enabled(type), torch.get_autocast_dtype(type))
+            for type in types
+        ]
+        self._caches = torch.is_autocast_cache_enabled()
+        # DDP: whether the forward takes the first rank's buffers.
+        self._shares_buffers = getattr(model, "require_forward_param_sync", None)
+
+    def as_plain(self, put: Callable[[torch.Tensor], str]) -> dict[str, Any]:
+        """All of it as JSON.
+
+        Args:
+            put: Keeps a tensor, and returns its name.
+        """
+        return {
+            **self._random.as_plain(put),
+            "training": self._training,
+            "autocast": [
+                [t, is_on, str(dtype)[6:]] for t, is_on, dtype in self._autocast
+            ],
+            "caches": self._caches,
+        }
+
+    @classmethod
+    def of_plain(
+        cls, plain: Saved, tensor_of: Callable[[str], torch.Tensor]
+    ) -> Ambient:
+        """Makes it of JSON; states of devices that are not here are left out.
+
+        Args:
+            plain: What `as_plain()` returned.
+            tensor_of: Returns the tensor that it kept by a name.
+
+        Raises:
+            ValueError: If a state, a dtype or a device is none.
+            RuntimeError: Likewise, as torch says it.
+        """
+        ambient = cls.__new__(cls)
+        ambient._random = RandomStates.of_saved(plain, tensor_of)
+        ambient._training = plain.training
+        ambient._autocast = [
+            (type, is_on, _dtype_of(dtype))
+            for type, is_on, dtype in plain.autocast
+            if torch.amp.is_autocast_available(type)
+        ]
+        ambient._caches = plain.caches
+        ambient._shares_buffers = None
+        return ambient
+
+    @contextmanager
+    def applied(self, models: Iterable[nn.Module]) -> Iterator[None]:
+        """Sets all of it; autocast is as it was afterwards, the rest is not."""
+        self._random.restore()
+        for model in models:
+            if model.training != self._training:
+                model.train(self._training)
+            if self._shares_buffers is not None:
+                set_shares_buffers(model, self._shares_buffers)
+        with ExitStack() as stack:
+            for type, enabled, dtype in self._autocast:
+                stack.enter_context(
+                    torch.autocast(
+                        type, dtype=dtype, enabled=enabled, cache_enabled=self._caches
+                    )
+                )
+            yield
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    found = dtype_named(name)
+    if found is None:
+        raise ValueError(f"{name!r} is no dtype of torch")
+    return found
+
+
+# One call of a step, with what it takes to make it again.
+
+
+_MAX_HELD_BYTES = 2**26
+_NUM_SAMPLED = 64  # values of a tensor that is compared with itself later
+
+
+class KeptCall:
+    """One call that can be made again: of the model, or of a function that calls it.
+
+    Attributes:
+        function: Takes the batch, and returns what the call returned.
+        batch: What it is called with, in any nesting.
+        ambient: What was set when it began.
+        held: The gradients of what it returned, by their places among its tensors.
+        not_held: How many bytes of gradients were too many to be held; 0 for none.
+        returns_loss: Whether backward is called on what it returned.
+        is_part_of_compiled: Whether it ran in code that was compiled together with
+            others', and runs eagerly when it is called alone.
+        has_stand_ins: Whether other tensors stood in for the model's own weights, and
+            do not when it is called again.
+    """
+
+    def __init__(
+        self, function: Callable[[Any], Any], batch: Any, ambient: Ambient
+    ) -> None:
+        self.function = function
+        self.batch = batch
+        self.ambient = ambient
+        self.held: dict[int, torch.Tensor] = {}
+        self.not_held = 0
+        self.returns_loss = False
+        self.is_part_of_compiled = False
+        self.has_stand_ins = False
+        self._is_overwritten: bool | None = None
+        found = tensors_in(batch, CALL_DEPTH)
+        self._versions = [(t, _version(t), _sample(t)) for t in found]
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Tells whether no gradient has come to what it returned so far."""
+        return not self.held and not self.not_held
+
+    @property
+    def caller(self) -> int:
+        """Which model it is of; 0 for a function that calls them."""
+        return 0
+
+    def leaves(self) -> list[tuple[str, torch.Tensor]]:
+        """The tensors of the batch with their places, such as `batch['x']`."""
+        return [
+            (f"{name}{path_text(path)}", tensor) for name, path, tensor in self.places()
+        ]
+
+    def places(self) -> Iterator[tuple[str, Path, torch.Tensor]]:
+        """Yields the variable, the path in it and the tensor, for the whole batch."""
+        for name, value in self.variables().items():
+            for path, tensor in tensors(value):
+                yield name, path, tensor
+
+    def variables(self) -> dict[str, Any]:
+        """The values that make up the batch, by the names that code has for them."""
+        is_captured = isinstance(self.function, Captured)
+        return self.batch if is_captured else {"batch": self.batch}
+
+    def around(self) -> dict[str, Any]:
+        """The variables besides the batch that its function reads, by their names."""
+        function = self.function
+        return function.around if isinstance(function, Captured) else {}
+
+    def note_overwritten(self) -> None:
+        """Keeps the answer of `is_overwritten()`: a replay may write, too."""
+        self._is_overwritten = self.is_overwritten()
+
+    def with_own_batch(self) -> KeptCall:
+        """The same call with a copy of its batch, for code that writes to it."""
+        return self.with_batch(_as_copy)
+
+    def with_batch(self, change: Callable[[torch.Tensor], torch.Tensor]) -> KeptCall:
+        """The same call with another tensor in place of each of its batch's."""
+        batch = mapped(self.batch, change, CALL_DEPTH)
+        copy = type(self)(self.function, batch, self.ambient)
+        copy.returns_loss, copy.held = self.returns_loss, self.held
+        return copy
+
+    def with_held(self, held: dict[int, torch.Tensor]) -> KeptCall:
+        """The same call, whose output gets other gradients."""
+        copy = type(self)(self.function, self.batch, self.ambient)
+        copy.returns_loss, copy.held = self.returns_loss, held
+        return copy
+
+    def is_overwritten(self) -> bool:
+        """Tells whether the batch was written to since.
+
+        Writes that torch does not count, as through NumPy, are seen on the CPU alone,
+        if they change one of a few values.
+        """
+        if self._is_overwritten is not None:
+            return self._is_overwritten
+        return any(
+            _version(tensor) != before or not _is_equal(_sample(tensor), sample)
+            for tensor, before, sample in self._versions
+        )
+
+    def was_written(self, tensor: torch.Tensor) -> bool:
+        """Tells whether a tensor of the batch was written to since, by torch."""
+        before = [version for each, version, _ in self._versions if each is tensor]
+        return any(_version(tensor) != version for version in before)
+
+    def hold_gradients(self, output: Any) -> None:
+        """Holds the gradients of the output, by reference, once they are there.
+
+        Of a loss if there is one, else of all tensors up to a size.
+        """
+        loss = loss_in(output)
+        self.returns_loss = loss is not None
+        asked = [
+            (place, tensor)
+            for place, tensor in enumerate(tensors_in(output))
+            if (loss is None or tensor is loss) and tensor.grad_fn is not None
+        ]
+        size = sum(tensor.nbytes for _, tensor in asked)
+        if size > _MAX_HELD_BYTES:
+            self.not_held = size
+            return
+        for place, tensor in asked:
+            hook = functools.partial(_hold, self.held, place)
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+class ModelCall(KeptCall):
+    """A kept call of a model, with its positional and its keyword arguments.
+
+    Attributes:
+        follows_others: Whether the loop had outputs of other forwards by then, whose
+            backward had not come: it may have computed the arguments from them.
+    """
+
+    follows_others = False
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        batch: tuple[tuple[Any, ...], dict[str, Any]],
+        ambient: Ambient,
+    ) -> ModelCall:
+        """Makes the call of a model with its arguments."""
+        return cls(functools.partial(call_model, model), batch, ambient)
+
+    @property
+    def caller(self) -> int:
+        """Which model it is of."""
+        function: Any = self.function
+        return id(function.args[0])
+
+    def variables(self) -> dict[str, Any]:
+        """The arguments, by the names of the parameters."""
+        return self.around()
+
+    def around(self) -> dict[str, Any]:
+        """The arguments, by the names of the parameters."""
+        function: Any = self.function
+        args, kwargs = self.batch
+        names = parameter_names(uncompiled(function.args[0]).forward)
+        names += [f"input[{i}]" for i in range(len(names), len(args))]
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _as_copy(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) is torch.Tensor and not has_memory(tensor):
+        return tensor
+    copy = tensor.detach().clone()
+    return copy.requires_grad_() if tensor.requires_grad and is_float(tensor) else copy
+
+
+def parameter_names(function: Callable[..., Any]) -> list[str]:
+    """The names of a function's parameters; none if it does not tell."""
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _hold(held: dict[int, torch.Tensor], place: int, gradient: torch.Tensor) -> None:
+    held[place] = gradient
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A few values of a tensor on the CPU, evenly spaced; None elsewhere."""
+    is_plain = type(tensor) is torch.Tensor and has_memory(tensor)
+    if not is_plain or not tensor.is_cpu or not tensor.is_contiguous():
+        return None
+    values = tensor.detach().view(-1)
+    return values[:: max(1, len(values) // _NUM_SAMPLED)].clone()
+
+
+def _is_equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Tells whether two samples have the same bits."""
+    if a is None or b is None:
+        return a is b
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def call_model(model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    args, kwargs = mapped(batch, _as_leaf, CALL_DEPTH, anew=True)
+    return model(*args, **kwargs)
+
+
+def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that another model made, without the graph of how it was made."""
+    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
+
+
+def loss_and_gradients(call: KeptCall, output: Any) -> list[tuple[Any, Any]]:
+    """The tensors that backward begins at, with their gradients.
+
+    Args:
+        call: The kept call.
+        output: What it returned now.
+    """
+    tensors = tensors_in(output)
+    if call.held:
+        places = [place for place in call.held if place < len(tensors)]
+        return [(tensors[place], call.held[place]) for place in places]
+    loss = loss_in(output)
+    loss = tensors[0] if loss is None and call.returns_loss and tensors else loss
+    if loss is None or not loss.requires_grad or not is_float(loss):
+        return []
+    return [(loss, torch.ones_like(loss))]
+
 
 _MAX_KEPT = 8
 COMPILED = "was compiled together with code around it, which hides its arguments"
@@ -161,3 +507,46 @@ class Capture:
         if known is None or known[0] != device:
             known = self._devices[id(model)] = device, devices_of([model])
         return known[1]
+
+
+# Parts of a batch, along dimension 0.
+
+
+def batch_size(call: KeptCall) -> int | None:
+    """The size of dimension 0 that its tensors share; None if it cannot be cut."""
+    tensors = [tensor for _, tensor in call.leaves() if tensor.dim()]
+    plain = [each for each in tensors if type(each) is torch.Tensor]
+    if not all(map(has_memory, plain)):
+        return None
+    sizes = {len(tensor) for tensor in tensors}
+    return sizes.pop() if len(sizes) == 1 and not why_whole(call) else None
+
+
+def why_whole(call: KeptCall) -> str:
+    """Returns why no part of a batch can be made, as a clause, or ""."""
+    try:
+        mapped(call.batch, torch.Tensor.detach, CALL_DEPTH)
+    except NotRebuilt as error:
+        return str(error)
+    return ""
+
+
+def part_of(call: KeptCall, rows: Sequence[int]) -> KeptCall:
+    """The same call with some of the samples of its batch."""
+    size = batch_size(call) or 0
+    cut = functools.partial(_cut, rows=list(rows), size=size)
+    part = type(call)(call.function, mapped(call.batch, cut, CALL_DEPTH), call.ambient)
+    part.returns_loss = call.returns_loss
+    part.held = {
+        place: held[list(rows)] if held.dim() and len(held) == size else held
+        for place, held in call.held.items()
+    }
+    return part
+
+
+def _cut(tensor: torch.Tensor, rows: list[int], size: int) -> torch.Tensor:
+    if not tensor.dim() or len(tensor) != size:
+        return tensor
+    part = tensor.detach()[rows]
+    wants = tensor.requires_grad and is_float(tensor)
+    return part.requires_grad_() if wants else part

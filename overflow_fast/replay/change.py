@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
-from .kept_call import KeptCall
+from .capture import KeptCall
 
 
 class Change:

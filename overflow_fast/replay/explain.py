@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import os
+import runpy
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..core.modules import step_of
+from ..core.tensors import devices_of
+from ..files.reading import is_regular
 from ..state.snapshot import Snapshot
 from ..state.step_start import StepStart
-from .bad_leaf import first_bad_weight
-from .capture import GRAPH
-from .explanation import Artifact, Explanation
-from .incident import Incident
-from .kept_call import KeptCall
-from .kinds import bad_names
+from .capture import GRAPH, Ambient, KeptCall
+from .explanation import Artifact, Explanation, Incident
 from .optimizer_step import explain_update
 from .places import names_of
+from .rank_coordinator import BEGIN, NotJoined, Team, text_of
 from .remedies.attempts import find_remedies
-from .remedies.failure import Failure
-from .rerun import Rerun
-from .saved_step import saved_step
+from .remedies.trials import Failure
+from .replayer import Rerun, Witness
+from .saved_step import STEP, SavedStep, UnreadableStepError, saved_step
 from .search import Search
-from .team import BEGIN, NotJoined, Team, text_of
-from .witness import Witness
+from .tensor_kinds import bad_names
+from .without_operation import first_bad_weight
 
 BUDGET = 8
 _NOT_ALONE = (
@@ -212,3 +216,137 @@ def _without_replay(
             "optimizer", notes=["Which step made the optimizer's state is not known."]
         )
     return found
+
+
+# Explains a step from the folder of its evidence, in another process.
+
+
+_FEW = 3
+
+
+def function_at(argument: str, place: str) -> Callable[..., Any]:
+    """The function of a file.
+
+    Args:
+        argument: The name of the argument, for errors.
+        place: The file and the function, such as "train.py:build".
+
+    Raises:
+        UnreadableStepError: If there is no such file or function, or it cannot be run.
+    """
+    file, _, name = place.rpartition(":")
+    path = Path(file)
+    if not file or not is_regular(path):
+        raise UnreadableStepError(
+            f"{argument} must be FILE.py:FUNCTION, and the file exist, got {place!r}"
+        )
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        found = runpy.run_path(str(path), run_name=path.stem).get(name)
+    except Exception as error:
+        raise UnreadableStepError(f"{path} cannot be run: {error!r}") from error
+    finally:
+        sys.path.pop(0)
+    if not callable(found):
+        raise UnreadableStepError(f"{path} has no function {name!r}")
+    function: Callable[..., Any] = found
+    return function
+
+
+def require_step(folder: str | os.PathLike[str]) -> None:
+    """Raises UnreadableStepError if a folder has no step; names those below it."""
+    path = Path(folder)
+    if not os.path.isdir(path):
+        what = "is no folder" if os.path.lexists(path) else "does not exist"
+        raise UnreadableStepError(f"{path} {what}")
+    below = sorted(path.glob(f"**/{STEP}")) if not (path / STEP).is_file() else []
+    if below:
+        more = f", or one of {len(below) - 1} more" if len(below) > 1 else ""
+        raise UnreadableStepError(f"give the folder of a step: {below[0].parent}{more}")
+
+
+def explain_folder(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    loss: Callable[..., Any] | None = None,
+    *,
+    any_weights: bool = False,
+    budget: int = BUDGET,
+) -> Explanation:
+    """Explains the step of a folder with a model that has the step's weights.
+
+    Args:
+        folder: The folder of a bad step's evidence: `.../step-00000012`.
+        model: The model with its weights, as they were when the step was bad.
+        loss: Takes the model and the batch, and returns the loss. The batch is the
+            one argument of the model or a dict of them; where the step ran in
+            `guard.run()`, a dict of the variables that its function used. None for the
+            loss that the model returns.
+        any_weights: Explain with weights that are not those of the step, too.
+        budget: How many forwards it may run.
+
+    Raises:
+        UnreadableStepError: If the folder has no step that can be run, or the weights
+            are not those of the step.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnreadableStepError(
+            f"the model must be a torch.nn.Module, got {type(model).__name__}"
+        )
+    require_step(folder)
+    step = SavedStep(Path(folder))
+    models = step.models(model)
+    other = step.differences(models)
+    text = (
+        f"{len(other)} weights and buffers are not those of the step: "
+        f"{', '.join(other[:_FEW])}{' ...' * (len(other) > _FEW)}"
+    )
+    if other and not any_weights:
+        raise UnreadableStepError(f"{text}; load the checkpoint that the step ran with")
+    found = investigate(models, step.calls(model, loss), budget=budget)
+    found.notes[:0] = step.notes + [text] * bool(other)
+    return found
+
+
+# `explain()`: says why a model's step is not finite, without a guard.
+
+
+def explain(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[..., torch.Tensor] | None = None,
+    *,
+    budget: int = BUDGET,
+    checkpoints: Sequence[str | os.PathLike[str]] = (),
+) -> Explanation:
+    """Runs a step of a model and says which operation makes it non-finite, and why.
+
+    Runs forward and backward; gradients, buffers and random states are put back bit for
+    bit, and nothing is stepped. Incurs a CPU-GPU sync for each operation on a device.
+
+    Args:
+        model: The model.
+        batch: What the model is called with: a tuple or list of arguments, a dict of
+            keyword arguments, or the one argument.
+        loss: Takes the batch, or the model and the batch, calls the model and returns
+            what to call `backward()` on. None: the loss that the model returns.
+        budget: How many forwards it may run to explain, and to try remedies.
+        checkpoints: Files of weights (`torch.save`, safetensors), the newest last. If
+            weights are bad, the step is tried with those that are finite.
+
+    Returns:
+        The explanation; its `cause` is "not reproducible" if the step is finite.
+
+    Raises:
+        TypeError: If the model or the loss cannot be used.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> found = explain(model, torch.zeros(1, 2), lambda x: model(x).sum().log())
+        >>> found.phase
+        'forward'
+    """
+    function = step_of(model, loss)
+    call = KeptCall(function, batch, Ambient(model, devices_of([model])))
+    call.returns_loss = loss is not None
+    return investigate({"": model}, [call], budget=budget, checkpoints=checkpoints)

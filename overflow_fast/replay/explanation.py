@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,96 @@ import torch
 
 from ..core.notebook import short_name
 from ..text import counted, printable
-from .named_op import Op, Sample
+
+# The operation that failed, with its inputs and outputs, and the sample.
+
+
+@dataclass(frozen=True)
+class TensorSummary:
+    """The values of one tensor in numbers.
+
+    Attributes:
+        dtype: Its dtype, such as "float16".
+        shape: Its shape.
+        abs_min: The smallest magnitude of its finite values, or None if there is none.
+        abs_max: The largest one.
+        num_nan: How many of its elements are nan.
+        num_inf: How many are inf or -inf.
+        name: The argument of the operation that it was, or "".
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    abs_min: float | None
+    abs_max: float | None
+    num_nan: int
+    num_inf: int
+    name: str = ""
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass
+class Op:
+    """An operation that turned finite values into non-finite ones.
+
+    In backward, `name` is the operation of the forward whose derivative failed, and
+    `inputs` and `outputs` are those of `derivative`, which computed it.
+
+    Attributes:
+        name: Its name, such as "aten.div.Tensor".
+        file: The file of the line that called it, the user's and not torch's, or "".
+        line: The number of that line, or 0.
+        code: The line's text.
+        stack: The lines that led to it, the outermost first.
+        inputs: The float tensors that it was given.
+        outputs: The float tensors that it returned.
+        first_index: Where the first non-finite value is.
+        true_value: The result in float64 at the worst place; None if it is not known.
+        limit: The largest number of the output's dtype.
+        derivative: In backward, the operation that ran, or "".
+    """
+
+    name: str
+    file: str = ""
+    line: int = 0
+    code: str = ""
+    stack: list[str] = field(default_factory=list)
+    inputs: list[TensorSummary] = field(default_factory=list)
+    outputs: list[TensorSummary] = field(default_factory=list)
+    first_index: tuple[int, ...] | None = None
+    true_value: float | None = None
+    limit: float | None = None
+    derivative: str = ""
+
+    @property
+    def place(self) -> str:
+        """Its file and line, such as "attention.py:46", or ""."""
+        return f"{short_name(self.file)}:{self.line}" if self.file else ""
+
+
+class Sample(int):
+    """The index of a sample in the batch.
+
+    Attributes:
+        dataset: Its index in the dataset, where the batch holds one; else None.
+    """
+
+    dataset: int | None = None
+
+    @classmethod
+    def of(cls, index: int, dataset: int | None = None) -> Sample:
+        """Makes one of its index in the batch and that in the dataset."""
+        sample = cls(index)
+        sample.dataset = dataset
+        return sample
+
 
 PHASES = ("forward", "backward", "optimizer", "data", "weights")
 CAUSES = (
@@ -261,3 +350,87 @@ def _shortened(chain: list[str]) -> str:
     if len(chain) > 2 * _FEW:
         chain = [*chain[:_FEW], "...", *chain[-_FEW:]]
     return " -> ".join(chain)
+
+
+# A step that is explained, as a guard saw it.
+
+
+@dataclass
+class Incident:
+    """The step that is explained, as a guard saw it.
+
+    Attributes:
+        kind: Of the first bad entry: see `BadEntry.kind`; "" where nobody watched.
+        module: The name of its module, or "".
+        is_made: Whether that module is known to have made it.
+        reaches_loss: Whether loss, outputs or gradients were bad.
+        gradients: The bad gradients of parameters, by name.
+        weights: The largest magnitudes of weights in the last steps, by name, where
+            they were finite.
+        steps_between: How many steps are between two of these magnitudes.
+        largest_gradient: That of all gradients in the last step.
+        optimizers: The optimizers.
+        num_dropped: How many forwards of the step were too many to be kept.
+        hidden_by: Why forwards of the step could not be kept, or "".
+        is_late: Whether the weights may have been stepped since.
+        had_gradients: See `Capture`.
+        is_of_flag: Whether a device's overflow flag is all that was seen.
+    """
+
+    kind: str = ""
+    module: str = ""
+    is_made: bool = False
+    reaches_loss: bool = True
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    weights: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    steps_between: int = 1
+    largest_gradient: float = 0.0
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    is_late: bool = False
+    is_of_flag: bool = False
+    num_dropped: int = 0
+    hidden_by: str = ""
+    had_gradients: bool = False
+
+
+# Sentences on what a finite replay leaves open.
+
+
+def effects_text(names: Sequence[str]) -> str:
+    """Returns, as a clause, that what has these names was not put back."""
+    first = ", ".join(f"`{name}`" for name in names[:_FEW])
+    return f"the step changes {first}, which could not be put back"
+
+
+SOME = "Some replays are finite, but {}."
+NOT_REDUCED = (
+    "Each rank's own gradients are finite in the replay; what ranks make of them "
+    "together (DDP's reduction, communication hooks) was not replayed."
+)
+OLD = (
+    "The replay is finite. Gradients were there before the step's first forward, and "
+    "may have been non-finite: clear them where a step is skipped, too."
+)
+NOT_CALLED = (
+    "The replayed backward is finite. Hooks of `register_post_accumulate_grad_hook` "
+    "were not called in it, and may have made the gradients non-finite."
+)
+MASKED = "An output holds -inf, and nothing worse: a mask may be meant by it."
+NO_LOSS = (
+    "The forward is finite. Backward was not run: neither `loss` nor the model "
+    "returned a number that requires a gradient."
+)
+GIVEN_BAD = "The gradient that the model's output was given is non-finite."
+ALL_BAD = (
+    "All gradients are non-finite, and the replayed backward is finite: code between "
+    "it and the optimizer's step (clipping, unscaling, communication) may have made "
+    "them. It was not replayed."
+)
+OTHER_WEIGHT = (
+    "The weight is finite in the model, and so is the replay: it was written to since, "
+    "or the forward ran with another tensor in its place, as under functional_call()."
+)
+STOOD_IN = (
+    "The replay is finite. It ran with the model's own weights: the step ran under "
+    "functional_call(), whose tensors were not kept. Use `guard.run(lambda: loss)`."
+)

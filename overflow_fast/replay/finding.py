@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .bad_leaf import explain_leaf
-from .culprit import EMPTY, INTERMEDIATE, RANGE, UNDEFINED, Details
-from .explanation import Explanation
-from .kept_call import KeptCall
-from .named_op import Op, TensorSummary
+from .capture import KeptCall
+from .explanation import Explanation, Op, TensorSummary
+from .op_trace import Leaf, Row
 from .places import code_at, stack_of
-from .rows import Leaf, Row
+from .root_op import EMPTY, INTERMEDIATE, RANGE, UNDEFINED, Details
 from .slice import Culprit, ForwardRows
+from .without_operation import explain_leaf
 
 _CAUSES = {
     RANGE: "range overflow",

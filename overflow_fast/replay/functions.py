@@ -14,7 +14,21 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from ..tree import Path, find, is_container, opaque, tensors, tensors_in
+from ..core.modules import named_modules
+from ..core.selection import full_name
+from ..torch_internals.tensor_internals import version_of
+from ..tree import (
+    Path,
+    at,
+    find,
+    held,
+    is_container,
+    opaque,
+    path_text,
+    tensors,
+    tensors_in,
+)
+from .op_trace import Leaf
 from .places import is_of_user
 
 _MAX_DEPTH = 3
@@ -88,8 +102,8 @@ class Captured:
             found |= self._function.keywords
         if self._plain is None:
             found["self"] = getattr(called, "__self__", called)
-        for held in self._held.values():
-            found |= held
+        for own in self._held.values():
+            found |= own
         for each in [getattr(called, "__func__", called), *found.values()]:
             found = dict(_all_variables(each, 0)) | found
         return {k: v for k, v in found.items() if k not in self.values}
@@ -154,8 +168,8 @@ class Captured:
         ):
             with contextlib.suppress(ValueError):  # not assigned yet
                 cells[name].cell_contents = each.cell_contents
-        for name, held in self._held[function].items():
-            each = self._instead(name, held, values, copies)
+        for name, own in self._held[function].items():
+            each = self._instead(name, own, values, copies)
             if name in cells:
                 cells[name].cell_contents = each
             else:
@@ -245,3 +259,102 @@ def data_in(value: Any) -> list[tuple[Path, torch.Tensor]]:
 def _sizes(tensors: list[torch.Tensor]) -> set[int]:
     """The sizes of the first dimension of tensors that have one."""
     return {tensor.size(0) for tensor in tensors if tensor.dim()}
+
+
+# Tensors that replayed code may read besides its batch, and where it holds them.
+
+
+_OWN = set(vars(nn.Module()))
+
+
+class Held(Leaf):
+    """A tensor that the program holds, such as an attribute of a module.
+
+    Args:
+        kind: "attribute" of a watched module, "weight" of another one, or "object".
+        name: Its name, as code reads it.
+        tensor: The tensor.
+        look: Returns what is held there now.
+    """
+
+    def __init__(
+        self, kind: str, name: str, tensor: torch.Tensor, look: Callable[[], Any]
+    ) -> None:
+        super().__init__(kind, name, tensor)
+        self._look = look
+        self._version = _version(tensor)
+
+    def note_written(self) -> None:
+        """Compares it with what it was when this was made."""
+        tensor = self.tensor
+        assert tensor is not None
+        is_other = self._look() is not tensor
+        self.is_written = is_other or _version(tensor) != self._version
+
+    @property
+    def is_carried(self) -> bool:
+        """Tells whether bad values were read of it, which the step may have left."""
+        return self.is_written and self.is_read
+
+
+def held_leaves(
+    models: Mapping[str, nn.Module], around: Mapping[str, Any]
+) -> list[Held]:
+    """Finds attributes of modules that are tensors, and what objects hold.
+
+    Runs none of the user's code. Does not incur a CPU-GPU sync.
+
+    Args:
+        models: The watched models, by what their modules' names begin with.
+        around: The variables that the replayed code reads, by their names.
+    """
+    watched = {each for model in models.values() for each in model.modules()}
+    found = [
+        leaf
+        for prefix, model in models.items()
+        for name, module in named_modules(model)
+        for leaf in _attributes("attribute", full_name(prefix, name), module)
+    ]
+    seen = set(watched)
+    for variable, value in around.items():
+        near = find(value, (torch.Tensor, nn.Module))
+        for path, each in sorted(near, key=lambda one: len(one[0])):
+            if each in seen:
+                continue
+            seen.add(each)
+            name = f"{variable}{path_text(path)}"
+            if isinstance(each, torch.Tensor):
+                look = functools.partial(at, value, path)
+                found.append(Held("object", name, each, look))
+            else:
+                found += _of_module(name, each)
+    return found
+
+
+def _attributes(kind: str, name: str, owner: Any) -> Iterator[Held]:
+    for key, value in list(vars(owner).items()):
+        for path, tensor in () if key in _OWN else data_in(value):
+            full = f"{name}.{key}" if name else key
+            look = functools.partial(_at, owner, key, path)
+            yield Held(kind, f"{full}{path_text(path)}", tensor, look)
+
+
+def _of_module(name: str, module: nn.Module) -> Iterator[Held]:
+    """Yields the weights of a module that is not watched, and its attributes."""
+    for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        look = functools.partial(_itself, tensor)
+        yield Held("weight", f"{name}.{key}", tensor, look)
+    for key, each in named_modules(module):
+        yield from _attributes("object", f"{name}.{key}".rstrip("."), each)
+
+
+def _at(owner: Any, key: str, path: Path) -> Any:
+    return at(held(owner, key), path)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from ..state.snapshot import Snapshot
+from .capture import KeptCall
 from .explanation import Explanation
 from .finding import explain_culprit
-from .kept_call import KeptCall
-from .rerun import Rerun
+from .rank_coordinator import Team
+from .replayer import Rerun
 from .slice import Culprit, ForwardRows
-from .team import Team
 
 _MOST = 8
 

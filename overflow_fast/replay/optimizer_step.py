@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .culprit import NOT_TRIED
-from .explanation import Explanation, Remedy
-from .incident import Incident
-from .named_op import Op
-from .op_table import OpTable
+from .explanation import Explanation, Incident, Op, Remedy
+from .op_trace import OpTable
 from .places import ModuleStack, code_at, module_of_parameter, stack_of
-from .remedies.of_update import update_remedies
+from .remedies.line_forms import update_remedies
+from .root_op import NOT_TRIED
 from .slice import culprit_of
 
 # A usual eps that the dtype holds.

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..core.wrapped import local_part
+from ..core.modules import local_part
 from ..torch_internals.tensor_internals import sparse_values
-from .op_table import OpTable
-from .team import BAD, CLEAN, FAILED, GIVEN
+from .op_trace import OpTable
+from .rank_coordinator import BAD, CLEAN, FAILED, GIVEN
 
 
 @dataclass

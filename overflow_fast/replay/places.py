@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.names import named_modules
+from ..core.modules import named_modules
 from ..core.selection import full_name
 from ..torch_internals.replay_internals import autograd_node
 from .module_call import ModuleCall

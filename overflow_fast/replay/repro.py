@@ -1,18 +1,29 @@
-"""A script that runs the failing operation alone, on any machine, and fails there."""
+"""Scripts that run the failing operation, or its module, alone and fail there."""
 
 from __future__ import annotations
 
+import enum
 import functools
+import inspect
 import math
-from collections.abc import Iterator
+import pprint
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..core.tensors import has_memory
+from ..recording.unseen import unseen
+from ..state.random import RandomStates
+from ..torch_internals.module_internals import own_buffers, own_parameters, submodules
 from ..tree import mapped, tensors_in
+from . import rebuilt
 from .explanation import Artifact, Explanation
-from .op_call import OpCall
+from .module_call import ModuleCall
+from .root_op import OpCall
 
 SCRIPT, TENSORS = "repro.py", "repro.safetensors"
 _SCRIPT = '''"""{title}
@@ -138,4 +149,188 @@ def _script(op: OpCall, found: Explanation, device: str, arguments: str) -> str:
         device=device,
         op=str(op.func),
         arguments=arguments.rstrip(),
+    )
+
+
+# A script that runs the failing module alone, with its class, and fails.
+
+
+MODULE_SCRIPT, MODULE_TENSORS = "repro_module.py", "repro_module.safetensors"
+_OWN = set(vars(nn.Module())) - {"training"}
+_PLAIN = (bool, int, float, str, type(None))
+_MODULE_SCRIPT = '''"""{name} ({kind}) alone makes non-finite values: {cause}.
+
+{line}
+Needs torch, safetensors and the classes of {packages}; made with torch {version}.
+The module is built from its state, without its constructor, and has no hooks.
+"""
+
+{builder}
+
+SAVED = {saved}
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+given = load_file(Path(__file__).with_name("{tensors}"))
+module = module_of(SAVED["module"], given)
+args, kwargs = value_of(SAVED["args"], given), value_of(SAVED["kwargs"], given)
+torch.manual_seed(0)
+with ExitStack() as stack:
+    for device, dtype in SAVED["autocast"]:
+        stack.enter_context(torch.autocast(device, dtype=getattr(torch, dtype)))
+    output = module(*args, **kwargs)
+results = tensors_of(output)
+for result in results:
+    bad = ~result.double().isfinite()
+    print(f"{{result.dtype}}: {{int(bad.sum())}} of {{bad.numel()}} values not finite")
+assert all(result.double().isfinite().all() for result in results), "not finite"
+'''
+
+
+def module_repro_of(
+    call: ModuleCall, found: Explanation, most: int
+) -> Iterator[Artifact]:
+    """Makes the script and the file of state and inputs; nothing if it would not fail.
+
+    The module is built again on the CPU and run with the inputs that are written.
+    Incurs a CPU-GPU sync.
+
+    Args:
+        call: The module's call, with its weights as they were.
+        found: What is known of the failure.
+        most: How many bytes of tensors may be written.
+    """
+    if not call.is_as_it_was:
+        return
+    writer = _Writer(most)
+    try:
+        saved = {
+            "module": writer.module(call.module),
+            "args": writer.value(list(call.args)),
+            "kwargs": writer.value(dict(call.kwargs)),
+            "autocast": [["cpu", str(dtype)[6:]] for _, dtype in call.autocast[:1]],
+        }
+        fails = _module_fails(saved, writer.tensors)
+    except Exception:  # a class that is local, state that is no literal, another device
+        return
+    if fails:
+        yield Artifact(MODULE_TENSORS, tensors=writer.tensors)
+        yield Artifact(MODULE_SCRIPT, _module_script(call, found, saved, writer))
+
+
+class _Writer:
+    """Writes modules and values as literals; raises ValueError for what is none."""
+
+    def __init__(self, most: int) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.packages: set[str] = set()
+        self._most = most
+        self._names: dict[int, str] = {}
+
+    def module(self, module: nn.Module) -> dict[str, Any]:
+        """See `rebuilt.module_of()`."""
+        own = {k: v for k, v in vars(module).items() if k not in _OWN}
+        return {
+            "class": self._name_of(type(module)),
+            "attributes": {name: self.value(value) for name, value in own.items()},
+            "parameters": self._keys(own_parameters(module)),
+            "buffers": self._keys(own_buffers(module)),
+            "modules": {
+                name: None if each is None else self.module(each)
+                for name, each in submodules(module).items()
+            },
+        }
+
+    def value(self, value: Any) -> Any:
+        """See `rebuilt.value_of()`."""
+        if type(value) in _PLAIN:
+            return value
+        if isinstance(value, torch.Tensor):
+            return {"tensor": self._put(value)}
+        if isinstance(value, nn.Module):
+            return {"module": self.module(value)}
+        if isinstance(value, torch.dtype):
+            return {"dtype": str(value)[6:]}
+        if type(value) is dict:
+            pairs = value.items()
+            return {"dict": [[self.value(k), self.value(e)] for k, e in pairs]}
+        if type(value) is list:
+            return {"list": [self.value(each) for each in value]}
+        if type(value) in (tuple, torch.Size):
+            return {"tuple": [self.value(each) for each in value]}
+        if isinstance(value, enum.Enum):
+            return {"name": f"{self._name_of(type(value))}.{value.name}"}
+        if inspect.isroutine(value) or isinstance(value, type):
+            return {"name": self._name_of(value)}
+        state = {name: self.value(each) for name, each in vars(value).items()}
+        return {"object": {"class": self._name_of(type(value)), "attributes": state}}
+
+    def _keys(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Any]:
+        return {
+            name: None if each is None else self._put(each)
+            for name, each in tensors.items()
+        }
+
+    def _put(self, tensor: torch.Tensor) -> str:
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or not has_memory(tensor):
+            raise ValueError(f"a {type(tensor).__name__}")
+        name = self._names.get(id(tensor))
+        if name is None:
+            self._most -= tensor.nbytes
+            if self._most < 0:
+                raise ValueError("too large")
+            name = self._names[id(tensor)] = f"tensor{len(self.tensors)}"
+            plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+            self.tensors[name] = plain.contiguous().clone()
+        return name
+
+    def _name_of(self, value: Any) -> str:
+        """The name by which it can be imported."""
+        module, name = value.__module__, value.__qualname__
+        known = sys.modules.get(module)
+        if module == "__main__" or known is None or "<" in name:
+            raise ValueError(f"{name} cannot be imported")
+        path = f"{module}:{name}"
+        if rebuilt.named(path) is not value:
+            raise ValueError(f"{path} is another one")
+        self.packages.add(module.partition(".")[0])
+        return path
+
+
+def _module_fails(saved: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bool:
+    """Tells whether the module that is built from what is written fails."""
+    given = {name: tensor.clone() for name, tensor in tensors.items()}
+    module = rebuilt.module_of(saved["module"], given)
+    args = rebuilt.value_of(saved["args"], given)
+    kwargs = rebuilt.value_of(saved["kwargs"], given)
+    with ExitStack() as stack:
+        stack.enter_context(unseen([module]))
+        stack.enter_context(RandomStates())
+        torch.default_generator.manual_seed(0)  # of the CPU alone
+        for device, dtype in saved["autocast"]:
+            stack.enter_context(torch.autocast(device, dtype=getattr(torch, dtype)))
+        results = rebuilt.tensors_of(module(*args, **kwargs))
+        return any(not bool(each.double().isfinite().all()) for each in results)
+
+
+def _module_script(
+    call: ModuleCall, found: Explanation, saved: dict[str, Any], writer: _Writer
+) -> str:
+    kind = type(call.module)
+    op = found.op
+    line = f"{op.place}: {op.code}" if op is not None and op.code else ""
+    builder = inspect.getsource(rebuilt).partition('"""\n\n')[2].strip()
+    return _MODULE_SCRIPT.format(
+        name=call.name or "the model",
+        kind=f"{kind.__module__}.{kind.__qualname__}",
+        cause=found.cause,
+        line=(line or "The line is not known.").replace("\\", "\\\\").replace('"', "'"),
+        packages=", ".join(sorted(writer.packages | {"torch"})),
+        version=torch.__version__,
+        builder=builder,
+        saved=pprint.pformat(saved, width=88, sort_dicts=False),
+        tensors=MODULE_TENSORS,
     )

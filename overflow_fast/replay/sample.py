@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 
-from .explanation import Explanation
-from .kept_call import KeptCall
-from .kinds import as_wide, is_float
-from .named_op import Sample
-from .parts import batch_size, why_whole
-from .rerun import Rerun
-from .rows import Leaf, Row
+from .capture import KeptCall, batch_size, why_whole
+from .explanation import Explanation, Sample
+from .op_trace import Leaf, Row
+from .replayer import Rerun
 from .slice import Culprit, culprit_in
+from .tensor_kinds import as_wide, is_float
 
 _INDEX_KEYS = ("index", "indices", "idx", "sample_index", "sample_id", "id", "ids")
 

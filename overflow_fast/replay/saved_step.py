@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..core.digests import digest_of
-from ..core.tensors import has_memory
-from ..files.json_text import SCHEMA, dumps
-from ..files.reading import FileError, read_bytes
-from ..files.tensor_files import read_tensors
+from ..core.tensors import digest_of, has_memory
+from ..files.reading import FileError, read_bytes, read_tensors
+from ..files.schema import SCHEMA, dumps
+from .capture import Ambient, KeptCall, ModelCall, parameter_names
 from .explanation import Artifact
-from .kept_call import Ambient, KeptCall, ModelCall, parameter_names
 from .places import names_of
 
 if TYPE_CHECKING:

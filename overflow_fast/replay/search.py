@@ -6,27 +6,22 @@ import os
 import time
 from collections.abc import Sequence
 
-from . import notes, sample
-from .answers import Answers
-from .explanation import Explanation
+from . import explanation, sample
+from .capture import KeptCall
+from .explanation import Explanation, Incident
 from .finding import explain_culprit
-from .growth import growth_of
-from .incident import Incident
-from .kept_call import KeptCall
-from .module_repro import module_repro_of
+from .op_trace import Leaf, Row
 from .optimizer_step import explain_update
 from .outcome import Outcome
 from .places import module_of_parameter, names_of
+from .rank_coordinator import NotJoined
 from .remedies.attempts import find_remedies
 from .remedies.changes import ScaledWeights
-from .remedies.failure import Failure
-from .remedies.trials import seconds_for
-from .repro import repro_of
-from .rerun import Rerun
-from .rows import Leaf, Row
+from .remedies.trials import Failure, seconds_for
+from .replayer import Rerun, difference_of
+from .repro import module_repro_of, repro_of
 from .slice import OF_LEAVES, Culprit, ForwardRows, culprit_in, culprit_of
-from .team import NotJoined
-from .witness import difference_of
+from .without_operation import Answers, growth_of
 
 _NO_RATE = (
     "A smaller learning rate was not tried: the weights before the last step are not "
@@ -197,7 +192,7 @@ class Search:
         )
         if changed and has_helped and self._rerun.run().is_clean:
             found.remedies = []
-            found.notes.append(_BY_ITSELF.format(notes.effects_text(changed)))
+            found.notes.append(_BY_ITSELF.format(explanation.effects_text(changed)))
 
     def _name_ranks(self, found: Explanation) -> None:
         """Names the rank on which it began, if it began on one."""

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from .op_table import OpTable
+from .op_trace import Leaf, OpTable, Row
 from .outcome import Outcome
 from .places import names_of
-from .rows import Leaf, Row
 
 OF_LEAVES = ("parameter", "buffer", "batch", "attribute", "weight", "object")
 _KNOWN_LEAVES = (*OF_LEAVES, "gradient")

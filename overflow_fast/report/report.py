@@ -3,22 +3,250 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.notebook import text_html
-from ..files.json_text import SCHEMA, dumps, to_plain
+from ..files.schema import SCHEMA, dumps, to_plain
 from ..replay.explanation import Explanation
 from ..text import as_lines
-from ..verdict.hardware import is_of_flag
 from ..verdict.remedy import Remedy
-from ..verdict.verdict import BadEntry, EntryHeadroom, Verdict
-from .advice import advice_for, answers
-from .entry_sentences import gradient_sentences, place_of, share_sentences, what_of
-from .exit_code import exit_code_of
+from ..verdict.verdict import (
+    BadEntry,
+    EntryHeadroom,
+    Outsider,
+    Verdict,
+    is_of_flag,
+    nonfinite_settings,
+)
 from .frames import frames_text
-from .headroom_sentences import headroom_sentences, least_sentences
-from .origin import who_made_it
+
+# The sentence of a report that advises what to try.
+
+
+def advice_for(verdict: Verdict, step: int = 0, remedy: Remedy | None = None) -> str:
+    """Writes what to try, by the bad entry and its origin.
+
+    Args:
+        verdict: The verdict, not clean.
+        step: The step's number; before the first one weights were bad from the start.
+        remedy: The modules to run in float32, or None.
+
+    Returns:
+        The sentence without its full stop; "" where no help is known.
+    """
+    first = verdict.first
+    assert first is not None
+    if first.kind == "optimizer_state":
+        return "load a checkpoint in which the optimizer's state is finite" * (step > 0)
+    if verdict.source in ("weight", "buffer"):
+        return _of_tensor(first, verdict, step)
+    if first.kind in ("input", "output") and first.signs == "-" and not first.num_nan:
+        rule = {f"{first.fqn}:{first.label}": "-inf"}
+        return f"if this is intended, as in a mask, allow={rule}"
+    if verdict.source == "batch":
+        return "check the data of this batch"
+    if verdict.batch_places:
+        return f"check {', '.join(verdict.batch_places)}"
+    return "" if remedy is None else _in_float32(remedy)
+
+
+def answers(explanation: Explanation | None, first: BadEntry) -> bool:
+    """Tells whether -inf, as masks have it, is known to be an overflow."""
+    is_mask = first.signs == "-" and not first.num_nan
+    is_overflow = explanation is not None and explanation.cause == "range overflow"
+    return is_overflow and is_mask
+
+
+def _of_tensor(first: BadEntry, verdict: Verdict, step: int) -> str:
+    name = f"`{first.fqn}`" if first.kind == verdict.source else verdict.maker
+    settings = nonfinite_settings(verdict.remarks)
+    if settings:
+        return f"set {' and '.join(settings)} to a finite number first; {_load(name)}"
+    if step == 0 and verdict.source == "buffer":
+        return ""  # the forward may write it, initialized or not
+    if step == 0:
+        return f"initialize {name} or load it again"
+    if verdict.source == "buffer":  # the guard may put it back
+        still = f"if {name} is still non-finite after this step"
+        return f"{still}, load a checkpoint in which it is finite"
+    return _load(name)
+
+
+def _load(name: str) -> str:
+    return f"load a checkpoint in which {name} is finite"
+
+
+def _in_float32(remedy: Remedy) -> str:
+    (name,) = remedy.names
+    if remedy.until:
+        how = f"{name} runs in float32, and so do its values until {remedy.end}"
+    else:
+        how = f"{name} runs in float32 up to its last normalization, {remedy.end}"
+    return f"`{remedy.code}`, which was not tried: {how}"
+
+
+# Words for a bad entry, and for the gradients beside it.
+
+
+_NEAREST = 8
+
+
+def place_of(entry: BadEntry) -> str:
+    """Returns the name of an entry's module, or of its tensor; or "the model"."""
+    return entry.fqn or "the model"
+
+
+def what_of(entry: BadEntry) -> str:
+    """Writes how many bad values an entry holds, and which entry it is."""
+    infs = {"-": "-inf", "+-": "inf and -inf"}.get(entry.signs, "inf")
+    kinds = [
+        f"{count} {name}"
+        for count, name in ((entry.num_nan, "nan"), (entry.num_inf, infs))
+        if count
+    ]
+    holds = f"holds {' and '.join(kinds)}"
+    if entry.class_name:
+        return f"`{entry.label}` of {place_of(entry)} ({entry.class_name}) {holds}"
+    return f"the {entry.kind.replace('_', ' ')} `{entry.label}` {holds}"
+
+
+def share_sentences(entry: BadEntry) -> list[str]:
+    """Writes how many of an entry's values are bad, where it has more than one."""
+    if entry.numel <= 1:
+        return []
+    bad = entry.num_nan + entry.num_inf
+    are = "is" if bad == 1 else "are"
+    return [f"{bad} of its {entry.numel} {entry.dtype} values {are} non-finite."]
+
+
+def gradient_sentences(verdict: Verdict) -> list[str]:
+    """Names the gradients that are bad, and the nearest ones that are not."""
+    dirty, clean = verdict.dirty_gradients, verdict.clean_gradients
+    if not dirty:
+        return []
+    sentences = [f"Non-finite gradients: {some(dirty)}."]
+    if clean:
+        sentences.append(f"The nearest finite ones: {some(clean)}.")
+    return sentences
+
+
+def some(names: list[str]) -> str:
+    """Lists the first of several names, and how many more there are."""
+    shown = ", ".join(names[:_NEAREST])
+    more = len(names) - _NEAREST
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+# The exit status that tells a launcher what to do about an incident.
+
+
+# Megatron-LM's rerun machine ends with these: 16 asks for a run on other hardware,
+# which tells a faulty device from the data; 17 says that a result was not valid.
+DETERMINISTIC, TRANSIENT, OTHERWISE = 16, 17, 1
+
+
+def exit_code_of(explanation: Explanation | None, is_repeated: bool) -> int:
+    """Chooses the exit status for an incident.
+
+    Args:
+        explanation: The findings of the replay, or None.
+        is_repeated: An earlier run ended with the same step and place: a restart does
+            not help, and no launcher must be told to try one more.
+
+    Returns:
+        16 if the replay gave it again, 17 if the whole step was replayed and finite,
+        else 1.
+    """
+    if is_repeated or explanation is None:
+        return OTHERWISE
+    if explanation.is_transient:
+        return TRANSIENT
+    if explanation.cause == "not reproducible":
+        return OTHERWISE  # code that was not replayed may have made it
+    is_known = explanation.op is not None or bool(explanation.phase)
+    return DETERMINISTIC if is_known else OTHERWISE
+
+
+# The sentences of a report on headroom.
+
+
+_FEW_BITS = 8
+
+
+def headroom_sentences(headroom: EntryHeadroom | None) -> list[str]:
+    """Writes how large the first bad entry was when it was last finite."""
+    if headroom is None or headroom.abs_max == 0:
+        return []
+    return [
+        f"When it was last finite, its largest magnitude was {headroom.abs_max:.3g}, "
+        f"{headroom.bits:.1f} bits below the end of {headroom.dtype} "
+        f"({headroom.limit:.5g})."
+    ]
+
+
+def least_sentences(headroom: EntryHeadroom | None) -> list[str]:
+    """Writes which value is nearest to the end of its dtype, if it is near."""
+    if headroom is None or headroom.bits > _FEW_BITS:
+        return []
+    return [
+        "The finite value nearest to the end of its dtype: "
+        f"{headroom.where}, {headroom.bits:.1f} bits below."
+    ]
+
+
+# Words for where a non-finite value came from.
+
+
+_FEW = 4
+
+
+def who_made_it(first: BadEntry, verdict: Verdict) -> str:
+    """Writes the origin of the first bad value, as far as it is known."""
+    return " ".join([_sentence(first, verdict), *verdict.remarks])
+
+
+def _sentence(first: BadEntry, verdict: Verdict) -> str:
+    maker = verdict.maker
+    if verdict.origin == "made":
+        given = f"The inputs of {maker} were finite{_exceptions(verdict)}"
+        return f"{given}: it arose in {_code_of(maker, verdict)}."
+    if verdict.origin == "given" and verdict.source == "unclear":
+        return f"It was non-finite when the model received it: it came from {maker}."
+    if verdict.source == "weight" and len(verdict.candidates) > 1:
+        return f"It was non-finite when the call used it: {maker}."
+    if verdict.origin == "given":
+        return f"It was non-finite before the step: it came from {maker}."
+    if verdict.origin == "unclear":
+        return f"It is not known who created it: {maker}."
+    if first.kind == "input" and verdict.source == "caller":
+        name, *others = verdict.candidates
+        if not isinstance(name, Outsider) and not others:
+            return f"It arrived non-finite. It arose in {_code_of(name, verdict)}."
+    return f"It arrived non-finite. It arose in {maker}."
+
+
+def _exceptions(verdict: Verdict) -> str:
+    exceptions = {"-inf": verdict.masks, "allowed values": verdict.allowed}
+    but = " and ".join(
+        f"{what} in {', '.join(labels)}"
+        for what, labels in exceptions.items()
+        if labels
+    )
+    return f" except {but}" if but else ""
+
+
+def _code_of(name: str, verdict: Verdict) -> str:
+    """Names the code of a module, as near as it is known."""
+    after = f", after {verdict.after}" if verdict.after else ""
+    if not verdict.unwatched:
+        return f"{name}'s own code{after}"
+    names = ", ".join(verdict.unwatched[:_FEW])
+    more = len(verdict.unwatched) - _FEW
+    names += f" and {more} more" if more > 0 else ""
+    return f"{name}{after}; not watched within it: {names}"
+
 
 _RECOMPUTED = (
     "It was finite in the forward and arose when backward computed that again "
@@ -219,3 +447,38 @@ class Report:
             return []
         share = f"{self.cost.share:.1%}"
         return [f"The guard takes {share} of the time of a watched step."]
+
+
+# The place that an incident is laid at: a rank, its host, its device.
+
+
+_FORM = re.compile(r"rank (\d+) of (\d+) \((.+), ([^,]+)\)")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank and what it runs on. `str()` of it is as reports have it.
+
+    Attributes:
+        rank: The rank.
+        world_size: How many ranks there are.
+        host: The name of its host.
+        device: Its device, such as "cuda:2".
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    device: str
+
+    def __str__(self) -> str:
+        """Writes "rank 2 of 4 (node3, cuda:2)"."""
+        return f"rank {self.rank} of {self.world_size} ({self.host}, {self.device})"
+
+    @classmethod
+    def of(cls, text: str | None) -> Place | None:
+        """Reads what `str()` has written; None for anything else."""
+        found = _FORM.fullmatch(text or "")
+        if found is None:
+            return None
+        return cls(int(found[1]), int(found[2]), found[3], found[4])

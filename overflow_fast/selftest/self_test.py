@@ -3,24 +3,227 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..core.eagerly import run_eagerly
-from ..core.model_call import call_with
+from ..core.force_eager import run_eagerly
+from ..core.modules import call_with
 from ..core.selection import Selection, check_patterns
 from ..core.tensors import loss_in
+from ..recording.hooks import move_hook_to_front
 from ..recording.schedule import ScanLevel
 from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
-from ..tree import tensors_in
+from ..state.snapshot import Snapshot
+from ..text import printable
+from ..torch_internals.module_internals import forward_hooks
+from ..tree import NotRebuilt, mapped, tensors_in
 from ..verdict.attribution import attribute
 from ..verdict.verdict import Verdict, collect
-from .fault_results import DIRECTIONS, FAULTS, FaultResult, SelfTestResult
-from .faults import Fault, everything_kept, first_float
+
+# The results of planted faults, as a table.
+
+
+FAULTS = {"nan": math.nan, "inf": math.inf}
+DIRECTIONS = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class FaultResult:
+    """The result of one planted fault.
+
+    Attributes:
+        layer: The qualified name of the module in whose output it was planted.
+        class_name: The module's class.
+        direction: "forward", in the output, or "backward", in its gradient.
+        value: "nan" or "inf".
+        is_planted: True if the layer was called, and backward reached it.
+        is_caught: True if the guard raised an alarm.
+        found_at: The place in the guard's report, or "".
+        is_attributed: True if that is the layer.
+    """
+
+    layer: str
+    class_name: str
+    direction: str
+    value: str
+    is_planted: bool
+    is_caught: bool
+    found_at: str
+    is_attributed: bool
+
+    @property
+    def text(self) -> str:
+        """The result in a word or two."""
+        if not self.is_planted:
+            return "not reached"
+        if not self.is_caught:
+            return "MISSED"
+        return "caught" if self.is_attributed else f"caught, BLAMED ON {self.found_at}"
+
+
+@dataclass(frozen=True)
+class SelfTestResult:
+    """The results of all faults. `str()` of it is a table.
+
+    Attributes:
+        clean: The findings without a fault, in words; "" if there are none. If there
+            are, no fault is planted.
+        faults: The planted faults.
+        not_chosen: How many layers were not tried.
+        not_watched: The kinds of tensors that `watch` leaves out.
+    """
+
+    clean: str
+    faults: list[FaultResult]
+    not_chosen: int
+    not_watched: list[str] = field(default_factory=list)
+
+    @property
+    def has_passed(self) -> bool:
+        """True if the clean run was clean and each planted fault caught and attributed.
+
+        False if nothing was planted at all.
+        """
+        planted = [fault for fault in self.faults if fault.is_planted]
+        return (
+            not self.clean
+            and bool(planted)
+            and all(fault.is_attributed for fault in planted)
+        )
+
+    def __str__(self) -> str:
+        """Writes a line for each layer."""
+        if self.clean:
+            return (
+                f"Nothing was planted: {self.clean} is not finite without a fault. "
+                "Give a finite batch, or allow intended values (see `learn()`)."
+            )
+        kinds = [(way, value) for way in DIRECTIONS for value in FAULTS]
+        rows = [["layer", *(f"{way} {value}" for way, value in kinds)]]
+        for at in range(0, len(self.faults), len(kinds)):
+            of_layer = self.faults[at : at + len(kinds)]
+            name = printable(f"{of_layer[0].layer} ({of_layer[0].class_name})")
+            rows.append([name, *(fault.text for fault in of_layer)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(
+                cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+            ).rstrip()
+            for row in rows
+        ]
+        planted = sum(fault.is_planted for fault in self.faults)
+        caught = sum(fault.is_attributed for fault in self.faults)
+        lines.append(
+            f"{caught} of {planted} planted faults were caught and attributed; without "
+            "a fault the guard raises no alarm."
+        )
+        if self.not_watched and caught < planted:
+            kinds_missed = ", ".join(
+                name.replace("_", " ") for name in self.not_watched
+            )
+            lines.append(f"Not checked (not in `watch`): {kinds_missed}.")
+        if self.not_chosen:
+            lines.append(f"{self.not_chosen} other layers were not tried (layers=).")
+        return "\n".join(lines)
+
+
+# Faults that are planted in a model, and the restoration of all they changed.
+
+
+class Fault:
+    """A bad value in a module's first output, or in the gradient of it, once.
+
+    Args:
+        module: The module.
+        value: The value to plant.
+        is_backward: Plant it in the gradient.
+
+    Attributes:
+        is_planted: True once it is planted.
+    """
+
+    def __init__(self, module: nn.Module, value: float, is_backward: bool) -> None:
+        self._module = module
+        self._value = value
+        self._is_backward = is_backward
+        self.is_planted = False
+
+    def __enter__(self) -> Fault:
+        self._handle = self._module.register_forward_hook(self._on_forward)
+        move_hook_to_front(forward_hooks(self._module), self._handle.id)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._handle.remove()
+
+    def _on_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.is_planted:
+            return None
+        first = first_float(output)
+        if first is None:
+            return None
+        try:
+            return mapped(output, lambda t: self._made(t) if t is first else t)
+        except NotRebuilt:
+            self.is_planted = False
+            return None
+
+    def _made(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor that the module returns instead of its own."""
+        if not self._is_backward:
+            return self._spoiled(tensor)
+        # The output may be that of a module within, and is to be this one's own.
+        copy = tensor.clone()
+        if tensor.requires_grad:
+            copy.register_hook(self._on_backward)  # type: ignore[no-untyped-call]
+        return copy
+
+    def _on_backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient if self.is_planted else self._spoiled(gradient)
+
+    def _spoiled(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.is_planted = True
+        spoiled = tensor.clone()
+        spoiled[(0,) * spoiled.dim()] = self._value
+        return spoiled
+
+
+def first_float(output: Any) -> torch.Tensor | None:
+    """Finds the first floating-point tensor of an output that is not empty."""
+    found = tensors_in(output)
+    return next((t for t in found if t.is_floating_point() and t.numel()), None)
+
+
+@contextlib.contextmanager
+def everything_kept(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Restores weights, gradients, buffers, attributes and random states.
+
+    Raises:
+        RuntimeError: If a hook behind a gradient has changed a parameter, which is
+            restored, or something could not be put back.
+    """
+    state = Snapshot({f"{i}.": m for i, m in enumerate(models)}, calls_hooks=True)
+    has_stepped = False
+    with state:
+        try:
+            yield
+        finally:
+            has_stepped = state.has_stepped()
+    if state.problems:
+        raise RuntimeError("\n".join(state.problems))
+    if has_stepped:
+        raise RuntimeError(
+            "the model's forward or backward changes its parameters (does an optimizer "
+            "step in backward?).\nChanges by hooks behind gradients were undone; those "
+            "of the optimizer's state and others were not.\nLoad a checkpoint."
+        )
+
 
 Loss = Callable[[Any], torch.Tensor]
 _Layer = tuple[ModelWatch, int]

@@ -8,10 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..core.devices import devices_of
-from ..core.memory import is_whole
-from ..core.names import is_sharded, named_modules
-from ..core.wrapped import reshard
+from ..core.modules import is_sharded, named_modules, reshard
+from ..core.nested_optimizers import is_optimizer
+from ..core.tensors import devices_of, is_whole
 from ..torch_internals.replay_internals import gradient_hooks
 from ..torch_internals.tensor_internals import may_step_in_backward
 from .objects import KeptObjects
@@ -252,3 +251,36 @@ def _written_by_torch(models: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
         for module in model.modules():
             if getattr(module, "max_norm", None) is not None:
                 yield from module.parameters(recurse=False)
+
+
+# An optimizer with its weights and its state, to undo a step that is skipped.
+
+
+class OptimizerSnapshot:
+    """The attributes of an optimizer, with all tensors in them, as they are now.
+
+    Includes parameters, state, groups, all that its containers hold, and the same of
+    optimizers among its attributes. Containers and tensors keep their identity when
+    they are restored. Copies the parameters and their state.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._objects = KeptObjects(
+            opens=lambda value: value is optimizer or is_optimizer(value)
+        )
+        self._objects.add([("", optimizer)])
+        with torch.no_grad():
+            self._tensors = [
+                KeptTensor(tensor, is_copied=True)
+                for _, tensor in self._objects.tensors.values()
+            ]
+
+    def restore(self) -> None:
+        """Restores everything but the gradients, which stay as they are."""
+        self._objects.restore()
+        with torch.no_grad():
+            for kept in self._tensors:
+                kept.restore(is_write=True)

@@ -20,12 +20,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..core.names import is_sharded
-from ..core.tensor_copies import copy_tensors
+from ..core.modules import is_sharded
+from ..core.tensors import copy_tensors
 from ..torch_internals.module_internals import BUFFERS, MODULES, PARAMETERS
 from ..torch_internals.running import graph_task_id, is_recorded
 from ..torch_internals.tensor_internals import copy_all, version_of, versions_of
-from .attributes import KeptAttributes
+from .objects import KeptAttributes
 from .tensors import (
     SMALL,
     counted_version,

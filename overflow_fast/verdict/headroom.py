@@ -1,19 +1,248 @@
-"""The headroom of values, its trend, and underflow, over the steps."""
+"""The headroom of values over the steps: its trend, underflow and saturation."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from .. import _C
+from ..core.modules import is_dropout, is_linear, is_normalization, is_of_torch
+from ..core.notebook import table_html, text_html
 from ..recording.watch import ModelWatch
-from ..text import as_lines
-from .headroom_table import HeadroomHistory, HeadroomTable, UnderflowCounts
-from .saturation import SaturatedEntry, SaturationWatch
+from ..text import as_lines, printable
 from .verdict import GRADIENTS, EntryHeadroom, headroom_of, where_of
+
+# The headroom of the tensors of a run, and their underflow, as a table.
+
+
+_FLOAT16_MAX = 65504.0
+_FEW_ROWS = 24
+_LEAST_STEPS = 4
+
+
+@dataclass(frozen=True)
+class UnderflowCounts:
+    """The numbers of a tensor's values that are 0 or nearly.
+
+    Attributes:
+        numel: How many values there are.
+        zeros: How many are 0.
+        subnormals: How many are not, and nearer to 0 than the smallest normal number.
+    """
+
+    numel: int
+    zeros: int
+    subnormals: int
+
+    def __add__(self, other: UnderflowCounts) -> UnderflowCounts:
+        """The counts of several tensors together."""
+        return UnderflowCounts(
+            self.numel + other.numel,
+            self.zeros + other.zeros,
+            self.subnormals + other.subnormals,
+        )
+
+
+@dataclass(frozen=True)
+class HeadroomHistory(EntryHeadroom):
+    """The headroom of an entry over the steps; `abs_max` is of the last one.
+
+    Attributes:
+        highest: The largest magnitude of all watched steps; inf if it has overflowed,
+            or was a nan (not of gradients, which a GradScaler may scale).
+        recent: The largest magnitude of each of the last watched steps, at most 16.
+        underflow: The last counts, or None if there are none.
+    """
+
+    highest: float = 0.0
+    recent: list[float] = field(default_factory=list)
+    underflow: UnderflowCounts | None = None
+
+    @property
+    def float16_bits(self) -> float:
+        """The bits left for the highest magnitude in float16; negative: too large."""
+        if math.isinf(self.highest):
+            return -math.inf
+        return math.log2(_FLOAT16_MAX / self.highest) if self.highest else math.inf
+
+    @property
+    def trend(self) -> float:
+        """The bits that each watched step takes, by a line through the recent ones."""
+        ys = [math.log2(value) for value in self.recent if value]
+        if len(ys) < _LEAST_STEPS:
+            return 0.0
+        mean_x, mean_y = (len(ys) - 1) / 2, sum(ys) / len(ys)
+        covariance = sum((x - mean_x) * (y - mean_y) for x, y in enumerate(ys))
+        return covariance / sum((x - mean_x) ** 2 for x in range(len(ys)))
+
+    @property
+    def steps_left(self) -> float:
+        """The watched steps until the trend reaches the end of the dtype."""
+        return self.bits / self.trend if self.trend > 0 else math.inf
+
+
+@dataclass(frozen=True)
+class HeadroomTable:
+    """The headroom of all that modules made, and of weights and gradients.
+
+    Attributes:
+        rows: A row for each entry, those with the fewest bits left first.
+    """
+
+    rows: list[HeadroomHistory]
+
+    @property
+    def fits_float16(self) -> bool:
+        """True if no magnitude so far exceeded float16's largest number."""
+        return all(row.highest <= _FLOAT16_MAX for row in self.rows)
+
+    def _repr_html_(self) -> str:
+        names = ("bits", "trend", "float16 bits", "abs max", "entry", "dtype")
+        rows = [
+            (
+                *(f"{row.bits:.1f}", f"{_drift(row):+.2f}", f"{row.float16_bits:.1f}"),
+                *(f"{row.abs_max:.3g}", row.where, row.dtype),
+            )
+            for row in self.rows[:_FEW_ROWS]
+        ]
+        *_, last = str(self).splitlines()
+        return table_html(names, rows) + text_html(last, [], str(self))
+
+    def __str__(self) -> str:
+        """The first rows as text, and whether all would fit float16."""
+        if not self.rows:
+            return "Nothing has been checked yet."
+        head = f"{'bits':>6} {'trend':>7} {'float16':>7} {'abs max':>9}"
+        has_counts = any(row.underflow for row in self.rows)
+        lines = [head + " zeros  subnorm." * has_counts + "  entry"]
+        for row in self.rows[:_FEW_ROWS]:
+            counts = _counts_text(row.underflow) if has_counts else ""
+            lines.append(
+                f"{row.bits:6.1f} {_drift(row):+7.2f} {row.float16_bits:7.1f} "
+                f"{row.abs_max:9.2e}{counts}  {printable(row.where)} ({row.dtype})"
+            )
+        if len(self.rows) > _FEW_ROWS:
+            lines.append(f"... and {len(self.rows) - _FEW_ROWS} more")
+        beyond = sum(row.highest > _FLOAT16_MAX for row in self.rows)
+        spent = sum(math.isinf(row.highest) for row in self.rows)
+        if spent:
+            lines.append(f"{spent} of {len(self.rows)} have been inf or nan already.")
+        lines.append(
+            f"{beyond} of {len(self.rows)} would overflow in float16."
+            if beyond
+            else "All magnitudes so far would fit float16."
+        )
+        return "\n".join(lines)
+
+
+def _drift(row: HeadroomHistory) -> float:
+    """Returns the bits that a step gives, without the sign of a 0."""
+    return round(-row.trend, 2) + 0.0
+
+
+def _counts_text(counts: UnderflowCounts | None) -> str:
+    if counts is None:
+        return " " * 15
+    zeros, subnormals = counts.zeros / counts.numel, counts.subnormals / counts.numel
+    return f" {zeros:6.1%} {subnormals:7.1%}"
+
+
+# Values at the largest number of their dtype: overflows that leave no inf.
+
+
+_LEAST = 16  # values: scaled formats put their largest value there on purpose
+_MORE = 2.0
+_FEW = 3
+
+
+@dataclass(frozen=True)
+class SaturatedEntry:
+    """The values of an entry that equal the largest number of its dtype.
+
+    Attributes:
+        where: The entry.
+        dtype: Its dtype, such as "float8_e4m3fn".
+        limit: The largest number of the dtype.
+        numel: The number of its values.
+        num_limit: The number of those of that magnitude.
+        num_positive: The number of those of them that are positive.
+    """
+
+    where: str
+    dtype: str
+    limit: float
+    numel: int
+    num_limit: int
+    num_positive: int
+
+    @property
+    def share(self) -> float:
+        """The share of the values at the end of the dtype."""
+        return self.num_limit / self.numel
+
+    @property
+    def may_be_mask(self) -> bool:
+        """True if all are negative in float16: a mask is filled with that number."""
+        return self.dtype == "float16" and self.num_positive == 0
+
+
+class SaturationWatch:
+    """Warns of entries that saturate, once each, and again when the share doubles.
+
+    Args:
+        share: The share of an entry's values from which on it warns; None for never.
+    """
+
+    def __init__(self, share: float | None) -> None:
+        self._share = share
+        self._warned: dict[str, float] = {}
+        self.largest = 0.0
+
+    def note(self, step: int, found: list[SaturatedEntry]) -> None:
+        """Reads the counts of a step, and warns.
+
+        Args:
+            step: The step's number.
+            found: The entries whose values were counted.
+        """
+        self.largest = max((each.share for each in found), default=0.0)
+        new = [each for each in found if self._is_news(each)]
+        for each in new:
+            self._warned[each.where] = each.share
+        if not new:
+            return
+        more = len(new) - _FEW
+        _log.warning(
+            "%s",
+            as_lines(
+                [
+                    f"Step {step} is finite, but casts may have cut values off:",
+                    *(_text(each) for each in new[:_FEW]),
+                    *([f"{more} more entries."] if more > 0 else []),
+                    "Casts to float8, and devices in saturation mode, give the largest "
+                    "number in place of inf.",
+                ]
+            ),
+        )
+
+    def _is_news(self, found: SaturatedEntry) -> bool:
+        is_much = self._share is not None and found.share >= self._share
+        is_news = found.share >= _MORE * self._warned.get(found.where, 0.0)
+        is_few = found.num_limit < _LEAST
+        return is_much and is_news and not is_few and not found.may_be_mask
+
+
+def _text(found: SaturatedEntry) -> str:
+    return (
+        f"{found.share:.1%} of the {found.numel} values of {found.where} are "
+        f"{found.limit:g}, the largest number of {found.dtype}."
+    )
+
 
 _log = logging.getLogger("overflow_fast")
 _FEW_NAMES = 3
@@ -191,3 +420,106 @@ def least_headroom(watches: Sequence[ModelWatch]) -> EntryHeadroom | None:
     peaks = [(watch, watch.recorder.least_headroom()) for watch in watches]
     named = [headroom_of(watch, peak) for watch, peak in peaks if peak is not None]
     return min(named, key=lambda headroom: headroom.bits, default=None)
+
+
+# The largest magnitudes that modules returned in the last finite steps.
+
+
+_MUCH_ROOM = 4  # bits
+_Peaks = tuple[float, ...]  # the largest magnitude of each of the last steps
+
+
+class OutputHistory:
+    """The outputs of a model's modules in the last steps, where they were finite.
+
+    Args:
+        watch: The model's.
+    """
+
+    def __init__(self, watch: ModelWatch) -> None:
+        self._room: dict[str, float] = {}
+        self._made: dict[str, set[_Peaks]] = {}
+        for name, history in _of_outputs(watch):
+            abs_max = max(filter(math.isfinite, history.recent), default=0.0)
+            bits = math.log2(history.last.limit / abs_max) if abs_max else 0.0
+            self._room[name] = min(bits, self._room.get(name, math.inf))
+            self._made.setdefault(name, set()).add(tuple(history.recent))
+
+    def __contains__(self, name: str) -> bool:
+        """Returns whether a module of this name has returned something finite."""
+        return name in self._room
+
+    def has_room_in(self, name: str, module: nn.Module) -> bool:
+        """Returns whether a linear module's outputs were far from overflowing."""
+        return is_linear(module) and self._room.get(name, 0.0) >= _MUCH_ROOM
+
+    def normalizes(self, name: str, module: nn.Module) -> bool:
+        """Returns whether a module's class and outputs are those of a normalization."""
+        if not is_normalization(module):
+            return False
+        if is_of_torch(module):
+            return True
+        weights = list(module.parameters())
+        sizes = [float(weight.detach().abs().max()) for weight in weights]
+        width = max((weight.numel() for weight in weights), default=0)
+        most = math.sqrt(width) * (1.01 + sum(sizes))
+        made = self._made.get(name, set())
+        return bool(made) and all(each <= most for recent in made for each in recent)
+
+    def returns(self, end: str, around: str, modules: Mapping[str, nn.Module]) -> bool:
+        """Returns whether a module's outputs were those of a normalization within it.
+
+        Behind the normalization there may be a dropout, or a linear layer with room.
+
+        Args:
+            end: The name of the normalization.
+            around: That of the module around it.
+            modules: The model's modules by their names.
+        """
+        made = self._made.get(around, set())
+        known = set(self._made.get(end, ()))
+        for name, module in modules.items():
+            if name.startswith(f"{around}.") and name in self._made:
+                is_drop = is_dropout(module) and self._is_dropped(name, module, end)
+                if is_drop or self.has_room_in(name, module):
+                    known |= _of_same_steps(made, self._made[name])
+        return bool(made) and made <= known
+
+    def _is_dropped(self, name: str, module: nn.Module, end: str) -> bool:
+        """Returns whether a dropout may have been given a normalization's outputs."""
+        p = getattr(module, "p", 1.0)
+        most = 1.01 / (1 - p) if module.training and p < 1 else 1.0
+        return any(
+            all(b <= most * a for a, b in zip(*pair, strict=True))
+            for made in self._made.get(end, ())
+            for other in self._made.get(name, ())
+            for pair in _aligned(made, other)
+        )
+
+
+def _of_outputs(watch: ModelWatch) -> Iterator[tuple[str, _C.HeadroomHistory]]:
+    """Yields the histories of what forwards returned, with the modules' names."""
+    for history in watch.recorder.headroom():
+        place = history.last.place
+        is_output = place.label.role == _C.Role.OUTPUT
+        if place.kind == _C.FrameKind.FORWARD and is_output:
+            yield watch.name_at(place.module), history
+
+
+def _of_same_steps(made: set[_Peaks], others: set[_Peaks]) -> set[_Peaks]:
+    """Those of `made` that are among `others`, too, but for a last step."""
+    return {
+        one
+        for one in made
+        for other in others
+        if any(a == b for a, b in _aligned(one, other))
+    }
+
+
+def _aligned(made: _Peaks, other: _Peaks) -> Iterator[tuple[_Peaks, _Peaks]]:
+    """Yields the same steps of two histories; the second may have one step more.
+
+    It has if the module was called twice in the last step, and once was finite.
+    """
+    pairs = [(made, other), (made, other[:-1]), (made[1:], other[:-1])]
+    yield from (pair for pair in pairs if pair[0] and len(pair[0]) == len(pair[1]))

@@ -10,13 +10,12 @@ import torch
 
 from .. import _C
 from ..core.ops import scan
-from ..recording.batch import is_plain
+from ..recording.inputs import is_plain
 from ..recording.labels import label_text
 from ..recording.watch import ModelWatch
 from ..torch_internals.module_internals import is_batch_norm
 from ..tree import tensors_in
-from .calls import Calls, joined
-from .hooked import is_layer_of_torch
+from .calls import Calls, is_layer_of_torch, joined
 from .outer_inputs import Bad
 from .verdict import STAND_IN, BadFrame, Origin
 

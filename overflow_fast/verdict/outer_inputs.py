@@ -6,13 +6,22 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from .. import _C
-from ..recording import batch
+from ..recording import inputs as batch
 from ..recording.labels import entry_label, label_text
-from .calls import Called, Calls, ancestors, joined, name_of
-from .hooked import has_pre_hooks, is_layer_of_torch, never_writes
+from .calls import (
+    Called,
+    Calls,
+    ancestors,
+    has_pre_hooks,
+    is_layer_of_torch,
+    joined,
+    name_of,
+    never_writes,
+)
 from .verdict import BATCH, LOOP, BadFrame, Origin
 
 Bad = Mapping[tuple[int, int], BadFrame]  # by watch and order
@@ -223,3 +232,67 @@ def _is_mask(frame: BadFrame, label: _C.Label) -> bool | None:
     if not others or lowest not in (0, math.inf):
         return False
     return None
+
+
+# Remarks on a bad call: the batch, fill values, negative variances.
+
+
+# Masks are filled with the lowest finite number, or with nearly that.
+_NEAR_MAX = 0.999  # finds -3.4e38, not values that only come near
+
+
+def remarks_on(first: BadFrame) -> list[str]:
+    """Writes what else was seen at the first bad call, in sentences.
+
+    Incurs a CPU-GPU sync for each running variance on a device.
+    """
+    return [*_sentinels(first), *_negative_variances(first)]
+
+
+def batch_remarks(first: BadFrame) -> list[str]:
+    """Writes where the batch that a trainer has noted is non-finite, in sentences.
+
+    Incurs a CPU-GPU sync for each tensor of the batch.
+    """
+    noted = first.watch.inputs.loop_batches.of(first.frame.batch)
+    is_batch_first = batch.is_batch_first(first.watch.model)
+    places = None if noted is None else noted.bad_places(is_batch_first)
+    return [f"The batch is non-finite: {', '.join(places)}."] if places else []
+
+
+def _sentinels(first: BadFrame) -> list[str]:
+    """Lists finite inputs that reach the end of their dtype, as finfo.min does."""
+    sentences = []
+    for entry in first.entries():
+        stat, dtype = entry.stat, entry.dtype
+        if stat is None or entry.role != _C.Role.INPUT:
+            continue
+        limit, abs_max = _limit(dtype), stat.abs_max
+        num_bad = stat.num_nan + stat.num_inf
+        if abs_max is None or limit is None or num_bad or abs_max < _NEAR_MAX * limit:
+            continue
+        label = entry_label(entry.place)
+        sentences.append(
+            f"`{label}` holds a magnitude of {abs_max:.3g}, at the end of {dtype}: a "
+            "fill value such as finfo.min overflows when something is added to it."
+        )
+    return sentences
+
+
+def _limit(dtype: str) -> float | None:
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        return None
+    return float(torch.finfo(found).max)
+
+
+def _negative_variances(first: BadFrame) -> list[str]:
+    module = first.watch.module_at(first.frame.module)
+    variance = getattr(module, "running_var", None)
+    if not batch.is_plain(variance):
+        return []
+    count = int((variance < 0).sum())
+    name = f"{first.watch.name_at(first.frame.module)}.running_var".lstrip(".")
+    return [f"{count} of {variance.numel()} values of {name} are negative."] * bool(
+        count
+    )

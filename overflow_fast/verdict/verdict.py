@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
 
 from .. import _C
+from ..flags import is_label
 from ..recording.labels import entry_label
 from ..recording.watch import ModelWatch
 
@@ -254,3 +259,93 @@ def where_of(watch: ModelWatch, place: _C.Place) -> str:
     if place.kind in (*FORWARDS, _C.FrameKind.BACKWARD):
         return f"{text} of {watch.name_at(place.module) or 'the model'}"
     return f"gradient of {text}" if place.kind == _C.FrameKind.GRADIENTS else text
+
+
+# Verdicts that a device's own overflow flag leads to.
+
+
+# The words for where it came from.
+OF_FLAG = (
+    "the device's overflow flag was set, and no tensor that was seen is bad: an "
+    "operation overflowed inside"
+)
+
+
+def is_of_flag(verdict: Verdict) -> bool:
+    """Returns whether a device's overflow flag was set, and no tensor was bad."""
+    first = verdict.first
+    return first is not None and first.kind == "recorded" and is_label(first.label)
+
+
+# Settings of optimizers that make weights non-finite.
+
+
+# Settings that an optimizer adds to a root that may be 0, and divides by.
+_EPS = ("eps", "epsilon")
+
+
+class SettingRemark(str):
+    """A sentence on a setting that is no finite number.
+
+    Attributes:
+        setting: The setting, in words.
+    """
+
+    setting: str
+
+
+def bad_settings(
+    optimizers: Sequence[Optimizer], had_finite_gradients: bool = True
+) -> list[str]:
+    """Lists the settings in `param_groups` that can make weights non-finite.
+
+    A number that is non-finite, and an epsilon that is 0 in the dtype of a group's
+    parameters. The latter is listed only where the gradients of the step before were
+    finite. Incurs a CPU-GPU sync for each setting that is a tensor on a device.
+    """
+    sentences: list[str] = []
+    for optimizer in optimizers:
+        for i, group in enumerate(optimizer.param_groups):
+            of = f"of param_groups[{i}] of {type(optimizer).__name__}"
+            sentences += _of_group(group, of, had_finite_gradients)
+    return list(dict.fromkeys(sentences))
+
+
+def nonfinite_settings(remarks: Iterable[str]) -> list[str]:
+    """Lists the settings that are no finite numbers, from those sentences."""
+    return [each.setting for each in remarks if isinstance(each, SettingRemark)]
+
+
+def _of_group(
+    group: Mapping[str, Any], of: str, had_finite_gradients: bool
+) -> Iterable[str]:
+    for name, value in group.items():
+        if name == "params":
+            continue
+        for number in _numbers(value):
+            if not math.isfinite(number):
+                remark = SettingRemark(f"It may come from {name}={number} {of}.")
+                remark.setting = f"{name} {of}"
+                yield remark
+            elif name in _EPS and had_finite_gradients:
+                for text in _vanishing(name, number, group["params"]):
+                    yield f"{text} {of}."
+
+
+def _vanishing(name: str, eps: float, parameters: Sequence[torch.Tensor]) -> list[str]:
+    dtypes = dict.fromkeys(p.dtype for p in parameters if p.is_floating_point())
+    return [
+        f"It may come from {name}={eps:g}, which is 0 in {str(dtype)[6:]}, the dtype"
+        for dtype in dtypes
+        if float(torch.tensor(eps, dtype=dtype)) == 0
+    ]
+
+
+def _numbers(value: object) -> Iterable[float]:
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _numbers(each)
+    elif isinstance(value, torch.Tensor) and value.numel() == 1:
+        yield float(value.detach())
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield float(value)

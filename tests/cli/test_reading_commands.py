@@ -9,7 +9,7 @@ import pytest
 from flight_records import head_lines, step_line
 
 from overflow_fast.__main__ import main
-from overflow_fast.files.json_text import line_bytes
+from overflow_fast.files.schema import line_bytes
 
 RUN = {"models": ["Net"], "host": "a", "policy": "skip"}
 
@@ -238,12 +238,12 @@ def test_a_log_whose_version_is_no_number_is_one_sentence(tmp_path, capsys):
 
 def test_doctor_ends_with_2_where_its_page_cannot_be_written(capsys, monkeypatch):
     from overflow_fast.cli import doctor_command
-    from overflow_fast.doctor import matrix_page
+    from overflow_fast.doctor import diagnosis
 
     def save(*_):
         raise FileExistsError("d.html is not a page of overflow_fast")
 
-    monkeypatch.setattr(matrix_page, "save_diagnosis", save)
+    monkeypatch.setattr(diagnosis, "save_diagnosis", save)
     assert doctor_command._tell("fine", False, "d.html") == 2
     assert "The page cannot be written" in capsys.readouterr().err
 
@@ -314,7 +314,7 @@ def test_env_has_what_a_bug_report_needs(capsys, monkeypatch):
 
 
 def test_progress_is_shown_on_a_terminal_alone_and_late(capsys, monkeypatch):
-    from overflow_fast.cli.adding import with_progress
+    from overflow_fast.cli.subcommand import with_progress
 
     assert list(with_progress(range(3), "rows", None)) == [0, 1, 2]
     assert capsys.readouterr().err == ""

@@ -5,9 +5,8 @@ import torch
 
 from overflow_fast.compare.fingerprint import fingerprint
 from overflow_fast.compare.recording_schema import LINES
-from overflow_fast.compare.shards import Part, pieces
-from overflow_fast.compare.summary import fetch, summarize
-from overflow_fast.files.json_text import dumps
+from overflow_fast.compare.tensor_hooks import Part, fetch, pieces, summarize
+from overflow_fast.files.schema import dumps
 
 
 def outliers(seed=0):

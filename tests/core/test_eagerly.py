@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from overflow_fast.core import eagerly
-from overflow_fast.core.eagerly import run_eagerly
+from overflow_fast.core import force_eager
+from overflow_fast.core.force_eager import run_eagerly
 
 
 def num_compiled():
@@ -54,7 +54,7 @@ def test_a_whole_graph_of_another_thread_that_runs_eagerly_ends_first(
 ):
     """Torch raises an error if the call compiled nothing and nothing forbids it now."""
     assert torch._dynamo.list_backends()
-    monkeypatch.setattr(eagerly, "_WAIT", 0.05 if is_long else 60)
+    monkeypatch.setattr(force_eager, "_WAIT", 0.05 if is_long else 60)
     inside, end, errors = threading.Event(), threading.Event(), []
 
     def slow(x):
@@ -69,7 +69,7 @@ def test_a_whole_graph_of_another_thread_that_runs_eagerly_ends_first(
             errors.append(error)
 
     thread = threading.Thread(target=work)
-    with eagerly.run_eagerly():
+    with force_eager.run_eagerly():
         thread.start()
         assert inside.wait(60)
         if not is_long:

@@ -9,7 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.nn.parallel import DataParallel
 
 from overflow_fast import OverflowGuard, keep_in_fp32
-from overflow_fast.core.names import named_modules
+from overflow_fast.core.modules import named_modules
 
 
 def names_of(model):

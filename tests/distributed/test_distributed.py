@@ -12,7 +12,7 @@ from overflow_fast import (
     OverflowGuard,
     scan,
 )
-from overflow_fast.core.names import unwrapped_class
+from overflow_fast.core.modules import unwrapped_class
 
 DETECTED = "inf/nan detected"
 

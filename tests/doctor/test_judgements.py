@@ -6,19 +6,22 @@ import random
 import pytest
 import torch
 
-from overflow_fast.doctor import collectives, facts, nccl_log
+from overflow_fast.doctor import collectives, roll_call
 from overflow_fast.doctor.arithmetic import ARITHMETIC, Digests
 from overflow_fast.doctor.collectives import COLLECTIVES, OPERATIONS, compared_pairs
-from overflow_fast.doctor.diagnosis import Diagnosis
-from overflow_fast.doctor.facts import Facts
+from overflow_fast.doctor.diagnosis import Diagnosis, matrices_of, save_diagnosis
+from overflow_fast.doctor.examination import lost_ranks
 from overflow_fast.doctor.first_barrier import BARRIER, Met
-from overflow_fast.doctor.hanging import lost_ranks
-from overflow_fast.doctor.links import LINKS, Measured
-from overflow_fast.doctor.matrix_page import matrices_of, save_diagnosis
-from overflow_fast.doctor.measuring import culprits, late_ranks, odd_ones
-from overflow_fast.doctor.pair_schedule import rounds_of
+from overflow_fast.doctor.links import (
+    LINKS,
+    Measured,
+    culprits,
+    late_ranks,
+    odd_ones,
+    rounds_of,
+)
 from overflow_fast.doctor.planted_nan import AGREEMENT, Told
-from overflow_fast.doctor.roll_call import ROLL_CALL
+from overflow_fast.doctor.roll_call import ROLL_CALL, Facts
 from overflow_fast.doctor.stage import (
     BROKEN,
     WARNING,
@@ -198,10 +201,10 @@ def test_ranks_that_come_late_have_waited_less():
 
 def test_nvidia_smis_line_is_read():
     line = "580.65.06, 345, 1980, 0, Not Active\n"
-    found = facts.smi_values(line)
+    found = roll_call.smi_values(line)
     assert found["driver"] == "580.65.06" and found["max_clock_mhz"] == "1980"
-    assert "ecc_errors" not in facts.smi_values("5, 3, 1, [N/A], Active")
-    assert facts.smi_values("No devices were found") == {}
+    assert "ecc_errors" not in roll_call.smi_values("5, 3, 1, [N/A], Active")
+    assert roll_call.smi_values("No devices were found") == {}
 
 
 # Ranks that do not come out.
@@ -365,9 +368,9 @@ node1:77:81 [0] misc/socket.cc:50 NCCL WARN socketProgress: Connection closed
 
 
 def test_nccls_log_is_read():
-    assert nccl_log.network_in(LOG) == "Socket"
-    assert nccl_log.warnings_in(LOG) == "socketProgress: Connection closed"
-    assert nccl_log.network_in("") == nccl_log.warnings_in("") == ""
+    assert roll_call.network_in(LOG) == "Socket"
+    assert roll_call.warnings_in(LOG) == "socketProgress: Connection closed"
+    assert roll_call.network_in("") == roll_call.warnings_in("") == ""
 
 
 def test_the_network_of_nccl_is_judged():
@@ -383,7 +386,7 @@ def test_the_network_of_nccl_is_judged():
 
 def test_a_log_that_the_user_has_chosen_is_left_alone(monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "TRACE")
-    assert nccl_log.ask_nccl_for_a_log("s", 0) is None
+    assert roll_call.ask_nccl_for_a_log("s", 0) is None
 
 
 # The diagnosis.

@@ -20,8 +20,8 @@ from mutations import spoil
 import overflow_fast
 from overflow_fast import OverflowGuard, RecordError, RecordingError, read_record
 from overflow_fast.__main__ import main
-from overflow_fast.compare.own_files import check_replaceable
-from overflow_fast.compare.run_reader import read_run
+from overflow_fast.compare.comparison import check_replaceable
+from overflow_fast.compare.recordings import read_run
 from overflow_fast.page.sources import read_sources
 from overflow_fast.report.suspects import read_incidents, suspects_of
 

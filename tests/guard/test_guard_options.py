@@ -6,8 +6,8 @@ from guarding import INF, NAN, batches, hooks_of, make, plant, train, train_step
 from torch import nn
 
 from overflow_fast import OverflowGuard, Schedule
-from overflow_fast.guard.overhead import OverheadTimer
-from overflow_fast.recording import unjudged_frames
+from overflow_fast.guard.isolation import OverheadTimer
+from overflow_fast.recording import watch as model_watch
 from overflow_fast.recording.schedule import ScanLevel, WatchSchedule
 from overflow_fast.report.report import Cost
 
@@ -351,7 +351,7 @@ def test_an_optimizer_of_another_model_is_told_of(caplog):
 
 
 def test_a_guard_that_never_judges_says_so(caplog, monkeypatch):
-    monkeypatch.setattr(unjudged_frames, "_MANY_UNJUDGED", 5)
+    monkeypatch.setattr(model_watch, "_MANY_UNJUDGED", 5)
     model, optimizer = make()
     with OverflowGuard(model) as guard:
         for batch in batches(4):
@@ -367,7 +367,7 @@ def test_a_guard_that_never_judges_says_so(caplog, monkeypatch):
 
 
 def test_evaluations_are_judged_without_anybody(caplog, monkeypatch):
-    monkeypatch.setattr(unjudged_frames, "_MANY_UNJUDGED", 5)
+    monkeypatch.setattr(model_watch, "_MANY_UNJUDGED", 5)
     model, _ = make()
     with OverflowGuard(model), torch.no_grad():
         for x, y in batches(9):

@@ -9,8 +9,8 @@ from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, assert_finite_state
 from overflow_fast.core.nested_optimizers import optimizers_in
-from overflow_fast.guard import state
-from overflow_fast.guard.wrapped_optimizers import innermost
+from overflow_fast.guard import state_check
+from overflow_fast.guard.optimizers import innermost
 
 
 def trained():
@@ -154,7 +154,7 @@ def test_a_quantized_state_is_looked_at():
 
 
 def test_what_is_not_looked_at_is_logged_once(caplog):
-    state._warned.clear()
+    state_check._warned.clear()
     model = nn.Linear(2, 2)
     model.register_buffer("ghost", torch.zeros(2, device="meta"))
     for _ in range(2):

@@ -26,7 +26,7 @@ from overflow_fast import (
     Underflow,
 )
 from overflow_fast.guard.config import GuardConfig
-from overflow_fast.guard.monitors.builtin import MONITORS
+from overflow_fast.guard.monitors.running import MONITORS
 from overflow_fast.guard.options import options_of
 
 PARAMETERS = inspect.signature(OverflowGuard).parameters

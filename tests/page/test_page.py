@@ -8,13 +8,19 @@ from guarding import INF, batches, make, plant, train_step
 from page_records import HOSTILE, LIMIT, entry, parsed, record_of
 
 from overflow_fast import OverflowGuard, read_record
-from overflow_fast.page import packing
-from overflow_fast.page.columns import Column, thinned
-from overflow_fast.page.grid import ALL_ZERO, BITS, NONFINITE, NOT_SEEN, Sheet
-from overflow_fast.page.incident_card import Incident, read_incidents
+from overflow_fast.page import grid
+from overflow_fast.page.grid import (
+    ALL_ZERO,
+    BITS,
+    NONFINITE,
+    NOT_SEEN,
+    Column,
+    Sheet,
+    block_of,
+    thinned,
+)
+from overflow_fast.page.incidents import Incident, read_incidents, way_of
 from overflow_fast.page.render import page_of, write_page
-from overflow_fast.page.row_names import block_of
-from overflow_fast.page.way import way_of
 from overflow_fast.text import printable
 
 NAN = float("nan")
@@ -212,7 +218,7 @@ def test_a_page_stays_below_2_mib():
 def test_ranks_without_room_have_no_rows_of_their_own(monkeypatch):
     records = [record_of(torch.rand(40, 50), rank=i, world_size=4) for i in range(4)]
     assert "a row opens into its ranks" in parsed(records).text
-    monkeypatch.setattr(packing, "_MAX_RANKS", 1000)
+    monkeypatch.setattr(grid, "_MAX_RANKS", 1000)
     page = parsed(records)
     assert "there is no room for rows of their own" in page.text
     assert page.meta["rankColumns"] == [] and "ranks" not in page.payloads

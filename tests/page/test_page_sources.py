@@ -15,7 +15,7 @@ from page_records import Parsed
 
 from overflow_fast import NonFiniteError, OverflowGuard, read_record
 from overflow_fast.__main__ import main
-from overflow_fast.files.json_text import line_bytes
+from overflow_fast.files.schema import line_bytes
 
 ROOT = Path(__file__).parents[2]
 
@@ -207,7 +207,7 @@ def test_a_page_that_cannot_be_made_costs_no_report(tmp_path, monkeypatch, caplo
     def fail(*_):
         raise RuntimeError("no jinja")
 
-    monkeypatch.setattr("overflow_fast.guard.archive.page_of", fail)
+    monkeypatch.setattr("overflow_fast.page.render.page_of", fail)
     guard, _ = bad_steps(tmp_path)
     assert (guard.num_skipped, guard.last_report.page) == (1, None)
     assert "Not all evidence of step 0 was kept: no jinja" in caplog.text

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from overflow_fast.precision.copies import on_copies
-from overflow_fast.precision.magnitudes import Magnitudes
-from overflow_fast.precision.recast import (
+from overflow_fast.precision.layers import (
     DTYPES,
     Difference,
     LayerCall,
+    Magnitudes,
     expected_error,
     rounded_to_float8,
 )

@@ -1,6 +1,6 @@
 """Which lines of a full record are folded: the older, the more into one."""
 
-from overflow_fast.record.thinning import Folded, Place, thin
+from overflow_fast.record.record_file import Folded, Place, thin
 
 
 def places(count, level, length=100):

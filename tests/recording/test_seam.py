@@ -13,11 +13,16 @@ from torch import nn
 import overflow_fast
 from overflow_fast import _C, OverflowGuard
 from overflow_fast.report.frames import BackwardFrame, frames_text
-from overflow_fast.report.origin import who_made_it
-from overflow_fast.report.report import Report
-from overflow_fast.verdict import output_history, remedy
-from overflow_fast.verdict.settings import bad_settings, nonfinite_settings
-from overflow_fast.verdict.verdict import LOOP, BadEntry, BadFrame, Verdict
+from overflow_fast.report.report import Report, who_made_it
+from overflow_fast.verdict import headroom, remedy
+from overflow_fast.verdict.verdict import (
+    LOOP,
+    BadEntry,
+    BadFrame,
+    Verdict,
+    bad_settings,
+    nonfinite_settings,
+)
 
 STUB = Path(overflow_fast.__file__).parent / "_C.pyi"
 CLASSES = {
@@ -125,7 +130,7 @@ def test_a_parameter_called_output_is_no_output(watch):
     watch, bad = watch
     finite = {history.last.place.label.name for history in watch.recorder.headroom()}
     assert "output" in finite  # the parameter; what was returned is inf
-    assert list(output_history._of_outputs(watch)) == []
+    assert list(headroom._of_outputs(watch)) == []
     assert [size for size, _ in remedy._bad_outputs(BadFrame(watch, bad[0]))] == [8]
 
 

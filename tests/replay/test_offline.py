@@ -12,9 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from overflow_fast import Explanation
-from overflow_fast.replay.explain import investigate
-from overflow_fast.replay.kept_call import Ambient, KeptCall, ModelCall
-from overflow_fast.replay.offline import explain_folder
+from overflow_fast.replay.capture import Ambient, KeptCall, ModelCall
+from overflow_fast.replay.explain import explain_folder, investigate
 from overflow_fast.replay.saved_step import UnreadableStepError
 
 ROOM = 2**20

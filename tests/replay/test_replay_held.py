@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
-from overflow_fast.replay import kept_call
+from overflow_fast.replay import capture
 
 
 class Root(nn.Module):
@@ -32,7 +32,7 @@ def test_backward_is_replayed_from_the_gradient_of_the_output():
 
 
 def test_a_gradient_that_is_too_large_is_not_held(monkeypatch):
-    monkeypatch.setattr(kept_call, "_MAX_HELD_BYTES", 11)  # the output has 12
+    monkeypatch.setattr(capture, "_MAX_HELD_BYTES", 11)  # the output has 12
     found = explained()
     assert (found.phase, found.cause, found.op) == ("backward", "unknown", None)
     assert "were too large to hold" in str(found)
@@ -40,7 +40,7 @@ def test_a_gradient_that_is_too_large_is_not_held(monkeypatch):
 
 
 def test_the_largest_gradient_that_is_held():
-    assert kept_call._MAX_HELD_BYTES == 64 * 2**20  # as the guide says
+    assert capture._MAX_HELD_BYTES == 64 * 2**20  # as the guide says
 
 
 def test_a_gradient_is_held_by_reference():

@@ -12,10 +12,8 @@ from guarding import INF, batches, make, plant, train_step
 from ranks import all_of
 
 from overflow_fast import Log, NonFiniteError, OverflowGuard, Record
-from overflow_fast.replay.explanation import NOT_REPLAYED, Explanation
-from overflow_fast.replay.named_op import Op
-from overflow_fast.report.blame import Place
-from overflow_fast.report.exit_code import exit_code_of
+from overflow_fast.replay.explanation import NOT_REPLAYED, Explanation, Op
+from overflow_fast.report.report import Place, exit_code_of
 from overflow_fast.report.suspects import LoggedIncident, read_incidents, suspects_of
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from processes import context
 
 from overflow_fast.doctor.examination import Examination
-from overflow_fast.doctor.meeting import Address, connect
+from overflow_fast.doctor.rendezvous import Address, connect
 from overflow_fast.doctor.stage import Settings
 
 PATIENCE = 120  # seconds until a test counts as hung

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import overflow_fast
 from overflow_fast import _C
-from overflow_fast.recording import traced
+from overflow_fast.recording import compiled
 from overflow_fast.torch_internals import (
     module_internals as modules,
 )
@@ -456,8 +456,8 @@ def test_hooks_are_left_out_of_compiled_code_that_might_drop_them(monkeypatch):
     monkeypatch.setattr(
         torch.compiler, "substitute_in_graph", lambda *_, **__: substitutes.append
     )
-    traced._register()
-    assert substitutes == [traced.trace_nothing] * 2
+    compiled._register()
+    assert substitutes == [compiled.trace_nothing] * 2
 
 
 WITHOUT_DYNAMO = """

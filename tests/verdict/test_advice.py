@@ -11,7 +11,7 @@ from torch import nn
 import overflow_fast
 from overflow_fast import Explain, Explanation, OverflowGuard
 from overflow_fast.demo.model import Settings, build, push_to_the_limit, read_batch
-from overflow_fast.report.advice import answers
+from overflow_fast.report.report import answers
 
 WIDTH = 8
 CODE = re.compile(r"`(overflow_fast\.keep_in_fp32\(.*?\))`")
@@ -576,7 +576,7 @@ def test_a_remedy_that_fails_costs_no_alarm(monkeypatch):
     def fail(*arguments):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("overflow_fast.guard.step_report.remedy_for", fail)
+    monkeypatch.setattr("overflow_fast.verdict.remedy.remedy_for", fail)
     model = Net()
     with plant(model.blocks[0], INF), OverflowGuard(model, on_overflow="warn") as guard:
         model(*batches(1)[0])

@@ -11,14 +11,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ...core.devices import place_of
-from ...core.module_kinds import is_linear, is_normalization, is_of_torch
+from ...core.modules import is_linear, is_normalization, is_of_torch
+from ...core.tensors import place_of
 from ...state.snapshot import Snapshot
 from ...torch_internals.compiler import has_compiled
 from ...torch_internals.running import is_recorded
 from ...torch_internals.tensor_internals import versions_of
-from ..arguments import whole
-from ..options import option
+from ..options import option, whole
 from .monitor import Guarded, Monitor
 
 _log = logging.getLogger("overflow_fast")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..arguments import POSITIVE, SHARE, whole
-from ..options import option
+from ..options import POSITIVE, SHARE, option, whole
 from .monitor import Monitor
 
 

@@ -13,8 +13,7 @@ from ...replay.explanation import Explanation
 from ...replay.hidden import hidden_failures
 from ...state.snapshot import Snapshot
 from ...text import as_lines
-from ..arguments import whole
-from ..options import option
+from ..options import option, whole
 from .monitor import Guarded, Monitor, MonitoredStep
 
 _log = logging.getLogger("overflow_fast")

@@ -16,8 +16,7 @@ from ...recording.labels import label_text
 from ...recording.watch import ModelWatch
 from ...replay.capture import Capture
 from ...verdict.verdict import where_of
-from ..arguments import NORM
-from ..options import Options
+from ..options import NORM, Options
 
 _LOSSES = ("output.loss", "output['loss']")
 

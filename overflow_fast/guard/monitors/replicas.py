@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from ...core.devices import place_of
+from ...core.tensors import place_of
 from ...distributed.replicas import Difference, ReplicaCheck
 from ...text import as_lines
-from ..arguments import whole
-from ..options import option
+from ..options import option, whole
 from .monitor import Guarded, Monitor
 
 _log = logging.getLogger("overflow_fast")

@@ -8,8 +8,12 @@ from contextlib import AbstractContextManager
 
 from torch.optim import Optimizer
 
+from .layer_audit import LayerAudit
+from .magnitudes import Headroom, Saturation, Underflow
+from .masked_ops import MaskedOps
 from .monitor import Guarded, Monitor, MonitoredStep, Notice
-from .spikes import SPIKE
+from .replicas import Replicas
+from .spikes import SPIKE, Spikes
 
 
 class RunningMonitors:
@@ -124,3 +128,10 @@ def clauses_of(
     if is_skipped and not clauses:
         clauses.append("another rank skips it")
     return clauses
+
+
+# The monitors that come with the package, and those that are on by default.
+
+
+MONITORS = (Spikes, Saturation, Headroom, Underflow, MaskedOps, LayerAudit, Replicas)
+DEFAULT_MONITORS = (Spikes(), Saturation())

@@ -12,8 +12,7 @@ from typing import Literal
 
 from ... import _C
 from ...recording.watch import ModelWatch
-from ..arguments import NORM, one_of
-from ..options import option
+from ..options import NORM, one_of, option
 from .monitor import Guarded, Monitor, MonitoredStep, Notice, scalar_places
 
 SPIKE = "spike"  # the kind of its notices, which mark the step in the flight record

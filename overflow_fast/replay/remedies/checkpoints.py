@@ -13,11 +13,10 @@ import torch
 
 from ...core.ops import scan
 from ..explanation import Remedy
-from ..kinds import is_float
 from ..places import names_of
+from ..tensor_kinds import is_float
 from .changes import OtherWeights
-from .ground import Trial
-from .trials import Trials
+from .trials import Trial, Trials
 
 _KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
 _MAX_TRIED = 3

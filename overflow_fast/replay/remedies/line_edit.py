@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
-from ...core.eagerly import nothing_is_compiled, run_eagerly
+from ...core.force_eager import nothing_is_compiled, run_eagerly
 from ...torch_internals.running import inherited, set_inherited
 
 # Constants that stand for the objects which functions ask, and for the number of the

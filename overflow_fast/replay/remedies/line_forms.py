@@ -2,11 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from ..named_op import Op
-from .overflow_forms import Form, in_float32, of_overflow
-from .written import Written, atom
+from ..explanation import Explanation, Op, Remedy
+from ..op_trace import Row
+from ..places import span_of
+from .changes import LineChange
+from .line_edit import CodePlace, NotEditableError, edited_code
+from .source_rewrites import (
+    PRODUCTS,
+    Edit,
+    SourceFile,
+    Written,
+    atom,
+    following,
+    later_softmax,
+    loads,
+    outermost,
+    softmax_around,
+    statement_of,
+    target_of,
+)
+from .trials import Failure, Ground, Trial, Trials, edited_remedy
+
+# Forms of an expression that keep it in range.
+
+
+# The largest arguments of exp, by dtype; a loss of exp(80) is finite and of no use.
+_LOG_MAX = {"float64": (80, 700), "float16": (10, 5)}
+_EXPS = {"exp", "expm1", "sinh", "cosh", "exp2", "poisson_nll_loss"}
+_OF_TWO = {"matmul", "bmm", "mm", "mul", "add", "sub", "dot", "linear", "mse_loss"}
+_PRODUCTS = {
+    "matmul",
+    "bmm",
+    "mm",
+    "mul",
+    "add",
+    "sub",
+    "sum",
+    "pow",
+    "square",
+    "cumsum",
+    "dot",
+    "norm",
+    "vector_norm",
+    "mean",
+    "prod",
+    "var",
+    "std",
+    "mse_loss",
+    "linear",
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """Another way to write an expression.
+
+    Attributes:
+        text: What it does, such as "1e-8 inside the sqrt".
+        code: The expression.
+    """
+
+    text: str
+    code: str
+
+
+def of_overflow(written: Written, dtype: str) -> Iterator[Form]:
+    """Yields forms in which a value stays in range.
+
+    Args:
+        written: The expression.
+        dtype: The dtype of its inputs.
+    """
+    if written.name in _EXPS:
+        for largest in _LOG_MAX.get(dtype, (20, 80)):
+            yield Form(
+                f"an argument of at most {largest}",
+                written.with_clamp(f"max={largest}"),
+            )
+    if dtype == "float16" and written.name in _PRODUCTS and not written.is_in_place:
+        yield in_float32(written)
+
+
+def in_float32(written: Written) -> Form:
+    """The expression with its operands in float32."""
+    num = 2 if written.name in _OF_TWO else 1
+    wide = [
+        None if written.is_constant(i) else f"{atom(each)}.float()"
+        for i, each in enumerate(written.operands[:num])
+    ]
+    return Form("in float32", written.with_operands(*wide))
+
 
 # What is added below a root or a logarithm, by dtype.
 _EPS = {"float64": "1e-12", "float32": "1e-8", "bfloat16": "1e-6", "float16": "1e-4"}
@@ -211,3 +303,421 @@ def _of_infs(written: Written, op: Op, dtype: str) -> Iterator[Form]:
                 )
     if written.name in ("add", "sub", "mul", "sum", "matmul", "bmm"):
         yield Form("0 for inf - inf and 0 * inf", f"torch.nan_to_num({written.text})")
+
+
+# A softmax or its logarithm that is written out, in a form that cannot overflow.
+
+
+_DIVISIONS = {"div", "divide", "true_divide"}
+_Forms = Iterator[tuple[str, list[Edit]]]
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A sum along a dimension: of what, along which, and whether that is kept."""
+
+    of: ast.AST
+    dim: str
+    keeps: bool
+
+
+def softmax_forms(source: SourceFile, node: ast.AST) -> _Forms:
+    """Yields edits of the code around an exp that is summed up.
+
+    Args:
+        source: The file.
+        node: The call of exp.
+    """
+    power = Written(source, node)
+    if power.name != "exp" or not power.nodes:
+        return
+    argument = source.text_of(power.nodes[0])
+    for each in source.around(node):
+        if isinstance(each, ast.stmt):
+            break
+        found = _closed_form(source, node, each, argument)
+        if found is not None:
+            yield found
+            return
+    dim = _dim_of_later_sum(source, node)
+    if dim:
+        of = power.operands[0]
+        less = f"({of} - {of}.amax({dim}, keepdim=True))"
+        yield "less its maximum before exp", [Edit(node, power.with_operands(less))]
+
+
+def _closed_form(
+    source: SourceFile, node: ast.AST, whole: ast.AST, argument: str
+) -> tuple[str, list[Edit]] | None:
+    """The function of torch's that an expression around exp is, or None."""
+    written, text = Written(source, whole), source.text_of(node)
+    sums = [_sum_of(source, each) for each in written.nodes[:2]]
+    if written.name == "log" and sums and sums[0] is not None:
+        (total, keeps) = sums[0], ", keepdim=True" * sums[0].keeps
+        if total.of is node:
+            code = f"torch.logsumexp({argument}, {total.dim}{keeps})"
+            return "torch.logsumexp", [Edit(whole, code)]
+    if written.name in _DIVISIONS and len(sums) == 2 and sums[1] is not None:
+        is_same = [source.text_of(e) == text for e in (written.nodes[0], sums[1].of)]
+        if all(is_same) and sums[1].keeps:
+            code = f"torch.softmax({argument}, {sums[1].dim})"
+            return "torch.softmax", [Edit(whole, code)]
+    return None
+
+
+def _dim_of_later_sum(source: SourceFile, node: ast.AST) -> str:
+    """The dimension along which a variable is summed that is divided by it, or ""."""
+    statement = statement_of(source, node)
+    name = target_of(statement, node)
+    if statement is None or not name:
+        return ""
+    dims, num_used = [], 0
+    reads = [r for each in following(source, statement) for r in loads(each, {name})]
+    for read in reads:
+        around = [e for e in source.around(read) if not isinstance(e, ast.Attribute)]
+        total = _sum_of(source, around[0])
+        if total is not None and total.of is read and total.keeps:
+            dims.append(total.dim)
+        written = Written(source, around[0])
+        num_used += written.name in _DIVISIONS and written.nodes[0] is read
+    is_ratio = len(dims) == 1 and num_used == 1 and len(reads) == 2
+    return dims[0] if is_ratio else ""
+
+
+def _sum_of(source: SourceFile, node: ast.AST) -> _Sum | None:
+    written = Written(source, node)
+    if written.name != "sum" or not isinstance(node, ast.Call):
+        return None
+    rest = [source.text_of(each) for each in written.nodes[1:]]
+    dim = written.keyword("dim") or "".join(rest[:1])
+    keeps = written.keyword("keepdim") or "".join(rest[1:2])
+    return _Sum(written.nodes[0], dim, keeps == "True") if dim else None
+
+
+# Tries guarded forms of the line of an operation.
+
+
+_MAX_FORMS = 4
+
+
+def of_line(failure: Failure, trials: Trials) -> Iterator[Any]:
+    """Guarded forms of the expression that calls the operation."""
+    op, row = failure.found.op, failure.row
+    if op is None or row is None:
+        return
+    source, node = expression_of(row, trials.ground)
+    if source is None or node is None:
+        return
+    cause = failure.found.cause
+    forms = itertools.chain(
+        softmax_forms(source, node) if cause == "range overflow" else (),
+        (
+            (form.text, [Edit(node, form.code)])
+            for form in forms_of(Written(source, node), op, cause)
+        ),
+    )
+    for text, edits in itertools.islice(forms, _MAX_FORMS):
+        yield edits_tried(text, edits, source, row, trials)
+
+
+def expression_of(row: Row, ground: Ground) -> tuple[SourceFile | None, ast.AST | None]:
+    """The file and the expression that called an operation, or None."""
+    if not row.frames:
+        return None, None
+    source, span = ground.source(row.frames[0][0].co_filename), span_of(row.frames)
+    return source, None if span is None else source.node_at(span)
+
+
+def edits_tried(
+    text: str, edits: Sequence[Edit], source: SourceFile, row: Row, trials: Trials
+) -> Any:
+    """The trial of edits of the code that called an operation, to be called.
+
+    Raises:
+        NotEditableError: If the file is not what runs.
+    """
+    after = source.edited(edits)
+    place = CodePlace.of(row.frames[0][0])
+    change = trials.ground.line_change(LineChange((place,), source.to_run(edits)))
+    texts = tuple(t for edit in edits for t in (source.text_of(edit.node), edit.text))
+    trial = Trial(edited_remedy(text, edits, after), change, after, texts)
+    return functools.partial(trials.attempt, trial)
+
+
+# Tries guarded forms of a line of an optimizer's own step.
+
+
+_GIVEN = " (with gradients of 0)"
+
+
+def update_remedies(
+    row: Row, found: Explanation, is_finite_now: Callable[[], bool]
+) -> Iterator[Remedy]:
+    """Tries other forms of the line of an operation in an optimizer's step.
+
+    Args:
+        row: The operation.
+        found: Its explanation.
+        is_finite_now: Makes the step again on a copy, with gradients of 0; tells
+            whether the weight is finite then.
+    """
+    source, node = expression_of(row, Ground())
+    if found.op is None or source is None or node is None:
+        return
+    forms = forms_of(Written(source, node), found.op, found.cause)
+    for form in itertools.islice(forms, _MAX_FORMS):
+        edits = [Edit(node, form.code)]
+        try:
+            place = CodePlace.of(row.frames[0][0])
+            with edited_code((place,), source.to_run(edits)):
+                is_finite = is_finite_now()
+        except NotEditableError as error:
+            found.notes.append(f"A change of the line was not tried: {error}.")
+            return
+        except Exception:
+            is_finite = False
+        remedy = edited_remedy(f"{form.text}{_GIVEN}", edits, source.edited(edits))
+        yield replace(remedy, is_finite=is_finite)
+
+
+# Where a product is divided or multiplied by a number after it.
+
+
+_SHAPES = {
+    *("transpose", "permute", "view", "reshape", "contiguous", "unsqueeze", "squeeze"),
+    *("flatten", "unflatten", "swapaxes"),
+}
+_BY = {"div": "/", "mul": "*", "div_": "/", "mul_": "*"}
+_OPERATORS: dict[type[ast.operator], str] = {ast.Div: "/", ast.Mult: "*"}
+_NOT_TWICE = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom, ast.Lambda)
+_SIMPLE = (ast.Name, ast.Call, ast.Attribute, ast.Subscript, ast.Constant)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A division or multiplication by a number.
+
+    Attributes:
+        whole: The expression or statement.
+        scaled: What it scales.
+        by: The operator and the number, such as "/ math.sqrt(d)".
+        checked: The same, which fails where it is no number.
+        rest: The text that is left of `whole` without it; None where `scaled` is.
+    """
+
+    whole: ast.AST
+    scaled: ast.AST
+    by: str
+    checked: str
+    rest: str | None = None
+
+
+def scalings_of(source: SourceFile, node: ast.AST) -> Iterator[Scaling]:
+    """Yields how an expression is scaled: in its own statement, or in the next."""
+    same = _shaped(source, node)
+    whole = next(source.around(same), None)
+    found = None if whole is None else _scaling(source, whole, same, None)
+    if found is not None:
+        yield found
+        return
+    statement = statement_of(source, node)
+    name = target_of(statement, same)
+    if statement is None or not name:
+        return
+    for after in following(source, statement)[:1]:
+        scaling = _in_next(source, after, name)
+        if scaling is not None and _is_read_once(source, after, name):
+            yield scaling
+
+
+def _shaped(source: SourceFile, node: ast.AST) -> ast.AST:
+    """The expression with methods that change no value, such as `.transpose()`."""
+    around = list(source.around(node))
+    for function, call in zip(around[::2], around[1::2], strict=False):
+        if not isinstance(function, ast.Attribute) or not isinstance(call, ast.Call):
+            break
+        if call.func is not function or function.attr not in _SHAPES:
+            break
+        node = call
+    return node
+
+
+def _in_next(source: SourceFile, after: ast.stmt, name: str) -> Scaling | None:
+    """How the next statement scales a variable."""
+    if isinstance(after, ast.AugAssign):
+        target = after.target
+        if isinstance(target, ast.Name) and target.id == name:
+            symbol = _OPERATORS.get(type(after.op), "")
+            return _made(source, after, target, symbol, after.value, "pass")
+        return None
+    for read in loads(after, {name})[:1]:
+        whole = next(source.around(read), None)
+        if isinstance(whole, ast.Attribute):
+            whole = next(source.around(whole), None)
+        return None if whole is None else _scaling(source, whole, read, name)
+    return None
+
+
+def _is_read_once(source: SourceFile, after: ast.stmt, name: str) -> bool:
+    """Tells whether nothing but the scaling sees the value before it."""
+    if isinstance(after, ast.AugAssign):
+        return True
+    if len(loads(after, {name})) != 1:
+        return False
+    value = getattr(after, "value", None)
+    if isinstance(after, ast.Expr) or (value and target_of(after, value) == name):
+        return True
+    return not any(loads(each, {name}) for each in following(source, after))
+
+
+def _scaling(
+    source: SourceFile, whole: ast.AST, scaled: ast.AST, rest: str | None
+) -> Scaling | None:
+    """How an expression scales another one, or None."""
+    if isinstance(whole, ast.BinOp):
+        symbol = _OPERATORS.get(type(whole.op), "")
+        other = whole.right if whole.left is scaled else whole.left
+        if whole.left is not scaled and symbol == "/":
+            return None
+        return _made(source, whole, scaled, symbol, other, rest)
+    calls = [each for each in source.around(scaled)][1:2]
+    call = calls[0] if calls else None
+    if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+        symbol = _BY.get(call.func.attr, "")
+        if call.func.value is scaled and len(call.args) == 1 and not call.keywords:
+            return _made(source, call, scaled, symbol, call.args[0], rest)
+    return None
+
+
+def _made(
+    source: SourceFile,
+    whole: ast.AST,
+    scaled: ast.AST,
+    symbol: str,
+    number: ast.expr,
+    rest: str | None,
+) -> Scaling | None:
+    names = {scaled.id} if isinstance(scaled, ast.Name) else set()
+    is_odd = any(isinstance(each, _NOT_TWICE) for each in ast.walk(number))
+    if not symbol or is_odd or loads(number, names):
+        return None
+    text = source.text_of(number)
+    text = text if isinstance(number, _SIMPLE) else f"({text})"
+    checked = f'({text} if not getattr({text}, "ndim", 0) else None)'
+    return Scaling(whole, scaled, f"{symbol} {text}", f"{symbol} {checked}", rest)
+
+
+# Other forms of a product that overflows: scaled before it, or in float32.
+
+
+# Where the factors of a product stand among the operands; a term that is added, too.
+_TERMS = {"addmm", "baddbmm", "addbmm"}
+_SECOND = _TERMS | {"einsum"}
+_FACTORS = {name: (1, 2) if name in _SECOND else (0, 1) for name in PRODUCTS | {"mul"}}
+
+
+class Product:
+    """A product as it is written.
+
+    Args:
+        source: Its file.
+        node: The expression.
+    """
+
+    def __init__(self, source: SourceFile, node: ast.AST) -> None:
+        self._written = Written(source, node)
+        operands = self._written.operands
+        places: tuple[int, ...] = _FACTORS.get(self._written.name, ())
+        has_bias = self._written.name == "linear" and (
+            len(operands) > 2 or self._written.has_keyword("bias")
+        )
+        is_whole = len(operands) > max(places, default=0)
+        is_whole = is_whole and not self._written.is_in_place
+        self.places: tuple[int, ...] = places if is_whole and not has_bias else ()
+
+    def scaled(self, by: str) -> str:
+        """The product with its first factor, and a term, scaled."""
+        return self._with(lambda text: f"({text} {by})", [*self._terms, self.places[0]])
+
+    def in_float32(self) -> str:
+        """The product of its factors in float32."""
+        return self._with(
+            lambda text: f"{atom(text)}.float()", [*self._terms, *self.places]
+        )
+
+    @property
+    def _terms(self) -> list[int]:
+        return [0] if self._written.name in _TERMS else []
+
+    @property
+    def back(self) -> str:
+        """The code that casts a result to the dtype of the first factor."""
+        factor = self._written.operands[self.places[0]]
+        is_name = all(part.isidentifier() for part in factor.split("."))
+        return f".to({factor}.dtype)" if is_name else ".half()"
+
+    def _with(self, change: Any, places: Any) -> str:
+        operands = self._written.operands
+        changed = [
+            change(text) if i in places else None for i, text in enumerate(operands)
+        ]
+        return self._written.with_operands(*changed)
+
+
+def of_products(failure: Failure, trials: Trials) -> Iterator[Any]:
+    """Forms of a product in the forward in which it stays in range."""
+    row = failure.row
+    if row is None or failure.found.phase != "forward":
+        return
+    source, node = expression_of(row, trials.ground)
+    if source is None or node is None:
+        return
+    product = Product(source, node)
+    if not product.places:
+        return
+    for scaling in scalings_of(source, node):
+        text = f"{scaling.by} before the product"
+        edits = _scaled(source, node, product, scaling)
+        yield edits_tried(text, edits, source, row, trials)
+    if failure.is_half:
+        for text, edits in _in_float32(source, node, product):
+            yield edits_tried(text, edits, source, row, trials)
+
+
+def _scaled(
+    source: SourceFile, node: ast.AST, product: Product, scaling: Scaling
+) -> list[Edit]:
+    """The edits that scale before the product, and no more after it."""
+    new, run = product.scaled(scaling.by), product.scaled(scaling.checked)
+    if scaling.rest is not None:
+        return [Edit(node, new, run), Edit(scaling.whole, scaling.rest)]
+    inner = scaling.scaled
+    return [
+        Edit(
+            scaling.whole,
+            source.text_with(inner, node, new),
+            source.text_with(inner, node, run),
+        )
+    ]
+
+
+def _in_float32(
+    source: SourceFile, node: ast.AST, product: Product
+) -> Iterator[tuple[str, list[Edit]]]:
+    """As far as the softmax, or else to the end of the expression."""
+    wide = product.in_float32()
+    softmax = softmax_around(source, node)
+    if softmax is not None:
+        text = source.text_with(softmax, node, wide)
+        yield "attention in float32", [Edit(softmax, f"{text}{product.back}")]
+        return
+    softmax = later_softmax(source, node)
+    if softmax is not None:
+        text = source.text_of(softmax)
+        edits = [Edit(node, wide), Edit(softmax, f"{text}{product.back}")]
+        yield "attention in float32", edits
+        return
+    whole = outermost(source, node)
+    if whole is not node:
+        text = source.text_with(whole, node, wide)
+        yield "float32 as far as its end", [Edit(whole, f"({text}){product.back}")]

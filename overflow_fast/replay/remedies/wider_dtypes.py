@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
-from ...core.module_kinds import is_normalization
+from ...core.modules import is_normalization
 from ..explanation import Remedy
 from .changes import Bfloat16, Float32Modules
-from .failure import Failure
-from .ground import Trial
-from .trials import Trials
+from .trials import Failure, Trial, Trials
 
 
 def of_precision(failure: Failure, trials: Trials) -> Iterator[Any]:

@@ -1,0 +1,557 @@
+"""The result of a comparison, and how it reads: text, a page, a workbook."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..files.reading import open_regular, read_bytes
+from ..files.schema import SCHEMA, dumps, parse_object, to_plain
+from ..page.render import GENERATOR, html_templates, page_style, save_page
+from ..text import as_lines, printable
+from .judged_rows import (
+    EQUAL,
+    INHERITED,
+    MADE_HERE,
+    NOT_COMPARED,
+    ROUNDING,
+    Difference,
+    coarser,
+)
+
+# The first difference of a comparison, as a sentence.
+
+
+_MAX_PLACES = 3
+
+
+@dataclass
+class First:
+    """The first difference that is not inherited, and what made it.
+
+    Attributes:
+        module: The name of the module that made it; "" is the model itself, or what is
+            outside of it.
+        class_name: The module's class, or "".
+        kind: "weights", "batch", "forward", "backward", "loss" where the gradient that
+            the model was given differs, or "gradients" where those of parameters
+            differ, and what made them could not be compared.
+        row: The first row that shows it.
+        after: The last call that had returned within the module, or "".
+        op: The first operation that differs, with its line, or "". `compare_live()` and
+            `shadow()` find it.
+        remark: What it may be, in a sentence, or "".
+        unknown: The places of what it was computed from that could not be compared; the
+            difference may come from there, and `module` is not to blame then.
+    """
+
+    module: str
+    class_name: str
+    kind: str
+    row: Difference
+    after: str = ""
+    op: str = ""
+    remark: str = ""
+    unknown: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """It as texts and numbers."""
+        return {
+            "module": self.module,
+            "class": self.class_name,
+            "kind": self.kind,
+            "row": self.row.name,
+            "step": self.row.step,
+            "rank": self.row.rank,
+            "after": self.after,
+            "op": self.op,
+            "remark": self.remark,
+            "unknown": list(self.unknown),
+            "sentence": str(self),
+        }
+
+    def __str__(self) -> str:
+        """One or two sentences."""
+        row = self.row
+        name = self.module or "the model"
+        of_class = f" ({self.class_name})" if self.class_name else ""
+        on_rank = "" if row.rank is None else f" on rank {row.rank}"
+        amount = _amount(row)
+        if self.kind == "weights":
+            text = f"{row.place} of {name}{of_class} differs{on_rank}{amount}."
+        elif self.kind == "batch":
+            text = f"The model was given other inputs{on_rank}: {row.place}{amount}."
+        elif self.kind == "gradients":
+            text = (
+                f"Gradients of parameters differ{on_rank}, {row.place} first{amount}; "
+                "what made them could not be compared."
+            )
+        elif self.kind == "loss":
+            text = (
+                f"The gradient that the model was given differs{on_rank}: {row.place}"
+                f"{amount}. The loss, its scale, its labels, or other code outside of "
+                "the model makes it."
+            )
+        else:
+            where = "Backward of " if self.kind == "backward" else ""
+            does = "gives another result" if self.unknown else "computes differently"
+            text = f"{where}{name}{of_class} {does}{on_rank}{amount}."
+            seen = f" It shows at {row.place}"
+            text += f"{seen}, after {self.after}." if self.after else f"{seen}."
+            text += _caveat(self.unknown)
+        if self.op:
+            text += f" The first operation that differs: {self.op}."
+        return printable(f"{text} {self.remark}".rstrip())
+
+
+def _caveat(unknown: Sequence[str]) -> str:
+    if not unknown:
+        return ""
+    more = f" and {len(unknown) - _MAX_PLACES} more" * (len(unknown) > _MAX_PLACES)
+    return (
+        f" The difference may come from what could not be compared: "
+        f"{', '.join(unknown[:_MAX_PLACES])}{more}."
+    )
+
+
+def has_other_shape(row: Difference) -> bool:
+    """Tells whether the two were not compared for their shapes."""
+    return row.measures is None and row.shapes[0] != row.shapes[1]
+
+
+def _amount(row: Difference) -> str:
+    if has_other_shape(row):
+        return f", of shapes {row.shapes[0]} and {row.shapes[1]}"
+    if row.num_nan[0] != row.num_nan[1] or row.num_inf[0] != row.num_inf[1]:
+        (nan, its_nan), (inf, its_inf) = row.num_nan, row.num_inf
+        return f", by {nan} nan and {inf} inf against {its_nan} and {its_inf}"
+    text = f", by {row.relative:.2g} of its norm"
+    times = row.times
+    if times is not None and times < 1e6:
+        text += f", {times:.3g} times what {coarser(*row.dtypes)} rounding explains"
+    return text
+
+
+# Files that may be written: new ones, and older comparisons.
+
+
+CREATOR = "overflow_fast"  # of workbooks
+_MAX_JSON = 2**31  # a row takes about 1 KB
+_MAX_PROPERTIES = 2**16
+_KEYS = {"schema", "kind", "name", "reference", "verdict", "counts", "rows"}
+
+
+def check_replaceable(path: str | os.PathLike[str]) -> Path:
+    """Checks that writing to a file does not destroy what is not a comparison.
+
+    Args:
+        path: The file, with a name that ends with .xlsx if it is a workbook.
+
+    Returns:
+        The file.
+
+    Raises:
+        FileExistsError: If there is one that overflow_fast has not written.
+    """
+    where = Path(path)
+    if os.path.lexists(where) and not (_is_json(where) or _is_workbook(where)):
+        raise FileExistsError(
+            f"{where} is no comparison of overflow_fast, and is not written over: give "
+            "another name"
+        )
+    return where
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        plain = parse_object(read_bytes(path, _MAX_JSON))
+    except OSError:
+        return False
+    return plain is not None and plain.keys() >= _KEYS and plain["kind"] == "comparison"
+
+
+def _is_workbook(path: Path) -> bool:
+    try:
+        with (
+            open_regular(path) as file,
+            zipfile.ZipFile(file) as book,
+            book.open("docProps/core.xml") as part,
+        ):
+            properties = part.read(_MAX_PROPERTIES)
+    except Exception:  # of files that are none, zipfile raises a dozen
+        return False
+    return f"<dc:creator>{CREATOR}</dc:creator>".encode() in properties
+
+
+# A comparison as an Excel workbook.
+
+
+COLUMNS = {
+    "verdict": 13,
+    "name": 48,
+    "reference_name": 30,
+    "step": 6,
+    "rank": 6,
+    "class": 16,
+    "dtype": 10,
+    "reference_dtype": 10,
+    "shape": 16,
+    "reference_shape": 16,
+    "cosine": 12,
+    "max_abs": 11,
+    "max_rel": 11,
+    "relative": 11,
+    "bits": 8,
+    "ulp_median": 10,
+    "ulp_p99": 10,
+    "explained": 11,
+    "times": 9,
+    "inherited": 11,
+    "amplification": 11,
+    "made": 11,
+    "low": 11,
+    "high": 11,
+    "reference_low": 11,
+    "reference_high": 11,
+    "num_nan": 8,
+    "reference_num_nan": 8,
+    "num_inf": 8,
+    "reference_num_inf": 8,
+    "num_one_sided": 9,
+    "highlight": 26,
+    "why": 26,
+    "notes": 26,
+}
+_COLORS = {"made here": "#FFC7CE", "inherited": "#FFEB9C", "not compared": "#D9D9D9"}
+
+
+def write_workbook(plain: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
+    """Writes the workbook of `Comparison.to_dict()`.
+
+    Args:
+        plain: The comparison.
+        path: The file; an older comparison is written over, nothing else.
+
+    Raises:
+        FileExistsError: If the file is there, and no comparison of overflow_fast.
+        ImportError: If XlsxWriter is not installed.
+    """
+    try:
+        import xlsxwriter  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ImportError(
+            "a workbook needs XlsxWriter: run `pip install XlsxWriter`"
+        ) from error
+    where = check_replaceable(path)
+    data = io.BytesIO()
+    with xlsxwriter.Workbook(data, {"in_memory": True}) as book:
+        book.set_properties({"author": CREATOR})
+        _write_summary(book.add_worksheet("summary"), book, plain)
+        _write_rows(book.add_worksheet("rows"), book, plain["rows"])
+    where.write_bytes(data.getvalue())
+    return where
+
+
+def _write_summary(sheet: Any, book: Any, plain: Mapping[str, Any]) -> None:
+    wrapped = book.add_format({"text_wrap": True, "valign": "top"})
+    sheet.set_column(0, 0, 14)
+    sheet.set_column(1, 1, 110, wrapped)
+    lines = [("run", plain["name"]), ("reference", plain["reference"])]
+    lines += [("verdict", plain["verdict"])]
+    lines += [(verdict, count) for verdict, count in plain["counts"].items()]
+    lines += [("note", sentence) for sentence in plain["said"]]
+    for i, (name, value) in enumerate(lines):
+        sheet.write_string(i, 0, name)
+        _write(sheet, i, 1, value)
+
+
+def _write_rows(sheet: Any, book: Any, rows: list[Mapping[str, Any]]) -> None:
+    bold = book.add_format({"bold": True, "text_wrap": True})
+    for j, (name, size) in enumerate(COLUMNS.items()):
+        sheet.set_column(j, j, size)
+        sheet.write_string(0, j, name.replace("_", " "), bold)
+    for i, row in enumerate(rows, 1):
+        for j, name in enumerate(COLUMNS):
+            _write(sheet, i, j, row[name])
+    sheet.freeze_panes(1, 2)
+    last, names = max(1, len(rows)), list(COLUMNS)
+    sheet.autofilter(0, 0, last, len(COLUMNS) - 1)
+    for verdict, color in _COLORS.items():
+        rule = {"type": "cell", "criteria": "==", "value": f'"{verdict}"'}
+        rule["format"] = book.add_format({"bg_color": color})
+        sheet.conditional_format(1, 0, last, 0, rule)
+    at = names.index("times")
+    scale = {"type": "3_color_scale", "mid_type": "num", "mid_value": 4}
+    scale |= {"min_type": "num", "min_value": 0, "max_type": "num", "max_value": 8}
+    scale |= {"min_color": "#FFFFFF", "mid_color": "#FFEB9C", "max_color": "#FFC7CE"}
+    sheet.conditional_format(1, at, last, at, scale)
+    at = names.index("highlight")
+    marked = {"type": "no_blanks", "format": book.add_format({"bg_color": "#FFC7CE"})}
+    sheet.conditional_format(1, at, last, at, marked)
+
+
+def _write(sheet: Any, i: int, j: int, value: Any) -> None:
+    """Writes a cell: a finite number, or text that is never taken for a formula."""
+    if isinstance(value, list):
+        value = "; ".join(map(str, value)) if _has_text(value) else str(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is None:
+        return
+    if is_number and math.isfinite(value):
+        sheet.write_number(i, j, value)
+    elif value != "":
+        sheet.write_string(i, j, str(to_plain(value)))
+
+
+def _has_text(values: list[Any]) -> bool:
+    return not values or isinstance(values[0], str)
+
+
+# A comparison as one HTML file, which needs no network and no script.
+
+
+_MOST_ROWS = 5000
+_HERE = Path(__file__).parent
+_MAX_BITS = 24
+
+
+def write_diff_page(plain: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
+    """Writes the page of `Comparison.to_dict()`.
+
+    Args:
+        plain: The comparison.
+        path: The file; an older page of overflow_fast is written over, nothing else.
+
+    Raises:
+        FileExistsError: If the file is there, and no page of overflow_fast.
+    """
+    return save_page(path, lambda: _text_of(plain))
+
+
+def _text_of(plain: Mapping[str, Any]) -> str:
+    from markupsafe import Markup
+
+    pages = html_templates(_HERE, number=_short_number, bar=_bar)
+    rows = [row for row in plain["rows"] if row["verdict"] != "equal"]
+    text: str = pages.get_template("diff.html").render(
+        it=plain,
+        rows=rows[:_MOST_ROWS],
+        num_more=max(0, len(rows) - _MOST_ROWS),
+        num_equal=len(plain["rows"]) - len(rows),
+        generator=Markup(GENERATOR),
+        style=Markup(page_style()),
+    )
+    return text
+
+
+def _short_number(value: Any, form: str = ".3g") -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    return format(value, form) if isinstance(value, float) else str(value)
+
+
+def _bar(bits: Any) -> float:
+    """How long the bar of a number of bits is, from 0 to 100."""
+    if bits is None:
+        return 0.0
+    return 100 * min(_MAX_BITS, max(0.0, float(bits))) / _MAX_BITS
+
+
+_MAX_ROWS = 20
+_MAX_SAID = 12
+VERDICTS = (MADE_HERE, INHERITED, ROUNDING, EQUAL, NOT_COMPARED)
+
+
+@dataclass
+class Comparison:
+    """Two runs, layer by layer.
+
+    Attributes:
+        name: The first run.
+        reference: The run that it is compared with.
+        rows: A row for each pair of tensors, in the order of execution of the steps.
+        said: What is to be known first: how the runs were unlike, and what could not be
+            compared, in sentences.
+        first: The first layer that computes differently from equal inputs; None if
+            nothing differs more than rounding explains.
+        threshold: The user's own threshold, or None.
+    """
+
+    name: str
+    reference: str
+    rows: list[Difference]
+    said: list[str] = field(default_factory=list)
+    first: First | None = None
+    threshold: float | None = None
+
+    @property
+    def differs(self) -> bool:
+        """Tells whether a difference is more than rounding, or above the threshold."""
+        return self.first is not None or any(row.highlight for row in self.rows)
+
+    @property
+    def num_compared(self) -> int:
+        """How many pairs of tensors were compared."""
+        return sum(row.measures is not None for row in self.rows)
+
+    @property
+    def num_computed(self) -> int:
+        """How many of these the models have computed: no weights, and no batch."""
+        compared = (row.place for row in self.rows if row.measures is not None)
+        return sum(each.is_computed for each in compared)
+
+    def counts(self) -> dict[str, int]:
+        """How many rows have each verdict."""
+        return {v: sum(row.verdict == v for row in self.rows) for v in VERDICTS}
+
+    def __str__(self) -> str:
+        """The remarks, the first difference, and the rows around it."""
+        lines = [printable(f"{self.name} against {self.reference}")]
+        said = self.said[:_MAX_SAID]
+        if len(self.said) > len(said):
+            said.append(f"And {len(self.said) - len(said)} more remarks.")
+        lines += [as_lines(said)] if said else []
+        lines += [as_lines([self.verdict()])]
+        rows = self._rows_to_print()
+        return "\n".join([*lines, *_table(rows)])
+
+    def verdict(self) -> str:
+        """The verdict in a sentence."""
+        counts = self.counts()
+        text = ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n)
+        text = f"{len(self.rows)} pairs of tensors: {text or 'none'}."
+        if self.first is not None:
+            return f"{self.first} {text}"
+        if not self.num_compared:
+            return f"Nothing could be compared. {text}"
+        if not self.num_computed:
+            return (
+                "Nothing that the models compute was compared; what was, their weights "
+                f"or batches, is equal but for rounding. {text}"
+            )
+        if any(row.relative for row in self.rows):
+            return f"No layer differs more than rounding explains. {text}"
+        return f"All that was compared is equal. {text}"
+
+    def _rows_to_print(self) -> list[Difference]:
+        """The rows from the first difference on; else the largest ones."""
+        first = None if self.first is None else self.first.row
+        compared = [r for r in self.rows if r.relative or r.highlight or r is first]
+        if self.first is not None:
+            at = next(i for i, row in enumerate(compared) if row is self.first.row)
+            return compared[at : at + _MAX_ROWS]
+        worst = sorted(compared, key=lambda row: -(row.times or 0.0))[:_MAX_ROWS]
+        return sorted(worst, key=lambda row: (row.step, row.order))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The comparison as dicts, lists, texts and numbers."""
+        return {
+            "schema": SCHEMA,
+            "kind": "comparison",
+            "name": self.name,
+            "reference": self.reference,
+            "differs": self.differs,
+            "verdict": self.verdict(),
+            "counts": self.counts(),
+            "threshold": self.threshold,
+            "said": self.said,
+            "first": None if self.first is None else self.first.to_dict(),
+            "rows": [row.to_dict() for row in self.rows],
+        }
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Writes the comparison as JSON.
+
+        Args:
+            path: A file to write it to, or None. An older comparison is written over,
+                nothing else.
+
+        Returns:
+            The JSON.
+
+        Raises:
+            FileExistsError: If the file is there, and no comparison of overflow_fast.
+        """
+        text = dumps(self.to_dict(), indent=1)
+        if path is not None:
+            check_replaceable(path).write_text(text, encoding="utf-8")
+        return text
+
+    def to_dataframe(self) -> Any:
+        """The rows as a `pandas.DataFrame`.
+
+        Raises:
+            ImportError: If pandas is not installed.
+        """
+        import pandas  # type: ignore[import-untyped]
+
+        return pandas.DataFrame([row.to_dict() for row in self.rows])
+
+    def to_xlsx(self, path: str | os.PathLike[str]) -> Path:
+        """Writes a workbook: the rows with colors, and what is to be known first.
+
+        Args:
+            path: The file; an older comparison is written over, nothing else.
+
+        Raises:
+            FileExistsError: If the file is there, and no comparison of overflow_fast.
+            ImportError: If XlsxWriter is not installed.
+        """
+
+        return write_workbook(self.to_dict(), path)
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Writes a page that needs no network.
+
+        Args:
+            path: The file.
+        """
+
+        return write_diff_page(self.to_dict(), path)
+
+
+HEADS = (
+    *("verdict", "tensor", "bits", "relative", "times", "inherited", "cosine"),
+    *("max abs", "dtypes"),
+)
+
+
+def _table(rows: list[Difference]) -> list[str]:
+    if not rows:
+        return []
+    cells = [list(HEADS), *(list(map(printable, cells_of(row))) for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(HEADS))]
+    return [
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
+
+
+def cells_of(row: Difference) -> list[str]:
+    """The texts of a row, for `HEADS`."""
+    measures = row.measures
+    dtypes = " / ".join(dict.fromkeys(row.dtypes))
+    if measures is None:
+        return [row.verdict, row.name, row.why, *[""] * 5, dtypes]
+    estimate = "" if measures.is_exact or not row.relative else "~"
+    return [
+        row.verdict + (" !" if row.highlight else ""),
+        row.name,
+        _number(measures.bits, ".1f"),
+        estimate + _number(measures.relative, ".2e"),
+        "" if row.times is None else _number(row.times, ".3g"),
+        _number(row.inherited, ".1e") if row.inherited else "",
+        estimate + _number(measures.cosine, ".7f"),
+        "" if measures.max_abs is None else _number(measures.max_abs, ".2e"),
+        dtypes,
+    ]
+
+
+def _number(value: float, form: str) -> str:
+    return "all" if form == ".1f" and value == math.inf else format(value, form)

@@ -1,0 +1,578 @@
+"""Recordings: writes a model's steps to a folder, and reads those of all ranks."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import math
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..core.modules import named_modules
+from ..core.tensors import devices_of
+from ..files.reading import FileError, lines_of, open_regular, open_tensors
+from ..files.schema import dumps
+from ..files.writing import make_folder, open_appending, write_all, write_new
+from ..state.random import RandomStates
+from ..text import counted
+from ..torch_internals.module_internals import is_dropout
+from .tensor_hooks import (
+    Part,
+    Place,
+    Summary,
+    Tap,
+    fetch,
+    part_of,
+    summarize,
+    values_of,
+)
+
+if TYPE_CHECKING:
+    from .recording_schema import HeadLine, RowLine
+
+
+# Rows of a recording: what was known of one tensor at one place.
+
+
+SCHEMA = 1  # of recordings
+
+
+@dataclass
+class Row:
+    """A tensor at its place in a step.
+
+    Attributes:
+        place: Where it was.
+        order: Its number in the step, from 0.
+        dtype: Its dtype, such as "bfloat16".
+        shape: Its shape; of a part that ranks share, that of the whole.
+        summary: Its numbers; None if it has those of `same`, or was not read.
+        same: The order of an earlier row with the same tensor, or None.
+        part: Its place in a tensor that ranks share, or None.
+        why: Why there are no numbers, or "".
+        file: The file that has the tensor, or "".
+        local: The shape of this rank's part.
+    """
+
+    place: Place
+    order: int
+    dtype: str
+    shape: tuple[int, ...]
+    summary: Summary | None = None
+    same: int | None = None
+    part: Part | None = None
+    why: str = ""
+    file: str = ""
+    local: tuple[int, ...] = ()
+
+    @property
+    def local_numel(self) -> int:
+        """How many elements this rank's part has."""
+        return math.prod(self.local)
+
+    def to_plain(self) -> dict[str, Any]:
+        """The row as JSON, without what is empty."""
+        plain: dict[str, Any] = {"order": self.order, **dataclasses.asdict(self.place)}
+        plain |= {"dtype": self.dtype, "shape": list(self.shape)}
+        plain["local"] = None if self.part is None else list(self.local)
+        plain |= {"same": self.same, "why": self.why, "file": self.file}
+        plain["part"] = None if self.part is None else self.part.to_plain()
+        if self.summary is not None:
+            plain |= self.summary.to_plain()
+        empty = (None, "")
+        return {k: v for k, v in plain.items() if k == "module" or v not in empty}
+
+    @classmethod
+    def of_line(cls, line: RowLine) -> Row:
+        """Makes one of a line of a recording."""
+        names = [field.name for field in dataclasses.fields(Place)]
+        return cls(
+            Place(**{name: getattr(line, name) for name in names}),
+            line.order,
+            line.dtype,
+            line.shape,
+            None if line.fingerprint is None else Summary.of_line(line),
+            line.same,
+            None if line.part is None else Part(*line.part),
+            line.why,
+            line.file,
+            line.shape if line.local is None else line.local,
+        )
+
+
+class RecordingError(FileError):
+    """A folder holds no recording that can be read."""
+
+
+@dataclass
+class Source:
+    """Where the values of a row are.
+
+    Attributes:
+        rank: The rank that recorded it.
+        row: The row, with the numbers of the tensor that it shares.
+        folder: The folder of its file.
+        unread: Gets the files whose tensors cannot be read, and why.
+    """
+
+    rank: int
+    row: Row
+    folder: Path | None = None
+    unread: dict[str, str] = field(default_factory=dict)
+
+    def load(self) -> torch.Tensor | None:
+        """Reads the tensor; None if its fingerprint is all there is."""
+        if self.folder is None or not self.row.file:
+            return None
+        path = self.folder / self.row.file
+        try:
+            tensor = self._read(path)
+        except (OSError, FileError, ImportError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            self.unread.setdefault(str(path), str(why))
+            return None
+        if tensor.shape != self.row.local or str(tensor.dtype)[6:] != self.row.dtype:
+            self.unread.setdefault(str(path), "its tensors are not those of the rows")
+            return None
+        return tensor
+
+    def _read(self, path: Path) -> torch.Tensor:
+        name = str(self.row.order if self.row.same is None else self.row.same)
+        with open_tensors(path) as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
+
+
+@dataclass
+class RankStep:
+    """A step of one rank: its rows in the order of execution, and its settings."""
+
+    rank: int
+    modes: dict[str, Any]
+    sources: list[Source]
+
+
+@dataclass
+class Run:
+    """The recordings of a run.
+
+    Attributes:
+        name: Its folder.
+        heads: The first line of each rank's file.
+        steps: The ranks' parts of each step, by its number.
+        damaged: Sentences on what could not be read.
+        unread: The files whose tensors could not be read so far, and why.
+    """
+
+    name: str
+    heads: list[dict[str, Any]]
+    steps: dict[int, list[RankStep]]
+    damaged: list[str] = field(default_factory=list)
+    unread: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks have recorded."""
+        return len(self.heads)
+
+
+def read_run(folder: str | os.PathLike[str]) -> Run:
+    """Reads the folder of a recording. A rank's file that is damaged is left out.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        RecordingError: If there is no recording that can be read.
+        ImportError: If msgspec is not installed.
+    """
+    path = Path(folder)
+    files = sorted(path.glob("rank-*.jsonl"), key=_rank_of)
+    if not files:
+        raise RecordingError(
+            f"{path} holds no recording (no rank-0.jsonl) and no dump of msprobe"
+        )
+    run, left_out = Run(str(path), [], {}), list[str]()
+    for file in files:
+        try:
+            _read_rank(run, file)
+        except OSError as error:
+            left_out.append(f"{file} cannot be read: {error.strerror}")
+        except RecordingError as error:
+            left_out.append(str(error))
+    if not run.heads:
+        raise RecordingError(left_out[0])
+    run.damaged += [f"{why}. That rank is left out." for why in left_out]
+    expected = max(int(head["world_size"]) for head in run.heads)
+    if expected > run.num_ranks:
+        run.damaged.append(
+            f"{run.name} has recordings of {run.num_ranks} of {expected} ranks."
+        )
+    return run
+
+
+def _rank_of(path: Path) -> tuple[int, str]:
+    number = path.stem.partition("-")[2]
+    is_number = number.isdecimal() and len(number) < 10
+    return (int(number) if is_number else 1 << 30), path.name
+
+
+def _read_rank(run: Run, file: Path) -> None:
+    """Adds a rank to a run.
+
+    Raises:
+        OSError: If its file cannot be read.
+        RecordingError: If it is no recording; nothing is added then.
+    """
+    from ..files.schema import plain
+    from .recording_schema import LINES, HeadLine, RowLine, StepLine
+
+    rows: dict[int, list[Row]] = {}
+    steps, head, num_bad = list[tuple[int, RankStep]](), None, 0
+    with open_regular(file) as lines:
+        for text in lines_of(lines):
+            if head is None:
+                head = _head_of(text, file)
+                continue
+            try:
+                line = LINES.decode(text) if text is not None else None
+                num_bad += text is None
+            except FileError:
+                num_bad += 1
+                continue
+            if isinstance(line, RowLine):
+                rows.setdefault(line.step, []).append(Row.of_line(line))
+            elif isinstance(line, StepLine):
+                sources = _sources(rows.pop(line.step, []), head.rank, file.parent, run)
+                step = RankStep(head.rank, plain(line), sources)
+                steps.append((line.step, step))
+            else:
+                num_bad += isinstance(line, HeadLine)
+    if head is None:
+        raise RecordingError(f"{file} is empty")
+    if any(head.rank == other["rank"] for other in run.heads):
+        raise RecordingError(f"{file} is of rank {head.rank}, as is another file")
+    run.heads.append(plain(head))
+    for number, step in steps:
+        run.steps.setdefault(number, []).append(step)
+    if num_bad or rows:
+        what = counted(num_bad, "damaged line") if num_bad else _NOT_WHOLE
+        verb = "are" if num_bad > 1 else "is"
+        run.damaged.append(f"{file} has {what}, which {verb} left out.")
+
+
+_NOT_WHOLE = "a step that is not whole"
+
+
+def _head_of(text: bytes | None, file: Path) -> HeadLine:
+    """The first line of a rank's file.
+
+    Raises:
+        RecordingError: If it is not that of a recording that can be read.
+    """
+    from ..files.schema import Head, decode
+    from .recording_schema import HeadLine
+
+    try:
+        head = Head() if text is None else decode(text, Head)
+    except FileError:
+        head = Head()
+    if text is None or head.kind != "recording":
+        raise RecordingError(f"{file} is not a recording")
+    schema = head.schema
+    if not isinstance(schema, int):
+        raise RecordingError(f"{file} has no number as its schema")
+    if schema > SCHEMA:
+        raise RecordingError(
+            f"{file} has schema {schema}, newer than {SCHEMA}: it needs a newer "
+            "overflow_fast"
+        )
+    try:
+        return decode(text, HeadLine)
+    except FileError as error:
+        raise RecordingError(f"{file}: its first line is damaged: {error}") from error
+
+
+def _sources(rows: Sequence[Row], rank: int, folder: Path, run: Run) -> list[Source]:
+    by_order = {row.order: row for row in rows}
+    # From the first on: what a row shares has no further one to look for then.
+    for row in sorted(rows, key=lambda row: row.order):
+        shared = by_order.get(row.same) if row.same is not None else None
+        while shared is not None and shared.same is not None:
+            shared = by_order.get(shared.same)
+        if shared is not None:
+            row.summary, row.file, row.same = shared.summary, shared.file, shared.order
+    return [Source(rank, row, folder, run.unread) for row in rows]
+
+
+# Versions, random states and modes, which may make two runs differ.
+
+
+_LIBRARIES = ("transformers", "accelerate", "lightning", "peft", "timm", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """The versions of what computes, of loaded libraries alone."""
+    from .. import __version__
+
+    found = {
+        "overflow_fast": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+    backends: Any = torch.backends
+    if torch.cuda.is_available():
+        found["cuda"] = str(torch.version.cuda)
+        found["cudnn"] = str(backends.cudnn.version())
+    for name in _LIBRARIES:
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if version is not None:
+            found[name] = str(version)
+    return found
+
+
+def process() -> dict[str, Any]:
+    """The host, the process and its rank."""
+    rank, world = 0, 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "rank": rank,
+        "world_size": world,
+    }
+
+
+def modes(model: nn.Module) -> dict[str, Any]:
+    """Settings, dtypes and random states at the beginning of a step, as JSON."""
+    devices = devices_of([model])
+    types = ["cpu", *dict.fromkeys(device.type for device in devices)]
+    autocast = [t for t in types if torch.is_autocast_enabled(t)]
+    tensors = [*model.parameters(), *model.buffers()]
+    dtypes = collections.Counter(str(tensor.dtype)[6:] for tensor in tensors)
+    return {
+        "devices": [torch.device("cpu").type, *map(str, devices)],
+        "dtypes": dict(dtypes.most_common()),
+        "autocast": {t: str(torch.get_autocast_dtype(t))[6:] for t in autocast},
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "tf32": _has_tf32(devices),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "threads": torch.get_num_threads(),
+        "training": model.training,
+        "dropout": [name for name, module in named_modules(model) if _drops(module)],
+        "random": RandomStates(devices).digests(),
+    }
+
+
+def _has_tf32(devices: list[torch.device]) -> bool:
+    """Tells whether float32 products of a GPU may be rounded to TF32."""
+    backends: Any = torch.backends
+    allowed = backends.cuda.matmul.allow_tf32 or backends.cudnn.allow_tf32
+    return bool(allowed) and any(device.type == "cuda" for device in devices)
+
+
+def has_unequal_states(mine: Mapping[str, Any], its: Mapping[str, Any]) -> bool:
+    """Tells whether torch's generators of the models' devices were in other states."""
+    own, other = mine.get("random", {}), its.get("random", {})
+    names = [n for n in own if n in other and n not in ("cpu", "python", "numpy")]
+    return any(own[n] != other[n] for n in names or ["cpu"] if n in own and n in other)
+
+
+def _drops(module: nn.Module) -> bool:
+    """Tells whether a module sets random values to 0 now.
+
+    Attention that is one function has its probability in an attribute of its module.
+    """
+    if not module.training:
+        return False
+    if is_dropout(module):
+        return bool(getattr(module, "p", 0))
+    found = (vars(module).get(name) for name in ("dropout", "attention_dropout"))
+    return any(isinstance(each, float) and each > 0 for each in found)
+
+
+# Writes the tensors of a model's steps, or their fingerprints, to a folder.
+
+
+_log = logging.getLogger("overflow_fast")
+MAX_HELD = 2**28  # bytes of copies that wait for their file
+
+
+class Recording:
+    """A recording that is being made: a context manager around one step or several.
+
+    `overflow_fast.recording()` makes it.
+
+    Attributes:
+        folder: The folder that it writes to.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        model: nn.Module,
+        tensors: bool,
+        steps: Iterable[int] | None,
+    ) -> None:
+        self.folder = Path(folder)
+        self._model, self._has_tensors = model, tensors
+        self._steps = None if steps is None else set(steps)
+        self._process = process()
+        self._file = self.folder / f"rank-{self._process['rank']}.jsonl"
+        self._step = 0
+        self._tap: Tap | None = None
+        self._failure = ""
+        self._optimizer_hook: Any = None
+        self._check()
+
+    def _check(self) -> None:
+        if self._has_tensors:
+            import safetensors.torch  # noqa: F401
+        if self._file.exists():
+            raise FileExistsError(
+                f"folder must have no recording of this rank, but there is {self._file}"
+            )
+
+    def __enter__(self) -> Recording:
+        self._isolated(self._begin_run)
+        self._isolated(self._begin)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        raised = "" if kind is None else kind.__name__
+        self._isolated(lambda: self._end(raised))
+
+    def step(self) -> None:
+        """Ends a step, after its optimizer's; what follows belongs to the next one."""
+        self._isolated(lambda: self._end(""))
+        self._step += 1
+        self._isolated(self._begin)
+
+    def _isolated(self, function: Callable[[], None]) -> None:
+        """Calls a function; after an error the recording ends, and the program runs."""
+        if self._failure:
+            return
+        try:
+            function()
+        except Exception as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            self._stop()
+            _log.warning("Recording to %s ended: %s", self.folder, self._failure)
+
+    def _begin_run(self) -> None:
+        make_folder(self.folder)
+        head = {"kind": "recording", "schema": SCHEMA, "time": time.time()}
+        own = {"tensors": self._has_tensors, "class": type(self._model).__name__}
+        line = {**head, **own, **self._process, "versions": versions()}
+        write_new(self._file, f"{dumps(line)}\n")
+
+    def _begin(self) -> None:
+        if self._steps is not None and self._step not in self._steps:
+            return
+        self._rows: list[tuple[Row, torch.Tensor | None]] = []
+        self._held: dict[str, torch.Tensor] = {}
+        self._num_held = self._num_files = 0
+        self._has_gradients = False
+        self._modes = modes(self._model)
+        self._random = RandomStates(devices_of([self._model]))
+        gradients = (each.grad for each in self._model.parameters())
+        self._modes["had_gradients"] = any(each is not None for each in gradients)
+        self._tap = Tap(self._model, self._add)
+        self._tap.show_state()
+        self._tap.__enter__()
+        self._optimizer_hook = register_optimizer_step_pre_hook(self._before_optimizer)
+
+    def _before_optimizer(self, optimizer: Any, *_: object) -> None:
+        """Records gradients as the first optimizer of the model's parameters has them.
+
+        Where one is stepped within backward, most have none yet.
+        """
+        self._isolated(lambda: self._add_gradients(optimizer))
+
+    def _add_gradients(self, optimizer: Any) -> None:
+        if self._tap is None or self._has_gradients:
+            return
+        own = {id(each) for each in self._model.parameters()}
+        groups = (group["params"] for group in optimizer.param_groups)
+        if any(id(each) in own for params in groups for each in params):
+            self._has_gradients = True
+            self._tap.show_gradients()
+
+    def _stop(self) -> Tap | None:
+        tap, self._tap = self._tap, None
+        if tap is not None:
+            tap.__exit__(None, None, None)
+        if self._optimizer_hook is not None:
+            self._optimizer_hook.remove()
+        return tap
+
+    def _end(self, raised: str) -> None:
+        if self._tap is None:
+            return
+        if not self._has_gradients:
+            self._tap.show_gradients()
+        tap = self._stop()
+        assert tap is not None
+        self._save()
+        summaries = iter(fetch([n for _, n in self._rows if n is not None]))
+        lines = []
+        for row, numbers in self._rows:
+            row.summary = next(summaries) if numbers is not None else None
+            line = {"kind": "row", "step": self._step, **row.to_plain()}
+            lines.append(f"{dumps(line)}\n")
+        drawn = self._random.drawn()
+        step = {"kind": "step", "step": self._step, **self._modes}
+        step |= {"has_drawn": bool(drawn), "drawn": drawn}
+        end = {"failures": tap.failures, "raised": raised, "rows": len(lines)}
+        lines.append(f"{dumps({**step, **end})}\n")
+        with open_appending(self._file) as file:
+            write_all(file, "".join(lines).encode())
+        self._rows, self._held = [], {}
+
+    def _add(self, place: Place, tensor: torch.Tensor, same: int | None) -> None:
+        order, dtype = len(self._rows), str(tensor.dtype)[6:]
+        row = Row(place, order, dtype, tuple(tensor.shape), same=same)
+        self._rows.append((row, None))  # also if it cannot be read
+        part = part_of(tensor)
+        values = values_of(tensor)
+        if isinstance(part, str) or isinstance(values, str):
+            row.why = part if isinstance(part, str) else str(values)
+            return
+        row.part, row.local = part, tuple(values.shape)
+        if same is None:
+            self._rows[-1] = row, summarize(values, part)
+            if self._has_tensors:
+                self._hold(row, values)
+
+    def _hold(self, row: Row, values: torch.Tensor) -> None:
+        row.file = self._name()
+        self._held[str(row.order)] = values.cpu().contiguous().clone()
+        self._num_held += values.nbytes
+        if self._num_held > MAX_HELD:
+            self._save()
+
+    def _name(self) -> str:
+        rank, number = self._process["rank"], self._num_files
+        return f"rank-{rank}.step-{self._step}.{number}.safetensors"
+
+    def _save(self) -> None:
+        if self._held:
+            from safetensors.torch import save_file
+
+            save_file(self._held, self.folder / self._name())
+            self._held, self._num_held = {}, 0
+            self._num_files += 1

@@ -1,0 +1,571 @@
+"""Hooks that show the tensors of a model's step in order, and what is kept of them."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import logging
+import math
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..core.modules import named_modules, unwrapped_class
+from ..core.tensors import NotScanned, resolve
+from ..torch_internals.compiler import uncompiled
+from ..torch_internals.module_internals import own_buffers, own_parameters
+from ..torch_internals.running import graph_task_id, is_recorded
+from ..torch_internals.tensor_internals import version_of
+from ..torch_internals.wrappers import local_tensor
+from ..tree import Path, call_tensors, path_text, tensors, tensors_in
+from .fingerprint import WIDTH, Sums, chunks, wide_dtype
+
+if TYPE_CHECKING:
+    from .recording_schema import RowLine
+
+
+# Where tensors are in a step, and which of them a model has.
+
+
+STATE, FORWARD, BACKWARD = "state", "forward", "backward"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a tensor in a step.
+
+    Attributes:
+        phase: "state" (what the step begins with), "forward" or "backward".
+        module: The name of its module; "" is the model.
+        class_name: The module's class.
+        call: Which call of the module in this step, from 0.
+        role: "parameter", "buffer", "input", "output", "output_gradient",
+            "input_gradient" or "parameter_gradient".
+        path: Its name in the module, or its place in the arguments or the output.
+        caller: The module that called this one.
+        is_leaf: Whether the module has no submodules.
+    """
+
+    phase: str
+    module: str
+    class_name: str
+    call: int
+    role: str
+    path: str
+    caller: str = ""
+    is_leaf: bool = True
+
+    @property
+    def key(self) -> tuple[str, int, str, str]:
+        """The same in each run of the same model."""
+        return self.module, self.call, self.role, self.path
+
+    @property
+    def is_computed(self) -> bool:
+        """True for what the model makes: no weight of its own, nor what it is given."""
+        is_given = self.role == "input" and not self.module
+        return self.phase != STATE and not is_given
+
+    def __str__(self) -> str:
+        """The place as users read it, such as `h.0.attn: output[0]`."""
+        name, call = self.module or "the model", f" #{self.call}" if self.call else ""
+        role = self.role.replace("_", " ")
+        if self.role.startswith(("parameter", "buffer")):
+            own = ".".join(filter(None, (self.module, self.path)))
+            return f"{own}: {role}"
+        return f"{name}{call}: {role}{self.path}"
+
+
+def to_hook(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yields one module for each name, and compiled wrappers."""
+    innermost = {name: module for name, module in named_modules(model)}
+    for name, module in named_modules(model):
+        is_compiled = uncompiled(module) is not module
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # has no forward hooks
+        if is_compiled or innermost[name] is module:
+            yield module, name
+
+
+def class_of(module: nn.Module) -> str:
+    return unwrapped_class(type(uncompiled(module))).__name__
+
+
+def state_of(model: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:
+    """Yields parameters and buffers, shared ones once."""
+    seen = set[int]()
+    for name, module in named_modules(model):
+        kind = class_of(module)
+        for role, table in (
+            ("parameter", own_parameters(module)),
+            ("buffer", own_buffers(module)),
+        ):
+            for path, tensor in table.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield Place(STATE, name, kind, 0, role, path), tensor
+
+
+# Parts of tensors that several ranks share, at their places in the whole.
+
+
+_MAX_SLAB = 2**22  # elements of the whole tensor that are laid out at once
+
+
+@dataclass(frozen=True)
+class Part:
+    """The place of a rank's part in the whole tensor.
+
+    Attributes:
+        shape: The whole tensor's.
+        offset: The index of the part's first element.
+        partial: The rank's numbers in the mesh dimensions over which parts are summed.
+    """
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    partial: tuple[int, ...] = ()
+
+    @property
+    def is_partial(self) -> bool:
+        """Tells whether the whole is a sum of parts like this one."""
+        return bool(self.partial)
+
+    def to_plain(self) -> list[list[int]]:
+        """The part as lists of integers."""
+        return [list(self.shape), list(self.offset), list(self.partial)]
+
+
+def part_of(tensor: torch.Tensor) -> Part | str | None:
+    """The place of this rank's part of a DTensor.
+
+    Returns:
+        None for any other tensor; the reason, if the placement is not understood.
+    """
+    local = local_tensor(tensor)
+    if local is None:
+        return None
+    whole: Any = tensor
+    shape, offset = list(tensor.shape), [0] * tensor.dim()
+    coordinate, partial = whole.device_mesh.get_coordinate(), list[int]()
+    if coordinate is None:
+        return "this rank is not in its mesh"
+    for dim, placement in enumerate(whole.placements):
+        if placement.is_partial():
+            if placement.reduce_op != "sum":
+                return f"parts are combined by {placement.reduce_op}"
+            partial.append(coordinate[dim])
+        elif type(placement).__name__ == "Shard":
+            along = placement.dim
+            size = -(-shape[along] // whole.device_mesh.size(dim))
+            begin = min(coordinate[dim] * size, shape[along])
+            offset[along] += begin
+            shape[along] = min(size, shape[along] - begin)
+        elif not placement.is_replicate():
+            return f"placement {placement}"
+    if tuple(shape) != tuple(local.shape):
+        return f"placement {whole.placements} with a part of {tuple(local.shape)}"
+    return Part(tuple(tensor.shape), tuple(offset), tuple(partial))
+
+
+def pieces(values: torch.Tensor, part: Part | None) -> Iterator[tuple[Any, int]]:
+    """Yields what is summed of a tensor, and its flat indices in the whole.
+
+    Args:
+        values: A plain tensor.
+        part: Its place; None for a whole tensor.
+    """
+    if part is None or not values.numel():
+        yield from chunks(values)
+        return
+    rest = part.shape[1:]
+    stride = math.prod(rest)
+    if tuple(values.shape[1:]) == tuple(rest):  # one range of flat indices
+        yield from chunks(values, part.offset[0] * stride if part.shape else 0)
+        return
+    step = max(1, _MAX_SLAB // stride)
+    inner = tuple(
+        slice(begin, begin + size)
+        for begin, size in zip(part.offset[1:], values.shape[1:], strict=True)
+    )
+    for first in range(0, values.shape[0], step):
+        rows = values[first : first + step]
+        slab = rows.new_zeros((rows.shape[0], *rest))
+        slab[(slice(None), *inner)] = rows
+        yield from chunks(slab, (part.offset[0] + first) * stride)
+
+
+_log = logging.getLogger("overflow_fast")
+# Is called with a place, the tensor, and the number of the call with the same tensor.
+Sink = Callable[[Place, torch.Tensor, int | None], None]
+
+
+@dataclass
+class _Running:
+    module: nn.Module
+    name: str
+    call: int
+    is_shown: bool
+    output: Any = None  # as the module's forward has returned it, if it was kept
+
+
+class Tap:
+    """Shows a model's tensors to a function while it is entered.
+
+    Nothing that runs is changed: hooks return None, and what they raise is logged once.
+
+    Args:
+        model: The model.
+        sink: Is called with each tensor.
+        is_one_thread: Whether only calls in the thread that entered it are shown.
+
+    Attributes:
+        failures: What the sink raised, as texts.
+    """
+
+    def __init__(
+        self, model: nn.Module, sink: Sink, is_one_thread: bool = False
+    ) -> None:
+        self._model, self._sink = model, sink
+        self._lock = threading.RLock()
+        self._names = dict(to_hook(model))
+        self._handles: list[RemovableHandle] = []
+        self._is_on = False
+        self._is_one_thread, self._thread = is_one_thread, 0
+        self.failures: list[str] = []
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Counts calls and tensors anew."""
+        self._calls: dict[tuple[str, bool], int] = {}
+        self._stacks: dict[int, list[_Running]] = {}  # of each thread
+        self._number = 0
+        self._known: dict[Any, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._watched: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    @property
+    def _stack(self) -> list[_Running]:
+        """The calls that run in this thread, the outermost first."""
+        return self._stacks.setdefault(threading.get_ident(), [])
+
+    def __enter__(self) -> Tap:
+        for module in self._names:
+            self._handles += [
+                module.register_forward_pre_hook(self._begin, with_kwargs=True),
+                module.register_forward_hook(self._peek, prepend=True),
+                module.register_forward_hook(self._end, always_call=True),
+            ]
+        self._is_on, self._thread = True, threading.get_ident()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_on = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.begin_step()
+
+    def show_state(self) -> None:
+        """Shows parameters and buffers."""
+        for place, tensor in state_of(self._model):
+            self._show(place, tensor)
+
+    def show_gradients(self, found: Mapping[int, torch.Tensor] | None = None) -> None:
+        """Shows the gradients of parameters.
+
+        Args:
+            found: The gradients by the parameters' ids; None: those that they have.
+        """
+        for place, tensor in state_of(self._model):
+            gradient = tensor.grad if found is None else found.get(id(tensor))
+            if place.role == "parameter" and gradient is not None:
+                name, role = place.class_name, "parameter_gradient"
+                place = Place(BACKWARD, place.module, name, 0, role, place.path)
+                self._show(place, gradient)
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or self._is_off():
+            return
+        self._isolated(self._begin_call, module, args, kwargs)
+
+    def _peek(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Keeps an output that has parts of tensors, which later hooks may unwrap."""
+        if torch.compiler.is_compiling() or self._is_off() or not self._stack:
+            return
+        self._isolated(self._keep_parts, module, output)
+
+    def _keep_parts(self, module: nn.Module, output: Any) -> None:
+        running = self._stack[-1]
+        if running.module is module and _has_parts(output):
+            running.output = output
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or self._is_off():
+            return
+        self._isolated(self._end_call, module, output)
+
+    def _is_off(self) -> bool:
+        is_foreign = self._is_one_thread and self._thread != threading.get_ident()
+        return not self._is_on or is_foreign or is_recorded()
+
+    def _isolated(self, function: Callable[..., None], *arguments: Any) -> None:
+        try:
+            with torch.no_grad():
+                function(*arguments)
+        except Exception as error:
+            self._note(error)
+
+    def _note(self, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        if text not in self.failures:
+            self.failures.append(text)
+            _log.warning("A tensor could not be recorded: %s", text, exc_info=True)
+
+    def _begin_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        again = graph_task_id() >= 0  # a checkpoint computes a forward again
+        name = self._names[module]
+        call = self._calls.get((name, again), 0)
+        # A compiled wrapper shows the calls of what it wraps.
+        is_shown = not self._stack or self._stack[-1].name != name
+        if is_shown:
+            self._calls[name, again] = call + 1
+        self._stack.append(_Running(module, name, call, is_shown))
+        if is_shown:
+            for path, tensor in call_tensors(args, kwargs):
+                self._show_call(module, call, "input", path, tensor, again)
+
+    def _end_call(self, module: nn.Module, output: Any) -> None:
+        while self._stack and self._stack[-1].module is not module:
+            self._stack.pop()  # one that an exception has left without its hook
+        if not self._stack:
+            return
+        running = self._stack[-1]
+        again = graph_task_id() >= 0
+        if running.is_shown:
+            output = output if running.output is None else running.output
+            for path, tensor in tensors(output):
+                self._show_call(module, running.call, "output", path, tensor, again)
+        self._stack.pop()
+
+    def _show_call(
+        self,
+        module: nn.Module,
+        call: int,
+        role: str,
+        at: Path,
+        tensor: torch.Tensor,
+        again: bool,
+    ) -> None:
+        path = path_text(at)
+        callers = [each for each in self._stack[:-1] if each.is_shown]
+        caller = callers[-1].name if callers else ""
+        name, kind = self._names[module], class_of(module)
+        is_leaf = not any(True for _ in uncompiled(module).children())
+        if not again:
+            place = Place(FORWARD, name, kind, call, role, path, caller, is_leaf)
+            self._show(place, tensor)
+        role = f"{role}_gradient"
+        place = Place(BACKWARD, name, kind, call, role, path, caller, is_leaf)
+        self._watch_gradient(place, tensor)
+
+    def _watch_gradient(self, place: Place, tensor: torch.Tensor) -> None:
+        known = self._watched.get(id(tensor))
+        is_known = known is not None and known() is tensor
+        if not tensor.requires_grad or is_known or isinstance(tensor, nn.Parameter):
+            return
+        self._watched[id(tensor)] = weakref.ref(tensor)
+        hook = functools.partial(self._on_gradient, place)
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _on_gradient(self, place: Place, gradient: torch.Tensor) -> None:
+        if self._is_on and gradient is not None:
+            self._isolated(self._show, place, gradient)
+
+    def _show(self, place: Place, tensor: torch.Tensor) -> None:
+        with self._lock:
+            key = _identity(tensor)
+            known = self._known.get(key)
+            same = known[1] if known is not None and known[0]() is not None else None
+            if same is None and key is not None:
+                self._known[key] = weakref.ref(tensor), self._number
+            self._sink(place, tensor, same)
+            self._number += 1
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    """A key that tensors with the same unchanged memory have in common, or None."""
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    if not is_plain or tensor.layout is not torch.strided or tensor.is_inference():
+        return (id(tensor), version_of(tensor)) if not tensor.is_inference() else None
+    where = tensor.data_ptr(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    return *where, tuple(tensor.shape), tensor.stride(), version_of(tensor)
+
+
+def _has_parts(output: Any) -> bool:
+    found = map(part_of, tensors_in(output))
+    return any(isinstance(each, Part) for each in found)
+
+
+# The numbers that a recording keeps of a tensor.
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass
+class Summary:
+    """Ranges, counts and the fingerprint of a tensor; of finite values only.
+
+    Attributes:
+        low: The least value, or nan if there is none.
+        high: The greatest value.
+        squares: The sum of their squares.
+        num_nan: How many are nan.
+        num_inf: How many are inf or -inf.
+        sums: The fingerprint, 251 float64 on the CPU.
+    """
+
+    low: float
+    high: float
+    squares: float
+    num_nan: int
+    num_inf: int
+    sums: torch.Tensor
+
+    @property
+    def norm(self) -> float:
+        """The L2 norm of the finite values."""
+        return math.sqrt(self.squares)
+
+    def to_plain(self) -> dict[str, Any]:
+        """The summary as JSON; the fingerprint as 251 float32 (float64) in base64."""
+        sums = self.sums.tolist()
+        try:
+            data = struct.pack(f"<{WIDTH}f", *sums)
+        except OverflowError:  # masks have the lowest number of their dtype many times
+            data = struct.pack(f"<{WIDTH}d", *sums)
+        return {
+            "low": self.low,
+            "high": self.high,
+            "squares": self.squares,
+            "num_nan": self.num_nan,
+            "num_inf": self.num_inf,
+            "fingerprint": base64.b64encode(data).decode(),
+        }
+
+    @classmethod
+    def of_line(cls, line: RowLine) -> Summary:
+        """Makes one of a line that has a fingerprint."""
+        data = line.fingerprint
+        assert data is not None
+        form = "f" if len(data) == 4 * WIDTH else "d"
+        numbers = struct.unpack(f"<{WIDTH}{form}", data)
+        sums = torch.tensor(numbers, dtype=torch.float64)
+        low, high, squares = map(float, (line.low, line.high, line.squares))
+        return cls(low, high, squares, line.num_nan, line.num_inf, sums)
+
+
+def fetch(numbers: list[torch.Tensor]) -> list[Summary]:
+    """Copies what `summarize()` returned to the CPU, in one copy a device and dtype.
+
+    Incurs a CPU-GPU sync for each.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, each in enumerate(numbers):
+        groups.setdefault((each.device, each.dtype), []).append(i)
+    found: dict[int, Summary] = {}
+    for indices in groups.values():
+        table = torch.stack([numbers[i] for i in indices]).cpu().double()
+        for i, row in zip(indices, table, strict=True):
+            low, high, squares, num_nan, num_inf = row[:5].tolist()
+            sums = row[5:].clone()
+            found[i] = Summary(low, high, squares, int(num_nan), int(num_inf), sums)
+    return [found[i] for i in range(len(numbers))]
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
+    """The real numbers of a tensor, or why they cannot be read."""
+    values = tensor.detach() if type(tensor) in _PLAIN else resolve(tensor)
+    if isinstance(values, NotScanned):
+        return values
+    if type(values) not in _PLAIN or values.layout is not torch.strided:
+        return resolve(values)
+    if values.is_meta:
+        return NotScanned("meta tensor")
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+
+
+def summarize(
+    values: torch.Tensor, part: Part | None = None, has_sums: bool = True
+) -> torch.Tensor:
+    """Computes the numbers of a summary. Does not incur a CPU-GPU sync.
+
+    Args:
+        values: What `values_of()` returned.
+        part: Its place in a tensor that ranks share.
+        has_sums: Whether to compute the fingerprint; else it is 0.
+
+    Returns:
+        The numbers on the tensor's device, for `fetch()`.
+    """
+    with torch.no_grad():
+        numbers = _numbers(values, part, wide_dtype(values), False, has_sums)
+        if values.device.type == "cpu" and not numbers[2].isfinite():
+            numbers = _numbers(values, part, torch.float64, True, has_sums)
+        return numbers
+
+
+def _numbers(
+    values: torch.Tensor,
+    part: Part | None,
+    wide: torch.dtype,
+    is_slow: bool,
+    has_sums: bool,
+) -> torch.Tensor:
+    """Low, high, squares, counts of nan and inf, and the fingerprint, in one tensor."""
+    device = values.device
+    is_slow = is_slow or device.type != "cpu"
+    sums, found = Sums(device, wide), list[torch.Tensor]()
+    for chunk, index in pieces(values, part):
+        chunk = chunk.to(wide)
+        if is_slow:
+            stat, chunk = _cleaned(chunk)
+        else:
+            zero = chunk.new_zeros(())
+            stat = torch.stack([*chunk.aminmax(), chunk.dot(chunk), zero, zero])
+        found.append(stat)
+        if has_sums:
+            sums.add(chunk, index)
+    if not found:
+        nan, zero = torch.full((2,), math.nan, dtype=wide), torch.zeros(3, dtype=wide)
+        return torch.cat([nan, zero, torch.zeros(WIDTH, dtype=wide)]).to(device)
+    all_of = torch.stack(found)
+    low, high = all_of[:, 0].min(), all_of[:, 1].max()
+    if part is not None:  # laid out among zeros, which are not its own
+        low, high = _range(values.to(wide))
+    return torch.cat([torch.stack([low, high, *all_of[:, 2:].sum(0)]), sums.total()])
+
+
+def _cleaned(chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers of a chunk, and the chunk with 0 for what is not finite."""
+    is_nan, is_finite = chunk.isnan(), chunk.isfinite()
+    low, high = _range(chunk)
+    chunk = chunk.where(is_finite, 0)
+    num_nan = is_nan.sum()
+    num_inf = chunk.numel() - is_finite.sum() - num_nan
+    counts = [num_nan.to(chunk.dtype), num_inf.to(chunk.dtype)]
+    return torch.stack([low, high, chunk.dot(chunk), *counts]), chunk
+
+
+def _range(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the greatest finite value."""
+    is_finite = values.isfinite()
+    low = values.where(is_finite, math.inf).min()
+    return low, values.where(is_finite, -math.inf).max()

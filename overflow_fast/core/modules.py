@@ -1,0 +1,288 @@
+"""Names and kinds of modules, without the parts of what wraps them."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from ..torch_internals.module_internals import forward_pre_hooks
+from ..torch_internals.wrappers import COMPOSED, WRAPPED, holds_gradients, local_tensor
+
+_FSDP = {"FSDPModule", "FullyShardedDataParallel"}
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the pairs of `model.named_modules()`, with the names before wrapping.
+
+    A wrapper and what it wraps have the same name; the wrapper comes first.
+    """
+    names: dict[str, str] = {}
+    wrapped: set[str] = set()  # by their names after wrapping
+    for fqn, module in model.named_modules():
+        parent, _, key = fqn.rpartition(".")
+        name = names.get(parent, "")
+        if fqn and fqn not in wrapped:
+            name = f"{name}.{key}" if name else key
+        names[fqn] = name
+        inner = _wrapped_by(module)
+        if inner is not None:
+            wrapped.add(f"{fqn}.{inner}" if fqn else inner)
+        yield name, module
+
+
+def has_base(cls: type, names: Container[str]) -> bool:
+    """Returns whether a class, or one of its bases, has one of these names."""
+    return any(base.__name__ in names for base in cls.__mro__)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Returns whether a model's own parameters are shards of its modules' weights.
+
+    This is so under FSDP, and where parameters are DTensors. A module's call then sees
+    gathered parameters, or parts with a layout of their own; the parts are what
+    `model.parameters()` yields outside of calls.
+    """
+    if any(has_base(each, _FSDP) for each in {type(m) for m in model.modules()}):
+        return True
+    return any(local_tensor(each) is not None for each in model.parameters())
+
+
+def unwrapped_class(cls: type) -> type:
+    """A module's class without the one that FSDP2 or `replicate()` puts over it."""
+    own, *bases = cls.__mro__
+    prefix = COMPOSED.get(bases[0].__name__) if bases else None
+    for base in bases[1:]:
+        if prefix is not None and own.__name__ == prefix + base.__name__:
+            return base
+    return own
+
+
+def _wrapped_by(module: nn.Module) -> str | None:
+    for cls in type(module).__mro__:
+        if cls.__name__ in WRAPPED and cls.__module__.startswith("torch."):
+            return WRAPPED[cls.__name__]
+    return None
+
+
+# How a step is given by hand: a model, a batch and a function that makes the loss.
+
+
+def step_of(
+    model: nn.Module, loss: Callable[..., torch.Tensor] | None
+) -> Callable[[Any], Any]:
+    """Makes one function of a model and its loss, which takes the batch.
+
+    Args:
+        model: The model.
+        loss: Takes the batch, or the model and the batch; None: the model is called.
+
+    Raises:
+        TypeError: If the model is no module, or the loss cannot be called.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if loss is None:
+        return lambda batch: call_with(model, batch)
+    if not callable(loss):
+        raise TypeError(
+            "loss must be a callable that takes the batch, or the model and the batch, "
+            f"and returns a loss, got {type(loss).__name__}"
+        )
+    if _num_required(loss) >= 2:
+        return lambda batch: loss(model, batch)
+    return loss
+
+
+def call_with(model: nn.Module, batch: Any) -> Any:
+    """Calls a model; the items of a batch that is a mapping or list are arguments."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def _num_required(function: Callable[..., Any]) -> int:
+    """How many positional arguments a function has to be called with."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 1
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in kinds and p.default is p.empty for p in parameters)
+
+
+# Kinds of modules, known from their classes: torch's own, and normalizations.
+
+
+_LINEAR = (
+    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_POINTWISE = tuple(
+    f"torch.nn.modules.{name}" for name in ("activation", "dropout", "flatten")
+)
+_NORMALIZATIONS = (
+    *(nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_FUSED = {"layer_norm", "rms_norm", "group_norm", "super"}
+_ROOTS = {"rsqrt", "sqrt", "std", "norm", "vector_norm"}
+_MEASURES = _ROOTS | {
+    "var",
+    "var_mean",
+    "std_mean",
+    "mean",
+    "sum",
+    "abs",
+    "amax",
+    "max",
+}
+_NORMALIZATION_NAME = re.compile(r"(Layer|RMS|Group)_?Norm(\w*[a-z0-9])?$")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Returns whether a module only multiplies its input by its weights, and adds."""
+    forwards = [each.forward for each in _LINEAR]
+    return type(module).forward in forwards and _is_plain(module)
+
+
+def is_dropout(module: nn.Module) -> bool:
+    """Returns whether a module is one of torch's dropouts."""
+    return type(module) in _DROPOUTS and _is_plain(module)
+
+
+def is_small_step(module: nn.Module) -> bool:
+    """Returns whether a module of torch's without weights keeps small values small."""
+    is_known = type(module).__module__ in _POINTWISE or type(module) is nn.Identity
+    return is_known and not has_weights(module)
+
+
+def has_weights(module: nn.Module) -> bool:
+    """Returns whether a module, or one within it, has parameters."""
+    return any(True for _ in module.parameters())
+
+
+def is_normalization(module: nn.Module) -> bool:
+    """Returns whether a module returns small values for any input.
+
+    So do torch's normalizations; batch norms in training alone. Classes of others are
+    recognized by their names and their code, if they have no submodules.
+    """
+    if isinstance(module, _BATCH_NORMS):
+        return module.training and is_of_torch(module)
+    if isinstance(module, _NORMALIZATIONS):
+        return is_of_torch(module) or _normalizes_once(module)
+    is_named = _NORMALIZATION_NAME.search(type(module).__name__) is not None
+    has_children = any(True for _ in module.children())
+    return is_named and not has_children and _normalizes_once(module)
+
+
+def is_of_torch(module: nn.Module) -> bool:
+    """Returns whether a module's forward is torch's own, unchanged."""
+    forward = inspect.getattr_static(type(module), "forward", None)  # a scripted one's
+    place = str(getattr(forward, "__module__", ""))  # is a descriptor that raises
+    return place.startswith("torch.nn.") and _is_plain(module)
+
+
+def _normalizes_once(module: nn.Module) -> bool:
+    """Returns whether a forward takes one tensor, and divides by one measure of it.
+
+    A forward that takes a second tensor, or measures a fused normalization's input, may
+    scale its output by that.
+    """
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None or "forward" in module.__dict__ or code.co_argcount != 2:
+        return False
+    names = set(code.co_names)
+    if names & _FUSED:
+        return not names & _MEASURES
+    return len(names & _ROOTS) == 1
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Returns whether a module computes what its class does, unchanged."""
+    return not (
+        "forward" in module.__dict__
+        or forward_pre_hooks(module)
+        or parametrize.is_parametrized(module)
+    )
+
+
+# Models that several ranks share: what wraps them, in a replay.
+
+
+_DDP = {"DistributedDataParallel"}
+_FSDP2 = {"FSDPModule"}
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    local = local_tensor(tensor)
+    return tensor if local is None else local
+
+
+@contextlib.contextmanager
+def without_reduction(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Makes DDP leave gradients as each rank computes them.
+
+    They tell which rank is to blame, no communication hook is called, and the memory
+    that gradients are reduced in, of which the step's own may be views, stays as it is.
+    """
+    wrappers = list(_all_of(models, _DDP))
+    before = [wrapper.require_backward_grad_sync for wrapper in wrappers]
+    for wrapper in wrappers:
+        wrapper.require_backward_grad_sync = False
+    try:
+        yield
+    finally:
+        for wrapper, was_reducing in zip(wrappers, before, strict=True):
+            wrapper.require_backward_grad_sync = was_reducing
+
+
+def set_shares_buffers(model: nn.Module, value: bool) -> None:
+    """Makes DDP take the first rank's buffers in its next forward, or not."""
+    for wrapper in _all_of([model], _DDP):
+        wrapper.require_forward_param_sync = value
+
+
+def reshard(models: Iterable[nn.Module]) -> None:
+    """Makes FSDP2 forget gathered parameters, as only a backward does."""
+    for module in _all_of(models, _FSDP2):
+        module.reshard()
+
+
+def reduces(models: Mapping[str, nn.Module]) -> bool:
+    """Tells whether a replay reduces gradients as the step did: with FSDP2 alone."""
+    return _has(models.values(), _FSDP2) and not _has(models.values(), _DDP)
+
+
+def why_not(models: Iterable[nn.Module]) -> str:
+    """Why a step of several ranks cannot be replayed with its models; else ""."""
+    models = list(models)
+    if _has(models, {"FullyShardedDataParallel"}):
+        return "has a model under FSDP1, whose gradients cannot be set aside"
+    if _has(models, {"DDP"}):
+        return "has a model under replicate(), whose reduction cannot be left out"
+    if any(holds_gradients(module) for module in _all_of(models, _FSDP2)):
+        return "has gradients under fully_shard() that are not reduced yet"
+    return ""
+
+
+def _has(models: Iterable[nn.Module], names: set[str]) -> bool:
+    return any(True for _ in _all_of(models, names))  # one may have the length 0
+
+
+def _all_of(models: Iterable[nn.Module], names: set[str]) -> Iterator[Any]:
+    """Yields the modules of classes with these names."""
+    for model in models:
+        for module in model.modules():
+            if has_base(type(module), names):
+                yield module

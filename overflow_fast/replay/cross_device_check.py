@@ -1,0 +1,285 @@
+"""A module computed again on another device, and flags that a device raises."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import flags
+from ..core.modules import is_dropout, named_modules
+from ..core.selection import full_name
+from ..core.tensors import has_memory, place_of
+from ..precision.copies import on_copies, to_dtype
+from ..recording.unseen import unseen
+from ..torch_internals.replay_internals import TorchDispatchMode, autograd_node
+from ..tree import CALL_DEPTH, mapped, tensors_in
+from .change import Change
+from .explanation import Explanation, Op
+from .module_call import ModuleCall
+from .places import ModuleStack, code_at, stack_of, users_frames
+from .replayer import Rerun
+from .tensor_kinds import floats_in, is_float, summary_of
+
+OTHER = torch.device("cpu")
+_MAX_BYTES = 2**30  # of weights that are copied there, in float64
+_TIMES = 32.0  # so much more than the other device's error is no rounding
+_TF32_EPS = 2.0**-10
+
+
+@dataclass
+class Overheard(Change):
+    """Changes nothing; keeps the first call of a module, and what it returned.
+
+    Attributes:
+        name: The module's name, with the model's prefix.
+        call: The call, or None.
+        output: What it returned.
+    """
+
+    name: str
+    call: ModuleCall | None = field(default=None, compare=False)
+    output: Any = field(default=None, compare=False)
+
+    @contextmanager
+    def applied(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
+        """See `Change`."""
+        handles = [
+            module.register_forward_hook(self._keep, prepend=True, with_kwargs=True)
+            for prefix, model in models.items()
+            for name, module in named_modules(model)
+            if full_name(prefix, name) == self.name
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _keep(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self.call is None:
+            self.call = ModuleCall.begun(module, self.name, args, kwargs)
+            self.output = output
+
+
+@dataclass(frozen=True)
+class Opinion:
+    """The errors of two devices, against float64 on the second.
+
+    Attributes:
+        name: The module's name.
+        device: The device that is judged.
+        error: The largest error of its values, relative to their largest magnitude.
+        usual: The same of the other device, or of rounding if that is more.
+    """
+
+    name: str
+    device: torch.device
+    error: float
+    usual: float
+
+    @property
+    def is_suspect(self) -> bool:
+        """Tells whether the device is off by more than rounding."""
+        return not self.error <= _TIMES * self.usual
+
+    def __str__(self) -> str:
+        """The opinion in a sentence."""
+        if not self.is_suspect:
+            return f"{self.name} on the {OTHER.type.upper()} gives the same now"
+        return (
+            f"{self.name} is off by {self.error:.1g} of its largest value, where "
+            f"{self.usual:.1g} is usual: {place_of(self.device)} is suspect"
+        )
+
+
+def is_elsewhere(models: Mapping[str, nn.Module]) -> bool:
+    """Tells whether weights are on another device than the one that is asked."""
+    parameters = (p for model in models.values() for p in model.parameters())
+    return any(parameter.device.type != OTHER.type for parameter in parameters)
+
+
+def opinion_of(call: ModuleCall, output: Any) -> Opinion | None:
+    """Computes a module's call again, on its own device and on another.
+
+    Incurs a CPU-GPU sync.
+
+    Args:
+        call: The call, with its weights as they were.
+        output: What it returned.
+
+    Returns:
+        The opinion; None if the module cannot run elsewhere, or takes random numbers.
+    """
+    own = floats_in(output)
+    if not own or not call.is_as_it_was or not _can_run_alone(call.module):
+        return None
+    device, dtype = own[0].device, own[0].dtype
+    try:
+        with unseen([call.module]), torch.no_grad():
+            again = [_run(call, device, num_drawn=number) for number in (0, 1)]
+            same, exact = _run(call, OTHER), _run(call, OTHER, torch.float64)
+    except Exception:  # a dtype or device that its code asks for
+        return None
+    usual = max(_error(same, exact), _eps_of(dtype, device))
+    if _error(again[0], again[1]) > _TIMES * usual:
+        return None  # random numbers of its own, or kernels that race
+    error = max(_error(own, exact), _error(again[0], exact))
+    return Opinion(call.name or "the model", device, error, usual)
+
+
+def _run(
+    call: ModuleCall,
+    device: torch.device,
+    width: torch.dtype | None = None,
+    num_drawn: int = 0,
+) -> list[torch.Tensor]:
+    """Runs the module on copies, after so many random numbers were drawn."""
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        plain = tensor.detach().to(device, copy=True)
+        return plain if width is None else to_dtype(plain, width)
+
+    args, kwargs = mapped((call.args, call.kwargs), convert, CALL_DEPTH)
+    with ExitStack() as stack:
+        stack.enter_context(on_copies(call.module, convert))
+        for _, dtype in call.autocast[:1] if width is None else []:
+            stack.enter_context(torch.autocast(device.type, dtype=dtype))
+        torch.rand(num_drawn, device=device)
+        return floats_in(call.module.forward(*args, **kwargs))
+
+
+def _can_run_alone(module: nn.Module) -> bool:
+    tensors = [*module.parameters(), *module.buffers()]
+    plain = (torch.Tensor, nn.Parameter)
+    if not all(type(t) in plain and has_memory(t) for t in tensors):
+        return False
+    if any(is_dropout(each) and each.training for each in module.modules()):
+        return False
+    return sum(8 * tensor.numel() for tensor in tensors) <= _MAX_BYTES
+
+
+def _error(values: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    """The largest difference, relative to the largest magnitude; inf for a nan."""
+    most = 0.0
+    for one, other in zip(values, exact, strict=True):
+        a, b = (each.detach().to(OTHER, torch.float64) for each in (one, other))
+        scale = float(b.abs().max())
+        error = float((a - b).abs().max()) / scale if scale else float(a.abs().max())
+        most = max(most, error) if error == error else float("inf")
+    return most
+
+
+def _eps_of(dtype: torch.dtype, device: torch.device) -> float:
+    is_tf32 = device.type == "cuda" and dtype == torch.float32
+    return max(torch.finfo(dtype).eps, _TF32_EPS * is_tf32)
+
+
+# Finds the operation that sets a device's overflow flag, in a replay.
+
+
+class FlagSearch(Change):
+    """Asks the overflow flags after each operation of a replay; changes nothing.
+
+    Attributes:
+        found: The first operation that set one, or None.
+        module: The name of the module that ran it.
+        in_backward: It ran in backward.
+    """
+
+    def __init__(self) -> None:
+        self.found: Op | None = None
+        self.module = ""
+        self.in_backward = False
+
+    @contextlib.contextmanager
+    def applied(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Watches what runs within."""
+        devices = {p.device.type for m in models.values() for p in m.parameters()}
+        modules = ModuleStack(models, lambda name, output: None)
+        with modules, _FlagMode(self, modules, flags.registered(devices)):
+            yield
+
+    def note(self, func: Any, given: Any, output: Any, modules: ModuleStack) -> None:
+        """Notes the operation that has just set a flag."""
+        self.in_backward = autograd_node() is not None
+        frames = users_frames()
+        file, line, code = code_at(frames)
+        self.module = modules.current(self.in_backward) or ""
+        self.found = Op(
+            str(func).removesuffix(".default"),
+            *(file, line, code, stack_of(frames)),
+            inputs=[summary_of(t) for t in tensors_in(given) if is_float(t)],
+            outputs=[summary_of(t) for t in tensors_in(output) if is_float(t)],
+        )
+
+
+class _FlagMode(TorchDispatchMode):
+    """Reads flags after each operation, until one is set."""
+
+    def __init__(
+        self,
+        search: FlagSearch,
+        modules: ModuleStack,
+        known: Mapping[str, flags.DeviceFlag],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._search = search
+        self._modules = modules
+        self._known = known
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # that would import dynamo, which takes seconds
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._search.found is not None:
+            return func(*args, **kwargs)
+        self._each("clear")
+        output = func(*args, **kwargs)
+        with torch.no_grad():
+            if any(bool(value) for value in self._each("read")):
+                self._search.note(func, (args, kwargs), output, self._modules)
+        return output
+
+    def _each(self, name: str) -> list[Any]:
+        return [
+            flags.attempt(device_type, getattr(flag, name))
+            for device_type, flag in self._known.items()
+        ]
+
+
+def explain_flag(rerun: Rerun) -> Explanation:
+    """Runs the step again, and names the operation that sets an overflow flag.
+
+    Incurs a CPU-GPU sync for each operation, until it is found.
+    """
+    search = FlagSearch()
+    outcome = rerun.run(change=search)
+    if search.found is None:
+        again = "" if outcome.error is None else f", which raised {outcome.error}"
+        return Explanation(
+            cause="not reproducible",
+            evidence=[f"no operation of the replay{again} sets the overflow flag"],
+        )
+    found = Explanation(
+        "backward" if search.in_backward else "forward",
+        "range overflow",
+        search.module,
+        search.found,
+    )
+    found.evidence.append(
+        "the device's overflow flag is set after this operation, and its result is "
+        "finite: it overflowed inside"
+        if not any(each.num_nan or each.num_inf for each in search.found.outputs)
+        else "the device's overflow flag is set after this operation"
+    )
+    return found

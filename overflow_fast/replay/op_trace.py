@@ -1,0 +1,348 @@
+"""The operations of a replay, and the non-finite values that they made or passed on."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..core.tensors import StorageMap, is_whole, storages
+from ..torch_internals.compiler import is_in_compiled_call
+from ..torch_internals.replay_internals import (
+    TorchDispatchMode,
+    autograd_node,
+    next_sequence,
+    sequence_of,
+    storage_id,
+)
+from ..tree import tensors_in
+from .module_call import ModuleCall
+from .places import Frames, ModuleStack, runs_in_hook, users_frames
+from .root_op import Details, OpCall, Sums, details_of
+from .tensor_kinds import NAN, NEGATIVE_INF, Kinds, is_float, kinds_of
+
+# The parts of a table of operations: operations, and tensors from before.
+
+
+_CONSTANTS = ("buffer", "attribute", "weight")  # of models and other modules
+
+
+class Leaf:
+    """A tensor that no operation of the replay made, such as a weight.
+
+    Attributes:
+        kind: "parameter", "buffer", "batch", "gradient" or "unknown"; or see `Held`.
+        name: Its name, or key.
+        tensor: The tensor.
+        is_read: Whether an operation has read non-finite values of it.
+        is_written: Whether the replay has written to it; known of `Held` alone.
+    """
+
+    def __init__(self, kind: str, name: str, tensor: torch.Tensor | None) -> None:
+        self.kind = kind
+        self.name = name
+        self.tensor = tensor
+        self.is_read = self.is_written = False
+
+    @functools.cached_property
+    def is_mask(self) -> bool:
+        """Tells whether it holds -inf alone; in a batch, with zeros alone."""
+        values = self.tensor
+        if values is None or kinds_of(values) != NEGATIVE_INF:
+            return False
+        is_sparse = not bool((values[values.isfinite()] != 0).any())
+        is_data = self.kind in ("batch", "object")
+        return is_sparse if is_data else self.kind in _CONSTANTS
+
+
+class Row:
+    """One operation.
+
+    Attributes:
+        index: Its place in the order of execution.
+        name: Its name, such as "aten.div.Tensor".
+        module: The name of the module that called it; None in backward.
+        frames: The user's lines that led to it.
+        thread: The thread that ran it.
+        node: The name of the autograd node that called it, or "".
+        node_sequence: The number of that node.
+        sequence: The number of the last node that was made in this thread.
+        custom: Whether the user's code called it within a backward.
+        in_hook: Whether that was a hook on a gradient.
+        variable: Where gradients are added up: whose.
+        parents: What its non-finite inputs came from that are not meant.
+        kinds: The kinds of non-finite values that it returned.
+        is_meant: Whether these are infs that the code asked for, as of a mask.
+        masks: The sources of the infs that it was given, where all of them are meant.
+        reduces: Whether its infs are fewer than those: a mask has gone beyond itself.
+        is_empty: Whether it returned memory that nobody has written to.
+        is_communication: Whether other ranks may have made what it returned.
+        details: What is known of its inputs and outputs, where it made the bad value.
+        call: Its arguments, where it made the bad value and they are wanted; else None.
+        module_call: The call of the module that called it, likewise.
+    """
+
+    __slots__ = (
+        *("index", "name", "module", "frames", "node", "node_sequence", "sequence"),
+        *("parents", "kinds", "is_meant", "is_empty", "details", "custom", "thread"),
+        *("variable", "call", "module_call", "is_communication"),
+        *("in_hook", "masks", "reduces"),
+    )
+
+    def __init__(
+        self, index: int, name: str, module: str | None, frames: Frames
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.module = module
+        self.frames = frames
+        self.thread = threading.get_ident()
+        self.node = ""
+        self.node_sequence = self.sequence = -1
+        self.parents: list[Source] = []
+        self.masks: list[Source] = []
+        self.kinds = 0
+        self.is_meant = self.is_empty = self.custom = self.is_communication = False
+        self.in_hook = self.reduces = False
+        self.details: Details | None = None
+        self.variable: torch.Tensor | None = None
+        self.call: OpCall | None = None
+        self.module_call: ModuleCall | None = None
+
+    @property
+    def in_backward(self) -> bool:
+        """Tells whether an autograd node called it, not a checkpointed forward."""
+        return bool(self.node) and self.module is None
+
+
+Source = Row | Leaf
+
+
+def is_meant(source: Source, kinds: int) -> bool:
+    """Tells whether the infs of a source were asked for, as those of a mask are.
+
+    Args:
+        source: The source.
+        kinds: The kinds of non-finite values that were read of it.
+    """
+    if isinstance(source, Row):
+        return source.is_meant
+    if source.kind == "unknown":  # such as a constant
+        return kinds == NEGATIVE_INF
+    return source.is_mask
+
+
+_EMPTY = {
+    *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"),
+    *("empty_permuted", "empty_quantized", "resize_"),
+}
+_WRAPPERS = ("DTensor", "AsyncCollectiveTensor")  # of tensors that ranks share
+_MAX_SOURCES = 8
+_MAX_DETAILS = 48
+_autograd: Any = torch.autograd
+# The sources of a tensor, its kinds and its size.
+_Read = list[tuple[list[Source], int, int]]
+
+
+class OpTable(TorchDispatchMode):
+    """Records a row for each operation while it is entered.
+
+    Non-finite values are followed by the memory that holds them, so that views and
+    writes in place are no matter. Nothing that runs is changed. Incurs a CPU-GPU sync
+    for each operation on a device.
+
+    Args:
+        modules: Knows which module runs.
+        leaves: The tensors that are there before, by what they are.
+        keeps_calls: Keep the arguments of operations that made bad values.
+
+    Attributes:
+        rows: The operations, in order.
+        kinds: Knows which kinds of non-finite values tensors hold.
+        is_compiled: True if an operation ran in a call of what was compiled.
+    """
+
+    def __init__(
+        self,
+        modules: ModuleStack,
+        leaves: Sequence[Leaf],
+        keeps_calls: bool = False,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._keeps_calls = keeps_calls
+        self.rows: list[Row] = []
+        self.is_compiled = False
+        self.kinds = Kinds()
+        self._modules = modules
+        self._sums = Sums(self.kinds)
+        self._bad: StorageMap[list[Source]] = StorageMap()
+        self._empty: StorageMap[Row] = StorageMap()
+        self._leaves: dict[int, Leaf] = {}
+        self._num_details = 0
+        for leaf in leaves:
+            for storage in storages(leaf.tensor):
+                self._leaves.setdefault(storage_id(storage), leaf)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # that would import dynamo, which takes seconds
+
+    def sources(self, tensor: torch.Tensor) -> list[Source]:
+        """The sources of the non-finite values of a tensor."""
+        known, empty = self._bad.get(tensor), self._empty.get(tensor)
+        if known is not None:
+            return known
+        if empty is not None:
+            return [empty]
+        leaves = [self._leaves.get(storage_id(each)) for each in storages(tensor)]
+        found = [each for each in leaves if each] or [Leaf("unknown", "", tensor)]
+        for leaf in found:
+            leaf.is_read = True
+        return list(found)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(each.__name__ in _WRAPPERS for each in types):
+            return NotImplemented  # it comes again, with this rank's parts
+        if str(func).startswith("profiler."):
+            return func(*args, **kwargs)
+        op = OpCall(func, args, kwargs)
+        if op.waits:
+            output = func(*args, **kwargs)
+            self.kinds.forget(tensors_in(output))
+            return output
+        row = self._begin(op)
+        read = op.read()
+        kinds = self.kinds.of(read)
+        bad = [
+            (self.sources(tensor), each, tensor.numel())
+            for tensor, each in zip(read, kinds, strict=True)
+            if each
+        ]
+        op.keep_written()
+        output = func(*args, **kwargs)
+        with torch.no_grad():
+            self._end(op, row, output, bad)
+        return output
+
+    def _begin(self, op: OpCall) -> Row:
+        node: Any = autograd_node()
+        frames = users_frames()
+        row = Row(
+            len(self.rows), op.name, self._modules.current(node is not None), frames
+        )
+        row.sequence = next_sequence() - 1
+        if node is not None:
+            row.node = str(node.name())
+            row.node_sequence = sequence_of(node)
+            row.variable = getattr(node, "variable", None)
+            row.custom = bool(frames)
+            row.in_hook = row.custom and runs_in_hook()
+        self.rows.append(row)
+        self.is_compiled = self.is_compiled or is_in_compiled_call()
+        return row
+
+    def _end(self, op: OpCall, row: Row, output: Any, read: _Read) -> None:
+        self.kinds.forget(op.written)
+        if op.is_communication:
+            self._note_communication(op, row, output, read)
+            return
+        fresh = op.fresh(output)
+        if op.base in _EMPTY:
+            row.is_empty = True
+            for tensor in fresh:
+                self._empty.put(tensor, row)
+            return
+        self._sums.note(op, fresh)
+        results = [t for t in [*fresh, *op.written] if is_float(t) and t.numel()]
+        bad = []
+        for tensor, kinds in zip(results, self.kinds.of(results), strict=True):
+            if kinds:
+                bad.append(tensor)
+                row.kinds |= kinds
+            elif is_whole(tensor):  # what was bad there is gone
+                self._bad.drop(tensor)
+                self._empty.drop(tensor)
+        if bad:
+            self._note_bad(op, row, bad, output, read)
+
+    def _note_communication(
+        self, op: OpCall, row: Row, output: Any, read: _Read
+    ) -> None:
+        """Notes that what arrives came from other ranks, or from here.
+
+        It may not have arrived yet, and is not looked at before somebody reads it.
+        """
+        row.is_communication = True
+        row.parents = [s for of, k, _ in read for s in of if not is_meant(s, k)]
+        for tensor in tensors_in((op.args, op.kwargs, output)):
+            self.kinds.forget([tensor])
+            self._empty.drop(tensor)
+            if self._bad.get(tensor) is None:
+                self._bad.put(tensor, [row])
+
+    def _note_bad(
+        self,
+        op: OpCall,
+        row: Row,
+        bad: Sequence[torch.Tensor],
+        output: Any,
+        read: _Read,
+    ) -> None:
+        """Notes where bad results came from, or that they began here."""
+        for of, kinds, _ in read:
+            new = [each for each in of if each not in row.parents]
+            row.parents += [each for each in new if not is_meant(each, kinds)]
+        if not row.parents:
+            row.is_meant = _is_meant(op, row, read)
+            row.masks = [each for of, _, _ in read for each in of]
+            sizes = [size for _, _, size in read]
+            row.reduces = bool(sizes) and max(t.numel() for t in bad) < min(sizes)
+            if row.reduces or not row.is_meant:
+                self._detail(op, row, bad, output, bool(read))
+        for tensor in bad:
+            known = self._bad.get(tensor)
+            if known is None:
+                self._bad.put(tensor, [row])
+            elif len(known) < _MAX_SOURCES and known[-1] is not row:
+                known.append(row)
+
+    def _detail(
+        self,
+        op: OpCall,
+        row: Row,
+        bad: Sequence[torch.Tensor],
+        output: Any,
+        has_masks: bool,
+    ) -> None:
+        if self._num_details < _MAX_DETAILS:
+            self._num_details += 1
+            row.details = details_of(op, bad, output, self._sums.counts_in(op))
+            if self._keeps_calls:
+                row.call = op
+                op.note_versions()
+                row.module_call = None if row.in_backward else self._modules.call()
+        # A mask's infs may change their sign; what overflows beside them is news.
+        is_overflow = row.details is not None and row.details.is_overflow
+        row.is_meant = has_masks and not row.kinds & NAN and not is_overflow
+
+
+def _is_meant(op: OpCall, row: Row, read: _Read) -> bool:
+    """Tells whether an operation's infs were asked for: by a constant, or handed on.
+
+    A mask is made of -inf. Of another constant that was used it is told.
+    """
+    if row.kinds & NAN:
+        return False
+    if not read:
+        numbers = op.is_constant or op.numbers
+        return bool(numbers) and row.kinds == NEGATIVE_INF
+    given = 0
+    for _, kinds, _ in read:
+        given |= kinds
+    return not row.kinds & ~given

@@ -1,0 +1,554 @@
+"""Why an operation made a non-finite value: it is computed again in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ..core.tensors import StorageMap, storages
+from ..torch_internals.replay_internals import (
+    attention_by_definition,
+    schema_names,
+    schema_of,
+    storage_id,
+)
+from ..torch_internals.tensor_internals import version_of
+from ..tree import find, mapped, tensors_in
+from .explanation import TensorSummary
+from .tensor_kinds import Kinds, first_bad, is_float, summary_of
+
+# Computes an operation again in float64.
+
+
+_MAX_NUMEL = 2**27  # of all arguments together, which are copied
+_HALF_TO_FLOAT = {"_softmax", "_log_softmax"}
+
+
+class Call(Protocol):
+    """A call of an operation; `kept` has what it overwrote."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    base: str
+    kept: dict[int, torch.Tensor]
+
+    def read(self, floats: bool = True) -> list[torch.Tensor]:
+        """The tensors whose values it reads."""
+
+    @property
+    def is_constant(self) -> bool:
+        """Tells whether it makes a tensor of a number of Python."""
+
+    @property
+    def numbers(self) -> list[float]:
+        """The numbers of Python among its arguments that are nan or inf."""
+
+
+def in_float64(op: Call) -> tuple[Any, dict[int, torch.Tensor]]:
+    """Runs it in float64: its output, and what it writes to, by what it wrote to."""
+    if not str(op.func).startswith(("aten.", "prims.")):
+        raise NotImplementedError("an operation of an extension")
+    arguments = tensors_in((op.args, op.kwargs))
+    if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in arguments):
+        raise NotImplementedError("a tensor subclass")
+    if sum(tensor.numel() for tensor in arguments) > _MAX_NUMEL:
+        raise NotImplementedError("too large")
+    if torch.Tag.nondeterministic_seeded in op.func.tags:
+        raise NotImplementedError("it draws random numbers")
+    written: dict[int, torch.Tensor] = {}
+
+    def widened(value: Any) -> Any:
+        wide = _widened(op, value)
+        if id(value) in op.kept:
+            wide = written.setdefault(id(value), wide)
+        return wide
+
+    kinds = torch.Tensor, torch.dtype
+    args, kwargs = mapped((op.args, op.kwargs), widened, kinds=kinds)
+    if op.base in _HALF_TO_FLOAT:
+        args = (*args[:2], False)
+    if op.base.startswith("_scaled_dot_product") and "backward" not in op.base:
+        return _attention(op, args, kwargs), {}
+    return op.func(*args, **kwargs), written
+
+
+def _widened(op: Call, value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value.is_floating_point else value
+    value = op.kept.get(id(value), value).detach()
+    if value.is_complex():
+        return value.to(torch.complex128)
+    return value.double() if value.is_floating_point() else value.clone()
+
+
+def _attention(op: Call, args: Any, kwargs: Any) -> Any:
+    """Fused attention by its definition."""
+    names = schema_names(op.func)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    mask = given.get("attn_mask", given.get("attn_bias"))
+    return attention_by_definition(
+        *(given["query"], given["key"], given["value"]),
+        attn_mask=mask,
+        is_causal=given.get("is_causal", False),
+        scale=given.get("scale"),
+    )
+
+
+_DEGREES = {"std", "var", "std_mean", "var_mean", "std_correction", "var_correction"}
+# Their results are large only because they grow; other operations have poles.
+_GROW = {
+    *("exp", "exp2", "expm1", "sinh", "cosh", "mul", "add", "sub", "rsub", "mm", "bmm"),
+    *("addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "vdot", "linear", "addr"),
+    *("convolution", "sum", "prod", "cumsum", "cumprod", "square", "norm", "mean"),
+    *("linalg_vector_norm", "mse_loss", "softplus", "addcmul", "lerp", "ldexp"),
+    *("nansum", "logaddexp", "smooth_l1_loss", "huber_loss", "index_add", "cdist"),
+    *("_cdist_forward", "scatter_add", "index_put", "trace", "kron", "celu", "elu"),
+    *("gelu", "silu", "hypot", "dist", "poisson_nll_loss", "mkldnn_convolution"),
+    *("_foreach_mul", "_foreach_add", "_foreach_exp", "_to_copy", "copy", *_DEGREES),
+}
+_OVERFLOWS_TO_NAN = {"linalg_matrix_exp"}  # in float64, too
+_DIVIDES = {"div", "true_divide", "floor_divide", "remainder", "fmod", "addcdiv"}
+_MADE_OF_NUMBERS = (
+    "the code makes this tensor of values that torch has not computed, such as NumPy's"
+)
+_BY_NOTHING = "it divides by a sum that is 0, such as how many elements a mask selects"
+_COUNTING = {"nll_loss_forward", "nll_loss2d_forward"}
+
+RANGE, INTERMEDIATE, UNDEFINED = "range", "intermediate", "undefined"
+EMPTY, NOT_TRIED = "empty", ""
+
+
+@dataclass
+class Details:
+    """Facts about an operation that made a non-finite value.
+
+    Attributes:
+        why: RANGE, INTERMEDIATE, UNDEFINED, EMPTY or NOT_TRIED.
+        reason: In a sentence.
+        inputs: The float tensors that it was given.
+        outputs: Those that it returned.
+        first_index: Where the first non-finite value is in the first bad one.
+        true_value: The result in float64 at the worst place, or None.
+        limit: The largest number of the output's dtype.
+    """
+
+    why: str = NOT_TRIED
+    reason: str = ""
+    inputs: list[TensorSummary] = field(default_factory=list)
+    outputs: list[TensorSummary] = field(default_factory=list)
+    first_index: tuple[int, ...] | None = None
+    true_value: float | None = None
+    limit: float | None = None
+
+    @property
+    def has_bad_inputs(self) -> bool:
+        """Tells whether it was given non-finite values, which were meant."""
+        return any(each.num_nan or each.num_inf for each in self.inputs)
+
+    @property
+    def is_overflow(self) -> bool:
+        """Tells whether its true result is a finite number."""
+        return self.why in (RANGE, INTERMEDIATE) and self.true_value is not None
+
+
+def details_of(
+    op: Call,
+    bad: Sequence[torch.Tensor],
+    output: Any,
+    counts: Sequence[torch.Tensor],
+) -> Details:
+    """Looks at an operation that has just run.
+
+    Args:
+        op: The operation.
+        bad: What it wrote that is non-finite.
+        output: What it returned.
+        counts: Those of its inputs that count the elements of a mask.
+    """
+    found = Details()
+    before = [op.kept.get(id(tensor), tensor) for tensor in op.read()]
+    found.inputs = [summary_of(tensor) for tensor in before]
+    found.outputs = [summary_of(tensor) for tensor in bad]
+    found.first_index = first_bad(bad[0])
+    found.limit = torch.finfo(bad[0].dtype).max
+    try:
+        _classify(op, found, bad, output, counts)
+    except Exception as error:
+        text = str(error).splitlines()[:1]
+        found.reason = (
+            f"it could not be computed again in float64 ({type(error).__name__}: "
+            f"{text[0][:80] if text else ''})"
+        )
+    return found
+
+
+def _classify(
+    op: Call,
+    found: Details,
+    bad: Sequence[torch.Tensor],
+    output: Any,
+    counts: Sequence[torch.Tensor],
+) -> None:
+    why = _of_nothing(op, bad[0], output, counts)
+    if why:
+        found.why, found.reason = EMPTY, why
+        return
+    if op.is_constant or (op.numbers and not found.has_bad_inputs):
+        found.why, found.reason = UNDEFINED, _MADE_OF_NUMBERS
+        if not op.is_constant:
+            found.reason = f"the code gives it the number {op.numbers[0]}"
+        return
+    reference, written = in_float64(op)
+    results = [t for t in tensors_in(output) if is_float(t)]
+    references = [t for t in tensors_in(reference) if is_float(t)]
+    pairs = list(zip(results, references, strict=False))
+    true = [wide for own, wide in pairs if own is bad[0]]
+    true = [written[id(bad[0])]] if id(bad[0]) in written else true
+    if not true or true[0].shape != bad[0].shape:
+        found.reason = "its float64 result has another shape"
+        return
+    _compare(op, found, bad[0], true[0])
+
+
+def _compare(
+    op: Call, found: Details, bad: torch.Tensor, reference: torch.Tensor
+) -> None:
+    """Takes in what the true result is where the operation's own is not finite."""
+    values = reference.detach()[~_wide(bad).isfinite()]
+    values = torch.view_as_real(values) if values.is_complex() else values
+    assert found.first_index is not None and found.limit is not None
+    first = float(reference[found.first_index].real)
+    finite = values[values.isfinite()]
+    if math.isfinite(first) or (found.has_bad_inputs and finite.numel()):
+        found.true_value = float(finite[finite.abs().argmax()])
+        is_beyond = abs(found.true_value) > found.limit
+        found.why = RANGE if is_beyond else INTERMEDIATE
+    elif op.base in _OVERFLOWS_TO_NAN and not found.has_bad_inputs:
+        found.why, found.true_value = RANGE, math.inf
+    elif (
+        math.isinf(first)
+        and not found.has_bad_inputs
+        and not _is_at_pole(op, found.first_index)
+    ):
+        found.why = RANGE
+        found.true_value = first
+    else:
+        found.why = UNDEFINED
+        found.true_value = first
+
+
+def _is_at_pole(op: Call, index: tuple[int, ...]) -> bool:
+    """Tells whether an infinite result in float64 is that of a pole, such as 1 / 0."""
+    base = op.base.removesuffix("_")
+    if base in _DIVIDES:
+        divisor = op.args[-1]
+        return _value_at(divisor, index) in (0.0, None)
+    if base == "pow":
+        return _value_at(op.args[0], index) in (0.0, None)
+    return base not in _GROW
+
+
+def _value_at(value: Any, index: tuple[int, ...]) -> float | None:
+    """The number that an elementwise operation takes from an argument at an index."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    if not isinstance(value, torch.Tensor):
+        return None
+    if value.dim() > len(index):
+        return None
+    own = index[len(index) - value.dim() :]
+    own = tuple(0 if n == 1 else i for i, n in zip(own, value.shape, strict=True))
+    return float(value[own]) if not value.is_complex() else None
+
+
+def _of_nothing(
+    op: Call, bad: torch.Tensor, output: Any, counts: Sequence[torch.Tensor]
+) -> str:
+    """Describes what it reduces, if that is nothing; else ""."""
+    base = op.base.rstrip("_")
+    read = [t for t in tensors_in(op.args) if t.is_floating_point() or t.is_complex()]
+    if base in _COUNTING:
+        weight = tensors_in(output)[1]
+        return "no label of the batch counts: all are ignored" * bool(weight == 0)
+    if any(tensor.numel() == 0 for tensor in read):
+        return f"{base} of a tensor without elements"
+    if base in _DEGREES and read and read[0].isfinite().all():
+        return f"{base} of one element, or none" * _has_one_element(read[0], bad)
+    index = first_bad(bad)
+    if base in _DIVIDES and index is not None and len(op.args) > 1:
+        by, of = op.args[1], op.kept.get(id(op.args[0]), op.args[0])
+        is_counted = any(by is count for count in counts)
+        if is_counted and _value_at(by, index) == 0 == _value_at(of, index):
+            return _BY_NOTHING
+    return ""
+
+
+def _has_one_element(tensor: torch.Tensor, result: torch.Tensor) -> bool:
+    return tensor.numel() <= max(1, result.numel())
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    values = tensor.detach()
+    return values.float() if values.itemsize == 1 else values
+
+
+# One call of an operation: what it reads and what it writes.
+
+
+# These write to all of their first argument, whatever was in it.
+_OVERWRITE = {
+    *("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_"),
+    *("exponential_", "set_", "resize_", "log_normal_", "cauchy_", "geometric_"),
+}
+# Whatever they return or write to comes from other ranks, and may not be there yet.
+_COMMUNICATION = ("c10d.", "_c10d_functional", "c10d_functional", "_dtensor.")
+_WAITS = "wait_tensor"
+CONSTANT = "lift_fresh"  # what `torch.tensor(1.0)` ends with: it makes what it is given
+# Batch norm's schemas do not say that it writes to these.
+_STATISTICS = ("running_mean", "running_var")
+
+
+class OpCall:
+    """A call of an operation that is about to run.
+
+    Args:
+        func: The operation.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Attributes:
+        name: Its name, such as "aten.div.Tensor".
+        base: The same without namespace and overload, such as "div".
+        written: The tensors that it writes to.
+        kept: What was in those, by their `id`, where it reads it.
+    """
+
+    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        name = str(func)
+        self.name = name.removesuffix(".default")
+        parts = name.split(".")
+        self.base = parts[1] if len(parts) > 1 else name
+        self.written: list[torch.Tensor] = []
+        self._overwritten: list[torch.Tensor] = []
+        self.kept: dict[int, torch.Tensor] = {}
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        schema = schema_of(func)
+        if schema is not None and (schema.is_mutable or "batch_norm" in self.base):
+            self._note_written(schema)
+        if self.name.startswith("c10d.") and self._has_output_first():
+            self._overwritten += tensors_in(args[0])
+
+    def _has_output_first(self) -> bool:
+        """Tells whether a collective only writes to its first argument, as most do."""
+        takes_two = len(self.args) > 1 and bool(tensors_in(self.args[1]))
+        return takes_two or self.base.startswith("recv")
+
+    def _note_written(self, schema: Any) -> None:
+        for i, argument in enumerate(schema.arguments):
+            alias, name = argument.alias_info, argument.name
+            is_written = alias is not None and alias.is_write
+            if not is_written and name not in _STATISTICS:
+                continue
+            value = self.args[i] if i < len(self.args) else self.kwargs.get(name)
+            tensors = tensors_in(value)
+            self.written += tensors
+            if argument.is_out or (i == 0 and self.base in _OVERWRITE):
+                self._overwritten += tensors
+
+    def read(self, floats: bool = True) -> list[torch.Tensor]:
+        """The tensors whose values it reads.
+
+        Args:
+            floats: Whether to leave out those that can hold no nan, or nothing.
+        """
+        if self.base == CONSTANT:
+            return []
+        return [
+            tensor
+            for tensor in tensors_in((self.args, self.kwargs))
+            if not any(tensor is each for each in self._overwritten)
+            if not floats or (is_float(tensor) and tensor.numel())
+        ]
+
+    def keep_written(self) -> None:
+        """Copies what it reads and then overwrites."""
+        for tensor in self.written:
+            if not any(tensor is each for each in self._overwritten):
+                self.kept[id(tensor)] = tensor.detach().clone()
+
+    def note_versions(self) -> None:
+        """Notes how often what it reads alone was written to."""
+        self._versions = [
+            (tensor, version_of(tensor))
+            for tensor in tensors_in((self.args, self.kwargs))
+            if not tensor.is_inference()
+            if not any(tensor is each for each in self.written)
+        ]
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Tells whether nobody has written to its arguments since it ran."""
+        return all(version_of(tensor) == before for tensor, before in self._versions)
+
+    def fresh(self, output: Any) -> list[torch.Tensor]:
+        """The results that it returns in memory of their own."""
+        if self.base == CONSTANT:
+            return tensors_in(output)
+        arguments = tensors_in((self.args, self.kwargs))
+        given = {storage_id(each) for tensor in arguments for each in storages(tensor)}
+        return [
+            tensor
+            for tensor in tensors_in(output)
+            if not given.intersection(storage_id(each) for each in storages(tensor))
+        ]
+
+    @property
+    def is_communication(self) -> bool:
+        """Tells whether it takes part in a collective, or waits for one."""
+        return self.name.startswith(_COMMUNICATION)
+
+    @property
+    def waits(self) -> bool:
+        """Tells whether it waits for a collective, whose result it is given."""
+        return self.is_communication and self.base == _WAITS
+
+    @property
+    def is_constant(self) -> bool:
+        """Tells whether it makes a tensor of a number of Python."""
+        return self.base == CONSTANT
+
+    @property
+    def numbers(self) -> list[float]:
+        """The numbers of Python among its arguments that are nan or inf."""
+        numbers = [number for _, number in find((self.args, self.kwargs), (float,))]
+        return [number for number in numbers if not math.isfinite(number)]
+
+
+# Whose value became a nan that has spread since: its bits tell.
+#
+# A nan keeps the bits of the value that it was made of, below the exponent, and hands
+# them on through additions and multiplications, as those of clipping by a norm.
+
+
+# The integer type, the bits of the exponent, and the bit that marks a quiet nan.
+_LAYOUTS = {
+    torch.float32: (torch.int32, 0x7F800000, 0x00400000, 0x007FFFFF),
+    torch.float64: (torch.int64, 0x7FF0 << 48, 0x0008 << 48, 0x000F_FFFF_FFFF_FFFF),
+}
+
+
+def of_whom(
+    bad: Mapping[str, torch.Tensor], clean: Mapping[str, torch.Tensor]
+) -> tuple[str, str]:
+    """Finds the one gradient in which a bit of the exponent has flipped.
+
+    Args:
+        bad: The gradients that hold nan, by name.
+        clean: Those of a replay that is finite.
+
+    Returns:
+        Its name and a sentence; two empty texts if the bits do not tell, as most often:
+        exactly one value of all has to have the nan's bits.
+    """
+    payloads = {_payload(tensor) for tensor in bad.values()}
+    if len(payloads) != 1 or None in payloads:
+        return "", ""
+    payload = payloads.pop()
+    assert payload is not None
+    places = [
+        (name, int(index))
+        for name, tensor in clean.items()
+        for index in _places(tensor, payload)
+    ]
+    if len(places) != 1:
+        return "", ""
+    name, index = places[0]
+    value = float(clean[name].flatten()[index])
+    return name, (
+        f"the nan in all gradients has the bits of one value alone: {value:.6g}, the "
+        f"replayed gradient of {name} at {index}, with its exponent set to ones"
+    )
+
+
+def _payload(tensor: torch.Tensor) -> int | None:
+    """The bits that all elements share, if they are one and the same nan."""
+    layout = _LAYOUTS.get(tensor.dtype)
+    if layout is None or tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    integer, _, quiet, mantissa = layout
+    bits = tensor.detach().contiguous().view(integer)
+    first = bits.flatten()[0]
+    if not bool(tensor.isnan().all()) or not bool((bits == first).all()):
+        return None
+    payload = int(first) & mantissa & ~quiet
+    return payload or None  # a nan of no value, as of 0 / 0
+
+
+def _places(tensor: torch.Tensor, payload: int) -> list[int]:
+    layout = _LAYOUTS.get(tensor.dtype)
+    if layout is None:
+        return []
+    integer, _, quiet, mantissa = layout
+    bits = tensor.detach().contiguous().view(integer).flatten()
+    same = (bits & (mantissa & ~quiet)) == payload
+    return same.nonzero().flatten().tolist()[:2]
+
+
+# Follows sums of masks: a mean of what a mask selects divides by one.
+
+
+_SUMS = {"sum", "count_nonzero", "cumsum", "nansum", "bincount"}
+_MASK, _SUM, _ZERO, _COUNT = "mask", "sum", "sum of zeros", "sum of mask"
+_ORDER = ("", _MASK, _SUM, _ZERO, _COUNT)
+
+
+class Sums:
+    """Knows which tensors are masks, or sums, or computed of one of them alone.
+
+    Args:
+        kinds: Knows the magnitudes of tensors.
+    """
+
+    def __init__(self, kinds: Kinds) -> None:
+        self._kinds = kinds
+        self._known: StorageMap[str] = StorageMap()
+
+    def note(self, op: OpCall, fresh: Sequence[torch.Tensor]) -> None:
+        """Takes in what an operation returned in memory of its own."""
+        read, kind = op.read(floats=False), ""
+        if op.base in _SUMS:
+            kind = max(map(self._sum_of, read), key=_ORDER.index, default="")
+        elif len(read) == 1:
+            is_cast = op.base == "_to_copy" and not is_float(read[0])
+            kind = _MASK if is_cast else self._known.get(read[0]) or ""
+        if kind:
+            for tensor in fresh:
+                self._known.put(tensor, kind)
+
+    def counts_in(self, op: OpCall) -> list[torch.Tensor]:
+        """Finds inputs of an operation that count the elements which a mask selects."""
+        read = op.read(floats=False)
+        kinds = [self._known.get(tensor) for tensor in read]
+        is_mean = len(read) == 2 and all(kinds)  # of what may be nothing but zeros
+        return [
+            tensor
+            for tensor, kind in zip(read, kinds, strict=True)
+            if kind == _COUNT or (kind == _ZERO and is_mean)
+        ]
+
+    def _sum_of(self, tensor: torch.Tensor) -> str:
+        """Classifies the sum of a tensor."""
+        if not is_float(tensor) or self._known.get(tensor) == _MASK:
+            return _COUNT
+        if tensor.numel() == 0:
+            return _ZERO
+        stat = self._kinds.stat(tensor)
+        if stat.abs_max == 1 and stat.abs_min in (0, 1):
+            return _COUNT
+        return _ZERO if stat.abs_max == 0 else _SUM

@@ -1,0 +1,427 @@
+"""Explanations without an operation: the replay is finite, or has ended."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..core.modules import reduces
+from ..core.ops import scan
+from ..core.tensors import place_of
+from ..torch_internals.compiler import has_compiled
+from ..torch_internals.replay_internals import active_modes
+from . import explanation as notes
+from .capture import KeptCall, ModelCall
+from .cross_device_check import Overheard, explain_flag, is_elsewhere, opinion_of
+from .explanation import NOT_REPLAYED, Explanation, Incident
+from .functions import Held
+from .op_trace import Leaf
+from .outcome import Outcome
+from .places import module_of_parameter, names_of
+from .rank_coordinator import OnRank, text_of
+from .replayer import Rerun, difference_of
+from .root_op import of_whom
+from .tensor_kinds import as_wide, bad_names
+
+# Explains values that were bad before the replay: data, weights and what was kept.
+
+
+_IN_LOOP = (
+    "Code between the calls was not replayed. Call all of it within "
+    "`guard.run(lambda: loss)`."
+)
+_LOSS = (
+    "The loss outside of the model was not replayed: call it within "
+    "`guard.run(lambda: loss)`."
+)
+_NOT_FOUND = "Where the program holds that tensor was not found."
+_CARRIED = (
+    "The step writes to {}, which could not be put back to what it was before: the "
+    "step itself may have left the bad values there."
+)
+
+
+def explain_leaf(leaf: Leaf, read_by: str, call: KeptCall | None) -> Explanation:
+    """Explains a tensor that no replayed operation has made.
+
+    Args:
+        leaf: The tensor.
+        read_by: What read it first, as the end of a sentence, or "".
+        call: What was replayed; None if it is not known to be the step's own.
+    """
+    what = _counts(leaf.tensor)
+    if isinstance(leaf, Held):
+        return _of_held(leaf, what, read_by)
+    if leaf.kind == "batch":
+        return _of_batch(leaf, what, read_by, call)
+    if leaf.kind in ("parameter", "buffer"):
+        return _of_weight(leaf.kind, leaf.name, what, read_by)
+    if leaf.kind == "gradient":
+        text = f"the gradient that the model's output was given holds {what}"
+        return Explanation(evidence=[text], notes=[_LOSS])
+    text = f"a tensor that no replayed operation has made holds {what}{read_by}"
+    return Explanation(evidence=[text], notes=[_NOT_FOUND])
+
+
+def _of_batch(leaf: Leaf, what: str, at: str, call: KeptCall | None) -> Explanation:
+    """Explains an input: it is data, unless the training loop has computed it."""
+    name, tensor = f"`{leaf.name}`", leaf.tensor
+    if call is not None:  # a replay may have been given a copy
+        tensor = dict(call.leaves()).get(leaf.name, tensor)
+    node = None if tensor is None else tensor.grad_fn
+    if node is not None:
+        last = re.sub(r"Backward\d*$", "", type(node).__name__)
+        text = f"{name} held {what} when it was handed over{at}; code that was not "
+        text += f"replayed had computed it (its last operation: {last})"
+        return Explanation(tensor=leaf.name, evidence=[text], notes=[_IN_LOOP])
+    if call is not None and tensor is not None and call.was_written(tensor):
+        text = f"{name} held {what} when the replay began{at}; it was written to since "
+        return Explanation(tensor=leaf.name, evidence=[f"{text}the step began"])
+    if not isinstance(call, ModelCall):
+        of = "" if leaf.name.startswith("batch") else " of the batch"
+        text = f"{name}{of} holds {what}{at}"
+        return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])
+    text = f"{name} held {what} when the model received it from the loop{at}"
+    if call.follows_others:
+        text += "; the loop may have computed it from outputs of the forwards before"
+        return Explanation(tensor=leaf.name, evidence=[text], notes=[_IN_LOOP])
+    return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])
+
+
+def _of_held(leaf: Held, what: str, at: str) -> Explanation:
+    """Explains a tensor that a module or an object holds."""
+    name = f"`{leaf.name}`"
+    if leaf.is_written:
+        text = f"{name} held {what} when the replay began{at}"
+        note = _CARRIED.format(name)
+        return Explanation(tensor=leaf.name, evidence=[text], notes=[note])
+    if leaf.kind == "object":
+        text = f"{name} holds {what}, and the step does not write to it{at}"
+        return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])
+    of = "the model" if leaf.kind == "attribute" else "a module that is not watched"
+    text = f"{name} of {of} holds {what}, and the step does not write to it{at}"
+    module = module_of_parameter(leaf.name)
+    return Explanation(
+        "weights", "bad weights", module, tensor=leaf.name, evidence=[text]
+    )
+
+
+def _of_weight(kind: str, name: str, what: str, at: str = "") -> Explanation:
+    """Explains a parameter or buffer that was bad before the step."""
+    evidence = f"the {kind} {name} held {what} before the step{at}"
+    module = module_of_parameter(name)
+    return Explanation(
+        "weights", "bad weights", module, tensor=name, evidence=[evidence]
+    )
+
+
+def first_bad_weight(
+    models: Mapping[str, nn.Module], *kinds: str
+) -> Explanation | None:
+    """The explanation of the first parameter or buffer that is bad, or None."""
+    named = [(kind, name, t) for kind, name, t in names_of(models) if kind in kinds]
+    bad = bad_names([(name, tensor) for _, name, tensor in named], masks=False)
+    for kind, name, tensor in named:
+        if name in bad:
+            return _of_weight(kind, name, _counts(tensor))
+    return None
+
+
+def _counts(tensor: torch.Tensor | None) -> str:
+    values = None if tensor is None else as_wide(tensor)
+    if values is None:
+        return "non-finite values"
+    num_nan, num_inf = int(values.isnan().sum()), int(values.isinf().sum())
+    parts = [f"{n} {k}" for n, k in ((num_nan, "nan"), (num_inf, "inf")) if n]
+    return f"{' and '.join(parts)} of {values.numel()} values"
+
+
+_RATE = 3
+
+
+class Answers:
+    """Explanations without an operation.
+
+    Args:
+        rerun: Runs the step.
+        incident: What a guard saw; None where nobody watched.
+        may_run: Whether the budget allows so many forwards more.
+
+    Attributes:
+        changed: What a replay changes, and cannot be put back.
+    """
+
+    def __init__(
+        self,
+        rerun: Rerun,
+        incident: Incident | None,
+        may_run: Callable[[int], bool],
+    ) -> None:
+        self._rerun = rerun
+        self._incident = incident
+        self._may_run = may_run
+        self.changed: list[str] = []
+
+    def clean(self, first: Outcome) -> Explanation:
+        """The replay is finite: it was a transient, or is outside of what was run."""
+        incident = self._incident
+        if incident is None:
+            found = first_bad_weight(self._rerun.models, "parameter", "buffer")
+            return found or _finite(first)
+        if incident.is_of_flag:
+            return explain_flag(self._rerun)
+        if incident.kind == "weight":
+            return Explanation(notes=[notes.OTHER_WEIGHT])
+        if any(call.has_stand_ins for call in self._rerun.calls):
+            return Explanation(notes=[notes.STOOD_IN])
+        if incident.kind == "buffer":
+            found = first_bad_weight(self._rerun.models, "buffer")
+            if found is not None:
+                return found
+        if not first.has_backward and incident.kind in ("gradient", "grad_output"):
+            return Explanation("backward", notes=[self._no_backward()])
+        if first.bad_held:
+            return Explanation(notes=[notes.GIVEN_BAD, self._outside()])
+        if incident.kind == "recorded" and not self._rerun.returns_loss:
+            return Explanation("forward", notes=[self._outside()])
+        if incident.kind == "gradient" and self._leaves_reduction_out():
+            return Explanation("backward", notes=[notes.NOT_REDUCED])
+        if incident.kind == "gradient" and self._rerun.state.has_hooks:
+            return Explanation("backward", notes=[notes.NOT_CALLED])
+        doubt = self._doubt(incident)
+        if doubt:
+            return Explanation(notes=[f"The replay is finite, but {doubt}."])
+        num_bad, num_runs = 0, 1
+        while num_runs < _RATE and self._may_run(len(self._rerun.calls)):
+            num_runs += 1
+            num_bad += not self._rerun.run().is_clean
+        return self._not_reproducible(first, num_bad, num_runs)
+
+    def not_in_eager(self, first: Outcome, armed: Outcome) -> Explanation:
+        """It was bad without a table and is clean, or meant, with one."""
+        if first.is_clean:
+            return self.clean(first)
+        if not armed.is_clean and first.is_forward == armed.is_forward:
+            return Explanation(
+                "backward"
+                if armed.bad_gradients and not armed.bad_outputs
+                else "forward",
+                notes=["Its infs come from constants alone: they may be meant."],
+            )
+        again = self._rerun.run() if self._may_run(1) else first
+        if again.is_clean or not has_compiled():
+            if self.changed:
+                text = notes.effects_text(self.changed)
+                return Explanation(notes=[notes.SOME.format(text)])
+            text = "replays of the same step differ: some of them are finite"
+            return Explanation("forward", "not reproducible", evidence=[text])
+        phase = "forward" if first.bad_outputs else "backward"
+        text = (
+            "compiled code gives it each time, and the same code run eagerly does not"
+        )
+        return Explanation(phase, "only in compiled code", evidence=[text])
+
+    def failed(self, error: Exception) -> Explanation:
+        """The replay has raised."""
+        what = str(error) if isinstance(error, OnRank) else text_of(error)
+        return Explanation(notes=[f"The replay raised {what}."])
+
+    def note_overwritten(self, found: Explanation) -> None:
+        """Adds that the batch is not what it was, if that is seen."""
+        if any(call.is_overwritten() for call in self._rerun.calls):
+            found.notes.append(
+                "The batch was written to in the step: the replay saw other data."
+            )
+
+    def _not_reproducible(
+        self, first: Outcome, num_bad: int, num_runs: int
+    ) -> Explanation:
+        incident = self._incident
+        assert incident is not None
+        is_gradient = incident.kind in ("gradient", "grad_output")
+        found = Explanation(
+            "backward" if is_gradient else "forward", "not reproducible"
+        )
+        found.evidence.append(
+            f"{num_bad} of {num_runs} replays of the same step are non-finite"
+        )
+        if incident.is_made:
+            found.module = incident.module
+        difference = difference_of(self._rerun.watched)
+        if difference is not None:
+            found.evidence.append(str(difference))
+            if not is_gradient:  # what was seen there first came before the alarm
+                found.module = difference.module
+        if incident.kind == "gradient":
+            is_told = self._whose(found, first, incident)
+            if not self._rerun.returns_loss and not is_told:
+                # Parameters may get gradients from the loss itself.
+                return Explanation(notes=[self._outside()])
+            if not is_told and _are_all(incident, first):
+                return Explanation(evidence=found.evidence, notes=[notes.ALL_BAD])
+            if incident.had_gradients:
+                return Explanation(notes=[notes.OLD])
+            found.notes.append(NOT_REPLAYED)
+        if self.changed:
+            text = f"The replay is finite, but {notes.effects_text(self.changed)}."
+            return Explanation(notes=[text])
+        if not is_gradient and found.module:
+            self._ask_elsewhere(found)
+        found.notes.append(f"It ran on {self._places()}.")
+        return found
+
+    def _ask_elsewhere(self, found: Explanation) -> None:
+        """Adds what the module gives on the CPU, where it ran on another device."""
+        models = self._rerun.models
+        if not is_elsewhere(models) or not self._may_run(len(self._rerun.calls)):
+            return
+        overheard = Overheard(found.module)
+        self._rerun.run(change=overheard)
+        if overheard.call is not None:
+            opinion = opinion_of(overheard.call, overheard.output)
+            found.evidence += [str(opinion)] if opinion is not None else []
+
+    def _places(self) -> str:
+        """Names the devices of the models, and the host: one of them may be faulty."""
+        models = self._rerun.models.values()
+        devices = {p.device for model in models for p in model.parameters()}
+        return " and ".join(sorted(map(place_of, devices))) or "no device of a weight"
+
+    def _whose(self, found: Explanation, clean: Outcome, incident: Incident) -> bool:
+        """Names the gradient that the bad values came from; whether its bits tell."""
+        text, names = "", list(incident.gradients)
+        if len(names) == 1:
+            found.tensor = names[0]
+            found.evidence.append(f"only the gradient of {names[0]} is bad")
+        else:
+            name, text = of_whom(incident.gradients, clean.gradients)
+            found.tensor = name
+            found.evidence += [text] if text else []
+        if found.tensor:
+            found.module = module_of_parameter(found.tensor)
+        return bool(text)
+
+    def _doubt(self, incident: Incident) -> str:
+        """Why a finite replay may not have been the same step, or ""."""
+        modes = active_modes()
+        if modes:
+            return f"ran without {', '.join(modes)}"
+        if any(call.is_part_of_compiled for call in self._rerun.calls):
+            return "it ran eagerly what was compiled together with code around it"
+        if incident.is_late:
+            return "the weights may have been stepped since"
+        if incident.num_dropped:
+            return f"{incident.num_dropped} earlier forwards of the step were not kept"
+        if any(call.is_overwritten() for call in self._rerun.calls):
+            return "the batch was written to in the step"
+        return ""
+
+    def _leaves_reduction_out(self) -> bool:
+        """Tells whether ranks reduced gradients in the step, and not in its replay."""
+        return not self._rerun.team.is_alone and not reduces(self._rerun.models)
+
+    def _outside(self) -> str:
+        return (
+            "The models' own forward and backward are finite; the loss outside of them "
+            "was not replayed. Use `guard.run(lambda: loss)`."
+        )
+
+    def _no_backward(self) -> str:
+        sizes = [call.not_held for call in self._rerun.calls if call.not_held]
+        if sizes:
+            size = f"{max(sizes) / 2**20:.0f} MiB"
+            why = f"the gradients of the model's output were too large to hold ({size})"
+        else:
+            why = "what backward was called on is not known"
+        return f"Backward was not replayed: {why}. Use `guard.run(lambda: loss)`."
+
+
+def _finite(outcome: Outcome) -> Explanation:
+    """Describes a step that nobody watched, and that is finite."""
+    open_ends = [notes.MASKED] * outcome.has_mask
+    open_ends += [notes.NO_LOSS] * (not outcome.has_backward)
+    if open_ends:
+        return Explanation(notes=open_ends)
+    evidence = ["the step is finite when it is run"]
+    return Explanation(cause="not reproducible", evidence=evidence)
+
+
+def _are_all(incident: Incident, clean: Outcome) -> bool:
+    """Tells whether all of several gradients are bad, as clipping makes them."""
+    return (
+        len(clean.gradients) > 1 and incident.gradients.keys() >= clean.gradients.keys()
+    )
+
+
+# The growth of weights out of all bounds: the run diverges.
+
+
+_MANY = 10.0  # so many times as large as in one of the last steps
+_MORE = 2.0
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Weights that have grown in the last steps.
+
+    Attributes:
+        text: How much, in words.
+        factors: By how much they have to be multiplied to be as large as they were.
+    """
+
+    text: str
+    factors: dict[str, float]
+
+
+def growth_of(
+    models: Mapping[str, nn.Module], incident: Incident | None
+) -> Growth | None:
+    """Describes how weights have grown, if it is out of all bounds; else None.
+
+    Args:
+        models: The models.
+        incident: Has the largest magnitudes of the weights in the last steps.
+    """
+    if incident is None:
+        return None
+    history = incident.weights
+    before = {name: recent[0] for name, recent in history.items() if recent}
+    now = _magnitudes(models, before)
+    if not now:
+        return None
+    name = max(now, key=lambda each: now[each])
+    most = max(before.values())
+    if now[name] <= max(1.0, _MANY * most):
+        return None
+    steps = max(map(len, history.values())) * incident.steps_between
+    factors = {
+        each: before[each] / now[each]
+        for each in now
+        if now[each] > _MORE * before[each] > 0
+    }
+    text = (
+        f"the largest weight went from {most:.3g} to {now[name]:.3g} ({name}) "
+        f"within the last {steps} steps"
+    )
+    return Growth(text, factors)
+
+
+def _magnitudes(
+    models: Mapping[str, nn.Module], wanted: Mapping[str, float]
+) -> dict[str, float]:
+    """The largest magnitudes of parameters that are finite."""
+    named = {
+        name: tensor.detach()
+        for kind, name, tensor in names_of(models)
+        if kind == "parameter" and name in wanted
+    }
+    stats = scan(list(named.values()))
+    return {
+        name: stat.abs_max
+        for name, stat in zip(named, stats, strict=True)
+        if stat.abs_max is not None and not stat.has_nan and not stat.has_inf
+    }
