@@ -33,7 +33,7 @@ from .functions import Captured
 from .tensor_kinds import is_float
 
 if TYPE_CHECKING:
-    from .step_schema import Ambient as Saved
+    from .step_schema import SavedAmbient
 
 
 # Random states, autocast and training mode at one moment.
@@ -78,7 +78,7 @@ class Ambient:
 
     @classmethod
     def of_plain(
-        cls, plain: Saved, tensor_of: Callable[[str], torch.Tensor]
+        cls, plain: SavedAmbient, tensor_of: Callable[[str], torch.Tensor]
     ) -> Ambient:
         """Makes it of JSON; states of devices that are not here are left out.
 

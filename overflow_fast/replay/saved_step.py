@@ -20,7 +20,7 @@ from .explanation import Artifact
 from .places import names_of
 
 if TYPE_CHECKING:
-    from .step_schema import Call, Step, Value
+    from .step_schema import SavedCall, Step, Value
 
 STEP, TENSORS = "replay.json", "replay.safetensors"
 
@@ -226,7 +226,7 @@ class SavedStep:
         return [self._made(each, model, loss) for each in self._step.calls]
 
     def _made(
-        self, saved: Call, model: nn.Module, loss: Callable[..., Any] | None
+        self, saved: SavedCall, model: nn.Module, loss: Callable[..., Any] | None
     ) -> KeptCall:
         if loss is None and not saved.is_of_model:
             raise UnreadableStepError(

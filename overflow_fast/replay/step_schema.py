@@ -37,7 +37,7 @@ class Value(Struct):
             raise ValueError("a value must be of one kind")
 
 
-class Ambient(Struct):
+class SavedAmbient(Struct):
     """Random states, autocast and training mode."""
 
     random: list[tuple[str, str]]
@@ -48,12 +48,12 @@ class Ambient(Struct):
     numpy: dict[str, Any] = field(default_factory=dict)
 
 
-class Call(Struct):
+class SavedCall(Struct):
     """A call of the step."""
 
     is_of_model: bool
     batch: Value
-    ambient: Ambient
+    ambient: SavedAmbient
     returns_loss: bool
     held: dict[str, str]
 
@@ -64,5 +64,5 @@ class Step(Struct):
     schema: int
     torch: str
     prefixes: Annotated[list[str], Meta(min_length=1)]
-    calls: Annotated[list[Call], Meta(min_length=1)]
+    calls: Annotated[list[SavedCall], Meta(min_length=1)]
     weights: dict[str, tuple[str, list[Index], int]]
