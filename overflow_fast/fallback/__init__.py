@@ -64,6 +64,8 @@ def stand_in() -> ModuleType:
     for source in (enumerations, tensor_recorder, torch_scan):
         public = {k: v for k, v in vars(source).items() if not k.startswith("_")}
         module.__dict__.update(public)
+    # The package has a class of its own by this name.
+    module.__dict__["Stat"] = torch_scan.TorchStat
     for each in (Hidden, FrameHook, run_hook, run_paused, set_callbacks):
         setattr(module, each.__name__, each)
     for function in (has_kernels, register_scan, isa):

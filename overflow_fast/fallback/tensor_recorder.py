@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from .enumerations import NEGATIVE_INF, EntryKind, FrameKind, Readability, Role
-from .torch_scan import Stat, scan_tensor
+from .torch_scan import TorchStat, scan_tensor
 
 _ROLES = {
     FrameKind.WEIGHTS: Role.WEIGHT,
@@ -59,7 +59,7 @@ class Entry:
     place: Place
     numel: int
     dtype: str
-    stat: Stat | None
+    stat: TorchStat | None
     reason: str | None
     allowed: int
     only_if_bad: bool = False
@@ -121,7 +121,7 @@ class StepResults:
 
 
 @dataclass
-class Coverage:
+class ScanCounts:
     """Counts of what was scanned and what was not."""
 
     tensors_listed: int = 0
@@ -153,7 +153,7 @@ class Recorder:
     def __init__(self, max_frames: int | None, **options: bool) -> None:
         if options != {"step_mode": True, "memo": False}:
             refuse()
-        self.coverage = Coverage()
+        self.coverage = ScanCounts()
         self.is_paused = self.in_step = self.is_headroom_spent = False
         self.lists_parameters = True
         self.total_calls = self.last_batch = self.num_sends = 0

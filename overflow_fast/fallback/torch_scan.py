@@ -40,7 +40,7 @@ _KNOWN = {torch.bool, *_UNSIGNED, *_SIGNED, *_FLOATS, *_COMPLEX}
 
 
 @dataclass
-class Stat:
+class TorchStat:
     """The stat of one tensor; see `overflow_fast.Stat`."""
 
     abs_min: float | None = None
@@ -49,7 +49,7 @@ class Stat:
     num_inf: int = 0
     nonfinite_kinds: int = 0
 
-    def take(self, other: Stat) -> None:
+    def take(self, other: TorchStat) -> None:
         """Combines the stat of another part of the tensor with this one."""
         if self.abs_min is None or self.abs_max is None:
             self.abs_min, self.abs_max = other.abs_min, other.abs_max
@@ -86,17 +86,17 @@ def readability(tensor: torch.Tensor) -> Readability:
 
 def scan_tensors(
     tensors: list[torch.Tensor], backend: ScanBackend = ScanBackend.AUTO
-) -> list[Stat | Readability | str]:
+) -> list[TorchStat | Readability | str]:
     """Returns for each tensor its stat, or why there is none. Incurs syncs for each."""
     return [scan_tensor(tensor) for tensor in tensors]
 
 
-def scan_tensor(tensor: torch.Tensor) -> Stat | Readability | str:
+def scan_tensor(tensor: torch.Tensor) -> TorchStat | Readability | str:
     """Returns its stat, or why there is none. Incurs a sync for each piece."""
     found = readability(tensor)
     if found is not Readability.READABLE:
         return found
-    stat = Stat()
+    stat = TorchStat()
     try:
         with torch.no_grad():
             for piece in _pieces(_memory_of(tensor.detach())):
@@ -126,14 +126,14 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from _pieces(half)
 
 
-def _scan_piece(piece: torch.Tensor) -> Stat:
+def _scan_piece(piece: torch.Tensor) -> TorchStat:
     if piece.dtype in _COMPLEX:
         return _scan_complex(torch.view_as_real(piece))
     if piece.dtype in _FLOATS:
         values = piece.to(_FLOATS[piece.dtype])
         low, high = torch.stack(values.abs().aminmax()).tolist()
         if high < _INFINITY:  # false for nan
-            return Stat(low, high)
+            return TorchStat(low, high)
         is_nan = values.isnan()
         positive, negative = values == _INFINITY, values == -_INFINITY
         return _stat(values.abs(), is_nan, positive | negative, positive, negative)
@@ -144,7 +144,7 @@ def _scan_piece(piece: torch.Tensor) -> Stat:
     # ~x is -x - 1: without the overflow of the most negative number.
     least = torch.where(values < 0, ~values, values)
     near = min(_nearest(least, values < 0, 1), _nearest(least, values >= 0, 0))
-    return Stat(near, max(abs(low), abs(high)))
+    return TorchStat(near, max(abs(low), abs(high)))
 
 
 def _nearest(magnitudes: torch.Tensor, which: torch.Tensor, more: int) -> int | float:
@@ -153,16 +153,16 @@ def _nearest(magnitudes: torch.Tensor, which: torch.Tensor, more: int) -> int | 
     return int(chosen.amin()) + more if chosen.numel() else _INFINITY
 
 
-def _scan_unsigned(piece: torch.Tensor) -> Stat:
+def _scan_unsigned(piece: torch.Tensor) -> TorchStat:
     if piece.dtype is torch.uint64:  # few operations know it: as int64, in its order
         top = torch.iinfo(torch.int64).min
         values = piece.view(torch.int64) ^ top
-        return Stat(int(values.amin()) - top, int(values.amax()) - top)
+        return TorchStat(int(values.amin()) - top, int(values.amax()) - top)
     values = piece.to(torch.int64)
-    return Stat(int(values.amin()), int(values.amax()))
+    return TorchStat(int(values.amin()), int(values.amax()))
 
 
-def _scan_complex(parts: torch.Tensor) -> Stat:
+def _scan_complex(parts: torch.Tensor) -> TorchStat:
     """Scans moduli: in float64 where the parts are narrower, rounded once."""
     real, imaginary = parts.to(torch.float64).unbind(-1)
     if parts.dtype is torch.float64:
@@ -183,10 +183,10 @@ def _stat(
     is_inf: torch.Tensor,
     positive: torch.Tensor,
     negative: torch.Tensor,
-) -> Stat:
+) -> TorchStat:
     counts = [mask.sum().to(magnitudes.dtype) for mask in (is_nan, is_inf)]
     signs = [mask.any().to(magnitudes.dtype) for mask in (positive, negative)]
     ends = [magnitudes.amin(), magnitudes.amax()]
     low, high, nans, infs, up, down = torch.stack([*ends, *counts, *signs]).tolist()
     kinds = POSITIVE_INF * bool(up) | NEGATIVE_INF * bool(down) | NAN * bool(nans)
-    return Stat(low, high, int(nans), int(infs), kinds)
+    return TorchStat(low, high, int(nans), int(infs), kinds)
