@@ -42,11 +42,11 @@ def add_to(commands: Commands) -> None:
 def _run(parsed: argparse.Namespace) -> int:
     from ..doctor.examination import Examination
     from ..doctor.rendezvous import Address
-    from ..doctor.stage import Settings
+    from ..doctor.stage import ExaminationSettings
 
     if not parsed.seconds > 0:
         return fail(f"--seconds must be greater than 0, got {parsed.seconds:g}")
-    settings = Settings(
+    settings = ExaminationSettings(
         limit=parsed.seconds, folder=parsed.folder, backend=parsed.backend
     )
     try:

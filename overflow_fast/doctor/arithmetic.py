@@ -11,7 +11,7 @@ import torch
 from ..core.tensors import digest_of
 from .links import odd_ones
 from .roll_call import facts_of
-from .stage import BROKEN, Finding, Settings, Site, Stage, capital, named
+from .stage import BROKEN, ExaminationSettings, Finding, Site, Stage, capital, named
 
 NAME = "arithmetic"
 _SEED = 20
@@ -86,7 +86,7 @@ def _digests(site: Site) -> dict[str, int]:
     return found
 
 
-def _judge(data: Mapping[int, Digests], settings: Settings) -> list[Finding]:
+def _judge(data: Mapping[int, Digests], settings: ExaminationSettings) -> list[Finding]:
     hosts = {rank: each.host for rank, each in data.items()}
     found = []
     for rank, each in data.items():

@@ -10,7 +10,16 @@ import torch
 import torch.distributed as dist
 
 from .links import culprits
-from .stage import BROKEN, Finding, Pair, Settings, Site, Stage, capital, named
+from .stage import (
+    BROKEN,
+    ExaminationSettings,
+    Finding,
+    Pair,
+    Site,
+    Stage,
+    capital,
+    named,
+)
 
 NAME = "collectives"
 DTYPES = (
@@ -145,7 +154,7 @@ def _comparable(values: torch.Tensor) -> torch.Tensor:
     return torch.stack([values.isnan().double(), values.double().nan_to_num(0.0)])
 
 
-def _judge(data: Mapping[int, Any], settings: Settings) -> list[Finding]:
+def _judge(data: Mapping[int, Any], settings: ExaminationSettings) -> list[Finding]:
     members = sorted(data)
     wrong: dict[str, set[Pair]] = {}
     examples: dict[tuple[str, Pair], str] = {}

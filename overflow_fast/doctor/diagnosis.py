@@ -15,7 +15,7 @@ from ..files.schema import SCHEMA, to_plain
 from ..page.render import GENERATOR, html_templates, page_style, save_page
 from ..text import as_lines
 from .links import Measured, passes_of
-from .roll_call import Facts
+from .roll_call import RankFacts
 from .stage import STATES, Finding, Pair, StageResult
 
 
@@ -34,7 +34,7 @@ class Diagnosis:
     world: int
     findings: Sequence[Finding] = ()
     stages: Sequence[StageResult] = ()
-    facts: Mapping[int, Facts] = field(default_factory=dict)
+    facts: Mapping[int, RankFacts] = field(default_factory=dict)
     measured: Mapping[int, Measured] = field(default_factory=dict)
 
     @property

@@ -40,11 +40,11 @@ from .roll_call import (
 from .stage import (
     BROKEN,
     STATES,
+    ExaminationSettings,
     Finding,
-    Outcome,
-    Settings,
     Site,
     Stage,
+    StageOutcome,
     StageResult,
     capital,
     named,
@@ -63,7 +63,7 @@ _GONE = {
 
 
 def lost_ranks(
-    stage: str, outcomes: Mapping[int, Outcome], hosts: Mapping[int, str]
+    stage: str, outcomes: Mapping[int, StageOutcome], hosts: Mapping[int, str]
 ) -> tuple[list[Finding], list[int]]:
     """Names the ranks that keep a stage from ending.
 
@@ -89,7 +89,9 @@ def lost_ranks(
     return [_stuck(stage, behind, outcomes, hosts)], behind
 
 
-def _gone(stage: str, rank: int, outcome: Outcome, hosts: Mapping[int, str]) -> Finding:
+def _gone(
+    stage: str, rank: int, outcome: StageOutcome, hosts: Mapping[int, str]
+) -> Finding:
     why = f" ({outcome.detail})" if outcome.detail else ""
     where = f", in {outcome.doing}" if outcome.doing else ""
     text = f"{named([rank], hosts)} {_GONE[outcome.state]}{why}{where}."
@@ -99,7 +101,7 @@ def _gone(stage: str, rank: int, outcome: Outcome, hosts: Mapping[int, str]) -> 
 def _stuck(
     stage: str,
     behind: Sequence[int],
-    outcomes: Mapping[int, Outcome],
+    outcomes: Mapping[int, StageOutcome],
     hosts: Mapping[int, str],
 ) -> Finding:
     first = outcomes[behind[0]]
@@ -136,7 +138,9 @@ class StageProcess:
         generation: The number of processes that this rank has given up.
     """
 
-    def __init__(self, address: Address, settings: Settings, generation: int) -> None:
+    def __init__(
+        self, address: Address, settings: ExaminationSettings, generation: int
+    ) -> None:
         context = multiprocessing.get_context(_start_method())
         self._pipe, other = context.Pipe()
         self._process = context.Process(  # type: ignore[attr-defined]
@@ -152,7 +156,7 @@ class StageProcess:
         members: Sequence[int],
         hosts: Mapping[int, str],
         limit: float,
-    ) -> Outcome:
+    ) -> StageOutcome:
         """Runs a stage; returns how it ended, within the limit."""
         number, doing = 0, "the start of its process"
         try:
@@ -166,18 +170,20 @@ class StageProcess:
                 if kind == "note":
                     number, doing = number + 1, value
                 elif kind == "done":
-                    return Outcome("done", number, doing, data=value)
+                    return StageOutcome("done", number, doing, data=value)
                 else:
-                    return Outcome("error", number, doing, value)
+                    return StageOutcome("error", number, doing, value)
             return self._given_up(number, doing)
         except (EOFError, OSError):
             self._process.join(_START_SECONDS)
-            return Outcome("died", number, doing, _exit_text(self._process.exitcode))
+            return StageOutcome(
+                "died", number, doing, _exit_text(self._process.exitcode)
+            )
 
-    def _given_up(self, number: int, doing: str) -> Outcome:
+    def _given_up(self, number: int, doing: str) -> StageOutcome:
         is_stopped = _state_of(self._process.pid) == "T"
         detail = "stopped by a signal, such as SIGSTOP" if is_stopped else ""
-        return Outcome("stopped" if is_stopped else "hung", number, doing, detail)
+        return StageOutcome("stopped" if is_stopped else "hung", number, doing, detail)
 
     def end(self) -> None:
         """Ends the process, which may hang."""
@@ -212,7 +218,7 @@ def _exit_text(code: int | None) -> str:
 
 
 def serve(
-    pipe: Connection, address: Address, settings: Settings, generation: int
+    pipe: Connection, address: Address, settings: ExaminationSettings, generation: int
 ) -> None:
     """Runs the stages that come by a pipe, until it is closed."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -251,7 +257,7 @@ def _end_with_parent() -> None:
 def _site(
     pipe: Connection,
     address: Address,
-    settings: Settings,
+    settings: ExaminationSettings,
     members: Sequence[int],
     hosts: Mapping[int, str],
     log: Path | None,
@@ -331,7 +337,10 @@ class Examination:
     """
 
     def __init__(
-        self, address: Address, settings: Settings, stages: Sequence[Stage] = STAGES
+        self,
+        address: Address,
+        settings: ExaminationSettings,
+        stages: Sequence[Stage] = STAGES,
     ) -> None:
         self._address = address
         self._settings = settings
@@ -444,8 +453,8 @@ class Examination:
     ) -> Decision:
         """Judges a stage, on the rank that leads."""
         given = meeting.gather(f"stage{number}", members, self._patience)
-        outcomes: dict[int, Outcome] = {
-            rank: given.get(rank, Outcome("silent")) for rank in members
+        outcomes: dict[int, StageOutcome] = {
+            rank: given.get(rank, StageOutcome("silent")) for rank in members
         }
         findings, lost = lost_ranks(stage.name, outcomes, self._hosts)
         data = {r: each.data for r, each in outcomes.items() if each.state == "done"}

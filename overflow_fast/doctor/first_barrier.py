@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from .links import odd_ones
 from .roll_call import slow_network
-from .stage import BROKEN, WARNING, Finding, Settings, Site, Stage, named
+from .stage import BROKEN, WARNING, ExaminationSettings, Finding, Site, Stage, named
 
 NAME = "barrier"
 
@@ -36,7 +36,7 @@ def _run(site: Site) -> Met:
     return Met(site.hosts[site.rank], site.network())
 
 
-def _judge(data: Mapping[int, Met], settings: Settings) -> list[Finding]:
+def _judge(data: Mapping[int, Met], settings: ExaminationSettings) -> list[Finding]:
     networks = {rank: each.network for rank, each in data.items() if each.network}
     if not networks:
         return []

@@ -14,7 +14,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .stage import NOTE, WARNING, Finding, Pair, Settings, Site, Stage, capital, named
+from .stage import (
+    NOTE,
+    WARNING,
+    ExaminationSettings,
+    Finding,
+    Pair,
+    Site,
+    Stage,
+    capital,
+    named,
+)
 
 # Finds what is out of line among measured numbers. Pure functions.
 
@@ -336,7 +346,9 @@ def _fastest(function: Callable[[], object], site: Site) -> float:
 # What is out of line.
 
 
-def _judge(data: Mapping[int, Measured], settings: Settings) -> list[Finding]:
+def _judge(
+    data: Mapping[int, Measured], settings: ExaminationSettings
+) -> list[Finding]:
     crowded = _crowded(data)
     if crowded:
         return [Finding(NAME, NOTE, (), crowded)]
@@ -374,7 +386,7 @@ def passes_of(data: Mapping[int, Measured], name: str) -> list[dict[Pair, float]
 
 
 def _slow_links(
-    data: Mapping[int, Measured], settings: Settings, name: str, what: str
+    data: Mapping[int, Measured], settings: ExaminationSettings, name: str, what: str
 ) -> list[Finding]:
     passes = passes_of(data, name)
     hosts = {rank: each.host for rank, each in data.items()}
@@ -401,7 +413,9 @@ def _slow_links(
     return found
 
 
-def _stragglers(data: Mapping[int, Any], settings: Settings) -> list[Finding]:
+def _stragglers(
+    data: Mapping[int, Any], settings: ExaminationSettings
+) -> list[Finding]:
     passes = [
         {rank: each.product[number] for rank, each in data.items()}
         for number in range(_PASSES)

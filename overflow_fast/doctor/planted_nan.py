@@ -12,7 +12,7 @@ from torch import nn
 from ..core.tensors import digest_of
 from ..guard.guard import OverflowGuard
 from .links import odd_ones
-from .stage import BROKEN, Finding, Settings, Site, Stage, named
+from .stage import BROKEN, ExaminationSettings, Finding, Site, Stage, named
 
 NAME = "agreement"
 _STEPS = 3
@@ -64,7 +64,7 @@ def _run(site: Site) -> Told:
     return Told(site.members[planted], reports, skipped, weights)
 
 
-def _judge(data: Mapping[int, Told], settings: Settings) -> list[Finding]:
+def _judge(data: Mapping[int, Told], settings: ExaminationSettings) -> list[Finding]:
     def said(told: Told) -> tuple[object, ...]:
         return tuple(told.reports.items()), told.num_skipped, told.weights
 

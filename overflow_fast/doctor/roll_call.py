@@ -18,7 +18,16 @@ import torch
 import torch.distributed as dist
 
 from .links import late_ranks, odd_ones
-from .stage import BROKEN, WARNING, Finding, Settings, Site, Stage, capital, named
+from .stage import (
+    BROKEN,
+    WARNING,
+    ExaminationSettings,
+    Finding,
+    Site,
+    Stage,
+    capital,
+    named,
+)
 
 # Facts about a rank that need no other rank: versions, device, memory, clocks.
 
@@ -34,7 +43,7 @@ _SMI_SECONDS = 10
 
 
 @dataclass(frozen=True)
-class Facts:
+class RankFacts:
     """A rank, as it describes itself.
 
     Attributes:
@@ -84,9 +93,9 @@ def backend_of(device: torch.device, asked: str | None) -> str:
     return asked or ("nccl" if has_nccl else "gloo")
 
 
-def facts_of(device: torch.device, asked: str | None) -> Facts:
+def facts_of(device: torch.device, asked: str | None) -> RankFacts:
     """Collects the facts of this rank. Initializes its GPU."""
-    of_all = Facts(
+    of_all = RankFacts(
         socket.gethostname(),
         os.getpid(),
         local_rank(),
@@ -161,7 +170,7 @@ NAME = "roll call"
 _MOST_TAKEN = 0.1  # of a GPU's memory, before a run begins
 
 
-def _run(site: Site) -> Facts:
+def _run(site: Site) -> RankFacts:
     return facts_of(site.device, site.settings.backend)
 
 
@@ -177,7 +186,9 @@ def missing(absent: Sequence[int], world: int, limit: float) -> list[Finding]:
     return [Finding(NAME, BROKEN, tuple(absent), text)]
 
 
-def judge(facts: Mapping[int, Facts], settings: Settings) -> list[Finding]:
+def judge(
+    facts: Mapping[int, RankFacts], settings: ExaminationSettings
+) -> list[Finding]:
     """Finds what does not fit among the facts of ranks."""
     hosts = {rank: each.host for rank, each in facts.items()}
     return [
@@ -189,7 +200,7 @@ def judge(facts: Mapping[int, Facts], settings: Settings) -> list[Finding]:
 
 
 def _versions(
-    facts: Mapping[int, Facts], hosts: Mapping[int, str]
+    facts: Mapping[int, RankFacts], hosts: Mapping[int, str]
 ) -> Iterator[Finding]:
     names = {name for each in facts.values() for name in each.versions}
     drivers = {rank: each.smi.get("driver") for rank, each in facts.items()}
@@ -222,7 +233,9 @@ def _odd(
     return f"{name} is {theirs} on {named(ranks, hosts)}, and {most} on the others."
 
 
-def _doubles(facts: Mapping[int, Facts], hosts: Mapping[int, str]) -> Iterator[Finding]:
+def _doubles(
+    facts: Mapping[int, RankFacts], hosts: Mapping[int, str]
+) -> Iterator[Finding]:
     """Ranks that share a GPU, or the number on their host."""
     owners = collections.defaultdict[tuple[str, str], list[int]](list)
     for rank, each in facts.items():
@@ -239,7 +252,9 @@ def _doubles(facts: Mapping[int, Facts], hosts: Mapping[int, str]) -> Iterator[F
             yield Finding(NAME, BROKEN, tuple(ranks), text)
 
 
-def _devices(facts: Mapping[int, Facts], hosts: Mapping[int, str]) -> Iterator[Finding]:
+def _devices(
+    facts: Mapping[int, RankFacts], hosts: Mapping[int, str]
+) -> Iterator[Finding]:
     for rank, each in facts.items():
         who, number = capital(named([rank], hosts)), each.local_rank
         for severity, text in (
@@ -252,7 +267,7 @@ def _devices(facts: Mapping[int, Facts], hosts: Mapping[int, str]) -> Iterator[F
                 yield Finding(NAME, severity, (rank,), f"{who}: {text}.")
 
 
-def _wrong_device(facts: Facts, number: int | None) -> str:
+def _wrong_device(facts: RankFacts, number: int | None) -> str:
     if not facts.num_gpus or number is None or number < facts.num_gpus:
         return ""
     return (
@@ -261,20 +276,20 @@ def _wrong_device(facts: Facts, number: int | None) -> str:
     )
 
 
-def _memory(facts: Facts) -> str:
+def _memory(facts: RankFacts) -> str:
     if facts.taken <= _MOST_TAKEN:
         return ""
     return f"{facts.taken:.0%} of the GPU's memory is taken already"
 
 
-def _ecc(facts: Facts) -> str:
+def _ecc(facts: RankFacts) -> str:
     errors = facts.smi.get("ecc_errors", "0")
     if errors in ("0", "N/A"):
         return ""
     return f"the GPU has {errors} uncorrected ECC errors"
 
 
-def _slowdown(facts: Facts) -> str:
+def _slowdown(facts: RankFacts) -> str:
     if facts.smi.get("hw_slowdown") != "Active":
         return ""
     clock, most = facts.smi.get("clock_mhz", "?"), facts.smi.get("max_clock_mhz", "?")
@@ -282,7 +297,9 @@ def _slowdown(facts: Facts) -> str:
 
 
 def _late(
-    facts: Mapping[int, Facts], settings: Settings, hosts: Mapping[int, str]
+    facts: Mapping[int, RankFacts],
+    settings: ExaminationSettings,
+    hosts: Mapping[int, str],
 ) -> Iterator[Finding]:
     waited = {rank: each.waited for rank, each in facts.items()}
     for rank, seconds in late_ranks(waited, settings.late).items():

@@ -15,7 +15,7 @@ Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Settings:
+class ExaminationSettings:
     """The limits of an examination, in seconds where nothing else is said.
 
     Attributes:
@@ -78,7 +78,7 @@ class Site:
     members: Sequence[int]
     hosts: Mapping[int, str]
     device: torch.device
-    settings: Settings
+    settings: ExaminationSettings
     note: Callable[[str], None]
     session: str
     network: Callable[[], str] = str
@@ -89,7 +89,7 @@ class Site:
         return list(self.members).index(self.rank)
 
 
-Judge = Callable[[Mapping[int, Any], Settings], list[Finding]]
+Judge = Callable[[Mapping[int, Any], ExaminationSettings], list[Finding]]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StageOutcome:
     """The end of a stage on one rank.
 
     Attributes:

@@ -11,7 +11,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from .stage import BROKEN, WARNING, Finding, Settings, Site, Stage, capital, named
+from .stage import (
+    BROKEN,
+    WARNING,
+    ExaminationSettings,
+    Finding,
+    Site,
+    Stage,
+    capital,
+    named,
+)
 
 NAME = "memory and folder"
 _MOST = 2**30  # bytes to allocate, of which at most half of what is free
@@ -101,7 +110,7 @@ def _contents(rank: int) -> bytes:
     return rank.to_bytes(8, "little") * (_FILE // 8)
 
 
-def _judge(data: Mapping[int, Stored], settings: Settings) -> list[Finding]:
+def _judge(data: Mapping[int, Stored], settings: ExaminationSettings) -> list[Finding]:
     hosts = {rank: each.host for rank, each in data.items()}
     found = []
     failed = {rank for rank, each in data.items() if each.errors}

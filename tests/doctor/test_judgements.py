@@ -21,20 +21,20 @@ from overflow_fast.doctor.links import (
     rounds_of,
 )
 from overflow_fast.doctor.planted_nan import AGREEMENT, Told
-from overflow_fast.doctor.roll_call import ROLL_CALL, Facts
+from overflow_fast.doctor.roll_call import ROLL_CALL, RankFacts
 from overflow_fast.doctor.stage import (
     BROKEN,
     WARNING,
+    ExaminationSettings,
     Finding,
-    Outcome,
-    Settings,
+    StageOutcome,
     StageResult,
 )
 from overflow_fast.doctor.storage import STORAGE, Stored
 
 WORLD, PER_HOST = 16, 8
 HOSTS = {rank: f"Node-{rank // PER_HOST}" for rank in range(WORLD)}
-SETTINGS = Settings()
+SETTINGS = ExaminationSettings()
 ROUNDS = rounds_of(range(WORLD), HOSTS, SETTINGS.samples)
 MICRO = 1e-6
 
@@ -77,7 +77,7 @@ def measured_of(chance, slow=lambda a, b: 1.0, straggling=lambda rank: 1.0):
 
 def facts_of(chance):
     return {
-        rank: Facts(
+        rank: RankFacts(
             *(HOSTS[rank], 100 + rank, rank % PER_HOST),
             {"torch": "2.13.0", "NCCL": "2.29.2"},
             "nccl",
@@ -211,16 +211,20 @@ def test_nvidia_smis_line_is_read():
 
 
 def test_ranks_that_are_gone_explain_those_that_wait():
-    waiting = Outcome("error", 4, "all-reduce of int32", "RuntimeError: timed out")
-    outcomes = {0: waiting, 1: Outcome("died", 3, "all-reduce", "SIGKILL"), 2: waiting}
+    waiting = StageOutcome("error", 4, "all-reduce of int32", "RuntimeError: timed out")
+    outcomes = {
+        0: waiting,
+        1: StageOutcome("died", 3, "all-reduce", "SIGKILL"),
+        2: waiting,
+    }
     found, lost = lost_ranks("collectives", outcomes, HOSTS)
     assert lost == [1]
     assert [f.text for f in found] == ["Rank 1 (Node-0) died (SIGKILL), in all-reduce."]
 
 
 def test_a_rank_that_stands_before_a_collective_is_named():
-    waiting = Outcome("hung", 4, "all-reduce of int32")
-    outcomes = {0: waiting, 1: Outcome("hung", 3, "arithmetic"), 2: waiting}
+    waiting = StageOutcome("hung", 4, "all-reduce of int32")
+    outcomes = {0: waiting, 1: StageOutcome("hung", 3, "arithmetic"), 2: waiting}
     found, lost = lost_ranks("collectives", outcomes, HOSTS)
     assert lost == [1]
     assert found[0].text == (
@@ -230,14 +234,17 @@ def test_a_rank_that_stands_before_a_collective_is_named():
 
 
 def test_nobody_is_named_where_all_wait_in_the_same():
-    waiting = Outcome("error", 2, "a barrier", "RuntimeError: timed out")
+    waiting = StageOutcome("error", 2, "a barrier", "RuntimeError: timed out")
     found, lost = lost_ranks("barrier", {0: waiting, 1: waiting}, HOSTS)
     assert lost == [0, 1] and found[0].ranks == ()
     assert found[0].text == ("No rank came out of a barrier: RuntimeError: timed out.")
 
 
 def test_one_that_stays_while_the_others_are_done_is_named():
-    outcomes = {0: Outcome("done", 2), 1: Outcome("hung", 2, "a write to /data")}
+    outcomes = {
+        0: StageOutcome("done", 2),
+        1: StageOutcome("hung", 2, "a write to /data"),
+    }
     found, lost = lost_ranks("memory and folder", outcomes, HOSTS)
     assert lost == [1]
     assert found[0].text == (

@@ -13,7 +13,7 @@ from processes import context
 
 from overflow_fast.doctor.examination import Examination
 from overflow_fast.doctor.rendezvous import Address, connect
-from overflow_fast.doctor.stage import Settings
+from overflow_fast.doctor.stage import ExaminationSettings
 
 PATIENCE = 120  # seconds until a test counts as hung
 
@@ -29,7 +29,7 @@ def examine(world, stages, absent=(), before=None, **settings):
     store = connect("localhost", 0, is_host=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        settings = Settings(**{"limit": 60.0, "grace": 20.0, **settings})
+        settings = ExaminationSettings(**{"limit": 60.0, "grace": 20.0, **settings})
         processes = {
             rank: context().Process(
                 target=_examined,
