@@ -36,13 +36,13 @@ def add_to(commands: Commands) -> None:
 
 def _run(parsed: argparse.Namespace) -> int:
     try:
-        from ..demo import Settings, show
+        from ..demo import DemoSettings, show
     except ImportError as error:
         return fail(
             f"The demo needs transformers: `pip install transformers` ({error})."
         )
     return show(
-        Settings(
+        DemoSettings(
             parsed.dtype,
             parsed.batch_size,
             parsed.length,

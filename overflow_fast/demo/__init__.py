@@ -19,9 +19,9 @@ from transformers.debug_utils import DebugUnderflowOverflow as Original
 
 from ..debug import DebugUnderflowOverflow
 from ..precision.keep_in_fp32 import keep_in_fp32
-from .model import Settings, build, forward, push_to_the_limit, read_batch
+from .model import DemoSettings, build, forward, push_to_the_limit, read_batch
 
-__all__ = ["Settings", "show"]
+__all__ = ["DemoSettings", "show"]
 
 Batch = dict[str, torch.Tensor]
 
@@ -44,7 +44,7 @@ def _watch(detector: type[Any], run: Callable[[], object], model: nn.Module) -> 
     return Story(out.getvalue(), None)
 
 
-def _time_each(settings: Settings, batch: Batch) -> dict[str, list[float]]:
+def _time_each(settings: DemoSettings, batch: Batch) -> dict[str, list[float]]:
     """Measures a clean forward of each, in turn, in seconds."""
     models = {name: build(settings) for name in ("bare", "transformers", "ours")}
     Original(models["transformers"])  # type: ignore[no-untyped-call]
@@ -95,13 +95,13 @@ def _compare(original: Story, ours: Story) -> str | None:
     return "\n".join(lines)
 
 
-def _overflow(detector: type[Any], settings: Settings, batch: Batch) -> Story:
+def _overflow(detector: type[Any], settings: DemoSettings, batch: Batch) -> Story:
     model = build(settings)
     push_to_the_limit(model, batch, settings)
     return _watch(detector, lambda: forward(model, batch, settings.seed), model)
 
 
-def _remedied(settings: Settings, batch: Batch) -> Story:
+def _remedied(settings: DemoSettings, batch: Batch) -> Story:
     """Runs the same forward with the encoder in float32, up to its last layer norm."""
     model = build(settings)
     push_to_the_limit(model, batch, settings)
@@ -110,7 +110,7 @@ def _remedied(settings: Settings, batch: Batch) -> Story:
     return _watch(DebugUnderflowOverflow, run, model)
 
 
-def show(settings: Settings) -> int:
+def show(settings: DemoSettings) -> int:
     """Runs the demo, prints what it finds and returns the exit status.
 
     Returns:
@@ -143,7 +143,7 @@ def show(settings: Settings) -> int:
     return status
 
 
-def _about(model: nn.Module, settings: Settings) -> str:
+def _about(model: nn.Module, settings: DemoSettings) -> str:
     num_modules = sum(1 for _ in model.modules())
     num_bytes = sum(p.nbytes for p in model.parameters())
     return (

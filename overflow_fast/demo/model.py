@@ -11,7 +11,7 @@ from torch import nn
 from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 
 
-class Settings(NamedTuple):
+class DemoSettings(NamedTuple):
     """The arguments of the demo."""
 
     dtype: str = "float16"
@@ -27,7 +27,7 @@ class Settings(NamedTuple):
         return torch.finfo(getattr(torch, self.dtype)).max
 
 
-def build(settings: Settings) -> nn.Module:
+def build(settings: DemoSettings) -> nn.Module:
     """Makes the model, with drawn weights, ready to train."""
     shape: dict[str, Any] = {
         "d_model": 512,
@@ -54,7 +54,7 @@ def build(settings: Settings) -> nn.Module:
     return model.to(getattr(torch, settings.dtype)).train()
 
 
-def read_batch(settings: Settings) -> dict[str, torch.Tensor]:
+def read_batch(settings: DemoSettings) -> dict[str, torch.Tensor]:
     """Reads article 1 of the Universal Declaration of Human Rights, a language a row.
 
     Returns:
@@ -81,7 +81,7 @@ def forward(model: nn.Module, batch: dict[str, torch.Tensor], seed: int) -> floa
 
 
 def push_to_the_limit(
-    model: nn.Module, batch: dict[str, torch.Tensor], settings: Settings
+    model: nn.Module, batch: dict[str, torch.Tensor], settings: DemoSettings
 ) -> str:
     """Scales one feed-forward weight so that its output nearly fills the dtype.
 

@@ -3,12 +3,12 @@
 import pytest
 
 import overflow_fast.demo as demo
-from overflow_fast.demo import Settings, Story, show
+from overflow_fast.demo import DemoSettings, Story, show
 from overflow_fast.demo.model import build, forward, push_to_the_limit, read_batch
 
 pytestmark = pytest.mark.slow
 
-TINY = Settings(batch_size=2, length=32, rounds=1, tiny=True)
+TINY = DemoSettings(batch_size=2, length=32, rounds=1, tiny=True)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

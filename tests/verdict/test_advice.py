@@ -10,7 +10,7 @@ from torch import nn
 
 import overflow_fast
 from overflow_fast import Explain, Explanation, OverflowGuard
-from overflow_fast.demo.model import Settings, build, push_to_the_limit, read_batch
+from overflow_fast.demo.model import DemoSettings, build, push_to_the_limit, read_batch
 from overflow_fast.report.report import answers
 
 WIDTH = 8
@@ -200,7 +200,7 @@ def test_the_advice_makes_the_same_batch_finite(case, is_autocast):
 
 def test_a_dropout_that_overflows_is_helped():
     """It makes an inf of what nearly fills float16: casting it back would not do."""
-    settings = Settings(tiny=True, batch_size=2, length=32)
+    settings = DemoSettings(tiny=True, batch_size=2, length=32)
     batch = read_batch(settings)
 
     def step(advice=None):
