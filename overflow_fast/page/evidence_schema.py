@@ -46,7 +46,7 @@ class SavedOp(Struct):
     outputs: list[OpTensor] = field(default_factory=list)
 
 
-class Remedy(Struct):
+class SavedRemedy(Struct):
     """A change that was tried on the step."""
 
     text: str = ""
@@ -74,10 +74,10 @@ class SavedExplanation(Struct):
     chain: list[str] = field(default_factory=list)
     evidence: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    remedies: list[Remedy] = field(default_factory=list)
+    remedies: list[SavedRemedy] = field(default_factory=list)
 
 
-class First(Struct):
+class SavedFirst(Struct):
     """The first bad entry of a verdict."""
 
     fqn: str = ""
@@ -85,10 +85,10 @@ class First(Struct):
     label: str = ""
 
 
-class Verdict(Struct):
+class SavedVerdict(Struct):
     """Verdict on the frames of a step."""
 
-    first: First | None = None
+    first: SavedFirst | None = None
     source: str | None = None
     maker: str | None = None
 
@@ -98,7 +98,7 @@ class SavedReport(Struct):
 
     summary: str = ""
     sentences: list[str] | UnsetType = UNSET
-    verdict: Verdict | None = None
+    verdict: SavedVerdict | None = None
     explanation: SavedExplanation | None = None
     not_covered: list[str] | None = None
     frames: list[str] | None = None

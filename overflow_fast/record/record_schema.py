@@ -21,7 +21,7 @@ from ..files.schema import (
 _Bytes: TypeAlias = bytes | UnsetType
 
 
-class RunLine(Struct, tag_field="kind", tag="flight_record"):
+class FlightRecordLine(Struct, tag_field="kind", tag="flight_record"):
     """The first line. Nothing in it is needed to read the others."""
 
     schema: int
@@ -42,7 +42,7 @@ class RunLine(Struct, tag_field="kind", tag="flight_record"):
     devices: list[str] | UnsetType = UNSET
 
 
-class Entry(Struct):
+class ColumnName(Struct):
     """The name of a column."""
 
     module: str
@@ -59,7 +59,7 @@ class EntriesLine(Struct, tag_field="kind", tag="entries"):
 
     model: Index
     first: Index
-    entries: list[Entry]
+    entries: list[ColumnName]
 
 
 class Columns(Struct):
@@ -110,4 +110,4 @@ class StepsLine(Struct, tag_field="kind", tag="steps"):
             raise ValueError(f"{self.count} steps from {self.first} to {self.last}")
 
 
-LINES = Lines(RunLine, EntriesLine, StepsLine)
+LINES = Lines(FlightRecordLine, EntriesLine, StepsLine)
