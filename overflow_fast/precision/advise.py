@@ -19,7 +19,7 @@ from .copies import HALF, check_model
 from .judge import Judge, Thresholds
 from .layers import DTYPES, LayerProbe, first_line, floats_in
 from .precision_advice import LayerAdvice, PrecisionAdvice, PrecisionCheck
-from .runs import Outcome, Steps
+from .runs import BatchRuns, RunResult
 
 # Which modules make non-finite values in a run, forward and backward.
 
@@ -140,7 +140,7 @@ class Verifier:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: BatchRuns,
         rows: Sequence[LayerAdvice],
         limits: Thresholds,
         max_rounds: int,
@@ -181,7 +181,7 @@ class Verifier:
 
     def _run(
         self, watch: Makers, dtype: str, kept: list[str], scale: float
-    ) -> Outcome | str:
+    ) -> RunResult | str:
         """Runs the model; returns in words what it raises."""
         try:
             return self._steps.run(watch, DTYPES[dtype], kept, scale)
@@ -194,7 +194,7 @@ class Verifier:
         self,
         dtype: str,
         kept: list[str],
-        outcome: Outcome | str,
+        outcome: RunResult | str,
         watch: Makers,
         loss_scale: float,
     ) -> PrecisionCheck:
@@ -217,7 +217,7 @@ class Verifier:
         )
 
     def _failure(
-        self, outcome: Outcome, difference: float, gradients: float | None
+        self, outcome: RunResult, difference: float, gradients: float | None
     ) -> str:
         if not outcome.is_finite:
             return "not finite"
@@ -321,7 +321,7 @@ def advise_precision(
         max_gradient_difference,
     )
     _check_numbers(limits, max_rounds)
-    steps = Steps(model, function, _listed(batches), loss is not None)
+    steps = BatchRuns(model, function, _listed(batches), loss is not None)
     probe = LayerProbe(model)
     found = steps.run(probe, dropout=True, on_gradients=probe.add_gradients)
     if not found.is_finite:
@@ -372,7 +372,7 @@ def _advice(
     rows: Sequence[LayerAdvice],
     checks: list[PrecisionCheck],
     judge: Judge,
-    found: Outcome,
+    found: RunResult,
     not_seen: list[str],
     notes: list[str],
 ) -> PrecisionAdvice:
@@ -431,7 +431,7 @@ def _shortened(kept: Sequence[str], names: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def _notes(model: nn.Module, reference: Outcome) -> list[str]:
+def _notes(model: nn.Module, reference: RunResult) -> list[str]:
     notes = []
     halves = {str(p.dtype)[6:] for p in model.parameters() if p.dtype in HALF}
     if halves:

@@ -132,7 +132,7 @@ def expected_error(dtype: torch.dtype, num_roundings: int) -> float:
 
 
 @dataclass
-class Difference:
+class RelativeDifference:
     """A relative L2 difference, summed up over calls in float64.
 
     Attributes:
@@ -323,7 +323,7 @@ class Layer:
     weights: Magnitudes = field(default_factory=Magnitudes)
     output_gradients: Magnitudes = field(default_factory=Magnitudes)
     weight_gradients: Magnitudes = field(default_factory=Magnitudes)
-    errors: dict[str, Difference] = field(default_factory=dict)
+    errors: dict[str, RelativeDifference] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     not_compared: str = ""
     is_product: bool | None = None
@@ -458,7 +458,7 @@ class LayerProbe:
 def _add_error(
     layer: Layer, name: str, call: LayerCall, reference: list[torch.Tensor]
 ) -> None:
-    error = layer.errors.setdefault(name, Difference())
+    error = layer.errors.setdefault(name, RelativeDifference())
     try:
         made = call.in_dtype(DTYPES[name])
     except Exception as raised:  # a dtype that this device has no kernel for

@@ -19,13 +19,13 @@ from ..state.random import RandomStates
 from ..torch_internals.module_internals import is_dropout
 from .copies import copied_batch, on_copies
 from .keep_in_fp32 import keep_in_fp32
-from .layers import Difference, floats_in
+from .layers import RelativeDifference, floats_in
 
 Gradients = dict[int, torch.Tensor]
 
 
 @dataclass
-class Outcome:
+class RunResult:
     """The result of a run.
 
     Attributes:
@@ -53,24 +53,24 @@ class Outcome:
             bool(_values(each).isfinite().all()) for each in values
         )
 
-    def difference(self, reference: Outcome) -> float:
+    def difference(self, reference: RunResult) -> float:
         """The relative difference of the losses, or of outputs where there are none."""
-        found = Difference()
+        found = RelativeDifference()
         for loss, golden in zip(self.losses, reference.losses, strict=True):
             found.add(torch.tensor(loss), torch.tensor(golden))
         for output, golden_output in zip(self.outputs, reference.outputs, strict=True):
             found.add(output, golden_output)
         return found.relative
 
-    def gradient_difference(self, reference: Outcome) -> float | None:
+    def gradient_difference(self, reference: RunResult) -> float | None:
         """The relative L2 difference of all gradients, or None without gradients."""
-        found = Difference()
+        found = RelativeDifference()
         for name, golden in reference.gradients.items():
             found.add(self.gradients[name], golden)
         return found.relative if reference.gradients else None
 
 
-class Steps:
+class BatchRuns:
     """Batches that a model can be run on again and again.
 
     Each run begins with the model's own weights and the same random states, and
@@ -105,7 +105,7 @@ class Steps:
         scale: float = 1.0,
         dropout: bool = False,
         on_gradients: Callable[[Gradients], None] | None = None,
-    ) -> Outcome:
+    ) -> RunResult:
         """Runs forward and backward on every batch.
 
         Args:
@@ -116,7 +116,7 @@ class Steps:
             dropout: Whether dropout modules work as the model has them, or not.
             on_gradients: Is given the gradients of each batch by parameters' ids.
         """
-        outcome = Outcome()
+        outcome = RunResult()
         with ExitStack() as stack:
             stack.enter_context(_calm(self.model))
             stack.enter_context(watch)
@@ -134,7 +134,7 @@ class Steps:
 
     def _run_one(
         self,
-        outcome: Outcome,
+        outcome: RunResult,
         batch: Any,
         dtype: torch.dtype | None,
         scale: float,

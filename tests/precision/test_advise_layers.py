@@ -9,9 +9,9 @@ from torch import nn
 from overflow_fast.precision.copies import on_copies
 from overflow_fast.precision.layers import (
     DTYPES,
-    Difference,
     LayerCall,
     Magnitudes,
+    RelativeDifference,
     expected_error,
     rounded_to_float8,
 )
@@ -91,7 +91,7 @@ def test_sparse_gradients_and_empty_tensors():
 def test_rounding_makes_the_error_that_the_formula_says(name):
     values = spread(40_000, -3, 3)
     rounded = values.to(DTYPES[name]).double()
-    found = Difference()
+    found = RelativeDifference()
     found.add(rounded[:10], values[:10])
     found.add(rounded[10:], values[10:])
     error = float((rounded - values).norm() / values.double().norm())
@@ -100,7 +100,7 @@ def test_rounding_makes_the_error_that_the_formula_says(name):
 
 
 def test_differences_count_where_float32_is_finite():
-    found = Difference()
+    found = RelativeDifference()
     masked = torch.tensor([1.0, -math.inf])
     found.add(masked, masked)
     assert found.relative == 0.0
