@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .comparison import Comparison, First, has_other_shape
+from .comparison import Comparison, RootDifference, has_other_shape
 from .error_bounds import judge_all
-from .judged_rows import MADE_HERE, Difference, difference_of
-from .matching import Entry, Matched, entries_of_rank, entries_of_ranks, match
+from .judged_rows import MADE_HERE, TensorDifference, difference_of
+from .matching import Matched, StepTensor, entries_of_rank, entries_of_ranks, match
 from .msprobe_dump import find_dumps, read_dumps
-from .recordings import RankStep, Run, has_unequal_states, read_run
+from .recordings import RankStep, RecordedRun, has_unequal_states, read_run
 from .tensor_hooks import BACKWARD, FORWARD, STATE
 
 # Remarks before anything is compared: how the two runs were unlike.
@@ -33,7 +33,7 @@ _SETTINGS = {
 }
 
 
-def of_runs(run: Run, reference: Run) -> Iterator[str]:
+def of_runs(run: RecordedRun, reference: RecordedRun) -> Iterator[str]:
     """Sentences on two runs: damage, versions, ranks, steps."""
     yield from (*run.damaged, *reference.damaged)
     mine, its = run.heads[0].get("versions", {}), reference.heads[0].get("versions", {})
@@ -102,7 +102,7 @@ def of_matches(step: int, matched: Matched) -> Iterator[str]:
             )
 
 
-def _missing(entries: Sequence[Entry]) -> str:
+def _missing(entries: Sequence[StepTensor]) -> str:
     roles = collections.Counter(e.place.role.replace("_", " ") for e in entries)
     counts = ", ".join(f"{count} {role}" for role, count in roles.most_common())
     ranks = {entry.rank for entry in entries if entry.rank is not None}
@@ -151,7 +151,9 @@ class Known:
     lone_inputs: Container[str] = ()
 
 
-def first_of(rows: Sequence[Difference], known: Known | None = None) -> First | None:
+def first_of(
+    rows: Sequence[TensorDifference], known: Known | None = None
+) -> RootDifference | None:
     """Finds the first difference that is made where it shows.
 
     Args:
@@ -167,15 +169,17 @@ def first_of(rows: Sequence[Difference], known: Known | None = None) -> First | 
         others = [r for r in rows if r.place.phase == STATE and r.verdict == MADE_HERE]
         total = sum(r.place.phase == STATE for r in rows)
         remark = f"{len(others)} of {total} parameters and buffers differ."
-        return First(place.module, place.class_name, "weights", row, remark=remark)
+        return RootDifference(
+            place.module, place.class_name, "weights", row, remark=remark
+        )
     given = (r for r in rows if r.place.role == "input" and not r.place.module)
     other = next((r for r in given if r.rank == row.rank and has_other_shape(r)), None)
     if other is not None:
-        return First("", "", "batch", other)
+        return RootDifference("", "", "batch", other)
     if place.phase == BACKWARD:
         return _in_backward(row, rows, known)
     if place.role == "input" and not place.module:
-        return First("", "", "batch", row)
+        return RootDifference("", "", "batch", row)
     before = rows[: rows.index(row)]
     if place.role == "input":
         module = place.caller
@@ -185,11 +189,13 @@ def first_of(rows: Sequence[Difference], known: Known | None = None) -> First | 
     after = _returned_last(before, module)
     remark = _of_dropout(row, module, known) if "ropout" in kind else ""
     unknown = _not_compared(before, row, module, known)
-    return First(module, kind, "forward", row, after, remark=remark, unknown=unknown)
+    return RootDifference(
+        module, kind, "forward", row, after, remark=remark, unknown=unknown
+    )
 
 
 def _not_compared(
-    before: Sequence[Difference], row: Difference, module: str, known: Known
+    before: Sequence[TensorDifference], row: TensorDifference, module: str, known: Known
 ) -> tuple[str, ...]:
     """Names the tensors that a module was given of which nothing is known."""
     found = [
@@ -202,7 +208,7 @@ def _not_compared(
     return (*found, *(lone if module in known.lone_inputs else ()))
 
 
-def _is_source(given: Difference, row: Difference, module: str) -> bool:
+def _is_source(given: TensorDifference, row: TensorDifference, module: str) -> bool:
     """Tells whether a module had a tensor when it made that of a row."""
     place = given.place
     if place.phase != FORWARD:
@@ -213,7 +219,7 @@ def _is_source(given: Difference, row: Difference, module: str) -> bool:
     return place.module == module and is_this_call
 
 
-def _of_dropout(row: Difference, module: str, known: Known) -> str:
+def _of_dropout(row: TensorDifference, module: str, known: Known) -> str:
     """Describes why a module with dropout differs, where it is known."""
     if row.reference_name:  # its name in the other run is another
         return ""
@@ -227,7 +233,7 @@ def _of_dropout(row: Difference, module: str, known: Known) -> str:
     return ""
 
 
-def _returned_last(before: Sequence[Difference], module: str) -> str:
+def _returned_last(before: Sequence[TensorDifference], module: str) -> str:
     """The last module that had returned to this one."""
     calls = (
         row.place.module
@@ -237,7 +243,9 @@ def _returned_last(before: Sequence[Difference], module: str) -> str:
     return next((name for name in calls if name and name != module), "")
 
 
-def _in_backward(row: Difference, rows: Sequence[Difference], known: Known) -> First:
+def _in_backward(
+    row: TensorDifference, rows: Sequence[TensorDifference], known: Known
+) -> RootDifference:
     """Finds the modules that used a tensor whose gradient differs."""
     place = row.place
     if place.role == "parameter_gradient":
@@ -245,7 +253,7 @@ def _in_backward(row: Difference, rows: Sequence[Difference], known: Known) -> F
         kind = "backward" if is_known else "gradients"
         older = "Parameters had gradients before the step began."
         remark = older if known.had_gradients else _USED_ELSEWHERE
-        return First(place.module, place.class_name, kind, row, remark=remark)
+        return RootDifference(place.module, place.class_name, kind, row, remark=remark)
     given = [r.place for r in rows if _is_given(r, row, rows)]
     users = [each for each in given if each.role == "input" and each.is_leaf]
     if place.role == "input_gradient" and not users:
@@ -253,20 +261,22 @@ def _in_backward(row: Difference, rows: Sequence[Difference], known: Known) -> F
     names = list(dict.fromkeys(user.module for user in users))
     is_returned = any(each.role == "output" and not each.module for each in given)
     if is_returned and not names:
-        return First("", "", "loss", row)
+        return RootDifference("", "", "loss", row)
     if is_returned:
         remark = f"One of {', '.join(names)}, or the gradient that the model was given."
         kind = next((r.place.class_name for r in rows if not r.place.module), "")
-        return First("", kind, "backward", row, remark=remark)
+        return RootDifference("", kind, "backward", row, remark=remark)
     if len(names) == 1:
-        return First(users[0].module, users[0].class_name, "backward", row)
+        return RootDifference(users[0].module, users[0].class_name, "backward", row)
     module = _common_parent(names) if names else place.caller
     kind = next((r.place.class_name for r in rows if r.place.module == module), "")
     remark = f"One of {', '.join(names)}." if names else ""
-    return First(module, kind, "backward", row, remark=remark)
+    return RootDifference(module, kind, "backward", row, remark=remark)
 
 
-def _has_compared(row: Difference, rows: Sequence[Difference], known: Known) -> bool:
+def _has_compared(
+    row: TensorDifference, rows: Sequence[TensorDifference], known: Known
+) -> bool:
     """Tells whether all that a parameter's module was given and made was compared."""
     module = row.place.module
     own = (r for r in rows if r.rank == row.rank and r.place.module == module)
@@ -284,7 +294,7 @@ def _common_parent(names: Sequence[str]) -> str:
 
 
 def _is_given(
-    used: Difference, gradient: Difference, rows: Sequence[Difference]
+    used: TensorDifference, gradient: TensorDifference, rows: Sequence[TensorDifference]
 ) -> bool:
     """Tells whether an input is the tensor whose gradient is a row."""
     place = gradient.place
@@ -335,18 +345,18 @@ def compare_runs(
     return result
 
 
-def _has_forward(run: Run) -> bool:
+def _has_forward(run: RecordedRun) -> bool:
     sources = (s for ranks in run.steps.values() for r in ranks for s in r.sources)
     return any(each.row.place.phase == FORWARD for each in sources)
 
 
-def _read(folder: str | os.PathLike[str]) -> Run:
+def _read(folder: str | os.PathLike[str]) -> RecordedRun:
     """Reads a recording, or a dump of msprobe."""
     dumps = find_dumps(Path(folder))
     return read_dumps(Path(folder), dumps) if dumps else read_run(folder)
 
 
-def _empty(mine: Run, its: Run) -> str:
+def _empty(mine: RecordedRun, its: RecordedRun) -> str:
     return mine.name if not mine.steps else its.name
 
 
@@ -356,7 +366,7 @@ def _compare_step(
     own: Sequence[RankStep],
     other: Sequence[RankStep],
     names: Mapping[str, str],
-) -> tuple[list[Difference], First | None]:
+) -> tuple[list[TensorDifference], RootDifference | None]:
     entries, references = _entries(own, other)
     if _is_shared(own) != _is_shared(other) or len(own) != len(other):
         result.said.append(_NO_INPUT_GRADIENTS.format(step=step))
@@ -384,7 +394,7 @@ def _known(
 
 def _entries(
     own: Sequence[RankStep], other: Sequence[RankStep]
-) -> tuple[list[Entry], list[Entry]]:
+) -> tuple[list[StepTensor], list[StepTensor]]:
     """The tensors of both: rank by rank where both are shared alike, else as wholes."""
     if len(own) > 1 and [s.rank for s in own] == [s.rank for s in other]:
         pairs = list(zip(own, other, strict=True))
@@ -406,7 +416,7 @@ def _is_shared(steps: Sequence[RankStep]) -> bool:
     return any(_parts(step) for step in steps)
 
 
-def _without_input_gradients(entries: list[Entry]) -> list[Entry]:
+def _without_input_gradients(entries: list[StepTensor]) -> list[StepTensor]:
     return [each for each in entries if each.place.role != "input_gradient"]
 
 
@@ -420,7 +430,7 @@ def _has_tf32(steps: Sequence[RankStep]) -> bool:
 
 
 def mark(
-    rows: Sequence[Difference], threshold: float | None, cosine: float | None
+    rows: Sequence[TensorDifference], threshold: float | None, cosine: float | None
 ) -> None:
     """Highlights the rows beyond the user's own thresholds.
 

@@ -21,7 +21,7 @@ from .judged_rows import (
     MADE_HERE,
     NOT_COMPARED,
     ROUNDING,
-    Difference,
+    TensorDifference,
     coarser,
 )
 
@@ -32,7 +32,7 @@ _MAX_PLACES = 3
 
 
 @dataclass
-class First:
+class RootDifference:
     """The first difference that is not inherited, and what made it.
 
     Attributes:
@@ -54,7 +54,7 @@ class First:
     module: str
     class_name: str
     kind: str
-    row: Difference
+    row: TensorDifference
     after: str = ""
     op: str = ""
     remark: str = ""
@@ -120,12 +120,12 @@ def _caveat(unknown: Sequence[str]) -> str:
     )
 
 
-def has_other_shape(row: Difference) -> bool:
+def has_other_shape(row: TensorDifference) -> bool:
     """Tells whether the two were not compared for their shapes."""
     return row.measures is None and row.shapes[0] != row.shapes[1]
 
 
-def _amount(row: Difference) -> str:
+def _amount(row: TensorDifference) -> str:
     if has_other_shape(row):
         return f", of shapes {row.shapes[0]} and {row.shapes[1]}"
     if row.num_nan[0] != row.num_nan[1] or row.num_inf[0] != row.num_inf[1]:
@@ -385,9 +385,9 @@ class Comparison:
 
     name: str
     reference: str
-    rows: list[Difference]
+    rows: list[TensorDifference]
     said: list[str] = field(default_factory=list)
-    first: First | None = None
+    first: RootDifference | None = None
     threshold: float | None = None
 
     @property
@@ -439,7 +439,7 @@ class Comparison:
             return f"No layer differs more than rounding explains. {text}"
         return f"All that was compared is equal. {text}"
 
-    def _rows_to_print(self) -> list[Difference]:
+    def _rows_to_print(self) -> list[TensorDifference]:
         """The rows from the first difference on; else the largest ones."""
         first = None if self.first is None else self.first.row
         compared = [r for r in self.rows if r.relative or r.highlight or r is first]
@@ -522,7 +522,7 @@ HEADS = (
 )
 
 
-def _table(rows: list[Difference]) -> list[str]:
+def _table(rows: list[TensorDifference]) -> list[str]:
     if not rows:
         return []
     cells = [list(HEADS), *(list(map(printable, cells_of(row))) for row in rows)]
@@ -533,7 +533,7 @@ def _table(rows: list[Difference]) -> list[str]:
     ]
 
 
-def cells_of(row: Difference) -> list[str]:
+def cells_of(row: TensorDifference) -> list[str]:
     """The texts of a row, for `HEADS`."""
     measures = row.measures
     dtypes = " / ".join(dict.fromkeys(row.dtypes))

@@ -22,7 +22,7 @@ from .judged_rows import (
     INHERITED,
     MADE_HERE,
     ROUNDING,
-    Difference,
+    TensorDifference,
     coarser,
     epsilon,
 )
@@ -58,12 +58,12 @@ class Flow:
         self.width = max(self.width, width)
 
 
-def width(row: Difference) -> int:
+def width(row: TensorDifference) -> int:
     """The longest of the last two dimensions."""
     return max(row.shapes[1][-2:], default=1)
 
 
-def underflow(row: Difference, dtype: str) -> float:
+def underflow(row: TensorDifference, dtype: str) -> float:
     """The relative error of numbers so small that a dtype has few or no bits for them.
 
     Each is off by at most half of the smallest subnormal number.
@@ -77,14 +77,14 @@ def underflow(row: Difference, dtype: str) -> float:
     return half * math.sqrt(numel) / row.reference_norm
 
 
-def is_odd(row: Difference) -> bool:
+def is_odd(row: TensorDifference) -> bool:
     """Tells whether the two do not have the same numbers of nan and inf."""
     one_sided = row.measures is not None and bool(row.measures.num_one_sided)
     is_same = row.num_nan[0] == row.num_nan[1] and row.num_inf[0] == row.num_inf[1]
     return one_sided or not is_same
 
 
-def is_mask(row: Difference) -> bool:
+def is_mask(row: TensorDifference) -> bool:
     """Tells whether an input holds the lowest number of a dtype, as masks do."""
     if row.place.role != "input":
         return False
@@ -125,7 +125,7 @@ class Yardstick:
         self._incoming = 0.0  # the norm of the gradient that was last computed
         self._forward, self._backward = Flow(), Flow()
 
-    def judge(self, row: Difference, pair: Pair) -> None:
+    def judge(self, row: TensorDifference, pair: Pair) -> None:
         """Judges a row; rows come in the order of execution."""
         place = row.place
         if place.phase == STATE:
@@ -137,7 +137,7 @@ class Yardstick:
         else:
             self._judge_output(row, pair)
 
-    def _judge_state(self, row: Difference, pair: Pair) -> None:
+    def _judge_state(self, row: TensorDifference, pair: Pair) -> None:
         variance = self._of_cast(row)
         self._decide(row, variance, Flow(), 1.0, _CAST)
         own = self._own.setdefault(row.place.module, Flow())
@@ -146,7 +146,7 @@ class Yardstick:
         if row.place.path == "weight" and summary is not None:
             self._weights[row.place.module] = row.shapes[1], summary.norm
 
-    def _judge_input(self, row: Difference, pair: Pair) -> None:
+    def _judge_input(self, row: TensorDifference, pair: Pair) -> None:
         place = row.place
         call = self._call_of(row)
         known = self._known.get(-1 if pair.entry.same is None else pair.entry.same)
@@ -167,7 +167,7 @@ class Yardstick:
             call.norm = max(call.norm, summary.norm)
             call.terms = max(call.terms, math.prod(row.shapes[1][:-1]))
 
-    def _judge_output(self, row: Difference, pair: Pair) -> None:
+    def _judge_output(self, row: TensorDifference, pair: Pair) -> None:
         place, call = row.place, self._call_of(row)
         own = self._own.get(place.module, Flow())
         call.add(own.relative, own.variance, width(row))
@@ -177,7 +177,7 @@ class Yardstick:
         self._latest(place.caller).add(row.relative, variance, width(row))
         self._forward.add(row.relative, variance, width(row))
 
-    def _judge_gradient(self, row: Difference, pair: Pair) -> None:
+    def _judge_gradient(self, row: TensorDifference, pair: Pair) -> None:
         place, flow = row.place, self._backward
         # Where a ReLU's input changes its sign, its whole gradient comes or goes.
         flips = math.sqrt(self._forward.relative) * _FLIPS
@@ -201,7 +201,7 @@ class Yardstick:
         known = self._gradients.get(place.module, 0.0)
         self._gradients[place.module] = max(known, norm)
 
-    def _sums_to(self, module: str, row: Difference, norm: float) -> float:
+    def _sums_to(self, module: str, row: TensorDifference, norm: float) -> float:
         """How much smaller a parameter's gradient is than the terms of its sum.
 
         The gradient of a key's bias is 0 but for rounding, however large its terms.
@@ -212,7 +212,7 @@ class Yardstick:
             terms *= call.norm / math.sqrt(call.terms)
         return max(1.0, terms / norm) if norm else (math.inf if terms else 1.0)
 
-    def _cancellation(self, row: Difference, pair: Pair, call: Flow) -> float:
+    def _cancellation(self, row: TensorDifference, pair: Pair, call: Flow) -> float:
         """How much smaller a product is than random signs would make it."""
         summary = pair.reference.summary
         shape, norm = self._weights.get(row.place.module, ((), 0.0))
@@ -221,7 +221,7 @@ class Yardstick:
         typical = norm * call.norm / math.sqrt(max(shape))
         return max(1.0, typical / summary.norm) if summary.norm else 1.0
 
-    def _after(self, flow: Flow, roundings: int, row: Difference) -> float:
+    def _after(self, flow: Flow, roundings: int, row: TensorDifference) -> float:
         """The squared error of what came before, and of one more module's roundings.
 
         Sums are rounded in their own dtype if it is a wide one.
@@ -232,12 +232,12 @@ class Yardstick:
         before = flow.variance if flow.relative else 0.0
         return before + self._error(row, kind, roundings) ** 2
 
-    def _of_cast(self, row: Difference) -> float:
+    def _of_cast(self, row: TensorDifference) -> float:
         """The squared error of a cast, if there was one."""
         is_cast = row.dtypes[0] != row.dtypes[1]
         return self._error(row, coarser(*row.dtypes), 1) ** 2 if is_cast else 0.0
 
-    def _error(self, row: Difference, dtype: str, roundings: int) -> float:
+    def _error(self, row: TensorDifference, dtype: str, roundings: int) -> float:
         """The relative error of independent roundings to a dtype."""
         step = epsilon(dtype)
         error = expected_error(getattr(torch, dtype), roundings) if step else 0.0
@@ -247,7 +247,7 @@ class Yardstick:
 
     def _decide(
         self,
-        row: Difference,
+        row: TensorDifference,
         variance: float,
         flow: Flow,
         factor: float,
@@ -273,13 +273,13 @@ class Yardstick:
             is_more = row.relative >= FLAGGED * row.explained
             row.verdict = INHERITED if is_more else ROUNDING
 
-    def _note(self, row: Difference, pair: Pair, variance: float) -> None:
+    def _note(self, row: TensorDifference, pair: Pair, variance: float) -> None:
         relative = math.inf if is_odd(row) else row.relative
         relative = 0.0 if is_mask(row) else relative
         if pair.entry.same is None:
             self._known[pair.entry.order] = relative, variance
 
-    def _call_of(self, row: Difference) -> Flow:
+    def _call_of(self, row: TensorDifference) -> Flow:
         key = row.place.module, row.place.call
         self._last_call[row.place.module] = row.place.call
         return self._calls.setdefault(key, Flow())
@@ -289,7 +289,7 @@ class Yardstick:
 
 
 def judge_all(
-    rows: Sequence[Difference], pairs: Sequence[Pair], has_tf32: bool
+    rows: Sequence[TensorDifference], pairs: Sequence[Pair], has_tf32: bool
 ) -> None:
     """Judges rows of any ranks, each rank by itself."""
     yardsticks: dict[int | None, Yardstick] = {}

@@ -37,7 +37,7 @@ def fingerprint(values: torch.Tensor, start: int = 0) -> torch.Tensor:
     Returns:
         251 sums on the tensor's device, float32 (float64 of float64 and integers).
     """
-    sums = Sums(values.device, wide_dtype(values))
+    sums = SignedSums(values.device, wide_dtype(values))
     for part, index in chunks(values, start):
         sums.add(part, index)
     return sums.total()
@@ -60,7 +60,7 @@ def chunks(values: torch.Tensor, start: int = 0) -> Iterator[tuple[torch.Tensor,
         position += len(part)
 
 
-class Sums:
+class SignedSums:
     """The signed sums of parts of a tensor.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 
 from ..core.tensors import dtype_named
 from ..precision.layers import expected_error
-from .matching import Entry, Pair
+from .matching import Pair, StepTensor
 from .measures import Measures, estimated, measured
 from .tensor_hooks import Place
 
@@ -19,7 +19,7 @@ INHERITED, NOT_COMPARED = "inherited", "not compared"
 
 
 @dataclass
-class Difference:
+class TensorDifference:
     """Two tensors that belong together.
 
     Attributes:
@@ -137,11 +137,11 @@ _MEASURES = (
 )
 
 
-def difference_of(pair: Pair, step: int) -> Difference:
+def difference_of(pair: Pair, step: int) -> TensorDifference:
     """Measures a pair, by its values where both were kept."""
     mine, its = pair.entry, pair.reference
     other = "" if str(its.place) == str(mine.place) else str(its.place)
-    row = Difference(
+    row = TensorDifference(
         mine.place,
         other,
         mine.order,
@@ -170,7 +170,7 @@ def difference_of(pair: Pair, step: int) -> Difference:
     return row
 
 
-def _exact(mine: Entry, its: Entry) -> Measures | None:
+def _exact(mine: StepTensor, its: StepTensor) -> Measures | None:
     values = mine.load()
     reference = None if values is None else its.load()
     if values is None or reference is None:
@@ -193,16 +193,16 @@ def epsilon(dtype: str) -> float:
     return torch.finfo(kind).eps if kind.is_floating_point else 0.0
 
 
-def error_of_layer(row: Difference) -> float:
+def error_of_layer(row: TensorDifference) -> float:
     """The error that roundings of inputs, weights and output of a layer explain."""
     kind = coarser(*row.dtypes)
     return expected_error(getattr(torch, kind), 3) if epsilon(kind) else 0.0
 
 
-def _range(entry: Entry) -> tuple[float, float]:
+def _range(entry: StepTensor) -> tuple[float, float]:
     summary = entry.summary
     return (math.nan, math.nan) if summary is None else (summary.low, summary.high)
 
 
-def _count(entry: Entry, name: str) -> int:
+def _count(entry: StepTensor, name: str) -> int:
     return 0 if entry.summary is None else int(getattr(entry.summary, name))

@@ -27,20 +27,20 @@ from ..torch_internals.running import graph_task_id
 from ..tree import CALL_DEPTH, NotRebuilt, mapped, tensors_in
 from . import compare_runs as said_first
 from .compare_runs import Known, first_of
-from .comparison import Comparison, First
+from .comparison import Comparison, RootDifference
 from .error_bounds import FLAGGED, judge_all
 from .judged_rows import (
     INHERITED,
     MADE_HERE,
-    Difference,
+    TensorDifference,
     coarser,
     difference_of,
     epsilon,
     error_of_layer,
 )
-from .matching import Entry, Matched, Pair, mapped_name, match
+from .matching import Matched, Pair, StepTensor, mapped_name, match
 from .measures import Measures, estimated, measured
-from .recordings import RankStep, Row, Source, modes
+from .recordings import RankStep, RecordedTensor, Source, modes
 from .tensor_hooks import BACKWARD, Place, Summary, Tap, fetch, summarize, values_of
 
 # The first operation within a module whose result differs between two models.
@@ -248,7 +248,7 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def apply_errors(
-    rows: list[Difference], errors: Mapping[tuple[str, int], float]
+    rows: list[TensorDifference], errors: Mapping[tuple[str, int], float]
 ) -> None:
     """Lets the errors that layers make themselves decide about their outputs."""
     for row in rows:
@@ -270,7 +270,7 @@ def apply_errors(
 class _Shown:
     """A tensor that waits for its twin: its values only as long as its side waits."""
 
-    entry: Entry
+    entry: StepTensor
     values: torch.Tensor | None
 
 
@@ -301,7 +301,7 @@ class Lockstep:
         self.pairs: list[tuple[Pair, Measures | None]] = []
 
     @property
-    def left(self) -> tuple[list[Entry], list[Entry]]:
+    def left(self) -> tuple[list[StepTensor], list[StepTensor]]:
         """The entries of both sides that have found no twin."""
         first, second = self._waiting
         return [s.entry for s in first.values()], [s.entry for s in second.values()]
@@ -344,12 +344,12 @@ class Lockstep:
 
     def _entry(
         self, side: int, place: Place, tensor: torch.Tensor, same: int | None
-    ) -> tuple[Entry, torch.Tensor | None]:
+    ) -> tuple[StepTensor, torch.Tensor | None]:
         order = self._numbers[side]
         self._numbers[side] += 1
         dtype, shape = str(tensor.dtype)[6:], tuple(tensor.shape)
-        row = Row(place, order, dtype, shape, same=same)
-        entry = Entry(place, order, None, dtype, shape, None, "", [Source(0, row)])
+        row = RecordedTensor(place, order, dtype, shape, same=same)
+        entry = StepTensor(place, order, None, dtype, shape, None, "", [Source(0, row)])
         entry.same = same
         values = values_of(tensor)
         if isinstance(values, str):
@@ -501,7 +501,9 @@ def compare_models(
     return result
 
 
-def _first_op(first: First, sides: list[LiveRun], names: Mapping[str, str]) -> str:
+def _first_op(
+    first: RootDifference, sides: list[LiveRun], names: Mapping[str, str]
+) -> str:
     """Runs the forward of both again, and looks at the operations of one module."""
     module, call = first.module, first.row.place.call
     found = []

@@ -22,7 +22,7 @@ Key = tuple[str, int, str, str]
 
 
 @dataclass
-class Entry:
+class StepTensor:
     """A tensor of a step.
 
     Attributes:
@@ -67,12 +67,12 @@ class Entry:
         return whole
 
 
-def entries_of_rank(step: RankStep) -> list[Entry]:
+def entries_of_rank(step: RankStep) -> list[StepTensor]:
     """The tensors of one rank, its parts as they are."""
     return [_entry_of(source, source.rank) for source in step.sources]
 
 
-def entries_of_ranks(ranks: Sequence[RankStep]) -> list[Entry]:
+def entries_of_ranks(ranks: Sequence[RankStep]) -> list[StepTensor]:
     """The tensors of all ranks: parts put together, equal ones once."""
     if len(ranks) == 1 and all(s.row.part is None for s in ranks[0].sources):
         return [dataclasses.replace(e, rank=None) for e in entries_of_rank(ranks[0])]
@@ -84,10 +84,10 @@ def entries_of_ranks(ranks: Sequence[RankStep]) -> list[Entry]:
     return sorted(found, key=lambda entry: entry.order)
 
 
-def _entry_of(source: Source, rank: int | None) -> Entry:
+def _entry_of(source: Source, rank: int | None) -> StepTensor:
     row = source.row
     shape = row.shape if row.part is None else tuple(row.part.shape)
-    return Entry(
+    return StepTensor(
         row.place,
         row.order,
         rank,
@@ -100,7 +100,7 @@ def _entry_of(source: Source, rank: int | None) -> Entry:
     )
 
 
-def _combined(group: list[Source]) -> Iterable[Entry]:
+def _combined(group: list[Source]) -> Iterable[StepTensor]:
     rows = [source.row for source in group]
     if all(row.part is not None for row in rows):
         return [_joined(group)]
@@ -114,7 +114,7 @@ def _combined(group: list[Source]) -> Iterable[Entry]:
     return [_entry_of(source, source.rank) for source in group]
 
 
-def _joined(group: list[Source]) -> Entry:
+def _joined(group: list[Source]) -> StepTensor:
     """Puts the parts of a tensor together; replicas count once."""
     parts: dict[object, Source] = {}
     for source in group:
@@ -169,8 +169,8 @@ Call = tuple[str, int]  # a module's name, and which call of it
 class Pair:
     """Two tensors that belong together; the second is the reference."""
 
-    entry: Entry
-    reference: Entry
+    entry: StepTensor
+    reference: StepTensor
 
 
 @dataclass
@@ -185,8 +185,8 @@ class Matched:
     """
 
     pairs: list[Pair]
-    only: list[Entry]
-    only_reference: list[Entry]
+    only: list[StepTensor]
+    only_reference: list[StepTensor]
     renamed: dict[str, str]
 
     def missing_modules(self) -> set[str]:
@@ -201,7 +201,9 @@ class Matched:
 
 
 def match(
-    entries: Sequence[Entry], references: Sequence[Entry], names: Mapping[str, str]
+    entries: Sequence[StepTensor],
+    references: Sequence[StepTensor],
+    names: Mapping[str, str],
 ) -> Matched:
     """Pairs the tensors of a step of two runs.
 
@@ -231,7 +233,7 @@ def match(
     return matched
 
 
-def _plain_name(entry: Entry, entries: Sequence[Entry]) -> str:
+def _plain_name(entry: StepTensor, entries: Sequence[StepTensor]) -> str:
     """The name without what PEFT puts before it, and around adapted layers."""
     name = entry.place.module
     if not name.startswith(_PEFT):
@@ -258,11 +260,11 @@ def mapped_name(name: str, names: Mapping[str, str]) -> str:
 
 def _by_key(
     matched: Matched,
-    entries: Iterable[Entry],
-    references: Iterable[Entry],
+    entries: Iterable[StepTensor],
+    references: Iterable[StepTensor],
     mine: Mapping[int, str],
     its: Mapping[int, str],
-) -> tuple[list[Entry], list[Entry]]:
+) -> tuple[list[StepTensor], list[StepTensor]]:
     """Pairs equal keys, then the nth inputs or outputs of equal calls.
 
     Returns:
@@ -270,7 +272,7 @@ def _by_key(
     """
     waiting_a, waiting_b = list(entries), list(references)
     for has_path in (True, False):
-        pool: dict[object, collections.deque[Entry]] = {}
+        pool: dict[object, collections.deque[StepTensor]] = {}
         for each in waiting_b:
             key = _key(each, its[id(each)], has_path)
             pool.setdefault(key, collections.deque()).append(each)
@@ -287,7 +289,7 @@ def _by_key(
     return waiting_a, waiting_b
 
 
-def _key(entry: Entry, name: str, has_path: bool) -> object:
+def _key(entry: StepTensor, name: str, has_path: bool) -> object:
     place = entry.place
     is_state = place.role in ("parameter", "buffer", "parameter_gradient")
     # An argument may be given by position in one run and by name in the other.
@@ -296,8 +298,8 @@ def _key(entry: Entry, name: str, has_path: bool) -> object:
 
 
 def _aligned(
-    entries: Sequence[Entry],
-    references: Sequence[Entry],
+    entries: Sequence[StepTensor],
+    references: Sequence[StepTensor],
     mine: Mapping[int, str],
     its: Mapping[int, str],
 ) -> dict[Call, Call]:
@@ -324,8 +326,8 @@ def _aligned(
 def _traced_back(
     rows: Sequence[Call],
     columns: Sequence[Call],
-    calls: Mapping[Call, list[Entry]],
-    others: Mapping[Call, list[Entry]],
+    calls: Mapping[Call, list[StepTensor]],
+    others: Mapping[Call, list[StepTensor]],
     costs: Sequence[Sequence[float]],
 ) -> dict[Call, Call]:
     found: dict[Call, Call] = {}
@@ -343,17 +345,17 @@ def _traced_back(
 
 
 def _calls(
-    entries: Sequence[Entry], names: Mapping[int, str]
-) -> dict[Call, list[Entry]]:
+    entries: Sequence[StepTensor], names: Mapping[int, str]
+) -> dict[Call, list[StepTensor]]:
     """The outputs of each call, in the order in which the calls return."""
-    found: dict[Call, list[Entry]] = {}
+    found: dict[Call, list[StepTensor]] = {}
     for entry in entries:
         if entry.place.role == "output" and not entry.rank:
             found.setdefault((names[id(entry)], entry.place.call), []).append(entry)
     return found
 
 
-def _distance(outputs: Sequence[Entry], others: Sequence[Entry]) -> float:
+def _distance(outputs: Sequence[StepTensor], others: Sequence[StepTensor]) -> float:
     """How little two calls look alike: below 1 if their outputs have equal shapes."""
     if [e.shape for e in outputs] != [e.shape for e in others]:
         return 3 * _GAP  # dearer than two gaps

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..files.reading import FileError, open_regular, read_bytes
-from .recordings import RankStep, RecordingError, Row, Run, Source
+from .recordings import RankStep, RecordedRun, RecordedTensor, RecordingError, Source
 from .tensor_hooks import BACKWARD, FORWARD, STATE, Place, fetch, summarize, values_of
 
 if TYPE_CHECKING:
-    from .msprobe_schema import Facts
+    from .msprobe_schema import DumpedTensor
 
 _CALL = re.compile(r"Module\.(.*)\.(\w+)\.(forward|backward)\.(\d{1,9})")
 _GRADIENTS = re.compile(r"Module\.(.*)\.parameters_grad(?:\.\d+)?")
@@ -85,7 +85,7 @@ def find_dumps(folder: Path) -> list[Path]:
     return []
 
 
-def read_dumps(folder: Path, files: list[Path]) -> Run:
+def read_dumps(folder: Path, files: list[Path]) -> RecordedRun:
     """Reads dumps of modules (level L0, or mix); of APIs there are no layers.
 
     Args:
@@ -97,7 +97,7 @@ def read_dumps(folder: Path, files: list[Path]) -> Run:
             read is left out.
         ImportError: If msgspec is not installed.
     """
-    run = Run(str(folder), [], {})
+    run = RecordedRun(str(folder), [], {})
     for file in files:
         rank, step = _number(file.parent.name), _number(file.parent.parent.name)
         try:
@@ -153,10 +153,10 @@ def _sources(file: Path, rank: int) -> list[Source]:
 
 
 def _source(
-    place: Place, facts: Facts, folder: Path, rank: int, order: int
+    place: Place, facts: DumpedTensor, folder: Path, rank: int, order: int
 ) -> TensorFile:
     name = facts.data_name
-    row = Row(place, order, facts.dtype.removeprefix("torch."), facts.shape)
+    row = RecordedTensor(place, order, facts.dtype.removeprefix("torch."), facts.shape)
     path = None if name is None else folder / name
     if path is None:
         row.why = _ONLY_STATISTICS
@@ -167,7 +167,7 @@ def _source(
     return TensorFile(rank, row, path=path)
 
 
-def _tensors(data: dict[str, Any]) -> Iterator[tuple[Place, Facts]]:
+def _tensors(data: dict[str, Any]) -> Iterator[tuple[Place, DumpedTensor]]:
     """Yields the tensors of a dump that are those of recordings."""
     seen = set[tuple[str, str]]()
     for name, call in data.items():
@@ -199,7 +199,9 @@ def _place(
     return Place(where, module, kind, call, role, path, module.rpartition(".")[0])
 
 
-def _of_call(call: dict[str, Any], phase: str) -> Iterator[tuple[str, str, Facts]]:
+def _of_call(
+    call: dict[str, Any], phase: str
+) -> Iterator[tuple[str, str, DumpedTensor]]:
     """Yields role, path and facts. In backward `input` is what the module is given.
 
     What it returns there is its own part of a gradient, which recordings do not have.
@@ -219,14 +221,16 @@ def _of_call(call: dict[str, Any], phase: str) -> Iterator[tuple[str, str, Facts
             yield role, plain, facts
 
 
-def _leaves(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Facts]]:
+def _leaves(
+    value: Any, path: str, depth: int = 0
+) -> Iterator[tuple[str, DumpedTensor]]:
     from ..files.schema import convert
-    from .msprobe_schema import Facts
+    from .msprobe_schema import DumpedTensor
 
     if depth > _MAX_DEPTH:
         raise FileError("it is nested too deeply")
     if isinstance(value, dict) and "dtype" in value and "shape" in value:
-        yield path, convert(value, Facts)
+        yield path, convert(value, DumpedTensor)
     elif isinstance(value, dict):
         for name, each in value.items():
             yield from _leaves(each, f"{path}['{name}']", depth + 1)
@@ -236,8 +240,8 @@ def _leaves(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Facts]
 
 
 def _ordered(
-    tensors: list[tuple[Place, Facts]],
-) -> list[tuple[Place, Facts]]:
+    tensors: list[tuple[Place, DumpedTensor]],
+) -> list[tuple[Place, DumpedTensor]]:
     """Orders tensors by execution: a call is dumped when it returns."""
     first: dict[tuple[str, int], int] = {}
     wanted = {(p.module, p.call) for p, _ in tensors if p.role == "input"}

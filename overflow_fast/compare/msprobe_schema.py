@@ -16,8 +16,8 @@ class Dump(Struct):
     data: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-class Facts(Struct):
-    """Facts of a tensor."""
+class DumpedTensor(Struct):
+    """A tensor, as a call's description has it."""
 
     dtype: str
     shape: Annotated[tuple[Count, ...], Meta(max_length=64)]

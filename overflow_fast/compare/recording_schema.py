@@ -82,7 +82,7 @@ class RowLine(Struct, tag_field="kind", tag="row"):
                 raise ValueError("a part must lie in its tensor")
 
 
-class StepLine(Struct, tag_field="kind", tag="step"):
+class RecordedStepLine(Struct, tag_field="kind", tag="step"):
     """The end of a step: settings and random states."""
 
     step: Count
@@ -104,4 +104,4 @@ class StepLine(Struct, tag_field="kind", tag="step"):
     rows: Count | UnsetType = UNSET
 
 
-LINES = Lines(HeadLine, RowLine, StepLine)
+LINES = Lines(HeadLine, RowLine, RecordedStepLine)

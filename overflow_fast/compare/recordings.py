@@ -29,8 +29,8 @@ from ..state.random import RandomStates
 from ..text import counted
 from ..torch_internals.module_internals import is_dropout
 from .tensor_hooks import (
-    Part,
     Place,
+    Shard,
     Summary,
     Tap,
     fetch,
@@ -50,7 +50,7 @@ SCHEMA = 1  # of recordings
 
 
 @dataclass
-class Row:
+class RecordedTensor:
     """A tensor at its place in a step.
 
     Attributes:
@@ -72,7 +72,7 @@ class Row:
     shape: tuple[int, ...]
     summary: Summary | None = None
     same: int | None = None
-    part: Part | None = None
+    part: Shard | None = None
     why: str = ""
     file: str = ""
     local: tuple[int, ...] = ()
@@ -95,7 +95,7 @@ class Row:
         return {k: v for k, v in plain.items() if k == "module" or v not in empty}
 
     @classmethod
-    def of_line(cls, line: RowLine) -> Row:
+    def of_line(cls, line: RowLine) -> RecordedTensor:
         """Makes one of a line of a recording."""
         names = [field.name for field in dataclasses.fields(Place)]
         return cls(
@@ -105,7 +105,7 @@ class Row:
             line.shape,
             None if line.fingerprint is None else Summary.of_line(line),
             line.same,
-            None if line.part is None else Part(*line.part),
+            None if line.part is None else Shard(*line.part),
             line.why,
             line.file,
             line.shape if line.local is None else line.local,
@@ -128,7 +128,7 @@ class Source:
     """
 
     rank: int
-    row: Row
+    row: RecordedTensor
     folder: Path | None = None
     unread: dict[str, str] = field(default_factory=dict)
 
@@ -165,7 +165,7 @@ class RankStep:
 
 
 @dataclass
-class Run:
+class RecordedRun:
     """The recordings of a run.
 
     Attributes:
@@ -188,7 +188,7 @@ class Run:
         return len(self.heads)
 
 
-def read_run(folder: str | os.PathLike[str]) -> Run:
+def read_run(folder: str | os.PathLike[str]) -> RecordedRun:
     """Reads the folder of a recording. A rank's file that is damaged is left out.
 
     Args:
@@ -204,7 +204,7 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         raise RecordingError(
             f"{path} holds no recording (no rank-0.jsonl) and no dump of msprobe"
         )
-    run, left_out = Run(str(path), [], {}), list[str]()
+    run, left_out = RecordedRun(str(path), [], {}), list[str]()
     for file in files:
         try:
             _read_rank(run, file)
@@ -229,7 +229,7 @@ def _rank_of(path: Path) -> tuple[int, str]:
     return (int(number) if is_number else 1 << 30), path.name
 
 
-def _read_rank(run: Run, file: Path) -> None:
+def _read_rank(run: RecordedRun, file: Path) -> None:
     """Adds a rank to a run.
 
     Raises:
@@ -237,9 +237,9 @@ def _read_rank(run: Run, file: Path) -> None:
         RecordingError: If it is no recording; nothing is added then.
     """
     from ..files.schema import plain
-    from .recording_schema import LINES, HeadLine, RowLine, StepLine
+    from .recording_schema import LINES, HeadLine, RecordedStepLine, RowLine
 
-    rows: dict[int, list[Row]] = {}
+    rows: dict[int, list[RecordedTensor]] = {}
     steps, head, num_bad = list[tuple[int, RankStep]](), None, 0
     with open_regular(file) as lines:
         for text in lines_of(lines):
@@ -253,8 +253,8 @@ def _read_rank(run: Run, file: Path) -> None:
                 num_bad += 1
                 continue
             if isinstance(line, RowLine):
-                rows.setdefault(line.step, []).append(Row.of_line(line))
-            elif isinstance(line, StepLine):
+                rows.setdefault(line.step, []).append(RecordedTensor.of_line(line))
+            elif isinstance(line, RecordedStepLine):
                 sources = _sources(rows.pop(line.step, []), head.rank, file.parent, run)
                 step = RankStep(head.rank, plain(line), sources)
                 steps.append((line.step, step))
@@ -305,7 +305,9 @@ def _head_of(text: bytes | None, file: Path) -> HeadLine:
         raise RecordingError(f"{file}: its first line is damaged: {error}") from error
 
 
-def _sources(rows: Sequence[Row], rank: int, folder: Path, run: Run) -> list[Source]:
+def _sources(
+    rows: Sequence[RecordedTensor], rank: int, folder: Path, run: RecordedRun
+) -> list[Source]:
     by_order = {row.order: row for row in rows}
     # From the first on: what a row shares has no further one to look for then.
     for row in sorted(rows, key=lambda row: row.order):
@@ -483,7 +485,7 @@ class Recording:
     def _begin(self) -> None:
         if self._steps is not None and self._step not in self._steps:
             return
-        self._rows: list[tuple[Row, torch.Tensor | None]] = []
+        self._rows: list[tuple[RecordedTensor, torch.Tensor | None]] = []
         self._held: dict[str, torch.Tensor] = {}
         self._num_held = self._num_files = 0
         self._has_gradients = False
@@ -545,7 +547,7 @@ class Recording:
 
     def _add(self, place: Place, tensor: torch.Tensor, same: int | None) -> None:
         order, dtype = len(self._rows), str(tensor.dtype)[6:]
-        row = Row(place, order, dtype, tuple(tensor.shape), same=same)
+        row = RecordedTensor(place, order, dtype, tuple(tensor.shape), same=same)
         self._rows.append((row, None))  # also if it cannot be read
         part = part_of(tensor)
         values = values_of(tensor)
@@ -558,7 +560,7 @@ class Recording:
             if self._has_tensors:
                 self._hold(row, values)
 
-    def _hold(self, row: Row, values: torch.Tensor) -> None:
+    def _hold(self, row: RecordedTensor, values: torch.Tensor) -> None:
         row.file = self._name()
         self._held[str(row.order)] = values.cpu().contiguous().clone()
         self._num_held += values.nbytes

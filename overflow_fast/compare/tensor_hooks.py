@@ -25,7 +25,7 @@ from ..torch_internals.running import graph_task_id, is_recorded
 from ..torch_internals.tensor_internals import version_of
 from ..torch_internals.wrappers import local_tensor
 from ..tree import Path, call_tensors, path_text, tensors, tensors_in
-from .fingerprint import WIDTH, Sums, chunks, wide_dtype
+from .fingerprint import WIDTH, SignedSums, chunks, wide_dtype
 
 if TYPE_CHECKING:
     from .recording_schema import RowLine
@@ -120,7 +120,7 @@ _MAX_SLAB = 2**22  # elements of the whole tensor that are laid out at once
 
 
 @dataclass(frozen=True)
-class Part:
+class Shard:
     """The place of a rank's part in the whole tensor.
 
     Attributes:
@@ -143,7 +143,7 @@ class Part:
         return [list(self.shape), list(self.offset), list(self.partial)]
 
 
-def part_of(tensor: torch.Tensor) -> Part | str | None:
+def part_of(tensor: torch.Tensor) -> Shard | str | None:
     """The place of this rank's part of a DTensor.
 
     Returns:
@@ -172,10 +172,10 @@ def part_of(tensor: torch.Tensor) -> Part | str | None:
             return f"placement {placement}"
     if tuple(shape) != tuple(local.shape):
         return f"placement {whole.placements} with a part of {tuple(local.shape)}"
-    return Part(tuple(tensor.shape), tuple(offset), tuple(partial))
+    return Shard(tuple(tensor.shape), tuple(offset), tuple(partial))
 
 
-def pieces(values: torch.Tensor, part: Part | None) -> Iterator[tuple[Any, int]]:
+def pieces(values: torch.Tensor, part: Shard | None) -> Iterator[tuple[Any, int]]:
     """Yields what is summed of a tensor, and its flat indices in the whole.
 
     Args:
@@ -410,7 +410,7 @@ def _identity(tensor: torch.Tensor) -> Any:
 
 def _has_parts(output: Any) -> bool:
     found = map(part_of, tensors_in(output))
-    return any(isinstance(each, Part) for each in found)
+    return any(isinstance(each, Shard) for each in found)
 
 
 # The numbers that a recording keeps of a tensor.
@@ -503,7 +503,7 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
 
 
 def summarize(
-    values: torch.Tensor, part: Part | None = None, has_sums: bool = True
+    values: torch.Tensor, part: Shard | None = None, has_sums: bool = True
 ) -> torch.Tensor:
     """Computes the numbers of a summary. Does not incur a CPU-GPU sync.
 
@@ -524,7 +524,7 @@ def summarize(
 
 def _numbers(
     values: torch.Tensor,
-    part: Part | None,
+    part: Shard | None,
     wide: torch.dtype,
     is_slow: bool,
     has_sums: bool,
@@ -532,7 +532,7 @@ def _numbers(
     """Low, high, squares, counts of nan and inf, and the fingerprint, in one tensor."""
     device = values.device
     is_slow = is_slow or device.type != "cpu"
-    sums, found = Sums(device, wide), list[torch.Tensor]()
+    sums, found = SignedSums(device, wide), list[torch.Tensor]()
     for chunk, index in pieces(values, part):
         chunk = chunk.to(wide)
         if is_slow:

@@ -5,7 +5,7 @@ import torch
 
 from overflow_fast.compare.fingerprint import fingerprint
 from overflow_fast.compare.recording_schema import LINES
-from overflow_fast.compare.tensor_hooks import Part, fetch, pieces, summarize
+from overflow_fast.compare.tensor_hooks import Shard, fetch, pieces, summarize
 from overflow_fast.files.schema import dumps
 
 
@@ -73,14 +73,14 @@ def test_shards_add_up(rows):
     half = rows // 2
     cuts = {
         "rows": [
-            (slice(0, half), Part(shape, (0, 0))),
-            (slice(half, None), Part(shape, (half, 0))),
+            (slice(0, half), Shard(shape, (0, 0))),
+            (slice(half, None), Shard(shape, (half, 0))),
         ],
         "columns": [
-            ((slice(None), slice(c, c + 32)), Part(shape, (0, c))) for c in (0, 32, 64)
+            ((slice(None), slice(c, c + 32)), Shard(shape, (0, c))) for c in (0, 32, 64)
         ],
         "both": [
-            ((slice(r, r + half + 1), slice(c, c + 48)), Part(shape, (r, c)))
+            ((slice(r, r + half + 1), slice(c, c + 48)), Shard(shape, (r, c)))
             for r in (0, half + 1)
             for c in (0, 48)
         ],
@@ -92,21 +92,21 @@ def test_shards_add_up(rows):
 
 def test_partial_sums_add_up():
     x = torch.randn(50, 60)
-    part = Part((50, 60), (0, 0), (0,))
+    part = Shard((50, 60), (0, 0), (0,))
     found = sum(fetch([summarize(x * f, part)])[0].sums for f in (0.3, 0.7))
     assert (found - fingerprint(x.double())).norm() < 1e-6 * x.norm()
 
 
 def test_a_part_lies_where_it_was():
     x = torch.randn(40000)
-    found = list(pieces(x, Part((100000,), (17,))))
+    found = list(pieces(x, Shard((100000,), (17,))))
     assert found[0][1] == 17
     assert torch.equal(torch.cat([chunk for chunk, _ in found]), x)
 
 
 def test_low_and_high_of_a_column_are_its_own():
     x = torch.rand(8, 8) + 1
-    found = fetch([summarize(x[:, :4].contiguous(), Part((8, 8), (0, 0)))])[0]
+    found = fetch([summarize(x[:, :4].contiguous(), Shard((8, 8), (0, 0)))])[0]
     assert found.low == x[:, :4].min().item() > 1
 
 
