@@ -23,7 +23,7 @@ from .peers import replicating_group
 
 
 @dataclass(frozen=True)
-class Difference:
+class ReplicaDifference:
     """A tensor whose replicas differ.
 
     Attributes:
@@ -59,7 +59,7 @@ class ReplicaCheck:
         self._optimizers = list(optimizers)
         self.num_compared = 0
 
-    def differences(self) -> list[Difference]:
+    def differences(self) -> list[ReplicaDifference]:
         """Compares all replicas; each rank that holds one has to call it.
 
         A collective of 8 bytes a rank for each group; only where these differ, a second
@@ -108,7 +108,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if local is None else local
 
 
-def _compare(group: Any, named: Sequence[tuple[str, torch.Tensor]]) -> list[Difference]:
+def _compare(
+    group: Any, named: Sequence[tuple[str, torch.Tensor]]
+) -> list[ReplicaDifference]:
     """Compares the tensors of one group."""
     devices = {tensor.device for _, tensor in named}
     device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
@@ -125,7 +127,9 @@ def _compare(group: Any, named: Sequence[tuple[str, torch.Tensor]]) -> list[Diff
             most, number = counts.most_common(1)[0]
             is_majority = 2 * number > len(column)
             odd = [r for r, each in zip(ranks, column, strict=True) if each != most]
-            found.append(Difference(name, odd if is_majority else [], list(ranks)))
+            found.append(
+                ReplicaDifference(name, odd if is_majority else [], list(ranks))
+            )
     return found
 
 

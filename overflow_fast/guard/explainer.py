@@ -27,9 +27,9 @@ from ..recording.watch import ModelWatch
 from ..replay.capture import Capture, KeptCall, ModelCall, batch_size
 from ..replay.change import Change
 from ..replay.explain import investigate, kept_state
-from ..replay.explanation import Explanation, Incident
+from ..replay.explanation import BadStep, Explanation
 from ..replay.rank_coordinator import NotJoined, Team, text_of
-from ..replay.replayer import Difference, Rerun, Stats, Witness
+from ..replay.replayer import ReplayDifference, Rerun, Stats, Witness
 from ..state.step_start import StepStart
 from ..torch_internals.compiler import has_compiled
 from ..verdict.verdict import GRADIENTS, BadFrame, Verdict, is_of_flag
@@ -89,7 +89,7 @@ class StepComparison(Witness):
                 watch.attach()
         return watches
 
-    def difference(self) -> Difference | None:
+    def difference(self) -> ReplayDifference | None:
         """The first value that differs from the step's, in execution order."""
         forward = self._differing(_C.FrameKind.FORWARD)
         if any(forward):
@@ -99,13 +99,13 @@ class StepComparison(Witness):
         is_given_alike = bool(backward) and backward[0] is None
         return next(filter(None, backward), None) if is_given_alike else None
 
-    def _differing(self, kind: _C.FrameKind) -> list[Difference | None]:
+    def _differing(self, kind: _C.FrameKind) -> list[ReplayDifference | None]:
         """For each entry of both: how it differs, or None."""
         step = self._step[kind]
         return [
             None
             if _are_same(step[key], stats)
-            else Difference(key[0], key[1], step[key], stats)
+            else ReplayDifference(key[0], key[1], step[key], stats)
             for key, stats in self._replay[kind].items()
             if key in step and step[key].num_tensors == stats.num_tensors
         ]
@@ -393,12 +393,12 @@ class Explainer:
 
     def _incident(
         self, verdict: Verdict, moment: str, optimizers: Sequence[torch.optim.Optimizer]
-    ) -> Incident:
+    ) -> BadStep:
         first = verdict.first
         assert first is not None
         weights, gradients = self._histories()
         is_gradient = first.kind in ("gradient", "grad_output", "recorded")
-        return Incident(
+        return BadStep(
             kind=first.kind,
             module=first.fqn if first.class_name else "",
             is_made=verdict.origin == "made" and bool(first.class_name),

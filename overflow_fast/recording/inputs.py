@@ -26,7 +26,7 @@ _HARMLESS = (
 _MAX_NUMBERS = 256  # values visited in the search for numbers that are not finite
 
 
-class Held(NamedTuple):
+class WeakTensor(NamedTuple):
     """A tensor, held weakly, and its number of in-place writes at that time."""
 
     tensor: Callable[[], torch.Tensor | None]
@@ -40,10 +40,10 @@ class Held(NamedTuple):
         return tensor
 
 
-def hold(tensor: torch.Tensor) -> Held:
+def hold(tensor: torch.Tensor) -> WeakTensor:
     """Holds a tensor weakly, as it is now."""
     version = None if tensor.is_inference() else version_of(tensor)
-    return Held(weakref.ref(tensor), version)
+    return WeakTensor(weakref.ref(tensor), version)
 
 
 class Given:
@@ -61,7 +61,7 @@ class Given:
 
     def __init__(self, args: Any = None, kwargs: Any = None) -> None:
         args, kwargs = args or (), kwargs or {}
-        self._held: list[tuple[Path, Held]] = []
+        self._held: list[tuple[Path, WeakTensor]] = []
         self.unseen: list[str] = []
         if not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor:
             self._held.append(((Part(INDEX, 0),), hold(args[0])))  # most calls
@@ -79,13 +79,13 @@ class Given:
         self.unseen = [f"input{path_text(p)}" for p in {p[:1]: p for p in hidden}]
 
     @functools.cached_property
-    def tensors(self) -> dict[str, Held]:
+    def tensors(self) -> dict[str, WeakTensor]:
         """The tensors by their labels, such as `input[0]['x']`."""
         return {f"input{path_text(path)}": held for path, held in self._held}
 
-    def find(self, label: str) -> Held:
+    def find(self, label: str) -> WeakTensor:
         """Returns the tensor of an input's label; one that is gone if there is none."""
-        return self.tensors.get(label, Held(lambda: None, None))
+        return self.tensors.get(label, WeakTensor(lambda: None, None))
 
 
 def _arrays() -> tuple[type, ...]:

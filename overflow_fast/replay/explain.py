@@ -20,7 +20,7 @@ from ..files.reading import is_regular
 from ..state.snapshot import Snapshot
 from ..state.step_start import StepStart
 from .capture import GRAPH, Ambient, KeptCall
-from .explanation import Artifact, Explanation, Incident
+from .explanation import Artifact, BadStep, Explanation
 from .optimizer_step import explain_update
 from .places import names_of
 from .rank_coordinator import BEGIN, NotJoined, Team, text_of
@@ -51,7 +51,7 @@ def _has_peers() -> bool:
 def investigate(
     models: Mapping[str, nn.Module],
     calls: Sequence[KeptCall],
-    incident: Incident | None = None,
+    incident: BadStep | None = None,
     *,
     start: StepStart | None = None,
     budget: int = BUDGET,
@@ -137,7 +137,7 @@ def _saved(
 
 
 def _not_replayable(
-    calls: Sequence[KeptCall], incident: Incident | None, team: Team
+    calls: Sequence[KeptCall], incident: BadStep | None, team: Team
 ) -> Explanation | None:
     if team.is_alone and _has_peers():
         return Explanation(notes=[_NOT_ALONE])
@@ -191,7 +191,7 @@ def _of_written(name: str) -> Explanation:
 
 
 def _without_replay(
-    models: Mapping[str, nn.Module], incident: Incident, start: StepStart | None
+    models: Mapping[str, nn.Module], incident: BadStep, start: StepStart | None
 ) -> Explanation | None:
     """The explanation of weights that are bad: no replay is needed for it.
 

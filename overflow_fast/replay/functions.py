@@ -267,7 +267,7 @@ def _sizes(tensors: list[torch.Tensor]) -> set[int]:
 _OWN = set(vars(nn.Module()))
 
 
-class Held(Leaf):
+class HeldTensor(Leaf):
     """A tensor that the program holds, such as an attribute of a module.
 
     Args:
@@ -299,7 +299,7 @@ class Held(Leaf):
 
 def held_leaves(
     models: Mapping[str, nn.Module], around: Mapping[str, Any]
-) -> list[Held]:
+) -> list[HeldTensor]:
     """Finds attributes of modules that are tensors, and what objects hold.
 
     Runs none of the user's code. Does not incur a CPU-GPU sync.
@@ -325,25 +325,25 @@ def held_leaves(
             name = f"{variable}{path_text(path)}"
             if isinstance(each, torch.Tensor):
                 look = functools.partial(at, value, path)
-                found.append(Held("object", name, each, look))
+                found.append(HeldTensor("object", name, each, look))
             else:
                 found += _of_module(name, each)
     return found
 
 
-def _attributes(kind: str, name: str, owner: Any) -> Iterator[Held]:
+def _attributes(kind: str, name: str, owner: Any) -> Iterator[HeldTensor]:
     for key, value in list(vars(owner).items()):
         for path, tensor in () if key in _OWN else data_in(value):
             full = f"{name}.{key}" if name else key
             look = functools.partial(_at, owner, key, path)
-            yield Held(kind, f"{full}{path_text(path)}", tensor, look)
+            yield HeldTensor(kind, f"{full}{path_text(path)}", tensor, look)
 
 
-def _of_module(name: str, module: nn.Module) -> Iterator[Held]:
+def _of_module(name: str, module: nn.Module) -> Iterator[HeldTensor]:
     """Yields the weights of a module that is not watched, and its attributes."""
     for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
         look = functools.partial(_itself, tensor)
-        yield Held("weight", f"{name}.{key}", tensor, look)
+        yield HeldTensor("weight", f"{name}.{key}", tensor, look)
     for key, each in named_modules(module):
         yield from _attributes("object", f"{name}.{key}".rstrip("."), each)
 

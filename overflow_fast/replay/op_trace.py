@@ -34,11 +34,11 @@ class Leaf:
     """A tensor that no operation of the replay made, such as a weight.
 
     Attributes:
-        kind: "parameter", "buffer", "batch", "gradient" or "unknown"; or see `Held`.
+        kind: "parameter", "buffer", "batch", "gradient" or "unknown"; or see `HeldTensor`.
         name: Its name, or key.
         tensor: The tensor.
         is_read: Whether an operation has read non-finite values of it.
-        is_written: Whether the replay has written to it; known of `Held` alone.
+        is_written: Whether the replay has written to it; known of `HeldTensor` alone.
     """
 
     def __init__(self, kind: str, name: str, tensor: torch.Tensor | None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .explanation import Explanation, Incident, Op, Remedy
+from .explanation import BadStep, Explanation, Op, Remedy
 from .op_trace import OpTable
 from .places import ModuleStack, code_at, module_of_parameter, stack_of
 from .remedies.line_forms import update_remedies
@@ -27,7 +27,7 @@ _BETWEEN = (
 
 
 def explain_update(
-    models: Mapping[str, nn.Module], incident: Incident, found: Explanation
+    models: Mapping[str, nn.Module], incident: BadStep, found: Explanation
 ) -> Explanation:
     """Explains a weight that was finite a step before.
 
@@ -159,7 +159,7 @@ def _op_of(row: Any) -> Op:
 
 
 def _too_large(
-    group: Mapping[str, Any], incident: Incident, found: Explanation
+    group: Mapping[str, Any], incident: BadStep, found: Explanation
 ) -> Explanation:
     """Tells whether the learning rate alone takes the weight beyond its dtype."""
     learning_rate = group.get("lr")

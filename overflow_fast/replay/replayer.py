@@ -287,7 +287,7 @@ class Stats:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ReplayDifference:
     """The first entry, in execution order, whose extremes differ.
 
     Attributes:
@@ -331,12 +331,12 @@ def _apart(one: float, other: float) -> tuple[str, str]:
 class Witness(Change):
     """A change of a replay: it is watched as the step was. Changes no value."""
 
-    def difference(self) -> Difference | None:
+    def difference(self) -> ReplayDifference | None:
         """The first value that differs from the step's; None if none is known to."""
         raise NotImplementedError
 
 
-def difference_of(watched: Change | None) -> Difference | None:
+def difference_of(watched: Change | None) -> ReplayDifference | None:
     """The first value of a watched run that differs from the step's, if one is known.
 
     Args:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from . import explanation, sample
 from .capture import KeptCall
-from .explanation import Explanation, Incident
+from .explanation import BadStep, Explanation
 from .finding import explain_culprit
 from .op_trace import Leaf, Row
 from .optimizer_step import explain_update
@@ -50,7 +50,7 @@ class Search:
     def __init__(
         self,
         rerun: Rerun,
-        incident: Incident | None,
+        incident: BadStep | None,
         budget: int,
         checkpoints: Sequence[str | os.PathLike[str]],
         artifact_bytes: int,

@@ -17,8 +17,8 @@ from ..torch_internals.replay_internals import active_modes
 from . import explanation as notes
 from .capture import KeptCall, ModelCall
 from .cross_device_check import Overheard, explain_flag, is_elsewhere, opinion_of
-from .explanation import NOT_REPLAYED, Explanation, Incident
-from .functions import Held
+from .explanation import NOT_REPLAYED, BadStep, Explanation
+from .functions import HeldTensor
 from .op_trace import Leaf
 from .outcome import Outcome
 from .places import module_of_parameter, names_of
@@ -54,7 +54,7 @@ def explain_leaf(leaf: Leaf, read_by: str, call: KeptCall | None) -> Explanation
         call: What was replayed; None if it is not known to be the step's own.
     """
     what = _counts(leaf.tensor)
-    if isinstance(leaf, Held):
+    if isinstance(leaf, HeldTensor):
         return _of_held(leaf, what, read_by)
     if leaf.kind == "batch":
         return _of_batch(leaf, what, read_by, call)
@@ -92,7 +92,7 @@ def _of_batch(leaf: Leaf, what: str, at: str, call: KeptCall | None) -> Explanat
     return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])
 
 
-def _of_held(leaf: Held, what: str, at: str) -> Explanation:
+def _of_held(leaf: HeldTensor, what: str, at: str) -> Explanation:
     """Explains a tensor that a module or an object holds."""
     name = f"`{leaf.name}`"
     if leaf.is_written:
@@ -158,7 +158,7 @@ class Answers:
     def __init__(
         self,
         rerun: Rerun,
-        incident: Incident | None,
+        incident: BadStep | None,
         may_run: Callable[[int], bool],
     ) -> None:
         self._rerun = rerun
@@ -291,7 +291,7 @@ class Answers:
         devices = {p.device for model in models for p in model.parameters()}
         return " and ".join(sorted(map(place_of, devices))) or "no device of a weight"
 
-    def _whose(self, found: Explanation, clean: Outcome, incident: Incident) -> bool:
+    def _whose(self, found: Explanation, clean: Outcome, incident: BadStep) -> bool:
         """Names the gradient that the bad values came from; whether its bits tell."""
         text, names = "", list(incident.gradients)
         if len(names) == 1:
@@ -305,7 +305,7 @@ class Answers:
             found.module = module_of_parameter(found.tensor)
         return bool(text)
 
-    def _doubt(self, incident: Incident) -> str:
+    def _doubt(self, incident: BadStep) -> str:
         """Why a finite replay may not have been the same step, or ""."""
         modes = active_modes()
         if modes:
@@ -350,7 +350,7 @@ def _finite(outcome: Outcome) -> Explanation:
     return Explanation(cause="not reproducible", evidence=evidence)
 
 
-def _are_all(incident: Incident, clean: Outcome) -> bool:
+def _are_all(incident: BadStep, clean: Outcome) -> bool:
     """Tells whether all of several gradients are bad, as clipping makes them."""
     return (
         len(clean.gradients) > 1 and incident.gradients.keys() >= clean.gradients.keys()
@@ -378,7 +378,7 @@ class Growth:
 
 
 def growth_of(
-    models: Mapping[str, nn.Module], incident: Incident | None
+    models: Mapping[str, nn.Module], incident: BadStep | None
 ) -> Growth | None:
     """Describes how weights have grown, if it is out of all bounds; else None.
 

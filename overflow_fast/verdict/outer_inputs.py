@@ -75,7 +75,7 @@ def _is_written(frame: BadFrame) -> bool:
     )
 
 
-def _held(frame: BadFrame, label: _C.Label) -> batch.Held:
+def _held(frame: BadFrame, label: _C.Label) -> batch.WeakTensor:
     """Returns an input that the training loop gave a root."""
     return _given(frame).find(label_text(label))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from ...core.tensors import place_of
-from ...distributed.replicas import Difference, ReplicaCheck
+from ...distributed.replicas import ReplicaCheck, ReplicaDifference
 from ...text import as_lines
 from ..options import option, whole
 from .monitor import Guarded, Monitor
@@ -75,7 +75,7 @@ class _ReplicaLog(Monitor):
                 "ranks, as under DDP and HSDP.\nLogged once."
             )
 
-    def _report(self, step: int, found: Sequence[Difference]) -> None:
+    def _report(self, step: int, found: Sequence[ReplicaDifference]) -> None:
         lines = [_difference_text(each) for each in found[:_FEW]]
         if len(found) > _FEW:
             lines.append(f"{len(found) - _FEW} more tensors.")
@@ -90,7 +90,7 @@ class _ReplicaLog(Monitor):
         )
 
 
-def _difference_text(found: Difference) -> str:
+def _difference_text(found: ReplicaDifference) -> str:
     if not found.ranks:
         ranks = ", ".join(map(str, found.group))
         return f"{found.name} differs between ranks {ranks}: none is in the majority."
