@@ -451,7 +451,7 @@ def _emit(handle_tensor: Any, owner: Any, header: Header, entries: Entries) -> N
 # The root's hooks, where the root's call is compiled with the code around it.
 
 
-class Steps(Protocol):
+class RootHooks(Protocol):
     """The owner of a model's hooks; see `steps.StepHooks`."""
 
     @property
@@ -473,7 +473,7 @@ class CompiledStepBoundary:
         steps: The owner of the hooks.
     """
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: RootHooks) -> None:
         self._steps = steps
         self._is_running = False
 
