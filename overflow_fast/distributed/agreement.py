@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..recording.watch import ModelWatch
-from ..report.report import Place, Report
+from ..report.report import RankInfo, Report
 from ..torch_internals.wrappers import is_shadowing
 from ..verdict.verdict import Verdict
 from .joinable import GuardJoinable, is_first, is_joining
@@ -426,7 +426,7 @@ class Agreement:
         if peers is None:
             return None
         rank, world = dist.get_rank(), dist.get_world_size()
-        return str(Place(rank, world, socket.gethostname(), str(self._device())))
+        return str(RankInfo(rank, world, socket.gethostname(), str(self._device())))
 
     def _device(self) -> torch.device:
         return self._watches[0].device or torch.device("cpu")

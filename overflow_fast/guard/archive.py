@@ -16,8 +16,8 @@ from ..record.table import FlightRecord
 from ..recording.step_tensors import StepTensors
 from ..recording.watch import ModelWatch
 from ..report.evidence import EvidenceFolder
-from ..report.report import Place, Report, place_of
-from ..report.run_log import JsonLog, Run
+from ..report.report import RankInfo, Report, place_of
+from ..report.run_log import JsonLog, RunIdentity
 from ..report.suspects import LoggedIncident, read_incidents
 from ..verdict.headroom import HeadroomTracker, least_headroom
 from ..verdict.verdict import BadFrame, Verdict, kind_of, leading_frame
@@ -66,9 +66,9 @@ class Measurements:
         self.record = _recorder_of(config, watches, lambda: self.run)
 
     @functools.cached_property
-    def run(self) -> Run:
+    def run(self) -> RunIdentity:
         """The run that files name; it begins with the first file: the rank is known."""
-        return Run.begin()
+        return RunIdentity.begin()
 
     def record_of(self, report: Report, num_lines: int) -> FlightRecord | None:
         """Returns the flight record up to the step of a report, or None."""
@@ -91,10 +91,10 @@ class Measurements:
 
 
 def _recorder_of(
-    config: GuardConfig, watches: Sequence[ModelWatch], run: Callable[[], Run]
+    config: GuardConfig, watches: Sequence[ModelWatch], run: Callable[[], RunIdentity]
 ) -> FlightRecorder | None:
     record = config.record
-    if record is None or not Run.begin().collects(record.ranks):
+    if record is None or not RunIdentity.begin().collects(record.ranks):
         return None
     return FlightRecorder(
         record.path,
@@ -137,7 +137,7 @@ class Archive:
     # Made when first needed: the rank is known by then.
 
     @property
-    def _run(self) -> Run:
+    def _run(self) -> RunIdentity:
         return self._measurements.run
 
     @functools.cached_property
@@ -255,11 +255,11 @@ class Archive:
 
     def _blame(self, report: Report) -> dict[str, Any]:
         """Where it was found, and what its replay says."""
-        place = Place.of(report.where)
+        place = RankInfo.of(report.where)
         if place is None:
             device = self._watches[0].device or torch.device("cpu")
             run = self._run
-            place = Place(run.rank, run.world_size, run.host, str(device))
+            place = RankInfo(run.rank, run.world_size, run.host, str(device))
         explanation = report.explanation
         cause = {} if explanation is None else {"cause": explanation.cause}
         return {"rank": place.rank, "host": place.host, "device": place.device, **cause}

@@ -18,7 +18,7 @@ from ..page.render import write_page
 from ..record.table import read_record
 from ..report.guard_coverage import GuardCoverage
 from ..report.report import Cost, NonFiniteError, Report
-from ..report.run_log import Run, log_begin, log_end
+from ..report.run_log import RunIdentity, log_begin, log_end
 from ..selftest.self_test import Loss, SelfTest, SelfTestResult
 from ..verdict.headroom import HeadroomTable
 from ..verdict.rules import Allow
@@ -74,7 +74,7 @@ def write_guard_page(path: str | os.PathLike[str], loop: GuardLoop) -> pathlib.P
     gaps = loop.coverage().gaps()
     if recorder is None:
         gaps.append("No flight record was kept: `record=` asks for one.")
-    return write_page(Run.begin().path_of_rank(path), records, incidents, gaps)
+    return write_page(RunIdentity.begin().path_of_rank(path), records, incidents, gaps)
 
 
 # Reads a guard's counts, costs and coverage; tests the guard, and a state.

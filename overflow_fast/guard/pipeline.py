@@ -26,7 +26,7 @@ from ..report.run_log import log_left_out, log_notices
 from ..state.step_start import StepStart
 from ..verdict.attribution import attribute
 from ..verdict.headroom import HeadroomTracker, least_headroom
-from ..verdict.remedy import Remedy, remedy_for
+from ..verdict.remedy import Float32Region, remedy_for
 from ..verdict.verdict import BadFrame, Verdict, bad_settings, is_of_flag, leading_frame
 from . import optimizers as scalers
 from .archive import Archive, Measurements
@@ -176,7 +176,7 @@ class StepReporter:
         return frame_texts(leading.watch, shown[-most:] if most else [])
 
 
-def _remedy(frames: Sequence[BadFrame], verdict: Verdict) -> Remedy | None:
+def _remedy(frames: Sequence[BadFrame], verdict: Verdict) -> Float32Region | None:
     try:
         return remedy_for(frames, verdict)
     except Exception:  # the alarm matters more than its remedy

@@ -20,7 +20,7 @@ from .. import _C
 from ..files.schema import line_bytes
 from ..recording.watch import ModelWatch
 from ..report.report import Cost, Report
-from ..report.run_log import Run
+from ..report.run_log import RunIdentity
 from .record_file import RecordFile
 from .record_lines import Line, columns_of, entry_lines, run_line, step_line
 from .table import FlightRecord
@@ -67,7 +67,7 @@ class FlightRecorder:
         watches: Sequence[ModelWatch],
         policy: object,
         is_lagged: bool,
-        run: Callable[[], Run] = Run.begin,
+        run: Callable[[], RunIdentity] = RunIdentity.begin,
     ) -> None:
         self._path = path
         self._watches = watches
@@ -81,7 +81,7 @@ class FlightRecorder:
             RecordFile, num_full=num_full, max_bytes=max_bytes
         )
         self._file: RecordFile | None = None
-        self._run: Run | None = None  # of the file
+        self._run: RunIdentity | None = None  # of the file
         self.file_path: Path | None = None
         self._num_entries = [0] * len(watches)  # that are in the file
         self._name_bytes = 0  # that they take
@@ -251,7 +251,7 @@ class FlightRecorder:
     def _opened(self) -> RecordFile:
         """The file; a new one where another process, or an end, has closed it."""
         if self._file is None or not self._file.is_own:
-            self._run = self._run_of() if self._run is None else Run.begin()
+            self._run = self._run_of() if self._run is None else RunIdentity.begin()
             wanted = self._run.path_of_rank(self._path)
             self._file = self._open(wanted)
             self.file_path = self._file.path

@@ -23,7 +23,7 @@ from .record_lines import FOLD, TOP_LEVEL, Line, fold
 _T = TypeVar("_T")
 
 
-class Place(NamedTuple):
+class LineSpan(NamedTuple):
     """Where a line of steps lies in its file, or several that are to be one line."""
 
     offset: int
@@ -35,12 +35,12 @@ class Folded(NamedTuple):
     """Lines that are to be one line of a level."""
 
     level: int
-    parts: list[Place | Folded]
+    parts: list[LineSpan | Folded]
 
 
 def thin(
-    places: Sequence[Place], num_full: int, max_bytes: int
-) -> list[Place | Folded]:
+    places: Sequence[LineSpan], num_full: int, max_bytes: int
+) -> list[LineSpan | Folded]:
     """Plans the lines of a record that is to have half of its bytes again.
 
     A quarter of the bytes is for single steps, and a twelfth for each level above.
@@ -54,7 +54,7 @@ def thin(
         The lines to be, the oldest first.
     """
     mean = max(1, sum(place.length for place in places) // max(1, len(places)))
-    levels: list[list[Place | Folded]] = [[] for _ in range(TOP_LEVEL + 1)]
+    levels: list[list[LineSpan | Folded]] = [[] for _ in range(TOP_LEVEL + 1)]
     for place in places:
         levels[place.level].append(place)
     for level, lines in enumerate(levels):
@@ -112,8 +112,8 @@ class RecordFile:
         self._max_bytes = max_bytes
         self._thin_at = max_bytes * _FULL // 8
         self._end = 0
-        self._heads: list[Place] = []  # what is no line of steps
-        self._places: list[Place] = []
+        self._heads: list[LineSpan] = []  # what is no line of steps
+        self._places: list[LineSpan] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._failed: Exception | None = None
@@ -139,8 +139,8 @@ class RecordFile:
             self._file.seek(self._end)
             write_all(self._file, heads + steps)
             if heads:
-                self._heads.append(Place(self._end, len(heads), 0))
-            self._places.append(Place(self._end + len(heads), len(steps), 0))
+                self._heads.append(LineSpan(self._end, len(heads), 0))
+            self._places.append(LineSpan(self._end + len(heads), len(steps), 0))
             self._end += more
         if self._end > self._thin_at and self._thread is None:
             self._start_thinning()
@@ -192,7 +192,7 @@ class RecordFile:
                 os.fsync(new.fileno())
                 with self._lock:
                     shift = new.tell() - end
-                    _copy(old, new, Place(end, self._end - end, 0))
+                    _copy(old, new, LineSpan(end, self._end - end, 0))
                     os.replace(new_path, self.path)
                     self._file.close()
                     self._file, self._end = new, new.tell()
@@ -210,8 +210,8 @@ class RecordFile:
                 raise
 
     def _thinned(
-        self, old: BinaryIO, new: FileIO, places: Sequence[Place]
-    ) -> list[Place]:
+        self, old: BinaryIO, new: FileIO, places: Sequence[LineSpan]
+    ) -> list[LineSpan]:
         """Writes thinned lines, as few as it takes for the file to have room again.
 
         How long a line will be is not known before it is folded: it has the entries of
@@ -247,29 +247,29 @@ def _status(file: FileIO) -> os.stat_result:
     return os.fstat(file.fileno())
 
 
-def _read(old: BinaryIO, place: Place) -> bytes:
+def _read(old: BinaryIO, place: LineSpan) -> bytes:
     old.seek(place.offset)
     return old.read(place.length)
 
 
-def _copy(old: BinaryIO, new: FileIO, place: Place) -> Place:
+def _copy(old: BinaryIO, new: FileIO, place: LineSpan) -> LineSpan:
     return _append(new, _read(old, place), place.level)
 
 
-def _append(new: FileIO, data: bytes, level: int) -> Place:
+def _append(new: FileIO, data: bytes, level: int) -> LineSpan:
     offset = new.tell()
     write_all(new, data)
-    return Place(offset, len(data), level)
+    return LineSpan(offset, len(data), level)
 
 
-def _write(old: BinaryIO, new: FileIO, line: Place | Folded) -> Place:
-    if isinstance(line, Place):
+def _write(old: BinaryIO, new: FileIO, line: LineSpan | Folded) -> LineSpan:
+    if isinstance(line, LineSpan):
         return _copy(old, new, line)
     return _append(new, line_bytes(_folded(old, line)), line.level)
 
 
-def _folded(old: BinaryIO, line: Place | Folded) -> Line:
-    if isinstance(line, Place):
+def _folded(old: BinaryIO, line: LineSpan | Folded) -> Line:
+    if isinstance(line, LineSpan):
         found = parse_object(_read(old, line))
         if found is None:
             raise OSError("a line is not as it was written")
@@ -277,5 +277,5 @@ def _folded(old: BinaryIO, line: Place | Folded) -> Line:
     return fold([_folded(old, part) for part in line.parts], line.level)
 
 
-def _moved(places: list[Place], shift: int) -> list[Place]:
-    return [Place(p.offset + shift, p.length, p.level) for p in places]
+def _moved(places: list[LineSpan], shift: int) -> list[LineSpan]:
+    return [LineSpan(p.offset + shift, p.length, p.level) for p in places]

@@ -32,7 +32,7 @@ from ..files.schema import to_plain
 from ..recording.labels import entry_label
 from ..recording.watch import ModelWatch
 from ..report.report import Cost
-from ..report.run_log import Run
+from ..report.run_log import RunIdentity
 from ..text import shortened
 from ..verdict.verdict import kind_of
 
@@ -316,7 +316,7 @@ def _rest(entry: Line) -> tuple[str, str, str, float, int]:
 _OF_CALLS = (_C.FrameKind.FORWARD, _C.FrameKind.BACKWARD)
 
 
-def run_line(run: Run, watches: Sequence[ModelWatch], policy: object) -> Line:
+def run_line(run: RunIdentity, watches: Sequence[ModelWatch], policy: object) -> Line:
     """The first line: schema, versions, host, rank, devices, models."""
     of_record = {"kind": KIND, "schema": RECORD_SCHEMA}
     line: Line = to_plain(

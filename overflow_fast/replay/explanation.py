@@ -356,7 +356,7 @@ def _shortened(chain: list[str]) -> str:
 
 
 @dataclass
-class Incident:
+class BadStep:
     """The step that is explained, as a guard saw it.
 
     Attributes:

@@ -21,7 +21,7 @@ from ..replay.explanation import Artifact, Explanation
 from ..text import printable
 from ..tree import CALL_DEPTH, Walk, path_text, type_name
 from .report import Report
-from .run_log import Run
+from .run_log import RunIdentity
 
 # The choice of a bad step's tensors to keep, as copies that can be saved.
 
@@ -162,7 +162,7 @@ class EvidenceFolder:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], run: Run, max_bytes: int, keep: int
+        self, path: str | os.PathLike[str], run: RunIdentity, max_bytes: int, keep: int
     ) -> None:
         self._path = Path(path) / _SUBFOLDER / run.id
         self._run = run
@@ -256,7 +256,7 @@ class _StepFolder:
         step: The step's number.
     """
 
-    def __init__(self, parent: Path, run: Run, step: int) -> None:
+    def __init__(self, parent: Path, run: RunIdentity, step: int) -> None:
         self.room = 0
         make_folder(parent)
         for number in itertools.count(1):

@@ -11,7 +11,7 @@ from ..core.notebook import text_html
 from ..files.schema import SCHEMA, dumps, to_plain
 from ..replay.explanation import Explanation
 from ..text import as_lines
-from ..verdict.remedy import Remedy
+from ..verdict.remedy import Float32Region
 from ..verdict.verdict import (
     BadEntry,
     EntryHeadroom,
@@ -25,7 +25,9 @@ from .frames import frames_text
 # The sentence of a report that advises what to try.
 
 
-def advice_for(verdict: Verdict, step: int = 0, remedy: Remedy | None = None) -> str:
+def advice_for(
+    verdict: Verdict, step: int = 0, remedy: Float32Region | None = None
+) -> str:
     """Writes what to try, by the bad entry and its origin.
 
     Args:
@@ -78,7 +80,7 @@ def _load(name: str) -> str:
     return f"load a checkpoint in which {name} is finite"
 
 
-def _in_float32(remedy: Remedy) -> str:
+def _in_float32(remedy: Float32Region) -> str:
     (name,) = remedy.names
     if remedy.until:
         how = f"{name} runs in float32, and so do its values until {remedy.end}"
@@ -343,7 +345,7 @@ class Report:
     is_of_state: bool = False
     moment: str = ""
     skipped_by: str = ""
-    remedy: Remedy | None = None
+    remedy: Float32Region | None = None
     explanation: Explanation | None = None
     repeats: str = ""
 
@@ -456,7 +458,7 @@ _FORM = re.compile(r"rank (\d+) of (\d+) \((.+), ([^,]+)\)")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """A rank and what it runs on. `str()` of it is as reports have it.
 
     Attributes:
@@ -476,7 +478,7 @@ class Place:
         return f"rank {self.rank} of {self.world_size} ({self.host}, {self.device})"
 
     @classmethod
-    def of(cls, text: str | None) -> Place | None:
+    def of(cls, text: str | None) -> RankInfo | None:
         """Reads what `str()` has written; None for anything else."""
         found = _FORM.fullmatch(text or "")
         if found is None:

@@ -274,7 +274,7 @@ _MOST_MODELS = 32  # that are named in the first line of a file
 
 
 @dataclass(frozen=True)
-class Run:
+class RunIdentity:
     """One guard's run in one process.
 
     Attributes:
@@ -292,7 +292,7 @@ class Run:
     world_size: int
 
     @classmethod
-    def begin(cls) -> Run:
+    def begin(cls) -> RunIdentity:
         """Begins a run now."""
         started, host = datetime.now(timezone.utc), socket.gethostname()
         has_ranks = dist.is_available() and dist.is_initialized()

@@ -157,7 +157,7 @@ _LONG_HISTORY = 16  # frames: a norm that runs first in a block is among them
 
 
 @dataclass(frozen=True)
-class Remedy:
+class Float32Region:
     """The arguments of a `keep_in_fp32` that was not tried.
 
     Attributes:
@@ -178,7 +178,7 @@ class Remedy:
         return f"overflow_fast.keep_in_fp32(model, {self.names}{until})"
 
 
-def remedy_for(frames: Sequence[BadFrame], verdict: Verdict) -> Remedy | None:
+def remedy_for(frames: Sequence[BadFrame], verdict: Verdict) -> Float32Region | None:
     """Finds the modules to run in float32 where float16 has certainly overflowed.
 
     A module that only multiplies and adds has a finite float32 result if its inputs are
@@ -265,16 +265,16 @@ class _Search:
             if not any(each.startswith(f"{name}.") for each in self._returned)
         ]
 
-    def remedy(self) -> Remedy | None:
+    def remedy(self) -> Float32Region | None:
         """Finds the smallest part of the model that can run in float32 by itself."""
         end = self._end_in_sequence()
         if end and self._is_whole([self._name, end]):
-            return Remedy([self._name], [end], end)
+            return Float32Region([self._name], [end], end)
         around = self._name.rpartition(".")[0]
         while around:
             end = self._end_of(around)
             if end and self._is_whole([around]):
-                return Remedy([around], [], end)
+                return Float32Region([around], [], end)
             around = around.rpartition(".")[0]
         return None
 

@@ -1,10 +1,10 @@
 """Which lines of a full record are folded: the older, the more into one."""
 
-from overflow_fast.record.record_file import Folded, Place, thin
+from overflow_fast.record.record_file import Folded, LineSpan, thin
 
 
 def places(count, level, length=100):
-    return [Place(i * length, length, level) for i in range(count)]
+    return [LineSpan(i * length, length, level) for i in range(count)]
 
 
 def levels_of(plan):
@@ -12,7 +12,7 @@ def levels_of(plan):
 
 
 def steps_in(line):
-    if isinstance(line, Place):
+    if isinstance(line, LineSpan):
         return 16**line.level
     return sum(map(steps_in, line.parts))
 

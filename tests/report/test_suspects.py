@@ -13,7 +13,7 @@ from ranks import all_of
 
 from overflow_fast import Log, NonFiniteError, OverflowGuard, Record
 from overflow_fast.replay.explanation import NOT_REPLAYED, Explanation, Op
-from overflow_fast.report.report import Place, exit_code_of
+from overflow_fast.report.report import RankInfo, exit_code_of
 from overflow_fast.report.suspects import LoggedIncident, read_incidents, suspects_of
 
 
@@ -72,9 +72,9 @@ def test_the_table_is_read_by_people_and_programs():
 
 
 def test_a_place_is_read_as_it_is_written():
-    place = Place(3, 8, "node, with (odd) name", "cuda:2")
-    assert Place.of(str(place)) == place
-    assert Place.of(None) is Place.of("somewhere") is None
+    place = RankInfo(3, 8, "node, with (odd) name", "cuda:2")
+    assert RankInfo.of(str(place)) == place
+    assert RankInfo.of(None) is RankInfo.of("somewhere") is None
 
 
 # Runs that begin again from a checkpoint.
