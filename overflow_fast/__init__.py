@@ -18,10 +18,11 @@ except ImportError as error:
     fallback.install(why)
 
 from . import flags, metal
-from .compare import entry_points as _entry_points
-from .compare.comparison import Comparison
-from .compare.entry_points import compare_live, shadow
-from .compare.recordings import RecordingError
+from .capture import callbacks  # noqa: F401  (what the extension calls)
+from .capture.coverage import Coverage
+from .comparison.comparison import Comparison
+from .comparison.entry_points import compare, compare_live, recording, shadow
+from .comparison.recordings import RecordingError
 from .core.ops import Stat, scan
 from .debug import DebugUnderflowOverflow, detect_overflow, get_abs_min_max
 from .guard.guard import OverflowGuard
@@ -38,8 +39,6 @@ from .precision.keep_in_fp32 import keep_in_fp32
 from .precision.precision_advice import PrecisionAdvice
 from .record.record_lines import RecordError
 from .record.table import FlightRecord, read_record
-from .recording import callbacks  # noqa: F401  (what the extension calls)
-from .recording.coverage import Coverage
 from .replay.explain import explain
 from .replay.explanation import Explanation, Op
 from .report.guard_coverage import GuardCoverage
@@ -90,10 +89,6 @@ __all__ = [
     "shadow",
 ]
 __version__ = "1.0.0rc1"
-
-# After all imports: rooms of the package have these names, too.
-compare = _entry_points.compare
-recording = _entry_points.recording
 
 metal.register()
 

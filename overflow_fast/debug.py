@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from . import _C
+from .capture.steps import StepHooks
 from .core.ops import scan
-from .recording.steps import StepHooks
 from .report.frames import (
     PREFIX,
     batch_header,

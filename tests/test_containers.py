@@ -9,7 +9,7 @@ from torch import nn
 
 import overflow_fast
 from overflow_fast import OverflowGuard, advise_precision, compare_live, keep_in_fp32
-from overflow_fast.recording.inputs import Given, LoopBatch
+from overflow_fast.capture.inputs import Given, LoopBatch
 
 KINDS = pytest.mark.parametrize("kind", CONTAINERS)
 # One for each way to rebuild a value, where a test takes a second.

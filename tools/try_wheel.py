@@ -22,7 +22,7 @@ TESTS = (
     "tests/guard/test_guard.py",
     "tests/guard/test_guard_state.py",
     "tests/guard/test_skip.py",
-    "tests/recording/test_export.py",
+    "tests/capture/test_export.py",
     "tests/scan/test_ops.py",
 )
 WHERE = """

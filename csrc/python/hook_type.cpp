@@ -152,7 +152,7 @@ PyGetSetDef kGetters[] = {
     {"owner_handle", get_owner_handle, nullptr,
      "The tensor that identifies its owner in compiled code.", nullptr},
     {"plan", get_plan, nullptr,
-     "The plan of what its owner lists: see overflow_fast.recording.compiled.", nullptr},
+     "The plan of what its owner lists: see overflow_fast.capture.compiled.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 

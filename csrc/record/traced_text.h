@@ -1,5 +1,5 @@
 // The text constant of the operator overflow_fast::frame: a call as
-// overflow_fast.recording.compiled encodes it. It contains no quote and no backslash, because
+// overflow_fast.capture.compiled encodes it. It contains no quote and no backslash, because
 // inductor's C++ wrapper puts it between quotes without escaping it.
 //
 //   call   = kind flags ":" text *(" " item)   the text is the class's name

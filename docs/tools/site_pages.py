@@ -55,32 +55,14 @@ def _api() -> str:
 
 
 def public_places() -> list[str]:
-    """The names of `overflow_fast.__all__`, without importing it, the guard first.
-
-    A function with the name of a room comes with its module: "compare.entry.compare".
-    """
+    """The names of `overflow_fast.__all__`, without importing it, the guard first."""
     tree = ast.parse((ROOT / "overflow_fast" / "__init__.py").read_text())
-    modules, assigned = {}, {}
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom):
-            modules |= {
-                a.asname or a.name: f"{node.module}.{a.name}" for a in node.names
-            }
-        elif isinstance(node, ast.Assign):
-            assigned |= zip(_parts(node.targets[0]), _parts(node.value), strict=False)
-    names = ast.literal_eval(assigned.pop("__all__", "[]"))
-    names.sort(key=lambda name: (name != "OverflowGuard", name))
-    return [_place(name, assigned.get(name, ""), modules) for name in names]
-
-
-def _parts(node: ast.expr) -> list[str]:
-    parts = node.elts if isinstance(node, ast.Tuple) else [node]
-    return [ast.unparse(part) for part in parts]
-
-
-def _place(name: str, value: str, modules: dict[str, str]) -> str:
-    module, _, attribute = value.partition(".")
-    return f"{modules[module]}.{attribute}" if module in modules else name
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return sorted(names, key=lambda name: (name != "OverflowGuard", name))
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -52,7 +52,7 @@ def add_to(commands: Commands) -> None:
 
 def _run(parsed: argparse.Namespace) -> int:
     """Returns the exit status: see docs/guides/command-line.md."""
-    from ..compare.entry_points import compare
+    from ..comparison.entry_points import compare
 
     output: str = parsed.output or ""
     if output and not output.endswith(_FORMATS):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..recording.watch import ModelWatch
+from ..capture.watch import ModelWatch
 from ..report.report import RankInfo, Report
 from ..torch_internals.wrappers import is_shadowing
 from ..verdict.verdict import Verdict

@@ -21,7 +21,7 @@ _ROLES = {
     FrameKind.RECORDED: Role.RECORDED,
 }
 _orders = itertools.count(1)
-# What the package gives the extension; see `recording.callbacks`.
+# What the package gives the extension; see `capture.callbacks`.
 callbacks: dict[str, Callable[..., Any]] = {}
 why_missing = ["overflow_fast has no extension"]
 

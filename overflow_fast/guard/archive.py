@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from ..capture.step_tensors import StepTensors
+from ..capture.watch import ModelWatch
 from ..page.incidents import Incident
 from ..page.render import page_of
 from ..record.flight import FlightRecorder
 from ..record.table import FlightRecord
-from ..recording.step_tensors import StepTensors
-from ..recording.watch import ModelWatch
 from ..report.evidence import EvidenceFolder
 from ..report.report import RankInfo, Report, place_of
 from ..report.run_log import JsonLog, RunIdentity

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..recording.watch import ModelWatch
+from ..capture.watch import ModelWatch
 from ..state.step_start import StepStart
 from .config import GuardConfig
 from .optimizers import OptimizerHook

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _C
+from ..capture.labels import entry_label
+from ..capture.schedule import ScanLevel
+from ..capture.step_tensors import StepTensors
+from ..capture.watch import ModelWatch
 from ..core.modules import local_part, why_not
 from ..core.tensors import loss_in
 from ..distributed.agreement import Agreed
 from ..distributed.store_channel import StoreChannel
-from ..recording.labels import entry_label
-from ..recording.schedule import ScanLevel
-from ..recording.step_tensors import StepTensors
-from ..recording.watch import ModelWatch
 from ..replay.capture import Capture, KeptCall, ModelCall, batch_size
 from ..replay.change import Change
 from ..replay.explain import investigate, kept_state

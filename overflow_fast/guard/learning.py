@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable, Sequence
 
 from .. import _C
+from ..capture.watch import ModelWatch
 from ..core.selection import Wanted
 from ..distributed.agreement import Agreement
-from ..recording.watch import ModelWatch
 from ..verdict.rules import KINDS, EntryName, Rules, entry_name, kinds_text
 from ..verdict.verdict import FORWARDS, BadFrame
 

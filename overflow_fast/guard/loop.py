@@ -14,14 +14,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import _C
+from ..capture.inputs import LoopBatch
+from ..capture.schedule import ScanLevel, WatchSchedule
+from ..capture.step_tensors import StepTensors
+from ..capture.watch import ModelWatch
 from ..core.modules import named_modules
 from ..core.selection import Selection, check_patterns, full_name
 from ..core.tensors import loss_in
 from ..distributed.joinable import GuardJoinable
-from ..recording.inputs import LoopBatch
-from ..recording.schedule import ScanLevel, WatchSchedule
-from ..recording.step_tensors import StepTensors
-from ..recording.watch import ModelWatch
 from ..replay.capture import Capture
 from ..report.guard_coverage import GuardCoverage
 from ..report.report import Report

@@ -13,12 +13,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .. import _C, flags
+from ..capture.schedule import LeftOut, ScanLevel, WatchSchedule
+from ..capture.step_tensors import StepTensors
+from ..capture.watch import ModelWatch
 from ..core.ops import scan
 from ..distributed.agreement import Agreed, Agreement
 from ..record.flight import FlightRecorder
-from ..recording.schedule import LeftOut, ScanLevel, WatchSchedule
-from ..recording.step_tensors import StepTensors
-from ..recording.watch import ModelWatch
 from ..report.alarms import AlarmLog
 from ..report.frames import frame_texts
 from ..report.report import Cost, NonFiniteError, Report

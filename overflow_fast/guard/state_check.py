@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
+from ..capture.schedule import ScanLevel
+from ..capture.step_tensors import StepTensors
+from ..capture.watch import ModelWatch
 from ..core.selection import Selection, Wanted
-from ..recording.schedule import ScanLevel
-from ..recording.step_tensors import StepTensors
-from ..recording.watch import ModelWatch
 from ..report.report import NonFiniteError, Report, some
 from ..verdict.attribution import attribute
 from ..verdict.rules import Allow, Rules

@@ -10,9 +10,9 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from .. import _C
-from ..recording.schedule import LeftOut
-from ..recording.step_tensors import StepTensors
-from ..recording.watch import ModelWatch
+from ..capture.schedule import LeftOut
+from ..capture.step_tensors import StepTensors
+from ..capture.watch import ModelWatch
 from ..verdict.verdict import BadFrame
 from .monitors.monitor import Notice
 from .optimizers import OptimizerHook

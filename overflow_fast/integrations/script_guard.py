@@ -21,12 +21,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..capture.hooks import root_hooks
 from ..core.nested_optimizers import optimizers_in
 from ..core.selection import NoModuleError
 from ..debug import DebugUnderflowOverflow
 from ..guard.guard import OverflowGuard, guards_of, modules_of
 from ..guard.optimizers import OptimizerHook
-from ..recording.hooks import root_hooks
 from ..report.report import NonFiniteError
 from ..torch_internals.registry import stack
 

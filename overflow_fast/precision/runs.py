@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..capture.unseen import unseen
 from ..core.force_eager import run_eagerly
 from ..core.tensors import devices_of, loss_in
-from ..recording.unseen import unseen
 from ..state.random import RandomStates
 from ..torch_internals.module_internals import is_dropout
 from .copies import copied_batch, on_copies

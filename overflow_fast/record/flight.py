@@ -17,8 +17,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .. import _C
+from ..capture.watch import ModelWatch
 from ..files.schema import line_bytes
-from ..recording.watch import ModelWatch
 from ..report.report import Cost, Report
 from ..report.run_log import RunIdentity
 from .record_file import RecordFile

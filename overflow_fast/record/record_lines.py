@@ -26,11 +26,11 @@ import torch
 from torch.optim import Optimizer
 
 from .. import _C
+from ..capture.labels import entry_label
+from ..capture.watch import ModelWatch
 from ..core.modules import unwrapped_class
 from ..files.reading import FileError
 from ..files.schema import to_plain
-from ..recording.labels import entry_label
-from ..recording.watch import ModelWatch
 from ..report.report import Cost
 from ..report.run_log import RunIdentity
 from ..text import shortened

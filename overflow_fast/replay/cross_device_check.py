@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from .. import flags
+from ..capture.unseen import unseen
 from ..core.modules import is_dropout, named_modules
 from ..core.selection import full_name
 from ..core.tensors import has_memory, place_of
 from ..precision.copies import on_copies, to_dtype
-from ..recording.unseen import unseen
 from ..torch_internals.replay_internals import TorchDispatchMode, autograd_node
 from ..tree import CALL_DEPTH, mapped, tensors_in
 from .change import Change

@@ -34,7 +34,8 @@ class Leaf:
     """A tensor that no operation of the replay made, such as a weight.
 
     Attributes:
-        kind: "parameter", "buffer", "batch", "gradient" or "unknown"; or see `HeldTensor`.
+        kind: "parameter", "buffer", "batch", "gradient" or "unknown"; or see
+            `HeldTensor`.
         name: Its name, or key.
         tensor: The tensor.
         is_read: Whether an operation has read non-finite values of it.

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..capture.unseen import unseen
 from ..core.modules import without_reduction
 from ..core.tensors import loss_in
-from ..recording.unseen import unseen
 from ..state.snapshot import Snapshot
 from ..torch_internals.replay_internals import no_dispatch
 from .armed_call import armed

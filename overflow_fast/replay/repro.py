@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..capture.unseen import unseen
 from ..core.tensors import has_memory
-from ..recording.unseen import unseen
 from ..state.random import RandomStates
 from ..torch_internals.module_internals import own_buffers, own_parameters, submodules
 from ..tree import mapped, tensors_in

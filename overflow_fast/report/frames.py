@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from .. import _C
+from ..capture.labels import entry_label, label_text
+from ..capture.watch import ModelWatch
 from ..core.ops import scan
-from ..recording.labels import entry_label, label_text
-from ..recording.watch import ModelWatch
 from ..text import printable
 
 PREFIX = " " * 17

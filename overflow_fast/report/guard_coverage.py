@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..capture.coverage import Coverage
+from ..capture.watch import ModelWatch
 from ..core.selection import Wanted
-from ..recording.coverage import Coverage
-from ..recording.watch import ModelWatch
 from ..text import counted, printable
 
 

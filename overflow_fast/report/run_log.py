@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ..capture.schedule import WatchSchedule
+from ..capture.watch import ModelWatch
 from ..files.reading import is_regular, open_regular
 from ..files.schema import SCHEMA, dumps, parse_object
 from ..files.writing import make_folder, open_appending
-from ..recording.schedule import WatchSchedule
-from ..recording.watch import ModelWatch
 from ..text import as_lines, counted, shortened
 from .guard_coverage import GuardCoverage
 from .report import Cost

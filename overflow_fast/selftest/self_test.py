@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..capture.hooks import move_hook_to_front
+from ..capture.schedule import ScanLevel
+from ..capture.step_tensors import StepTensors
+from ..capture.watch import ModelWatch
 from ..core.force_eager import run_eagerly
 from ..core.modules import call_with
 from ..core.selection import Selection, check_patterns
 from ..core.tensors import loss_in
-from ..recording.hooks import move_hook_to_front
-from ..recording.schedule import ScanLevel
-from ..recording.step_tensors import StepTensors
-from ..recording.watch import ModelWatch
 from ..state.snapshot import Snapshot
 from ..text import printable
 from ..torch_internals.module_internals import forward_hooks

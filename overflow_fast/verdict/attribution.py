@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _C
+from ..capture.inputs import finite_places, is_plain
+from ..capture.labels import entry_label, label_text
+from ..capture.watch import ModelWatch
 from ..flags import is_label
-from ..recording.inputs import finite_places, is_plain
-from ..recording.labels import entry_label, label_text
-from ..recording.watch import ModelWatch
 from ..torch_internals.module_internals import is_batch_norm
 from .calls import (
     Called,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from .. import _C
-from ..recording.watch import ModelWatch
+from ..capture.watch import ModelWatch
 from ..torch_internals.module_internals import (
     forward_hooks,
     forward_pre_hooks,

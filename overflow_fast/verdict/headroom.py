@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from .. import _C
+from ..capture.watch import ModelWatch
 from ..core.modules import is_dropout, is_linear, is_normalization, is_of_torch
 from ..core.notebook import table_html, text_html
-from ..recording.watch import ModelWatch
 from ..text import as_lines, printable
 from .verdict import GRADIENTS, EntryHeadroom, headroom_of, where_of
 

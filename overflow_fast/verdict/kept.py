@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 
 from .. import _C
+from ..capture.inputs import is_plain
+from ..capture.labels import label_text
+from ..capture.watch import ModelWatch
 from ..core.ops import scan
-from ..recording.inputs import is_plain
-from ..recording.labels import label_text
-from ..recording.watch import ModelWatch
 from ..torch_internals.module_internals import is_batch_norm
 from ..tree import tensors_in
 from .calls import Calls, is_layer_of_torch, joined

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..recording import inputs as batch
-from ..recording.labels import entry_label, label_text
+from ..capture import inputs as batch
+from ..capture.labels import entry_label, label_text
 from .calls import (
     Called,
     Calls,

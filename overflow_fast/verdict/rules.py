@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from .. import _C
+from ..capture.labels import dotted, entry_label
+from ..capture.watch import ModelWatch
 from ..core.selection import example_of
-from ..recording.labels import dotted, entry_label
-from ..recording.watch import ModelWatch
 from .verdict import FORWARDS, OF_CALLS, kind_of
 
 Allow = Mapping[str, str | Iterable[str]]

@@ -11,9 +11,9 @@ import torch
 from torch.optim import Optimizer
 
 from .. import _C
+from ..capture.labels import entry_label
+from ..capture.watch import ModelWatch
 from ..flags import is_label
-from ..recording.labels import entry_label
-from ..recording.watch import ModelWatch
 
 # Roles of entries that are of a call.
 OF_CALLS = (_C.Role.INPUT, _C.Role.OUTPUT, _C.Role.GRAD_OUTPUT)

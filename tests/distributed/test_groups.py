@@ -15,8 +15,8 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.capture.step_tensors import StepTensors
 from overflow_fast.distributed.peers import num_passes
-from overflow_fast.recording.step_tensors import StepTensors
 
 pytestmark = [
     pytest.mark.slow,

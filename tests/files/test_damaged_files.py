@@ -20,8 +20,8 @@ from mutations import spoil
 import overflow_fast
 from overflow_fast import OverflowGuard, RecordError, RecordingError, read_record
 from overflow_fast.__main__ import main
-from overflow_fast.compare.comparison import check_replaceable
-from overflow_fast.compare.recordings import read_run
+from overflow_fast.comparison.comparison import check_replaceable
+from overflow_fast.comparison.recordings import read_run
 from overflow_fast.page.sources import read_sources
 from overflow_fast.report.suspects import read_incidents, suspects_of
 
@@ -368,7 +368,7 @@ with open(f"{folder}/dump.json", "w") as file:
     json.dump({"data": dict.fromkeys(names, call)}, file)
 resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-from overflow_fast.compare.msprobe_dump import find_dumps, read_dumps
+from overflow_fast.comparison.msprobe_dump import find_dumps, read_dumps
 from pathlib import Path
 run = read_dumps(Path(folder), find_dumps(Path(folder)))
 grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

@@ -6,9 +6,9 @@ from guarding import INF, NAN, batches, hooks_of, make, plant, train, train_step
 from torch import nn
 
 from overflow_fast import OverflowGuard, Schedule
+from overflow_fast.capture import watch as model_watch
+from overflow_fast.capture.schedule import ScanLevel, WatchSchedule
 from overflow_fast.guard.isolation import OverheadTimer
-from overflow_fast.recording import watch as model_watch
-from overflow_fast.recording.schedule import ScanLevel, WatchSchedule
 from overflow_fast.report.report import Cost
 
 

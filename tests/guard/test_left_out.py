@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, Schedule, Spikes
-from overflow_fast.recording.schedule import LeftOut, ScanLevel, WatchSchedule
+from overflow_fast.capture.schedule import LeftOut, ScanLevel, WatchSchedule
 
 NAN = float("nan")
 

@@ -4,6 +4,8 @@ import ast
 import collections
 import graphlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,14 +28,14 @@ ROOMS = (
     "state",
     "flags",
     "metal",
-    "recording",
+    "capture",
     "precision",
     "replay",
     "verdict",
     "report",
     "record",
     "page",
-    "compare",
+    "comparison",
     "distributed",
     "selftest",
     "guard",
@@ -94,6 +96,29 @@ def test_the_package_shows_its_public_names_alone():
     assert shown == sorted(overflow_fast.__all__)
     for name in overflow_fast.__all__:
         assert getattr(overflow_fast, name).__doc__, name
+
+
+# Each is imported by its path, and then read attribute by attribute, as users do.
+REACH = """
+import functools, importlib, sys
+for name in sys.argv[1:]:
+    module = importlib.import_module(name)
+    _, *parts = name.split(".")
+    if functools.reduce(getattr, parts, sys.modules["overflow_fast"]) is not module:
+        print(name)
+"""
+
+
+def test_no_public_name_hides_a_module():
+    rooms = {name.removesuffix(".__init__") for name in MODULES}
+    rooms -= {"__init__", "__main__"}
+    # These import trainers, which may not be installed.
+    names = [name for name in rooms if room_of(name) not in ("integrations", "demo")]
+    paths = [f"overflow_fast.{name}" for name in sorted(names)]
+    command = [sys.executable, "-c", REACH, *paths]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert not rooms & set(overflow_fast.__all__) - {"flags"}
 
 
 def test_no_class_has_the_name_of_a_public_one():

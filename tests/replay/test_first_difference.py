@@ -145,7 +145,7 @@ def test_the_row_is_of_one_step():
 
 
 def test_an_error_of_the_comparison_costs_only_the_comparison(monkeypatch):
-    from overflow_fast.recording.watch import ModelWatch
+    from overflow_fast.capture.watch import ModelWatch
 
     model, optimizer = make()
     guard = OverflowGuard(model, optimizer)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import overflow_fast
 from overflow_fast import _C
-from overflow_fast.recording import compiled
+from overflow_fast.capture import compiled
 from overflow_fast.torch_internals import (
     module_internals as modules,
 )

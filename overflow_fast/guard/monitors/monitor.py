@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ... import _C
-from ...recording.labels import label_text
-from ...recording.watch import ModelWatch
+from ...capture.labels import label_text
+from ...capture.watch import ModelWatch
 from ...replay.capture import Capture
 from ...verdict.verdict import where_of
 from ..options import NORM, Options

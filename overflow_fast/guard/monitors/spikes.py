@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ... import _C
-from ...recording.watch import ModelWatch
+from ...capture.watch import ModelWatch
 from ..options import NORM, one_of, option
 from .monitor import Guarded, Monitor, MonitoredStep, Notice, scalar_places
 

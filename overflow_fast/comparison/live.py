@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..capture.unseen import unseen
 from ..core.modules import named_modules, step_of
 from ..core.tensors import devices_of, loss_in
 from ..precision.copies import check_model, to_float32
 from ..precision.layers import expected_error, floats_in
-from ..recording.unseen import unseen
 from ..replay.capture import Ambient
 from ..replay.places import Frames, code_at, users_frames
 from ..state.random import RandomStates

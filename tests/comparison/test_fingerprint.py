@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from overflow_fast.compare.fingerprint import fingerprint
-from overflow_fast.compare.recording_schema import LINES
-from overflow_fast.compare.tensor_hooks import Shard, fetch, pieces, summarize
+from overflow_fast.comparison.fingerprint import fingerprint
+from overflow_fast.comparison.recording_schema import LINES
+from overflow_fast.comparison.tensor_hooks import Shard, fetch, pieces, summarize
 from overflow_fast.files.schema import dumps
 
 

@@ -10,8 +10,8 @@ from compared_models import batch, tower
 from torch.utils.checkpoint import checkpoint
 
 import overflow_fast
-from overflow_fast.compare import recordings
-from overflow_fast.compare.recordings import read_run
+from overflow_fast.comparison import recordings
+from overflow_fast.comparison.recordings import read_run
 
 
 def lines_of(folder, rank=0):

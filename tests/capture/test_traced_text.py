@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from overflow_fast import _C, DebugUnderflowOverflow
-from overflow_fast.recording.traced_walk import (
+from overflow_fast.capture.traced_walk import (
     ATTRIBUTE,
     FORWARD,
     INDEX,
@@ -113,9 +113,9 @@ def test_a_number_is_that_of_its_text():
 
 CACHEABLE = [
     "torch.ops.higher_order.with_effects",
-    "overflow_fast.recording.compiled.emit",
+    "overflow_fast.capture.compiled.emit",
 ]
-CALL = "overflow_fast.recording.compiled.emit_call"
+CALL = "overflow_fast.capture.compiled.emit_call"
 
 
 def compiled_frames(folder):
