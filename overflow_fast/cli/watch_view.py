@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..text import printable
+from ..types import TensorPath
 
 Numbers = Mapping[str, Any]
 
@@ -77,11 +78,9 @@ def _entries(worst: Sequence[Numbers]) -> Table:
 
 
 def _where(entry: Numbers) -> str:
-    """An entry as reports name it, such as `h.0: gradient of weight`."""
-    label, kind = entry["label"], entry["kind"].replace("_", " ")
-    if kind in ("gradient", "optimizer state"):
-        label = f"{kind} of {label}"
-    return f"{entry['module'] or 'the model'}: {label}"
+    """An entry as pages name it, such as `h.0: gradient of weight`."""
+    names = ("module", "kind", "label")
+    return str(TensorPath.of_label(*(entry[name] for name in names)))
 
 
 def _style(bits: float) -> str:

@@ -12,7 +12,7 @@ from ..core.tensors import dtype_named
 from ..precision.layers import expected_error
 from .matching import Pair, StepTensor
 from .measures import Measures, estimated, measured
-from .tensor_hooks import Place
+from .tensor_hooks import StepPath
 
 EQUAL, ROUNDING, MADE_HERE = "equal", "rounding", "made here"
 INHERITED, NOT_COMPARED = "inherited", "not compared"
@@ -46,7 +46,7 @@ class TensorDifference:
         reference_norm: The L2 norm of the reference; 0 if it is not known.
     """
 
-    place: Place
+    place: StepPath
     reference_name: str
     order: int
     step: int

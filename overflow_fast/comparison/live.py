@@ -41,7 +41,7 @@ from .judged_rows import (
 from .matching import Matched, Pair, StepTensor, mapped_name, match
 from .measures import Measures, estimated, measured
 from .recordings import RankStep, RecordedTensor, Source, modes
-from .tensor_hooks import BACKWARD, Place, Summary, Tap, fetch, summarize, values_of
+from .tensor_hooks import BACKWARD, StepPath, Summary, Tap, fetch, summarize, values_of
 
 # The first operation within a module whose result differs between two models.
 
@@ -306,7 +306,7 @@ class Lockstep:
         first, second = self._waiting
         return [s.entry for s in first.values()], [s.entry for s in second.values()]
 
-    def sink(self, side: int) -> Callable[[Place, torch.Tensor, int | None], None]:
+    def sink(self, side: int) -> Callable[[StepPath, torch.Tensor, int | None], None]:
         """Returns what a `Tap` of a side calls with each tensor."""
         return lambda place, tensor, same: self._show(side, place, tensor, same)
 
@@ -321,7 +321,7 @@ class Lockstep:
                 self._pass_on(side)
 
     def _show(
-        self, side: int, place: Place, tensor: torch.Tensor, same: int | None
+        self, side: int, place: StepPath, tensor: torch.Tensor, same: int | None
     ) -> None:
         entry, values = self._entry(side, place, tensor, same)
         name = place.module if side else mapped_name(place.module, self._names)
@@ -343,7 +343,7 @@ class Lockstep:
         shown.values = None  # from now on it may be written over
 
     def _entry(
-        self, side: int, place: Place, tensor: torch.Tensor, same: int | None
+        self, side: int, place: StepPath, tensor: torch.Tensor, same: int | None
     ) -> tuple[StepTensor, torch.Tensor | None]:
         order = self._numbers[side]
         self._numbers[side] += 1

@@ -13,7 +13,7 @@ import torch
 
 from .measures import estimated
 from .recordings import RankStep, Source
-from .tensor_hooks import STATE, Place, Summary
+from .tensor_hooks import STATE, StepPath, Summary
 
 # Tensors of a step as a whole, whichever ranks have parts of them.
 
@@ -37,7 +37,7 @@ class StepTensor:
         same: The order of an earlier entry with the same tensor, or None.
     """
 
-    place: Place
+    place: StepPath
     order: int
     rank: int | None
     dtype: str

@@ -14,7 +14,15 @@ import torch
 
 from ..files.reading import FileError, open_regular, read_bytes
 from .recordings import RankStep, RecordedRun, RecordedTensor, RecordingError, Source
-from .tensor_hooks import BACKWARD, FORWARD, STATE, Place, fetch, summarize, values_of
+from .tensor_hooks import (
+    BACKWARD,
+    FORWARD,
+    STATE,
+    StepPath,
+    fetch,
+    summarize,
+    values_of,
+)
 
 if TYPE_CHECKING:
     from .msprobe_schema import DumpedTensor
@@ -153,7 +161,7 @@ def _sources(file: Path, rank: int) -> list[Source]:
 
 
 def _source(
-    place: Place, facts: DumpedTensor, folder: Path, rank: int, order: int
+    place: StepPath, facts: DumpedTensor, folder: Path, rank: int, order: int
 ) -> TensorFile:
     name = facts.data_name
     row = RecordedTensor(place, order, facts.dtype.removeprefix("torch."), facts.shape)
@@ -167,7 +175,7 @@ def _source(
     return TensorFile(rank, row, path=path)
 
 
-def _tensors(data: dict[str, Any]) -> Iterator[tuple[Place, DumpedTensor]]:
+def _tensors(data: dict[str, Any]) -> Iterator[tuple[StepPath, DumpedTensor]]:
     """Yields the tensors of a dump that are those of recordings."""
     seen = set[tuple[str, str]]()
     for name, call in data.items():
@@ -194,9 +202,10 @@ def _tensors(data: dict[str, Any]) -> Iterator[tuple[Place, DumpedTensor]]:
 
 def _place(
     phase: str, module: str, kind: str, call: int, role: str, path: str
-) -> Place:
+) -> StepPath:
     where = {"forward": FORWARD, "backward": BACKWARD}.get(phase, phase)
-    return Place(where, module, kind, call, role, path, module.rpartition(".")[0])
+    caller = module.rpartition(".")[0]
+    return StepPath(module, role, path, where, kind, call, caller)
 
 
 def _of_call(
@@ -240,8 +249,8 @@ def _leaves(
 
 
 def _ordered(
-    tensors: list[tuple[Place, DumpedTensor]],
-) -> list[tuple[Place, DumpedTensor]]:
+    tensors: list[tuple[StepPath, DumpedTensor]],
+) -> list[tuple[StepPath, DumpedTensor]]:
     """Orders tensors by execution: a call is dumped when it returns."""
     first: dict[tuple[str, int], int] = {}
     wanted = {(p.module, p.call) for p, _ in tensors if p.role == "input"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
 import math
 import os
@@ -29,8 +28,8 @@ from ..state.random import RandomStates
 from ..text import counted
 from ..torch_internals.module_internals import is_dropout
 from .tensor_hooks import (
-    Place,
     Shard,
+    StepPath,
     Summary,
     Tap,
     fetch,
@@ -47,6 +46,10 @@ if TYPE_CHECKING:
 
 
 SCHEMA = 1  # of recordings
+
+
+# In the order of a line's fields.
+_PLACE = ("phase", "module", "class_name", "call", "role", "path", "caller", "is_leaf")
 
 
 @dataclass
@@ -66,7 +69,7 @@ class RecordedTensor:
         local: The shape of this rank's part.
     """
 
-    place: Place
+    place: StepPath
     order: int
     dtype: str
     shape: tuple[int, ...]
@@ -84,7 +87,8 @@ class RecordedTensor:
 
     def to_plain(self) -> dict[str, Any]:
         """The row as JSON, without what is empty."""
-        plain: dict[str, Any] = {"order": self.order, **dataclasses.asdict(self.place)}
+        plain: dict[str, Any] = {"order": self.order}
+        plain |= {name: getattr(self.place, name) for name in _PLACE}
         plain |= {"dtype": self.dtype, "shape": list(self.shape)}
         plain["local"] = None if self.part is None else list(self.local)
         plain |= {"same": self.same, "why": self.why, "file": self.file}
@@ -97,9 +101,8 @@ class RecordedTensor:
     @classmethod
     def of_line(cls, line: RowLine) -> RecordedTensor:
         """Makes one of a line of a recording."""
-        names = [field.name for field in dataclasses.fields(Place)]
         return cls(
-            Place(**{name: getattr(line, name) for name in names}),
+            StepPath(**{name: getattr(line, name) for name in _PLACE}),
             line.order,
             line.dtype,
             line.shape,
@@ -545,7 +548,7 @@ class Recording:
             write_all(file, "".join(lines).encode())
         self._rows, self._held = [], {}
 
-    def _add(self, place: Place, tensor: torch.Tensor, same: int | None) -> None:
+    def _add(self, place: StepPath, tensor: torch.Tensor, same: int | None) -> None:
         order, dtype = len(self._rows), str(tensor.dtype)[6:]
         row = RecordedTensor(place, order, dtype, tuple(tensor.shape), same=same)
         self._rows.append((row, None))  # also if it cannot be read

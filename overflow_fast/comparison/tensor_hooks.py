@@ -10,7 +10,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from ..torch_internals.running import graph_task_id, is_recorded
 from ..torch_internals.tensor_internals import version_of
 from ..torch_internals.wrappers import local_tensor
 from ..tree import Path, call_tensors, path_text, tensors, tensors_in
+from ..types import TensorPath
 from .fingerprint import WIDTH, SignedSums, chunks, wide_dtype
 
 if TYPE_CHECKING:
@@ -38,27 +39,24 @@ STATE, FORWARD, BACKWARD = "state", "forward", "backward"
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of a tensor in a step.
+class StepPath(TensorPath):
+    """Where a tensor is in a step: its path, and of which call.
+
+    Its roles are those that recordings are written with, in which gradients are named
+    for what they belong to: "parameter", "buffer", "input", "output",
+    "output_gradient", "input_gradient" and "parameter_gradient".
 
     Attributes:
         phase: "state" (what the step begins with), "forward" or "backward".
-        module: The name of its module; "" is the model.
         class_name: The module's class.
         call: Which call of the module in this step, from 0.
-        role: "parameter", "buffer", "input", "output", "output_gradient",
-            "input_gradient" or "parameter_gradient".
-        path: Its name in the module, or its place in the arguments or the output.
         caller: The module that called this one.
         is_leaf: Whether the module has no submodules.
     """
 
-    phase: str
-    module: str
-    class_name: str
-    call: int
-    role: str
-    path: str
+    phase: str = STATE
+    class_name: str = ""
+    call: int = 0
     caller: str = ""
     is_leaf: bool = True
 
@@ -73,14 +71,22 @@ class Place:
         is_given = self.role == "input" and not self.module
         return self.phase != STATE and not is_given
 
+    @property
+    def is_of_call(self) -> bool:
+        """True for all but parameters and buffers, and gradients of those."""
+        return not self.role.startswith(("parameter", "buffer"))
+
     def __str__(self) -> str:
-        """The place as users read it, such as `h.0.attn: output[0]`."""
-        name, call = self.module or "the model", f" #{self.call}" if self.call else ""
+        """The path as comparisons write it, such as `h.0.attn #1: output[0]`.
+
+        Each role is named behind the colon, and calls have numbers: a comparison lists
+        a parameter, its gradient and every call of its module beside one another.
+        """
         role = self.role.replace("_", " ")
-        if self.role.startswith(("parameter", "buffer")):
-            own = ".".join(filter(None, (self.module, self.path)))
-            return f"{own}: {role}"
-        return f"{name}{call}: {role}{self.path}"
+        if not self.is_of_call:
+            return f"{self.fqn}: {role}"
+        call = f" #{self.call}" if self.call else ""
+        return f"{self.module or 'the model'}{call}: {role}{self.path}"
 
 
 def to_hook(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -98,7 +104,7 @@ def class_of(module: nn.Module) -> str:
     return unwrapped_class(type(uncompiled(module))).__name__
 
 
-def state_of(model: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:
+def state_of(model: nn.Module) -> Iterator[tuple[StepPath, torch.Tensor]]:
     """Yields parameters and buffers, shared ones once."""
     seen = set[int]()
     for name, module in named_modules(model):
@@ -110,7 +116,7 @@ def state_of(model: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:
             for path, tensor in table.items():
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
-                    yield Place(STATE, name, kind, 0, role, path), tensor
+                    yield StepPath(name, role, path, STATE, kind), tensor
 
 
 # Parts of tensors that several ranks share, at their places in the whole.
@@ -204,7 +210,7 @@ def pieces(values: torch.Tensor, part: Shard | None) -> Iterator[tuple[Any, int]
 
 _log = logging.getLogger("overflow_fast")
 # Is called with a place, the tensor, and the number of the call with the same tensor.
-Sink = Callable[[Place, torch.Tensor, int | None], None]
+Sink = Callable[[StepPath, torch.Tensor, int | None], None]
 
 
 @dataclass
@@ -286,8 +292,8 @@ class Tap:
         for place, tensor in state_of(self._model):
             gradient = tensor.grad if found is None else found.get(id(tensor))
             if place.role == "parameter" and gradient is not None:
-                name, role = place.class_name, "parameter_gradient"
-                place = Place(BACKWARD, place.module, name, 0, role, place.path)
+                role = "parameter_gradient"
+                place = replace(place, phase=BACKWARD, role=role)
                 self._show(place, gradient)
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -369,13 +375,13 @@ class Tap:
         name, kind = self._names[module], class_of(module)
         is_leaf = not any(True for _ in uncompiled(module).children())
         if not again:
-            place = Place(FORWARD, name, kind, call, role, path, caller, is_leaf)
+            place = StepPath(name, role, path, FORWARD, kind, call, caller, is_leaf)
             self._show(place, tensor)
         role = f"{role}_gradient"
-        place = Place(BACKWARD, name, kind, call, role, path, caller, is_leaf)
+        place = StepPath(name, role, path, BACKWARD, kind, call, caller, is_leaf)
         self._watch_gradient(place, tensor)
 
-    def _watch_gradient(self, place: Place, tensor: torch.Tensor) -> None:
+    def _watch_gradient(self, place: StepPath, tensor: torch.Tensor) -> None:
         known = self._watched.get(id(tensor))
         is_known = known is not None and known() is tensor
         if not tensor.requires_grad or is_known or isinstance(tensor, nn.Parameter):
@@ -384,11 +390,11 @@ class Tap:
         hook = functools.partial(self._on_gradient, place)
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _on_gradient(self, place: Place, gradient: torch.Tensor) -> None:
+    def _on_gradient(self, place: StepPath, gradient: torch.Tensor) -> None:
         if self._is_on and gradient is not None:
             self._isolated(self._show, place, gradient)
 
-    def _show(self, place: Place, tensor: torch.Tensor) -> None:
+    def _show(self, place: StepPath, tensor: torch.Tensor) -> None:
         with self._lock:
             key = _identity(tensor)
             known = self._known.get(key)

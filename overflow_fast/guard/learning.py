@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 from collections.abc import Iterable, Sequence
@@ -10,7 +11,8 @@ from .. import _C
 from ..capture.watch import ModelWatch
 from ..core.selection import Wanted
 from ..distributed.agreement import Agreement
-from ..verdict.rules import KINDS, EntryName, Rules, entry_name, kinds_text
+from ..types import TensorPath
+from ..verdict.rules import KINDS, Rules, kinds_text, tensor_path
 from ..verdict.verdict import FORWARDS, BadFrame
 
 _log = logging.getLogger("overflow_fast")
@@ -55,8 +57,8 @@ class Learning:
         self._rules = rules
         self._watches = watches
         self._agreement = agreement
-        self._seen: dict[EntryName, int] = {}
-        self._pending: dict[EntryName, int] = {}
+        self._seen: dict[TensorPath, int] = {}
+        self._pending: dict[TensorPath, int] = {}
         self._num_clean = 0
         self._last_step: int | None = None
         self.is_over = False
@@ -88,9 +90,9 @@ class Learning:
             self._pending = found
         return []
 
-    def _candidates(self, frames: Sequence[BadFrame]) -> dict[EntryName, int] | None:
+    def _candidates(self, frames: Sequence[BadFrame]) -> dict[TensorPath, int] | None:
         """The non-finite values of a step, or None if they cannot be intended."""
-        found: dict[EntryName, int] = {}
+        found: dict[TensorPath, int] = {}
         for bad in frames:
             names, frame = bad.watch.modules.all_names(), bad.frame
             for entry in bad.bad_entries():
@@ -99,8 +101,8 @@ class Learning:
                 is_intended = _is_activation(entry.label) and not kinds & KINDS["nan"]
                 if frame.kind not in FORWARDS or is_scalar or not is_intended:
                     return None
-                name = entry_name(names, entry.place)
-                found[name] = found.get(name, 0) | kinds
+                path = tensor_path(names, entry.place)
+                found[path] = found.get(path, 0) | kinds
         return found
 
     def end_step(self, is_clean: bool, step: int | None) -> None:
@@ -134,27 +136,29 @@ class Learning:
 
     def _proposed(self) -> dict[str, str | list[str]]:
         names = [name for watch in self._watches for name in watch.modules.all_names()]
-        proposed = {}
-        for name, kinds in self._seen.items():
-            wide = self._widened(name, kinds, names)
-            proposed[str(wide)] = kinds_text(kinds)
-        return proposed
+        return {
+            self._widened(path, kinds, names).rule: kinds_text(kinds)
+            for path, kinds in self._seen.items()
+        }
 
-    def _widened(self, name: EntryName, kinds: int, names: Iterable[str]) -> EntryName:
+    def _widened(
+        self, path: TensorPath, kinds: int, names: Iterable[str]
+    ) -> TensorPath:
         """With `*` for its numbers, where all modules of such names have the same."""
-        parts = name.fqn.split(".")
+        parts = path.module.split(".")
         if not any(part.isdigit() for part in parts):
-            return name
+            return path
         pattern = r"\.".join(r"\d+" if p.isdigit() else re.escape(p) for p in parts)
         alike = [other for other in names if re.fullmatch(pattern, other)]
         wide = ".".join("*" if part.isdigit() else part for part in parts)
         # `*` spans dots, so it may match more than what is alike.
         matched = [other for other in names if re.fullmatch(_as_regex(wide), other)]
         is_same = all(
-            self._seen.get(EntryName(o, name.label)) == kinds for o in matched
+            self._seen.get(dataclasses.replace(path, module=other)) == kinds
+            for other in matched
         )
         is_wide = len(alike) > 1 and is_same
-        return EntryName(wide, name.label) if is_wide else name
+        return dataclasses.replace(path, module=wide) if is_wide else path
 
     def _log_proposal(self, proposed: dict[str, str | list[str]]) -> None:
         if not proposed:

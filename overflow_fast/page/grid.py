@@ -264,9 +264,8 @@ def block_of(module: str) -> str:
 
 def name_of(entry: RecordEntry, has_models: bool = False) -> str:
     """The name of an entry, such as "h.0.attn: output[0]"."""
-    module = entry.module or ("the model" if entry.class_name else "")
     where = f"model {entry.model}: " if has_models else ""
-    return f"{where}{module}: {entry.label}" if module else f"{where}{entry.label}"
+    return f"{where}{entry.path}"
 
 
 # The strips above the heatmap: loss, gradient norm, learning rate, scale, skips.

@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -364,10 +364,8 @@ def way_of(incident: Incident, sheet: Sheet, grid: Grid) -> Way:
     finite, unseen = set[str](), set[str]()
     for entry, code in zip(sheet.entries, codes, strict=False):
         if code == NONFINITE:
-            is_gradient = entry.kind == "gradient"
-            text = f"gradient of {entry.label}" if is_gradient else entry.label
-            bad.setdefault(entry.module, []).append(text)
-            way.stations.append(name_of(replace(entry, label=text)))
+            bad.setdefault(entry.module, []).append(entry.path.in_module)
+            way.stations.append(name_of(entry))
         else:
             (unseen if code == NOT_SEEN else finite).add(entry.module)
     marks = {name: [f"non-finite: {', '.join(texts)}"] for name, texts in bad.items()}

@@ -34,6 +34,7 @@ from ..files.schema import to_plain
 from ..report.report import Cost
 from ..report.run_log import RunIdentity
 from ..text import shortened
+from ..types import TensorPath
 from ..verdict.verdict import kind_of
 
 # The version of the lines: docs/formats.md.
@@ -212,6 +213,11 @@ class RecordEntry:
     limit: float
     numel: int
 
+    @property
+    def path(self) -> TensorPath:
+        """Where the tensor is; `str()` of it is its name on pages."""
+        return TensorPath.of_label(self.module, self.kind, self.label)
+
 
 @dataclass(frozen=True)
 class RecordStep:
@@ -360,16 +366,18 @@ def entry_lines(watch: ModelWatch, model: int, first: int) -> list[Line]:
 
 def _entry(watch: ModelWatch, column: _C.RowColumn) -> Line:
     label, module, class_name = entry_label(column.place), "", ""
+    kind = kind_of(column.place.label.role)
     if column.place.kind in _OF_CALLS:
         module = watch.name_at(column.place.module)
         own = watch.module_at(column.place.module)
         class_name = "" if own is None else unwrapped_class(type(own)).__name__
     elif column.place.kind != _C.FrameKind.RECORDED:
-        module, _, label = label.rpartition(".")
+        path = TensorPath.of_fqn(kind, label)
+        module, label = path.module, path.path
     entry: Line = {
         "module": shortened(module),
         "class": shortened(class_name),
-        "kind": kind_of(column.place.label.role),
+        "kind": kind,
         "label": shortened(label),
         "dtype": column.dtype,
         "limit": column.limit,

@@ -110,7 +110,7 @@ def what_of(entry: BadEntry) -> str:
     ]
     holds = f"holds {' and '.join(kinds)}"
     if entry.class_name:
-        return f"`{entry.label}` of {place_of(entry)} ({entry.class_name}) {holds}"
+        return f"{entry.path.of_module('`')} ({entry.class_name}) {holds}"
     return f"the {entry.kind.replace('_', ' ')} `{entry.label}` {holds}"
 
 

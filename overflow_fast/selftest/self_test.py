@@ -419,7 +419,7 @@ def _checked(loss: object) -> torch.Tensor:
 def _where(verdict: Verdict) -> str:
     first = verdict.first
     assert first is not None
-    place = f"{first.label} of {first.fqn or 'the model'}"
+    place = first.path.of_module()
     if not first.class_name:
         place = f"{first.kind.replace('_', ' ')} {first.fqn}"
     return place if verdict.origin == "made" else f"{place} ({verdict.origin})"

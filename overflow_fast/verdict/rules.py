@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 from .. import _C
 from ..capture.labels import dotted, entry_label
 from ..capture.watch import ModelWatch
 from ..core.selection import example_of
+from ..types import TensorPath
 from .verdict import FORWARDS, OF_CALLS, kind_of
 
 Allow = Mapping[str, str | Iterable[str]]
@@ -24,40 +24,21 @@ KINDS = {
 _ROOTS = [kind_of(role) for role in _C.Role.__members__.values()]
 
 
-class EntryName(NamedTuple):
-    """The place of a value, as rules name it.
-
-    Attributes:
-        fqn: The qualified name of the module.
-        label: The entry, such as `input.attn_mask`, `output[0]` or `weight.bias`.
-    """
-
-    fqn: str
-    label: str
-
-    def __str__(self) -> str:
-        return f"{self.fqn}:{self.label}"
-
-
-def entry_name(names: Sequence[str], place: _C.Place) -> EntryName:
-    """Names an entry of a recorder as rules do.
+def tensor_path(names: Sequence[str], place: _C.Place) -> TensorPath:
+    """Makes the path of an entry of a recorder.
 
     Args:
         names: The qualified names of the model's modules, by index.
         place: The entry's.
     """
     role, label = place.label.role, entry_label(place)
-    kind = kind_of(role)
-    fqn = names[place.module] if place.module < len(names) else ""
-    if role in OF_CALLS:
-        return EntryName(fqn, label)
-    if place.kind in FORWARDS:
-        return EntryName(fqn, f"{kind}.{label}")
-    # A tensor by its qualified name: that of its module, and its own.
-    owners = [name for name in names if label.startswith(f"{name}.")]
-    fqn = max(owners, key=len, default="") if role != _C.Role.RECORDED else ""
-    own = label[len(fqn) + 1 :] if fqn else label
-    return EntryName(fqn, f"{kind}.{own}")
+    module = names[place.module] if place.module < len(names) else ""
+    if role not in OF_CALLS and place.kind not in FORWARDS:
+        # A tensor by its qualified name: that of its module, and its own.
+        owners = [name for name in names if label.startswith(f"{name}.")]
+        module = max(owners, key=len, default="") * (role != _C.Role.RECORDED)
+        label = label[len(module) + 1 :] if module else label
+    return TensorPath.of_label(module, kind_of(role), label)
 
 
 @dataclass
@@ -116,12 +97,12 @@ class Rules:
         """Lists the rules that nothing has matched yet."""
         return [rule.text for rule in self._rules if not rule.has_matched]
 
-    def allowed(self, name: EntryName) -> int:
+    def allowed(self, path: TensorPath) -> int:
         """Returns the kinds of non-finite values that a place may hold, as bits."""
         kinds = 0
         for rule in self._rules:
-            is_there = fnmatchcase(name.fqn, rule.module)
-            if is_there and fnmatchcase(dotted(name.label), rule.label):
+            is_there = fnmatchcase(path.module, rule.module)
+            if is_there and fnmatchcase(dotted(path.rule_label), rule.label):
                 rule.has_matched = True
                 kinds |= rule.kinds
         return kinds
@@ -132,7 +113,7 @@ class Rules:
 
     def _reader(self, names: Sequence[str]) -> Callable[[_C.Place], int]:
         # Must not refer to the recorder, which the garbage collector cannot see into.
-        return lambda place: self.allowed(entry_name(names, place))
+        return lambda place: self.allowed(tensor_path(names, place))
 
 
 def kinds_text(kinds: int) -> str | list[str]:

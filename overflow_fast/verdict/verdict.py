@@ -14,6 +14,7 @@ from .. import _C
 from ..capture.labels import entry_label
 from ..capture.watch import ModelWatch
 from ..flags import is_label
+from ..types import TensorPath
 
 # Roles of entries that are of a call.
 OF_CALLS = (_C.Role.INPUT, _C.Role.OUTPUT, _C.Role.GRAD_OUTPUT)
@@ -82,6 +83,13 @@ class BadEntry:
     num_inf: int
     numel: int
     signs: str = ""
+
+    @property
+    def path(self) -> TensorPath:
+        """Where the tensor is."""
+        if self.class_name:
+            return TensorPath.of_label(self.fqn, self.kind, self.label)
+        return TensorPath.of_fqn(self.kind, self.fqn)
 
 
 @dataclass(frozen=True)
@@ -255,10 +263,10 @@ def headroom_of(watch: ModelWatch, peak: _C.Peak) -> EntryHeadroom:
 
 def where_of(watch: ModelWatch, place: _C.Place) -> str:
     """Names the place of an entry: see `EntryHeadroom.where`."""
-    text = entry_label(place)
+    role, label = kind_of(place.label.role), entry_label(place)
     if place.kind in (*FORWARDS, _C.FrameKind.BACKWARD):
-        return f"{text} of {watch.name_at(place.module) or 'the model'}"
-    return f"gradient of {text}" if place.kind == _C.FrameKind.GRADIENTS else text
+        return TensorPath.of_label(watch.name_at(place.module), role, label).of_module()
+    return TensorPath.of_fqn(role, label).in_words()
 
 
 # Verdicts that a device's own overflow flag leads to.

@@ -19,6 +19,7 @@ PACKAGE = ROOT / "overflow_fast"
 ROOMS = (
     "binaries",
     "text",
+    "types",
     "files",
     "_C",
     "torch_internals",
