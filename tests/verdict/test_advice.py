@@ -576,7 +576,7 @@ def test_a_remedy_that_fails_costs_no_alarm(monkeypatch):
     def fail(*arguments):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("overflow_fast.verdict.remedy.remedy_for", fail)
+    monkeypatch.setattr("overflow_fast.guard.pipeline.remedy_for", fail)
     model = Net()
     with plant(model.blocks[0], INF), OverflowGuard(model, on_overflow="warn") as guard:
         model(*batches(1)[0])
