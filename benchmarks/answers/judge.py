@@ -21,6 +21,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -76,7 +77,7 @@ def judge(failure: Failure, answer: Answer, tool: str) -> Judgement:
     sample = None if failure.sample is None else _same(answer.sample, failure.sample)
     tensor = None
     if failure.tensor and answer.tensor is not None:
-        tensor = _plain(answer.tensor) in failure.tensor.split("|")
+        tensor = _last(answer.tensor) in failure.tensor.split("|")
     if failure.cause == "divergence" or not failure.has_module:
         is_lost = False
     misleads = cause is False or is_lost or is_wrong_phase
@@ -116,6 +117,12 @@ def _plain(name: str) -> str:
     for prefix in ("_orig_mod", "module"):
         name = "" if name == prefix else name.removeprefix(f"{prefix}.")
     return name
+
+
+def _last(name: str) -> str:
+    """A tensor's name; of an expression such as `batch['x']` the key."""
+    key = re.fullmatch(r"batch\['(.+)'\]", name)
+    return _plain(name) if key is None else key[1]
 
 
 def _above(name: str) -> str:

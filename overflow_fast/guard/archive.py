@@ -36,7 +36,6 @@ class Measurements:
     Args:
         config: The guard's.
         watches: The watched models.
-        counts: Returns the numbers of all, bad and skipped steps.
 
     Attributes:
         timer: Measures the guard's own cost.
@@ -44,14 +43,8 @@ class Measurements:
         record: Keeps the flight record, or None.
     """
 
-    def __init__(
-        self,
-        config: GuardConfig,
-        watches: Sequence[ModelWatch],
-        counts: Callable[[], Mapping[str, float]],
-    ) -> None:
+    def __init__(self, config: GuardConfig, watches: Sequence[ModelWatch]) -> None:
         self._watches = watches
-        self._counts = counts
         self._dispatcher = MetricsDispatcher(exporters_of(config.metrics))
         self.timer = OverheadTimer(lambda: sum(w.recorder.seconds for w in watches))
         headroom, underflow = config.monitor(Headroom), config.monitor(Underflow)
@@ -74,20 +67,29 @@ class Measurements:
         """Returns the flight record up to the step of a report, or None."""
         return None if self.record is None else self.record.so_far(report, num_lines)
 
-    def metrics(self) -> dict[str, float]:
-        """Returns all numbers. Does not incur a CPU-GPU sync."""
+    def metrics(self, counts: Mapping[str, float]) -> dict[str, float]:
+        """Returns all numbers. Does not incur a CPU-GPU sync.
+
+        Args:
+            counts: The numbers of all, bad and skipped steps.
+        """
         not_scanned = (watch.recorder.coverage.not_scanned for watch in self._watches)
         values = {
-            **self._counts(),
+            **counts,
             "not_scanned_total": sum(not_scanned),
             **self.timer.metrics(),
             **self.headroom.metrics(),
         }
         return {name: float(value) for name, value in values.items()}
 
-    def emit(self, step: int) -> None:
-        """Sends the numbers of a step to the exporters."""
-        self._dispatcher.emit(step, self.metrics)
+    def emit(self, step: int, counts: Callable[[], Mapping[str, float]]) -> None:
+        """Sends the numbers of a step to the exporters.
+
+        Args:
+            step: The step's number.
+            counts: Returns the numbers of all, bad and skipped steps.
+        """
+        self._dispatcher.emit(step, lambda: self.metrics(counts()))
 
 
 def _recorder_of(

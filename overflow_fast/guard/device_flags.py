@@ -1,16 +1,18 @@
-"""Skips on the device: `found_inf` flags that an optimizer's kernels read, no sync."""
+"""Flags on devices: those that an optimizer's kernels read, and overflow flags."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 
+from .. import _C, flags
+from ..capture.schedule import ScanLevel
 from ..capture.watch import ModelWatch
 from ..state.step_start import StepStart
 from .config import GuardConfig
 from .optimizers import OptimizerHook
-from .step_result import PendingStep
 
 
 class DeviceFlags:
@@ -71,10 +73,10 @@ class DeviceFlags:
         """
         if not self.are_computed:
             return None
-        flags = [f for watch in self._watches for f in watch.recorder.take_flags()]
-        if not flags or not hook.found_inf.is_read:
+        found = [f for watch in self._watches for f in watch.recorder.take_flags()]
+        if not found or not hook.found_inf.is_read:
             return None
-        parts = [flag[0] if has_scaler else flag.amax() for flag in flags]
+        parts = [flag[0] if has_scaler else flag.amax() for flag in found]
         first, *others = parts
         for other in others:
             first = torch.maximum(first, other.to(first.device, non_blocking=True))
@@ -82,17 +84,68 @@ class DeviceFlags:
         return first
 
     def skip(
-        self, step: PendingStep, hook: OptimizerHook, start: StepStart | None
-    ) -> None:
+        self, hook: OptimizerHook, has_scaler: bool, start: StepStart | None
+    ) -> bool:
         """Makes the device skip a step, and put buffers back, if it is bad.
 
         Args:
-            step: The step.
             hook: The hook of its optimizer.
+            has_scaler: A GradScaler steps it.
             start: The models as they were when the step began, or None.
+
+        Returns:
+            True if the device decides on it.
         """
-        flag = self.hand_over(hook, step.scaler is not None)
-        if flag is not None:
-            step.skipped_by = "optimizer's kernel"
-            if start is not None:
-                start.restore_where(flag)
+        flag = self.hand_over(hook, has_scaler)
+        if flag is not None and start is not None:
+            start.restore_where(flag)
+        return flag is not None
+
+
+# The overflow flags of devices, asked once a step.
+
+
+class OverflowFlags:
+    """The overflow flags of the devices of watched models, where there are any.
+
+    Args:
+        watches: The watched models.
+    """
+
+    def __init__(self, watches: Sequence[ModelWatch]) -> None:
+        self._watches = watches
+
+    def clear(self) -> None:
+        """Clears the flags, when a watched step begins."""
+        for device_type, flag in self._flags().items():
+            flags.attempt(device_type, flag.clear)
+
+    def ask(self, level: ScanLevel, scaler: GradScaler | None = None) -> None:
+        """Reads the flags; one that is set is an entry of the step that is inf.
+
+        Args:
+            level: How much of the step is watched.
+            scaler: The GradScaler that makes the step, or None. A scaler asks the flag
+                itself, and takes it for a scale that is too large.
+        """
+        if level is ScanLevel.OFF or scaler is not None:
+            return
+        for device_type, flag in self._flags().items():
+            found = flags.attempt(device_type, flag.read)
+            if isinstance(found, torch.Tensor):
+                is_set = found.detach().reshape(-1)[:1] != 0
+                value = torch.zeros_like(is_set, dtype=torch.float32)
+                self._record(device_type, value.masked_fill_(is_set, torch.inf))
+            elif found:
+                self._record(device_type, torch.full((1,), torch.inf, device="cpu"))
+
+    def _record(self, device_type: str, value: torch.Tensor) -> None:
+        named = [flags.label_of(device_type)], [value]
+        self._watches[0].record(_C.FrameKind.RECORDED, named)
+
+    def _flags(self) -> dict[str, flags.DeviceFlag]:
+        if not flags.are_there():
+            return {}
+        models = [watch.model for watch in self._watches]
+        found = [model for model in models if model is not None]
+        return flags.registered(p.device.type for m in found for p in m.parameters())

@@ -35,7 +35,7 @@ from ..torch_internals.compiler import has_compiled
 from ..verdict.verdict import GRADIENTS, BadFrame, Verdict, is_of_flag
 from .config import GuardConfig
 from .options import NORM
-from .step_result import StepResult
+from .step import Step
 
 # Compares a replay with the step itself, stat by stat.
 
@@ -500,7 +500,7 @@ class SecondLook:
         self._capture = capture
         self._make_watches = make_watches
 
-    def look(self, found: StepResult) -> StepResult:
+    def look(self, found: Step) -> Step:
         """Runs the step again; everything is put back bit for bit afterwards.
 
         Incurs a CPU-GPU sync.
@@ -528,9 +528,7 @@ class SecondLook:
             return _STOOD_IN
         return _CLEAN if all(call.returns_loss for call in calls) else _PARTLY
 
-    def look_together(
-        self, found: StepResult, agreed: Agreed
-    ) -> tuple[StepResult, str, bool]:
+    def look_together(self, found: Step, agreed: Agreed) -> tuple[Step, str, bool]:
         """Runs the step again on all ranks that agreed on it.
 
         Args:
@@ -553,7 +551,7 @@ class SecondLook:
         note = "" if error is None else "The step was run again, and raised an error."
         return seen, note, False
 
-    def _why_not(self, found: StepResult) -> str:
+    def _why_not(self, found: Step) -> str:
         if found.moment == "after":
             return _TOO_LATE
         if not self._capture.calls:
@@ -561,9 +559,7 @@ class SecondLook:
         has_ranks = dist.is_available() and dist.is_initialized()
         return _NOT_ALONE * (has_ranks and dist.get_world_size() > 1)
 
-    def _replayed(
-        self, found: StepResult, team: Team
-    ) -> tuple[StepResult, Exception | None]:
+    def _replayed(self, found: Step, team: Team) -> tuple[Step, Exception | None]:
         """Runs the step with everything watched; returns it, and its error."""
         frames: list[BadFrame] = []
         watches = self._watches_now()
@@ -629,7 +625,7 @@ def _record_loss(watch: ModelWatch, call: KeptCall, output: Any) -> None:
         watch.record(_C.FrameKind.RECORDED, (["loss"], [loss]))
 
 
-def _recorded(found: StepResult, frames: Sequence[BadFrame]) -> list[BadFrame]:
+def _recorded(found: Step, frames: Sequence[BadFrame]) -> list[BadFrame]:
     """Takes over what the user has recorded, if no forward of the replay is bad."""
     kinds = {bad.frame.kind for bad in frames}
     if kinds & {_C.FrameKind.FORWARD, _C.FrameKind.RECORDED}:
@@ -643,5 +639,5 @@ def _is_norm(bad: BadFrame) -> bool:
     return all(entry.label.name == NORM for entry in bad.bad_entries())
 
 
-def _with_note(found: StepResult, note: str) -> StepResult:
+def _with_note(found: Step, note: str) -> Step:
     return dataclasses.replace(found, notes=[*found.notes, note])

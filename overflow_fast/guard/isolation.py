@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from .. import _C
+from ..distributed.agreement import Agreement
 from ..report.report import Cost, NonFiniteError
 
 # Measures the cost of the guard itself.
@@ -95,18 +96,18 @@ class ErrorIsolation:
 
     Args:
         timer: Measures the time that the guard takes.
-        is_foreign: Returns True for an error of the user's callable or of a
-            collective, which is raised.
+        agreement: The ranks that decide together; what their collectives raise is
+            raised.
 
     Attributes:
         num_failures: The number of the guard's own errors so far.
+        users_error: The last error that the user's policy raised, or None.
     """
 
-    def __init__(
-        self, timer: OverheadTimer, is_foreign: Callable[[Exception], bool]
-    ) -> None:
+    def __init__(self, timer: OverheadTimer, agreement: Agreement) -> None:
         self._timer = timer
-        self._is_foreign = is_foreign
+        self._agreement = agreement
+        self.users_error: Exception | None = None
         self._failed: set[str] = set()  # whose failure was logged
         self.num_failures = 0
 
@@ -133,11 +134,15 @@ class ErrorIsolation:
 
         return call
 
+    def is_foreign(self, error: Exception) -> bool:
+        """Returns True for an error of the user's callable or of a process group."""
+        return error is self.users_error or error is self._agreement.error
+
     def suppresses(self, error: BaseException | None, monitor: str) -> bool:
         """Notes an error that is the guard's own; returns False for any other."""
         if isinstance(error, NonFiniteError) or not isinstance(error, Exception):
             return False
-        if self._is_foreign(error):
+        if self.is_foreign(error):
             return False
         self.note(error, monitor)
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,21 +22,24 @@ from ..capture.watch import ModelWatch
 from ..core.modules import named_modules
 from ..core.selection import Selection, check_patterns, full_name
 from ..core.tensors import loss_in
+from ..distributed.agreement import Agreement
 from ..distributed.joinable import GuardJoinable
 from ..replay.capture import Capture
-from ..report.guard_coverage import GuardCoverage
 from ..report.report import Report
 from ..state.step_start import StepStart
 from ..verdict.rules import Rules
 from .archive import Measurements
 from .config import EVERYTHING, GuardConfig
+from .device_flags import OverflowFlags
+from .explainer import make_capture
 from .isolation import ErrorIsolation
 from .learning import Learning
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors
-from .optimizers import OptimizerHook, innermost
+from .optimizers import OptimizerHook, innermost, living
 from .options import NORM
-from .pipeline import OptimizerSteps, PolicyEngine, Rounds, StepClock, StepJudge
+from .pipeline import Pipeline
+from .step import StepClock
 
 # Takes what a training loop hands over: batches, losses, functions to run again.
 
@@ -50,7 +54,7 @@ class LoopInputs:
         clock: Has the step's level.
         tensors: Scans what stands in no module's call.
         isolation: Isolates the guard's own errors.
-        optimizers: Returns the guard's optimizers.
+        hooks: The optimizers' hooks.
     """
 
     def __init__(
@@ -61,7 +65,7 @@ class LoopInputs:
         clock: StepClock,
         tensors: StepTensors,
         isolation: ErrorIsolation,
-        optimizers: Callable[[], Sequence[Optimizer]],
+        hooks: Sequence[OptimizerHook],
     ) -> None:
         self._config = config
         self._watches = watches
@@ -69,7 +73,7 @@ class LoopInputs:
         self._clock = clock
         self._tensors = tensors
         self._isolation = isolation
-        self._optimizers = optimizers
+        self._hooks = hooks
 
     def note_batch(self, batch: object) -> None:
         """Notes the batch of a trainer's step, which calls the models.
@@ -109,7 +113,7 @@ class LoopInputs:
             return
         watch.has_seen_loss |= "loss" in tensors
         if self._config.is_tripwire and NORM in tensors:
-            self._tensors.note_norm(self._optimizers())
+            self._tensors.note_norm(living(self._hooks))
         watch.record(_C.FrameKind.RECORDED, (list(tensors), list(tensors.values())))
 
 
@@ -269,6 +273,12 @@ class GuardLoop:
         optimizers: The optimizers.
         defer: Treat the CPU as a device.
 
+    Attributes:
+        pipeline: Judges the steps.
+        clock: The step at hand.
+        inputs: Takes what the training loop hands over.
+        capture: Keeps a step's calls for an explanation, or None.
+        hooks: The optimizers' hooks.
     """
 
     gives_way = False  # to a later guard of the same models
@@ -281,106 +291,62 @@ class GuardLoop:
         defer: bool,
     ) -> None:
         self.config = config
-        self.rules = Rules(config.allow or {})
-        self.watches = make_watches(
-            models, config, self.rules, self._on_evaluated, defer
-        )
         self._defer = defer
         self.is_enabled = False
-        self._hooks = [self._hook(each) for each in optimizers]
-        self.rounds = Rounds(self._hooks)
-        self._is_restored = config.may_restore and bool(self._hooks)
-        is_kept = self._is_restored or config.may_replay
-        self._start = StepStart(self.watches, bool(self._hooks)) if is_kept else None
-        self.measurements = Measurements(config, self.watches, lambda: self._counts())
+        self.rules = Rules(config.allow or {})
+        self.watches = watches = make_watches(
+            models, config, self.rules, self._on_evaluated, defer
+        )
+        self.hooks = hooks = [OptimizerHook(o, config.may_act) for o in optimizers]
+        is_restored = config.may_restore and bool(hooks)
+        is_kept = is_restored or config.may_replay
+        self._start = start = StepStart(watches, bool(hooks)) if is_kept else None
+        self.capture = make_capture(config, watches, start)
+        self.measurements = Measurements(config, watches)
         self.timer = self.measurements.timer
         self.headroom = self.measurements.headroom
-        self.engine = PolicyEngine(
+        find_optimizers = functools.partial(living, hooks)
+        agreement = Agreement(
+            config.process_group, watches, config.may_act, find_optimizers
+        )
+        self.isolation = isolation = ErrorIsolation(self.timer, agreement)
+        guarded = Guarded(watches, self.capture, find_optimizers, isolation.isolated)
+        looks = config.sync != "lagged"
+        monitors = RunningMonitors(config.monitors, guarded, isolation.isolated, looks)
+        overflow_flags = OverflowFlags(watches)
+        self.clock = StepClock(
+            _schedule_of(config),
+            watches,
+            self.headroom,
+            start,
+            overflow_flags,
+            acts=config.may_act and bool(hooks),
+        )
+        self.pipeline = Pipeline(
             config,
-            self.watches,
-            self.rounds,
+            watches,
+            hooks,
+            self.rules,
+            start,
+            self.capture,
+            functools.partial(self.new_watches, watch=EVERYTHING),
+            agreement,
+            isolation,
+            self.clock,
+            overflow_flags,
             self.measurements,
-            lambda watches: self.coverage(watches).gaps(),
-            lambda: self.steps.optimizers,
-            lambda: self.new_watches(watch=EVERYTHING),
-            self._start,
+            monitors,
         )
-        self.isolation = ErrorIsolation(self.timer, self.engine.is_foreign)
-        self._make_judge()
-        self._make_steps()
-
-    def _hook(self, optimizer: Optimizer) -> OptimizerHook:
-        return OptimizerHook(
-            optimizer,
-            lambda hook: self.steps.before_step(hook),
-            lambda hook, is_skipped: self.steps.after_step(hook, is_skipped),
-            may_skip=self.config.may_act,
-        )
-
-    def _counts(self) -> dict[str, float]:
-        counts = {**self.engine.metrics(), **self._monitors.metrics()}
-        return {"steps_total": self.clock.num_steps, **counts}
-
-    def _make_judge(self) -> None:
-        """Makes the parts that judge a step."""
-        config = self.config
-        asked = config.schedule
-        schedule = WatchSchedule(
-            asked.every,
-            asked.warmup,
-            asked.ranges,
-            asked.budget,
-            has_gradients=config.wanted.gradients,
-        )
-        acts = config.may_act and bool(self._hooks)
-        self.clock = StepClock(schedule, self.watches, self.headroom, self._start, acts)
-        guarded = Guarded(
-            self.watches,
-            self.engine.capture,
-            lambda: self.steps.optimizers,
-            self.isolation.isolated,
-        )
-        self._monitors = RunningMonitors(
-            config.monitors,
-            guarded,
-            self.isolation.isolated,
-            looks=config.sync != "lagged",
-        )
-        self._judge = StepJudge(
-            config, self.watches, self.engine, self.clock, self._start, self._monitors
-        )
-        self._judge.flags.request(self._hooks)
-        for watch in self.watches:
-            watch.isolate_errors = self.isolation.isolated
-            watch.needs_buffers = self._is_restored
-            if self._start is not None:
-                measured = self.isolation.measured_call
-                watch.on_forward = measured(self._start.before_forward)
-                watch.on_forward_end = measured(self._start.after_forward)
-
-    def _make_steps(self) -> None:
-        """Makes the parts that the training loop and the optimizers call."""
-        config, capture = self.config, self.engine.capture
+        tensors = self.pipeline.tensors
         self.inputs = LoopInputs(
-            config,
-            self.watches,
-            capture,
-            self.clock,
-            self._judge.tensors,
-            self.isolation,
-            lambda: self.steps.optimizers,
+            *(config, watches, self.capture, self.clock, tensors, isolation, hooks)
         )
-        self.steps = OptimizerSteps(
-            self._hooks,
-            self.rounds,
-            self._judge,
-            self.engine,
-            self.isolation,
-            self.clock,
-            self.measurements,
-            self._monitors,
-            joins_unwatched=config.schedule.budget is not None,
-        )
+        for watch in watches:
+            watch.isolate_errors = isolation.isolated
+            watch.needs_buffers = is_restored
+            if start is not None:
+                watch.on_forward = isolation.measured_call(start.before_forward)
+                watch.on_forward_end = isolation.measured_call(start.after_forward)
 
     # Hooks on and off.
 
@@ -391,7 +357,7 @@ class GuardLoop:
         self.is_enabled = True
         if self._start is not None:
             self._start.begin()
-        self.steps.attach()
+        self.pipeline.attach()
         self.timer.restart()
         self.clock.start()
 
@@ -400,42 +366,35 @@ class GuardLoop:
         if not self.is_enabled:
             return
         self.is_enabled = False
-        self.steps.detach()
+        self.pipeline.detach()
         self.clock.stop()
-        self._judge.forget()
+        self.pipeline.forget()
 
     # The training loop's calls.
 
     def check(self) -> Report | None:
         """Judges what has run since the last step."""
-        if not self.is_enabled:
-            return None
-        with self.steps.checked(), self.timer:
-            report = self._judge.judge_now()
-        self.steps.end_headroom(self.clock.step, report is not None)
-        self.headroom.begin_step()
-        return report
+        return self.pipeline.check() if self.is_enabled else None
 
     def finish(self) -> None:
         """Judges what is on its way, and removes the hooks."""
         try:
             if self.is_enabled:
-                self._judge.judge_late()
+                self.pipeline.finish()
         finally:
             self.disable()
-            self.engine.close()
-            self.steps.record.close()
+            self.pipeline.close()
 
     def discard(self) -> None:
         """Forgets what was found and not judged."""
-        self._judge.forget()
+        self.pipeline.forget()
         if self._start is not None:
             self._start.keep()
 
     def learn(self, steps: int, adopt: bool) -> None:
         """Learns from the next clean steps which values are non-finite by design."""
-        self.engine.learning = Learning(
-            steps, adopt, self.rules, self.watches, self.engine.agreement
+        self.pipeline.learning = Learning(
+            steps, adopt, self.rules, self.watches, self.pipeline.agreement
         )
 
     def new_watches(self, **changes: Any) -> list[ModelWatch]:
@@ -460,17 +419,14 @@ class GuardLoop:
 
     # What users read.
 
-    def coverage(self, watches: Sequence[ModelWatch] = ()) -> GuardCoverage:
-        """Returns what was checked so far, by the guard's watches or by others."""
-        return GuardCoverage.of(
-            watches or self.watches,
-            self.clock.num_steps,
-            self.timer.num_watched,
-            self._judge.tensors.without_gradient,
-            self.isolation.num_failures,
-            self.rules.unused(),
-            self.config.ignores_spikes,
-        )
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that still exist."""
+        return living(self.hooks)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns all numbers. Does not incur a CPU-GPU sync."""
+        return self.measurements.metrics(self.pipeline.counts())
 
     @property
     def joinable(self) -> GuardJoinable:
@@ -479,14 +435,24 @@ class GuardLoop:
             raise RuntimeError(
                 "joinable needs a guard with sync='step': a lagged verdict is too late"
             )
-        return self.engine.agreement.make_joinable(self._judge_others)
+        return self.pipeline.agreement.make_joinable(self._judge_others)
 
     # The hooks' calls.
 
     def _on_evaluated(self, watch: ModelWatch) -> None:
-        with self.isolation.measured():
-            self._judge.judge_evaluated(watch)
+        self.pipeline.judge_evaluated(watch)
 
     def _judge_others(self) -> None:
         if self.is_enabled:
-            self.steps.judge_others()
+            self.pipeline.judge_others()
+
+
+def _schedule_of(config: GuardConfig) -> WatchSchedule:
+    asked = config.schedule
+    return WatchSchedule(
+        asked.every,
+        asked.warmup,
+        asked.ranges,
+        asked.budget,
+        has_gradients=config.wanted.gradients,
+    )

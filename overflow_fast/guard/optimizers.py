@@ -365,6 +365,25 @@ def optimizers_of(optimizer: Any) -> list[Optimizer]:
 _MAX_WRAPPED = 100  # a mock's attributes have no end
 
 
+class StepJudge(Protocol):
+    """Judges the steps of optimizers."""
+
+    def before_step(self, hook: OptimizerHook) -> bool:
+        """Judges a step before the optimizer touches a weight; True skips it.
+
+        With a closure, after each evaluation of it.
+        """
+
+    def after_step(self, hook: OptimizerHook, is_skipped: bool) -> None:
+        """Called after the step, which was made or skipped."""
+
+
+def living(hooks: Sequence[OptimizerHook]) -> list[Optimizer]:
+    """The optimizers of hooks that still exist."""
+    found = [hook.optimizer for hook in hooks]
+    return [optimizer for optimizer in found if optimizer is not None]
+
+
 class OptimizerHook:
     """Takes the place of one optimizer's `step` while it is attached.
 
@@ -375,11 +394,7 @@ class OptimizerHook:
     Args:
         optimizer: The optimizer, or a wrapper that has it as `optimizer`. It is held
             weakly.
-        judge: Called with this hook before the optimizer touches a weight, and after
-            each evaluation of a closure if there is one. Returns True to skip the step.
-        on_stepped: Called with this hook, and whether the step was skipped, after the
-            step.
-        may_skip: `judge` may return True or raise.
+        may_skip: The judge may skip the step or raise.
 
     Attributes:
         found_inf: The flag with which the optimizer's kernels skip a step.
@@ -390,15 +405,12 @@ class OptimizerHook:
     def __init__(
         self,
         optimizer: Optimizer,
-        judge: Callable[[OptimizerHook], bool],
-        on_stepped: Callable[[OptimizerHook, bool], None],
         may_skip: bool,
     ) -> None:
         self._wrapper = weakref.ref(optimizer)
         self._stepper = weakref.ref(stepper_of(optimizer))
         self._optimizer = weakref.ref(innermost(optimizer))
-        self._judge = judge
-        self._on_stepped = on_stepped
+        self._judge: StepJudge | None = None
         self._may_skip = may_skip
         self._is_attached = False
         self._step: Any = None
@@ -433,12 +445,12 @@ class OptimizerHook:
         """Notes a wrapper that was made after the hook, such as Accelerate's."""
         self._wrapper = weakref.ref(wrapper)
 
-    def attach(self) -> None:
+    def attach(self, judge: StepJudge) -> None:
         """Takes the place of `step`, unless it has it."""
         optimizer = self.optimizer
         if optimizer is None or self._is_attached:
             return
-        self._is_attached = True
+        self._is_attached, self._judge = True, judge
         _keep_uncompiled(OptimizerHook._run)
         self._stray_steps.attach(each for _, each in optimizers_in(self._wrapper()))
         self.cover()
@@ -484,10 +496,10 @@ class OptimizerHook:
         """Judges a step that another guard has skipped."""
         self.is_skipped_elsewhere = True
         try:
-            self._judge(self)
+            self._before_step()
         finally:
             self.is_skipped_elsewhere = False
-        self._on_stepped(self, True)
+        self._after_step(True)
 
     # The function in the place of `step`.
 
@@ -537,13 +549,20 @@ class OptimizerHook:
         finally:
             self._is_running = self.has_snapshot = False
             self.found_inf.drop()
-        _C.run_paused(self._on_stepped, self, is_skipped)
+        _C.run_paused(self._after_step, is_skipped)
         if is_skipped:
             _C.run_paused(_judge_in_other_guards, step)
         return result
 
     def _is_skipped(self) -> bool:
-        return bool(_C.run_paused(self._judge, self))
+        return bool(_C.run_paused(self._before_step))
+
+    def _before_step(self) -> bool:
+        return self._judge is not None and self._judge.before_step(self)
+
+    def _after_step(self, is_skipped: bool) -> None:
+        if self._judge is not None:
+            self._judge.after_step(self, is_skipped)
 
     def _take_snapshot(self, step: Callable[..., Any]) -> OptimizerSnapshot | None:
         """Copies what a step may change before its closure has been judged."""
@@ -559,11 +578,11 @@ class OptimizerHook:
 
     def _judge_stray(self) -> bool:
         self.found_inf.drop()
-        return self._judge(self)
+        return self._before_step()
 
     def _end_stray(self, is_skipped: bool) -> None:
         self.found_inf.drop()
-        self._on_stepped(self, is_skipped)
+        self._after_step(is_skipped)
 
 
 def _keep_uncompiled(function: Callable[..., Any]) -> None:

@@ -453,7 +453,7 @@ class ScriptGuard:
     def _new_optimizers(self) -> list[Optimizer]:
         """The optimizers under which no forward has run."""
         pending = [each for one in self._pending if (each := one()) is not None]
-        fresh = [o for guard in self._fresh for o in guard._loop.steps.optimizers]
+        fresh = [o for guard in self._fresh for o in guard._loop.optimizers]
         return [*fresh, *(each for each in pending if each not in fresh)]
 
     def _attach(self) -> None:
@@ -481,7 +481,7 @@ class ScriptGuard:
     ) -> None:
         """Makes a guard that goes on where earlier ones have ended."""
         new = {id(inner) for each in optimizers for inner in inside(each)}
-        before = [o for each in earlier for o in each._loop.steps.optimizers]
+        before = [o for each in earlier for o in each._loop.optimizers]
         step = max((guard.step for guard in earlier), default=0)
         for guard in {*earlier, *self._fresh}:
             self._guards.remove(guard)
@@ -497,7 +497,7 @@ class ScriptGuard:
 
     def _note_wrappers(self) -> None:
         """Notes the wrappers of optimizers that were made since the guards were."""
-        note_wrappers([h for g in self._fresh for h in g._loop._hooks])
+        note_wrappers([h for g in self._fresh for h in g._loop.hooks])
 
     def _remove_guards(self) -> None:
         self._is_guarded |= any(not guard.enabled for guard in self._guards)

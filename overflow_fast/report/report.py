@@ -26,7 +26,10 @@ from .frames import frames_text
 
 
 def advice_for(
-    verdict: Verdict, step: int = 0, remedy: Float32Region | None = None
+    verdict: Verdict,
+    step: int = 0,
+    remedy: Float32Region | None = None,
+    is_cured: bool = False,
 ) -> str:
     """Writes what to try, by the bad entry and its origin.
 
@@ -34,6 +37,7 @@ def advice_for(
         verdict: The verdict, not clean.
         step: The step's number; before the first one weights were bad from the start.
         remedy: The modules to run in float32, or None.
+        is_cured: A replay has tried what helps.
 
     Returns:
         The sentence without its full stop; "" where no help is known.
@@ -47,6 +51,8 @@ def advice_for(
     if first.kind in ("input", "output") and first.signs == "-" and not first.num_nan:
         rule = {f"{first.fqn}:{first.label}": "-inf"}
         return f"if this is intended, as in a mask, allow={rule}"
+    if is_cured:
+        return ""
     if verdict.source == "batch":
         return "check the data of this batch"
     if verdict.batch_places:
@@ -239,6 +245,12 @@ def _exceptions(verdict: Verdict) -> str:
     return f" except {but}" if but else ""
 
 
+def _allowed(verdict: Verdict) -> list[str]:
+    if not verdict.allowed:
+        return []
+    return [f"Allowed values were in {', '.join(verdict.allowed)} of {verdict.maker}."]
+
+
 def _code_of(name: str, verdict: Verdict) -> str:
     """Names the code of a module, as near as it is known."""
     after = f", after {verdict.after}" if verdict.after else ""
@@ -399,7 +411,7 @@ class Report:
             return []
         origin = "" if self.is_of_state else self._origin(first)
         is_answered = answers(self.explanation, first) or self._is_written_in_step
-        advice = advice_for(self.verdict, self.step, self.remedy) * (not is_answered)
+        advice = advice_for(self.verdict, self.step, self.remedy, self._is_cured)
         return [
             *share_sentences(first),
             *([_RECOMPUTED] if self.verdict.is_recomputed else []),
@@ -407,17 +419,34 @@ class Report:
             *least_sentences(self.least_headroom),
             *gradient_sentences(self.verdict),
             *([origin] if origin else []),
-            *([f"What to try: {advice}."] if advice else []),
+            *([f"What to try: {advice}."] if advice and not is_answered else []),
             *([f"Evidence is in `{self.evidence}`."] if self.evidence else []),
             *([f"To look at it, open `{self.page}`."] if self.page else []),
             *self.not_covered,
         ]
 
     def _origin(self, first: BadEntry) -> str:
-        """Writes who made it; "" if hooks do not know it, and the replay does."""
-        is_told = self.explanation is not None and self.explanation.names_maker
-        is_unclear = self.verdict.origin == "unclear" or self._is_written_in_step
-        return "" if is_unclear and is_told else who_made_it(first, self.verdict)
+        """Writes who made it: what hooks know, or what they add to a replay's answer.
+
+        A replay names the operation; where bad inputs and weights came from, it does
+        not know.
+        """
+        if not self._is_told:
+            return who_made_it(first, self.verdict)
+        if self.verdict.origin == "given" and not self._is_written_in_step:
+            return who_made_it(first, self.verdict)
+        return " ".join([*_allowed(self.verdict), *self.verdict.remarks])
+
+    @property
+    def _is_cured(self) -> bool:
+        """True if a remedy was tried in a replay, and has helped."""
+        found = [] if self.explanation is None else self.explanation.remedies
+        return any(each.is_recommended for each in found)
+
+    @property
+    def _is_told(self) -> bool:
+        """True if a replay has told what made the value."""
+        return self.explanation is not None and self.explanation.names_maker
 
     @property
     def _is_written_in_step(self) -> bool:

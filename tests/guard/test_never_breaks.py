@@ -260,7 +260,7 @@ def test_such_optimizer_state():
     endless.append(endless)
     optimizer.state[parameter] = {"deep": nested("tuple", 2000)(X), "self": endless}
     with OverflowGuard(model, optimizer, "warn", watch=["optimizer_state"]) as guard:
-        guard._loop._judge.tensors.scan(optimizer, guard._loop.clock.level)
+        guard._loop.pipeline.tensors.scan(optimizer, guard._loop.clock.level)
         first = guard.check().verdict.first
         assert guard.coverage().failures == 0
     assert first.fqn == "blocks.0.fc1.weight.self.0"
@@ -453,7 +453,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("fault", ["_judge", "watches", "headroom", "rules"])
+@pytest.mark.parametrize("fault", ["pipeline", "watches", "headroom", "rules"])
 @pytest.mark.parametrize("call", CALLS)
 def test_no_error_of_its_own_comes_out(call, fault):
     guard = OverflowGuard(nn.Linear(2, 2), None, "warn")

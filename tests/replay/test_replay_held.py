@@ -49,5 +49,5 @@ def test_a_gradient_is_held_by_reference():
     output = model(torch.randn(3, 4))
     gradient = torch.randn(3, 2)
     output.backward(gradient)
-    (held,) = guard._loop.engine.capture.calls[0].held.values()
+    (held,) = guard._loop.capture.calls[0].held.values()
     assert held.data_ptr() == gradient.data_ptr()

@@ -136,7 +136,7 @@ def report_of(fqn, label="output", **arguments):
 
 
 def test_what_comes_first_comes_first():
-    text = str(step_under("skip", monitors=()))
+    text = str(step_under("skip", monitors=(), explain=False))
     lines = text.partition("\n\n")[0].splitlines()
     starts = ["Step 0 is not finite: ", SKIPPED, "The inputs of head"]
     places = [next(i for i, x in enumerate(lines) if x.startswith(s)) for s in starts]
@@ -261,3 +261,29 @@ def test_no_origin_is_called_unknown_where_the_replay_names_it(cause):
     text = str(Report(0, "warn", verdict, explanation=found))
     assert (made_by in text) is (cause != "undefined")
     assert "of its" not in text  # a share of one value is none
+
+
+class Exponential(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.fc(x).exp().log()
+
+
+@pytest.mark.parametrize("explain", [False, True])
+def test_where_a_replay_answers_nothing_else_does(explain):
+    model = nn.Sequential(Exponential(), nn.Linear(4, 1)).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        model[0].fc.bias.fill_(20)
+    with OverflowGuard(model, optimizer, "warn", explain=explain) as guard:
+        model(torch.ones(2, 4).half()).float().mean().backward()
+        optimizer.step()
+    text = str(guard.last_report)
+    assert ("cause     float16 overflow" in text) is explain
+    assert ("The inputs of 0 were finite" in text) is not explain
+    cures = [] if not explain else guard.last_report.explanation.remedies
+    assert any(each.is_recommended for each in cures) is explain
+    assert ("What to try: " in text) <= (not explain)

@@ -209,7 +209,7 @@ def test_a_dropout_that_overflows_is_helped():
         if advice is not None:
             eval(advice, {"overflow_fast": overflow_fast, "model": model})
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-        with OverflowGuard(model, optimizer, "warn") as guard:
+        with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
             torch.manual_seed(settings.seed)
             model(**batch).loss.backward()
             optimizer.step()
@@ -465,8 +465,8 @@ def test_a_bad_batch(value):
     x[2, 3] = value
     report = warned(model, optimizer, (x, y))
     assert report.verdict.batch_places == ["`input[0]`, sample 2 of 4 (from 0)"]
-    place = "`input[0]`, sample 2 of 4 (from 0)"
-    assert advice_of(report) == [f"What to try: check {place}."]
+    assert "sample    2 of 4 (counted from 0)" in str(report)
+    assert advice_of(report) == []  # a replay without the sample has answered
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -503,7 +503,7 @@ class Tower(nn.Module):
 def test_a_module_with_batch_in_its_name_is_no_batch():
     model = Tower(True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with OverflowGuard(model, optimizer, "warn") as guard:
+    with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
         model(*batches(1)[0]).backward()
         optimizer.step()
     assert advice_of(guard.last_report) == []

@@ -516,8 +516,11 @@ def test_what_is_allowed_is_said_where_it_did_harm():
     model = nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1))
     model[0].weight.data[:] = 3e38
     allow = {"0:output": "inf", "1:input[0]": "inf", ":input*": "inf"}
-    with OverflowGuard(model, on_overflow="warn", allow=allow) as guard:
-        model(torch.full((1, 2), 3.0))
-        report = guard.check()
-    assert report.verdict.maker == "1"
-    assert "were finite except allowed values in input[0]: it arose" in flat(report)
+    for explain in (False, True):
+        arguments = {"allow": allow, "explain": explain}
+        with OverflowGuard(model, on_overflow="warn", **arguments) as guard:
+            model(torch.full((1, 2), 3.0))
+            report = guard.check()
+        assert report.verdict.maker == "1"
+        assert ("were finite except allowed values" in flat(report)) is not explain
+        assert ("Allowed values were in input[0] of 1." in flat(report)) is explain
