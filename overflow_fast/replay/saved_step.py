@@ -20,7 +20,7 @@ from .explanation import Artifact
 from .places import names_of
 
 if TYPE_CHECKING:
-    from .step_schema import SavedCall, Step, Value
+    from .step_schema import SavedCall, SavedStepFile, Value
 
 STEP, TENSORS = "replay.json", "replay.safetensors"
 
@@ -155,11 +155,11 @@ class SavedStep:
                 f"{folder / TENSORS} cannot be read: {error}"
             ) from error
 
-    def _read_step(self) -> Step:
+    def _read_step(self) -> SavedStepFile:
         path = self._folder / STEP
         try:
             from ..files.schema import Head, decode
-            from .step_schema import Step
+            from .step_schema import SavedStepFile
 
             data = read_bytes(path)
             schema = decode(data, Head).schema or 0
@@ -167,7 +167,7 @@ class SavedStep:
                 raise UnreadableStepError(
                     f"{path} has schema {schema}; this version reads up to {SCHEMA}"
                 )
-            return decode(data, Step)
+            return decode(data, SavedStepFile)
         except FileNotFoundError:
             raise UnreadableStepError(
                 f"{path} is missing: a guard writes it with evidence=, if it kept the "

@@ -58,7 +58,7 @@ class SavedCall(Struct):
     held: dict[str, str]
 
 
-class Step(Struct):
+class SavedStepFile(Struct):
     """The step. Weights are dtype, shape and digest."""
 
     schema: int
