@@ -218,7 +218,8 @@ def who_made_it(first: BadEntry, verdict: Verdict) -> str:
 def _sentence(first: BadEntry, verdict: Verdict) -> str:
     maker = verdict.maker
     if verdict.origin == "made":
-        given = f"The inputs of {maker} were finite{_exceptions(verdict)}"
+        but = _exceptions(verdict)
+        given = f"The inputs of {maker} were finite{' except ' * bool(but)}{but}"
         return f"{given}: it arose in {_code_of(maker, verdict)}."
     if verdict.origin == "given" and verdict.source == "unclear":
         return f"It was non-finite when the model received it: it came from {maker}."
@@ -236,19 +237,13 @@ def _sentence(first: BadEntry, verdict: Verdict) -> str:
 
 
 def _exceptions(verdict: Verdict) -> str:
+    """Lists the inputs of the maker that were non-finite by intent; "" for none."""
     exceptions = {"-inf": verdict.masks, "allowed values": verdict.allowed}
-    but = " and ".join(
+    return " and ".join(
         f"{what} in {', '.join(labels)}"
         for what, labels in exceptions.items()
         if labels
     )
-    return f" except {but}" if but else ""
-
-
-def _allowed(verdict: Verdict) -> list[str]:
-    if not verdict.allowed:
-        return []
-    return [f"Allowed values were in {', '.join(verdict.allowed)} of {verdict.maker}."]
 
 
 def _code_of(name: str, verdict: Verdict) -> str:
@@ -435,7 +430,9 @@ class Report:
             return who_made_it(first, self.verdict)
         if self.verdict.origin == "given" and not self._is_written_in_step:
             return who_made_it(first, self.verdict)
-        return " ".join([*_allowed(self.verdict), *self.verdict.remarks])
+        but = _exceptions(self.verdict)
+        given = [f"Given to {self.verdict.maker}: {but}."] if but else []
+        return " ".join([*given, *self.verdict.remarks])
 
     @property
     def _is_cured(self) -> bool:

@@ -303,7 +303,7 @@ def test_a_report_reads_as_text_and_as_json():
         "\n1 of its 32 float32 values is non-finite.\nNon-finite gradients: "
         in paragraph
     )
-    assert "\nThe inputs of blocks.1.fc2 were finite: it arose in" in paragraph
+    assert "it arose in" not in paragraph  # the replay has named the operation
     assert "What to try: " not in paragraph  # nothing is known that helps
     assert frames.startswith("Detected inf/nan during batch_number=0\nLast 7 forward")
     data = json.loads(report.to_json())
@@ -414,5 +414,4 @@ def test_a_mask_is_no_alarm_and_not_blamed_in_vain(by_keyword):
     label = "input.mask" if by_keyword else "input[1]"
     assert report.verdict.maker == "attention"
     assert report.verdict.masks == [label]
-    said = f"were finite except -inf in {label}: it arose in attention's own code"
-    assert said in flat(report)
+    assert f"Given to attention: -inf in {label}." in flat(report)

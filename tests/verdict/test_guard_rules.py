@@ -523,4 +523,4 @@ def test_what_is_allowed_is_said_where_it_did_harm():
             report = guard.check()
         assert report.verdict.maker == "1"
         assert ("were finite except allowed values" in flat(report)) is not explain
-        assert ("Allowed values were in input[0] of 1." in flat(report)) is explain
+        assert ("Given to 1: allowed values in input[0]." in flat(report)) is explain
