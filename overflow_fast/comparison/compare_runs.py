@@ -135,11 +135,11 @@ _USED_ELSEWHERE = "Or code outside of it, such as the loss, uses the parameter i
 
 
 @dataclass
-class Known:
+class StepContext:
     """Facts of a step beside its rows.
 
     Attributes:
-        settings: The settings of both runs' ranks, see `surroundings.modes()`.
+        settings: The settings of both runs' ranks, see `recordings.modes()`.
         missing: The modules of which a run has tensors that the other lacks.
         had_gradients: Whether parameters had gradients before the step, in a run.
         lone_inputs: The modules of which a run has inputs that the other lacks.
@@ -152,7 +152,7 @@ class Known:
 
 
 def first_of(
-    rows: Sequence[TensorDifference], known: Known | None = None
+    rows: Sequence[TensorDifference], known: StepContext | None = None
 ) -> RootDifference | None:
     """Finds the first difference that is made where it shows.
 
@@ -160,7 +160,7 @@ def first_of(
         rows: The judged rows of one step, in the order of execution.
         known: What else is known of the step.
     """
-    known = known or Known()
+    known = known or StepContext()
     row = next((row for row in rows if row.verdict == MADE_HERE), None)
     if row is None:
         return None
@@ -195,7 +195,10 @@ def first_of(
 
 
 def _not_compared(
-    before: Sequence[TensorDifference], row: TensorDifference, module: str, known: Known
+    before: Sequence[TensorDifference],
+    row: TensorDifference,
+    module: str,
+    known: StepContext,
 ) -> tuple[str, ...]:
     """Names the tensors that a module was given of which nothing is known."""
     found = [
@@ -219,7 +222,7 @@ def _is_source(given: TensorDifference, row: TensorDifference, module: str) -> b
     return place.module == module and is_this_call
 
 
-def _of_dropout(row: TensorDifference, module: str, known: Known) -> str:
+def _of_dropout(row: TensorDifference, module: str, known: StepContext) -> str:
     """Describes why a module with dropout differs, where it is known."""
     if row.reference_name:  # its name in the other run is another
         return ""
@@ -244,7 +247,7 @@ def _returned_last(before: Sequence[TensorDifference], module: str) -> str:
 
 
 def _in_backward(
-    row: TensorDifference, rows: Sequence[TensorDifference], known: Known
+    row: TensorDifference, rows: Sequence[TensorDifference], known: StepContext
 ) -> RootDifference:
     """Finds the modules that used a tensor whose gradient differs."""
     place = row.place
@@ -275,7 +278,7 @@ def _in_backward(
 
 
 def _has_compared(
-    row: TensorDifference, rows: Sequence[TensorDifference], known: Known
+    row: TensorDifference, rows: Sequence[TensorDifference], known: StepContext
 ) -> bool:
     """Tells whether all that a parameter's module was given and made was compared."""
     module = row.place.module
@@ -383,8 +386,8 @@ def _compare_step(
 
 def _known(
     own: Sequence[RankStep], other: Sequence[RankStep], matched: Matched
-) -> Known:
-    return Known(
+) -> StepContext:
+    return StepContext(
         list(zip(own, other, strict=False)),
         matched.missing_modules(),
         any(step.modes.get("had_gradients") for step in (*own, *other)),

@@ -26,7 +26,7 @@ from ..torch_internals.replay_internals import TorchDispatchMode
 from ..torch_internals.running import graph_task_id
 from ..tree import CALL_DEPTH, NotRebuilt, mapped, tensors_in
 from . import compare_runs as said_first
-from .compare_runs import Known, first_of
+from .compare_runs import StepContext, first_of
 from .comparison import Comparison, RootDifference
 from .error_bounds import FLAGGED, judge_all
 from .judged_rows import (
@@ -41,7 +41,15 @@ from .judged_rows import (
 from .matching import Matched, Pair, StepTensor, mapped_name, match
 from .measures import Measures, estimated, measured
 from .recordings import RankStep, RecordedTensor, Source, modes
-from .tensor_hooks import BACKWARD, StepPath, Summary, Tap, fetch, summarize, values_of
+from .tensor_hooks import (
+    BACKWARD,
+    StepPath,
+    Summary,
+    TensorHooks,
+    fetch,
+    summarize,
+    values_of,
+)
 
 # The first operation within a module whose result differs between two models.
 
@@ -307,7 +315,7 @@ class Lockstep:
         return [s.entry for s in first.values()], [s.entry for s in second.values()]
 
     def sink(self, side: int) -> Callable[[StepPath, torch.Tensor, int | None], None]:
-        """Returns what a `Tap` of a side calls with each tensor."""
+        """Returns what a `TensorHooks` of a side calls with each tensor."""
         return lambda place, tensor, same: self._show(side, place, tensor, same)
 
     def run(self, side: int, function: Callable[[], None]) -> None:
@@ -424,7 +432,7 @@ class LiveRun:
     def run(self, sink: Any) -> None:
         """Runs the step, and shows its tensors."""
         try:
-            with Tap(self.model, sink, is_one_thread=True) as tap:
+            with TensorHooks(self.model, sink, is_one_thread=True) as tap:
                 self._run(tap)
             self.failures = tap.failures
         except BaseException as error:
@@ -434,7 +442,7 @@ class LiveRun:
         """Runs the forward alone."""
         self._function(self._batch)
 
-    def _run(self, tap: Tap) -> None:
+    def _run(self, tap: TensorHooks) -> None:
         tap.show_state()
         with torch.set_grad_enabled(self._backward or torch.is_grad_enabled()):
             output = self._function(self._batch)
@@ -566,7 +574,7 @@ def _run_both(
 
 def _conclude(
     result: Comparison, lockstep: Lockstep, names: Mapping[str, str], has_tf32: bool
-) -> Known:
+) -> StepContext:
     """Pairs what is left by order and shape, and judges all rows."""
     rest = match(*lockstep.left, names)
     pairs = [*lockstep.pairs, *((pair, None) for pair in rest.pairs)]
@@ -582,7 +590,9 @@ def _conclude(
     for row in result.rows:
         if row.why:
             result.said.append(f"{row.name} was not compared: {row.why}.")
-    return Known(missing=matched.missing_modules(), lone_inputs=matched.lone_inputs())
+    return StepContext(
+        missing=matched.missing_modules(), lone_inputs=matched.lone_inputs()
+    )
 
 
 def _name(model: nn.Module) -> str:

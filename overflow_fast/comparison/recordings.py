@@ -31,7 +31,7 @@ from .tensor_hooks import (
     Shard,
     StepPath,
     Summary,
-    Tap,
+    TensorHooks,
     fetch,
     part_of,
     summarize,
@@ -439,7 +439,7 @@ class Recording:
         self._process = process()
         self._file = self.folder / f"rank-{self._process['rank']}.jsonl"
         self._step = 0
-        self._tap: Tap | None = None
+        self._tap: TensorHooks | None = None
         self._failure = ""
         self._optimizer_hook: Any = None
         self._check()
@@ -496,7 +496,7 @@ class Recording:
         self._random = RandomStates(devices_of([self._model]))
         gradients = (each.grad for each in self._model.parameters())
         self._modes["had_gradients"] = any(each is not None for each in gradients)
-        self._tap = Tap(self._model, self._add)
+        self._tap = TensorHooks(self._model, self._add)
         self._tap.show_state()
         self._tap.__enter__()
         self._optimizer_hook = register_optimizer_step_pre_hook(self._before_optimizer)
@@ -517,7 +517,7 @@ class Recording:
             self._has_gradients = True
             self._tap.show_gradients()
 
-    def _stop(self) -> Tap | None:
+    def _stop(self) -> TensorHooks | None:
         tap, self._tap = self._tap, None
         if tap is not None:
             tap.__exit__(None, None, None)

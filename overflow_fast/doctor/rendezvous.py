@@ -69,7 +69,7 @@ def _number(*names: str) -> int | None:
     return None
 
 
-class Meeting:
+class Rendezvous:
     """Exchanges values of the ranks by way of the store.
 
     Args:

@@ -15,7 +15,7 @@ from ..verdict.remedy import Float32Region
 from ..verdict.verdict import (
     BadEntry,
     EntryHeadroom,
-    Outsider,
+    NonModuleOrigin,
     Verdict,
     is_of_flag,
     nonfinite_settings,
@@ -230,7 +230,7 @@ def _sentence(first: BadEntry, verdict: Verdict) -> str:
         return f"It is not known who created it: {maker}."
     if first.kind == "input" and verdict.source == "caller":
         name, *others = verdict.candidates
-        if not isinstance(name, Outsider) and not others:
+        if not isinstance(name, NonModuleOrigin) and not others:
             return f"It arrived non-finite. It arose in {_code_of(name, verdict)}."
     return f"It arrived non-finite. It arose in {maker}."
 

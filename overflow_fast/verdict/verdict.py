@@ -27,18 +27,18 @@ SOURCES = (
 )
 
 
-class Outsider(str):
+class NonModuleOrigin(str):
     """A candidate of `Verdict.candidates` that is no module."""
 
 
-BATCH = Outsider("the batch")
-LOSS = Outsider("the loss")
-LOOP = Outsider("the training loop")
-AFTER_BACKWARD = Outsider("code after backward")
-HOOK = Outsider("a hook")
-EARLIER_GRADIENTS = Outsider("gradients from before")
-OTHER_RANK = Outsider("another rank")
-STAND_IN = Outsider("a tensor of functional_call()")
+BATCH = NonModuleOrigin("the batch")
+LOSS = NonModuleOrigin("the loss")
+LOOP = NonModuleOrigin("the training loop")
+AFTER_BACKWARD = NonModuleOrigin("code after backward")
+HOOK = NonModuleOrigin("a hook")
+EARLIER_GRADIENTS = NonModuleOrigin("gradients from before")
+OTHER_RANK = NonModuleOrigin("another rank")
+STAND_IN = NonModuleOrigin("a tensor of functional_call()")
 
 
 @dataclass(frozen=True)
