@@ -25,8 +25,12 @@ from ..state.snapshot import Snapshot
 from ..torch_internals.replay_internals import TorchDispatchMode
 from ..torch_internals.running import graph_task_id
 from ..tree import CALL_DEPTH, NotRebuilt, mapped, tensors_in
-from . import compare_runs as said_first
-from .compare_runs import StepContext, first_of
+from .compare_runs import (
+    StepContext,
+    find_root_difference,
+    match_remarks,
+    step_remarks,
+)
 from .comparison import Comparison, RootDifference
 from .error_bounds import FLAGGED, judge_all
 from .judged_rows import (
@@ -496,14 +500,14 @@ def compare_models(
         drawn = before.drawn()
     for step, side in zip(steps, sides, strict=True):
         step.modes |= {"failures": side.failures, "drawn": drawn}
-    result.said += said_first.of_step(0, *([step] for step in steps))
+    result.said += step_remarks(0, *([step] for step in steps))
     has_tf32 = any(step.modes["tf32"] for step in steps)
     known = _conclude(result, lockstep, names, has_tf32)
     if local is not None:
         apply_errors(result.rows, local.errors)
         if all(row.dtypes[0] == row.dtypes[1] for row in result.rows):
             result.said.insert(0, _NO_SHADOW)
-    result.first = first_of(result.rows, known)
+    result.first = find_root_difference(result.rows, known)
     if result.first is not None and result.first.kind == "forward":
         result.first.op = _first_op(result.first, sides, names)
     return result
@@ -586,7 +590,7 @@ def _conclude(
         result.rows.append(row)
     judge_all(result.rows, [pair for pair, _ in pairs], has_tf32)
     matched = Matched([], rest.only, rest.only_reference, rest.renamed)
-    result.said += said_first.of_matches(0, matched)
+    result.said += match_remarks(0, matched)
     for row in result.rows:
         if row.why:
             result.said.append(f"{row.name} was not compared: {row.why}.")

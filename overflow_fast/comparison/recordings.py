@@ -99,14 +99,14 @@ class RecordedTensor:
         return {k: v for k, v in plain.items() if k == "module" or v not in empty}
 
     @classmethod
-    def of_line(cls, line: RowLine) -> RecordedTensor:
+    def from_line(cls, line: RowLine) -> RecordedTensor:
         """Makes one of a line of a recording."""
         return cls(
             StepPath(**{name: getattr(line, name) for name in _PLACE}),
             line.order,
             line.dtype,
             line.shape,
-            None if line.fingerprint is None else Summary.of_line(line),
+            None if line.fingerprint is None else Summary.from_line(line),
             line.same,
             None if line.part is None else Shard(*line.part),
             line.why,
@@ -256,7 +256,7 @@ def _read_rank(run: RecordedRun, file: Path) -> None:
                 num_bad += 1
                 continue
             if isinstance(line, RowLine):
-                rows.setdefault(line.step, []).append(RecordedTensor.of_line(line))
+                rows.setdefault(line.step, []).append(RecordedTensor.from_line(line))
             elif isinstance(line, RecordedStepLine):
                 sources = _sources(rows.pop(line.step, []), head.rank, file.parent, run)
                 step = RankStep(head.rank, plain(line), sources)

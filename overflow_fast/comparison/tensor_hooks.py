@@ -467,7 +467,7 @@ class Summary:
         }
 
     @classmethod
-    def of_line(cls, line: RowLine) -> Summary:
+    def from_line(cls, line: RowLine) -> Summary:
         """Makes one of a line that has a fingerprint."""
         data = line.fingerprint
         assert data is not None

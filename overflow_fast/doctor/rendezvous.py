@@ -38,7 +38,7 @@ class Address:
     session: str
 
     @classmethod
-    def of_environment(cls) -> Address:
+    def from_environment(cls) -> Address:
         """Reads what torchrun, SLURM or Kubernetes have set; one rank without them.
 
         Raises:

@@ -47,7 +47,7 @@ def advice_for(
     if first.kind == "optimizer_state":
         return "load a checkpoint in which the optimizer's state is finite" * (step > 0)
     if verdict.source in ("weight", "buffer"):
-        return _of_tensor(first, verdict, step)
+        return _advise_on_tensor(first, verdict, step)
     if first.kind in ("input", "output") and first.signs == "-" and not first.num_nan:
         rule = {f"{first.fqn}:{first.label}": "-inf"}
         return f"if this is intended, as in a mask, allow={rule}"
@@ -67,7 +67,7 @@ def answers(explanation: Explanation | None, first: BadEntry) -> bool:
     return is_overflow and is_mask
 
 
-def _of_tensor(first: BadEntry, verdict: Verdict, step: int) -> str:
+def _advise_on_tensor(first: BadEntry, verdict: Verdict, step: int) -> str:
     name = f"`{first.fqn}`" if first.kind == verdict.source else verdict.maker
     settings = nonfinite_settings(verdict.remarks)
     if settings:
