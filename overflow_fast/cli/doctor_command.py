@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from ..files.schema import dumps
+from ..files.json_text import dumps
 from .subcommand import Commands, add_command, fail
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..core.modules import named_modules
 from ..core.tensors import devices_of
+from ..files.json_text import dumps
 from ..files.reading import FileError, lines_of, open_regular, open_tensors
-from ..files.schema import dumps
 from ..files.writing import make_folder, open_appending, write_all, write_new
 from ..state.random import RandomStates
 from ..text import counted

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..files.schema import dumps
+from ..files.json_text import dumps
 from ..record.record_lines import RecordEntry, RecordStep
 from ..record.table import FlightRecord
 from ..text import printable

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from ..files.json_text import SCHEMA, to_plain
 from ..files.reading import FileError, open_tensors, read_bytes
-from ..files.schema import SCHEMA, to_plain
 from ..report.report import Report
 from .grid import NONFINITE, NOT_SEEN, Grid, Sheet, name_of
 

@@ -29,8 +29,8 @@ from .. import _C
 from ..capture.labels import entry_label
 from ..capture.watch import ModelWatch
 from ..core.modules import unwrapped_class
+from ..files.json_text import to_plain
 from ..files.reading import FileError
-from ..files.schema import to_plain
 from ..report.report import Cost
 from ..report.run_log import RunIdentity
 from ..text import shortened

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.notebook import text_html
-from ..files.schema import SCHEMA, dumps, to_plain
+from ..files.json_text import SCHEMA, dumps, to_plain
 from ..replay.explanation import Explanation
 from ..text import as_lines
 from ..verdict.remedy import Float32Region

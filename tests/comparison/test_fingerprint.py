@@ -6,7 +6,7 @@ import torch
 from overflow_fast.comparison.fingerprint import fingerprint
 from overflow_fast.comparison.recording_schema import LINES
 from overflow_fast.comparison.tensor_hooks import Shard, fetch, pieces, summarize
-from overflow_fast.files.schema import dumps
+from overflow_fast.files.json_text import dumps
 
 
 def outliers(seed=0):
