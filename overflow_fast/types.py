@@ -28,12 +28,12 @@ class TensorPath:
     path: str
 
     @classmethod
-    def of_label(cls, module: str, role: str, label: str) -> TensorPath:
+    def from_label(cls, module: str, role: str, label: str) -> TensorPath:
         """Makes the path of a module's tensor by its `label`."""
         return cls(module, role, label.removeprefix(role * (role in _OF_CALLS)))
 
     @classmethod
-    def of_fqn(cls, role: str, fqn: str) -> TensorPath:
+    def from_fqn(cls, role: str, fqn: str) -> TensorPath:
         """Makes the path of a tensor that belongs to no call, by its qualified name."""
         module, _, path = fqn.rpartition(".")
         return cls(module, role, path)

@@ -52,16 +52,16 @@ def test_each_kind_of_text_has_its_form(path, name, words, rule):
 
 @pytest.mark.parametrize("path", [OUTPUT, OF_MODEL, WEIGHT, GRADIENT, LOSS])
 def test_a_label_leads_back_to_its_path(path):
-    assert TensorPath.of_label(path.module, path.role, path.label) == path
+    assert TensorPath.from_label(path.module, path.role, path.label) == path
 
 
 @pytest.mark.parametrize("path", [WEIGHT, GRADIENT, LOSS])
 def test_a_qualified_name_leads_back_to_its_path(path):
-    assert TensorPath.of_fqn(path.role, path.fqn) == path
+    assert TensorPath.from_fqn(path.role, path.fqn) == path
 
 
 def test_a_weight_that_is_called_output_keeps_its_name():
-    path = TensorPath.of_label("h.0", "weight", "output")
+    path = TensorPath.from_label("h.0", "weight", "output")
     assert (path.path, path.rule) == ("output", "h.0:weight.output")
 
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from ..files.schema import dumps
+from ..files.json_text import dumps
 from .subcommand import Commands, add_command, fail
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _run(parsed: argparse.Namespace) -> int:
         limit=parsed.seconds, folder=parsed.folder, backend=parsed.backend
     )
     try:
-        examination = Examination(Address.of_environment(), settings)
+        examination = Examination(Address.from_environment(), settings)
     except ValueError as error:
         return fail(f"The ranks cannot meet: {error}")
     diagnosis = examination.run()

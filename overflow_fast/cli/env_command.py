@@ -9,7 +9,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from ..files.schema import dumps
+from ..files.json_text import dumps
 from ..text import printable
 from .subcommand import Commands, add_command
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from ..files.schema import dumps
+from ..files.json_text import dumps
 from .subcommand import Commands, add_command, fail
 
 

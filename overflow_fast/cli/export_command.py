@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files.schema import dumps
+from ..files.json_text import dumps
 from ..text import printable
 from .subcommand import Commands, add_command, fail, reason, warn, with_progress
 

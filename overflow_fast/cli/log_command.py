@@ -11,8 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..files.json_text import SCHEMA, dumps, parse_object
 from ..files.reading import FileError, lines_of, open_regular
-from ..files.schema import SCHEMA, dumps, parse_object
 from ..record.record_lines import KIND as RECORD
 from ..text import counted, printable
 from .subcommand import Commands, add_command, fail, reason, warn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..files.schema import dumps
+from ..files.json_text import dumps
 from ..text import printable
 from .subcommand import (
     Commands,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..files.schema import dumps
+from ..files.json_text import dumps
 from ..record.record_lines import RecordEntry
 from ..record.table import FlightRecord
 from .subcommand import (

@@ -80,7 +80,7 @@ def _entries(worst: Sequence[Numbers]) -> Table:
 def _where(entry: Numbers) -> str:
     """An entry as pages name it, such as `h.0: gradient of weight`."""
     names = ("module", "kind", "label")
-    return str(TensorPath.of_label(*(entry[name] for name in names)))
+    return str(TensorPath.from_label(*(entry[name] for name in names)))
 
 
 def _style(bits: float) -> str:

@@ -33,7 +33,7 @@ _SETTINGS = {
 }
 
 
-def of_runs(run: RecordedRun, reference: RecordedRun) -> Iterator[str]:
+def run_remarks(run: RecordedRun, reference: RecordedRun) -> Iterator[str]:
     """Sentences on two runs: damage, versions, ranks, steps."""
     yield from (*run.damaged, *reference.damaged)
     mine, its = run.heads[0].get("versions", {}), reference.heads[0].get("versions", {})
@@ -47,7 +47,9 @@ def of_runs(run: RecordedRun, reference: RecordedRun) -> Iterator[str]:
         yield f"Steps of one run only, not compared: {_some(map(str, only))}."
 
 
-def of_step(step: int, mine: Sequence[RankStep], its: Sequence[RankStep]) -> list[str]:
+def step_remarks(
+    step: int, mine: Sequence[RankStep], its: Sequence[RankStep]
+) -> list[str]:
     """Sentences on a step: settings, dropout, random states, failures."""
     own, other = mine[0].modes, its[0].modes
     found = [
@@ -58,7 +60,7 @@ def of_step(step: int, mine: Sequence[RankStep], its: Sequence[RankStep]) -> lis
     dropout = own.get("dropout") or other.get("dropout")
     if dropout:
         found.append(f"dropout is on in {len(dropout)} modules, such as {dropout[0]}")
-    found += _of_random(own, other)
+    found += _random_state_remarks(own, other)
     for side in (*mine, *its):
         found += [f"not recorded: {text}" for text in side.modes.get("failures", [])]
         if side.modes.get("raised"):
@@ -66,7 +68,7 @@ def of_step(step: int, mine: Sequence[RankStep], its: Sequence[RankStep]) -> lis
     return [f"Step {step}: {text}." for text in found]
 
 
-def _of_random(own: dict[str, Any], other: dict[str, Any]) -> Iterator[str]:
+def _random_state_remarks(own: dict[str, Any], other: dict[str, Any]) -> Iterator[str]:
     """Describes what unequal random states mean, where it is known who drew."""
     unequal = _unequal(own.get("random", {}), other.get("random", {}))
     if not unequal:
@@ -85,7 +87,7 @@ def _of_random(own: dict[str, Any], other: dict[str, Any]) -> Iterator[str]:
         yield f"the random states were unequal ({names}), but nothing was drawn of them"
 
 
-def of_matches(step: int, matched: Matched) -> Iterator[str]:
+def match_remarks(step: int, matched: Matched) -> Iterator[str]:
     """Sentences on tensors without a twin, and modules paired by their order."""
     for entries, whose in (
         (matched.only, "first"),
@@ -135,11 +137,11 @@ _USED_ELSEWHERE = "Or code outside of it, such as the loss, uses the parameter i
 
 
 @dataclass
-class Known:
+class StepContext:
     """Facts of a step beside its rows.
 
     Attributes:
-        settings: The settings of both runs' ranks, see `surroundings.modes()`.
+        settings: The settings of both runs' ranks, see `recordings.modes()`.
         missing: The modules of which a run has tensors that the other lacks.
         had_gradients: Whether parameters had gradients before the step, in a run.
         lone_inputs: The modules of which a run has inputs that the other lacks.
@@ -151,8 +153,8 @@ class Known:
     lone_inputs: Container[str] = ()
 
 
-def first_of(
-    rows: Sequence[TensorDifference], known: Known | None = None
+def find_root_difference(
+    rows: Sequence[TensorDifference], known: StepContext | None = None
 ) -> RootDifference | None:
     """Finds the first difference that is made where it shows.
 
@@ -160,7 +162,7 @@ def first_of(
         rows: The judged rows of one step, in the order of execution.
         known: What else is known of the step.
     """
-    known = known or Known()
+    known = known or StepContext()
     row = next((row for row in rows if row.verdict == MADE_HERE), None)
     if row is None:
         return None
@@ -187,7 +189,7 @@ def first_of(
     else:
         module, kind = place.module, place.class_name
     after = _returned_last(before, module)
-    remark = _of_dropout(row, module, known) if "ropout" in kind else ""
+    remark = _describe_dropout(row, module, known) if "ropout" in kind else ""
     unknown = _not_compared(before, row, module, known)
     return RootDifference(
         module, kind, "forward", row, after, remark=remark, unknown=unknown
@@ -195,7 +197,10 @@ def first_of(
 
 
 def _not_compared(
-    before: Sequence[TensorDifference], row: TensorDifference, module: str, known: Known
+    before: Sequence[TensorDifference],
+    row: TensorDifference,
+    module: str,
+    known: StepContext,
 ) -> tuple[str, ...]:
     """Names the tensors that a module was given of which nothing is known."""
     found = [
@@ -219,7 +224,7 @@ def _is_source(given: TensorDifference, row: TensorDifference, module: str) -> b
     return place.module == module and is_this_call
 
 
-def _of_dropout(row: TensorDifference, module: str, known: Known) -> str:
+def _describe_dropout(row: TensorDifference, module: str, known: StepContext) -> str:
     """Describes why a module with dropout differs, where it is known."""
     if row.reference_name:  # its name in the other run is another
         return ""
@@ -244,7 +249,7 @@ def _returned_last(before: Sequence[TensorDifference], module: str) -> str:
 
 
 def _in_backward(
-    row: TensorDifference, rows: Sequence[TensorDifference], known: Known
+    row: TensorDifference, rows: Sequence[TensorDifference], known: StepContext
 ) -> RootDifference:
     """Finds the modules that used a tensor whose gradient differs."""
     place = row.place
@@ -275,7 +280,7 @@ def _in_backward(
 
 
 def _has_compared(
-    row: TensorDifference, rows: Sequence[TensorDifference], known: Known
+    row: TensorDifference, rows: Sequence[TensorDifference], known: StepContext
 ) -> bool:
     """Tells whether all that a parameter's module was given and made was compared."""
     module = row.place.module
@@ -323,10 +328,10 @@ def compare_runs(
     """Compares two folders; see `overflow_fast.compare`."""
     mine, its = _read(run), _read(reference)
     result = Comparison(mine.name, its.name, [], threshold=threshold)
-    result.said += of_runs(mine, its)
+    result.said += run_remarks(mine, its)
     for step in sorted({*mine.steps} & {*its.steps}):
         own, other = mine.steps[step], its.steps[step]
-        result.said += of_step(step, own, other)
+        result.said += step_remarks(step, own, other)
         rows, first = _compare_step(result, step, own, other, names)
         result.rows += rows
         result.first = result.first or first
@@ -372,19 +377,19 @@ def _compare_step(
         result.said.append(_NO_INPUT_GRADIENTS.format(step=step))
         entries, references = map(_without_input_gradients, (entries, references))
     matched = match(entries, references, names)
-    result.said += of_matches(step, matched)
+    result.said += match_remarks(step, matched)
     rows = [difference_of(pair, step) for pair in matched.pairs]
     judge_all(rows, matched.pairs, _has_tf32(own) or _has_tf32(other))
     for row in rows:
         if row.why:
             result.said.append(f"Step {step}: {row.name} was not compared: {row.why}.")
-    return rows, first_of(rows, _known(own, other, matched))
+    return rows, find_root_difference(rows, _known(own, other, matched))
 
 
 def _known(
     own: Sequence[RankStep], other: Sequence[RankStep], matched: Matched
-) -> Known:
-    return Known(
+) -> StepContext:
+    return StepContext(
         list(zip(own, other, strict=False)),
         matched.missing_modules(),
         any(step.modes.get("had_gradients") for step in (*own, *other)),

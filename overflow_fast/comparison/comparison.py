@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..files.json_text import SCHEMA, dumps, parse_object, to_plain
 from ..files.reading import open_regular, read_bytes
-from ..files.schema import SCHEMA, dumps, parse_object, to_plain
 from ..page.render import GENERATOR, html_templates, page_style, save_page
 from ..text import as_lines, printable
 from .judged_rows import (

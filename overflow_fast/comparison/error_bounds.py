@@ -33,7 +33,7 @@ from .tensor_hooks import BACKWARD, STATE
 
 
 @dataclass
-class Flow:
+class ErrorPropagation:
     """The worst of what something was computed from.
 
     Attributes:
@@ -116,14 +116,16 @@ class Yardstick:
 
     def __init__(self, has_tf32: bool = False) -> None:
         self._has_tf32 = has_tf32
-        self._calls: dict[tuple[str, int], Flow] = {}
+        self._calls: dict[tuple[str, int], ErrorPropagation] = {}
         self._last_call: dict[str, int] = {}
-        self._own: dict[str, Flow] = {}  # parameters and buffers of a module
+        self._own: dict[
+            str, ErrorPropagation
+        ] = {}  # parameters and buffers of a module
         self._weights: dict[str, tuple[tuple[int, ...], float]] = {}
         self._known: dict[int, tuple[float, float]] = {}
         self._gradients: dict[str, float] = {}
         self._incoming = 0.0  # the norm of the gradient that was last computed
-        self._forward, self._backward = Flow(), Flow()
+        self._forward, self._backward = ErrorPropagation(), ErrorPropagation()
 
     def judge(self, row: TensorDifference, pair: Pair) -> None:
         """Judges a row; rows come in the order of execution."""
@@ -139,8 +141,8 @@ class Yardstick:
 
     def _judge_state(self, row: TensorDifference, pair: Pair) -> None:
         variance = self._of_cast(row)
-        self._decide(row, variance, Flow(), 1.0, _CAST)
-        own = self._own.setdefault(row.place.module, Flow())
+        self._decide(row, variance, ErrorPropagation(), 1.0, _CAST)
+        own = self._own.setdefault(row.place.module, ErrorPropagation())
         own.add(row.relative, variance)
         summary = pair.reference.summary
         if row.place.path == "weight" and summary is not None:
@@ -152,10 +154,10 @@ class Yardstick:
         known = self._known.get(-1 if pair.entry.same is None else pair.entry.same)
         if known is not None:
             variance = known[1]
-            self._decide(row, variance, Flow(known[0]), 1.0)
+            self._decide(row, variance, ErrorPropagation(known[0]), 1.0)
         elif not place.module:
             variance = self._of_cast(row)
-            self._decide(row, variance, Flow(), 1.0, _CAST)
+            self._decide(row, variance, ErrorPropagation(), 1.0, _CAST)
         else:
             source = self._latest(place.caller)
             variance = self._after(source, _CODE, row)
@@ -169,7 +171,7 @@ class Yardstick:
 
     def _judge_output(self, row: TensorDifference, pair: Pair) -> None:
         place, call = row.place, self._call_of(row)
-        own = self._own.get(place.module, Flow())
+        own = self._own.get(place.module, ErrorPropagation())
         call.add(own.relative, own.variance, width(row))
         variance = self._after(call, _LEAF if place.is_leaf else _CODE, row)
         self._decide(row, variance, call, self._cancellation(row, pair, call))
@@ -194,7 +196,7 @@ class Yardstick:
         self._incoming = norm
         lone = 1 / math.sqrt(max(1, math.prod(row.shapes[1])))  # one sign that changed
         least = lone if self._forward.relative else 0.0
-        source = Flow(max(flow.relative, least))
+        source = ErrorPropagation(max(flow.relative, least))
         self._decide(row, variance, source, factor)
         self._note(row, pair, variance)
         flow.add(row.relative, variance)
@@ -212,7 +214,9 @@ class Yardstick:
             terms *= call.norm / math.sqrt(call.terms)
         return max(1.0, terms / norm) if norm else (math.inf if terms else 1.0)
 
-    def _cancellation(self, row: TensorDifference, pair: Pair, call: Flow) -> float:
+    def _cancellation(
+        self, row: TensorDifference, pair: Pair, call: ErrorPropagation
+    ) -> float:
         """How much smaller a product is than random signs would make it."""
         summary = pair.reference.summary
         shape, norm = self._weights.get(row.place.module, ((), 0.0))
@@ -221,7 +225,9 @@ class Yardstick:
         typical = norm * call.norm / math.sqrt(max(shape))
         return max(1.0, typical / summary.norm) if summary.norm else 1.0
 
-    def _after(self, flow: Flow, roundings: int, row: TensorDifference) -> float:
+    def _after(
+        self, flow: ErrorPropagation, roundings: int, row: TensorDifference
+    ) -> float:
         """The squared error of what came before, and of one more module's roundings.
 
         Sums are rounded in their own dtype if it is a wide one.
@@ -249,7 +255,7 @@ class Yardstick:
         self,
         row: TensorDifference,
         variance: float,
-        flow: Flow,
+        flow: ErrorPropagation,
         factor: float,
         flagged: float = FLAGGED,
     ) -> None:
@@ -279,13 +285,15 @@ class Yardstick:
         if pair.entry.same is None:
             self._known[pair.entry.order] = relative, variance
 
-    def _call_of(self, row: TensorDifference) -> Flow:
+    def _call_of(self, row: TensorDifference) -> ErrorPropagation:
         key = row.place.module, row.place.call
         self._last_call[row.place.module] = row.place.call
-        return self._calls.setdefault(key, Flow())
+        return self._calls.setdefault(key, ErrorPropagation())
 
-    def _latest(self, module: str) -> Flow:
-        return self._calls.setdefault((module, self._last_call.get(module, 0)), Flow())
+    def _latest(self, module: str) -> ErrorPropagation:
+        return self._calls.setdefault(
+            (module, self._last_call.get(module, 0)), ErrorPropagation()
+        )
 
 
 def judge_all(

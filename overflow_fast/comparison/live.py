@@ -25,8 +25,12 @@ from ..state.snapshot import Snapshot
 from ..torch_internals.replay_internals import TorchDispatchMode
 from ..torch_internals.running import graph_task_id
 from ..tree import CALL_DEPTH, NotRebuilt, mapped, tensors_in
-from . import compare_runs as said_first
-from .compare_runs import Known, first_of
+from .compare_runs import (
+    StepContext,
+    find_root_difference,
+    match_remarks,
+    step_remarks,
+)
 from .comparison import Comparison, RootDifference
 from .error_bounds import FLAGGED, judge_all
 from .judged_rows import (
@@ -41,7 +45,15 @@ from .judged_rows import (
 from .matching import Matched, Pair, StepTensor, mapped_name, match
 from .measures import Measures, estimated, measured
 from .recordings import RankStep, RecordedTensor, Source, modes
-from .tensor_hooks import BACKWARD, StepPath, Summary, Tap, fetch, summarize, values_of
+from .tensor_hooks import (
+    BACKWARD,
+    StepPath,
+    Summary,
+    TensorHooks,
+    fetch,
+    summarize,
+    values_of,
+)
 
 # The first operation within a module whose result differs between two models.
 
@@ -307,7 +319,7 @@ class Lockstep:
         return [s.entry for s in first.values()], [s.entry for s in second.values()]
 
     def sink(self, side: int) -> Callable[[StepPath, torch.Tensor, int | None], None]:
-        """Returns what a `Tap` of a side calls with each tensor."""
+        """Returns what a `TensorHooks` of a side calls with each tensor."""
         return lambda place, tensor, same: self._show(side, place, tensor, same)
 
     def run(self, side: int, function: Callable[[], None]) -> None:
@@ -424,7 +436,7 @@ class LiveRun:
     def run(self, sink: Any) -> None:
         """Runs the step, and shows its tensors."""
         try:
-            with Tap(self.model, sink, is_one_thread=True) as tap:
+            with TensorHooks(self.model, sink, is_one_thread=True) as tap:
                 self._run(tap)
             self.failures = tap.failures
         except BaseException as error:
@@ -434,7 +446,7 @@ class LiveRun:
         """Runs the forward alone."""
         self._function(self._batch)
 
-    def _run(self, tap: Tap) -> None:
+    def _run(self, tap: TensorHooks) -> None:
         tap.show_state()
         with torch.set_grad_enabled(self._backward or torch.is_grad_enabled()):
             output = self._function(self._batch)
@@ -488,14 +500,14 @@ def compare_models(
         drawn = before.drawn()
     for step, side in zip(steps, sides, strict=True):
         step.modes |= {"failures": side.failures, "drawn": drawn}
-    result.said += said_first.of_step(0, *([step] for step in steps))
+    result.said += step_remarks(0, *([step] for step in steps))
     has_tf32 = any(step.modes["tf32"] for step in steps)
     known = _conclude(result, lockstep, names, has_tf32)
     if local is not None:
         apply_errors(result.rows, local.errors)
         if all(row.dtypes[0] == row.dtypes[1] for row in result.rows):
             result.said.insert(0, _NO_SHADOW)
-    result.first = first_of(result.rows, known)
+    result.first = find_root_difference(result.rows, known)
     if result.first is not None and result.first.kind == "forward":
         result.first.op = _first_op(result.first, sides, names)
     return result
@@ -566,7 +578,7 @@ def _run_both(
 
 def _conclude(
     result: Comparison, lockstep: Lockstep, names: Mapping[str, str], has_tf32: bool
-) -> Known:
+) -> StepContext:
     """Pairs what is left by order and shape, and judges all rows."""
     rest = match(*lockstep.left, names)
     pairs = [*lockstep.pairs, *((pair, None) for pair in rest.pairs)]
@@ -578,11 +590,13 @@ def _conclude(
         result.rows.append(row)
     judge_all(result.rows, [pair for pair, _ in pairs], has_tf32)
     matched = Matched([], rest.only, rest.only_reference, rest.renamed)
-    result.said += said_first.of_matches(0, matched)
+    result.said += match_remarks(0, matched)
     for row in result.rows:
         if row.why:
             result.said.append(f"{row.name} was not compared: {row.why}.")
-    return Known(missing=matched.missing_modules(), lone_inputs=matched.lone_inputs())
+    return StepContext(
+        missing=matched.missing_modules(), lone_inputs=matched.lone_inputs()
+    )
 
 
 def _name(model: nn.Module) -> str:

@@ -218,7 +218,7 @@ def match(
     mine = {id(e): mapped_name(_plain_name(e, entries), names) for e in entries}
     its = {id(e): _plain_name(e, references) for e in references}
     matched = Matched([], [], [], {})
-    left = _by_key(matched, entries, references, mine, its)
+    left = _pair_by_key(matched, entries, references, mine, its)
     renamed = _aligned(*left, mine, its)
     if renamed:
         matched.renamed = {name: other for (name, _), (other, _) in renamed.items()}
@@ -227,7 +227,7 @@ def match(
             for entry in left[0]
             for key, name in [(id(entry), mine[id(entry)])]
         }
-        left = _by_key(matched, *left, {**mine, **moved}, its)
+        left = _pair_by_key(matched, *left, {**mine, **moved}, its)
     matched.only, matched.only_reference = left
     matched.pairs.sort(key=lambda pair: (pair.entry.order, pair.entry.rank or 0))
     return matched
@@ -258,7 +258,7 @@ def mapped_name(name: str, names: Mapping[str, str]) -> str:
     return name
 
 
-def _by_key(
+def _pair_by_key(
     matched: Matched,
     entries: Iterable[StepTensor],
     references: Iterable[StepTensor],

@@ -51,10 +51,10 @@ def estimated(summary: Summary, reference: Summary) -> Measures:
     if torch.equal(summary.sums, reference.sums):
         return Measures(0.0, 1.0)
     squares = float((summary.sums - reference.sums).square().sum())
-    return _of_squares(squares, summary.squares, reference.squares)
+    return _measures_from_squares(squares, summary.squares, reference.squares)
 
 
-def _of_squares(squares: float, own: float, reference: float) -> Measures:
+def _measures_from_squares(squares: float, own: float, reference: float) -> Measures:
     if not reference:
         return Measures(math.inf if squares else 0.0, 0.0 if squares else 1.0)
     relative = math.sqrt(squares / reference)
@@ -87,7 +87,7 @@ def measured(values: torch.Tensor, reference: torch.Tensor, dtype: str) -> Measu
         mine, its = (t[begin : begin + _CHUNK] for t in (values, reference))
         _add(sums, _wide(mine), _wide(its))
     squares, own, golden, max_abs, max_rel, odd = sums.tolist()
-    basic = _of_squares(squares, own, golden)
+    basic = _measures_from_squares(squares, own, golden)
     median, p99 = _ulps(values, reference, dtype)
     return Measures(
         basic.relative, basic.cosine, max_abs, max_rel, median, p99, int(odd), True

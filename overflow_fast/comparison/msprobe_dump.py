@@ -184,7 +184,7 @@ def _tensors(data: dict[str, Any]) -> Iterator[tuple[StepPath, DumpedTensor]]:
         match, gradients = _CALL.fullmatch(name), _GRADIENTS.fullmatch(name)
         if match is not None:
             module, kind, phase, number = match.groups()
-            for role, path, facts in _of_call(call, phase):
+            for role, path, facts in _list_call(call, phase):
                 if role == "parameter":
                     if (module, path) in seen:
                         continue
@@ -208,7 +208,7 @@ def _place(
     return StepPath(module, role, path, where, kind, call, caller)
 
 
-def _of_call(
+def _list_call(
     call: dict[str, Any], phase: str
 ) -> Iterator[tuple[str, str, DumpedTensor]]:
     """Yields role, path and facts. In backward `input` is what the module is given.

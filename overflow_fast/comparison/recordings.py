@@ -21,8 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..core.modules import named_modules
 from ..core.tensors import devices_of
+from ..files.json_text import dumps
 from ..files.reading import FileError, lines_of, open_regular, open_tensors
-from ..files.schema import dumps
 from ..files.writing import make_folder, open_appending, write_all, write_new
 from ..state.random import RandomStates
 from ..text import counted
@@ -31,7 +31,7 @@ from .tensor_hooks import (
     Shard,
     StepPath,
     Summary,
-    Tap,
+    TensorHooks,
     fetch,
     part_of,
     summarize,
@@ -99,14 +99,14 @@ class RecordedTensor:
         return {k: v for k, v in plain.items() if k == "module" or v not in empty}
 
     @classmethod
-    def of_line(cls, line: RowLine) -> RecordedTensor:
+    def from_line(cls, line: RowLine) -> RecordedTensor:
         """Makes one of a line of a recording."""
         return cls(
             StepPath(**{name: getattr(line, name) for name in _PLACE}),
             line.order,
             line.dtype,
             line.shape,
-            None if line.fingerprint is None else Summary.of_line(line),
+            None if line.fingerprint is None else Summary.from_line(line),
             line.same,
             None if line.part is None else Shard(*line.part),
             line.why,
@@ -256,7 +256,7 @@ def _read_rank(run: RecordedRun, file: Path) -> None:
                 num_bad += 1
                 continue
             if isinstance(line, RowLine):
-                rows.setdefault(line.step, []).append(RecordedTensor.of_line(line))
+                rows.setdefault(line.step, []).append(RecordedTensor.from_line(line))
             elif isinstance(line, RecordedStepLine):
                 sources = _sources(rows.pop(line.step, []), head.rank, file.parent, run)
                 step = RankStep(head.rank, plain(line), sources)
@@ -439,7 +439,7 @@ class Recording:
         self._process = process()
         self._file = self.folder / f"rank-{self._process['rank']}.jsonl"
         self._step = 0
-        self._tap: Tap | None = None
+        self._tap: TensorHooks | None = None
         self._failure = ""
         self._optimizer_hook: Any = None
         self._check()
@@ -496,7 +496,7 @@ class Recording:
         self._random = RandomStates(devices_of([self._model]))
         gradients = (each.grad for each in self._model.parameters())
         self._modes["had_gradients"] = any(each is not None for each in gradients)
-        self._tap = Tap(self._model, self._add)
+        self._tap = TensorHooks(self._model, self._add)
         self._tap.show_state()
         self._tap.__enter__()
         self._optimizer_hook = register_optimizer_step_pre_hook(self._before_optimizer)
@@ -517,7 +517,7 @@ class Recording:
             self._has_gradients = True
             self._tap.show_gradients()
 
-    def _stop(self) -> Tap | None:
+    def _stop(self) -> TensorHooks | None:
         tap, self._tap = self._tap, None
         if tap is not None:
             tap.__exit__(None, None, None)

@@ -222,7 +222,7 @@ class _Running:
     output: Any = None  # as the module's forward has returned it, if it was kept
 
 
-class Tap:
+class TensorHooks:
     """Shows a model's tensors to a function while it is entered.
 
     Nothing that runs is changed: hooks return None, and what they raise is logged once.
@@ -261,7 +261,7 @@ class Tap:
         """The calls that run in this thread, the outermost first."""
         return self._stacks.setdefault(threading.get_ident(), [])
 
-    def __enter__(self) -> Tap:
+    def __enter__(self) -> TensorHooks:
         for module in self._names:
             self._handles += [
                 module.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -467,7 +467,7 @@ class Summary:
         }
 
     @classmethod
-    def of_line(cls, line: RowLine) -> Summary:
+    def from_line(cls, line: RowLine) -> Summary:
         """Makes one of a line that has a fingerprint."""
         data = line.fingerprint
         assert data is not None

@@ -26,22 +26,24 @@ __all__ = ["DemoSettings", "show"]
 Batch = dict[str, torch.Tensor]
 
 
-class Story(NamedTuple):
+class DetectorOutput(NamedTuple):
     """The output of a detector for a forward."""
 
     report: str
     error: str | None
 
 
-def _watch(detector: type[Any], run: Callable[[], object], model: nn.Module) -> Story:
+def _watch(
+    detector: type[Any], run: Callable[[], object], model: nn.Module
+) -> DetectorOutput:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         detector(model)
         try:
             run()
         except ValueError as error:
-            return Story(out.getvalue(), str(error))
-    return Story(out.getvalue(), None)
+            return DetectorOutput(out.getvalue(), str(error))
+    return DetectorOutput(out.getvalue(), None)
 
 
 def _time_each(settings: DemoSettings, batch: Batch) -> dict[str, list[float]]:
@@ -85,7 +87,7 @@ def _table(times: dict[str, list[float]]) -> str:
     return "\n".join(rows)
 
 
-def _compare(original: Story, ours: Story) -> str | None:
+def _compare(original: DetectorOutput, ours: DetectorOutput) -> str | None:
     """Returns the difference of two outputs as a diff; None if there is none."""
     if original == ours:
         return None
@@ -95,13 +97,15 @@ def _compare(original: Story, ours: Story) -> str | None:
     return "\n".join(lines)
 
 
-def _overflow(detector: type[Any], settings: DemoSettings, batch: Batch) -> Story:
+def _overflow(
+    detector: type[Any], settings: DemoSettings, batch: Batch
+) -> DetectorOutput:
     model = build(settings)
     push_to_the_limit(model, batch, settings)
     return _watch(detector, lambda: forward(model, batch, settings.seed), model)
 
 
-def _remedied(settings: DemoSettings, batch: Batch) -> Story:
+def _remedied(settings: DemoSettings, batch: Batch) -> DetectorOutput:
     """Runs the same forward with the encoder in float32, up to its last layer norm."""
     model = build(settings)
     push_to_the_limit(model, batch, settings)
@@ -155,7 +159,7 @@ def _about(model: nn.Module, settings: DemoSettings) -> str:
     )
 
 
-def _judge(original: Story, ours: Story) -> int:
+def _judge(original: DetectorOutput, ours: DetectorOutput) -> int:
     difference = _compare(original, ours)
     if difference is not None:
         print(f"The reports differ:\n{difference}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..files.schema import SCHEMA, to_plain
+from ..files.json_text import SCHEMA, to_plain
 from ..page.render import GENERATOR, html_templates, page_style, save_page
 from ..text import as_lines
 from .links import Measured, passes_of

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from .arithmetic import ARITHMETIC
 from .collectives import COLLECTIVES
 from .diagnosis import Diagnosis
+from .fault_injection import AGREEMENT
 from .first_barrier import BARRIER
 from .links import LINKS
-from .planted_nan import AGREEMENT
-from .rendezvous import Address, Meeting, connect, prefixed
+from .rendezvous import Address, Rendezvous, connect, prefixed
 from .roll_call import (
     ROLL_CALL,
     ask_nccl_for_a_log,
@@ -352,7 +352,7 @@ class Examination:
         self._hosts: dict[int, str] = {}
         self._data: dict[str, dict[int, Any]] = {}
         self._generation = 0
-        self._meeting: Meeting | None = None
+        self._meeting: Rendezvous | None = None
         self.leads = True
 
     def run(self) -> Diagnosis:
@@ -370,7 +370,7 @@ class Examination:
             return self._diagnosis(f"Rank {self._address.rank}: {error}.")
 
     def _run(self) -> Diagnosis:
-        self._meeting = meeting = Meeting(self._address)
+        self._meeting = meeting = Rendezvous(self._address)
         self._address = meeting.address
         members, waited = self._arrive(meeting)
         has_group, process = True, None
@@ -411,7 +411,7 @@ class Examination:
         if self._meeting is not None:
             self._meeting.part(self._settings.grace)
 
-    def _arrive(self, meeting: Meeting) -> tuple[list[int], float]:
+    def _arrive(self, meeting: Rendezvous) -> tuple[list[int], float]:
         """Waits for all ranks; returns those that came, and the seconds."""
         begin, world, limit = (
             time.monotonic(),
@@ -430,7 +430,7 @@ class Examination:
 
     def _run_stage(
         self,
-        meeting: Meeting,
+        meeting: Rendezvous,
         process: StageProcess,
         number: int,
         stage: Stage,
@@ -449,7 +449,7 @@ class Examination:
         meeting.post(f"stage{number}", outcome)
 
     def _decide(
-        self, meeting: Meeting, number: int, stage: Stage, members: list[int]
+        self, meeting: Rendezvous, number: int, stage: Stage, members: list[int]
     ) -> Decision:
         """Judges a stage, on the rank that leads."""
         given = meeting.gather(f"stage{number}", members, self._patience)

@@ -15,7 +15,7 @@ NAME = "barrier"
 
 
 @dataclass(frozen=True)
-class Met:
+class BarrierResult:
     """A rank that came out of the barrier.
 
     Attributes:
@@ -27,16 +27,18 @@ class Met:
     network: str = ""
 
 
-def _run(site: Site) -> Met:
+def _run(site: Site) -> BarrierResult:
     site.note("a barrier")
     if site.device.type == "cuda":
         dist.barrier(device_ids=[site.device.index])
     else:
         dist.barrier()
-    return Met(site.hosts[site.rank], site.network())
+    return BarrierResult(site.hosts[site.rank], site.network())
 
 
-def _judge(data: Mapping[int, Met], settings: ExaminationSettings) -> list[Finding]:
+def _judge(
+    data: Mapping[int, BarrierResult], settings: ExaminationSettings
+) -> list[Finding]:
     networks = {rank: each.network for rank, each in data.items() if each.network}
     if not networks:
         return []

@@ -293,8 +293,8 @@ def _run(site: Site) -> Measured:
                 site.note(f"messages with rank {other} (pass {number})")
                 latency[other] = _time_messages(site, other, _SMALL)
                 transfer[other] = _time_messages(site, other, found.num_bytes)
-        found.latency.append(_of_lower(site.rank, latency))
-        found.transfer.append(_of_lower(site.rank, transfer))
+        found.latency.append(_measured_by(site.rank, latency))
+        found.transfer.append(_measured_by(site.rank, transfer))
     return found
 
 
@@ -307,7 +307,7 @@ def _other(rank: int, pairs: Sequence[Pair]) -> int | None:
     return next((b if a == rank else a for a, b in pairs if rank in (a, b)), None)
 
 
-def _of_lower(rank: int, seconds: Mapping[int, float]) -> dict[int, float]:
+def _measured_by(rank: int, seconds: Mapping[int, float]) -> dict[int, float]:
     return {other: each for other, each in seconds.items() if rank < other}
 
 

@@ -38,7 +38,7 @@ class Address:
     session: str
 
     @classmethod
-    def of_environment(cls) -> Address:
+    def from_environment(cls) -> Address:
         """Reads what torchrun, SLURM or Kubernetes have set; one rank without them.
 
         Raises:
@@ -69,7 +69,7 @@ def _number(*names: str) -> int | None:
     return None
 
 
-class Meeting:
+class Rendezvous:
     """Exchanges values of the ranks by way of the store.
 
     Args:

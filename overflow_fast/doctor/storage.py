@@ -28,7 +28,7 @@ _FILE = 2**20  # bytes of a file
 
 
 @dataclass
-class Stored:
+class StorageResult:
     """The success of one rank with memory and folder.
 
     Attributes:
@@ -42,8 +42,8 @@ class Stored:
     unseen: int | None = None
 
 
-def _run(site: Site) -> Stored:
-    found = Stored(site.hosts[site.rank])
+def _run(site: Site) -> StorageResult:
+    found = StorageResult(site.hosts[site.rank])
     site.note("memory")
     with _noted(found, "memory"):
         _fill(site.device)
@@ -57,7 +57,7 @@ def _run(site: Site) -> Stored:
 
 
 @contextlib.contextmanager
-def _noted(found: Stored, what: str):  # type: ignore[no-untyped-def]
+def _noted(found: StorageResult, what: str):  # type: ignore[no-untyped-def]
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:
@@ -76,7 +76,7 @@ def _fill(device: torch.device) -> None:
         raise RuntimeError("memory does not hold what was written to it")
 
 
-def _write_and_read(site: Site, folder: Path, found: Stored) -> None:
+def _write_and_read(site: Site, folder: Path, found: StorageResult) -> None:
     """Writes a file of one's own, and reads it and that of the rank before."""
     members, place = list(site.members), site.position
     before = members[place - 1]
@@ -110,7 +110,9 @@ def _contents(rank: int) -> bytes:
     return rank.to_bytes(8, "little") * (_FILE // 8)
 
 
-def _judge(data: Mapping[int, Stored], settings: ExaminationSettings) -> list[Finding]:
+def _judge(
+    data: Mapping[int, StorageResult], settings: ExaminationSettings
+) -> list[Finding]:
     hosts = {rank: each.host for rank, each in data.items()}
     found = []
     failed = {rank for rank, each in data.items() if each.errors}

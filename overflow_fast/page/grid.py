@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..files.schema import dumps
+from ..files.json_text import dumps
 from ..record.record_lines import RecordEntry, RecordStep
 from ..record.table import FlightRecord
 from ..text import printable
@@ -78,7 +78,7 @@ def _overlapping(
     return columns
 
 
-def thinned(columns: list[Column], most: int) -> list[Column]:
+def downsampled(columns: list[Column], most: int) -> list[Column]:
     """Joins columns if there are too many.
 
     The newest half keep columns of their own; older ones share the rest evenly.
@@ -166,7 +166,7 @@ class Sheet:
 
     def columns(self, most: int) -> list[Column]:
         """The columns of a grid that has at most so many; at least 2."""
-        return thinned(self._columns, most)
+        return downsampled(self._columns, most)
 
     def grid(self, most: int) -> Grid:
         """Makes a grid of at most so many columns; at least 2."""

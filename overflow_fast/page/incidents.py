@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from ..files.json_text import SCHEMA, to_plain
 from ..files.reading import FileError, open_tensors, read_bytes
-from ..files.schema import SCHEMA, to_plain
 from ..report.report import Report
 from .grid import NONFINITE, NOT_SEEN, Grid, Sheet, name_of
 
@@ -305,7 +305,7 @@ def _bins(magnitudes: torch.Tensor) -> list[tuple[int, int]]:
     return list(enumerate(counts, lowest))
 
 
-# The way of a bad value: a tree of the modules where it was, in a step.
+# How a bad value spread: a tree of the modules where it was, in a step.
 
 
 _MOST_STATIONS = 100
@@ -332,7 +332,7 @@ class Node:
 
 
 @dataclass
-class Way:
+class FailurePath:
     """Where a bad value was, in one step.
 
     Attributes:
@@ -350,7 +350,7 @@ class Way:
     is_recorded: bool = False
 
 
-def way_of(incident: Incident, sheet: Sheet, grid: Grid) -> Way:
+def failure_path(incident: Incident, sheet: Sheet, grid: Grid) -> FailurePath:
     """Finds where the bad value of an incident was, of its report and of a record.
 
     Args:
@@ -358,29 +358,29 @@ def way_of(incident: Incident, sheet: Sheet, grid: Grid) -> Way:
         sheet: The entries of the records.
         grid: Their steps.
     """
-    way = Way(Node("the model"))
+    path = FailurePath(Node("the model"))
     bad: dict[str, list[str]] = {}
-    codes = _codes_at(incident.step, grid, way)
+    codes = _codes_at(incident.step, grid, path)
     finite, unseen = set[str](), set[str]()
     for entry, code in zip(sheet.entries, codes, strict=False):
         if code == NONFINITE:
             bad.setdefault(entry.module, []).append(entry.path.in_module)
-            way.stations.append(name_of(entry))
+            path.stations.append(name_of(entry))
         else:
             (unseen if code == NOT_SEEN else finite).add(entry.module)
     marks = {name: [f"non-finite: {', '.join(texts)}"] for name, texts in bad.items()}
     for name, text in _reported(incident):
         marks.setdefault(name, []).insert(0, text)
-    _grow(way.tree, marks, finite - set(marks), unseen - finite - set(marks))
-    way.num_more = max(0, len(way.stations) - _MOST_STATIONS)
-    del way.stations[_MOST_STATIONS:]
-    return way
+    _grow(path.tree, marks, finite - set(marks), unseen - finite - set(marks))
+    path.num_more = max(0, len(path.stations) - _MOST_STATIONS)
+    del path.stations[_MOST_STATIONS:]
+    return path
 
 
-def _codes_at(step: int, grid: Grid, way: Way) -> list[int]:
+def _codes_at(step: int, grid: Grid, path: FailurePath) -> list[int]:
     for i, column in enumerate(grid.columns):
         if column.first <= step <= column.last:
-            way.is_recorded, way.is_of_several = True, column.first != column.last
+            path.is_recorded, path.is_of_several = True, column.first != column.last
             return [int(code) for code in grid.headroom[:, i].tolist()]
     return []
 

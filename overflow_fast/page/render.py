@@ -29,7 +29,7 @@ from .grid import (
     payloads,
     strips_of,
 )
-from .incidents import Incident, histogram_of, way_of
+from .incidents import Incident, failure_path, histogram_of
 
 # The tables of the page, which say in text what its pictures show.
 
@@ -280,7 +280,7 @@ def page_of(
         runs=[record.run for record in records],
         incidents=list(reversed(incidents)),
         first_bad=None if incidents else _first_bad(sheet, grid),
-        ways=[(each, way_of(each, sheet, grid)) for each in reversed(incidents)],
+        paths=[(each, failure_path(each, sheet, grid)) for each in reversed(incidents)],
         histograms=[each for each in map(histogram_of, reversed(incidents)) if each],
         entries=entry_table(sheet, grid),
         steps=step_table(sheet),

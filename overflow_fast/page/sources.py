@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files.schema import SCHEMA
+from ..files.json_text import SCHEMA
 from ..record.table import FlightRecord, read_record
 from .incidents import Incident, read_incidents
 from .render import write_page

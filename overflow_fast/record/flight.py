@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from .. import _C
 from ..capture.watch import ModelWatch
-from ..files.schema import line_bytes
+from ..files.json_text import line_bytes
 from ..report.report import Cost, Report
 from ..report.run_log import RunIdentity
 from .record_file import RecordFile

@@ -12,8 +12,8 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeVar
 
+from ..files.json_text import line_bytes, parse_object
 from ..files.reading import open_regular
-from ..files.schema import line_bytes, parse_object
 from ..files.writing import make_folder, open_new, write_all
 from .record_lines import FOLD, TOP_LEVEL, Line, fold
 

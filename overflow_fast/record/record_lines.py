@@ -29,8 +29,8 @@ from .. import _C
 from ..capture.labels import entry_label
 from ..capture.watch import ModelWatch
 from ..core.modules import unwrapped_class
+from ..files.json_text import to_plain
 from ..files.reading import FileError
-from ..files.schema import to_plain
 from ..report.report import Cost
 from ..report.run_log import RunIdentity
 from ..text import shortened
@@ -216,7 +216,7 @@ class RecordEntry:
     @property
     def path(self) -> TensorPath:
         """Where the tensor is; `str()` of it is its name on pages."""
-        return TensorPath.of_label(self.module, self.kind, self.label)
+        return TensorPath.from_label(self.module, self.kind, self.label)
 
 
 @dataclass(frozen=True)
@@ -293,11 +293,11 @@ def entries_of(heads: Sequence[Line], widths: Sequence[int]) -> list[RecordEntry
     return [
         each
         for model, width in enumerate(widths)
-        for each in _of_model(by_model[model], model, width)
+        for each in _read_entries(by_model[model], model, width)
     ]
 
 
-def _of_model(heads: Sequence[Line], model: int, width: int) -> list[RecordEntry]:
+def _read_entries(heads: Sequence[Line], model: int, width: int) -> list[RecordEntry]:
     found = [
         RecordEntry(model, "", "", "unknown", f"entry {i}", "unknown", math.nan, 0)
         for i in range(width)
@@ -372,7 +372,7 @@ def _entry(watch: ModelWatch, column: _C.RowColumn) -> Line:
         own = watch.module_at(column.place.module)
         class_name = "" if own is None else unwrapped_class(type(own)).__name__
     elif column.place.kind != _C.FrameKind.RECORDED:
-        path = TensorPath.of_fqn(kind, label)
+        path = TensorPath.from_fqn(kind, label)
         module, label = path.module, path.path
     entry: Line = {
         "module": shortened(module),

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ..core.tensors import digest_of, has_memory
+from ..files.json_text import SCHEMA, dumps
 from ..files.reading import FileError, read_bytes, read_tensors
-from ..files.schema import SCHEMA, dumps
 from .capture import Ambient, KeptCall, ModelCall, parameter_names
 from .explanation import Artifact
 from .places import names_of

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..core import ops
-from ..files.schema import SCHEMA, dumps
+from ..files.json_text import SCHEMA, dumps
 from ..files.writing import make_folder, write_new
 from ..replay.explanation import Artifact, Explanation
 from ..text import printable

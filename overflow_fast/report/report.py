@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.notebook import text_html
-from ..files.schema import SCHEMA, dumps, to_plain
+from ..files.json_text import SCHEMA, dumps, to_plain
 from ..replay.explanation import Explanation
 from ..text import as_lines
 from ..verdict.remedy import Float32Region
 from ..verdict.verdict import (
     BadEntry,
     EntryHeadroom,
-    Outsider,
+    NonModuleOrigin,
     Verdict,
     is_of_flag,
     nonfinite_settings,
@@ -47,7 +47,7 @@ def advice_for(
     if first.kind == "optimizer_state":
         return "load a checkpoint in which the optimizer's state is finite" * (step > 0)
     if verdict.source in ("weight", "buffer"):
-        return _of_tensor(first, verdict, step)
+        return _advise_on_tensor(first, verdict, step)
     if first.kind in ("input", "output") and first.signs == "-" and not first.num_nan:
         rule = {f"{first.fqn}:{first.label}": "-inf"}
         return f"if this is intended, as in a mask, allow={rule}"
@@ -67,7 +67,7 @@ def answers(explanation: Explanation | None, first: BadEntry) -> bool:
     return is_overflow and is_mask
 
 
-def _of_tensor(first: BadEntry, verdict: Verdict, step: int) -> str:
+def _advise_on_tensor(first: BadEntry, verdict: Verdict, step: int) -> str:
     name = f"`{first.fqn}`" if first.kind == verdict.source else verdict.maker
     settings = nonfinite_settings(verdict.remarks)
     if settings:
@@ -231,7 +231,7 @@ def _sentence(first: BadEntry, verdict: Verdict) -> str:
         return f"It is not known who created it: {maker}."
     if first.kind == "input" and verdict.source == "caller":
         name, *others = verdict.candidates
-        if not isinstance(name, Outsider) and not others:
+        if not isinstance(name, NonModuleOrigin) and not others:
             return f"It arrived non-finite. It arose in {_code_of(name, verdict)}."
     return f"It arrived non-finite. It arose in {maker}."
 

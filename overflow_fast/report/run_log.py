@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 
 from ..capture.schedule import WatchSchedule
 from ..capture.watch import ModelWatch
+from ..files.json_text import SCHEMA, dumps, parse_object
 from ..files.reading import is_regular, open_regular
-from ..files.schema import SCHEMA, dumps, parse_object
 from ..files.writing import make_folder, open_appending
 from ..text import as_lines, counted, shortened
 from .guard_coverage import GuardCoverage

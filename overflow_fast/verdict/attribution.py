@@ -212,7 +212,7 @@ def origin_in_forward(first: BadFrame, bad: Bad, calls: Calls) -> Origin:
         bad: All bad frames, by `key_of`.
         calls: The calls of all watched models.
     """
-    origin = _by_calls(first, bad, calls)
+    origin = _find_by_calls(first, bad, calls)
     if origin.source == "buffer":
         return origin
     others = _around(first, origin, calls)
@@ -239,7 +239,7 @@ def _other_callers(called: Called, calls: Calls) -> list[Candidate]:
     ]
 
 
-def _by_calls(first: BadFrame, bad: Bad, calls: Calls) -> Origin:
+def _find_by_calls(first: BadFrame, bad: Bad, calls: Calls) -> Origin:
     called = calls.of_frame(first.watch, first.frame.order)
     if not first.has_bad_input:
         return _made_within(first, called, bad, calls)

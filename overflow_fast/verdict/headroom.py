@@ -439,7 +439,7 @@ class OutputHistory:
     def __init__(self, watch: ModelWatch) -> None:
         self._room: dict[str, float] = {}
         self._made: dict[str, set[_Peaks]] = {}
-        for name, history in _of_outputs(watch):
+        for name, history in _output_histories(watch):
             abs_max = max(filter(math.isfinite, history.recent), default=0.0)
             bits = math.log2(history.last.limit / abs_max) if abs_max else 0.0
             self._room[name] = min(bits, self._room.get(name, math.inf))
@@ -482,7 +482,7 @@ class OutputHistory:
             if name.startswith(f"{around}.") and name in self._made:
                 is_drop = is_dropout(module) and self._is_dropped(name, module, end)
                 if is_drop or self.has_room_in(name, module):
-                    known |= _of_same_steps(made, self._made[name])
+                    known |= _keep_same_steps(made, self._made[name])
         return bool(made) and made <= known
 
     def _is_dropped(self, name: str, module: nn.Module, end: str) -> bool:
@@ -497,7 +497,7 @@ class OutputHistory:
         )
 
 
-def _of_outputs(watch: ModelWatch) -> Iterator[tuple[str, _C.HeadroomHistory]]:
+def _output_histories(watch: ModelWatch) -> Iterator[tuple[str, _C.HeadroomHistory]]:
     """Yields the histories of what forwards returned, with the modules' names."""
     for history in watch.recorder.headroom():
         place = history.last.place
@@ -506,7 +506,7 @@ def _of_outputs(watch: ModelWatch) -> Iterator[tuple[str, _C.HeadroomHistory]]:
             yield watch.name_at(place.module), history
 
 
-def _of_same_steps(made: set[_Peaks], others: set[_Peaks]) -> set[_Peaks]:
+def _keep_same_steps(made: set[_Peaks], others: set[_Peaks]) -> set[_Peaks]:
     """Those of `made` that are among `others`, too, but for a last step."""
     return {
         one

@@ -51,7 +51,7 @@ def _origin_of_given(
     """Makes the origin: the batch if a trainer has noted it as bad, else the loop's."""
     places = [_place_in_loop(frame, entry.label) for entry in inputs]
     if all(places):
-        return _of_batch(places, outermost)
+        return _blame_batch(places, outermost)
     is_computed = all(entry.is_computed for entry in inputs)
     before = calls.before(outermost, None)
     after = "" if before is None else before.name
@@ -61,7 +61,7 @@ def _origin_of_given(
         maker = f"the training loop, {where} {outermost.name}"
         return Origin("passed_on", "caller", maker, [LOOP], after)
     places = [_place(frame, entry.label) for entry in inputs]
-    origin = _of_batch_or_loop(places, outermost, after)
+    origin = _blame_batch_or_loop(places, outermost, after)
     return origin if loop is None else replace(origin, batch_places=[])
 
 
@@ -88,12 +88,12 @@ def _given(frame: BadFrame) -> batch.Given:
     return given or batch.Given()
 
 
-def _of_batch(places: list[str], outermost: Called) -> Origin:
+def _blame_batch(places: list[str], outermost: Called) -> Origin:
     maker = f"the batch, as {outermost.name} received it: {', '.join(places)}"
     return Origin("given", "batch", maker, [BATCH], batch_places=places)
 
 
-def _of_batch_or_loop(places: list[str], outermost: Called, after: str) -> Origin:
+def _blame_batch_or_loop(places: list[str], outermost: Called, after: str) -> Origin:
     """Makes the origin of a loop's input: the batch, or computed from anything."""
     maker = "the batch or from the training loop"
     maker += f" after {after}" if after else ""
@@ -166,13 +166,13 @@ def _unseen_inputs(frame: BadFrame, is_known: bool) -> list[str]:
     and their type is not known.
     """
     inputs = [each for each in frame.entries() if each.role == _C.Role.INPUT]
-    odd = _of_kind(inputs, _C.EntryKind.NOT_SCANNED)
-    if not (odd or is_known or _of_kind(inputs, _C.EntryKind.TENSOR)):
-        odd = _of_kind(inputs, _C.EntryKind.NOT_TENSOR)
+    odd = _select_kind(inputs, _C.EntryKind.NOT_SCANNED)
+    if not (odd or is_known or _select_kind(inputs, _C.EntryKind.TENSOR)):
+        odd = _select_kind(inputs, _C.EntryKind.NOT_TENSOR)
     return [label_text(entry.label) for entry in odd]
 
 
-def _of_kind(entries: Sequence[_C.Entry], kind: _C.EntryKind) -> list[_C.Entry]:
+def _select_kind(entries: Sequence[_C.Entry], kind: _C.EntryKind) -> list[_C.Entry]:
     return [entry for entry in entries if entry.kind == kind]
 
 

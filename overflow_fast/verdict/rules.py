@@ -38,7 +38,7 @@ def tensor_path(names: Sequence[str], place: _C.Place) -> TensorPath:
         owners = [name for name in names if label.startswith(f"{name}.")]
         module = max(owners, key=len, default="") * (role != _C.Role.RECORDED)
         label = label[len(module) + 1 :] if module else label
-    return TensorPath.of_label(module, kind_of(role), label)
+    return TensorPath.from_label(module, kind_of(role), label)
 
 
 @dataclass

@@ -27,18 +27,18 @@ SOURCES = (
 )
 
 
-class Outsider(str):
+class NonModuleOrigin(str):
     """A candidate of `Verdict.candidates` that is no module."""
 
 
-BATCH = Outsider("the batch")
-LOSS = Outsider("the loss")
-LOOP = Outsider("the training loop")
-AFTER_BACKWARD = Outsider("code after backward")
-HOOK = Outsider("a hook")
-EARLIER_GRADIENTS = Outsider("gradients from before")
-OTHER_RANK = Outsider("another rank")
-STAND_IN = Outsider("a tensor of functional_call()")
+BATCH = NonModuleOrigin("the batch")
+LOSS = NonModuleOrigin("the loss")
+LOOP = NonModuleOrigin("the training loop")
+AFTER_BACKWARD = NonModuleOrigin("code after backward")
+HOOK = NonModuleOrigin("a hook")
+EARLIER_GRADIENTS = NonModuleOrigin("gradients from before")
+OTHER_RANK = NonModuleOrigin("another rank")
+STAND_IN = NonModuleOrigin("a tensor of functional_call()")
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class BadEntry:
     def path(self) -> TensorPath:
         """Where the tensor is."""
         if self.class_name:
-            return TensorPath.of_label(self.fqn, self.kind, self.label)
-        return TensorPath.of_fqn(self.kind, self.fqn)
+            return TensorPath.from_label(self.fqn, self.kind, self.label)
+        return TensorPath.from_fqn(self.kind, self.fqn)
 
 
 @dataclass(frozen=True)
@@ -265,8 +265,10 @@ def where_of(watch: ModelWatch, place: _C.Place) -> str:
     """Names the place of an entry: see `EntryHeadroom.where`."""
     role, label = kind_of(place.label.role), entry_label(place)
     if place.kind in (*FORWARDS, _C.FrameKind.BACKWARD):
-        return TensorPath.of_label(watch.name_at(place.module), role, label).of_module()
-    return TensorPath.of_fqn(role, label).in_words()
+        return TensorPath.from_label(
+            watch.name_at(place.module), role, label
+        ).of_module()
+    return TensorPath.from_fqn(role, label).in_words()
 
 
 # Verdicts that a device's own overflow flag leads to.
@@ -315,7 +317,7 @@ def bad_settings(
     for optimizer in optimizers:
         for i, group in enumerate(optimizer.param_groups):
             of = f"of param_groups[{i}] of {type(optimizer).__name__}"
-            sentences += _of_group(group, of, had_finite_gradients)
+            sentences += _group_remarks(group, of, had_finite_gradients)
     return list(dict.fromkeys(sentences))
 
 
@@ -324,7 +326,7 @@ def nonfinite_settings(remarks: Iterable[str]) -> list[str]:
     return [each.setting for each in remarks if isinstance(each, SettingRemark)]
 
 
-def _of_group(
+def _group_remarks(
     group: Mapping[str, Any], of: str, had_finite_gradients: bool
 ) -> Iterable[str]:
     for name, value in group.items():

@@ -130,7 +130,7 @@ def test_a_parameter_called_output_is_no_output(watch):
     watch, bad = watch
     finite = {history.last.place.label.name for history in watch.recorder.headroom()}
     assert "output" in finite  # the parameter; what was returned is inf
-    assert list(headroom._of_outputs(watch)) == []
+    assert list(headroom._output_histories(watch)) == []
     assert [size for size, _ in remedy._bad_outputs(BadFrame(watch, bad[0]))] == [8]
 
 

@@ -9,7 +9,7 @@ import pytest
 from flight_records import head_lines, step_line
 
 from overflow_fast.__main__ import main
-from overflow_fast.files.schema import line_bytes
+from overflow_fast.files.json_text import line_bytes
 
 RUN = {"models": ["Net"], "host": "a", "policy": "skip"}
 

@@ -6,7 +6,7 @@ import torch
 from overflow_fast.comparison.fingerprint import fingerprint
 from overflow_fast.comparison.recording_schema import LINES
 from overflow_fast.comparison.tensor_hooks import Shard, fetch, pieces, summarize
-from overflow_fast.files.schema import dumps
+from overflow_fast.files.json_text import dumps
 
 
 def outliers(seed=0):
@@ -117,4 +117,4 @@ def test_the_lowest_numbers_do_not_break_it():
     place = {"phase": "forward", "module": "", "role": "output", "dtype": "float32"}
     row = {"kind": "row", "step": 0, "order": 0, **place, "shape": [1000]}
     line = LINES.decode(dumps({**row, **found.to_plain()}).encode())
-    assert type(found).of_line(line).sums.isfinite().all()
+    assert type(found).from_line(line).sums.isfinite().all()

@@ -3,7 +3,7 @@
 import pytest
 
 import overflow_fast.demo as demo
-from overflow_fast.demo import DemoSettings, Story, show
+from overflow_fast.demo import DemoSettings, DetectorOutput, show
 from overflow_fast.demo.model import build, forward, push_to_the_limit, read_batch
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,7 @@ def test_reports_that_differ_are_a_failure(monkeypatch, capsys, lie):
 
 
 def test_no_overflow_is_a_failure(monkeypatch, capsys):
-    monkeypatch.setattr(demo, "_overflow", lambda *args: Story("", None))
+    monkeypatch.setattr(demo, "_overflow", lambda *args: DetectorOutput("", None))
     assert show(TINY) == 1
     assert "Neither detector found an overflow." in capsys.readouterr().out
 

@@ -15,9 +15,9 @@ from overflow_fast.doctor.arithmetic import ARITHMETIC
 from overflow_fast.doctor.collectives import COLLECTIVES
 from overflow_fast.doctor.diagnosis import Diagnosis
 from overflow_fast.doctor.examination import STAGES
+from overflow_fast.doctor.fault_injection import AGREEMENT
 from overflow_fast.doctor.first_barrier import BARRIER
 from overflow_fast.doctor.links import LINKS
-from overflow_fast.doctor.planted_nan import AGREEMENT
 from overflow_fast.doctor.roll_call import ROLL_CALL
 from overflow_fast.doctor.storage import STORAGE
 

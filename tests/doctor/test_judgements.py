@@ -11,7 +11,8 @@ from overflow_fast.doctor.arithmetic import ARITHMETIC, Digests
 from overflow_fast.doctor.collectives import COLLECTIVES, OPERATIONS, compared_pairs
 from overflow_fast.doctor.diagnosis import Diagnosis, matrices_of, save_diagnosis
 from overflow_fast.doctor.examination import lost_ranks
-from overflow_fast.doctor.first_barrier import BARRIER, Met
+from overflow_fast.doctor.fault_injection import AGREEMENT, GuardSummary
+from overflow_fast.doctor.first_barrier import BARRIER, BarrierResult
 from overflow_fast.doctor.links import (
     LINKS,
     Measured,
@@ -20,7 +21,6 @@ from overflow_fast.doctor.links import (
     odd_ones,
     rounds_of,
 )
-from overflow_fast.doctor.planted_nan import AGREEMENT, Told
 from overflow_fast.doctor.roll_call import ROLL_CALL, RankFacts
 from overflow_fast.doctor.stage import (
     BROKEN,
@@ -30,7 +30,7 @@ from overflow_fast.doctor.stage import (
     StageOutcome,
     StageResult,
 )
-from overflow_fast.doctor.storage import STORAGE, Stored
+from overflow_fast.doctor.storage import STORAGE, StorageResult
 
 WORLD, PER_HOST = 16, 8
 HOSTS = {rank: f"Node-{rank // PER_HOST}" for rank in range(WORLD)}
@@ -95,15 +95,15 @@ def facts_of(chance):
 def healthy(chance):
     digests = {"product": chance.getrandbits(63)}
     yield ROLL_CALL, facts_of(chance)
-    yield BARRIER, {rank: Met(HOSTS[rank], "IB") for rank in range(WORLD)}
+    yield BARRIER, {rank: BarrierResult(HOSTS[rank], "IB") for rank in range(WORLD)}
     yield COLLECTIVES, {rank: ([], ["all-reduce of int8"]) for rank in range(WORLD)}
     yield LINKS, measured_of(chance)
     yield (
         ARITHMETIC,
         {r: Digests(HOSTS[r], "H200", [], digests, digests) for r in range(WORLD)},
     )
-    yield STORAGE, {rank: Stored(HOSTS[rank]) for rank in range(WORLD)}
-    yield AGREEMENT, {rank: Told(8, {1: "it"}, 1, 7) for rank in range(WORLD)}
+    yield STORAGE, {rank: StorageResult(HOSTS[rank]) for rank in range(WORLD)}
+    yield AGREEMENT, {rank: GuardSummary(8, {1: "it"}, 1, 7) for rank in range(WORLD)}
 
 
 def test_a_thousand_healthy_runs_raise_nothing():
@@ -330,7 +330,7 @@ def test_odd_ones():
 
 
 def test_guards_that_do_not_agree_are_named():
-    good, other = Told(1, {1: "it"}, 1, 7), Told(1, {}, 0, 8)
+    good, other = GuardSummary(1, {1: "it"}, 1, 7), GuardSummary(1, {}, 0, 8)
     (found,) = AGREEMENT.judge({0: good, 1: good, 2: other}, SETTINGS)
     assert found.ranks == (2,) and "planted on rank 1" in found.text
     (found,) = AGREEMENT.judge({0: other, 1: other}, SETTINGS)
@@ -382,7 +382,7 @@ def test_nccls_log_is_read():
 
 def test_the_network_of_nccl_is_judged():
     def judge(*networks):
-        data = {r: Met(f"n{r}", each) for r, each in enumerate(networks)}
+        data = {r: BarrierResult(f"n{r}", each) for r, each in enumerate(networks)}
         return [(f.severity, f.ranks) for f in BARRIER.judge(data, SETTINGS)]
 
     assert judge("IB", "IB", "IB") == judge("", "") == []

@@ -17,9 +17,9 @@ from overflow_fast.page.grid import (
     Column,
     Sheet,
     block_of,
-    thinned,
+    downsampled,
 )
-from overflow_fast.page.incidents import Incident, read_incidents, way_of
+from overflow_fast.page.incidents import Incident, failure_path, read_incidents
 from overflow_fast.page.render import page_of, write_page
 from overflow_fast.text import printable
 
@@ -115,7 +115,7 @@ def test_a_run_that_counts_from_0_again_keeps_its_order():
 @pytest.mark.parametrize("count", [0, 1, 9, 10, 11, 12, 1000, 100_000])
 def test_of_too_many_columns_the_newest_stay_single(count):
     whole = [Column(i, i, [[i]]) for i in range(count)]
-    columns = thinned(whole, 10)
+    columns = downsampled(whole, 10)
     assert len(columns) <= 10
     assert [i for each in columns for i in each.lines[0]] == list(range(count))
     assert all(each.first == each.last for each in columns[-5:])
@@ -257,8 +257,8 @@ def test_the_line_that_failed_has_its_neighbours(tmp_path):
 def test_a_gradient_on_the_way_is_no_weight():
     gradient = entry("h.0", "weight", "gradient")
     sheet = Sheet([record_of(torch.tensor([[NAN]]), [gradient], torch.tensor([[1]]))])
-    way = way_of(Incident(0), sheet, sheet.grid(9))
-    assert way.stations == ["h.0: gradient of weight"]
+    path = failure_path(Incident(0), sheet, sheet.grid(9))
+    assert path.stations == ["h.0: gradient of weight"]
 
 
 def test_the_way_names_what_was_bad_and_counts_what_was_not():
@@ -268,9 +268,9 @@ def test_the_way_names_what_was_bad_and_counts_what_was_not():
     high = torch.tensor([[1.0, 1.0, NAN, NAN, NAN]])
     sheet = Sheet([record_of(high, entries, nans)])
     report = {"verdict": {"source": "module", "maker": "h.1.b"}}
-    way = way_of(Incident(0, report), sheet, sheet.grid(9))
-    assert way.stations == ["h.1.b: output"]
-    h = way.tree.children["h"]
+    path = failure_path(Incident(0, report), sheet, sheet.grid(9))
+    assert path.stations == ["h.1.b: output"]
+    h = path.tree.children["h"]
     assert list(h.children) == ["1"] and (h.num_finite, h.num_unseen) == (2, 0)
     assert h.children["1"].num_unseen == 1
     marks = h.children["1"].children["b"].marks

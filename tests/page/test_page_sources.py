@@ -15,7 +15,7 @@ from page_records import Parsed
 
 from overflow_fast import NonFiniteError, OverflowGuard, read_record
 from overflow_fast.__main__ import main
-from overflow_fast.files.schema import line_bytes
+from overflow_fast.files.json_text import line_bytes
 
 ROOT = Path(__file__).parents[2]
 

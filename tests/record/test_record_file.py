@@ -11,7 +11,7 @@ import pytest
 from flight_records import append_step, head_lines, packed, step_line
 
 from overflow_fast import RecordError, read_record
-from overflow_fast.files.schema import line_bytes
+from overflow_fast.files.json_text import line_bytes
 from overflow_fast.record.record_file import RecordFile
 from overflow_fast.record.record_lines import fold, read_column
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import overflow_fast
 from overflow_fast import Log, NonFiniteError, OverflowGuard
-from overflow_fast.files.schema import dumps
+from overflow_fast.files.json_text import dumps
 from overflow_fast.report.run_log import JsonLog
 
 

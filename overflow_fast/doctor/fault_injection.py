@@ -20,8 +20,8 @@ _BAD_STEP = 1
 
 
 @dataclass(frozen=True)
-class Told:
-    """The words of the guard of one rank.
+class GuardSummary:
+    """The reports and skips of the guard of one rank.
 
     Attributes:
         planted: The rank with the nan.
@@ -36,7 +36,7 @@ class Told:
     weights: int
 
 
-def _run(site: Site) -> Told:
+def _run(site: Site) -> GuardSummary:
     site.note("the agreement of guards")
     torch.manual_seed(0)
     model = nn.Linear(4, 1).to(site.device)
@@ -61,11 +61,13 @@ def _run(site: Site) -> Told:
     weights = int(digest_of(model.weight))
     skipped = guard.num_skipped
     guard.disable()
-    return Told(site.members[planted], reports, skipped, weights)
+    return GuardSummary(site.members[planted], reports, skipped, weights)
 
 
-def _judge(data: Mapping[int, Told], settings: ExaminationSettings) -> list[Finding]:
-    def said(told: Told) -> tuple[object, ...]:
+def _judge(
+    data: Mapping[int, GuardSummary], settings: ExaminationSettings
+) -> list[Finding]:
+    def said(told: GuardSummary) -> tuple[object, ...]:
         return tuple(told.reports.items()), told.num_skipped, told.weights
 
     found = []

@@ -1,0 +1,63 @@
+"""JSON that every reader takes: no `NaN`, no `Infinity`.
+
+Needs no package: what a guarded run writes goes through here, and not through
+`schema`, which imports msgspec.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+# The version of all that is written as JSON: the log, report.json, evidence.
+SCHEMA = 1
+
+
+def to_plain(value: Any) -> Any:
+    """Converts any nesting to dicts, lists, strings and finite numbers.
+
+    A number that is not finite becomes the string "inf", "-inf" or "nan".
+    """
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(float(value))
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, Mapping):
+        return {to_plain(str(key)): to_plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(each) for each in value]
+    return to_plain(str(value))
+
+
+def dumps(value: Any, indent: int | None = None) -> str:
+    """Writes JSON in ASCII without control characters; see `to_plain()`.
+
+    Args:
+        value: The value.
+        indent: The spaces of a level; None for one line.
+    """
+    text = json.dumps(to_plain(value), allow_nan=False, indent=indent)
+    return text.replace("\x7f", "\\u007f")  # the one that json leaves as it is
+
+
+def line_bytes(plain: Mapping[str, Any]) -> bytes:
+    """Writes a line of what `to_plain()` has returned; see `dumps()`."""
+    text = json.dumps(plain, allow_nan=False)
+    return f"{text}\n".replace("\x7f", "\\u007f").encode()
+
+
+def parse_object(data: str | bytes) -> dict[str, Any] | None:
+    """Parses a JSON object without a schema; None if it is none.
+
+    For files that this process has written, or only asks whose they are: unlike
+    `files.schema` it needs no package, so that a run can be guarded without one.
+    """
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
