@@ -1,4 +1,4 @@
-"""From the culprit of a replay to an explanation: phase, cause, place, evidence."""
+"""From the origin of bad values to an explanation: phase, cause, place, evidence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .explanation import Explanation, Op, TensorSummary
 from .op_trace import Leaf, Row
 from .places import code_at, stack_of
 from .root_op import EMPTY, INTERMEDIATE, RANGE, UNDEFINED, Details
-from .slice import Culprit, ForwardRows
+from .slice import ForwardRows, RootOp
 from .without_operation import explain_leaf
 
 _CAUSES = {
@@ -25,31 +25,31 @@ _UNWRITTEN = (
 )
 
 
-def explain_culprit(
-    culprit: Culprit,
+def explain_root_op(
+    root_op: RootOp,
     forward_rows: ForwardRows,
     in_gradients: bool,
     call: KeptCall | None = None,
 ) -> Explanation:
-    """Explains a culprit.
+    """Explains the origin of bad values.
 
     Args:
-        culprit: What was found.
+        root_op: What was found.
         forward_rows: Knows the operations of the same replay.
         in_gradients: Whether what the forward returned was finite.
         call: What was replayed; None if it is not known to be the step's own.
     """
-    source = culprit.source
+    source = root_op.source
     if isinstance(source, Leaf):
-        found = explain_leaf(source, _read_by(culprit), call)
+        found = explain_leaf(source, _read_by(root_op), call)
     else:
         found = _of_row(source, forward_rows, in_gradients)
-    found.chain = _chain_text(culprit)
+    found.chain = _chain_text(root_op)
     return found
 
 
-def _read_by(culprit: Culprit) -> str:
-    reader = culprit.first_reader
+def _read_by(root_op: RootOp) -> str:
+    reader = root_op.first_reader
     if reader is None:
         return ""
     return f"; it was first read by {reader.name}{_place(reader)}"
@@ -164,10 +164,10 @@ def _place(row: Row) -> str:
     return f" ({file.rpartition('/')[2]}:{line})" if file else ""
 
 
-def _chain_text(culprit: Culprit) -> list[str]:
-    source = culprit.source
+def _chain_text(root_op: RootOp) -> list[str]:
+    source = root_op.source
     names = [f"`{source.name}`"] if isinstance(source, Leaf) and source.name else []
-    return [*names, *_without_repeats([row.name for row in culprit.chain])]
+    return [*names, *_without_repeats([row.name for row in root_op.chain])]
 
 
 def _without_repeats(names: Sequence[str]) -> list[str]:

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from .explanation import Explanation, Incident, Op, Remedy
-from .op_trace import OpTable
-from .places import ModuleStack, code_at, module_of_parameter, stack_of
+from .op_trace import OpTable, OpTrace
+from .places import code_at, module_of_parameter, stack_of
 from .remedies.line_forms import update_remedies
 from .root_op import NOT_TRIED
-from .slice import culprit_of
+from .slice import trace_back
 
 # A usual eps that the dtype holds.
 _EPS = {torch.float16: 1e-4, torch.bfloat16: 1e-8, torch.float32: 1e-8}
@@ -70,15 +70,15 @@ def _made_again(
 ) -> Explanation | None:
     """The explanation if the same elements become non-finite again."""
     twin = _Twin(optimizer, group, parameter, parameter.dtype)
-    table = OpTable(ModuleStack({}, lambda *_: None), [])
-    with table:
+    table = OpTable([])
+    with OpTrace({}, table):
         twin.step()
     bad = ~twin.parameter.isfinite()
     is_same = bool((bad & ~parameter.detach().isfinite()).any())
-    culprit = culprit_of(table.sources(twin.parameter)) if bool(bad.any()) else None
-    if not is_same or culprit is None or not hasattr(culprit.source, "frames"):
+    root_op = trace_back(table.sources(twin.parameter)) if bool(bad.any()) else None
+    if not is_same or root_op is None or not hasattr(root_op.source, "frames"):
         return None
-    row: Any = culprit.source
+    row: Any = root_op.source
     wide = _Twin(optimizer, group, parameter, torch.float64)
     wide.step()
     is_finite = bool(wide.parameter.isfinite().all())

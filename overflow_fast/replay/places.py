@@ -27,7 +27,7 @@ _NO_HOOKS = tuple(
     os.path.join("torch", *parts)
     for parts in (("autograd", "function.py"), ("utils", "checkpoint.py"))
 )
-_BEGINS = {"_run_one", "_made_again"}  # who runs the user's code again
+_BEGINS = {"_run_call", "_made_again"}  # who runs the user's code again
 _is_users: dict[str, bool] = {}
 
 # The code, the line and the instruction of each frame.

@@ -344,6 +344,10 @@ class OpCall:
         if self.name.startswith("c10d.") and self._has_output_first():
             self._overwritten += tensors_in(args[0])
 
+    def run(self) -> Any:
+        """Runs it, and returns what it returned."""
+        return self.func(*self.args, **self.kwargs)
+
     def _has_output_first(self) -> bool:
         """Tells whether a collective only writes to its first argument, as most do."""
         takes_two = len(self.args) > 1 and bool(tensors_in(self.args[1]))
@@ -443,7 +447,7 @@ _LAYOUTS = {
 }
 
 
-def of_whom(
+def gradient_of_payload(
     bad: Mapping[str, torch.Tensor], clean: Mapping[str, torch.Tensor]
 ) -> tuple[str, str]:
     """Finds the one gradient in which a bit of the exponent has flipped.

@@ -15,14 +15,14 @@ from ...core.ops import scan
 from ..explanation import Remedy
 from ..places import names_of
 from ..tensor_kinds import is_float
-from .changes import OtherWeights
+from .patches import OtherWeights
 from .trials import Trial, Trials
 
 _KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
 _MAX_TRIED = 3
 
 
-def of_checkpoints(
+def try_checkpoints(
     paths: Sequence[str | os.PathLike[str]], trials: Trials
 ) -> Iterator[Any]:
     """Yields trials of checkpoints with weights that are all finite, the last first.
@@ -33,7 +33,7 @@ def of_checkpoints(
         paths: Files of `torch.save` or safetensors, the newest last.
         trials: Runs the step with their weights.
     """
-    named = {name: tensor for _, name, tensor in names_of(trials.rerun.models)}
+    named = {name: tensor for _, name, tensor in names_of(trials.replayer.models)}
     num_tried = 0
     for path in reversed([Path(each) for each in paths]):
         try:

@@ -12,8 +12,8 @@ from typing import Any
 from ..explanation import Explanation, Op, Remedy
 from ..op_trace import Row
 from ..places import span_of
-from .changes import LineChange
 from .line_edit import CodePlace, NotEditableError, edited_code
+from .patches import LinePatch
 from .source_rewrites import (
     PRODUCTS,
     Edit,
@@ -28,7 +28,7 @@ from .source_rewrites import (
     statement_of,
     target_of,
 )
-from .trials import Failure, Ground, Trial, Trials, edited_remedy
+from .trials import AppliedPatches, Failure, Trial, Trials, edited_remedy
 
 # Forms of an expression that keep it in range.
 
@@ -400,12 +400,12 @@ def _sum_of(source: SourceFile, node: ast.AST) -> _Sum | None:
 _MAX_FORMS = 4
 
 
-def of_line(failure: Failure, trials: Trials) -> Iterator[Any]:
+def line_rewrites(failure: Failure, trials: Trials) -> Iterator[Any]:
     """Guarded forms of the expression that calls the operation."""
     op, row = failure.found.op, failure.row
     if op is None or row is None:
         return
-    source, node = expression_of(row, trials.ground)
+    source, node = expression_of(row, trials.applied)
     if source is None or node is None:
         return
     cause = failure.found.cause
@@ -420,11 +420,13 @@ def of_line(failure: Failure, trials: Trials) -> Iterator[Any]:
         yield edits_tried(text, edits, source, row, trials)
 
 
-def expression_of(row: Row, ground: Ground) -> tuple[SourceFile | None, ast.AST | None]:
+def expression_of(
+    row: Row, applied: AppliedPatches
+) -> tuple[SourceFile | None, ast.AST | None]:
     """The file and the expression that called an operation, or None."""
     if not row.frames:
         return None, None
-    source, span = ground.source(row.frames[0][0].co_filename), span_of(row.frames)
+    source, span = applied.source(row.frames[0][0].co_filename), span_of(row.frames)
     return source, None if span is None else source.node_at(span)
 
 
@@ -438,9 +440,9 @@ def edits_tried(
     """
     after = source.edited(edits)
     place = CodePlace.of(row.frames[0][0])
-    change = trials.ground.line_change(LineChange((place,), source.to_run(edits)))
+    patch = trials.applied.line_patch(LinePatch((place,), source.to_run(edits)))
     texts = tuple(t for edit in edits for t in (source.text_of(edit.node), edit.text))
-    trial = Trial(edited_remedy(text, edits, after), change, after, texts)
+    trial = Trial(edited_remedy(text, edits, after), patch, after, texts)
     return functools.partial(trials.attempt, trial)
 
 
@@ -461,7 +463,7 @@ def update_remedies(
         is_finite_now: Makes the step again on a copy, with gradients of 0; tells
             whether the weight is finite then.
     """
-    source, node = expression_of(row, Ground())
+    source, node = expression_of(row, AppliedPatches())
     if found.op is None or source is None or node is None:
         return
     forms = forms_of(Written(source, node), found.op, found.cause)
@@ -664,12 +666,12 @@ class Product:
         return self._written.with_operands(*changed)
 
 
-def of_products(failure: Failure, trials: Trials) -> Iterator[Any]:
+def product_rewrites(failure: Failure, trials: Trials) -> Iterator[Any]:
     """Forms of a product in the forward in which it stays in range."""
     row = failure.row
     if row is None or failure.found.phase != "forward":
         return
-    source, node = expression_of(row, trials.ground)
+    source, node = expression_of(row, trials.applied)
     if source is None or node is None:
         return
     product = Product(source, node)

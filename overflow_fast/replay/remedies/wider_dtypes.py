@@ -10,13 +10,13 @@ import torch
 
 from ...core.modules import is_normalization
 from ..explanation import Remedy
-from .changes import Bfloat16, Float32Modules
+from .patches import Bfloat16, Float32Modules
 from .trials import Failure, Trial, Trials
 
 
-def of_precision(failure: Failure, trials: Trials) -> Iterator[Any]:
+def try_wider_dtypes(failure: Failure, trials: Trials) -> Iterator[Any]:
     """Wider dtypes where float16 has overflowed."""
-    models = trials.rerun.models
+    models = trials.replayer.models
     if not failure.is_half:
         return
     if len(models) == 1:
@@ -31,7 +31,7 @@ def of_precision(failure: Failure, trials: Trials) -> Iterator[Any]:
 
 def _bfloat16_text(failure: Failure, trials: Trials) -> tuple[str, str]:
     """Describes bfloat16 for autocast, or for the weights and the batch."""
-    models = trials.rerun.models.values()
+    models = trials.replayer.models.values()
     parameters = [each for model in models for each in model.parameters()]
     if not any(each.dtype == torch.float16 for each in parameters):
         code = "torch.autocast(device_type, dtype=torch.bfloat16)"
@@ -64,7 +64,7 @@ def _of_modules(
             trials.remedies = [each for each in trials.remedies if each not in best]
             best[:] = trials.remedies[-1:]  # the smallest so far stands for all
 
-    if not names or trials.has_helped:
+    if not names or trials.found_remedy:
         return
     low, high = -1, len(names) - 1
     yield lambda: attempt(high)
@@ -85,7 +85,7 @@ def _up_to_norms(
     ran = [name.removeprefix(prefix) for name in failure.modules]
     ran = [name for name in ran if name and name in modules]
     norms = [name for name in ran if is_normalization(modules[name])]
-    if not norms or trials.has_helped:
+    if not norms or trials.found_remedy:
         return
     names = ran[: ran.index(norms[0])]
     for until in ([norms[0]], _patterns(norms, modules)):
@@ -93,9 +93,9 @@ def _up_to_norms(
             f"float32 up to {until[0] if len(until) == 1 else f'{until[0]} ...'}",
             f"overflow_fast.keep_in_fp32(model, {names}, until={until})",
         )
-        change = Float32Modules(tuple(names), tuple(until))
-        yield functools.partial(trials.attempt, Trial(remedy, change))
-        if len(norms) == 1 or trials.has_helped:
+        patch = Float32Modules(tuple(names), tuple(until))
+        yield functools.partial(trials.attempt, Trial(remedy, patch))
+        if len(norms) == 1 or trials.found_remedy:
             return
 
 
