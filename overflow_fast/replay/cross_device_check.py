@@ -68,7 +68,7 @@ class FirstCall(Observer):
 
 
 @dataclass(frozen=True)
-class Opinion:
+class DeviceErrors:
     """The errors of two devices, against float64 on the second.
 
     Attributes:
@@ -89,7 +89,7 @@ class Opinion:
         return not self.error <= _TIMES * self.usual
 
     def __str__(self) -> str:
-        """The opinion in a sentence."""
+        """The errors in a sentence."""
         if not self.is_suspect:
             return f"{self.name} on the {OTHER.type.upper()} gives the same now"
         return (
@@ -104,7 +104,7 @@ def is_elsewhere(models: Mapping[str, nn.Module]) -> bool:
     return any(parameter.device.type != OTHER.type for parameter in parameters)
 
 
-def opinion_of(call: ModuleCall, output: Any) -> Opinion | None:
+def compare_devices(call: ModuleCall, output: Any) -> DeviceErrors | None:
     """Computes a module's call again, on its own device and on another.
 
     Incurs a CPU-GPU sync.
@@ -114,7 +114,7 @@ def opinion_of(call: ModuleCall, output: Any) -> Opinion | None:
         output: What it returned.
 
     Returns:
-        The opinion; None if the module cannot run elsewhere, or takes random numbers.
+        The errors; None if the module cannot run elsewhere, or takes random numbers.
     """
     own = floats_in(output)
     if not own or not call.is_as_it_was or not _can_run_alone(call.module):
@@ -130,7 +130,7 @@ def opinion_of(call: ModuleCall, output: Any) -> Opinion | None:
     if _error(again[0], again[1]) > _TIMES * usual:
         return None  # random numbers of its own, or kernels that race
     error = max(_error(own, exact), _error(again[0], exact))
-    return Opinion(call.name or "the model", device, error, usual)
+    return DeviceErrors(call.name or "the model", device, error, usual)
 
 
 def _run(

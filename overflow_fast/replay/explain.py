@@ -142,7 +142,7 @@ def _not_replayable(
     return Explanation(notes=[_NO_CALLS.format(f": it {why}" * bool(why))])
 
 
-def _of_written(name: str) -> Explanation:
+def _explain_written_weight(name: str) -> Explanation:
     """The explanation of a weight that the forward wrote to, without a copy of it."""
     text = f"the step's forward has written to {name}, which is non-finite now"
     note = (
@@ -170,7 +170,7 @@ def _without_replay(
             if held is not None and not bad_names([("", held)], masks=False):
                 return None
             if held is None:
-                return _of_written(found.tensor)
+                return _explain_written_weight(found.tensor)
     if found is not None and incident.weights.get(found.tensor):
         return explain_update(models, incident, found)
     if found is None and incident.kind == "optimizer_state":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 
 from .capture import KeptCall
 from .explanation import Explanation, Op, TensorSummary
@@ -43,7 +43,7 @@ def explain_root_op(
     if isinstance(source, Leaf):
         found = explain_leaf(source, _read_by(root_op), call)
     else:
-        found = _of_row(source, forward_rows, in_gradients)
+        found = _explain_row(source, forward_rows, in_gradients)
     found.chain = _chain_text(root_op)
     return found
 
@@ -55,7 +55,9 @@ def _read_by(root_op: RootOp) -> str:
     return f"; it was first read by {reader.name}{_place(reader)}"
 
 
-def _of_row(row: Row, forward_rows: ForwardRows, in_gradients: bool) -> Explanation:
+def _explain_row(
+    row: Row, forward_rows: ForwardRows, in_gradients: bool
+) -> Explanation:
     forward = forward_rows.of(row) if row.in_backward else row
     is_backward = in_gradients or row.in_backward
     found = Explanation("backward" if is_backward else "forward")
@@ -167,8 +169,5 @@ def _place(row: Row) -> str:
 def _chain_text(root_op: RootOp) -> list[str]:
     source = root_op.source
     names = [f"`{source.name}`"] if isinstance(source, Leaf) and source.name else []
-    return [*names, *_without_repeats([row.name for row in root_op.chain])]
-
-
-def _without_repeats(names: Sequence[str]) -> list[str]:
-    return [name for i, name in enumerate(names) if i == 0 or names[i - 1] != name]
+    rows = itertools.groupby(row.name for row in root_op.chain)
+    return [*names, *(name for name, _ in rows)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -96,10 +96,16 @@ def _made_again(
     wrong = _bad_settings(group)
     if wrong:
         found.evidence.append(f"its settings are not finite: {wrong}")
-    zeros = [name for name in ("eps",) if _is_zero(group.get(name), parameter.dtype)]
-    eps = "".join(f" ({name}={group[name]:g} is 0 there)" for name in zeros)
-    if zeros:
-        found.remedies = list(_other_eps(optimizer, group, parameter))
+    eps, own = "", group.get("eps")
+    if isinstance(own, float) and not float(torch.tensor(own, dtype=parameter.dtype)):
+        eps = f" (eps={own:g} is 0 there)"
+        other = _EPS.get(parameter.dtype, 1e-8)
+        remedy = Remedy(
+            f"eps={other:g} instead of {own:g} (with gradients of 0)",
+            f"{type(optimizer).__name__}(..., eps={other:g})",
+            is_finite=_is_finite_again(optimizer, {**group, "eps": other}, parameter),
+        )
+        found.remedies = [remedy]
     found.remedies += update_remedies(
         row, found, lambda: _is_finite_again(optimizer, group, parameter)
     )
@@ -109,20 +115,6 @@ def _made_again(
         f"non-finite; {width or 'in float64 too'}{eps * is_finite}"
     )
     return found
-
-
-def _other_eps(
-    optimizer: Any, group: dict[str, Any], parameter: torch.Tensor
-) -> Iterator[Remedy]:
-    """Makes the step again with an eps that the dtype can hold."""
-    eps = _EPS.get(parameter.dtype, 1e-8)
-    is_finite = _is_finite_again(optimizer, {**group, "eps": eps}, parameter)
-    name = type(optimizer).__name__
-    yield Remedy(
-        f"eps={eps:g} instead of {group['eps']:g} (with gradients of 0)",
-        f"{name}(..., eps={eps:g})",
-        is_finite=is_finite,
-    )
 
 
 def _is_finite_again(
@@ -143,10 +135,6 @@ def _bad_settings(group: Mapping[str, Any]) -> str:
         if not isinstance(value, torch.Tensor) or value.numel() == 1
         if not math.isfinite(value)
     )
-
-
-def _is_zero(value: Any, dtype: torch.dtype) -> bool:
-    return isinstance(value, float) and float(torch.tensor(value, dtype=dtype)) == 0
 
 
 def _op_of(row: Any) -> Op:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,28 +28,7 @@ _MAX_NUMEL = 2**27  # of all arguments together, which are copied
 _HALF_TO_FLOAT = {"_softmax", "_log_softmax"}
 
 
-class Call(Protocol):
-    """A call of an operation; `kept` has what it overwrote."""
-
-    func: Any
-    args: Any
-    kwargs: Any
-    base: str
-    kept: dict[int, torch.Tensor]
-
-    def read(self, floats: bool = True) -> list[torch.Tensor]:
-        """The tensors whose values it reads."""
-
-    @property
-    def is_constant(self) -> bool:
-        """Tells whether it makes a tensor of a number of Python."""
-
-    @property
-    def numbers(self) -> list[float]:
-        """The numbers of Python among its arguments that are nan or inf."""
-
-
-def in_float64(op: Call) -> tuple[Any, dict[int, torch.Tensor]]:
+def in_float64(op: OpCall) -> tuple[Any, dict[int, torch.Tensor]]:
     """Runs it in float64: its output, and what it writes to, by what it wrote to."""
     if not str(op.func).startswith(("aten.", "prims.")):
         raise NotImplementedError("an operation of an extension")
@@ -77,7 +56,7 @@ def in_float64(op: Call) -> tuple[Any, dict[int, torch.Tensor]]:
     return op.func(*args, **kwargs), written
 
 
-def _widened(op: Call, value: Any) -> Any:
+def _widened(op: OpCall, value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return torch.float64 if value.is_floating_point else value
     value = op.kept.get(id(value), value).detach()
@@ -86,7 +65,7 @@ def _widened(op: Call, value: Any) -> Any:
     return value.double() if value.is_floating_point() else value.clone()
 
 
-def _attention(op: Call, args: Any, kwargs: Any) -> Any:
+def _attention(op: OpCall, args: Any, kwargs: Any) -> Any:
     """Fused attention by its definition."""
     names = schema_names(op.func)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -157,7 +136,7 @@ class Details:
 
 
 def details_of(
-    op: Call,
+    op: OpCall,
     bad: Sequence[torch.Tensor],
     output: Any,
     counts: Sequence[torch.Tensor],
@@ -188,13 +167,13 @@ def details_of(
 
 
 def _classify(
-    op: Call,
+    op: OpCall,
     found: Details,
     bad: Sequence[torch.Tensor],
     output: Any,
     counts: Sequence[torch.Tensor],
 ) -> None:
-    why = _of_nothing(op, bad[0], output, counts)
+    why = _reduces_nothing(op, bad[0], output, counts)
     if why:
         found.why, found.reason = EMPTY, why
         return
@@ -216,7 +195,7 @@ def _classify(
 
 
 def _compare(
-    op: Call, found: Details, bad: torch.Tensor, reference: torch.Tensor
+    op: OpCall, found: Details, bad: torch.Tensor, reference: torch.Tensor
 ) -> None:
     """Takes in what the true result is where the operation's own is not finite."""
     values = reference.detach()[~_wide(bad).isfinite()]
@@ -242,7 +221,7 @@ def _compare(
         found.true_value = first
 
 
-def _is_at_pole(op: Call, index: tuple[int, ...]) -> bool:
+def _is_at_pole(op: OpCall, index: tuple[int, ...]) -> bool:
     """Tells whether an infinite result in float64 is that of a pole, such as 1 / 0."""
     base = op.base.removesuffix("_")
     if base in _DIVIDES:
@@ -266,8 +245,8 @@ def _value_at(value: Any, index: tuple[int, ...]) -> float | None:
     return float(value[own]) if not value.is_complex() else None
 
 
-def _of_nothing(
-    op: Call, bad: torch.Tensor, output: Any, counts: Sequence[torch.Tensor]
+def _reduces_nothing(
+    op: OpCall, bad: torch.Tensor, output: Any, counts: Sequence[torch.Tensor]
 ) -> str:
     """Describes what it reduces, if that is nothing; else ""."""
     base = op.base.rstrip("_")

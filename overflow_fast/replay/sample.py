@@ -41,16 +41,17 @@ def find(
     source = root_op.source
     if isinstance(source, Leaf):
         index = _only_bad(source.tensor, size) if source.kind == "batch" else None
-    elif size < 2 or not _is_replayable(found) or not replayer.ranks.can_cut(place):
+    elif (
+        size < 2
+        or found.phase not in ("forward", "backward")
+        or found.cause == "not reproducible"
+        or not replayer.ranks.can_cut(place)
+    ):
         index = None
     else:
         index = _halved(source, replayer, place, size, may_run)
     if index is not None:
-        found.sample = Sample.of(index, _of_dataset(call, index, size))
-
-
-def _is_replayable(found: Explanation) -> bool:
-    return found.phase in ("forward", "backward") and found.cause != "not reproducible"
+        found.sample = Sample.of(index, _dataset_index(call, index, size))
 
 
 def _only_bad(tensor: torch.Tensor | None, size: int) -> int | None:
@@ -117,7 +118,7 @@ def _place_of(row: Row) -> tuple[Any, ...]:
     return row.name, row.module, row.node, row.frames[:1]
 
 
-def _of_dataset(call: KeptCall, index: int, size: int) -> int | None:
+def _dataset_index(call: KeptCall, index: int, size: int) -> int | None:
     """The sample's index in the dataset, where a key of the batch is called that."""
     for name, path, tensor in call.places():
         key = path[-1].value if path else name

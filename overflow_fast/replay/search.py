@@ -21,7 +21,7 @@ from .replay_check import ReplayCheck
 from .replayer import Replayer, ReplayResult, StepPart
 from .repro import module_repro_of, repro_of
 from .slice import OF_LEAVES, ForwardRows, RootOp, find_root_op, trace_back
-from .without_operation import Answers, growth_of
+from .without_operation import Answers, find_growth
 
 _NO_RATE = (
     "A smaller learning rate was not tried: the weights before the last step are not "
@@ -92,7 +92,7 @@ class Search:
         is_inside = self._incident is not None and not self._incident.reaches_loss
         if first.is_clean and not is_inside:
             return self._answers.clean(first)
-        place = first.bad_call if first.bad_call >= 0 else self._last()
+        place = first.bad_call if first.bad_call >= 0 else len(self._replayer.calls) - 1
         return self._explained(place, self._replayer.run(StepPart(place)))
 
     def _follow(self) -> Explanation:
@@ -160,7 +160,7 @@ class Search:
 
     def _test_growth(self, found: Explanation) -> None:
         """Tests whether it is the size of the weights: they are scaled back."""
-        growth = growth_of(self._replayer.models, self._incident)
+        growth = find_growth(self._replayer.models, self._incident)
         if growth is None:
             return
         found.evidence.insert(0, growth.text)
@@ -212,9 +212,6 @@ class Search:
             found.rank = self._ranks.rank
             alike = min(max(claims), _IN_BACKWARD)  # what was handed on is no origin
             found.num_ranks = sum(each >= alike for each in claims)
-
-    def _last(self) -> int:
-        return len(self._replayer.calls) - 1
 
     def _name_accumulated(self, found: Explanation, root_op: RootOp) -> None:
         """Names the parameter whose gradients overflowed when they were added up."""

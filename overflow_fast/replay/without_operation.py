@@ -16,7 +16,7 @@ from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replay_internals import active_modes
 from . import explanation as notes
 from .capture import KeptCall, ModelCall
-from .cross_device_check import FirstCall, explain_flag, is_elsewhere, opinion_of
+from .cross_device_check import FirstCall, compare_devices, explain_flag, is_elsewhere
 from .explanation import NOT_REPLAYED, Explanation, Incident
 from .functions import Held
 from .op_trace import Leaf
@@ -55,11 +55,11 @@ def explain_leaf(leaf: Leaf, read_by: str, call: KeptCall | None) -> Explanation
     """
     what = _counts(leaf.tensor)
     if isinstance(leaf, Held):
-        return _of_held(leaf, what, read_by)
+        return _explain_held(leaf, what, read_by)
     if leaf.kind == "batch":
-        return _of_batch(leaf, what, read_by, call)
+        return _explain_batch(leaf, what, read_by, call)
     if leaf.kind in ("parameter", "buffer"):
-        return _of_weight(leaf.kind, leaf.name, what, read_by)
+        return _explain_weight(leaf.kind, leaf.name, what, read_by)
     if leaf.kind == "gradient":
         text = f"the gradient that the model's output was given holds {what}"
         return Explanation(evidence=[text], notes=[_LOSS])
@@ -67,7 +67,9 @@ def explain_leaf(leaf: Leaf, read_by: str, call: KeptCall | None) -> Explanation
     return Explanation(evidence=[text], notes=[_NOT_FOUND])
 
 
-def _of_batch(leaf: Leaf, what: str, at: str, call: KeptCall | None) -> Explanation:
+def _explain_batch(
+    leaf: Leaf, what: str, at: str, call: KeptCall | None
+) -> Explanation:
     """Explains an input: it is data, unless the training loop has computed it."""
     name, tensor = f"`{leaf.name}`", leaf.tensor
     if call is not None:  # a replay may have been given a copy
@@ -92,7 +94,7 @@ def _of_batch(leaf: Leaf, what: str, at: str, call: KeptCall | None) -> Explanat
     return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])
 
 
-def _of_held(leaf: Held, what: str, at: str) -> Explanation:
+def _explain_held(leaf: Held, what: str, at: str) -> Explanation:
     """Explains a tensor that a module or an object holds."""
     name = f"`{leaf.name}`"
     if leaf.is_written:
@@ -110,7 +112,7 @@ def _of_held(leaf: Held, what: str, at: str) -> Explanation:
     )
 
 
-def _of_weight(kind: str, name: str, what: str, at: str = "") -> Explanation:
+def _explain_weight(kind: str, name: str, what: str, at: str = "") -> Explanation:
     """Explains a parameter or buffer that was bad before the step."""
     evidence = f"the {kind} {name} held {what} before the step{at}"
     module = module_of_parameter(name)
@@ -127,7 +129,7 @@ def first_bad_weight(
     bad = bad_names([(name, tensor) for _, name, tensor in named], masks=False)
     for kind, name, tensor in named:
         if name in bad:
-            return _of_weight(kind, name, _counts(tensor))
+            return _explain_weight(kind, name, _counts(tensor))
     return None
 
 
@@ -191,7 +193,9 @@ class Answers:
             return Explanation(notes=[notes.GIVEN_BAD, self._outside()])
         if incident.kind == "recorded" and not self._replayer.returns_loss:
             return Explanation("forward", notes=[self._outside()])
-        if incident.kind == "gradient" and self._leaves_reduction_out():
+        ranks, models = self._replayer.ranks, self._replayer.models
+        is_reduced = ranks.is_alone or reduces(models)  # as the step's gradients were
+        if incident.kind == "gradient" and not is_reduced:
             return Explanation("backward", notes=[notes.NOT_REDUCED])
         if incident.kind == "gradient" and self._replayer.state.has_hooks:
             return Explanation("backward", notes=[notes.NOT_CALLED])
@@ -265,7 +269,8 @@ class Answers:
             if not self._replayer.returns_loss and not is_told:
                 # Parameters may get gradients from the loss itself.
                 return Explanation(notes=[self._outside()])
-            if not is_told and _are_all(incident, first):
+            are_all = incident.gradients.keys() >= first.gradients.keys()
+            if not is_told and len(first.gradients) > 1 and are_all:  # as by clipping
                 return Explanation(evidence=found.evidence, notes=[notes.ALL_BAD])
             if incident.had_gradients:
                 return Explanation(notes=[notes.OLD])
@@ -286,8 +291,8 @@ class Answers:
         first_call = FirstCall(found.module)
         self._replayer.run(observers=[first_call])
         if first_call.call is not None:
-            opinion = opinion_of(first_call.call, first_call.output)
-            found.evidence += [str(opinion)] if opinion is not None else []
+            errors = compare_devices(first_call.call, first_call.output)
+            found.evidence += [str(errors)] if errors is not None else []
 
     def _places(self) -> str:
         """Names the devices of the models, and the host: one of them may be faulty."""
@@ -326,10 +331,6 @@ class Answers:
             return "the batch was written to in the step"
         return ""
 
-    def _leaves_reduction_out(self) -> bool:
-        """Tells whether ranks reduced gradients in the step, and not in its replay."""
-        return not self._replayer.ranks.is_alone and not reduces(self._replayer.models)
-
     def _outside(self) -> str:
         return (
             "The models' own forward and backward are finite; the loss outside of them "
@@ -356,13 +357,6 @@ def _explain_finite(result: ReplayResult) -> Explanation:
     return Explanation(cause="not reproducible", evidence=evidence)
 
 
-def _are_all(incident: Incident, clean: ReplayResult) -> bool:
-    """Tells whether all of several gradients are bad, as clipping makes them."""
-    return (
-        len(clean.gradients) > 1 and incident.gradients.keys() >= clean.gradients.keys()
-    )
-
-
 # The growth of weights out of all bounds: the run diverges.
 
 
@@ -383,7 +377,7 @@ class Growth:
     factors: dict[str, float]
 
 
-def growth_of(
+def find_growth(
     models: Mapping[str, nn.Module], incident: Incident | None
 ) -> Growth | None:
     """Describes how weights have grown, if it is out of all bounds; else None.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from .checkpoints import try_checkpoints
 from .line_edit import NotEditableError
 from .line_forms import expression_of, line_rewrites, product_rewrites
 from .patches import ScaledGradients, SomeSamples
-from .trials import Failure, Trial, Trials
+from .trials import Attempts, Failure, Trial, Trials
 from .wider_dtypes import try_wider_dtypes
 
 # Finds the failure that is left once a remedy is in place.
@@ -37,16 +36,16 @@ def remaining_failure(
     """
     if place < 0:
         return None
-    outcome = trials.run(trials.applied.patches, traced=place)
-    if outcome.error is not None or outcome.table is None:
+    result = trials.run(trials.applied.patches, traced=place)
+    if result.error is not None or result.table is None:
         return None
     models = trials.replayer.models
-    root_op = find_root_op(outcome, models)
+    root_op = find_root_op(result, models)
     if root_op is None:
         return None
-    rows = ForwardRows(outcome.table)
-    found = explain_root_op(root_op, rows, outcome.is_in_gradients)
-    after = Failure.of(found, root_op, outcome.table, place)
+    rows = ForwardRows(result.table)
+    found = explain_root_op(root_op, rows, result.is_in_gradients)
+    after = Failure.of(found, root_op, result.table, place)
     after.checkpoints = failure.checkpoints
     return None if _is_same(failure, after, trials, trial) else after
 
@@ -99,16 +98,19 @@ def find_remedies(
 def _try_all(failure: Failure, trials: Trials) -> None:
     for attempts in _attempts(failure, trials):
         try:
-            for attempt in attempts:
+            trial = next(attempts, None)
+            while trial is not None:
                 if trials.is_over:
                     return
-                attempt()
+                trial = attempts.send(trials.attempt(trial))
+        except StopIteration:
+            continue
         except NotEditableError as error:
             trials.notes.append(f"A change of the line was not tried: {error}.")
 
 
 def _go_on(failure: Failure, trials: Trials, most: int) -> None:
-    """Tries further remedies on those that have remaining_failure another failure."""
+    """Tries further remedies besides those that have uncovered another failure."""
     applied, failed = trials.applied, trials.failed
     seen = set[Any]()
     for trial, place in failed:
@@ -124,8 +126,8 @@ def _go_on(failure: Failure, trials: Trials, most: int) -> None:
             _go_on(after, trials, most - 1)
 
 
-def _attempts(failure: Failure, trials: Trials) -> Iterator[Iterator[Any]]:
-    """The changes to try, those that change the least first."""
+def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
+    """The patches to try, those that change the least first."""
     cause = failure.found.cause
     if cause == "bad data":
         yield _drop_bad_samples(failure, trials)
@@ -140,7 +142,7 @@ def _attempts(failure: Failure, trials: Trials) -> Iterator[Iterator[Any]]:
         yield _try_loss_scales(failure, trials)
 
 
-def _drop_bad_samples(failure: Failure, trials: Trials) -> Iterator[Any]:
+def _drop_bad_samples(failure: Failure, trials: Trials) -> Attempts:
     """The step without the samples that are not finite."""
     found = failure.found
     size, bad = batch_size(trials.calls[failure.place]), failure.bad
@@ -156,11 +158,10 @@ def _drop_bad_samples(failure: Failure, trials: Trials) -> Iterator[Any]:
         f"without the {size - len(rows)} of {size} samples whose {name} is not finite",
         f"keep = torch.isfinite({name}).reshape({size}, -1).all(1)",
     )
-    patch = SomeSamples(failure.place, tuple(rows))
-    yield functools.partial(trials.attempt, Trial(remedy, patch))
+    yield Trial(remedy, SomeSamples(failure.place, tuple(rows)))
 
 
-def _try_loss_scales(failure: Failure, trials: Trials) -> Iterator[Any]:
+def _try_loss_scales(failure: Failure, trials: Trials) -> Attempts:
     """A smaller loss scale where gradients of a scaled loss overflow."""
     scales = [
         float(held.abs().max())
@@ -172,9 +173,8 @@ def _try_loss_scales(failure: Failure, trials: Trials) -> Iterator[Any]:
         return
     for factor in (2**4, 2**10):
         scale = max(1.0, max(scales) / factor)
-        patch = ScaledGradients(scale / max(scales))
         remedy = Remedy(
             f"a loss scale of {scale:g} instead of {max(scales):g}",
             f"torch.amp.GradScaler(init_scale={scale:g})",
         )
-        yield functools.partial(trials.attempt, Trial(remedy, patch))
+        yield Trial(remedy, ScaledGradients(scale / max(scales)))

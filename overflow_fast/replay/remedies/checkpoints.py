@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from ..explanation import Remedy
 from ..places import names_of
 from ..tensor_kinds import is_float
 from .patches import OtherWeights
-from .trials import Trial, Trials
+from .trials import Attempts, Trial, Trials
 
 _KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
 _MAX_TRIED = 3
@@ -24,7 +23,7 @@ _MAX_TRIED = 3
 
 def try_checkpoints(
     paths: Sequence[str | os.PathLike[str]], trials: Trials
-) -> Iterator[Any]:
+) -> Attempts:
     """Yields trials of checkpoints with weights that are all finite, the last first.
 
     Files are read and not written to; nothing in them is executed.
@@ -52,8 +51,7 @@ def try_checkpoints(
             num_tried += 1
             text = f"the weights of {path.name}, which are finite"
             remedy = Remedy(text, f"model.load_state_dict({code})")
-            trial = Trial(remedy, OtherWeights(weights))
-            yield functools.partial(trials.attempt, trial)
+            yield Trial(remedy, OtherWeights(weights))
 
 
 def _weights_in(

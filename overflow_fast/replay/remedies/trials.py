@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,6 +44,9 @@ class Trial:
     patch: Patch
     source: SourceFile | None = None
     texts: tuple[str, ...] = ()
+
+
+Attempts = Generator[Trial, bool, None]  # is sent whether the step was finite with it
 
 
 @dataclass(frozen=True)
@@ -212,7 +215,11 @@ class Trials:
         self._budget = budget
         self._most = replayer.num_forwards + budget
         self._end = time.perf_counter() + seconds_for(step_seconds)
-        bad = [call for call in replayer.calls if _has_bad_gradients(call)]
+        bad = [
+            call
+            for call in replayer.calls
+            if any(kinds_of(held) for held in call.held.values())
+        ]
         self._drops_gradients = bool(bad)
         self._has_loss = all(call.returns_loss for call in bad)
 
@@ -256,20 +263,25 @@ class Trials:
             NotEditableError: If the patch could not be made.
         """
         applied = self.applied.with_trial(trial)
-        outcome = self.run(applied.patches)
-        if isinstance(outcome.error, NotEditableError):
-            raise outcome.error
-        is_finite = outcome.is_clean
-        is_tried = outcome.error is None
+        result = self.run(applied.patches)
+        if isinstance(result.error, NotEditableError):
+            raise result.error
+        is_finite = result.is_clean
+        is_tried = result.error is None
         remedy = applied.remedy
-        if outcome.error is not None:
-            remedy = replace(remedy, why=f"the replay raised {text_of(outcome.error)}")
-        if is_finite and not self._is_whole(outcome):
-            self._note_forward(remedy)
+        if result.error is not None:
+            remedy = replace(remedy, why=f"the replay raised {text_of(result.error)}")
+        if is_finite and not (self._has_loss and result.has_backward):
+            if not self.notes:  # loss and backward were not replayed
+                self.notes.append(
+                    f"Tried: {remedy.text} (`{remedy.code}`): the forward is finite; "
+                    "loss and backward could not be tried: use "
+                    "`guard.run(lambda: loss)`."
+                )
             return False
-        if not is_finite and outcome.error is None:
-            self.failed.append((trial, outcome.bad_call))
-        loss = _loss_of(outcome) if is_finite else None
+        if not is_finite and result.error is None:
+            self.failed.append((trial, result.bad_call))
+        loss = _loss_of(result) if is_finite else None
         self.remedies.append(
             replace(remedy, tried=is_tried, is_finite=is_finite, loss=loss)
         )
@@ -281,29 +293,13 @@ class Trials:
         from_loss = [FromLoss()] * self._drops_gradients
         return self.replayer.run(StepPart(traced), [*eagerly, *patches, *from_loss])
 
-    def _is_whole(self, outcome: ReplayResult) -> bool:
-        """Tells whether loss and backward were replayed, and not the forward alone."""
-        return self._has_loss and outcome.has_backward
 
-    def _note_forward(self, remedy: Remedy) -> None:
-        """Notes what makes the forward finite where the loss could not be tried."""
-        if not self.notes:
-            self.notes.append(
-                f"Tried: {remedy.text} (`{remedy.code}`): the forward is finite; loss "
-                "and backward could not be tried: use `guard.run(lambda: loss)`."
-            )
-
-
-def _loss_of(outcome: ReplayResult) -> float | None:
+def _loss_of(result: ReplayResult) -> float | None:
     """The loss; the mean of those of micro-batches."""
-    losses = [float(loss) for loss in outcome.losses]
+    losses = [float(loss) for loss in result.losses]
     if not losses or not all(map(math.isfinite, losses)):
         return None
     return sum(losses) / len(losses)
-
-
-def _has_bad_gradients(call: KeptCall) -> bool:
-    return any(kinds_of(held) for held in call.held.values())
 
 
 # The failure that remedies are tried for.
