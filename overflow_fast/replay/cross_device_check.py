@@ -21,7 +21,7 @@ from ..tree import CALL_DEPTH, mapped, tensors_in
 from .explanation import Explanation, Op
 from .module_call import ModuleCall
 from .op_trace import OpTrace
-from .places import ModuleStack, code_at, stack_of, users_frames
+from .places import ModuleStack, op_at, users_frames
 from .replayer import Observer, Replayer
 from .root_op import OpCall
 from .tensor_kinds import floats_in, is_float, summary_of
@@ -228,16 +228,11 @@ class FlagSearch(Observer):
 
     def _note(self, op: OpCall, output: Any, modules: ModuleStack) -> None:
         self.in_backward = autograd_node() is not None
-        frames = users_frames()
-        file, line, code = code_at(frames)
         self.module = modules.current(self.in_backward) or ""
-        given = tensors_in((op.args, op.kwargs))
-        self.found = Op(
-            op.name,
-            *(file, line, code, stack_of(frames)),
-            inputs=[summary_of(t) for t in given if is_float(t)],
-            outputs=[summary_of(t) for t in tensors_in(output) if is_float(t)],
-        )
+        self.found = op_at(op.name, users_frames())
+        given, returned = tensors_in((op.args, op.kwargs)), tensors_in(output)
+        self.found.inputs = [summary_of(t) for t in given if is_float(t)]
+        self.found.outputs = [summary_of(t) for t in returned if is_float(t)]
 
 
 def explain_flag(replayer: Replayer) -> Explanation:

@@ -7,7 +7,7 @@ import itertools
 from .capture import KeptCall
 from .explanation import Explanation, Op, TensorSummary
 from .op_trace import Leaf, Row
-from .places import code_at, stack_of
+from .places import code_at, op_at
 from .root_op import EMPTY, INTERMEDIATE, RANGE, UNDEFINED, Details
 from .slice import ForwardRows, RootOp
 from .without_operation import explain_leaf
@@ -114,8 +114,7 @@ def _cause_of(details: Details, is_backward: bool) -> str:
 
 
 def _op_of(named: Row, ran: Row) -> Op:
-    file, line, code = code_at(named.frames)
-    op = Op(named.name, file, line, code, stack_of(named.frames))
+    op = op_at(named.name, named.frames)
     op.derivative = ran.name if named is not ran else ""
     if ran.details is not None:
         details = ran.details

@@ -13,7 +13,7 @@ from torch import nn
 
 from .explanation import Explanation, Incident, Op, Remedy
 from .op_trace import OpTable, OpTrace
-from .places import code_at, module_of_parameter, stack_of
+from .places import module_of_parameter, op_at
 from .remedies.line_forms import update_remedies
 from .root_op import NOT_TRIED
 from .slice import trace_back
@@ -138,8 +138,7 @@ def _bad_settings(group: Mapping[str, Any]) -> str:
 
 
 def _op_of(row: Any) -> Op:
-    file, line, code = code_at(row.frames)
-    op = Op(row.name, file, line, code, stack_of(row.frames))
+    op = op_at(row.name, row.frames)
     if row.details is not None and row.details.why != NOT_TRIED:
         op.inputs, op.outputs = row.details.inputs, row.details.outputs
         op.first_index, op.limit = row.details.first_index, row.details.limit
