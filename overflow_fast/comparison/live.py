@@ -19,10 +19,11 @@ from ..core.tensors import devices_of, loss_in
 from ..precision.copies import check_model, to_float32
 from ..precision.layers import expected_error, floats_in
 from ..replay.capture import Ambient
-from ..replay.places import Frames, code_at, users_frames
+from ..replay.op_trace import OpTrace
+from ..replay.places import Frames, ModuleStack, code_at, users_frames
+from ..replay.root_op import OpCall
 from ..state.random import RandomStates
 from ..state.snapshot import Snapshot
-from ..torch_internals.replay_internals import TorchDispatchMode
 from ..torch_internals.running import graph_task_id
 from ..tree import CALL_DEPTH, NotRebuilt, mapped, tensors_in
 from .compare_runs import (
@@ -75,20 +76,21 @@ class _Op:
         return f"{self.name} at {file}:{line} `{code}`" if file else self.name
 
 
-class _Ops(TorchDispatchMode):
-    """Summarizes the results of all operations while it is entered."""
+class _Ops:
+    """Summarizes the results of the operations of a trace."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[_Op] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        output = func(*args, **(kwargs or {}))
+    def run(self, op: OpCall, modules: ModuleStack) -> Any:
+        """Runs an operation, and summarizes its results; see `OpObserver`."""
+        output = op.run()
         if len(self.found) < _MAX_OPS:
-            self.found.append(_Op(str(func), users_frames(), _summaries(output)))
+            self.found.append(_Op(str(op.func), users_frames(), _summaries(output)))
         return output
+
+    def on_module(self, name: str, output: Any) -> None:
+        """See `OpObserver`."""
 
 
 def _summaries(output: Any) -> list[tuple[Summary, str]]:
@@ -114,16 +116,17 @@ def ops_within(
         run: Runs the step.
     """
     owner = [each for name, each in named_modules(model) if name == module][-1]
-    mode, calls = _Ops(), [0]
+    ops, calls = _Ops(), [0]
+    trace = OpTrace({}, ops)
 
     def begin(*_: object) -> None:
         if calls[0] == call:
-            mode.__enter__()  # type: ignore[no-untyped-call]
+            trace.__enter__()
         calls[0] += 1
 
     def end(*_: object) -> None:
         if calls[0] == call + 1:
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            trace.__exit__(None, None, None)
             calls[0] += 1 << 30
 
     handles = [
@@ -135,7 +138,7 @@ def ops_within(
     finally:
         for handle in handles:
             handle.remove()
-    return mode.found
+    return ops.found
 
 
 def first_difference(ops: list[_Op], others: list[_Op]) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import math
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _C
-from ..capture.labels import entry_label
 from ..capture.schedule import ScanLevel
 from ..capture.step_tensors import StepTensors
 from ..capture.watch import ModelWatch
@@ -25,139 +22,17 @@ from ..core.tensors import loss_in
 from ..distributed.agreement import Agreed
 from ..distributed.store_channel import StoreChannel
 from ..replay.capture import Capture, KeptCall, ModelCall, batch_size
-from ..replay.change import Change
-from ..replay.explain import investigate, kept_state
+from ..replay.explain import investigate
 from ..replay.explanation import BadStep, Explanation
-from ..replay.rank_coordinator import NotJoined, Team, text_of
-from ..replay.replayer import ReplayDifference, Rerun, Stats, Witness
+from ..replay.rank_coordinator import NotJoined, RankCoordinator, text_of
+from ..replay.replay_check import ReplayCheck
+from ..replay.replayer import Observer, Replayer, StepPart
 from ..state.step_start import StepStart
 from ..torch_internals.compiler import has_compiled
 from ..verdict.verdict import GRADIENTS, BadFrame, Verdict, is_of_flag
 from .config import GuardConfig
 from .options import NORM
 from .step import Step
-
-# Compares a replay with the step itself, stat by stat.
-
-
-_Key = tuple[str, str, str]  # the module's name, the label, the dtype
-
-
-class StepComparison(Witness):
-    """Watches a replay as the step was watched, and compares their extremes.
-
-    Calls are compared, and the gradients of their outputs. Gradients of parameters are
-    not: what clips, unscales and reduces them runs after what is replayed.
-
-    Args:
-        watches: The watches of the step, whose recorders note their rows.
-        make_watches: Makes watches alike.
-    """
-
-    def __init__(
-        self,
-        watches: Sequence[ModelWatch],
-        make_watches: Callable[[], list[ModelWatch]],
-    ) -> None:
-        self._step = {kind: _stats_of(watches, kind) for kind in _KINDS}
-        self._replay = {kind: dict[_Key, Stats]() for kind in _KINDS}
-        self._make_watches = make_watches
-
-    @contextlib.contextmanager
-    def applied(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Watches what runs within. Its own errors leave it without a comparison."""
-        watches = self._attached()
-        try:
-            yield
-        finally:
-            with contextlib.suppress(Exception):
-                for watch in watches:
-                    watch.frames.send()
-                    watch.frames.receive(is_lagged=False)
-                self._replay = {kind: _stats_of(watches, kind) for kind in _KINDS}
-            for watch in watches:
-                watch.detach()
-
-    def _attached(self) -> list[ModelWatch]:
-        if not any(self._step.values()):
-            return []
-        watches = []
-        with contextlib.suppress(Exception):
-            watches = self._make_watches()
-            for watch in watches:
-                watch.recorder.note_row()
-                watch.attach()
-        return watches
-
-    def difference(self) -> ReplayDifference | None:
-        """The first value that differs from the step's, in execution order."""
-        forward = self._differing(_C.FrameKind.FORWARD)
-        if any(forward):
-            return next(filter(None, forward))
-        backward = self._differing(_C.FrameKind.BACKWARD)
-        # If the first differs, so may what the two backwards began with.
-        is_given_alike = bool(backward) and backward[0] is None
-        return next(filter(None, backward), None) if is_given_alike else None
-
-    def _differing(self, kind: _C.FrameKind) -> list[ReplayDifference | None]:
-        """For each entry of both: how it differs, or None."""
-        step = self._step[kind]
-        return [
-            None
-            if _are_same(step[key], stats)
-            else ReplayDifference(key[0], key[1], step[key], stats)
-            for key, stats in self._replay[kind].items()
-            if key in step and step[key].num_tensors == stats.num_tensors
-        ]
-
-
-_KINDS = (_C.FrameKind.FORWARD, _C.FrameKind.BACKWARD)
-
-
-def _stats_of(watches: Sequence[ModelWatch], kind: _C.FrameKind) -> dict[_Key, Stats]:
-    """The extremes that recorders have noted, by their place, in execution order."""
-    found = {}
-    for watch in watches:
-        row = watch.recorder.running_row()
-        columns = watch.recorder.row_columns(0)[: row.num_entries]
-        for column, stats in zip(columns, _rows(row), strict=True):
-            if column.place.kind == kind and stats.num_tensors:
-                name = watch.name_at(column.place.module)
-                found[name, entry_label(column.place), column.dtype] = stats
-    return found
-
-
-def _rows(row: _C.StepRow) -> Iterator[Stats]:
-    num = row.num_entries
-    columns = [
-        _numbers(row.num_tensors, num),
-        *(_magnitudes(each, num) for each in (row.abs_min, row.abs_max)),
-        *(_numbers(each, num) for each in (row.num_nan, row.num_inf)),
-    ]
-    for values in zip(*columns, strict=True):
-        yield Stats(*values)
-
-
-def _numbers(packed: bytes, num: int) -> list[int]:
-    if not packed:
-        return [0] * num
-    return torch.frombuffer(bytearray(packed), dtype=torch.int64).tolist()
-
-
-def _magnitudes(packed: bytes, num: int) -> list[float]:
-    if not packed:
-        return [math.nan] * num
-    dtype = torch.float32 if len(packed) == 4 * num else torch.float64
-    return torch.frombuffer(bytearray(packed), dtype=dtype).tolist()
-
-
-def _are_same(one: Stats, other: Stats) -> bool:
-    counts = [(each.num_nan, each.num_inf) for each in (one, other)]
-    if counts[0] != counts[1]:
-        return False
-    pairs = (one.abs_min, other.abs_min), (one.abs_max, other.abs_max)
-    return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs)
-
 
 # Tells whether all ranks can replay a step together, as they agree on its verdict.
 
@@ -221,7 +96,7 @@ def why_not_together(offers: Mapping[int, ReplayOffer]) -> str:
     return ""
 
 
-def team_of(offers: Mapping[int, ReplayOffer], lead: int) -> Team:
+def coordinator_of(offers: Mapping[int, ReplayOffer], lead: int) -> RankCoordinator:
     """The ranks that replay a step.
 
     Args:
@@ -230,7 +105,9 @@ def team_of(offers: Mapping[int, ReplayOffer], lead: int) -> Team:
     """
     sizes: Any = zip(*(offer.sizes for offer in offers.values()), strict=True)
     can_cut = [len(set(each)) == 1 for each in sizes]
-    return Team(StoreChannel(sorted(offers), offers[lead].session), lead, can_cut)
+    return RankCoordinator(
+        StoreChannel(sorted(offers), offers[lead].session), lead, can_cut
+    )
 
 
 _STEPS_BETWEEN = 100
@@ -336,15 +213,17 @@ class Explainer:
         text = why_not_together(offers)
         if text:
             return Explanation(notes=[text]), False
-        team = team_of(offers, agreed.rank)
-        return self._explained(report.verdict, moment, optimizers, team), team.is_broken
+        ranks = coordinator_of(offers, agreed.rank)
+        return self._explained(
+            report.verdict, moment, optimizers, ranks
+        ), ranks.is_broken
 
     def _explained(
         self,
         verdict: Verdict,
         moment: str,
         optimizers: Sequence[torch.optim.Optimizer],
-        team: Team | None = None,
+        ranks: RankCoordinator | None = None,
     ) -> Explanation:
         if moment == "after":
             return Explanation(notes=[_LATE])
@@ -364,15 +243,15 @@ class Explainer:
             budget=self._budget,
             checkpoints=self._checkpoints,
             artifact_bytes=self._artifact_bytes,
-            team=team,
-            witness=self._witness(),
+            ranks=ranks,
+            replay_check=self._replay_check(),
         )
 
-    def _witness(self) -> Witness | None:
+    def _replay_check(self) -> ReplayCheck | None:
         """Compares a replay with the step, but for compiled code: hooks change that."""
         if not self._compares or has_compiled():
             return None
-        return StepComparison(self._watches, self._make_watches)
+        return ReplayCheck(self._watches, self._make_watches)
 
     def _is_due(self, step: int, verdict: Verdict, ends: bool) -> bool:
         first = verdict.first
@@ -514,7 +393,7 @@ class SecondLook:
         why = self._why_not(found)
         if why:
             return _with_note(found, why)
-        seen, error = self._replayed(found, Team())
+        seen, error = self._replayed(found, RankCoordinator())
         if error is not None:
             return _with_note(found, f"The step was run again, and raised {error}.")
         if not seen.frames:
@@ -542,9 +421,9 @@ class SecondLook:
         why = _TOO_LATE if found.moment == "after" else why_not_together(agreed.offers)
         if why:
             return found, why, False
-        team = team_of(agreed.offers, agreed.rank)
+        ranks = coordinator_of(agreed.offers, agreed.rank)
         try:
-            seen, error = self._replayed(found, team)
+            seen, error = self._replayed(found, ranks)
         except NotJoined as lost:
             return found, str(lost), True
         # Each rank's run has agreed on errors: all of them have one.
@@ -559,23 +438,22 @@ class SecondLook:
         has_ranks = dist.is_available() and dist.is_initialized()
         return _NOT_ALONE * (has_ranks and dist.get_world_size() > 1)
 
-    def _replayed(self, found: Step, team: Team) -> tuple[Step, Exception | None]:
+    def _replayed(
+        self, found: Step, ranks: RankCoordinator
+    ) -> tuple[Step, Exception | None]:
         """Runs the step with everything watched; returns it, and its error."""
-        frames: list[BadFrame] = []
         watches = self._watches_now()
         models = {w.prefix: w.model for w in watches if w.model is not None}
-        with kept_state(
-            models, self._capture.calls, self._capture.start, team
-        ) as state:
-            rerun = Rerun(models, self._capture.calls, state, team)
-            rerun.watched = _Watched(watches, frames)
-            rerun.on_output = functools.partial(_record_loss, watches[0])
-            if team.leads:
-                outcome = rerun.run(is_whole=True, is_watched=True)
+        full_watch = _FullWatch(watches)
+        capture = self._capture
+        with Replayer(models, capture.calls, capture.start, ranks) as replayer:
+            if ranks.is_leader:
+                result = replayer.run(StepPart(is_whole=True), observers=[full_watch])
             else:
-                outcome = rerun.follow(team.receive())
+                result = replayer.follow(ranks.receive(), [full_watch])
+        frames = full_watch.frames
         seen = [*_recorded(found, frames), *frames] if frames else []
-        return dataclasses.replace(found, frames=seen, watches=watches), outcome.error
+        return dataclasses.replace(found, frames=seen, watches=watches), result.error
 
     def _watches_now(self) -> list[ModelWatch]:
         """Watches that number and name what runs as the tripwire's do."""
@@ -588,15 +466,15 @@ class SecondLook:
         return watches
 
 
-class _Watched(Change):
-    """A change of a replay: it is watched, and its bad frames are collected."""
+class _FullWatch(Observer):
+    """Watches a run as `guard.run()` does, and collects its bad frames."""
 
-    def __init__(self, watches: Sequence[ModelWatch], frames: list[BadFrame]) -> None:
+    def __init__(self, watches: Sequence[ModelWatch]) -> None:
         self._watches = watches
-        self._frames = frames
+        self.frames: list[BadFrame] = []
 
     @contextlib.contextmanager
-    def applied(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
+    def observing(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
         """Watches what runs within."""
         for watch in self._watches:
             watch.attach()
@@ -607,22 +485,21 @@ class _Watched(Change):
             for watch in self._watches:
                 watch.detach()
 
+    def on_output(self, call: KeptCall, output: Any) -> None:
+        """Records the loss that a function has returned."""
+        loss = None if isinstance(call, ModelCall) else loss_in(output)
+        if loss is not None:
+            self._watches[0].record(_C.FrameKind.RECORDED, (["loss"], [loss]))
+
     def _collect(self) -> None:
         StepTensors(self._watches).scan(None, ScanLevel.ALL)
         for watch in self._watches:
             watch.frames.send()
             watch.frames.receive(is_lagged=False)
             last = _C.Recorder.num_frames()
-            self._frames += [
+            self.frames += [
                 BadFrame(watch, frame) for frame in watch.frames.take_bad(last)
             ]
-
-
-def _record_loss(watch: ModelWatch, call: KeptCall, output: Any) -> None:
-    """Records the loss that a function returned, as `guard.run()` does."""
-    loss = None if isinstance(call, ModelCall) else loss_in(output)
-    if loss is not None:
-        watch.record(_C.FrameKind.RECORDED, (["loss"], [loss]))
 
 
 def _recorded(found: Step, frames: Sequence[BadFrame]) -> list[BadFrame]:

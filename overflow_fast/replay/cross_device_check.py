@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,13 +16,14 @@ from ..core.modules import is_dropout, named_modules
 from ..core.selection import full_name
 from ..core.tensors import has_memory, place_of
 from ..precision.copies import on_copies, to_dtype
-from ..torch_internals.replay_internals import TorchDispatchMode, autograd_node
+from ..torch_internals.replay_internals import autograd_node
 from ..tree import CALL_DEPTH, mapped, tensors_in
-from .change import Change
 from .explanation import Explanation, Op
 from .module_call import ModuleCall
-from .places import ModuleStack, code_at, stack_of, users_frames
-from .replayer import Rerun
+from .op_trace import OpTrace
+from .places import ModuleStack, op_at, users_frames
+from .replayer import Observer, Replayer
+from .root_op import OpCall
 from .tensor_kinds import floats_in, is_float, summary_of
 
 OTHER = torch.device("cpu")
@@ -33,8 +33,8 @@ _TF32_EPS = 2.0**-10
 
 
 @dataclass
-class Overheard(Change):
-    """Changes nothing; keeps the first call of a module, and what it returned.
+class FirstCall(Observer):
+    """Keeps the first call of a module, and what it returned.
 
     Attributes:
         name: The module's name, with the model's prefix.
@@ -43,12 +43,12 @@ class Overheard(Change):
     """
 
     name: str
-    call: ModuleCall | None = field(default=None, compare=False)
-    output: Any = field(default=None, compare=False)
+    call: ModuleCall | None = None
+    output: Any = None
 
     @contextmanager
-    def applied(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
-        """See `Change`."""
+    def observing(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
+        """See `Observer`."""
         handles = [
             module.register_forward_hook(self._keep, prepend=True, with_kwargs=True)
             for prefix, model in models.items()
@@ -68,7 +68,7 @@ class Overheard(Change):
 
 
 @dataclass(frozen=True)
-class Opinion:
+class DeviceErrors:
     """The errors of two devices, against float64 on the second.
 
     Attributes:
@@ -89,7 +89,7 @@ class Opinion:
         return not self.error <= _TIMES * self.usual
 
     def __str__(self) -> str:
-        """The opinion in a sentence."""
+        """The errors in a sentence."""
         if not self.is_suspect:
             return f"{self.name} on the {OTHER.type.upper()} gives the same now"
         return (
@@ -104,7 +104,7 @@ def is_elsewhere(models: Mapping[str, nn.Module]) -> bool:
     return any(parameter.device.type != OTHER.type for parameter in parameters)
 
 
-def opinion_of(call: ModuleCall, output: Any) -> Opinion | None:
+def compare_devices(call: ModuleCall, output: Any) -> DeviceErrors | None:
     """Computes a module's call again, on its own device and on another.
 
     Incurs a CPU-GPU sync.
@@ -114,7 +114,7 @@ def opinion_of(call: ModuleCall, output: Any) -> Opinion | None:
         output: What it returned.
 
     Returns:
-        The opinion; None if the module cannot run elsewhere, or takes random numbers.
+        The errors; None if the module cannot run elsewhere, or takes random numbers.
     """
     own = floats_in(output)
     if not own or not call.is_as_it_was or not _can_run_alone(call.module):
@@ -130,7 +130,7 @@ def opinion_of(call: ModuleCall, output: Any) -> Opinion | None:
     if _error(again[0], again[1]) > _TIMES * usual:
         return None  # random numbers of its own, or kernels that race
     error = max(_error(own, exact), _error(again[0], exact))
-    return Opinion(call.name or "the model", device, error, usual)
+    return DeviceErrors(call.name or "the model", device, error, usual)
 
 
 def _run(
@@ -183,8 +183,8 @@ def _eps_of(dtype: torch.dtype, device: torch.device) -> float:
 # Finds the operation that sets a device's overflow flag, in a replay.
 
 
-class FlagSearch(Change):
-    """Asks the overflow flags after each operation of a replay; changes nothing.
+class FlagSearch(Observer):
+    """Asks the overflow flags after each operation of a replay, until one is set.
 
     Attributes:
         found: The first operation that set one, or None.
@@ -196,76 +196,54 @@ class FlagSearch(Change):
         self.found: Op | None = None
         self.module = ""
         self.in_backward = False
+        self._flags: Mapping[str, flags.DeviceFlag] = {}
 
-    @contextlib.contextmanager
-    def applied(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Watches what runs within."""
+    def observing(
+        self, models: Mapping[str, nn.Module]
+    ) -> AbstractContextManager[object]:
+        """Asks after each operation that runs within."""
         devices = {p.device.type for m in models.values() for p in m.parameters()}
-        modules = ModuleStack(models, lambda name, output: None)
-        with modules, _FlagMode(self, modules, flags.registered(devices)):
-            yield
+        self._flags = flags.registered(devices)
+        return OpTrace(models, self)
 
-    def note(self, func: Any, given: Any, output: Any, modules: ModuleStack) -> None:
-        """Notes the operation that has just set a flag."""
-        self.in_backward = autograd_node() is not None
-        frames = users_frames()
-        file, line, code = code_at(frames)
-        self.module = modules.current(self.in_backward) or ""
-        self.found = Op(
-            str(func).removesuffix(".default"),
-            *(file, line, code, stack_of(frames)),
-            inputs=[summary_of(t) for t in tensors_in(given) if is_float(t)],
-            outputs=[summary_of(t) for t in tensors_in(output) if is_float(t)],
-        )
-
-
-class _FlagMode(TorchDispatchMode):
-    """Reads flags after each operation, until one is set."""
-
-    def __init__(
-        self,
-        search: FlagSearch,
-        modules: ModuleStack,
-        known: Mapping[str, flags.DeviceFlag],
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._search = search
-        self._modules = modules
-        self._known = known
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # that would import dynamo, which takes seconds
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self._search.found is not None:
-            return func(*args, **kwargs)
+    def run(self, op: OpCall, modules: ModuleStack) -> Any:
+        """Runs an operation, and notes it if it sets a flag; see `OpObserver`."""
+        if self.found is not None:
+            return op.run()
         self._each("clear")
-        output = func(*args, **kwargs)
+        output = op.run()
         with torch.no_grad():
             if any(bool(value) for value in self._each("read")):
-                self._search.note(func, (args, kwargs), output, self._modules)
+                self._note(op, output, modules)
         return output
+
+    def on_module(self, name: str, output: Any) -> None:
+        """See `OpObserver`."""
 
     def _each(self, name: str) -> list[Any]:
         return [
             flags.attempt(device_type, getattr(flag, name))
-            for device_type, flag in self._known.items()
+            for device_type, flag in self._flags.items()
         ]
 
+    def _note(self, op: OpCall, output: Any, modules: ModuleStack) -> None:
+        self.in_backward = autograd_node() is not None
+        self.module = modules.current(self.in_backward) or ""
+        self.found = op_at(op.name, users_frames())
+        given, returned = tensors_in((op.args, op.kwargs)), tensors_in(output)
+        self.found.inputs = [summary_of(t) for t in given if is_float(t)]
+        self.found.outputs = [summary_of(t) for t in returned if is_float(t)]
 
-def explain_flag(rerun: Rerun) -> Explanation:
+
+def explain_flag(replayer: Replayer) -> Explanation:
     """Runs the step again, and names the operation that sets an overflow flag.
 
     Incurs a CPU-GPU sync for each operation, until it is found.
     """
     search = FlagSearch()
-    outcome = rerun.run(change=search)
+    result = replayer.run(observers=[search])
     if search.found is None:
-        again = "" if outcome.error is None else f", which raised {outcome.error}"
+        again = "" if result.error is None else f", which raised {result.error}"
         return Explanation(
             cause="not reproducible",
             evidence=[f"no operation of the replay{again} sets the overflow flag"],

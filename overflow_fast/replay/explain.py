@@ -17,16 +17,16 @@ from torch import nn
 from ..core.modules import step_of
 from ..core.tensors import devices_of
 from ..files.reading import is_regular
-from ..state.snapshot import Snapshot
 from ..state.step_start import StepStart
 from .capture import GRAPH, Ambient, KeptCall
 from .explanation import Artifact, BadStep, Explanation
 from .optimizer_step import explain_update
 from .places import names_of
-from .rank_coordinator import BEGIN, NotJoined, Team, text_of
+from .rank_coordinator import BEGIN, NotJoined, RankCoordinator, text_of
 from .remedies.attempts import find_remedies
 from .remedies.trials import Failure
-from .replayer import Rerun, Witness
+from .replay_check import ReplayCheck
+from .replayer import Replayer
 from .saved_step import STEP, SavedStep, UnreadableStepError, saved_step
 from .search import Search
 from .tensor_kinds import bad_names
@@ -55,10 +55,10 @@ def investigate(
     *,
     start: StepStart | None = None,
     budget: int = BUDGET,
-    team: Team | None = None,
+    ranks: RankCoordinator | None = None,
     checkpoints: Sequence[str | os.PathLike[str]] = (),
     artifact_bytes: int = 0,
-    witness: Witness | None = None,
+    replay_check: ReplayCheck | None = None,
 ) -> Explanation:
     """Replays a step and says why it is not finite. Everything is put back afterwards.
 
@@ -68,53 +68,46 @@ def investigate(
         incident: What a guard saw; None where nobody watched.
         start: The models as they were when the step began; None for now.
         budget: How many forwards it may run; as many again for remedies.
-        team: The ranks that replay it together, all of which call this; None for this
+        ranks: The ranks that replay it together, all of which call this; None for this
             one alone.
         checkpoints: Files of weights to try where weights are bad, the newest last.
         artifact_bytes: How many bytes of tensors its artifacts may have; 0 for none.
-        witness: Compares the first replay with the step; None where nobody watched.
+        replay_check: Compares the first replay with the step; None for nothing.
     """
     begin = time.perf_counter()
-    team = Team() if team is None else team
-    found, reruns = Explanation(), list[Rerun]()
-
-    def replay() -> Explanation:
-        with kept_state(models, calls, start, team) as state:
-            reruns.append(Rerun(models, calls, state, team, artifact_bytes > 0))
-            reruns[0].watched = witness
-            search = Search(reruns[0], incident, budget, checkpoints, artifact_bytes)
-            found = search.run()
-        found.notes += state.not_restored() if team.leads else []
-        return found
-
+    ranks = RankCoordinator() if ranks is None else ranks
+    found, replayer = Explanation(), None
     try:
-        if team.leads:
+        replayer = Replayer(models, calls, start, ranks, keeps_calls=artifact_bytes > 0)
+        search = Search(
+            *(replayer, incident, budget, checkpoints, artifact_bytes, replay_check)
+        )
+        if ranks.is_leader:
             known = (
                 None if incident is None else _without_replay(models, incident, start)
             )
-            known = known or _not_replayable(calls, incident, team)
+            known = known or _not_replayable(calls, incident, ranks)
             if known is None:
-                team.order(BEGIN)
-            found = known or replay()
-            if known is not None and checkpoints and calls and team.is_alone:
-                with kept_state(models, calls, start, team) as state:
-                    reruns.append(Rerun(models, calls, state, team))
+                ranks.order(BEGIN)
+            found = known or search.run()
+            if known is not None and checkpoints and calls and ranks.is_alone:
+                with replayer:
                     failure = Failure(found, None, 0, checkpoints=checkpoints)
-                    find_remedies(failure, reruns[0], budget, 0.0)
-        elif team.receive() == BEGIN:
-            found = replay()
+                    find_remedies(failure, replayer, budget, 0.0)
+        elif ranks.receive() == BEGIN:
+            found = search.run()
     except NotJoined as error:
-        team.is_broken = True
+        ranks.is_broken = True
         found.notes.append(str(error))
     except Exception as error:
         found.notes.append(f"The explanation ended early: {text_of(error)}.")
     own = found.artifacts
     if artifact_bytes and calls:
         own += _saved(models, calls, start, artifact_bytes, found)
-    if found is not team.result:  # which has the numbers of the rank that led
-        found.replays = sum(each.num_forwards for each in reruns)
+    if found is not ranks.result:  # which has the numbers of the rank that led
+        found.replays = 0 if replayer is None else replayer.num_forwards
         found.seconds = time.perf_counter() - begin
-    result = team.finish(found)
+    result = ranks.finish(found)
     result.artifacts = own
     return result
 
@@ -137,9 +130,9 @@ def _saved(
 
 
 def _not_replayable(
-    calls: Sequence[KeptCall], incident: BadStep | None, team: Team
+    calls: Sequence[KeptCall], incident: BadStep | None, ranks: RankCoordinator
 ) -> Explanation | None:
-    if team.is_alone and _has_peers():
+    if ranks.is_alone and _has_peers():
         return Explanation(notes=[_NOT_ALONE])
     if calls:
         return None
@@ -149,38 +142,7 @@ def _not_replayable(
     return Explanation(notes=[_NO_CALLS.format(f": it {why}" * bool(why))])
 
 
-def kept_state(
-    models: Mapping[str, nn.Module],
-    calls: Sequence[KeptCall],
-    start: StepStart | None,
-    team: Team,
-) -> Snapshot:
-    """Keeps what is put back afterwards; raises on all ranks if one cannot."""
-    state = Snapshot(models, start, variables_of(calls))
-    error: Exception | None = None
-    try:
-        for call in calls:
-            call.note_overwritten()
-        state.take()
-    except Exception as raised:
-        error = raised
-    try:
-        team.check(error)
-    except BaseException:
-        state.restore()
-        raise
-    return state
-
-
-def variables_of(calls: Sequence[KeptCall]) -> dict[str, Any]:
-    """The variables that calls read, and their batches."""
-    found: dict[str, Any] = {}
-    for call in calls:
-        found |= call.around() or {"batch": call.batch}
-    return found
-
-
-def _of_written(name: str) -> Explanation:
+def _explain_written_weight(name: str) -> Explanation:
     """The explanation of a weight that the forward wrote to, without a copy of it."""
     text = f"the step's forward has written to {name}, which is non-finite now"
     note = (
@@ -208,7 +170,7 @@ def _without_replay(
             if held is not None and not bad_names([("", held)], masks=False):
                 return None
             if held is None:
-                return _of_written(found.tensor)
+                return _explain_written_weight(found.tensor)
     if found is not None and incident.weights.get(found.tensor):
         return explain_update(models, incident, found)
     if found is None and incident.kind == "optimizer_state":

@@ -265,7 +265,7 @@ class Explanation:
         return "\n".join(lines[:_MAX_LINES])
 
     def _rows(self) -> Iterator[tuple[str, str]]:
-        yield "cause", self._headline()
+        yield "cause", f"{self._what()}{self._where()}"
         for sentence in self.evidence[: 2 if self.remedies else _FEW]:
             yield "evidence", sentence
         if self.sample is not None:
@@ -301,11 +301,8 @@ class Explanation:
             return remedy.text
         if any(each.place == remedy.place for each in others):
             return f"{remedy.text}: {remedy._prefix}{remedy.code}"
-        is_part = any(remedy.place in map(_place_of, each.parts) for each in others)
-        return f"{remedy.text} ({remedy.place}{' alone' * is_part})"
-
-    def _headline(self) -> str:
-        return f"{self._what()}{self._where()}"
+        parts = [part.place for each in others for part in each.parts]
+        return f"{remedy.text} ({remedy.place}{' alone' * (remedy.place in parts)})"
 
     def _what(self) -> str:
         cause = self.cause
@@ -340,10 +337,6 @@ class Explanation:
         dataset = self.sample.dataset
         index = "" if dataset is None else f", index {dataset} of the dataset"
         return f"{int(self.sample)}{of} (counted from 0){index}"
-
-
-def _place_of(remedy: Remedy) -> str:
-    return remedy.place
 
 
 def _shortened(chain: list[str]) -> str:

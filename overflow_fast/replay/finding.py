@@ -1,15 +1,15 @@
-"""From the culprit of a replay to an explanation: phase, cause, place, evidence."""
+"""From the origin of bad values to an explanation: phase, cause, place, evidence."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 
 from .capture import KeptCall
 from .explanation import Explanation, Op, TensorSummary
 from .op_trace import Leaf, Row
-from .places import code_at, stack_of
+from .places import code_at, op_at
 from .root_op import EMPTY, INTERMEDIATE, RANGE, UNDEFINED, Details
-from .slice import Culprit, ForwardRows
+from .slice import ForwardRows, RootOp
 from .without_operation import explain_leaf
 
 _CAUSES = {
@@ -25,37 +25,39 @@ _UNWRITTEN = (
 )
 
 
-def explain_culprit(
-    culprit: Culprit,
+def explain_root_op(
+    root_op: RootOp,
     forward_rows: ForwardRows,
     in_gradients: bool,
     call: KeptCall | None = None,
 ) -> Explanation:
-    """Explains a culprit.
+    """Explains the origin of bad values.
 
     Args:
-        culprit: What was found.
+        root_op: What was found.
         forward_rows: Knows the operations of the same replay.
         in_gradients: Whether what the forward returned was finite.
         call: What was replayed; None if it is not known to be the step's own.
     """
-    source = culprit.source
+    source = root_op.source
     if isinstance(source, Leaf):
-        found = explain_leaf(source, _read_by(culprit), call)
+        found = explain_leaf(source, _read_by(root_op), call)
     else:
-        found = _of_row(source, forward_rows, in_gradients)
-    found.chain = _chain_text(culprit)
+        found = _explain_row(source, forward_rows, in_gradients)
+    found.chain = _chain_text(root_op)
     return found
 
 
-def _read_by(culprit: Culprit) -> str:
-    reader = culprit.first_reader
+def _read_by(root_op: RootOp) -> str:
+    reader = root_op.first_reader
     if reader is None:
         return ""
     return f"; it was first read by {reader.name}{_place(reader)}"
 
 
-def _of_row(row: Row, forward_rows: ForwardRows, in_gradients: bool) -> Explanation:
+def _explain_row(
+    row: Row, forward_rows: ForwardRows, in_gradients: bool
+) -> Explanation:
     forward = forward_rows.of(row) if row.in_backward else row
     is_backward = in_gradients or row.in_backward
     found = Explanation("backward" if is_backward else "forward")
@@ -112,8 +114,7 @@ def _cause_of(details: Details, is_backward: bool) -> str:
 
 
 def _op_of(named: Row, ran: Row) -> Op:
-    file, line, code = code_at(named.frames)
-    op = Op(named.name, file, line, code, stack_of(named.frames))
+    op = op_at(named.name, named.frames)
     op.derivative = ran.name if named is not ran else ""
     if ran.details is not None:
         details = ran.details
@@ -164,11 +165,8 @@ def _place(row: Row) -> str:
     return f" ({file.rpartition('/')[2]}:{line})" if file else ""
 
 
-def _chain_text(culprit: Culprit) -> list[str]:
-    source = culprit.source
+def _chain_text(root_op: RootOp) -> list[str]:
+    source = root_op.source
     names = [f"`{source.name}`"] if isinstance(source, Leaf) and source.name else []
-    return [*names, *_without_repeats([row.name for row in culprit.chain])]
-
-
-def _without_repeats(names: Sequence[str]) -> list[str]:
-    return [name for i, name in enumerate(names) if i == 0 or names[i - 1] != name]
+    rows = itertools.groupby(row.name for row in root_op.chain)
+    return [*names, *(name for name, _ in rows)]

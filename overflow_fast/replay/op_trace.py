@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from ..core.tensors import StorageMap, is_whole, storages
 from ..torch_internals.compiler import is_in_compiled_call
@@ -15,6 +16,7 @@ from ..torch_internals.replay_internals import (
     TorchDispatchMode,
     autograd_node,
     next_sequence,
+    no_dispatch,
     sequence_of,
     storage_id,
 )
@@ -22,7 +24,73 @@ from ..tree import tensors_in
 from .module_call import ModuleCall
 from .places import Frames, ModuleStack, runs_in_hook, users_frames
 from .root_op import Details, OpCall, Sums, details_of
-from .tensor_kinds import NAN, NEGATIVE_INF, Kinds, is_float, kinds_of
+from .tensor_kinds import NAN, NEGATIVE_INF, Kinds, floats_in, is_float, kinds_of
+
+# The one dispatch mode: it shows each operation to an observer.
+
+
+class OpObserver(Protocol):
+    """Sees the operations of a trace, and what modules return."""
+
+    def run(self, op: OpCall, modules: ModuleStack) -> Any:
+        """Runs an operation with `op.run()`, and returns what that returned.
+
+        Args:
+            op: The operation, which is about to run.
+            modules: Knows which module runs.
+        """
+
+    def on_module(self, name: str, output: Any) -> None:
+        """Takes in what a module has returned.
+
+        Args:
+            name: The module's name.
+            output: What it returned.
+        """
+
+
+_WRAPPERS = ("DTensor", "AsyncCollectiveTensor")  # of tensors that ranks share
+
+
+class OpTrace(TorchDispatchMode):
+    """Shows all operations to an observer while it is entered.
+
+    Of tensors that ranks share, the operations on this rank's parts.
+
+    Args:
+        models: The models, by what their modules' names begin with; modules of others
+            are not known.
+        observer: Sees the operations.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module], observer: OpObserver) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._observer = observer
+        self._modules = ModuleStack(models, observer.on_module)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # that would import dynamo, which takes seconds
+
+    def __enter__(self) -> OpTrace:
+        self._modules.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._modules.__exit__(*exception)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(each.__name__ in _WRAPPERS for each in types):
+            return NotImplemented  # it comes again, with this rank's parts
+        if str(func).startswith("profiler."):
+            return func(*args, **kwargs)
+        return self._observer.run(OpCall(func, args, kwargs), self._modules)
+
 
 # The parts of a table of operations: operations, and tensors from before.
 
@@ -140,7 +208,6 @@ _EMPTY = {
     *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"),
     *("empty_permuted", "empty_quantized", "resize_"),
 }
-_WRAPPERS = ("DTensor", "AsyncCollectiveTensor")  # of tensors that ranks share
 _MAX_SOURCES = 8
 _MAX_DETAILS = 48
 _autograd: Any = torch.autograd
@@ -148,36 +215,30 @@ _autograd: Any = torch.autograd
 _Read = list[tuple[list[Source], int, int]]
 
 
-class OpTable(TorchDispatchMode):
-    """Records a row for each operation while it is entered.
+class OpTable:
+    """Records a row for each operation of a trace.
 
     Non-finite values are followed by the memory that holds them, so that views and
     writes in place are no matter. Nothing that runs is changed. Incurs a CPU-GPU sync
     for each operation on a device.
 
     Args:
-        modules: Knows which module runs.
         leaves: The tensors that are there before, by what they are.
         keeps_calls: Keep the arguments of operations that made bad values.
 
     Attributes:
         rows: The operations, in order.
+        bad_modules: The modules' outputs that were bad, with their names, in order.
         kinds: Knows which kinds of non-finite values tensors hold.
         is_compiled: True if an operation ran in a call of what was compiled.
     """
 
-    def __init__(
-        self,
-        modules: ModuleStack,
-        leaves: Sequence[Leaf],
-        keeps_calls: bool = False,
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, leaves: Sequence[Leaf], keeps_calls: bool = False) -> None:
         self._keeps_calls = keeps_calls
         self.rows: list[Row] = []
+        self.bad_modules: list[tuple[str, torch.Tensor]] = []
         self.is_compiled = False
         self.kinds = Kinds()
-        self._modules = modules
         self._sums = Sums(self.kinds)
         self._bad: StorageMap[list[Source]] = StorageMap()
         self._empty: StorageMap[Row] = StorageMap()
@@ -186,10 +247,6 @@ class OpTable(TorchDispatchMode):
         for leaf in leaves:
             for storage in storages(leaf.tensor):
                 self._leaves.setdefault(storage_id(storage), leaf)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # that would import dynamo, which takes seconds
 
     def sources(self, tensor: torch.Tensor) -> list[Source]:
         """The sources of the non-finite values of a tensor."""
@@ -204,20 +261,13 @@ class OpTable(TorchDispatchMode):
             leaf.is_read = True
         return list(found)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if any(each.__name__ in _WRAPPERS for each in types):
-            return NotImplemented  # it comes again, with this rank's parts
-        if str(func).startswith("profiler."):
-            return func(*args, **kwargs)
-        op = OpCall(func, args, kwargs)
+    def run(self, op: OpCall, modules: ModuleStack) -> Any:
+        """Runs an operation, and records its row; see `OpObserver`."""
         if op.waits:
-            output = func(*args, **kwargs)
+            output = op.run()
             self.kinds.forget(tensors_in(output))
             return output
-        row = self._begin(op)
+        row = self._begin(op, modules)
         read = op.read()
         kinds = self.kinds.of(read)
         bad = [
@@ -226,17 +276,26 @@ class OpTable(TorchDispatchMode):
             if each
         ]
         op.keep_written()
-        output = func(*args, **kwargs)
+        output = op.run()
         with torch.no_grad():
             self._end(op, row, output, bad)
+        if row.call is not None and not row.in_backward:
+            row.module_call = modules.call()
         return output
 
-    def _begin(self, op: OpCall) -> Row:
+    def on_module(self, name: str, output: Any) -> None:
+        """Notes what a module has returned, if it is bad."""
+        floats = floats_in(output)
+        with no_dispatch():
+            found = self.kinds.of(floats)
+        for tensor, kinds in zip(floats, found, strict=True):
+            if kinds & ~NEGATIVE_INF:
+                self.bad_modules.append((name, tensor))
+
+    def _begin(self, op: OpCall, modules: ModuleStack) -> Row:
         node: Any = autograd_node()
         frames = users_frames()
-        row = Row(
-            len(self.rows), op.name, self._modules.current(node is not None), frames
-        )
+        row = Row(len(self.rows), op.name, modules.current(node is not None), frames)
         row.sequence = next_sequence() - 1
         if node is not None:
             row.node = str(node.name())
@@ -327,7 +386,6 @@ class OpTable(TorchDispatchMode):
             if self._keeps_calls:
                 row.call = op
                 op.note_versions()
-                row.module_call = None if row.in_backward else self._modules.call()
         # A mask's infs may change their sign; what overflows beside them is news.
         is_overflow = row.details is not None and row.details.is_overflow
         row.is_meant = has_masks and not row.kinds & NAN and not is_overflow

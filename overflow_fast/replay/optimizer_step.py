@@ -5,18 +5,18 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from .explanation import BadStep, Explanation, Op, Remedy
-from .op_trace import OpTable
-from .places import ModuleStack, code_at, module_of_parameter, stack_of
+from .op_trace import OpTable, OpTrace
+from .places import module_of_parameter, op_at
 from .remedies.line_forms import update_remedies
 from .root_op import NOT_TRIED
-from .slice import culprit_of
+from .slice import trace_back
 
 # A usual eps that the dtype holds.
 _EPS = {torch.float16: 1e-4, torch.bfloat16: 1e-8, torch.float32: 1e-8}
@@ -70,15 +70,15 @@ def _made_again(
 ) -> Explanation | None:
     """The explanation if the same elements become non-finite again."""
     twin = _Twin(optimizer, group, parameter, parameter.dtype)
-    table = OpTable(ModuleStack({}, lambda *_: None), [])
-    with table:
+    table = OpTable([])
+    with OpTrace({}, table):
         twin.step()
     bad = ~twin.parameter.isfinite()
     is_same = bool((bad & ~parameter.detach().isfinite()).any())
-    culprit = culprit_of(table.sources(twin.parameter)) if bool(bad.any()) else None
-    if not is_same or culprit is None or not hasattr(culprit.source, "frames"):
+    root_op = trace_back(table.sources(twin.parameter)) if bool(bad.any()) else None
+    if not is_same or root_op is None or not hasattr(root_op.source, "frames"):
         return None
-    row: Any = culprit.source
+    row: Any = root_op.source
     wide = _Twin(optimizer, group, parameter, torch.float64)
     wide.step()
     is_finite = bool(wide.parameter.isfinite().all())
@@ -96,10 +96,16 @@ def _made_again(
     wrong = _bad_settings(group)
     if wrong:
         found.evidence.append(f"its settings are not finite: {wrong}")
-    zeros = [name for name in ("eps",) if _is_zero(group.get(name), parameter.dtype)]
-    eps = "".join(f" ({name}={group[name]:g} is 0 there)" for name in zeros)
-    if zeros:
-        found.remedies = list(_other_eps(optimizer, group, parameter))
+    eps, own = "", group.get("eps")
+    if isinstance(own, float) and not float(torch.tensor(own, dtype=parameter.dtype)):
+        eps = f" (eps={own:g} is 0 there)"
+        other = _EPS.get(parameter.dtype, 1e-8)
+        remedy = Remedy(
+            f"eps={other:g} instead of {own:g} (with gradients of 0)",
+            f"{type(optimizer).__name__}(..., eps={other:g})",
+            is_finite=_is_finite_again(optimizer, {**group, "eps": other}, parameter),
+        )
+        found.remedies = [remedy]
     found.remedies += update_remedies(
         row, found, lambda: _is_finite_again(optimizer, group, parameter)
     )
@@ -109,20 +115,6 @@ def _made_again(
         f"non-finite; {width or 'in float64 too'}{eps * is_finite}"
     )
     return found
-
-
-def _other_eps(
-    optimizer: Any, group: dict[str, Any], parameter: torch.Tensor
-) -> Iterator[Remedy]:
-    """Makes the step again with an eps that the dtype can hold."""
-    eps = _EPS.get(parameter.dtype, 1e-8)
-    is_finite = _is_finite_again(optimizer, {**group, "eps": eps}, parameter)
-    name = type(optimizer).__name__
-    yield Remedy(
-        f"eps={eps:g} instead of {group['eps']:g} (with gradients of 0)",
-        f"{name}(..., eps={eps:g})",
-        is_finite=is_finite,
-    )
 
 
 def _is_finite_again(
@@ -145,13 +137,8 @@ def _bad_settings(group: Mapping[str, Any]) -> str:
     )
 
 
-def _is_zero(value: Any, dtype: torch.dtype) -> bool:
-    return isinstance(value, float) and float(torch.tensor(value, dtype=dtype)) == 0
-
-
 def _op_of(row: Any) -> Op:
-    file, line, code = code_at(row.frames)
-    op = Op(row.name, file, line, code, stack_of(row.frames))
+    op = op_at(row.name, row.frames)
     if row.details is not None and row.details.why != NOT_TRIED:
         op.inputs, op.outputs = row.details.inputs, row.details.outputs
         op.first_index, op.limit = row.details.first_index, row.details.limit

@@ -15,6 +15,7 @@ from torch import nn
 from ..core.modules import named_modules
 from ..core.selection import full_name
 from ..torch_internals.replay_internals import autograd_node
+from .explanation import Op
 from .module_call import ModuleCall
 
 _MAX_FRAMES = 12
@@ -27,7 +28,7 @@ _NO_HOOKS = tuple(
     os.path.join("torch", *parts)
     for parts in (("autograd", "function.py"), ("utils", "checkpoint.py"))
 )
-_BEGINS = {"_run_one", "_made_again"}  # who runs the user's code again
+_BEGINS = {"_run_call", "_made_again"}  # who runs the user's code again
 _is_users: dict[str, bool] = {}
 
 # The code, the line and the instruction of each frame.
@@ -97,6 +98,11 @@ def code_at(frames: Frames) -> tuple[str, int, str]:
         return "", 0, ""
     code, line, _ = frames[0]
     return code.co_filename, line, linecache.getline(code.co_filename, line).strip()
+
+
+def op_at(name: str, frames: Frames) -> Op:
+    """An operation with the line that called it, and those that led there."""
+    return Op(name, *code_at(frames), stack_of(frames))
 
 
 def span_of(frames: Frames) -> Span | None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .change import Change
 from .explanation import Explanation
 
 CLEAN, GIVEN, BAD, FAILED = range(4)  # states of a replayed call, by their weight
@@ -38,26 +36,7 @@ class Channel(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Run:
-    """The order to replay the step.
-
-    Attributes:
-        armed: The place of the call that a table is made of; -1 for none.
-        rows: The samples of that call's batch to run alone; None for the whole step.
-        change: The change to make meanwhile, or None.
-        is_whole: Run all calls, each with its backward, as the step did.
-        is_watched: Watch the run, on each rank that has a `Rerun.watched`.
-    """
-
-    armed: int = -1
-    rows: tuple[int, ...] | None = None
-    change: Change | None = None
-    is_whole: bool = False
-    is_watched: bool = False
-
-
-class Team:
+class RankCoordinator:
     """One leads: it decides what is run, and all others run that too. Alone, one leads.
 
     What the ranks tell one another decides what each does next, so all run the same
@@ -95,7 +74,7 @@ class Team:
         return self._channel is None
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Tells whether this rank leads."""
         return self.rank == self.lead
 
@@ -156,7 +135,7 @@ class Team:
         best = max(self.claims.values())
         if self.claims[self.lead] != best:
             self.lead = min(rank for rank, each in self.claims.items() if each == best)
-        return self.leads
+        return self.is_leader
 
     def finish(self, found: Explanation) -> Explanation:
         """Hands the explanation of the rank that leads to all.
@@ -167,7 +146,7 @@ class Team:
         if self.is_alone or self.is_broken or self.result is not None:
             return self.result or found
         try:
-            if self.leads:
+            if self.is_leader:
                 self._exchange(found)
                 return found
             if not isinstance(self.receive(), Explanation):

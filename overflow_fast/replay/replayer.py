@@ -1,63 +1,231 @@
-"""Runs a kept step again, and compares it with the step itself."""
+"""Runs a kept step again, with patches in place and under observers.
+
+    with Replayer(models, calls, start, ranks) as replayer:
+        result = replayer.run(StepPart(traced=0), patches, observers)
+
+While it is entered, all that a run may change is kept. Each run begins with it as it
+was when the step began; at the end it is put back bit for bit.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..capture.unseen import unseen
-from ..core.modules import without_reduction
+from ..core.force_eager import run_eagerly
+from ..core.modules import local_part, without_reduction
 from ..core.tensors import loss_in
 from ..state.snapshot import Snapshot
+from ..state.step_start import StepStart
 from ..torch_internals.replay_internals import no_dispatch
-from .armed_call import armed
+from ..torch_internals.tensor_internals import sparse_values
 from .capture import KeptCall, loss_and_gradients, part_of
-from .change import Change
-from .outcome import Outcome, gradients_of
+from .functions import held_leaves
+from .op_trace import Leaf, OpTable, OpTrace
 from .places import names_of
-from .rank_coordinator import BAD, CLEAN, FAILED, NotJoined, OnRank, Run, Team
+from .rank_coordinator import (
+    BAD,
+    CLEAN,
+    FAILED,
+    GIVEN,
+    NotJoined,
+    OnRank,
+    RankCoordinator,
+)
 from .tensor_kinds import NEGATIVE_INF, bad_names, floats_in, kinds_of
 
 
-class Rerun:
-    """Runs kept calls again while the models' state is kept.
+class Patch:
+    """A change for one run. It can be pickled, for other ranks to make it, too."""
+
+    def applied(
+        self, models: Mapping[str, nn.Module]
+    ) -> AbstractContextManager[object]:
+        """Makes the change while it is entered; undoes it bit for bit.
+
+        Args:
+            models: The models, by what their modules' names begin with.
+        """
+        return nullcontext()
+
+    def calls(self, calls: Sequence[KeptCall]) -> list[KeptCall]:
+        """The calls to run in place of those of the step."""
+        return list(calls)
+
+
+class Observer:
+    """Sees a run on this rank, and changes no value of it."""
+
+    def observing(
+        self, models: Mapping[str, nn.Module]
+    ) -> AbstractContextManager[object]:
+        """Sees what runs while it is entered, with the patches in place.
+
+        Args:
+            models: The models, by what their modules' names begin with.
+        """
+        return nullcontext()
+
+    def on_output(self, call: KeptCall, output: Any) -> None:
+        """Sees what a call has returned, before its backward."""
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """The part of a step to run: all calls up to the first bad one, if nothing is said.
+
+    Attributes:
+        traced: The place of the last call to run, whose operations are traced; bad
+            calls before it are passed over. -1 for none.
+        rows: The samples of that call's batch to run alone, without the calls before
+            it; None for the whole step.
+        is_whole: Run all calls, each with its backward, as the step did.
+    """
+
+    traced: int = -1
+    rows: tuple[int, ...] | None = None
+    is_whole: bool = False
+
+
+_UP_TO_BAD = StepPart()
+
+
+@dataclass(frozen=True)
+class RunOrder:
+    """The order to run a step, as the rank that leads gives it to the others.
+
+    Attributes:
+        step: The part to run.
+        patches: The changes to make meanwhile.
+    """
+
+    step: StepPart
+    patches: tuple[Patch, ...]
+
+
+@dataclass
+class ReplayResult:
+    """The result of a run.
+
+    Attributes:
+        bad_outputs: What was returned and is non-finite; a loss comes first.
+        bad_held: Whether the gradient that came from outside is non-finite.
+        bad_gradients: The names of parameters whose gradients are non-finite.
+        bad_buffers: Those of buffers that became non-finite.
+        has_backward: Whether there was a backward.
+        has_mask: Whether an output that is no loss has a -inf, which may be meant.
+        bad_call: Which of the kept calls was the first bad one, or -1.
+        gradients: The gradients of the parameters, by their names.
+        table: The operations, if a call was traced.
+        error: What ended it, or None.
+        seconds: The time that it took.
+        bad_ranks: The ranks whose call was the first bad one.
+        losses: What backward was called on, where that is a number.
+        carried: What the replay has read of bad values that the step itself may have
+            left, as in an attribute of a module. Known where a call was traced.
+    """
+
+    bad_outputs: list[torch.Tensor] = field(default_factory=list)
+    bad_held: bool = False
+    bad_gradients: list[str] = field(default_factory=list)
+    bad_buffers: list[str] = field(default_factory=list)
+    has_backward: bool = False
+    has_mask: bool = False
+    bad_call: int = -1
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    table: OpTable | None = None
+    error: Exception | None = None
+    seconds: float = 0.0
+    bad_ranks: list[int] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    carried: list[str] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        """Tells whether outputs, gradients and buffers are finite, on all ranks."""
+        is_bad = self.bad_outputs or self.bad_gradients or self.bad_buffers
+        return not (is_bad or self.bad_ranks or self.error)
+
+    @property
+    def state(self) -> int:
+        """The state of this rank: CLEAN, GIVEN, BAD or FAILED."""
+        if self.error is not None:
+            return FAILED
+        if not (self.bad_outputs or self.bad_gradients or self.bad_buffers):
+            return CLEAN
+        return GIVEN if self.bad_held and not self.is_forward else BAD
+
+    @property
+    def is_forward(self) -> bool:
+        """Tells whether it was bad before a backward began."""
+        return bool(self.bad_outputs)
+
+    @property
+    def is_in_gradients(self) -> bool:
+        """Tells whether gradients alone are bad."""
+        return not self.bad_outputs and bool(self.bad_gradients)
+
+
+class Replayer:
+    """Runs the kept calls of a step again while it is entered.
 
     Args:
         models: The models, by what their modules' names begin with.
-        calls: What was kept.
-        state: The kept state; it is entered.
-        team: The ranks that run them.
+        calls: The calls of the step.
+        start: The models as they were when the step began; None for now.
+        ranks: The ranks that run them together, each of which enters its own; None for
+            this one alone.
         keeps_calls: Keep the arguments of operations that make bad values.
 
     Attributes:
-        state: The kept state.
+        state: All that a run may change, kept.
         num_forwards: How many forwards were run.
-        watched: This rank's own change of runs that are watched, or None.
-        on_output: Called with each call and what it returned, before its backward.
     """
 
     def __init__(
         self,
         models: Mapping[str, nn.Module],
         calls: Sequence[KeptCall],
-        state: Snapshot,
-        team: Team,
+        start: StepStart | None = None,
+        ranks: RankCoordinator | None = None,
         keeps_calls: bool = False,
     ) -> None:
-        self.models, self.calls, self.team = models, list(calls), team
-        self.state = state
+        self.models, self.calls = models, list(calls)
+        self.ranks = RankCoordinator() if ranks is None else ranks
         self._keeps_calls = keeps_calls
-        self.watched: Change | None = None
-        self.on_output: Callable[[KeptCall, Any], object] = lambda call, output: None
         self.num_forwards = 0
-        self._written = {id(call) for call in calls if call.is_overwritten()}
-        self._bad_before = set(bad_names(self._buffers(), masks=False))
+        variables: dict[str, Any] = {}
+        for call in calls:
+            variables |= call.around() or {"batch": call.batch}
+        self.state = Snapshot(models, start, variables)
+
+    def __enter__(self) -> Replayer:
+        """Keeps the state; raises on all ranks if one cannot."""
+        error: Exception | None = None
+        try:
+            for call in self.calls:
+                call.note_overwritten()
+            self.state.take()
+            self._written = {id(call) for call in self.calls if call.is_overwritten()}
+            self._bad_before = set(bad_names(self._buffers(), masks=False))
+        except Exception as raised:
+            error = raised
+        try:
+            self.ranks.check(error)
+        except BaseException:
+            self.state.restore()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.state.restore()
 
     @property
     def returns_loss(self) -> bool:
@@ -66,132 +234,131 @@ class Rerun:
 
     def run(
         self,
-        armed: int = -1,
-        rows: Sequence[int] | None = None,
-        change: Change | None = None,
-        is_whole: bool = False,
-        is_watched: bool = False,
-    ) -> Outcome:
-        """Runs calls from the state in which the step began, up to the first bad one.
+        step: StepPart = _UP_TO_BAD,
+        patches: Sequence[Patch] = (),
+        observers: Sequence[Observer] = (),
+    ) -> ReplayResult:
+        """Runs calls from the state in which the step began.
 
-        Called by the rank that leads; all others do the same.
+        Called by the rank that leads; all others follow.
 
         Args:
-            armed: The place of the call that a table is made of; -1 for none.
-            rows: The samples of that call's batch to run alone; None for all calls.
-            change: See `Run`.
-            is_whole: See `Run`.
-            is_watched: See `Run`.
+            step: The part of the step to run.
+            patches: The changes to make meanwhile, on all ranks.
+            observers: They see this rank's run.
         """
-        part = None if rows is None else tuple(rows)
-        order = Run(armed, part, change, is_whole, is_watched)
-        self.team.order(order)
-        return self.follow(order)
+        order = RunOrder(step, tuple(patches))
+        self.ranks.order(order)
+        return self.follow(order, observers)
 
-    def follow(self, order: Run) -> Outcome:
+    def follow(
+        self, order: RunOrder, observers: Sequence[Observer] = ()
+    ) -> ReplayResult:
         """Runs what the rank that leads has ordered; see `run()`."""
-        outcome = Outcome()
+        result = ReplayResult()
         begin = time.perf_counter()
         try:
-            is_over = False
-            if self._tries_forwards(order):
-                with self._prepared(order):
-                    outcome = self._run_forwards(self._calls_of(order)[0])
-                    is_over = not outcome.is_clean
-            if not is_over:
-                with self._prepared(order):
-                    if order.is_whole:
-                        outcome = self._run_all()
-                    else:
-                        outcome = self._run_in_order(*self._calls_of(order))
+            result = self._run(order, observers)
         except NotJoined:
             raise
         except Exception as error:
-            outcome.error = error
-        outcome.seconds = time.perf_counter() - begin
-        return outcome
+            result.error = error
+        result.seconds = time.perf_counter() - begin
+        return result
+
+    def _run(self, order: RunOrder, observers: Sequence[Observer]) -> ReplayResult:
+        step, callers = order.step, {call.caller for call in self.calls}
+        is_plain = step.traced < 0 and not step.is_whole
+        if is_plain and len(callers) > 1 and self.ranks.is_alone:
+            # Models may call one another: all forwards come first.
+            with self._begun(order, observers) as calls:
+                result = self._run_forwards(calls, observers)
+            if not result.is_clean:
+                return result
+        with self._begun(order, observers) as calls:
+            if step.is_whole:
+                return self._run_all(calls, observers)
+            return self._run_in_order(calls, observers, is_traced=step.traced >= 0)
 
     @contextmanager
-    def _prepared(self, order: Run) -> Iterator[None]:
-        """Begins the step, out of sight of what watches it, with the run's changes."""
+    def _begun(
+        self, order: RunOrder, observers: Sequence[Observer]
+    ) -> Iterator[list[KeptCall]]:
+        """Begins the step, out of sight of what watches it; yields the calls to run."""
         self.state.begin()
         with ExitStack() as stack:
             stack.enter_context(unseen(self.models.values()))
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(without_reduction(self.models.values()))
-            watched = self.watched if order.is_watched else None
-            for change in filter(None, (order.change, watched)):
-                stack.enter_context(change.applied(self.models))
-            yield
+            for patch in order.patches:
+                stack.enter_context(patch.applied(self.models))
+            for observer in observers:
+                stack.enter_context(observer.observing(self.models))
+            step = order.step
+            if step.rows is not None:
+                yield [part_of(self.calls[step.traced], step.rows)]
+                return
+            last = len(self.calls) if step.traced < 0 else step.traced + 1
+            yield patched_calls(self.calls[:last], order.patches)
 
-    def _tries_forwards(self, order: Run) -> bool:
-        """True where models may call one another: all forwards come first."""
-        calls, armed = self._calls_of(order)
-        call_one_another = len({call.caller for call in calls}) > 1
-        is_plain = armed < 0 and not order.is_whole
-        return is_plain and call_one_another and self.team.is_alone
-
-    def _run_forwards(self, calls: Sequence[KeptCall]) -> Outcome:
+    def _run_forwards(
+        self, calls: Sequence[KeptCall], observers: Sequence[Observer]
+    ) -> ReplayResult:
         """Runs forwards alone, up to the first bad one."""
-        outcome = Outcome()
+        result = ReplayResult()
         for place, call in enumerate(calls):
-            self._run_one(outcome, call, place, -1, has_backward=False)
-            if not outcome.is_clean:
-                outcome.bad_call = place
+            self._run_call(result, call, observers, has_backward=False)
+            if not result.is_clean:
+                result.bad_call = place
                 break
-        return outcome
+        return result
 
-    def _calls_of(self, order: Run) -> tuple[list[KeptCall], int]:
-        """The calls to run, and the place of the armed one."""
-        if order.rows is not None:
-            return [part_of(self.calls[order.armed], order.rows)], 0
-        last = len(self.calls) if order.armed < 0 else order.armed + 1
-        calls = self.calls[:last]
-        calls = calls if order.change is None else order.change.calls(calls)
-        return calls, order.armed
-
-    def _run_all(self) -> Outcome:
+    def _run_all(
+        self, calls: Sequence[KeptCall], observers: Sequence[Observer]
+    ) -> ReplayResult:
         """Runs all calls, each with its backward, whatever they have come to."""
-        outcome = Outcome()
-        for place, call in enumerate(self.calls):
-            state = self._run_one(outcome, call, place, -1, stops=False)
-            if state == FAILED:
+        result = ReplayResult()
+        for call in calls:
+            if self._run_call(result, call, observers, stops=False) == FAILED:
                 break
-        return outcome
+        return result
 
-    def _run_in_order(self, calls: Sequence[KeptCall], armed: int) -> Outcome:
-        """Runs calls up to the first bad one.
+    def _run_in_order(
+        self, calls: Sequence[KeptCall], observers: Sequence[Observer], is_traced: bool
+    ) -> ReplayResult:
+        """Runs calls up to the first bad one; if one is traced, up to the last.
 
         One whose backward is given a bad gradient is passed over as long as there are
         others, one of which may have made that.
         """
-        outcome, given = Outcome(), None
+        result, given = ReplayResult(), None
         for place, call in enumerate(calls):
-            state = self._run_one(outcome, call, place, armed)
+            is_last = place + 1 == len(calls)
+            state = self._run_call(result, call, observers, is_traced and is_last)
             if state == FAILED:
-                return outcome
+                return result
             if state == CLEAN:
                 continue
-            if armed not in (-1, place):
-                outcome = Outcome()
+            if is_traced and not is_last:
+                result = ReplayResult()
                 self.state.drop_gradients()
                 continue
-            outcome.bad_call = place
+            result.bad_call = place
             if state == BAD:
-                return outcome
+                return result
             if given is None:
-                given = outcome
-            outcome = outcome if place + 1 == len(calls) else Outcome()
+                given = result
+            result = result if is_last else ReplayResult()
             self.state.drop_gradients()
-        return given if given is not None and armed < 0 else outcome
+        return given if given is not None and not is_traced else result
 
-    def _run_one(
+    def _run_call(
         self,
-        outcome: Outcome,
+        result: ReplayResult,
         call: KeptCall,
-        place: int,
-        armed: int,
+        observers: Sequence[Observer],
+        is_traced: bool = False,
         has_backward: bool = True,
         stops: bool = True,
     ) -> int:
@@ -200,42 +367,43 @@ class Rerun:
         if id(call) in self._written:  # the user's batch is written to once
             call = call.with_own_batch()
         try:
-            self._call(outcome, call, place == armed, has_backward, stops)
+            with self._traced(result, call) if is_traced else nullcontext():
+                with call.ambient.applied(self.models.values()):
+                    output = call.function(call.batch)
+                for observer in observers:
+                    observer.on_output(call, output)
+                roots = self._look_at_output(result, call, output)
+                # Where there are others, they may wait for this rank's part in theirs.
+                is_wanted = not (result.is_forward and stops and self.ranks.is_alone)
+                if roots and has_backward and is_wanted:
+                    result.has_backward = True
+                    torch.autograd.backward(
+                        [root for root, _ in roots], [gradient for _, gradient in roots]
+                    )
+            self._look_at_state(result)
         except Exception as error:
-            outcome.error = error
-        state, text, outcome.bad_ranks = self.team.agree(outcome.state, outcome.error)
-        if text and outcome.error is None:
-            outcome.error = OnRank(text)
+            result.error = error
+        state, text, result.bad_ranks = self.ranks.agree(result.state, result.error)
+        if text and result.error is None:
+            result.error = OnRank(text)
         return state
 
-    def _call(
-        self,
-        outcome: Outcome,
-        call: KeptCall,
-        is_armed: bool,
-        has_backward: bool,
-        stops: bool,
-    ) -> None:
-        with ExitStack() as stack:
-            if is_armed:
-                stack.enter_context(
-                    armed(outcome, call, self.models, self._keeps_calls)
-                )
-            with call.ambient.applied(self.models.values()):
-                output = call.function(call.batch)
-            self.on_output(call, output)
-            roots = self._look_at(outcome, call, output)
-            # Where there are others, they may wait for this rank's part in theirs.
-            is_wanted = not (outcome.is_forward and stops and self.team.is_alone)
-            if roots and has_backward and is_wanted:
-                outcome.has_backward = True
-                torch.autograd.backward(
-                    [root for root, _ in roots], [gradient for _, gradient in roots]
-                )
-        self._look_at_state(outcome)
+    @contextmanager
+    def _traced(self, result: ReplayResult, call: KeptCall) -> Iterator[None]:
+        """Runs eagerly, and records all operations in the result's table."""
+        leaves = [Leaf("batch", name, tensor) for name, tensor in call.leaves()]
+        leaves += [Leaf(*found) for found in names_of(self.models)]
+        leaves += [Leaf("gradient", "", held) for held in call.held.values()]
+        others = held_leaves(self.models, call.around())
+        result.table = OpTable([*leaves, *others], self._keeps_calls)
+        with run_eagerly(), OpTrace(self.models, result.table):
+            yield
+        for leaf in others:
+            leaf.note_written()
+        result.carried = [leaf.name for leaf in others if leaf.is_carried]
 
-    def _look_at(
-        self, outcome: Outcome, call: KeptCall, output: Any
+    def _look_at_output(
+        self, result: ReplayResult, call: KeptCall, output: Any
     ) -> list[tuple[Any, Any]]:
         """Looks at what was returned; says what backward is called on."""
         with no_dispatch():
@@ -247,99 +415,37 @@ class Rerun:
             for tensor in floats:
                 kinds = kinds_of(tensor)
                 is_loss = call.returns_loss or tensor is own
-                outcome.has_mask |= kinds == NEGATIVE_INF and not is_loss
+                result.has_mask |= kinds == NEGATIVE_INF and not is_loss
                 if kinds and (is_loss or kinds != NEGATIVE_INF):
-                    outcome.bad_outputs.append(tensor)
-            outcome.bad_held = any(kinds_of(gradient) for _, gradient in roots)
-            outcome.losses += [root.detach() for root in losses if root.numel() == 1]
+                    result.bad_outputs.append(tensor)
+            result.bad_held = any(kinds_of(gradient) for _, gradient in roots)
+            result.losses += [root.detach() for root in losses if root.numel() == 1]
         return roots
 
-    def _look_at_state(self, outcome: Outcome) -> None:
-        outcome.gradients = gradients_of(self.models)
-        outcome.bad_gradients = bad_names(outcome.gradients.items(), masks=True)
+    def _look_at_state(self, result: ReplayResult) -> None:
+        """Looks at this rank's gradients, of sparse ones at the values, and buffers."""
+        result.gradients = {}
+        for prefix, model in self.models.items():
+            for name, parameter in model.named_parameters():
+                if parameter.grad is None:
+                    continue
+                gradient = local_part(parameter.grad)
+                if gradient.layout is torch.sparse_coo:
+                    gradient = sparse_values(gradient)
+                if gradient.layout is torch.strided:
+                    result.gradients[f"{prefix}{name}"] = gradient
+        result.bad_gradients = bad_names(result.gradients.items(), masks=True)
         bad = bad_names(self._buffers(), masks=False)
-        outcome.bad_buffers = [name for name in bad if name not in self._bad_before]
+        result.bad_buffers = [name for name in bad if name not in self._bad_before]
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         return [(n, t) for kind, n, t in names_of(self.models) if kind == "buffer"]
 
 
-# A replay is compared with the step itself: the first value that differs.
-
-
-@dataclass(frozen=True)
-class Stats:
-    """The extremes of an entry in a step.
-
-    Attributes:
-        num_tensors: How many tensors they are of.
-        abs_min: The smallest magnitude; nan where there is a nan.
-        abs_max: The largest magnitude; nan where there is a nan.
-        num_nan: The number of nans.
-        num_inf: The number of infs.
-    """
-
-    num_tensors: int
-    abs_min: float
-    abs_max: float
-    num_nan: int
-    num_inf: int
-
-
-@dataclass(frozen=True)
-class ReplayDifference:
-    """The first entry, in execution order, whose extremes differ.
-
-    Attributes:
-        module: The name of its module.
-        label: Its label, such as "output" or "grad_output".
-        step: Its extremes in the step.
-        replay: Those in the replay.
-    """
-
-    module: str
-    label: str
-    step: Stats
-    replay: Stats
-
-    def __str__(self) -> str:
-        """The difference as a clause."""
-        place = f"{self.label} of {self.module or 'the model'}"
-        return f"{place} is the first that differs: {self._what()}"
-
-    def _what(self) -> str:
-        step, replay = self.step, self.replay
-        for kind in ("nan", "inf"):
-            numbers = (getattr(step, f"num_{kind}"), getattr(replay, f"num_{kind}"))
-            if numbers[0] != numbers[1]:
-                return f"{numbers[0]} {kind} in the step, {numbers[1]} in the replay"
-        extreme = "smallest" if step.abs_max == replay.abs_max else "largest"
-        name = "abs_min" if extreme == "smallest" else "abs_max"
-        values = _apart(getattr(step, name), getattr(replay, name))
-        return f"{extreme} magnitude {values[0]} in the step, {values[1]} in the replay"
-
-
-def _apart(one: float, other: float) -> tuple[str, str]:
-    """Writes two numbers with as many digits as tell them apart."""
-    for digits in (3, 6, 9, 17):
-        texts = f"{one:.{digits}g}", f"{other:.{digits}g}"
-        if texts[0] != texts[1]:
-            break
-    return texts
-
-
-class Witness(Change):
-    """A change of a replay: it is watched as the step was. Changes no value."""
-
-    def difference(self) -> ReplayDifference | None:
-        """The first value that differs from the step's; None if none is known to."""
-        raise NotImplementedError
-
-
-def difference_of(watched: Change | None) -> ReplayDifference | None:
-    """The first value of a watched run that differs from the step's, if one is known.
-
-    Args:
-        watched: What watched the run; None where nothing did.
-    """
-    return watched.difference() if isinstance(watched, Witness) else None
+def patched_calls(
+    calls: Sequence[KeptCall], patches: Sequence[Patch]
+) -> list[KeptCall]:
+    """The calls of a step with patches in place."""
+    for patch in patches:
+        calls = patch.calls(calls)
+    return list(calls)

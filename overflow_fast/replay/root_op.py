@@ -173,7 +173,7 @@ def _classify(
     output: Any,
     counts: Sequence[torch.Tensor],
 ) -> None:
-    why = _of_nothing(op, bad[0], output, counts)
+    why = _reduces_nothing(op, bad[0], output, counts)
     if why:
         found.why, found.reason = EMPTY, why
         return
@@ -245,7 +245,7 @@ def _value_at(value: Any, index: tuple[int, ...]) -> float | None:
     return float(value[own]) if not value.is_complex() else None
 
 
-def _of_nothing(
+def _reduces_nothing(
     op: OpCall, bad: torch.Tensor, output: Any, counts: Sequence[torch.Tensor]
 ) -> str:
     """Describes what it reduces, if that is nothing; else ""."""
@@ -322,6 +322,10 @@ class OpCall:
             self._note_written(schema)
         if self.name.startswith("c10d.") and self._has_output_first():
             self._overwritten += tensors_in(args[0])
+
+    def run(self) -> Any:
+        """Runs it, and returns what it returned."""
+        return self.func(*self.args, **self.kwargs)
 
     def _has_output_first(self) -> bool:
         """Tells whether a collective only writes to its first argument, as most do."""
@@ -422,7 +426,7 @@ _LAYOUTS = {
 }
 
 
-def of_whom(
+def gradient_of_payload(
     bad: Mapping[str, torch.Tensor], clean: Mapping[str, torch.Tensor]
 ) -> tuple[str, str]:
     """Finds the one gradient in which a bit of the exponent has flipped.

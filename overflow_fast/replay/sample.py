@@ -10,8 +10,8 @@ import torch
 from .capture import KeptCall, batch_size, why_whole
 from .explanation import Explanation, Sample
 from .op_trace import Leaf, Row
-from .replayer import Rerun
-from .slice import Culprit, culprit_in
+from .replayer import Replayer, StepPart
+from .slice import RootOp, find_root_op
 from .tensor_kinds import as_wide, is_float
 
 _INDEX_KEYS = ("index", "indices", "idx", "sample_index", "sample_id", "id", "ids")
@@ -19,8 +19,8 @@ _INDEX_KEYS = ("index", "indices", "idx", "sample_index", "sample_id", "id", "id
 
 def find(
     found: Explanation,
-    culprit: Culprit,
-    rerun: Rerun,
+    root_op: RootOp,
+    replayer: Replayer,
     place: int,
     may_run: Callable[[int], bool],
 ) -> None:
@@ -30,7 +30,7 @@ def find(
     the batch after another, and what is found with all others: a sample is named if the
     same operation fails with it alone, and the step is finite without it.
     """
-    call = rerun.calls[place]
+    call = replayer.calls[place]
     size = batch_size(call)
     if size is None or found.phase == "weights":
         why = why_whole(call)
@@ -38,19 +38,20 @@ def find(
             found.notes.append(f"The samples of the batch were not compared: {why}.")
         return
     found.num_samples = size
-    source = culprit.source
+    source = root_op.source
     if isinstance(source, Leaf):
         index = _only_bad(source.tensor, size) if source.kind == "batch" else None
-    elif size < 2 or not _is_replayable(found) or not rerun.team.can_cut(place):
+    elif (
+        size < 2
+        or found.phase not in ("forward", "backward")
+        or found.cause == "not reproducible"
+        or not replayer.ranks.can_cut(place)
+    ):
         index = None
     else:
-        index = _halved(source, rerun, place, size, may_run)
+        index = _halved(source, replayer, place, size, may_run)
     if index is not None:
-        found.sample = Sample.of(index, _of_dataset(call, index, size))
-
-
-def _is_replayable(found: Explanation) -> bool:
-    return found.phase in ("forward", "backward") and found.cause != "not reproducible"
+        found.sample = Sample.of(index, _dataset_index(call, index, size))
 
 
 def _only_bad(tensor: torch.Tensor | None, size: int) -> int | None:
@@ -64,24 +65,26 @@ def _only_bad(tensor: torch.Tensor | None, size: int) -> int | None:
 
 def _halved(
     source: Row,
-    rerun: Rerun,
+    replayer: Replayer,
     place: int,
     size: int,
     may_run: Callable[[int], bool],
 ) -> int | None:
     """The sample with which alone the same operation fails, and not without it."""
     left = _guess(source, size) or list(range(size))
-    if len(left) == 1 and not (may_run(1) and _fails(rerun, place, left, source)):
+    if len(left) == 1 and not (may_run(1) and _fails(replayer, place, left, source)):
         left = list(range(size))
     while len(left) > 1:
         if not may_run(1):
             return None
         half = left[: len(left) // 2]
-        left = half if _fails(rerun, place, half, source) else left[len(half) :]
-        if len(left) == 1 and not (may_run(1) and _fails(rerun, place, left, source)):
+        left = half if _fails(replayer, place, half, source) else left[len(half) :]
+        if len(left) == 1 and not (
+            may_run(1) and _fails(replayer, place, left, source)
+        ):
             return None
     others = [i for i in range(size) if i != left[0]]
-    is_only = may_run(1) and not _fails(rerun, place, others, None)
+    is_only = may_run(1) and not _fails(replayer, place, others, None)
     return left[0] if is_only else None
 
 
@@ -96,15 +99,17 @@ def _guess(source: Row, size: int) -> list[int] | None:
     return [details.first_index[0] // (length // size)]
 
 
-def _fails(rerun: Rerun, place: int, rows: Sequence[int], source: Row | None) -> bool:
+def _fails(
+    replayer: Replayer, place: int, rows: Sequence[int], source: Row | None
+) -> bool:
     """Tells whether a part of the batch fails: at the same place, or anywhere."""
-    outcome = rerun.run(place, rows)
+    result = replayer.run(StepPart(place, tuple(rows)))
     if source is None:
-        return outcome.error is not None or not outcome.is_clean
-    is_bad = outcome.bad_outputs or outcome.bad_gradients
-    if outcome.error is not None or outcome.table is None or not is_bad:
+        return result.error is not None or not result.is_clean
+    is_bad = result.bad_outputs or result.bad_gradients
+    if result.error is not None or result.table is None or not is_bad:
         return False
-    again = culprit_in(outcome, rerun.models)
+    again = find_root_op(result, replayer.models)
     other = None if again is None else again.source
     return isinstance(other, Row) and _place_of(other) == _place_of(source)
 
@@ -113,7 +118,7 @@ def _place_of(row: Row) -> tuple[Any, ...]:
     return row.name, row.module, row.node, row.frames[:1]
 
 
-def _of_dataset(call: KeptCall, index: int, size: int) -> int | None:
+def _dataset_index(call: KeptCall, index: int, size: int) -> int | None:
     """The sample's index in the dataset, where a key of the batch is called that."""
     for name, path, tensor in call.places():
         key = path[-1].value if path else name

@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from . import explanation, sample
 from .capture import KeptCall
 from .explanation import BadStep, Explanation
-from .finding import explain_culprit
+from .finding import explain_root_op
 from .op_trace import Leaf, Row
 from .optimizer_step import explain_update
-from .outcome import Outcome
 from .places import module_of_parameter, names_of
 from .rank_coordinator import NotJoined
 from .remedies.attempts import find_remedies
-from .remedies.changes import ScaledWeights
+from .remedies.patches import ScaledWeights
 from .remedies.trials import Failure, seconds_for
-from .replayer import Rerun, difference_of
+from .replay_check import ReplayCheck
+from .replayer import Replayer, ReplayResult, StepPart
 from .repro import module_repro_of, repro_of
-from .slice import OF_LEAVES, Culprit, ForwardRows, culprit_in, culprit_of
-from .without_operation import Answers, growth_of
+from .slice import OF_LEAVES, ForwardRows, RootOp, find_root_op, trace_back
+from .without_operation import Answers, find_growth
 
 _NO_RATE = (
     "A smaller learning rate was not tried: the weights before the last step are not "
@@ -40,130 +40,141 @@ class Search:
     """One explanation in the making.
 
     Args:
-        rerun: Runs the step.
+        replayer: Runs the step; it is not entered yet.
         incident: What a guard saw; None where nobody watched.
         budget: How many forwards it may run; see `find_remedies` for remedies.
         checkpoints: Files of weights to try where weights are bad, the newest last.
         artifact_bytes: How many bytes of tensors its artifacts may have; 0 for none.
+        replay_check: Compares the first run with the step; None where nobody watched.
     """
 
     def __init__(
         self,
-        rerun: Rerun,
+        replayer: Replayer,
         incident: BadStep | None,
         budget: int,
         checkpoints: Sequence[str | os.PathLike[str]],
         artifact_bytes: int,
+        replay_check: ReplayCheck | None,
     ) -> None:
+        self._replay_check = replay_check
+        self._observers = [] if replay_check is None else [replay_check]
         self._checkpoints = checkpoints
         self._artifact_bytes = artifact_bytes
-        self._rerun = rerun
-        self._team = rerun.team
+        self._replayer = replayer
+        self._ranks = replayer.ranks
         self._incident = incident
         self._budget = budget
         self._begin = time.perf_counter()
-        self._first: Outcome | None = None
-        self._answers = Answers(rerun, incident, self.may_run)
+        self._first: ReplayResult | None = None
+        self._answers = Answers(replayer, incident, self.may_run, replay_check)
 
     def may_run(self, forwards: int = 1) -> bool:
         """Tells whether the budget allows so many forwards more."""
         seconds = time.perf_counter() - self._begin
         step = 0.0 if self._first is None else self._first.seconds
-        left = self._budget - self._rerun.num_forwards
+        left = self._budget - self._replayer.num_forwards
         return left >= forwards and seconds < seconds_for(step)
 
     def run(self) -> Explanation:
-        """Finds the explanation, or follows the rank that does."""
-        return self._lead() if self._team.leads else self._follow()
+        """Replays, and finds the explanation or follows the rank that does."""
+        with self._replayer:
+            found = self._lead() if self._ranks.is_leader else self._follow()
+        if self._ranks.is_leader:
+            found.notes += self._replayer.state.not_restored()
+        return found
 
     def _lead(self) -> Explanation:
-        first = self._first = self._rerun.run(is_watched=True)
-        self._answers.changed = self._rerun.state.changed_around()
+        first = self._first = self._replayer.run(observers=self._observers)
+        self._answers.changed = self._replayer.state.changed_around()
         if first.error is not None:
             return self._answers.failed(first.error)
         is_inside = self._incident is not None and not self._incident.reaches_loss
         if first.is_clean and not is_inside:
             return self._answers.clean(first)
-        place = first.bad_call if first.bad_call >= 0 else self._last()
-        return self._explained(place, self._rerun.run(place))
+        place = first.bad_call if first.bad_call >= 0 else len(self._replayer.calls) - 1
+        return self._explained(place, self._replayer.run(StepPart(place)))
 
     def _follow(self) -> Explanation:
         """Does what the rank that leads orders, until it ends, or this one leads."""
-        while not isinstance(order := self._team.receive(), Explanation):
-            outcome = self._rerun.follow(order)
-            self._first = self._first or outcome
-            if order.armed >= 0 and order.rows is None and order.change is None:
-                return self._explained(order.armed, outcome)
+        while not isinstance(order := self._ranks.receive(), Explanation):
+            observers = self._observers if self._first is None else []
+            result = self._replayer.follow(order, observers)
+            self._first = self._first or result
+            step = order.step
+            if step.traced >= 0 and step.rows is None and not order.patches:
+                return self._explained(step.traced, result)
         return order
 
-    def _explained(self, place: int, armed: Outcome) -> Explanation:
+    def _explained(self, place: int, traced: ReplayResult) -> Explanation:
         """Explains a replay with a table, on the rank that knows best."""
-        if armed.error is not None:
-            failed = self._answers.failed(armed.error)
-            return failed if self._team.leads else self._follow()
-        culprit, failure = None, None
+        if traced.error is not None:
+            failed = self._answers.failed(traced.error)
+            return failed if self._ranks.is_leader else self._follow()
+        root_op, failure = None, None
         try:
-            culprit = culprit_in(armed, self._rerun.models)
+            root_op = find_root_op(traced, self._replayer.models)
         except Exception as error:  # the others wait for this rank's claim
             failure = error
-        if not self._team.elect(_claim(culprit)):
+        if not self._ranks.elect(_claim(root_op)):
             return self._follow()
         if failure is not None:
             raise failure
         assert self._first is not None
-        is_gone = self._first.is_forward and not armed.is_forward
-        if culprit is None or (is_gone and self._team.is_alone):
-            return self._answers.not_in_eager(self._first, armed)
-        found = self._of_culprit(culprit, armed, self._rerun.calls[place])
+        is_gone = self._first.is_forward and not traced.is_forward
+        if root_op is None or (is_gone and self._ranks.is_alone):
+            return self._answers.not_in_eager(self._first, traced)
+        found = self._explain_origin(root_op, traced, self._replayer.calls[place])
         self._name_ranks(found)
-        self._keep_call(found, culprit)
-        difference = difference_of(self._rerun.watched)
+        self._keep_call(found, root_op)
+        check = self._replay_check
+        difference = None if check is None else check.difference()
         if difference is not None:
             found.notes.append(f"The replay is not the same as the step: {difference}.")
         try:
             if found.cause == "range overflow":
                 self._test_growth(found)
-            sample.find(found, culprit, self._rerun, place, self.may_run)
-            self._try_remedies(found, culprit, armed, place)
+            sample.find(found, root_op, self._replayer, place, self.may_run)
+            self._try_remedies(found, root_op, traced, place)
         except NotJoined as error:  # the operation is known all the same
-            self._team.is_broken = True
+            self._ranks.is_broken = True
             found.notes.append(str(error))
         return found
 
-    def _of_culprit(
-        self, culprit: Culprit, armed: Outcome, call: KeptCall
+    def _explain_origin(
+        self, root_op: RootOp, traced: ReplayResult, call: KeptCall
     ) -> Explanation:
-        assert armed.table is not None
-        rows = ForwardRows(armed.table)
-        in_gradients = armed.is_in_gradients
-        found = explain_culprit(culprit, rows, in_gradients, call)
+        assert traced.table is not None
+        rows = ForwardRows(traced.table)
+        in_gradients = traced.is_in_gradients
+        found = explain_root_op(root_op, rows, in_gradients, call)
         incident = self._incident
         was_finite = incident is not None and incident.weights.get(found.tensor)
         if incident is not None and found.phase == "weights" and was_finite:
-            return explain_update(self._rerun.models, incident, found)
+            return explain_update(self._replayer.models, incident, found)
         if in_gradients and not found.tensor:
-            found.tensor = self._only_gradient(armed, culprit)
-        self._name_accumulated(found, culprit)
+            found.tensor = self._only_gradient(traced, root_op)
+        self._name_accumulated(found, root_op)
         self._answers.note_overwritten(found)
         return found
 
     def _test_growth(self, found: Explanation) -> None:
         """Tests whether it is the size of the weights: they are scaled back."""
-        growth = growth_of(self._rerun.models, self._incident)
+        growth = find_growth(self._replayer.models, self._incident)
         if growth is None:
             return
         found.evidence.insert(0, growth.text)
         if not self.may_run():
             return
-        outcome = self._rerun.run(change=ScaledWeights(growth.factors))
-        if outcome.error is None and not outcome.bad_outputs:
+        result = self._replayer.run(patches=[ScaledWeights(growth.factors)])
+        if result.error is None and not result.bad_outputs:
             found.cause = "divergence"
             found.evidence[0] += "; with weights as large as before it is finite"
             found.notes.append(_NO_RATE)
 
-    def _keep_call(self, found: Explanation, culprit: Culprit) -> None:
+    def _keep_call(self, found: Explanation, root_op: RootOp) -> None:
         """Keeps the operation and its module as scripts, where artifacts are wanted."""
-        source, most = culprit.source, self._artifact_bytes
+        source, most = root_op.source, self._artifact_bytes
         if not isinstance(source, Row) or source.call is None:
             return
         found.artifacts += repro_of(source.call, found, most)
@@ -173,62 +184,57 @@ class Search:
             found.artifacts += module_repro_of(call, found, most - used)
 
     def _try_remedies(
-        self, found: Explanation, culprit: Culprit, armed: Outcome, place: int
+        self, found: Explanation, root_op: RootOp, traced: ReplayResult, place: int
     ) -> None:
-        assert armed.table is not None and self._first is not None
-        if isinstance(culprit.source, Row):
-            if culprit.source.is_meant:
+        assert traced.table is not None and self._first is not None
+        if isinstance(root_op.source, Row):
+            if root_op.source.is_meant:
                 return  # a mask that is less deep makes a loss that is finite and huge
-            if armed.carried:
-                names = ", ".join(f"`{name}`" for name in armed.carried)
+            if traced.carried:
+                names = ", ".join(f"`{name}`" for name in traced.carried)
                 found.notes.append(_NOT_TRIED.format(names))
                 return
-        failure = Failure.of(found, culprit, armed.table, place)
+        failure = Failure.of(found, root_op, traced.table, place)
         failure.checkpoints = self._checkpoints
-        find_remedies(failure, self._rerun, self._budget, self._first.seconds)
-        changed, has_helped = (
-            self._answers.changed,
-            any(each.is_recommended for each in found.remedies),
-        )
-        if changed and has_helped and self._rerun.run().is_clean:
+        find_remedies(failure, self._replayer, self._budget, self._first.seconds)
+        changed = self._answers.changed
+        found_remedy = any(each.is_recommended for each in found.remedies)
+        if changed and found_remedy and self._replayer.run().is_clean:
             found.remedies = []
             found.notes.append(_BY_ITSELF.format(explanation.effects_text(changed)))
 
     def _name_ranks(self, found: Explanation) -> None:
         """Names the rank on which it began, if it began on one."""
-        claims = self._team.claims.values()
+        claims = self._ranks.claims.values()
         if max(claims) == _FROM_OTHERS and min(claims) != _FROM_OTHERS:
             found.cause = "unknown"  # what one rank gave is not known
-        elif not self._team.is_alone and max(claims) > _FROM_OTHERS:
-            found.rank = self._team.rank
+        elif not self._ranks.is_alone and max(claims) > _FROM_OTHERS:
+            found.rank = self._ranks.rank
             alike = min(max(claims), _IN_BACKWARD)  # what was handed on is no origin
             found.num_ranks = sum(each >= alike for each in claims)
 
-    def _last(self) -> int:
-        return len(self._rerun.calls) - 1
-
-    def _name_accumulated(self, found: Explanation, culprit: Culprit) -> None:
+    def _name_accumulated(self, found: Explanation, root_op: RootOp) -> None:
         """Names the parameter whose gradients overflowed when they were added up."""
-        variable = getattr(culprit.source, "variable", None)
-        for _, name, tensor in names_of(self._rerun.models):
+        variable = getattr(root_op.source, "variable", None)
+        for _, name, tensor in names_of(self._replayer.models):
             if variable is not None and tensor is variable:
                 found.tensor = name
-                is_in_hook = isinstance(culprit.source, Row) and culprit.source.in_hook
+                is_in_hook = isinstance(root_op.source, Row) and root_op.source.in_hook
                 found.module = "" if is_in_hook else module_of_parameter(name)
 
-    def _only_gradient(self, outcome: Outcome, culprit: Culprit) -> str:
-        """The one parameter whose gradient is bad because of a culprit, or ""."""
-        table, names = outcome.table, []
+    def _only_gradient(self, result: ReplayResult, root_op: RootOp) -> str:
+        """The one parameter whose gradient is bad because of an origin, or ""."""
+        table, names = result.table, []
         assert table is not None
-        for name in outcome.bad_gradients:
-            other = culprit_of(table.sources(outcome.gradients[name]))
-            if other is not None and other.source is culprit.source:
+        for name in result.bad_gradients:
+            other = trace_back(table.sources(result.gradients[name]))
+            if other is not None and other.source is root_op.source:
                 names.append(name)
         return names[0] if len(names) == 1 else ""
 
 
-def _claim(culprit: Culprit | None) -> int:
-    source = None if culprit is None else culprit.source
+def _claim(root_op: RootOp | None) -> int:
+    source = None if root_op is None else root_op.source
     if isinstance(source, Row):
         if source.is_communication:
             return _FROM_OTHERS

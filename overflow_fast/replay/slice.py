@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from .op_trace import Leaf, OpTable, Row
-from .outcome import Outcome
 from .places import names_of
+from .replayer import ReplayResult
 
 OF_LEAVES = ("parameter", "buffer", "batch", "attribute", "weight", "object")
 _KNOWN_LEAVES = (*OF_LEAVES, "gradient")
 
 
 @dataclass
-class Culprit:
+class RootOp:
     """Where the non-finite values of a tensor began.
 
     Attributes:
@@ -36,14 +36,14 @@ class Culprit:
         return rows[0] if rows else None
 
 
-def culprit_of(sources: Sequence[Row | Leaf]) -> Culprit | None:
+def trace_back(sources: Sequence[Row | Leaf]) -> RootOp | None:
     """Finds the earliest origin of what is bad, infs that are meant left out.
 
     Args:
         sources: What wrote the bad values.
 
     Returns:
-        The culprit; None if all that is bad is meant, as far as can be seen.
+        The origin; None if all that is bad is meant, as far as can be seen.
     """
     child: dict[int, Row | None] = {}
     origins: list[Row | Leaf] = []
@@ -60,10 +60,10 @@ def culprit_of(sources: Sequence[Row | Leaf]) -> Culprit | None:
     if not origins:
         return None
     first = min(origins, key=_order)
-    return Culprit(first, _chain(first, child))
+    return RootOp(first, _chain(first, child))
 
 
-def masked_whole(sources: Sequence[Row | Leaf]) -> Culprit | None:
+def masked_whole(sources: Sequence[Row | Leaf]) -> RootOp | None:
     """Finds where a mask's infs have gone beyond the mask, for a loss that holds them.
 
     That is the first operation which returns fewer values than the mask has, such as
@@ -85,31 +85,33 @@ def masked_whole(sources: Sequence[Row | Leaf]) -> Culprit | None:
     if not reducing:
         return None
     first = min(reducing, key=_order)
-    return Culprit(first, _chain(first, child))
+    return RootOp(first, _chain(first, child))
 
 
-def culprit_in(outcome: Outcome, models: Mapping[str, nn.Module]) -> Culprit | None:
+def find_root_op(
+    result: ReplayResult, models: Mapping[str, nn.Module]
+) -> RootOp | None:
     """Finds the origin of the bad values of a replay that made a table.
 
     Args:
-        outcome: What the replay has come to.
+        result: What the replay has come to.
         models: The models, by what their modules' names begin with.
     """
-    table = outcome.table
+    table = result.table
     assert table is not None
-    if outcome.bad_outputs:
-        targets = outcome.bad_outputs
+    if result.bad_outputs:
+        targets = result.bad_outputs
         sources = [s for t in targets if t.numel() == 1 for s in table.sources(t)]
-        found = culprit_of([s for t in targets for s in table.sources(t)])
+        found = trace_back([s for t in targets for s in table.sources(t)])
         return found or masked_whole(sources)
-    if outcome.bad_gradients:
-        targets = [outcome.gradients[name] for name in outcome.bad_gradients]
+    if result.bad_gradients:
+        targets = [result.gradients[name] for name in result.bad_gradients]
     else:
-        targets = [tensor for _, tensor in outcome.modules[:1]]
-        if not targets and outcome.bad_buffers:
+        targets = [tensor for _, tensor in table.bad_modules[:1]]
+        if not targets and result.bad_buffers:
             named = {name: tensor for _, name, tensor in names_of(models)}
-            targets = [named[name] for name in outcome.bad_buffers]
-    return culprit_of([each for tensor in targets for each in table.sources(tensor)])
+            targets = [named[name] for name in result.bad_buffers]
+    return trace_back([each for tensor in targets for each in table.sources(tensor)])
 
 
 def _is_meant(source: Row | Leaf) -> bool:

@@ -16,15 +16,15 @@ from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replay_internals import active_modes
 from . import explanation as notes
 from .capture import KeptCall, ModelCall
-from .cross_device_check import Overheard, explain_flag, is_elsewhere, opinion_of
+from .cross_device_check import FirstCall, compare_devices, explain_flag, is_elsewhere
 from .explanation import NOT_REPLAYED, BadStep, Explanation
 from .functions import HeldTensor
 from .op_trace import Leaf
-from .outcome import Outcome
 from .places import module_of_parameter, names_of
 from .rank_coordinator import OnRank, text_of
-from .replayer import Rerun, difference_of
-from .root_op import of_whom
+from .replay_check import ReplayCheck
+from .replayer import Replayer, ReplayResult
+from .root_op import gradient_of_payload
 from .tensor_kinds import as_wide, bad_names
 
 # Explains values that were bad before the replay: data, weights and what was kept.
@@ -55,11 +55,11 @@ def explain_leaf(leaf: Leaf, read_by: str, call: KeptCall | None) -> Explanation
     """
     what = _counts(leaf.tensor)
     if isinstance(leaf, HeldTensor):
-        return _of_held(leaf, what, read_by)
+        return _explain_held(leaf, what, read_by)
     if leaf.kind == "batch":
-        return _of_batch(leaf, what, read_by, call)
+        return _explain_batch(leaf, what, read_by, call)
     if leaf.kind in ("parameter", "buffer"):
-        return _of_weight(leaf.kind, leaf.name, what, read_by)
+        return _explain_weight(leaf.kind, leaf.name, what, read_by)
     if leaf.kind == "gradient":
         text = f"the gradient that the model's output was given holds {what}"
         return Explanation(evidence=[text], notes=[_LOSS])
@@ -67,7 +67,9 @@ def explain_leaf(leaf: Leaf, read_by: str, call: KeptCall | None) -> Explanation
     return Explanation(evidence=[text], notes=[_NOT_FOUND])
 
 
-def _of_batch(leaf: Leaf, what: str, at: str, call: KeptCall | None) -> Explanation:
+def _explain_batch(
+    leaf: Leaf, what: str, at: str, call: KeptCall | None
+) -> Explanation:
     """Explains an input: it is data, unless the training loop has computed it."""
     name, tensor = f"`{leaf.name}`", leaf.tensor
     if call is not None:  # a replay may have been given a copy
@@ -92,7 +94,7 @@ def _of_batch(leaf: Leaf, what: str, at: str, call: KeptCall | None) -> Explanat
     return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])
 
 
-def _of_held(leaf: HeldTensor, what: str, at: str) -> Explanation:
+def _explain_held(leaf: HeldTensor, what: str, at: str) -> Explanation:
     """Explains a tensor that a module or an object holds."""
     name = f"`{leaf.name}`"
     if leaf.is_written:
@@ -110,7 +112,7 @@ def _of_held(leaf: HeldTensor, what: str, at: str) -> Explanation:
     )
 
 
-def _of_weight(kind: str, name: str, what: str, at: str = "") -> Explanation:
+def _explain_weight(kind: str, name: str, what: str, at: str = "") -> Explanation:
     """Explains a parameter or buffer that was bad before the step."""
     evidence = f"the {kind} {name} held {what} before the step{at}"
     module = module_of_parameter(name)
@@ -127,7 +129,7 @@ def first_bad_weight(
     bad = bad_names([(name, tensor) for _, name, tensor in named], masks=False)
     for kind, name, tensor in named:
         if name in bad:
-            return _of_weight(kind, name, _counts(tensor))
+            return _explain_weight(kind, name, _counts(tensor))
     return None
 
 
@@ -147,9 +149,10 @@ class Answers:
     """Explanations without an operation.
 
     Args:
-        rerun: Runs the step.
+        replayer: Runs the step.
         incident: What a guard saw; None where nobody watched.
         may_run: Whether the budget allows so many forwards more.
+        replay_check: Has compared the first run with the step, or None.
 
     Attributes:
         changed: What a replay changes, and cannot be put back.
@@ -157,62 +160,66 @@ class Answers:
 
     def __init__(
         self,
-        rerun: Rerun,
+        replayer: Replayer,
         incident: BadStep | None,
         may_run: Callable[[int], bool],
+        replay_check: ReplayCheck | None,
     ) -> None:
-        self._rerun = rerun
+        self._replayer = replayer
+        self._replay_check = replay_check
         self._incident = incident
         self._may_run = may_run
         self.changed: list[str] = []
 
-    def clean(self, first: Outcome) -> Explanation:
+    def clean(self, first: ReplayResult) -> Explanation:
         """The replay is finite: it was a transient, or is outside of what was run."""
         incident = self._incident
         if incident is None:
-            found = first_bad_weight(self._rerun.models, "parameter", "buffer")
-            return found or _finite(first)
+            found = first_bad_weight(self._replayer.models, "parameter", "buffer")
+            return found or _explain_finite(first)
         if incident.is_of_flag:
-            return explain_flag(self._rerun)
+            return explain_flag(self._replayer)
         if incident.kind == "weight":
             return Explanation(notes=[notes.OTHER_WEIGHT])
-        if any(call.has_stand_ins for call in self._rerun.calls):
+        if any(call.has_stand_ins for call in self._replayer.calls):
             return Explanation(notes=[notes.STOOD_IN])
         if incident.kind == "buffer":
-            found = first_bad_weight(self._rerun.models, "buffer")
+            found = first_bad_weight(self._replayer.models, "buffer")
             if found is not None:
                 return found
         if not first.has_backward and incident.kind in ("gradient", "grad_output"):
             return Explanation("backward", notes=[self._no_backward()])
         if first.bad_held:
             return Explanation(notes=[notes.GIVEN_BAD, self._outside()])
-        if incident.kind == "recorded" and not self._rerun.returns_loss:
+        if incident.kind == "recorded" and not self._replayer.returns_loss:
             return Explanation("forward", notes=[self._outside()])
-        if incident.kind == "gradient" and self._leaves_reduction_out():
+        ranks, models = self._replayer.ranks, self._replayer.models
+        is_reduced = ranks.is_alone or reduces(models)  # as the step's gradients were
+        if incident.kind == "gradient" and not is_reduced:
             return Explanation("backward", notes=[notes.NOT_REDUCED])
-        if incident.kind == "gradient" and self._rerun.state.has_hooks:
+        if incident.kind == "gradient" and self._replayer.state.has_hooks:
             return Explanation("backward", notes=[notes.NOT_CALLED])
         doubt = self._doubt(incident)
         if doubt:
             return Explanation(notes=[f"The replay is finite, but {doubt}."])
         num_bad, num_runs = 0, 1
-        while num_runs < _RATE and self._may_run(len(self._rerun.calls)):
+        while num_runs < _RATE and self._may_run(len(self._replayer.calls)):
             num_runs += 1
-            num_bad += not self._rerun.run().is_clean
+            num_bad += not self._replayer.run().is_clean
         return self._not_reproducible(first, num_bad, num_runs)
 
-    def not_in_eager(self, first: Outcome, armed: Outcome) -> Explanation:
+    def not_in_eager(self, first: ReplayResult, traced: ReplayResult) -> Explanation:
         """It was bad without a table and is clean, or meant, with one."""
         if first.is_clean:
             return self.clean(first)
-        if not armed.is_clean and first.is_forward == armed.is_forward:
+        if not traced.is_clean and first.is_forward == traced.is_forward:
             return Explanation(
                 "backward"
-                if armed.bad_gradients and not armed.bad_outputs
+                if traced.bad_gradients and not traced.bad_outputs
                 else "forward",
                 notes=["Its infs come from constants alone: they may be meant."],
             )
-        again = self._rerun.run() if self._may_run(1) else first
+        again = self._replayer.run() if self._may_run(1) else first
         if again.is_clean or not has_compiled():
             if self.changed:
                 text = notes.effects_text(self.changed)
@@ -232,13 +239,13 @@ class Answers:
 
     def note_overwritten(self, found: Explanation) -> None:
         """Adds that the batch is not what it was, if that is seen."""
-        if any(call.is_overwritten() for call in self._rerun.calls):
+        if any(call.is_overwritten() for call in self._replayer.calls):
             found.notes.append(
                 "The batch was written to in the step: the replay saw other data."
             )
 
     def _not_reproducible(
-        self, first: Outcome, num_bad: int, num_runs: int
+        self, first: ReplayResult, num_bad: int, num_runs: int
     ) -> Explanation:
         incident = self._incident
         assert incident is not None
@@ -251,17 +258,19 @@ class Answers:
         )
         if incident.is_made:
             found.module = incident.module
-        difference = difference_of(self._rerun.watched)
+        check = self._replay_check
+        difference = None if check is None else check.difference()
         if difference is not None:
             found.evidence.append(str(difference))
             if not is_gradient:  # what was seen there first came before the alarm
                 found.module = difference.module
         if incident.kind == "gradient":
             is_told = self._whose(found, first, incident)
-            if not self._rerun.returns_loss and not is_told:
+            if not self._replayer.returns_loss and not is_told:
                 # Parameters may get gradients from the loss itself.
                 return Explanation(notes=[self._outside()])
-            if not is_told and _are_all(incident, first):
+            are_all = incident.gradients.keys() >= first.gradients.keys()
+            if not is_told and len(first.gradients) > 1 and are_all:  # as by clipping
                 return Explanation(evidence=found.evidence, notes=[notes.ALL_BAD])
             if incident.had_gradients:
                 return Explanation(notes=[notes.OLD])
@@ -276,29 +285,31 @@ class Answers:
 
     def _ask_elsewhere(self, found: Explanation) -> None:
         """Adds what the module gives on the CPU, where it ran on another device."""
-        models = self._rerun.models
-        if not is_elsewhere(models) or not self._may_run(len(self._rerun.calls)):
+        models = self._replayer.models
+        if not is_elsewhere(models) or not self._may_run(len(self._replayer.calls)):
             return
-        overheard = Overheard(found.module)
-        self._rerun.run(change=overheard)
-        if overheard.call is not None:
-            opinion = opinion_of(overheard.call, overheard.output)
-            found.evidence += [str(opinion)] if opinion is not None else []
+        first_call = FirstCall(found.module)
+        self._replayer.run(observers=[first_call])
+        if first_call.call is not None:
+            errors = compare_devices(first_call.call, first_call.output)
+            found.evidence += [str(errors)] if errors is not None else []
 
     def _places(self) -> str:
         """Names the devices of the models, and the host: one of them may be faulty."""
-        models = self._rerun.models.values()
+        models = self._replayer.models.values()
         devices = {p.device for model in models for p in model.parameters()}
         return " and ".join(sorted(map(place_of, devices))) or "no device of a weight"
 
-    def _whose(self, found: Explanation, clean: Outcome, incident: BadStep) -> bool:
+    def _whose(
+        self, found: Explanation, clean: ReplayResult, incident: BadStep
+    ) -> bool:
         """Names the gradient that the bad values came from; whether its bits tell."""
         text, names = "", list(incident.gradients)
         if len(names) == 1:
             found.tensor = names[0]
             found.evidence.append(f"only the gradient of {names[0]} is bad")
         else:
-            name, text = of_whom(incident.gradients, clean.gradients)
+            name, text = gradient_of_payload(incident.gradients, clean.gradients)
             found.tensor = name
             found.evidence += [text] if text else []
         if found.tensor:
@@ -310,19 +321,15 @@ class Answers:
         modes = active_modes()
         if modes:
             return f"ran without {', '.join(modes)}"
-        if any(call.is_part_of_compiled for call in self._rerun.calls):
+        if any(call.is_part_of_compiled for call in self._replayer.calls):
             return "it ran eagerly what was compiled together with code around it"
         if incident.is_late:
             return "the weights may have been stepped since"
         if incident.num_dropped:
             return f"{incident.num_dropped} earlier forwards of the step were not kept"
-        if any(call.is_overwritten() for call in self._rerun.calls):
+        if any(call.is_overwritten() for call in self._replayer.calls):
             return "the batch was written to in the step"
         return ""
-
-    def _leaves_reduction_out(self) -> bool:
-        """Tells whether ranks reduced gradients in the step, and not in its replay."""
-        return not self._rerun.team.is_alone and not reduces(self._rerun.models)
 
     def _outside(self) -> str:
         return (
@@ -331,7 +338,7 @@ class Answers:
         )
 
     def _no_backward(self) -> str:
-        sizes = [call.not_held for call in self._rerun.calls if call.not_held]
+        sizes = [call.not_held for call in self._replayer.calls if call.not_held]
         if sizes:
             size = f"{max(sizes) / 2**20:.0f} MiB"
             why = f"the gradients of the model's output were too large to hold ({size})"
@@ -340,21 +347,14 @@ class Answers:
         return f"Backward was not replayed: {why}. Use `guard.run(lambda: loss)`."
 
 
-def _finite(outcome: Outcome) -> Explanation:
+def _explain_finite(result: ReplayResult) -> Explanation:
     """Describes a step that nobody watched, and that is finite."""
-    open_ends = [notes.MASKED] * outcome.has_mask
-    open_ends += [notes.NO_LOSS] * (not outcome.has_backward)
+    open_ends = [notes.MASKED] * result.has_mask
+    open_ends += [notes.NO_LOSS] * (not result.has_backward)
     if open_ends:
         return Explanation(notes=open_ends)
     evidence = ["the step is finite when it is run"]
     return Explanation(cause="not reproducible", evidence=evidence)
-
-
-def _are_all(incident: BadStep, clean: Outcome) -> bool:
-    """Tells whether all of several gradients are bad, as clipping makes them."""
-    return (
-        len(clean.gradients) > 1 and incident.gradients.keys() >= clean.gradients.keys()
-    )
 
 
 # The growth of weights out of all bounds: the run diverges.
@@ -377,7 +377,7 @@ class Growth:
     factors: dict[str, float]
 
 
-def growth_of(
+def find_growth(
     models: Mapping[str, nn.Module], incident: BadStep | None
 ) -> Growth | None:
     """Describes how weights have grown, if it is out of all bounds; else None.

@@ -10,7 +10,7 @@ from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.replay import without_operation
-from overflow_fast.replay.cross_device_check import opinion_of
+from overflow_fast.replay.cross_device_check import compare_devices
 from overflow_fast.replay.module_call import ModuleCall
 
 FAULTS = []  # of the machine: what a module holds is put back for a replay
@@ -35,7 +35,7 @@ class Layer(nn.Module):
 
 def opinion(layer, x):
     call = ModuleCall.begun(layer, "h.0", (x,), {})
-    return opinion_of(call, layer(x))
+    return compare_devices(call, layer(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -64,9 +64,9 @@ def test_what_cannot_be_known_is_not_said():
     assert opinion(dropping, x) is None
     call = ModuleCall.begun(dropping.eval(), "h.0", (x,), {})
     output = dropping(x)
-    assert opinion_of(call, output) is not None
+    assert compare_devices(call, output) is not None
     x.add_(1)
-    assert opinion_of(call, output) is None  # written to since
+    assert compare_devices(call, output) is None  # written to since
 
 
 @pytest.mark.parametrize("factor, says", [(1.0, "the same now"), (1.5, "suspect")])

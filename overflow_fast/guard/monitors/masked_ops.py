@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from ...replay.explain import variables_of
 from ...replay.explanation import Explanation
-from ...replay.hidden import hidden_failures
+from ...replay.masked_nonfinite import find_masked_nonfinite
+from ...replay.replayer import Replayer
 from ...state.snapshot import Snapshot
 from ...text import as_lines
 from ..options import option, whole
@@ -51,7 +51,7 @@ class _MaskedOpsLog(Monitor):
         self._guarded = guarded
         self._every = every
         self._known: set[tuple[str, int, str]] = set()  # the places that were logged
-        self._num_hidden = 0
+        self._num_masked = 0
         self._has_warned_of_lost = False
 
     def look(self, step: MonitoredStep) -> tuple[()]:
@@ -60,15 +60,14 @@ class _MaskedOpsLog(Monitor):
             return ()
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             return ()
-        around = variables_of(capture.calls)
-        state = Snapshot(step.models, capture.start, around)
-        found = hidden_failures(step.models, capture.calls, state)
-        self._warn_of_lost(state)
+        replayer = Replayer(step.models, capture.calls, capture.start)
+        found = find_masked_nonfinite(replayer)
+        self._warn_of_lost(replayer.state)
         self._report(step.number, found)
         return ()
 
     def metrics(self) -> dict[str, float]:
-        return {"hidden_failures_total": self._num_hidden}
+        return {"hidden_failures_total": self._num_masked}
 
     def _warn_of_lost(self, state: Snapshot) -> None:
         """Warns once that steps are not replayed, or have left a trace."""
@@ -90,7 +89,7 @@ class _MaskedOpsLog(Monitor):
                 where = f" in {each.module}" if each.module else ""
                 made = each.evidence[0] if each.evidence else each.cause
                 lines.append(f"{op.place}: {op.code} ({op.name}{where}): {made}.")
-        self._num_hidden += len(lines)
+        self._num_masked += len(lines)
         if lines:
             _log.warning(
                 "%s",

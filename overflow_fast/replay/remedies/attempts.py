@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 from ..capture import batch_size
 from ..explanation import Remedy
-from ..finding import explain_culprit
-from ..replayer import Rerun
-from ..slice import ForwardRows, culprit_in
-from .changes import ScaledGradients, SomeSamples
-from .checkpoints import of_checkpoints
+from ..finding import explain_root_op
+from ..replayer import Replayer
+from ..slice import ForwardRows, find_root_op
+from .checkpoints import try_checkpoints
 from .line_edit import NotEditableError
-from .line_forms import expression_of, of_line, of_products
-from .trials import Failure, Trial, Trials
-from .wider_dtypes import of_precision
+from .line_forms import expression_of, line_rewrites, product_rewrites
+from .patches import ScaledGradients, SomeSamples
+from .trials import Attempts, Failure, Trial, Trials
+from .wider_dtypes import try_wider_dtypes
 
 # Finds the failure that is left once a remedy is in place.
 
 
-def uncovered(
+def remaining_failure(
     failure: Failure, trials: Trials, trial: Trial, place: int
 ) -> Failure | None:
     """Replays the step with a remedy in place; returns the failure that is left.
@@ -37,16 +36,16 @@ def uncovered(
     """
     if place < 0:
         return None
-    outcome = trials.run(trials.ground.change, armed=place)
-    if outcome.error is not None or outcome.table is None:
+    result = trials.run(trials.applied.patches, traced=place)
+    if result.error is not None or result.table is None:
         return None
-    models = trials.rerun.models
-    culprit = culprit_in(outcome, models)
-    if culprit is None:
+    models = trials.replayer.models
+    root_op = find_root_op(result, models)
+    if root_op is None:
         return None
-    rows = ForwardRows(outcome.table)
-    found = explain_culprit(culprit, rows, outcome.is_in_gradients)
-    after = Failure.of(found, culprit, outcome.table, place)
+    rows = ForwardRows(result.table)
+    found = explain_root_op(root_op, rows, result.is_in_gradients)
+    after = Failure.of(found, root_op, result.table, place)
     after.checkpoints = failure.checkpoints
     return None if _is_same(failure, after, trials, trial) else after
 
@@ -57,7 +56,7 @@ def _is_same(failure: Failure, after: Failure, trials: Trials, trial: Trial) -> 
         return False
     if after.row is None or trial.source is None:
         return True
-    source, node = expression_of(after.row, trials.ground)
+    source, node = expression_of(after.row, trials.applied)
     text = "" if source is None or node is None else source.text_of(node)
     return not text or any(text in each for each in trial.texts)
 
@@ -71,7 +70,7 @@ _MOST_TOGETHER = 3  # changes that are needed at once
 
 
 def find_remedies(
-    failure: Failure, rerun: Rerun, budget: int, step_seconds: float
+    failure: Failure, replayer: Replayer, budget: int, step_seconds: float
 ) -> None:
     """Tries remedies on the step, and adds them to its explanation.
 
@@ -80,13 +79,13 @@ def find_remedies(
 
     Args:
         failure: The failure.
-        rerun: Runs the step; its state is kept.
+        replayer: Runs the step; its state is kept.
         budget: How many forwards may be run, and as many again to go on.
         step_seconds: How long a plain replay took.
     """
-    trials = Trials(rerun, budget, step_seconds, failure.is_compiled)
+    trials = Trials(replayer, budget, step_seconds, failure.is_compiled)
     _try_all(failure, trials)
-    if not trials.has_helped:
+    if not trials.found_remedy:
         trials.renew()
         _go_on(failure, trials, _MOST_TOGETHER - 1)
     found = failure.found
@@ -99,52 +98,55 @@ def find_remedies(
 def _try_all(failure: Failure, trials: Trials) -> None:
     for attempts in _attempts(failure, trials):
         try:
-            for attempt in attempts:
+            trial = next(attempts, None)
+            while trial is not None:
                 if trials.is_over:
                     return
-                attempt()
+                trial = attempts.send(trials.attempt(trial))
+        except StopIteration:
+            continue
         except NotEditableError as error:
             trials.notes.append(f"A change of the line was not tried: {error}.")
 
 
 def _go_on(failure: Failure, trials: Trials, most: int) -> None:
-    """Tries further remedies on those that have uncovered another failure."""
-    ground, failed = trials.ground, trials.failed
+    """Tries further remedies besides those that have uncovered another failure."""
+    applied, failed = trials.applied, trials.failed
     seen = set[Any]()
     for trial, place in failed:
         if trials.is_over or not most:
             return
-        trials.go_on(ground.after(trial))
-        after = uncovered(failure, trials, trial, place)
+        trials.go_on(applied.after(trial))
+        after = remaining_failure(failure, trials, trial, place)
         if after is None or after.mark in seen:
             continue
         seen.add(after.mark)
         _try_all(after, trials)
-        if not trials.has_helped:
+        if not trials.found_remedy:
             _go_on(after, trials, most - 1)
 
 
-def _attempts(failure: Failure, trials: Trials) -> Iterator[Iterator[Any]]:
-    """The changes to try, those that change the least first."""
+def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
+    """The patches to try, those that change the least first."""
     cause = failure.found.cause
     if cause == "bad data":
-        yield _of_data(failure, trials)
+        yield _drop_bad_samples(failure, trials)
     if cause in ("bad weights", "divergence"):
-        yield of_checkpoints(failure.checkpoints, trials)
+        yield try_checkpoints(failure.checkpoints, trials)
     if cause == "range overflow":
-        yield of_products(failure, trials)
-        yield of_precision(failure, trials)
+        yield product_rewrites(failure, trials)
+        yield try_wider_dtypes(failure, trials)
     if cause in _LINES:
-        yield of_line(failure, trials)
+        yield line_rewrites(failure, trials)
     if cause == "range overflow" and failure.found.phase == "backward":
-        yield _of_scale(failure, trials)
+        yield _try_loss_scales(failure, trials)
 
 
-def _of_data(failure: Failure, trials: Trials) -> Iterator[Any]:
+def _drop_bad_samples(failure: Failure, trials: Trials) -> Attempts:
     """The step without the samples that are not finite."""
     found = failure.found
     size, bad = batch_size(trials.calls[failure.place]), failure.bad
-    if not trials.rerun.team.can_cut(failure.place):
+    if not trials.replayer.ranks.can_cut(failure.place):
         return
     if size is None or bad is None or not bad.dim() or len(bad) != size:
         return
@@ -156,11 +158,10 @@ def _of_data(failure: Failure, trials: Trials) -> Iterator[Any]:
         f"without the {size - len(rows)} of {size} samples whose {name} is not finite",
         f"keep = torch.isfinite({name}).reshape({size}, -1).all(1)",
     )
-    change = SomeSamples(failure.place, tuple(rows))
-    yield functools.partial(trials.attempt, Trial(remedy, change))
+    yield Trial(remedy, SomeSamples(failure.place, tuple(rows)))
 
 
-def _of_scale(failure: Failure, trials: Trials) -> Iterator[Any]:
+def _try_loss_scales(failure: Failure, trials: Trials) -> Attempts:
     """A smaller loss scale where gradients of a scaled loss overflow."""
     scales = [
         float(held.abs().max())
@@ -172,9 +173,8 @@ def _of_scale(failure: Failure, trials: Trials) -> Iterator[Any]:
         return
     for factor in (2**4, 2**10):
         scale = max(1.0, max(scales) / factor)
-        change = ScaledGradients(scale / max(scales))
         remedy = Remedy(
             f"a loss scale of {scale:g} instead of {max(scales):g}",
             f"torch.amp.GradScaler(init_scale={scale:g})",
         )
-        yield functools.partial(trials.attempt, Trial(remedy, change))
+        yield Trial(remedy, ScaledGradients(scale / max(scales)))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,16 @@ from ...core.ops import scan
 from ..explanation import Remedy
 from ..places import names_of
 from ..tensor_kinds import is_float
-from .changes import OtherWeights
-from .trials import Trial, Trials
+from .patches import OtherWeights
+from .trials import Attempts, Trial, Trials
 
 _KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
 _MAX_TRIED = 3
 
 
-def of_checkpoints(
+def try_checkpoints(
     paths: Sequence[str | os.PathLike[str]], trials: Trials
-) -> Iterator[Any]:
+) -> Attempts:
     """Yields trials of checkpoints with weights that are all finite, the last first.
 
     Files are read and not written to; nothing in them is executed.
@@ -33,7 +32,7 @@ def of_checkpoints(
         paths: Files of `torch.save` or safetensors, the newest last.
         trials: Runs the step with their weights.
     """
-    named = {name: tensor for _, name, tensor in names_of(trials.rerun.models)}
+    named = {name: tensor for _, name, tensor in names_of(trials.replayer.models)}
     num_tried = 0
     for path in reversed([Path(each) for each in paths]):
         try:
@@ -52,8 +51,7 @@ def of_checkpoints(
             num_tried += 1
             text = f"the weights of {path.name}, which are finite"
             remedy = Remedy(text, f"model.load_state_dict({code})")
-            trial = Trial(remedy, OtherWeights(weights))
-            yield functools.partial(trials.attempt, trial)
+            yield Trial(remedy, OtherWeights(weights))
 
 
 def _weights_in(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,8 +11,8 @@ from typing import Any
 from ..explanation import Explanation, Op, Remedy
 from ..op_trace import Row
 from ..places import span_of
-from .changes import LineChange
 from .line_edit import CodePlace, NotEditableError, edited_code
+from .patches import LinePatch
 from .source_rewrites import (
     PRODUCTS,
     Edit,
@@ -28,7 +27,7 @@ from .source_rewrites import (
     statement_of,
     target_of,
 )
-from .trials import Failure, Ground, Trial, Trials, edited_remedy
+from .trials import AppliedPatches, Attempts, Failure, Trial, Trials, edited_remedy
 
 # Forms of an expression that keep it in range.
 
@@ -73,7 +72,7 @@ class Form:
     code: str
 
 
-def of_overflow(written: Written, dtype: str) -> Iterator[Form]:
+def overflow_forms(written: Written, dtype: str) -> Iterator[Form]:
     """Yields forms in which a value stays in range.
 
     Args:
@@ -128,21 +127,27 @@ def forms_of(written: Written, op: Op, cause: str) -> Iterator[Form]:
     if not written.name or not written.operands or dtype not in _EPS:
         return
     if cause == "range overflow":
-        yield from of_overflow(written, dtype)
+        yield from overflow_forms(written, dtype)
         return
     if cause == "empty reduction" or written.name == "ctc_loss":
-        yield from _of_nothing(written, op.name)
-    for makes in (_of_root, _of_log, _of_inverse, _of_norm, _of_softmax):
+        yield from _empty_forms(written, op.name)
+    for makes in (
+        _root_forms,
+        _log_forms,
+        _inverse_forms,
+        _norm_forms,
+        _shifted_softmax_forms,
+    ):
         yield from makes(written, dtype)
-    yield from _of_number(written, op, dtype)
+    yield from _number_forms(written, op, dtype)
     has_inf = "inf" in written.text or any(each.num_inf for each in op.inputs)
     if has_inf and not written.is_in_place:
-        yield from _of_infs(written, op, dtype)
+        yield from _inf_forms(written, op, dtype)
     if dtype == "float16" and written.name in _NORMS | {"std", "var"}:
         yield in_float32(written)
 
 
-def _of_root(written: Written, dtype: str) -> Iterator[Form]:
+def _root_forms(written: Written, dtype: str) -> Iterator[Form]:
     eps = _EPS[dtype]
     if written.name in _ROOTS:
         yield Form(f"{eps} inside the {written.name}", written.with_sum(eps))
@@ -155,7 +160,7 @@ def _of_root(written: Written, dtype: str) -> Iterator[Form]:
         )
 
 
-def _of_log(written: Written, dtype: str) -> Iterator[Form]:
+def _log_forms(written: Written, dtype: str) -> Iterator[Form]:
     eps, wide = _EPS[dtype], _WIDE_EPS[dtype]
     if written.name in _LOGS:
         yield Form(
@@ -189,14 +194,14 @@ def _of_log(written: Written, dtype: str) -> Iterator[Form]:
         )
 
 
-def _of_number(written: Written, op: Op, dtype: str) -> Iterator[Form]:
+def _number_forms(written: Written, op: Op, dtype: str) -> Iterator[Form]:
     """Where a number of Python is what it divides by."""
     if written.name == "div" and len(op.inputs) < len(written.operands) == 2:
         by = f"({written.operands[1]} or {_EPS[dtype]})"
         yield Form(f"{_EPS[dtype]} for 0", written.with_operands(None, by))
 
 
-def _of_inverse(written: Written, dtype: str) -> Iterator[Form]:
+def _inverse_forms(written: Written, dtype: str) -> Iterator[Form]:
     eps = _EPS[dtype]
     if written.name in ("div", "true_divide", "divide") and len(written.operands) == 2:
         by = written.operands[1]
@@ -209,7 +214,7 @@ def _of_inverse(written: Written, dtype: str) -> Iterator[Form]:
         yield Form(f"{eps} where it divides by 0", written.with_operands(safe))
 
 
-def _of_norm(written: Written, dtype: str) -> Iterator[Form]:
+def _norm_forms(written: Written, dtype: str) -> Iterator[Form]:
     eps, first = _EPS[dtype], written.operands[0]
     plain = [p for p in (written.operands[1:2]) if p not in ("2", "2.0")]
     is_euclidean = not plain and not written.has_keyword("p", "ord")
@@ -242,7 +247,7 @@ def _of_norm(written: Written, dtype: str) -> Iterator[Form]:
         yield Form(f"{eps} added", written.with_operands(f"({first} + {eps})"))
 
 
-def _of_softmax(written: Written, dtype: str) -> Iterator[Form]:
+def _shifted_softmax_forms(written: Written, dtype: str) -> Iterator[Form]:
     lowest = _LOWEST.get(dtype, "-1e9")
     if written.name in ("softmax", "log_softmax", "logsumexp"):
         yield Form(
@@ -266,7 +271,7 @@ def _of_softmax(written: Written, dtype: str) -> Iterator[Form]:
             )
 
 
-def _of_nothing(written: Written, op: str) -> Iterator[Form]:
+def _empty_forms(written: Written, op: str) -> Iterator[Form]:
     first = written.operands[0]
     if written.name in ("div", "true_divide", "divide") and len(written.operands) == 2:
         by = written.operands[1]
@@ -290,7 +295,7 @@ def _of_nothing(written: Written, op: str) -> Iterator[Form]:
         yield Form("0 where there is nothing", f"torch.nan_to_num({written.text})")
 
 
-def _of_infs(written: Written, op: Op, dtype: str) -> Iterator[Form]:
+def _inf_forms(written: Written, op: Op, dtype: str) -> Iterator[Form]:
     """Where infs that are meant, as of masks, meet in a sum or a product with 0."""
     lowest = _LOWEST.get(dtype, "-1e9")
     if written.name == "mul" and len(op.inputs) == len(written.operands) == 2:
@@ -400,12 +405,12 @@ def _sum_of(source: SourceFile, node: ast.AST) -> _Sum | None:
 _MAX_FORMS = 4
 
 
-def of_line(failure: Failure, trials: Trials) -> Iterator[Any]:
+def line_rewrites(failure: Failure, trials: Trials) -> Attempts:
     """Guarded forms of the expression that calls the operation."""
     op, row = failure.found.op, failure.row
     if op is None or row is None:
         return
-    source, node = expression_of(row, trials.ground)
+    source, node = expression_of(row, trials.applied)
     if source is None or node is None:
         return
     cause = failure.found.cause
@@ -417,31 +422,32 @@ def of_line(failure: Failure, trials: Trials) -> Iterator[Any]:
         ),
     )
     for text, edits in itertools.islice(forms, _MAX_FORMS):
-        yield edits_tried(text, edits, source, row, trials)
+        yield _trial_of_edits(text, edits, source, row, trials)
 
 
-def expression_of(row: Row, ground: Ground) -> tuple[SourceFile | None, ast.AST | None]:
+def expression_of(
+    row: Row, applied: AppliedPatches
+) -> tuple[SourceFile | None, ast.AST | None]:
     """The file and the expression that called an operation, or None."""
     if not row.frames:
         return None, None
-    source, span = ground.source(row.frames[0][0].co_filename), span_of(row.frames)
+    source, span = applied.source(row.frames[0][0].co_filename), span_of(row.frames)
     return source, None if span is None else source.node_at(span)
 
 
-def edits_tried(
+def _trial_of_edits(
     text: str, edits: Sequence[Edit], source: SourceFile, row: Row, trials: Trials
-) -> Any:
-    """The trial of edits of the code that called an operation, to be called.
+) -> Trial:
+    """The trial of edits of the code that called an operation.
 
     Raises:
         NotEditableError: If the file is not what runs.
     """
     after = source.edited(edits)
     place = CodePlace.of(row.frames[0][0])
-    change = trials.ground.line_change(LineChange((place,), source.to_run(edits)))
+    patch = trials.applied.line_patch(LinePatch((place,), source.to_run(edits)))
     texts = tuple(t for edit in edits for t in (source.text_of(edit.node), edit.text))
-    trial = Trial(edited_remedy(text, edits, after), change, after, texts)
-    return functools.partial(trials.attempt, trial)
+    return Trial(edited_remedy(text, edits, after), patch, after, texts)
 
 
 # Tries guarded forms of a line of an optimizer's own step.
@@ -461,7 +467,7 @@ def update_remedies(
         is_finite_now: Makes the step again on a copy, with gradients of 0; tells
             whether the weight is finite then.
     """
-    source, node = expression_of(row, Ground())
+    source, node = expression_of(row, AppliedPatches())
     if found.op is None or source is None or node is None:
         return
     forms = forms_of(Written(source, node), found.op, found.cause)
@@ -664,12 +670,12 @@ class Product:
         return self._written.with_operands(*changed)
 
 
-def of_products(failure: Failure, trials: Trials) -> Iterator[Any]:
+def product_rewrites(failure: Failure, trials: Trials) -> Attempts:
     """Forms of a product in the forward in which it stays in range."""
     row = failure.row
     if row is None or failure.found.phase != "forward":
         return
-    source, node = expression_of(row, trials.ground)
+    source, node = expression_of(row, trials.applied)
     if source is None or node is None:
         return
     product = Product(source, node)
@@ -678,10 +684,10 @@ def of_products(failure: Failure, trials: Trials) -> Iterator[Any]:
     for scaling in scalings_of(source, node):
         text = f"{scaling.by} before the product"
         edits = _scaled(source, node, product, scaling)
-        yield edits_tried(text, edits, source, row, trials)
+        yield _trial_of_edits(text, edits, source, row, trials)
     if failure.is_half:
         for text, edits in _in_float32(source, node, product):
-            yield edits_tried(text, edits, source, row, trials)
+            yield _trial_of_edits(text, edits, source, row, trials)
 
 
 def _scaled(

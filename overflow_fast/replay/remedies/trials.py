@@ -1,31 +1,29 @@
-"""Replays a step with changes in place, and keeps what came of it."""
+"""Replays a step with patches in place, and keeps what came of it."""
 
 from __future__ import annotations
 
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ..capture import KeptCall
-from ..change import Change
 from ..explanation import Explanation, Remedy
 from ..finding import named_row
 from ..op_trace import OpTable, Row
-from ..outcome import Outcome
 from ..rank_coordinator import text_of
-from ..replayer import Rerun
-from ..slice import Culprit, ForwardRows
+from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
+from ..slice import ForwardRows, RootOp
 from ..tensor_kinds import kinds_of
-from .changes import Changes, Eagerly, FromLoss, LineChange
 from .line_edit import NotEditableError
+from .patches import Eagerly, FromLoss, LinePatch
 from .source_rewrites import Edit, SourceFile, span_in
 
-# The changes that are in place while further ones are tried, and their sum.
+# The patches that are in place while further ones are tried, and their sum.
 
 
 _MAX_BLOCK = 40  # lines; edits that are farther from one another are listed alone
@@ -33,77 +31,77 @@ _MAX_BLOCK = 40  # lines; edits that are farther from one another are listed alo
 
 @dataclass(frozen=True)
 class Trial:
-    """A change to try.
+    """A patch to try.
 
     Attributes:
         remedy: It in words and as code.
-        change: The change.
+        patch: The patch.
         source: The file as it reads with it; None where it edits none.
         texts: The expressions that it edits, before and after.
     """
 
     remedy: Remedy
-    change: Change
+    patch: Patch
     source: SourceFile | None = None
     texts: tuple[str, ...] = ()
 
 
+Attempts = Generator[Trial, bool, None]  # is sent whether the step was finite with it
+
+
 @dataclass(frozen=True)
-class Ground:
-    """The changes that are in place while further ones are tried.
+class AppliedPatches:
+    """The patches that are in place while further ones are tried.
 
     Attributes:
         remedies: They in words and as code.
-        changes: The changes.
+        patches: The patches; of each file one at most.
         sources: The files as they read with them, by name.
     """
 
     remedies: tuple[Remedy, ...] = ()
-    changes: tuple[Change, ...] = ()
+    patches: tuple[Patch, ...] = ()
     sources: Mapping[str, SourceFile] = field(default_factory=dict)
 
     def source(self, name: str) -> SourceFile:
         """A file as it reads now."""
         return self.sources.get(name) or SourceFile(name)
 
-    def line_change(self, change: LineChange) -> LineChange:
+    def line_patch(self, patch: LinePatch) -> LinePatch:
         """A further edit of a file, which holds those that are in place."""
         before = [
             each
-            for each in self.changes
-            if isinstance(each, LineChange) and each.file == change.file
+            for each in self.patches
+            if isinstance(each, LinePatch) and each.file == patch.file
         ]
         places = dict.fromkeys([p for each in before for p in each.places])
-        return replace(change, places=(*places, *change.places))
+        return replace(patch, places=(*places, *patch.places))
 
-    def with_trial(self, trial: Trial) -> Ground:
-        """These changes and a further one."""
-        file = trial.change.file if isinstance(trial.change, LineChange) else ""
+    def with_trial(self, trial: Trial) -> AppliedPatches:
+        """These patches and a further one."""
+        file = trial.patch.file if isinstance(trial.patch, LinePatch) else ""
         kept = [
             each
-            for each in self.changes
-            if not (file and isinstance(each, LineChange) and each.file == file)
+            for each in self.patches
+            if not (file and isinstance(each, LinePatch) and each.file == file)
         ]
         sources = dict(self.sources)
         if trial.source is not None:
             sources[trial.source.name] = trial.source
-        return Ground((*self.remedies, trial.remedy), (*kept, trial.change), sources)
+        return AppliedPatches(
+            (*self.remedies, trial.remedy), (*kept, trial.patch), sources
+        )
 
-    def after(self, trial: Trial) -> Ground:
-        """These changes and a further one, to go on from: it runs as it reads."""
-        change = trial.change
-        if isinstance(change, LineChange) and trial.source is not None:
-            change = replace(change, text=trial.source.text)
-        return self.with_trial(replace(trial, change=change))
-
-    @property
-    def change(self) -> Change:
-        """All of the changes."""
-        return self.changes[0] if len(self.changes) == 1 else Changes(self.changes)
+    def after(self, trial: Trial) -> AppliedPatches:
+        """These patches and a further one, to go on from: it runs as it reads."""
+        patch = trial.patch
+        if isinstance(patch, LinePatch) and trial.source is not None:
+            patch = replace(patch, text=trial.source.text)
+        return self.with_trial(replace(trial, patch=patch))
 
     @property
     def remedy(self) -> Remedy:
-        """All of the changes as one remedy."""
+        """All of the patches as one remedy."""
         return joined(self.remedies, self.sources)
 
 
@@ -189,7 +187,7 @@ class Trials:
     """The trials on one step.
 
     Args:
-        rerun: Runs the step.
+        replayer: Runs the step.
         budget: How many forwards may be run.
         step_seconds: How long a plain replay took.
         is_eager: Compiled code runs eagerly in the trials.
@@ -197,37 +195,41 @@ class Trials:
     Attributes:
         remedies: What was tried, in order.
         notes: Why something could not be tried, in sentences.
-        ground: The changes that are in place.
-        failed: What did not help on this ground, with the call that was bad then.
+        applied: The patches that are in place.
+        failed: What did not help besides them, with the call that was bad then.
     """
 
     def __init__(
         self,
-        rerun: Rerun,
+        replayer: Replayer,
         budget: int,
         step_seconds: float,
         is_eager: bool = False,
     ) -> None:
         self._is_eager = is_eager
-        self.rerun = rerun
+        self.replayer = replayer
         self.remedies: list[Remedy] = []
         self.notes: list[str] = []
-        self.ground = Ground()
+        self.applied = AppliedPatches()
         self.failed: list[tuple[Trial, int]] = []
         self._budget = budget
-        self._most = rerun.num_forwards + budget
+        self._most = replayer.num_forwards + budget
         self._end = time.perf_counter() + seconds_for(step_seconds)
-        bad = [call for call in rerun.calls if _has_bad_gradients(call)]
+        bad = [
+            call
+            for call in replayer.calls
+            if any(kinds_of(held) for held in call.held.values())
+        ]
         self._drops_gradients = bool(bad)
         self._has_loss = all(call.returns_loss for call in bad)
 
     @property
     def calls(self) -> list[KeptCall]:
-        """The calls of the step, with the changes that are in place."""
-        return self.ground.change.calls(self.rerun.calls)
+        """The calls of the step, with the patches that are in place."""
+        return patched_calls(self.replayer.calls, self.applied.patches)
 
     @property
-    def has_helped(self) -> bool:
+    def found_remedy(self) -> bool:
         """Tells whether something has made the step finite."""
         return any(each.is_finite for each in self.remedies)
 
@@ -235,80 +237,69 @@ class Trials:
     def is_over(self) -> bool:
         """Tells whether enough has helped, or the budget is spent."""
         num_good = sum(each.is_finite for each in self.remedies)
-        enough = 1 if self.ground.changes else _ENOUGH
+        enough = 1 if self.applied.patches else _ENOUGH
         return num_good >= enough or not self.may_run()
 
     def may_run(self) -> bool:
         """Tells whether the budget allows one replay more."""
-        is_spent = self.rerun.num_forwards + len(self.rerun.calls) > self._most
+        is_spent = self.replayer.num_forwards + len(self.replayer.calls) > self._most
         return not is_spent and time.perf_counter() <= self._end
 
     def renew(self) -> None:
         """Allows as many forwards again, within the same time."""
-        self._most = self.rerun.num_forwards + self._budget
+        self._most = self.replayer.num_forwards + self._budget
 
-    def go_on(self, ground: Ground) -> None:
-        """Puts other changes in place, on which further ones are tried."""
-        self.ground, self.failed = ground, []
+    def go_on(self, applied: AppliedPatches) -> None:
+        """Puts other patches in place, on which further ones are tried."""
+        self.applied, self.failed = applied, []
 
     def attempt(self, trial: Trial) -> bool:
-        """Replays the step with a change; returns True if it is finite then.
+        """Replays the step with a patch; returns True if it is finite then.
 
         Args:
-            trial: The change. It is made besides those that are in place.
+            trial: The patch. It is made besides those that are in place.
 
         Raises:
-            NotEditableError: If the change could not be made.
+            NotEditableError: If the patch could not be made.
         """
-        ground = self.ground.with_trial(trial)
-        outcome = self.run(ground.change)
-        if isinstance(outcome.error, NotEditableError):
-            raise outcome.error
-        is_finite = outcome.is_clean
-        is_tried = outcome.error is None
-        remedy = ground.remedy
-        if outcome.error is not None:
-            remedy = replace(remedy, why=f"the replay raised {text_of(outcome.error)}")
-        if is_finite and not self._is_whole(outcome):
-            self._note_forward(remedy)
+        applied = self.applied.with_trial(trial)
+        result = self.run(applied.patches)
+        if isinstance(result.error, NotEditableError):
+            raise result.error
+        is_finite = result.is_clean
+        is_tried = result.error is None
+        remedy = applied.remedy
+        if result.error is not None:
+            remedy = replace(remedy, why=f"the replay raised {text_of(result.error)}")
+        if is_finite and not (self._has_loss and result.has_backward):
+            if not self.notes:  # loss and backward were not replayed
+                self.notes.append(
+                    f"Tried: {remedy.text} (`{remedy.code}`): the forward is finite; "
+                    "loss and backward could not be tried: use "
+                    "`guard.run(lambda: loss)`."
+                )
             return False
-        if not is_finite and outcome.error is None:
-            self.failed.append((trial, outcome.bad_call))
-        loss = _loss_of(outcome) if is_finite else None
+        if not is_finite and result.error is None:
+            self.failed.append((trial, result.bad_call))
+        loss = _loss_of(result) if is_finite else None
         self.remedies.append(
             replace(remedy, tried=is_tried, is_finite=is_finite, loss=loss)
         )
         return is_finite
 
-    def run(self, change: Change, armed: int = -1) -> Outcome:
-        """Replays the step with a change; see `Rerun.run()`."""
-        change = FromLoss(change) if self._drops_gradients else change
-        change = Eagerly(change) if self._is_eager else change
-        return self.rerun.run(armed, change=change)
-
-    def _is_whole(self, outcome: Outcome) -> bool:
-        """Tells whether loss and backward were replayed, and not the forward alone."""
-        return self._has_loss and outcome.has_backward
-
-    def _note_forward(self, remedy: Remedy) -> None:
-        """Notes what makes the forward finite where the loss could not be tried."""
-        if not self.notes:
-            self.notes.append(
-                f"Tried: {remedy.text} (`{remedy.code}`): the forward is finite; loss "
-                "and backward could not be tried: use `guard.run(lambda: loss)`."
-            )
+    def run(self, patches: Sequence[Patch], traced: int = -1) -> ReplayResult:
+        """Replays the step with patches; see `Replayer.run()`."""
+        eagerly = [Eagerly()] * self._is_eager
+        from_loss = [FromLoss()] * self._drops_gradients
+        return self.replayer.run(StepPart(traced), [*eagerly, *patches, *from_loss])
 
 
-def _loss_of(outcome: Outcome) -> float | None:
+def _loss_of(result: ReplayResult) -> float | None:
     """The loss; the mean of those of micro-batches."""
-    losses = [float(loss) for loss in outcome.losses]
+    losses = [float(loss) for loss in result.losses]
     if not losses or not all(map(math.isfinite, losses)):
         return None
     return sum(losses) / len(losses)
-
-
-def _has_bad_gradients(call: KeptCall) -> bool:
-    return any(kinds_of(held) for held in call.held.values())
 
 
 # The failure that remedies are tried for.
@@ -338,22 +329,22 @@ class Failure:
 
     @classmethod
     def of(
-        cls, found: Explanation, culprit: Culprit, table: OpTable, place: int
+        cls, found: Explanation, root_op: RootOp, table: OpTable, place: int
     ) -> Failure:
-        """Makes the failure of a culprit that is explained.
+        """Makes the failure of an origin that is explained.
 
         Args:
             found: The explanation.
-            culprit: The culprit.
+            root_op: The origin.
             table: The operations of the replay in which it was found.
             place: The place of the call.
         """
-        if not isinstance(culprit.source, Row):
-            is_of_batch = culprit.source.kind == "batch"
-            bad = culprit.source.tensor if is_of_batch else None
+        if not isinstance(root_op.source, Row):
+            is_of_batch = root_op.source.kind == "batch"
+            bad = root_op.source.tensor if is_of_batch else None
             return cls(found, None, place, bad, is_compiled=table.is_compiled)
         rows = ForwardRows(table)
-        row = named_row(culprit.source, rows)
+        row = named_row(root_op.source, rows)
         modules = rows.modules_from(row)
         return cls(found, row, place, modules=modules, is_compiled=table.is_compiled)
 

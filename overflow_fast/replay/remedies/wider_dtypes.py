@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
 from ...core.modules import is_normalization
 from ..explanation import Remedy
-from .changes import Bfloat16, Float32Modules
-from .trials import Failure, Trial, Trials
+from .patches import Bfloat16, Float32Modules
+from .trials import Attempts, Failure, Trial, Trials
 
 
-def of_precision(failure: Failure, trials: Trials) -> Iterator[Any]:
+def try_wider_dtypes(failure: Failure, trials: Trials) -> Attempts:
     """Wider dtypes where float16 has overflowed."""
-    models = trials.rerun.models
+    models = trials.replayer.models
     if not failure.is_half:
         return
     if len(models) == 1:
         ((prefix, model),) = models.items()
         names = _around(model, failure.found.module.removeprefix(prefix))
-        yield from _of_modules(model, names[:1], trials)
-        yield from _up_to_norms(failure, model, prefix, trials)
-        yield from _of_modules(model, names[1:], trials)
+        yield from _try_modules(model, names[:1], trials)
+        yield from _try_up_to_norms(failure, model, prefix, trials)
+        yield from _try_modules(model, names[1:], trials)
     remedy = Remedy(*_bfloat16_text(failure, trials))
-    yield functools.partial(trials.attempt, Trial(remedy, Bfloat16()))
+    yield Trial(remedy, Bfloat16())
 
 
 def _bfloat16_text(failure: Failure, trials: Trials) -> tuple[str, str]:
     """Describes bfloat16 for autocast, or for the weights and the batch."""
-    models = trials.rerun.models.values()
+    models = trials.replayer.models.values()
     parameters = [each for model in models for each in model.parameters()]
     if not any(each.dtype == torch.float16 for each in parameters):
         code = "torch.autocast(device_type, dtype=torch.bfloat16)"
@@ -46,37 +44,30 @@ def _bfloat16_text(failure: Failure, trials: Trials) -> tuple[str, str]:
     return text, "; ".join(["model.to(torch.bfloat16)", *casts])
 
 
-def _of_modules(
-    model: torch.nn.Module, names: list[str], trials: Trials
-) -> Iterator[Any]:
+def _try_modules(model: torch.nn.Module, names: list[str], trials: Trials) -> Attempts:
     """The smallest module around the operation that helps in float32, by halving."""
-    helped: dict[int, bool] = {}
-    best: list[Remedy] = []
-
-    def attempt(place: int) -> None:
+    if trials.found_remedy:
+        return
+    best: list[Remedy] = []  # the smallest so far stands for all
+    low, high, place = -1, len(names), len(names) - 1
+    while high - low > 1:
         remedy = Remedy(
             f"{names[place]} in float32",
             f'overflow_fast.keep_in_fp32(model, ["{names[place]}"])',
         )
-        trial = Trial(remedy, Float32Modules((names[place],)))
-        helped[place] = trials.attempt(trial)
-        if helped[place]:
+        if (yield Trial(remedy, Float32Modules((names[place],)))):
             trials.remedies = [each for each in trials.remedies if each not in best]
-            best[:] = trials.remedies[-1:]  # the smallest so far stands for all
-
-    if not names or trials.has_helped:
-        return
-    low, high = -1, len(names) - 1
-    yield lambda: attempt(high)
-    while helped.get(high) and high - low > 1:
-        middle = (low + high) // 2
-        yield functools.partial(attempt, middle)
-        low, high = (low, middle) if helped.get(middle) else (middle, high)
+            best, high = trials.remedies[-1:], place
+        elif best:
+            low = place
+        else:
+            return
+        place = (low + high) // 2
 
 
-def _up_to_norms(
+def _try_up_to_norms(
     failure: Failure, model: torch.nn.Module, prefix: str, trials: Trials
-) -> Iterator[Any]:
+) -> Attempts:
     """All from the operation up to normalizations, which make values small again.
 
     A residual stream stays large beyond the first of them.
@@ -85,7 +76,7 @@ def _up_to_norms(
     ran = [name.removeprefix(prefix) for name in failure.modules]
     ran = [name for name in ran if name and name in modules]
     norms = [name for name in ran if is_normalization(modules[name])]
-    if not norms or trials.has_helped:
+    if not norms or trials.found_remedy:
         return
     names = ran[: ran.index(norms[0])]
     for until in ([norms[0]], _patterns(norms, modules)):
@@ -93,9 +84,8 @@ def _up_to_norms(
             f"float32 up to {until[0] if len(until) == 1 else f'{until[0]} ...'}",
             f"overflow_fast.keep_in_fp32(model, {names}, until={until})",
         )
-        change = Float32Modules(tuple(names), tuple(until))
-        yield functools.partial(trials.attempt, Trial(remedy, change))
-        if len(norms) == 1 or trials.has_helped:
+        yield Trial(remedy, Float32Modules(tuple(names), tuple(until)))
+        if len(norms) == 1 or trials.found_remedy:
             return
 
 

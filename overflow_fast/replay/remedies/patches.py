@@ -1,4 +1,4 @@
-"""Changes that are tried on a step, as data that every rank can make for itself."""
+"""Patches that are tried on a step, as data that every rank can make for itself."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ...core.force_eager import run_eagerly
 from ...precision.keep_in_fp32 import keep_in_fp32
 from ...torch_internals.running import inherited, set_inherited
 from ..capture import KeptCall, part_of
-from ..change import Change
 from ..places import names_of
+from ..replayer import Patch
 from .line_edit import CodePlace, edited_code
 
 # Changes of precision and of weights that are undone bit for bit.
@@ -113,7 +113,7 @@ _Models = Mapping[str, nn.Module]
 
 
 @dataclass(frozen=True)
-class LineChange(Change):
+class LinePatch(Patch):
     """The replay runs the code of an edited file.
 
     Attributes:
@@ -130,37 +130,12 @@ class LineChange(Change):
         return self.places[0].file
 
     def applied(self, models: _Models) -> AbstractContextManager[object]:
-        """See `Change`."""
+        """See `Patch`."""
         return edited_code(self.places, self.text)
 
 
 @dataclass(frozen=True)
-class Changes(Change):
-    """Several changes at once.
-
-    Attributes:
-        parts: The changes; of each file one at most.
-    """
-
-    parts: tuple[Change, ...]
-
-    @contextmanager
-    def applied(self, models: _Models) -> Iterator[None]:
-        """See `Change`."""
-        with ExitStack() as stack:
-            for part in self.parts:
-                stack.enter_context(part.applied(models))
-            yield
-
-    def calls(self, calls: Sequence[KeptCall]) -> list[KeptCall]:
-        """See `Change`."""
-        for part in self.parts:
-            calls = part.calls(calls)
-        return list(calls)
-
-
-@dataclass(frozen=True)
-class Float32Modules(Change):
+class Float32Modules(Patch):
     """Modules run in float32.
 
     Attributes:
@@ -172,26 +147,26 @@ class Float32Modules(Change):
     until: tuple[str, ...] | None = None
 
     def applied(self, models: _Models) -> AbstractContextManager[object]:
-        """See `Change`."""
+        """See `Patch`."""
         (model,) = models.values()
         return in_float32(model, self.names, self.until)
 
 
 @dataclass(frozen=True)
-class Bfloat16(Change):
+class Bfloat16(Patch):
     """Uses bfloat16 in place of float16, in weights, batches and autocast."""
 
     def applied(self, models: _Models) -> AbstractContextManager[object]:
-        """See `Change`."""
+        """See `Patch`."""
         return in_bfloat16(models.values())
 
     def calls(self, calls: Sequence[KeptCall]) -> list[KeptCall]:
-        """See `Change`."""
+        """See `Patch`."""
         return [call.with_batch(_as_bfloat16) for call in calls]
 
 
 @dataclass(frozen=True)
-class ScaledWeights(Change):
+class ScaledWeights(Patch):
     """Weights are multiplied.
 
     Attributes:
@@ -202,7 +177,7 @@ class ScaledWeights(Change):
 
     @contextmanager
     def applied(self, models: _Models) -> Iterator[None]:
-        """See `Change`."""
+        """See `Patch`."""
         named = {name: tensor for _, name, tensor in names_of(models)}
         scaled = {
             name: named[name].detach() * factor for name, factor in self.factors.items()
@@ -212,7 +187,7 @@ class ScaledWeights(Change):
 
 
 @dataclass(frozen=True)
-class OtherWeights(Change):
+class OtherWeights(Patch):
     """Weights have other values.
 
     Attributes:
@@ -222,13 +197,13 @@ class OtherWeights(Change):
     values: Mapping[str, torch.Tensor]
 
     def applied(self, models: _Models) -> AbstractContextManager[object]:
-        """See `Change`."""
+        """See `Patch`."""
         named = {name: tensor for _, name, tensor in names_of(models)}
         return with_weights(named, self.values)
 
 
 @dataclass(frozen=True)
-class SomeSamples(Change):
+class SomeSamples(Patch):
     """A call's batch has some of its samples alone.
 
     Attributes:
@@ -240,7 +215,7 @@ class SomeSamples(Change):
     rows: tuple[int, ...]
 
     def calls(self, calls: Sequence[KeptCall]) -> list[KeptCall]:
-        """See `Change`."""
+        """See `Patch`."""
         return [
             part_of(call, self.rows) if place == self.place else call
             for place, call in enumerate(calls)
@@ -248,7 +223,7 @@ class SomeSamples(Change):
 
 
 @dataclass(frozen=True)
-class ScaledGradients(Change):
+class ScaledGradients(Patch):
     """Backward begins with other gradients.
 
     Attributes:
@@ -258,7 +233,7 @@ class ScaledGradients(Change):
     factor: float
 
     def calls(self, calls: Sequence[KeptCall]) -> list[KeptCall]:
-        """See `Change`."""
+        """See `Patch`."""
         return [
             call.with_held({p: held * self.factor for p, held in call.held.items()})
             for call in calls
@@ -266,44 +241,21 @@ class ScaledGradients(Change):
 
 
 @dataclass(frozen=True)
-class Eagerly(Change):
-    """Compiled code runs eagerly: it may have been compiled without a change.
+class Eagerly(Patch):
+    """Compiled code runs eagerly: it may have been compiled without another patch."""
 
-    Attributes:
-        change: The change, which is made too.
-    """
-
-    change: Change
-
-    @contextmanager
-    def applied(self, models: _Models) -> Iterator[None]:
-        """See `Change`."""
-        with run_eagerly(), self.change.applied(models):
-            yield
-
-    def calls(self, calls: Sequence[KeptCall]) -> list[KeptCall]:
-        """See `Change`."""
-        return self.change.calls(calls)
+    def applied(self, models: _Models) -> AbstractContextManager[object]:
+        """See `Patch`."""
+        return run_eagerly()
 
 
 @dataclass(frozen=True)
-class FromLoss(Change):
-    """Backward begins at the losses that are returned, and nowhere else.
-
-    Attributes:
-        change: Another change, which is made too; None for none.
-    """
-
-    change: Change | None = None
-
-    def applied(self, models: _Models) -> AbstractContextManager[object]:
-        """See `Change`."""
-        return (self.change or Change()).applied(models)
+class FromLoss(Patch):
+    """Backward begins at the losses that are returned, and nowhere else."""
 
     def calls(self, calls: Sequence[KeptCall]) -> list[KeptCall]:
-        """See `Change`."""
-        changed = (self.change or Change()).calls(calls)
-        return [call.with_held({}) for call in changed]
+        """See `Patch`."""
+        return [call.with_held({}) for call in calls]
 
 
 def _as_bfloat16(tensor: torch.Tensor) -> torch.Tensor:
