@@ -20,7 +20,7 @@ from models import ON_CPU, hf, words
 from timing import QUICK, race
 
 from overflow_fast import OverflowGuard, read_record
-from overflow_fast.record.record_file import RecordFile
+from overflow_fast.record.flight import RecordFile
 
 COLUMNS = [
     *("model", "entries", "record adds us", "step ms", "share", "bytes a step"),

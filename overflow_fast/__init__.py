@@ -2,8 +2,10 @@
 
 import torch  # (first: the extension needs torch's libraries)
 
-from . import binaries
-from .core import log  # noqa: F401  (its lines begin with the package's name)
+from . import (
+    binaries,
+    text,  # noqa: F401  (its lines begin with the package's name)
+)
 
 try:
     # First: an old build may have left an extension here, for an unknown torch.

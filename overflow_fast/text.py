@@ -10,10 +10,16 @@ programs (`to_dict()`, JSON) has the names as they are.
 
 from __future__ import annotations
 
+import base64
+import logging
+import os
 import re
+import sys
 import textwrap
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from html import escape as escape_html
+from typing import Any
 
 _WIDTH = 84  # with what each logged line begins with: 100
 _LONGEST = 1003  # characters of a name in a file
@@ -73,3 +79,87 @@ def wrapped(sentence: str) -> list[str]:
         break_on_hyphens=False,
     )
     return [line.replace(_FIXED_SPACE, " ") for line in lines]
+
+
+# The logger `overflow_fast`: each of its lines begins with the package's name.
+
+
+_PREFIX = "[overflow_fast] "
+_formatter = logging.Formatter()
+
+
+# A text of ours that has lines of its own stands in a line of its own; any other value
+# is a part of a line, and cannot end it.
+_OF_LINES = re.compile(r"^%s$", re.MULTILINE)
+_TEXTS = (str, BaseException, os.PathLike)
+
+
+def _prefixed(text: str) -> str:
+    lines = printable(text, keep="\n\t").rstrip("\n").split("\n")
+    return "\n".join(f"{_PREFIX}{line}".rstrip() for line in lines)
+
+
+def _message(record: logging.LogRecord) -> str:
+    if isinstance(record.args, tuple) and not _OF_LINES.search(str(record.msg)):
+        record.args = tuple(map(_in_line, record.args))
+    return record.getMessage()
+
+
+def _in_line(value: Any) -> Any:
+    return printable(str(value)) if isinstance(value, _TEXTS) else value
+
+
+def _begin_lines(record: logging.LogRecord) -> bool:
+    """Begins each line of a record, and of the traceback that comes with it."""
+    try:
+        record.msg, record.args = _prefixed(_message(record)), None
+    except (TypeError, ValueError, KeyError):
+        return True  # logging reports arguments that do not fit the message
+    if record.exc_info and not record.exc_text:
+        record.exc_text = _prefixed(_formatter.formatException(record.exc_info))
+    return True
+
+
+# A filter of this logger alone: how users format and where they write is theirs.
+logging.getLogger("overflow_fast").addFilter(_begin_lines)
+
+
+# HTML that notebooks show instead of a `repr`, escaped, and the names of cells.
+
+
+def escape(text: str, quote: bool = True) -> str:
+    """Escapes what HTML or a reader would take for something else."""
+    return escape_html(printable(text), quote)
+
+
+def text_html(headline: str, lines: Iterable[str], rest: str) -> str:
+    """A headline, lines below it, and a text that unfolds."""
+    whole = escape_html(printable(rest, keep="\n\t"))
+    listed = "".join(f"<div>{escape(line)}</div>" for line in lines)
+    folded = f"<details><summary>all</summary><pre>{whole}</pre></details>"
+    return f"<div><strong>{escape(headline)}</strong>{listed}{folded}</div>"
+
+
+def table_html(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of texts."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def picture_html(png: bytes, described: str) -> str:
+    """A picture, and what it shows in words."""
+    data = base64.b64encode(png).decode()
+    alt = escape(described, quote=True)
+    return f'<img src="data:image/png;base64,{data}" alt="{alt}"><div>{alt}</div>'
+
+
+def short_name(file: str) -> str:
+    """Shortens a file's path to its name, or to its cell's, such as "In[3]"."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    label_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    label = label_of(file) if callable(label_of) else None
+    return os.path.basename(file) if label is None else str(label[1])

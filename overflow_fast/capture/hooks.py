@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -18,6 +20,12 @@ from ..torch_internals.module_internals import (
     forward_hooks,
     forward_pre_hooks,
     share_key,
+)
+from ..torch_internals.replay_internals import (
+    with_torch_function,
+    without_function_modes,
+    without_operator_modes,
+    without_saving_hooks,
 )
 from ..torch_internals.running import running_modules
 from . import compiled as traced
@@ -353,3 +361,39 @@ class HookOwner:
     def _root_plan(self) -> dict[int, bool]:
         """Returns the flags for the root's frame in compiled code."""
         return {traced_walk.ROOT: True}
+
+
+# Keeps replays out of sight of whatever watches the program.
+
+
+@contextlib.contextmanager
+def unseen(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Pauses guards and takes modes off, but the one that sets the default device.
+
+    Warnings are not shown either: the step has given them already.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(_paused(models))
+        stack.enter_context(with_torch_function())
+        stack.enter_context(without_function_modes())
+        stack.enter_context(without_operator_modes())
+        stack.enter_context(without_saving_hooks())
+        yield
+
+
+@contextlib.contextmanager
+def _paused(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Pauses all guards and detectors that watch one of these models."""
+    hooks = [h for model in models for m in model.modules() for h in root_hooks(m)]
+    owners = {id(hook.owner): hook.owner for hook in hooks}.values()
+    recorders = [owner._recorder for owner in owners]
+    were_paused = [recorder.is_paused for recorder in recorders]
+    for recorder in recorders:
+        recorder.is_paused = True
+    try:
+        yield
+    finally:
+        for recorder, was_paused in zip(recorders, were_paused, strict=True):
+            recorder.is_paused = was_paused

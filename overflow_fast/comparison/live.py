@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..capture.unseen import unseen
+from ..capture.hooks import unseen
 from ..core.modules import named_modules, step_of
 from ..core.tensors import devices_of, loss_in
 from ..precision.copies import check_model, to_float32

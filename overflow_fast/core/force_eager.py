@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ _stances: list[ExitStack] = []  # of all threads: torch has one stance for them
 _num_within = 0
 _PAUSE = 0.001  # seconds
 _WAIT = 1.0  # seconds, for other threads to leave what runs eagerly
+_LONG_WAIT = 60.0  # the same where nobody waits for it
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def run_eagerly() -> Iterator[None]:
     """
     global _num_within
     with _lock:
-        if not _num_within and "torch._dynamo" in sys.modules:
+        if not (_num_within or _stances) and "torch._dynamo" in sys.modules:
             _stances.append(ExitStack())
             _stances[0].enter_context(torch.compiler.set_stance("force_eager"))
         _num_within += 1
@@ -40,10 +40,11 @@ def run_eagerly() -> Iterator[None]:
         with _lock:
             _num_within -= 1
         if not _leave(time.perf_counter() + _WAIT):
-            threading.Thread(target=_leave, args=(math.inf,), daemon=True).start()
+            end = time.perf_counter() + _LONG_WAIT
+            threading.Thread(target=_leave, args=(end, True), daemon=True).start()
 
 
-def _leave(end: float) -> bool:
+def _leave(end: float, ends_anyway: bool = False) -> bool:
     """Puts the stance back when no thread is within.
 
     A call with `fullgraph=True` that began within raises a RuntimeError if it ends
@@ -51,6 +52,7 @@ def _leave(end: float) -> bool:
 
     Args:
         end: When to give up, as `time.perf_counter()` counts.
+        ends_anyway: Put it back then, too: compiled code is not to stay slow.
 
     Returns:
         True if there is nothing left to do.
@@ -60,10 +62,12 @@ def _leave(end: float) -> bool:
         with _lock:
             if _num_within or not _stances:
                 return True
-            if not any(map(fails_uncompiled, compiled_calls_elsewhere())):
+            is_over = time.perf_counter() >= end
+            calls = compiled_calls_elsewhere()
+            if (is_over and ends_anyway) or not any(map(fails_uncompiled, calls)):
                 _stances.pop().close()
                 return True
-        if time.perf_counter() >= end:
+        if is_over:
             return False
         time.sleep(_PAUSE)
 

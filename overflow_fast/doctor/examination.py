@@ -21,11 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .arithmetic import ARITHMETIC
-from .collectives import COLLECTIVES
+from .checks import AGREEMENT, ARITHMETIC, BARRIER, COLLECTIVES, STORAGE
 from .diagnosis import Diagnosis
-from .fault_injection import AGREEMENT
-from .first_barrier import BARRIER
 from .links import LINKS
 from .rendezvous import Address, Rendezvous, connect, prefixed
 from .roll_call import (
@@ -49,7 +46,6 @@ from .stage import (
     capital,
     named,
 )
-from .storage import STORAGE
 
 # The ranks that did not come out of a stage. Pure functions.
 

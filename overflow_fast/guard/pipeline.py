@@ -28,11 +28,10 @@ from ..capture.watch import ModelWatch
 from ..core.ops import scan
 from ..distributed.agreement import Agreed, Agreement
 from ..replay.capture import Capture
-from ..report.alarms import AlarmLog
 from ..report.frames import frame_texts
 from ..report.guard_coverage import GuardCoverage
 from ..report.report import Cost, NonFiniteError, Report
-from ..report.run_log import log_notices
+from ..report.run_log import AlarmLog, log_notices
 from ..state.step_start import StepStart
 from ..verdict.attribution import attribute
 from ..verdict.headroom import least_headroom

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.unseen import unseen
+from ..capture.hooks import unseen
 from ..core.force_eager import run_eagerly
 from ..core.tensors import devices_of, loss_in
 from ..state.random import RandomStates

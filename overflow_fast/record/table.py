@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.notebook import picture_html
 from ..files.reading import FileError, lines_of, open_regular
-from ..text import printable
+from ..text import picture_html, printable
 from .heatmap_image import heatmap_pixels, png_of
 from .record_lines import (
     BEGINNING,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .. import flags
-from ..capture.unseen import unseen
+from ..capture.hooks import unseen
 from ..core.modules import is_dropout, named_modules
 from ..core.selection import full_name
 from ..core.tensors import has_memory, place_of
@@ -19,9 +19,8 @@ from ..precision.copies import on_copies, to_dtype
 from ..torch_internals.replay_internals import autograd_node
 from ..tree import CALL_DEPTH, mapped, tensors_in
 from .explanation import Explanation, Op
-from .module_call import ModuleCall
 from .op_trace import OpTrace
-from .places import ModuleStack, op_at, users_frames
+from .places import ModuleCall, ModuleStack, op_at, users_frames
 from .replayer import Observer, Replayer
 from .root_op import OpCall
 from .tensor_kinds import floats_in, is_float, summary_of

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ..core.notebook import short_name
-from ..text import counted, printable
+from ..text import counted, printable, short_name
 
 # The operation that failed, with its inputs and outputs, and the sample.
 

@@ -21,8 +21,7 @@ from ..torch_internals.replay_internals import (
     storage_id,
 )
 from ..tree import tensors_in
-from .module_call import ModuleCall
-from .places import Frames, ModuleStack, runs_in_hook, users_frames
+from .places import Frames, ModuleCall, ModuleStack, runs_in_hook, users_frames
 from .root_op import Details, OpCall, Sums, details_of
 from .tensor_kinds import NAN, NEGATIVE_INF, Kinds, floats_in, is_float, kinds_of
 

@@ -1,4 +1,4 @@
-"""Which line of the user's and which module an operation belongs to."""
+"""The places of operations: a line of the user's, and a module with its call."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import linecache
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
@@ -15,8 +16,58 @@ from torch import nn
 from ..core.modules import named_modules
 from ..core.selection import full_name
 from ..torch_internals.replay_internals import autograd_node
+from ..torch_internals.tensor_internals import version_of
+from ..tree import CALL_DEPTH, tensors_in
 from .explanation import Op
-from .module_call import ModuleCall
+
+# A module's call that runs, with what it takes to make it alone.
+
+
+_DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+
+@dataclass
+class ModuleCall:
+    """A call of a module, by reference.
+
+    Attributes:
+        module: The module.
+        name: Its name.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        autocast: The devices that autocast is on for, with the dtypes.
+    """
+
+    module: nn.Module
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: list[tuple[str, torch.dtype]] = field(default_factory=list)
+    _versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+
+    @classmethod
+    def begun(
+        cls, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> ModuleCall:
+        """Notes a call that begins now, in the state of this moment."""
+        devices = [d for d in _DEVICES if torch.amp.is_autocast_available(d)]
+        autocast = [
+            (device, torch.get_autocast_dtype(device))
+            for device in devices
+            if torch.is_autocast_enabled(device)
+        ]
+        versions = [
+            (tensor, version_of(tensor))
+            for tensor in tensors_in((args, kwargs), CALL_DEPTH)
+            if not tensor.is_inference()
+        ]
+        return cls(module, name, args, kwargs, autocast, versions)
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Tells whether nobody has written to its arguments since it began."""
+        return all(version_of(tensor) == before for tensor, before in self._versions)
+
 
 _MAX_FRAMES = 12
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

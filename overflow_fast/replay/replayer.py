@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.unseen import unseen
+from ..capture.hooks import unseen
 from ..core.force_eager import run_eagerly
 from ..core.modules import local_part, without_reduction
 from ..core.tensors import loss_in

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.unseen import unseen
+from ..capture.hooks import unseen
 from ..core.tensors import has_memory
 from ..state.random import RandomStates
 from ..torch_internals.module_internals import own_buffers, own_parameters, submodules
 from ..tree import mapped, tensors_in
 from . import rebuilt
 from .explanation import Artifact, Explanation
-from .module_call import ModuleCall
+from .places import ModuleCall
 from .root_op import OpCall
 
 SCRIPT, TENSORS = "repro.py", "repro.safetensors"

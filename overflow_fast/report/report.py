@@ -7,10 +7,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.notebook import text_html
 from ..files.json_text import SCHEMA, dumps, to_plain
 from ..replay.explanation import Explanation
-from ..text import as_lines
+from ..text import as_lines, text_html
 from ..verdict.remedy import Float32Region
 from ..verdict.verdict import (
     BadEntry,

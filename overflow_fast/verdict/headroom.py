@@ -13,8 +13,7 @@ from torch import nn
 from .. import _C
 from ..capture.watch import ModelWatch
 from ..core.modules import is_dropout, is_linear, is_normalization, is_of_torch
-from ..core.notebook import table_html, text_html
-from ..text import as_lines, printable
+from ..text import as_lines, printable, table_html, text_html
 from .verdict import GRADIENTS, EntryHeadroom, headroom_of, where_of
 
 # The headroom of the tensors of a run, and their underflow, as a table.

@@ -3,7 +3,7 @@
 import pytest
 
 from overflow_fast import explain
-from overflow_fast.core.notebook import short_name
+from overflow_fast.text import short_name
 
 CELL = """
 import torch

@@ -10,16 +10,18 @@ import torch
 import torch.distributed as dist
 from examinations import examine, frozen, killed, planted, replaced
 
-from overflow_fast.doctor import arithmetic
-from overflow_fast.doctor.arithmetic import ARITHMETIC
-from overflow_fast.doctor.collectives import COLLECTIVES
+from overflow_fast.doctor import checks
+from overflow_fast.doctor.checks import (
+    AGREEMENT,
+    ARITHMETIC,
+    BARRIER,
+    COLLECTIVES,
+    STORAGE,
+)
 from overflow_fast.doctor.diagnosis import Diagnosis
 from overflow_fast.doctor.examination import STAGES
-from overflow_fast.doctor.fault_injection import AGREEMENT
-from overflow_fast.doctor.first_barrier import BARRIER
 from overflow_fast.doctor.links import LINKS
 from overflow_fast.doctor.roll_call import ROLL_CALL
-from overflow_fast.doctor.storage import STORAGE
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(),
@@ -84,19 +86,19 @@ def with_cores(run, site):
 
 
 def flipped_bit(run, site):
-    digest = arithmetic.digest_of
+    digest = checks.digest_of
 
     def flipped(tensor):
         other = tensor.clone()
         other.view(torch.uint8).flatten()[-1] ^= 1
         return digest(other)
 
-    with replaced(arithmetic, "digest_of", flipped):
+    with replaced(checks, "digest_of", flipped):
         return run(site)
 
 
 def wrong_product(run, site):
-    with replaced(arithmetic, "is_exact", lambda dtype, device: False):
+    with replaced(checks, "is_exact", lambda dtype, device: False):
         return run(site)
 
 

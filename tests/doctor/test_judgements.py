@@ -6,13 +6,22 @@ import random
 import pytest
 import torch
 
-from overflow_fast.doctor import collectives, roll_call
-from overflow_fast.doctor.arithmetic import ARITHMETIC, Digests
-from overflow_fast.doctor.collectives import COLLECTIVES, OPERATIONS, compared_pairs
+from overflow_fast.doctor import checks, roll_call
+from overflow_fast.doctor.checks import (
+    AGREEMENT,
+    ARITHMETIC,
+    BARRIER,
+    COLLECTIVES,
+    OPERATIONS,
+    STORAGE,
+    BarrierResult,
+    Digests,
+    GuardSummary,
+    StorageResult,
+    compared_pairs,
+)
 from overflow_fast.doctor.diagnosis import Diagnosis, matrices_of, save_diagnosis
 from overflow_fast.doctor.examination import lost_ranks
-from overflow_fast.doctor.fault_injection import AGREEMENT, GuardSummary
-from overflow_fast.doctor.first_barrier import BARRIER, BarrierResult
 from overflow_fast.doctor.links import (
     LINKS,
     Measured,
@@ -30,7 +39,6 @@ from overflow_fast.doctor.stage import (
     StageOutcome,
     StageResult,
 )
-from overflow_fast.doctor.storage import STORAGE, StorageResult
 
 WORLD, PER_HOST = 16, 8
 HOSTS = {rank: f"Node-{rank // PER_HOST}" for rank in range(WORLD)}
@@ -284,13 +292,11 @@ def test_a_single_wrong_element_names_both_ends():
 
 
 def test_contributions_are_exact_and_differ_between_neighbours():
-    for dtype in collectives.DTYPES:
+    for dtype in checks.DTYPES:
         for rank in (0, 1, 99, 9999):
-            values = collectives.values_of(rank, dtype)
+            values = checks.values_of(rank, dtype)
             assert float(values[0]) == float(values[0].double())
-            assert not torch.equal(
-                values[:1], collectives.values_of(rank + 1, dtype)[:1]
-            )
+            assert not torch.equal(values[:1], checks.values_of(rank + 1, dtype)[:1])
             is_float = dtype.is_floating_point
             assert bool(values.isnan().any()) == is_float
             assert int(values.isinf().sum()) == (2 if is_float else 0)

@@ -12,7 +12,7 @@ from flight_records import append_step, head_lines, packed, step_line
 
 from overflow_fast import RecordError, read_record
 from overflow_fast.files.json_text import line_bytes
-from overflow_fast.record.record_file import RecordFile
+from overflow_fast.record.flight import RecordFile
 from overflow_fast.record.record_lines import fold, read_column
 
 SMALL = 30_000  # bytes: about 100 steps
@@ -223,7 +223,7 @@ def test_steps_that_come_while_a_file_is_thinned_are_kept(tmp_path, monkeypatch)
         may_go_on.wait()
         return fold(lines, level)
 
-    monkeypatch.setattr("overflow_fast.record.record_file.fold", slow_fold)
+    monkeypatch.setattr("overflow_fast.record.record_lines.fold", slow_fold)
     file, number = record_file(tmp_path / "run.ofr"), 0
     while file._thread is None:
         append_step(file, number)

@@ -1,6 +1,6 @@
 """Which lines of a full record are folded: the older, the more into one."""
 
-from overflow_fast.record.record_file import Folded, LineSpan, thin
+from overflow_fast.record.flight import Folded, LineSpan, thin
 
 
 def places(count, level, length=100):

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from ...replay.explanation import Explanation
-from ...replay.masked_nonfinite import find_masked_nonfinite
 from ...replay.replayer import Replayer
+from ...replay.search import find_masked_nonfinite
 from ...state.snapshot import Snapshot
 from ...text import as_lines
 from ..options import option, whole

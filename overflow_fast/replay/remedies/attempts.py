@@ -1,21 +1,226 @@
-"""Tries remedies in order, by the cause of a failure."""
+"""Tries remedies in order, by the cause of a failure: code, dtypes, checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from ...core.modules import is_normalization
+from ...core.ops import scan
 from ..capture import batch_size
 from ..explanation import Remedy
 from ..finding import explain_root_op
+from ..places import names_of
 from ..replayer import Replayer
 from ..slice import ForwardRows, find_root_op
-from .checkpoints import try_checkpoints
+from ..tensor_kinds import is_float
 from .line_edit import NotEditableError
 from .line_forms import expression_of, line_rewrites, product_rewrites
-from .patches import ScaledGradients, SomeSamples
+from .patches import (
+    Bfloat16,
+    Float32Modules,
+    OtherWeights,
+    ScaledGradients,
+    SomeSamples,
+)
 from .trials import Attempts, Failure, Trial, Trials
-from .wider_dtypes import try_wider_dtypes
+
+# Which of the user's checkpoints holds finite weights.
+
+
+_KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
+_MAX_TRIED = 3
+
+
+def try_checkpoints(
+    paths: Sequence[str | os.PathLike[str]], trials: Trials
+) -> Attempts:
+    """Yields trials of checkpoints with weights that are all finite, the last first.
+
+    Files are read and not written to; nothing in them is executed.
+
+    Args:
+        paths: Files of `torch.save` or safetensors, the newest last.
+        trials: Runs the step with their weights.
+    """
+    named = {name: tensor for _, name, tensor in names_of(trials.replayer.models)}
+    num_tried = 0
+    for path in reversed([Path(each) for each in paths]):
+        try:
+            weights, code = _weights_in(path, named)
+        except Exception as error:
+            reason = (str(error).splitlines() or [""])[0]
+            kind = type(error).__name__
+            trials.notes.append(f"{path.name} was not read: {kind}: {reason[:80]}.")
+            continue
+        bad = _bad_names(weights)
+        if not weights:
+            trials.notes.append(f"{path.name} holds no weight of this model.")
+        elif bad:
+            trials.notes.append(f"{path.name} is not finite either: {bad[0]}.")
+        elif num_tried < _MAX_TRIED:
+            num_tried += 1
+            text = f"the weights of {path.name}, which are finite"
+            remedy = Remedy(text, f"model.load_state_dict({code})")
+            yield Trial(remedy, OtherWeights(weights))
+
+
+def _weights_in(
+    path: Path, named: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], str]:
+    """The weights of the model in a file, by name, and the code to load them."""
+    held, code = _read(path)
+    for key in _KEYS:
+        inner = held.get(key)
+        if isinstance(inner, Mapping) and _is_state(inner):
+            held, code = inner, f'{code}["{key}"]'
+            break
+    found = {}
+    for name, value in held.items():
+        name = str(name)
+        while name not in named and name.startswith(("module.", "_orig_mod.")):
+            name = name.partition(".")[2]
+        own = named.get(name)
+        if isinstance(value, torch.Tensor) and own is not None:
+            if value.shape != own.shape:
+                raise ValueError(
+                    f"{name} is {tuple(value.shape)} there, {tuple(own.shape)} here"
+                )
+            found[name] = value
+    return found, code
+
+
+def _read(path: Path) -> tuple[Mapping[str, Any], str]:
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path), f"safetensors.torch.load_file({str(path)!r})"
+    # Of a file in the format before torch 1.6 no parts can be mapped into memory.
+    held = torch.load(
+        path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+    )
+    if not isinstance(held, Mapping):
+        raise TypeError(f"it holds a {type(held).__name__}, not a dict of weights")
+    return held, f"torch.load({str(path)!r})"
+
+
+def _is_state(held: Mapping[Any, Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in held.values())
+
+
+def _bad_names(weights: Mapping[str, torch.Tensor]) -> list[str]:
+    floats = {name: t for name, t in weights.items() if is_float(t) and t.numel()}
+    stats = scan(list(floats.values())) if floats else []
+    pairs = zip(floats, stats, strict=True)
+    return [name for name, stat in pairs if stat.has_nan or stat.has_inf]
+
+
+# Tries wider dtypes where float16 has overflowed.
+
+
+def try_wider_dtypes(failure: Failure, trials: Trials) -> Attempts:
+    """Wider dtypes where float16 has overflowed."""
+    models = trials.replayer.models
+    if not failure.is_half:
+        return
+    if len(models) == 1:
+        ((prefix, model),) = models.items()
+        names = _around(model, failure.found.module.removeprefix(prefix))
+        yield from _try_modules(model, names[:1], trials)
+        yield from _try_up_to_norms(failure, model, prefix, trials)
+        yield from _try_modules(model, names[1:], trials)
+    remedy = Remedy(*_bfloat16_text(failure, trials))
+    yield Trial(remedy, Bfloat16())
+
+
+def _bfloat16_text(failure: Failure, trials: Trials) -> tuple[str, str]:
+    """Describes bfloat16 for autocast, or for the weights and the batch."""
+    models = trials.replayer.models.values()
+    parameters = [each for model in models for each in model.parameters()]
+    if not any(each.dtype == torch.float16 for each in parameters):
+        code = "torch.autocast(device_type, dtype=torch.bfloat16)"
+        return "bfloat16 for autocast", code
+    names = [
+        name
+        for name, tensor in trials.calls[failure.place].leaves()
+        if tensor.dtype == torch.float16
+    ]
+    casts = [f"{name} = {name}.to(torch.bfloat16)" for name in names]
+    text = f"bfloat16 for the model{' and its inputs' * bool(names)}"
+    return text, "; ".join(["model.to(torch.bfloat16)", *casts])
+
+
+def _try_modules(model: torch.nn.Module, names: list[str], trials: Trials) -> Attempts:
+    """The smallest module around the operation that helps in float32, by halving."""
+    if trials.found_remedy:
+        return
+    best: list[Remedy] = []  # the smallest so far stands for all
+    low, high, place = -1, len(names), len(names) - 1
+    while high - low > 1:
+        remedy = Remedy(
+            f"{names[place]} in float32",
+            f'overflow_fast.keep_in_fp32(model, ["{names[place]}"])',
+        )
+        if (yield Trial(remedy, Float32Modules((names[place],)))):
+            trials.remedies = [each for each in trials.remedies if each not in best]
+            best, high = trials.remedies[-1:], place
+        elif best:
+            low = place
+        else:
+            return
+        place = (low + high) // 2
+
+
+def _try_up_to_norms(
+    failure: Failure, model: torch.nn.Module, prefix: str, trials: Trials
+) -> Attempts:
+    """All from the operation up to normalizations, which make values small again.
+
+    A residual stream stays large beyond the first of them.
+    """
+    modules = dict(model.named_modules())
+    ran = [name.removeprefix(prefix) for name in failure.modules]
+    ran = [name for name in ran if name and name in modules]
+    norms = [name for name in ran if is_normalization(modules[name])]
+    if not norms or trials.found_remedy:
+        return
+    names = ran[: ran.index(norms[0])]
+    for until in ([norms[0]], _patterns(norms, modules)):
+        remedy = Remedy(
+            f"float32 up to {until[0] if len(until) == 1 else f'{until[0]} ...'}",
+            f"overflow_fast.keep_in_fp32(model, {names}, until={until})",
+        )
+        yield Trial(remedy, Float32Modules(tuple(names), tuple(until)))
+        if len(norms) == 1 or trials.found_remedy:
+            return
+
+
+def _patterns(norms: list[str], modules: Mapping[str, torch.nn.Module]) -> list[str]:
+    """Patterns of normalizations by the last parts of their names, or the names."""
+    lasts = dict.fromkeys(name.rpartition(".")[2] for name in norms)
+    alike = [n for n in modules if n.rpartition(".")[2] in lasts]
+    if not all(is_normalization(modules[name]) for name in alike):
+        return norms
+    return [f"*{last}" for last in lasts]
+
+
+def _around(model: torch.nn.Module, name: str) -> list[str]:
+    """A module's name and those of the modules around it that are called."""
+    names, modules = [], dict(model.named_modules())
+    while name:
+        if (
+            getattr(type(modules.get(name)), "forward", None)
+            is not torch.nn.Module.forward
+        ):
+            names.append(name)
+        name = name.rpartition(".")[0]
+    return names
+
 
 # Finds the failure that is left once a remedy is in place.
 

@@ -1,5 +1,6 @@
 """Compiled code runs eagerly for as long as any thread asks for it, and no longer."""
 
+import contextlib
 import threading
 import time
 
@@ -76,6 +77,8 @@ def test_a_whole_graph_of_another_thread_that_runs_eagerly_ends_first(
             threading.Timer(0.1, end.set).start()
     if is_long:
         assert num_compiled() == 0
+        with force_eager.run_eagerly():  # once more, before the first is over
+            pass
         end.set()
     thread.join()
     assert not errors
@@ -88,3 +91,27 @@ def wait_for(is_true):
             return
         time.sleep(0.01)
     pytest.fail("not within ten seconds")
+
+
+def test_compiled_code_does_not_stay_eager_for_ever(monkeypatch):
+    assert torch._dynamo.list_backends()
+    monkeypatch.setattr(force_eager, "_WAIT", 0.01)
+    monkeypatch.setattr(force_eager, "_LONG_WAIT", 0.05)
+    inside, end = threading.Event(), threading.Event()
+
+    def endless(x):
+        inside.set()
+        end.wait(60)
+        return x.sin()
+
+    def work():
+        with contextlib.suppress(RuntimeError):
+            torch.compile(endless, backend="eager", fullgraph=True)(torch.ones(2))
+
+    thread = threading.Thread(target=work)
+    with force_eager.run_eagerly():
+        thread.start()
+        assert inside.wait(60)
+    wait_for(lambda: num_compiled() == 1)
+    end.set()
+    thread.join()
