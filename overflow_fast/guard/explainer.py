@@ -115,7 +115,7 @@ _LATE = (
     "The step was not replayed: its verdict came when the weights had been stepped "
     "(sync='lagged')."
 )
-_UNSAFE = "The step was not replayed: replay_safe=False."
+_UNSAFE = "The step was not replayed: `Explain(replay_safe=False)` was given."
 _NO_STEP = "The forward was not replayed: it ran without autograd."
 
 

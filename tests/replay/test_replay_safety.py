@@ -66,7 +66,8 @@ def test_what_must_not_run_twice_runs_once(watch):
         watch=watch,
     )
     assert next(source) == 1
-    assert report.explanation.notes == ["The step was not replayed: replay_safe=False."]
+    said = "The step was not replayed: `Explain(replay_safe=False)` was given."
+    assert report.explanation.notes == [said]
 
 
 def test_weights_are_explained_without_a_replay():
