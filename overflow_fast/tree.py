@@ -104,7 +104,17 @@ def tensors_in(value: Any, depth: int = MAX_DEPTH) -> list[torch.Tensor]:
     """Lists the tensors of a value, as `tensors()` does; also in compiled code."""
     if torch.compiler.is_compiling():
         return _traced_tensors(value, depth)
+    parts = _parts_of_call(value)
+    if parts and all(type(each) is torch.Tensor for each in parts):  # most calls
+        return list({id(each): each for each in parts}.values())
     return [tensor for _, tensor in tensors(value, depth)]
+
+
+def _parts_of_call(value: Any) -> tuple[Any, ...]:
+    """The arguments, if a value is those of a call: `(args, kwargs)`; else ()."""
+    if type(value) is not tuple or tuple(map(type, value)) != (tuple, dict):
+        return ()
+    return *value[0], *value[1].values()
 
 
 def call_tensors(args: Any, kwargs: Any) -> list[tuple[Path, torch.Tensor]]:

@@ -220,16 +220,16 @@ def test_steps_that_come_while_a_file_is_thinned_are_kept(tmp_path, monkeypatch)
 
     def slow_fold(lines, level):
         reached.set()
-        may_go_on.wait()
+        may_go_on.wait(60)
         return fold(lines, level)
 
-    monkeypatch.setattr("overflow_fast.record.record_lines.fold", slow_fold)
+    monkeypatch.setattr("overflow_fast.record.flight.fold", slow_fold)
     file, number = record_file(tmp_path / "run.ofr"), 0
     while file._thread is None:
         append_step(file, number)
         number += 1
     thread = file._thread
-    reached.wait()
+    assert reached.wait(60)
     for _ in range(10):
         append_step(file, number)
         number += 1
