@@ -294,7 +294,7 @@ class SavedStep:
         if isinstance(saved.named, dict):
             items = saved.named.items()
             made = collections.namedtuple(saved.was, list(saved.named))  # type: ignore[misc]
-            return made._make(self._value(e, device, f"{at}.{k}") for k, e in items)
+            return made(*(self._value(e, device, f"{at}.{k}") for k, e in items))
         for several, kind in ((saved.listed, list), (saved.tupled, tuple)):
             if isinstance(several, list):
                 return kind(
