@@ -429,7 +429,8 @@ class Report:
             return who_made_it(first, self.verdict)
         if self.verdict.origin == "given" and not self._is_written_in_step:
             return who_made_it(first, self.verdict)
-        but = _exceptions(self.verdict)
+        # The masks are those of the first bad call: not of another maker.
+        but = _exceptions(self.verdict) if self.verdict.origin == "made" else ""
         given = [f"Given to {self.verdict.maker}: {but}."] if but else []
         return " ".join([*given, *self.verdict.remarks])
 

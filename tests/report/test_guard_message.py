@@ -287,3 +287,32 @@ def test_where_a_replay_answers_nothing_else_does(explain):
     cures = [] if not explain else guard.last_report.explanation.remedies
     assert any(each.is_recommended for each in cures) is explain
     assert ("What to try: " in text) <= (not explain)
+
+
+class Divided(nn.Module):
+    """Gives a module what it made non-finite itself, with a mask of that module's."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.attention = nn.Linear(4, 4), Masked()
+
+    def forward(self, x):
+        mask = torch.tensor([0.0, -INF, 0.0, 0.0])
+        return self.attention((self.fc(x) * 0).log() * 0, mask)
+
+
+class Masked(nn.Module):
+    def forward(self, x, mask):
+        return (x + mask).softmax(-1)
+
+
+def test_a_mask_is_not_said_to_be_given_to_another_module():
+    model = Divided()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "warn", explain=True) as guard:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    report = guard.last_report
+    assert report.explanation.names_maker
+    assert report.verdict.first.fqn == "attention" and report.verdict.masks
+    assert "Given to" not in str(report)
