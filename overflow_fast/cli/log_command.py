@@ -173,12 +173,9 @@ class _Log:
 
     def _check(self, first: bytes | None) -> None:
         """Raises LogError if a first line is not that of a log that can be read."""
-        from ..files.schema import Head, decode
+        from ..files.schema import head_of
 
-        try:
-            head = Head() if first is None else decode(first, Head)
-        except FileError:
-            head = Head()
+        head = head_of(first)
         if head.kind == RECORD:
             raise LogError(
                 f"{self.path} is a flight record: see `overflow-fast export`, `watch` "

@@ -285,13 +285,10 @@ def _head_of(text: bytes | None, file: Path) -> HeadLine:
     Raises:
         RecordingError: If it is not that of a recording that can be read.
     """
-    from ..files.schema import Head, decode
+    from ..files.schema import decode, head_of
     from .recording_schema import HeadLine
 
-    try:
-        head = Head() if text is None else decode(text, Head)
-    except FileError:
-        head = Head()
+    head = head_of(text)
     if text is None or head.kind != "recording":
         raise RecordingError(f"{file} is not a recording")
     schema = head.schema
@@ -384,21 +381,21 @@ def modes(model: nn.Module) -> dict[str, Any]:
 
 
 def _has_tf32(devices: list[torch.device]) -> bool:
-    """Tells whether float32 products of a GPU may be rounded to TF32."""
+    """True if float32 products of a GPU may be rounded to TF32."""
     backends: Any = torch.backends
     allowed = backends.cuda.matmul.allow_tf32 or backends.cudnn.allow_tf32
     return bool(allowed) and any(device.type == "cuda" for device in devices)
 
 
 def has_unequal_states(mine: Mapping[str, Any], its: Mapping[str, Any]) -> bool:
-    """Tells whether torch's generators of the models' devices were in other states."""
+    """True if torch's generators of the models' devices were in other states."""
     own, other = mine.get("random", {}), its.get("random", {})
     names = [n for n in own if n in other and n not in ("cpu", "python", "numpy")]
     return any(own[n] != other[n] for n in names or ["cpu"] if n in own and n in other)
 
 
 def _drops(module: nn.Module) -> bool:
-    """Tells whether a module sets random values to 0 now.
+    """True if a module sets random values to 0 now.
 
     Attention that is one function has its probability in an attribute of its module.
     """

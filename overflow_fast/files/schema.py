@@ -60,6 +60,18 @@ class Head(Struct):
     overflow_fast: Any = None
 
 
+def head_of(line: bytes | None) -> Head:
+    """The head that a file's first line says; an empty one if it says none.
+
+    Args:
+        line: The line; None if there is none.
+    """
+    try:
+        return Head() if line is None else decode(line, Head)
+    except FileError:
+        return Head()
+
+
 class _Kind(Struct):
     kind: str
 

@@ -342,12 +342,9 @@ def _run_of(text: bytes | None, path: Path) -> Line:
     Raises:
         RecordError: If it is not that of a record that can be read.
     """
-    from ..files.schema import Head, decode
+    from ..files.schema import head_of
 
-    try:
-        head = Head() if text is None else decode(text, Head)
-    except FileError:
-        head = Head()
+    head = head_of(text)
     if text is None or head.kind != KIND:
         raise _no_record(path)
     _check_schema(head, path)
