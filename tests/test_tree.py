@@ -19,6 +19,7 @@ from containers import (
     OwnDict,
     Plain,
     Wrapper,
+    nested_values,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -442,17 +443,7 @@ LEAVES = st.one_of(
     st.none(),
 )
 MAKERS = [each.make for name, each in CONTAINERS.items() if "nested" not in name]
-VALUES = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.lists(inner, max_size=3).map(tuple),
-        st.dictionaries(st.text(max_size=2) | st.integers(), inner, max_size=3),
-        st.builds(lambda make, value: make(value), st.sampled_from(MAKERS), inner),
-        inner.map(lambda value: [value, value]),
-    ),
-    max_leaves=8,
-)
+VALUES = nested_values(LEAVES, MAKERS)
 
 
 @settings(max_examples=200, deadline=None)

@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from containers import CONTAINERS, Object, OwnDict, Plain, SlotsObject
+from containers import CONTAINERS, Object, OwnDict, Plain, SlotsObject, nested_values
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -176,18 +176,7 @@ LEAVES = st.one_of(
     st.builds(lambda n: torch.full((2,), float(n)), st.integers(1, 99)),
     st.sampled_from([None, 3, "text", 1.5, True, (), [], {}, torch.Size([2])]),
 )
-VALUES = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.lists(inner, max_size=3).map(tuple),
-        st.dictionaries(st.text(max_size=2) | st.integers(), inner, max_size=3),
-        st.builds(lambda make, value: make(value), st.sampled_from(MAKERS), inner),
-        inner.map(lambda value: [value, value]),
-        inner.map(lambda value: (value, [value])),
-    ),
-    max_leaves=8,
-)
+VALUES = nested_values(LEAVES, MAKERS)
 T = torch.ones(2)
 
 

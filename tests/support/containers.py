@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import attrs
 import torch
 import torch.utils._pytree as pytree
+from hypothesis import strategies as st
 from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import ModelOutput
@@ -319,3 +320,24 @@ def tensor_of(name, value):
     found = CONTAINERS[name].get(value)
     assert isinstance(found, torch.Tensor)
     return found
+
+
+def nested_values(leaves, makers):
+    """A strategy of values nested at random, some of their parts shared.
+
+    Args:
+        leaves: A strategy of the innermost values.
+        makers: Functions that make a container of a value.
+    """
+    return st.recursive(
+        leaves,
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3),
+            st.lists(inner, max_size=3).map(tuple),
+            st.dictionaries(st.text(max_size=2) | st.integers(), inner, max_size=3),
+            st.builds(lambda make, value: make(value), st.sampled_from(makers), inner),
+            inner.map(lambda value: [value, value]),
+            inner.map(lambda value: (value, [value])),
+        ),
+        max_leaves=8,
+    )
