@@ -11,23 +11,6 @@ from typing import Any
 from ..files.json_text import SCHEMA
 from ..record.table import FlightRecord, read_record
 from .incidents import Incident, read_incidents
-from .render import write_page
-
-
-def write_report(
-    paths: Iterable[str | os.PathLike[str]], output: str | os.PathLike[str]
-) -> Path:
-    """Writes the page of flight records and folders of evidence.
-
-    Args:
-        paths: See `read_sources()`, also for what is raised.
-        output: The page.
-
-    Returns:
-        The page's path.
-    """
-    sources = read_sources(paths)
-    return write_page(output, sources.records, sources.incidents, sources.damaged)
 
 
 @dataclass(frozen=True)
