@@ -380,7 +380,7 @@ class GuardLoop:
         """Judges what is on its way, and removes the hooks."""
         try:
             if self.is_enabled:
-                self.pipeline.finish()
+                self.pipeline.judge_late()
         finally:
             self.disable()
             self.pipeline.close()

@@ -15,7 +15,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -238,7 +238,7 @@ class Pipeline:
             model = watch.model
             if self._start is not None and model is not None and model.training:
                 self._start.hold(watch)
-            step = self._new_step(moment="evaluation", can_restore=True)
+            step = self._new_step(moment="evaluation")
             step.frames = frames
             self._decide(step)
 
@@ -255,14 +255,26 @@ class Pipeline:
                 report = self._check()
         finally:
             if not self._hooks:
-                self._record_step(self._clock.step, None, [])
+                self._record_step(self._clock.step, None)
         self._end_headroom(self._clock.step, report is not None)
         self._measurements.headroom.begin_step()
         return report
 
-    def finish(self) -> None:
-        """Judges the steps that are still on their way. Incurs the sync."""
-        self._judge_late()
+    def judge_late(self, is_lagged: bool = False) -> None:
+        """Judges the steps that are still on their way. Incurs the sync.
+
+        Args:
+            is_lagged: Wait only for steps before the last.
+        """
+        for step, frames in self._frames.receive(is_lagged):
+            frames, skipped_by = without_expected(frames, step.scaler, has_skipped)
+            if not frames and step.is_decided:
+                continue
+            if frames:
+                skipped_by = skipped_by or step.skipped_by
+            late = Step(step.number, step.hook, moment="after", skipped_by=skipped_by)
+            late.frames, late.left_out = frames, step.left_out
+            self._decide(late)
 
     def forget(self) -> None:
         """Forgets what has run and was not judged."""
@@ -308,13 +320,13 @@ class Pipeline:
         self._frames.send(is_lagged)
         if self._is_learning:
             self._device_flags.drop()
-        step = self._new_step(hook, scaler, can_restore=True)
+        step = self._new_step(hook, scaler)
         if is_lagged:
             start = self._start if self._config.may_restore else None
             if self._device_flags.skip(hook, scaler is not None, start):
                 step.skipped_by = "optimizer's kernel"
         try:
-            self._judge_late(is_lagged)
+            self.judge_late(is_lagged)
             # Ranks decide together, once for each step.
             waits = is_lagged and self.agreement.is_needed
             found = dataclasses.replace(step, skipped_by="")
@@ -360,8 +372,9 @@ class Pipeline:
         self.tensors.scan(hook.optimizer, self._clock.level)
         self._frames.send()
         try:
-            self._judge_late()
-            step = self._new_step(hook, can_restore=True, skipped_by=SCALER)
+            self.judge_late()
+            step = self._new_step(hook)
+            step.skipped_by = SCALER
             step.frames = self._frames.take(step.last_frame)
             if scaler.get_scale() > 1:
                 step.frames = without_gradients(step.frames)
@@ -373,7 +386,7 @@ class Pipeline:
         """Applies the verdict of a round that is bad to another of its steps."""
         is_skipped = report.action == "skip"
         self._frames.send()
-        self._judge_late()
+        self.judge_late()
         self._frames.take(_C.Recorder.num_frames())
         if is_skipped:
             self._restore()
@@ -390,7 +403,7 @@ class Pipeline:
         self._overflow_flags.ask(level)
         self._frames.send()
         try:
-            self._judge_late()
+            self.judge_late()
             step = self._new_step(moment="check")
             step.frames = self._frames.take(step.last_frame)
             step.frames += self._frames.take_evaluated(*self._watches)
@@ -398,22 +411,6 @@ class Pipeline:
             return self._decide(step)
         finally:
             self._end_judgement()
-
-    def _judge_late(self, is_lagged: bool = False) -> None:
-        """Judges the steps that are still on their way. Incurs the sync.
-
-        Args:
-            is_lagged: Wait only for steps before the last.
-        """
-        for step, frames in self._frames.receive(is_lagged):
-            frames, skipped_by = without_expected(frames, step.scaler, has_skipped)
-            if not frames and step.is_decided:
-                continue
-            if frames:
-                skipped_by = skipped_by or step.skipped_by
-            late = Step(step.number, step.hook, moment="after", skipped_by=skipped_by)
-            late.frames, late.left_out = frames, step.left_out
-            self._decide(late)
 
     def _note_scaler(self, scaler: GradScaler | None) -> None:
         """Adds a scaler's scale to the step's record. Does not incur a sync."""
@@ -428,10 +425,10 @@ class Pipeline:
         self,
         hook: OptimizerHook | None = None,
         scaler: GradScaler | None = None,
-        **fields: object,
+        moment: Literal["before", "check", "evaluation"] = "before",
     ) -> Step:
-        clock = self._clock
-        return Step(clock.step, hook, scaler, clock.left_out, **fields)  # type: ignore[arg-type]
+        clock, can_restore = self._clock, moment != "check"
+        return Step(clock.step, hook, scaler, clock.left_out, moment, can_restore)
 
     def _end_judgement(self, is_lagged: bool = False) -> None:
         self.tensors.forget()
@@ -798,7 +795,7 @@ class Pipeline:
         clock.note(cost, is_bad)
         if is_watched:
             self._end_headroom(step, is_bad)
-            self._record_step(step, cost, living(self._hooks))
+            self._record_step(step, cost)
             measurements.emit(step, self.counts)
         self._monitors.end_step(step)
         clock.begin()
@@ -815,13 +812,11 @@ class Pipeline:
         with self._isolation.measured():
             self._measurements.headroom.end_step(step, self._has_scaler, is_bad)
 
-    def _record_step(
-        self, step: int, cost: Cost | None, optimizers: Sequence[Optimizer]
-    ) -> None:
+    def _record_step(self, step: int, cost: Cost | None) -> None:
         """Ends the flight record's line; its cost is None where it was not measured."""
         record = self._measurements.record
         if record is not None:
-            has_spike = self._spike_step == step
+            optimizers, has_spike = living(self._hooks), self._spike_step == step
             report, is_skipped = self.last_report, self.rounds.is_skipped
             with self._isolation.measured():
                 record.end_step(step, cost, optimizers, report, is_skipped, has_spike)
