@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ class Selection:
         self._known: dict[str, bool] = {}
 
     def takes(self, fqn: str) -> bool:
-        """Returns whether the module of this name is watched; the root's name is empty.
+        """True if the module of this name is watched; the root's name is empty.
 
         Args:
             fqn: Its name in its model, without the prefix.
@@ -129,8 +129,8 @@ class NamedTensors:
         if listing is None or tensors is None:
             found = self._walk(model)
             taken = [(fqn, each) for fqn, takes, each in found if takes or all_modules]
-            listing = self._listings[kind, all_modules] = _Listing(taken, kind)
-            listing.names = list(itertools.starmap(self._name, listing.first))
+            listing = _Listing(taken, kind, self._name)
+            self._listings[kind, all_modules] = listing
             tensors = listing.tensors() or []
         return listing.names.copy(), tensors
 
@@ -160,13 +160,18 @@ class _Listing:
     Args:
         modules: The modules with their names. They are held weakly.
         kind: The attribute that holds the table: their parameters or buffers.
+        name: Names a tensor by its module's name and its key.
 
     Attributes:
-        first: The module's name and the key of the tensors' first places.
-        names: Names of the tensors, for whoever lists them.
+        names: The names of the tensors, by their first places.
     """
 
-    def __init__(self, modules: Sequence[tuple[str, nn.Module]], kind: str) -> None:
+    def __init__(
+        self,
+        modules: Sequence[tuple[str, nn.Module]],
+        kind: str,
+        name: Callable[[str, str], str],
+    ) -> None:
         self._kind = kind
         self._modules = [weakref.ref(module) for _, module in modules]
         self._is_scripted = any(_is_scripted(module) for _, module in modules)
@@ -182,8 +187,8 @@ class _Listing:
         self._taken = [
             each is not None and last[id(each)] == i for i, each in enumerate(tensors)
         ]
-        self.first = list(itertools.compress(places, self._taken))
-        self.names: list[str] = []
+        first = itertools.compress(places, self._taken)
+        self.names = list(itertools.starmap(name, first))
 
     def tensors(self) -> list[torch.Tensor] | None:
         """The tensors; None if the tables hold other ones. It runs in each step."""
