@@ -63,7 +63,7 @@ def unregister(device_type: str) -> None:
 
 
 def are_there() -> bool:
-    """Returns whether any flag is registered."""
+    """True if any flag is registered."""
     return bool(_flags)
 
 
@@ -93,5 +93,5 @@ def label_of(device_type: str) -> str:
 
 
 def is_label(text: str) -> bool:
-    """Returns whether an entry is of a flag, by its name."""
+    """True if an entry is of a flag, by its name."""
     return text.endswith(f" {_LABEL}")

@@ -19,7 +19,7 @@ def folder_for(torch_version: str) -> Path:
 
 
 def is_there(torch_version: str) -> bool:
-    """Returns whether there is an extension for this torch and this Python."""
+    """True if there is an extension for this torch and this Python."""
     name = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     return (folder_for(torch_version) / name).exists()
 

@@ -210,7 +210,7 @@ def index_of(owner: object, module: nn.Module) -> int:
 
 
 def is_running(module: nn.Module) -> bool:
-    """Returns whether another call of a module runs; True if that is not known."""
+    """True if another call of a module runs; True if that is not known."""
     calls = running_modules()
     return calls is None or sum(each is module for _, each in calls) > 1
 

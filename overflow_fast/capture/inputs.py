@@ -125,7 +125,7 @@ def samples(tensor: torch.Tensor | None, are_samples: bool) -> str:
 
 
 def share_first(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Returns whether tensors agree in dimension 0, and one has further dimensions.
+    """True if tensors agree in dimension 0, and one has further dimensions.
 
     Args:
         tensors: Those of a batch; None for one that is gone.
@@ -135,13 +135,13 @@ def share_first(tensors: Iterable[torch.Tensor | None]) -> bool:
 
 
 def is_batch_first(model: torch.nn.Module | None) -> bool:
-    """Returns whether no module declares another dimension for the batch."""
+    """True if no module declares another dimension for the batch."""
     modules = [] if model is None else model.modules()
     return all(getattr(each, "batch_first", True) is not False for each in modules)
 
 
 def is_mask(tensor: torch.Tensor | None) -> bool | None:
-    """Returns whether a tensor with -inf is a mask, 0 elsewhere; None if unknown."""
+    """True if a tensor with -inf is a mask, 0 elsewhere; None if unknown."""
     if not is_plain(tensor):
         return None
     values = _wide(tensor)
@@ -149,7 +149,7 @@ def is_mask(tensor: torch.Tensor | None) -> bool | None:
 
 
 def finite_places(tensor: torch.Tensor) -> torch.Tensor:
-    """Tells of each value whether it is finite: bool of the tensor's shape."""
+    """True where a value is finite: bool of the tensor's shape."""
     return _wide(tensor).isfinite()
 
 
@@ -161,7 +161,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:
-    """Returns whether an object is a tensor whose elements can be read."""
+    """True if an object is a tensor whose elements can be read."""
     return (
         isinstance(tensor, torch.Tensor)
         and type(tensor) in (torch.Tensor, torch.nn.Parameter)

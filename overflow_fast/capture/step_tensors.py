@@ -151,7 +151,7 @@ class StepTensors:
             self._record(self._watches[0], _C.FrameKind.GRADIENTS, named)
 
     def _is_new(self, parameter: torch.Tensor) -> bool:
-        """Returns whether a gradient was made, or written to, since its last scan."""
+        """True if a gradient was made, or written to, since its last scan."""
         gradient = parameter.grad
         if gradient is None:
             return False

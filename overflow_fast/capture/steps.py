@@ -52,13 +52,13 @@ class SubmoduleCalls:
         return SubmoduleCall(call, index_of(self._owner, module))
 
     def begins(self, call: SubmoduleCall) -> bool:
-        """Returns whether a call is not the one that was seen last."""
+        """True if a call is not the one that was seen last."""
         is_new = call.identity is None or call.identity != self._running
         self._running = call.identity
         return is_new
 
     def begins_backward(self, graph_task_id: int) -> bool:
-        """Returns whether a backward has not computed anything again yet."""
+        """True if a backward has not computed anything again yet."""
         identity = ("backward", graph_task_id)
         is_new = self._running != identity
         self._running = identity
@@ -73,7 +73,7 @@ class SubmoduleCalls:
         self._called.clear()
 
     def repeats(self, module_index: int) -> bool:
-        """Returns whether the batch has called a module before; a new one begins."""
+        """True if the batch has called a module before; a new one begins."""
         is_repeated = module_index in self._called
         if is_repeated:
             self._called.clear()

@@ -88,11 +88,11 @@ class ModuleIndex:
         return self.order[: self.order.index(index)] if index in self.order else []
 
     def is_selected(self, index: int) -> bool:
-        """Returns whether the module of an index is to be watched."""
+        """True if the module of an index is to be watched."""
         return self._selection.takes(self.names[index])
 
     def needs_hook(self, index: int, module: nn.Module) -> bool:
-        """Returns whether the calls of a module are to be recorded."""
+        """True if the calls of a module are to be recorded."""
         # A weight is scanned where it is used, because it is in the cache there.
         is_of_use = self._wanted.activations or (
             self._wanted.weights and bool(own_parameters(module))

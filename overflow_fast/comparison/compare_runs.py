@@ -214,7 +214,7 @@ def _not_compared(
 
 
 def _is_source(given: TensorDifference, row: TensorDifference, module: str) -> bool:
-    """Tells whether a module had a tensor when it made that of a row."""
+    """True if a module had a tensor when it made that of a row."""
     place = given.place
     if place.phase != FORWARD:
         return False
@@ -282,7 +282,7 @@ def _in_backward(
 def _has_compared(
     row: TensorDifference, rows: Sequence[TensorDifference], known: StepContext
 ) -> bool:
-    """Tells whether all that a parameter's module was given and made was compared."""
+    """True if all that a parameter's module was given and made was compared."""
     module = row.place.module
     own = (r for r in rows if r.rank == row.rank and r.place.module == module)
     is_whole = all(r.measures is not None or r.place.phase == STATE for r in own)
@@ -301,7 +301,7 @@ def _common_parent(names: Sequence[str]) -> str:
 def _is_given(
     used: TensorDifference, gradient: TensorDifference, rows: Sequence[TensorDifference]
 ) -> bool:
-    """Tells whether an input is the tensor whose gradient is a row."""
+    """True if an input is the tensor whose gradient is a row."""
     place = gradient.place
     role = place.role.removesuffix("_gradient")
     for row in rows:

@@ -121,7 +121,7 @@ def _caveat(unknown: Sequence[str]) -> str:
 
 
 def has_other_shape(row: TensorDifference) -> bool:
-    """Tells whether the two were not compared for their shapes."""
+    """True if the two were not compared for their shapes."""
     return row.measures is None and row.shapes[0] != row.shapes[1]
 
 
@@ -392,7 +392,7 @@ class Comparison:
 
     @property
     def differs(self) -> bool:
-        """Tells whether a difference is more than rounding, or above the threshold."""
+        """True if a difference is more than rounding, or above the threshold."""
         return self.first is not None or any(row.highlight for row in self.rows)
 
     @property

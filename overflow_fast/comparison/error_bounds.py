@@ -78,14 +78,14 @@ def underflow(row: TensorDifference, dtype: str) -> float:
 
 
 def is_odd(row: TensorDifference) -> bool:
-    """Tells whether the two do not have the same numbers of nan and inf."""
+    """True if the two do not have the same numbers of nan and inf."""
     one_sided = row.measures is not None and bool(row.measures.num_one_sided)
     is_same = row.num_nan[0] == row.num_nan[1] and row.num_inf[0] == row.num_inf[1]
     return one_sided or not is_same
 
 
 def is_mask(row: TensorDifference) -> bool:
-    """Tells whether an input holds the lowest number of a dtype, as masks do."""
+    """True if an input holds the lowest number of a dtype, as masks do."""
     if row.place.role != "input":
         return False
     low, _, reference_low, _ = row.ranges

@@ -141,7 +141,7 @@ class Shard:
 
     @property
     def is_partial(self) -> bool:
-        """Tells whether the whole is a sum of parts like this one."""
+        """True if the whole is a sum of parts like this one."""
         return bool(self.partial)
 
     def to_plain(self) -> list[list[int]]:

@@ -38,12 +38,12 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def has_base(cls: type, names: Container[str]) -> bool:
-    """Returns whether a class, or one of its bases, has one of these names."""
+    """True if a class, or one of its bases, has one of these names."""
     return any(base.__name__ in names for base in cls.__mro__)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Returns whether a model's own parameters are shards of its modules' weights.
+    """True if a model's own parameters are shards of its modules' weights.
 
     This is so under FSDP, and where parameters are DTensors. A module's call then sees
     gathered parameters, or parts with a layout of their own; the parts are what
@@ -149,29 +149,29 @@ _NORMALIZATION_NAME = re.compile(r"(Layer|RMS|Group)_?Norm(\w*[a-z0-9])?$")
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Returns whether a module only multiplies its input by its weights, and adds."""
+    """True if a module only multiplies its input by its weights, and adds."""
     forwards = [each.forward for each in _LINEAR]
     return type(module).forward in forwards and _is_plain(module)
 
 
 def is_dropout(module: nn.Module) -> bool:
-    """Returns whether a module is one of torch's dropouts."""
+    """True if a module is one of torch's dropouts."""
     return type(module) in _DROPOUTS and _is_plain(module)
 
 
 def is_small_step(module: nn.Module) -> bool:
-    """Returns whether a module of torch's without weights keeps small values small."""
+    """True if a module of torch's without weights keeps small values small."""
     is_known = type(module).__module__ in _POINTWISE or type(module) is nn.Identity
     return is_known and not has_weights(module)
 
 
 def has_weights(module: nn.Module) -> bool:
-    """Returns whether a module, or one within it, has parameters."""
+    """True if a module, or one within it, has parameters."""
     return any(True for _ in module.parameters())
 
 
 def is_normalization(module: nn.Module) -> bool:
-    """Returns whether a module returns small values for any input.
+    """True if a module returns small values for any input.
 
     So do torch's normalizations; batch norms in training alone. Classes of others are
     recognized by their names and their code, if they have no submodules.
@@ -186,14 +186,14 @@ def is_normalization(module: nn.Module) -> bool:
 
 
 def is_of_torch(module: nn.Module) -> bool:
-    """Returns whether a module's forward is torch's own, unchanged."""
+    """True if a module's forward is torch's own, unchanged."""
     forward = inspect.getattr_static(type(module), "forward", None)  # a scripted one's
     place = str(getattr(forward, "__module__", ""))  # is a descriptor that raises
     return place.startswith("torch.nn.") and _is_plain(module)
 
 
 def _normalizes_once(module: nn.Module) -> bool:
-    """Returns whether a forward takes one tensor, and divides by one measure of it.
+    """True if a forward takes one tensor, and divides by one measure of it.
 
     A forward that takes a second tensor, or measures a fused normalization's input, may
     scale its output by that.
@@ -208,7 +208,7 @@ def _normalizes_once(module: nn.Module) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Returns whether a module computes what its class does, unchanged."""
+    """True if a module computes what its class does, unchanged."""
     return not (
         "forward" in module.__dict__
         or forward_pre_hooks(module)
@@ -260,7 +260,7 @@ def reshard(models: Iterable[nn.Module]) -> None:
 
 
 def reduces(models: Mapping[str, nn.Module]) -> bool:
-    """Tells whether a replay reduces gradients as the step did: with FSDP2 alone."""
+    """True if a replay reduces gradients as the step did: with FSDP2 alone."""
     return _has(models.values(), _FSDP2) and not _has(models.values(), _DDP)
 
 

@@ -53,7 +53,7 @@ def _attributes(holder: Any) -> Iterator[tuple[str, Part | None, Any]]:
 
 
 def is_optimizer(value: Any) -> bool:
-    """Returns whether an object is an optimizer, or has `step` and `param_groups`."""
+    """True if an object is an optimizer, or has `step` and `param_groups`."""
     if isinstance(value, Optimizer):
         return True
     has_step = callable(getattr(type(value), "step", None))

@@ -109,7 +109,7 @@ def reason(tensor: torch.Tensor, readability: _C.Readability) -> NotScanned:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Tells whether a plain strided tensor can be read: its storage is not freed."""
+    """True if a plain strided tensor can be read: its storage is not freed."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return False
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
@@ -290,7 +290,7 @@ class StorageMap(Generic[_Fact]):
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
-    """Tells whether a tensor has an element for all of its memory."""
+    """True if a tensor has an element for all of its memory."""
     size = tensor.numel() * tensor.element_size()
     return all(storage.nbytes() == size for storage in storages(tensor))
 

@@ -45,7 +45,7 @@ def set_callbacks(**functions: Callable[..., Any]) -> None:
 
 
 def has_kernels(type: str) -> bool:
-    """Returns whether a device type has kernels: none has."""
+    """True if a device type has kernels: none has."""
     return False
 
 

@@ -64,7 +64,7 @@ class TorchStat:
 
 
 def readability(tensor: torch.Tensor) -> Readability:
-    """Returns whether a tensor's own memory can be read."""
+    """True if a tensor's own memory can be read."""
     if (
         type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
         or tensor.layout is not torch.strided

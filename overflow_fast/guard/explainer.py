@@ -512,7 +512,7 @@ def _recorded(found: Step, frames: Sequence[BadFrame]) -> list[BadFrame]:
 
 
 def _is_norm(bad: BadFrame) -> bool:
-    """Tells whether it is the norm of the gradients, which have frames of their own."""
+    """True if it is the norm of the gradients, which have frames of their own."""
     return all(entry.label.name == NORM for entry in bad.bad_entries())
 
 

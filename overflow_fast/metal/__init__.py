@@ -112,7 +112,7 @@ def _dispatch(
 
 
 def _agrees(kernels: dict[int, Any], device: torch.device) -> bool:
-    """Returns whether kernels and CPU agree on a few tensors. Incurs a CPU-GPU sync."""
+    """True if kernels and CPU agree on a few tensors. Incurs a CPU-GPU sync."""
     x = torch.linspace(-3, 70000, 40_000, device=device)
     x[7], x[20_000], x[39_999] = torch.nan, torch.inf, -torch.inf
     half = x.to(torch.float16)

@@ -303,7 +303,7 @@ def strips_of(
 
 
 def any_known(strip: Strip) -> bool:
-    """Tells whether a strip has a number."""
+    """True if a strip has a number."""
     return any(value is not None for value in strip)
 
 

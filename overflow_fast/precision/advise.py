@@ -81,7 +81,7 @@ class Makers:
 
     @property
     def is_backward(self) -> bool:
-        """Tells whether gradients alone were not finite."""
+        """True if gradients alone were not finite."""
         kinds = {kind for _, kind in self.bad - self._usual}
         return bool(kinds) and not kinds & {"given", "made"}
 

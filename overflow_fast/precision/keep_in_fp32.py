@@ -194,7 +194,7 @@ class Float32Weights:
         }
 
     def are_of(self, module: nn.Module) -> bool:
-        """Returns whether a module itself owns one of them."""
+        """True if a module itself owns one of them."""
         own = _named_tensors(module, recurse=False)
         return any(id(tensor) in self._tensors for _, tensor in own)
 
@@ -234,7 +234,7 @@ def _half_of(module: nn.Module) -> torch.dtype | None:
 
 
 def _is_castable(name: str, tensor: Tensor, fixed_by: str) -> bool:
-    """Returns whether a weight is half precision; raises if it cannot be cast."""
+    """True if a weight is half precision; raises if it cannot be cast."""
     if tensor.dtype not in _HALF:
         return False
     if is_lazy(tensor):

@@ -262,7 +262,7 @@ def first_line(error: Exception) -> str:
 
 
 def is_real(tensor: torch.Tensor) -> bool:
-    """Tells whether the values are real floats."""
+    """True if the values are real floats."""
     return tensor.is_floating_point()
 
 

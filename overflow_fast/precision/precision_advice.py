@@ -89,7 +89,7 @@ class PrecisionCheck:
 
     @property
     def passed(self) -> bool:
-        """Tells whether it was finite and within the thresholds."""
+        """True if it was finite and within the thresholds."""
         return not self.failure
 
 

@@ -47,7 +47,7 @@ class RunResult:
 
     @property
     def is_finite(self) -> bool:
-        """Tells whether losses, gradients and, without a loss, outputs are finite."""
+        """True if losses, gradients and, without a loss, outputs are finite."""
         values = [*self.outputs, *self.gradients.values()]
         return all(map(math.isfinite, self.losses)) and all(
             bool(_values(each).isfinite().all()) for each in values

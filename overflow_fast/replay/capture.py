@@ -168,7 +168,7 @@ class KeptCall:
 
     @property
     def awaits_backward(self) -> bool:
-        """Tells whether no gradient has come to what it returned so far."""
+        """True if no gradient has come to what it returned so far."""
         return not self.held and not self.not_held
 
     @property
@@ -220,7 +220,7 @@ class KeptCall:
         return copy
 
     def is_overwritten(self) -> bool:
-        """Tells whether the batch was written to since.
+        """True if the batch was written to since.
 
         Writes that torch does not count, as through NumPy, are seen on the CPU alone,
         if they change one of a few values.
@@ -233,7 +233,7 @@ class KeptCall:
         )
 
     def was_written(self, tensor: torch.Tensor) -> bool:
-        """Tells whether a tensor of the batch was written to since, by torch."""
+        """True if a tensor of the batch was written to since, by torch."""
         before = [version for each, version, _ in self._versions if each is tensor]
         return any(_version(tensor) != version for version in before)
 
@@ -330,7 +330,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _is_equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Tells whether two samples have the same bits."""
+    """True if two samples have the same bits."""
     if a is None or b is None:
         return a is b
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
@@ -492,7 +492,7 @@ class Capture:
             self.hidden_by = ""
 
     def _is_captured(self, model: nn.Module) -> bool:
-        """Tells whether a CUDA graph is being captured, whose replays call no hook."""
+        """True if a CUDA graph is being captured, whose replays call no hook."""
         has_device = any(each.type == "cuda" for each in self._devices_of(model))
         is_captured = has_device and torch.cuda.is_current_stream_capturing()
         if is_captured:

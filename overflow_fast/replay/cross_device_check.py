@@ -84,7 +84,7 @@ class DeviceErrors:
 
     @property
     def is_suspect(self) -> bool:
-        """Tells whether the device is off by more than rounding."""
+        """True if the device is off by more than rounding."""
         return not self.error <= _TIMES * self.usual
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class DeviceErrors:
 
 
 def is_elsewhere(models: Mapping[str, nn.Module]) -> bool:
-    """Tells whether weights are on another device than the one that is asked."""
+    """True if weights are on another device than the one that is asked."""
     parameters = (p for model in models.values() for p in model.parameters())
     return any(parameter.device.type != OTHER.type for parameter in parameters)
 

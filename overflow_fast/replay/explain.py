@@ -44,7 +44,7 @@ _NO_CALLS = (
 
 
 def _has_peers() -> bool:
-    """Tells whether a replay may meet collectives that other ranks would not join."""
+    """True if a replay may meet collectives that other ranks would not join."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 

@@ -165,7 +165,7 @@ class Remedy:
 
     @property
     def is_recommended(self) -> bool:
-        """Tells whether it was tried, and made the step finite."""
+        """True if it was tried, and made the step finite."""
         return self.tried and self.is_finite
 
     def __str__(self) -> str:
@@ -236,12 +236,12 @@ class Explanation:
 
     @property
     def is_transient(self) -> bool:
-        """Tells whether the whole step was run again, and was finite then."""
+        """True if the whole step was run again, and was finite then."""
         return self.cause == "not reproducible" and NOT_REPLAYED not in self.notes
 
     @property
     def names_maker(self) -> bool:
-        """Tells whether it is known what made the first bad value."""
+        """True if it is known what made the first bad value."""
         is_vague = self.cause in ("unknown", "not reproducible")
         return not is_vague and (self.op is not None or bool(self.tensor))
 

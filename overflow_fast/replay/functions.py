@@ -120,7 +120,7 @@ class Captured:
                 self._hold(each, depth + 1)
 
     def _is_rebound(self, function: types.FunctionType) -> bool:
-        """Tells whether a variable of a function holds another object by now."""
+        """True if a variable of a function holds another object by now."""
         now = dict(_variables(function))
         held = self._held[function]
         return any(k not in now or now[k] is not each for k, each in held.items())
@@ -293,7 +293,7 @@ class HeldTensor(Leaf):
 
     @property
     def is_carried(self) -> bool:
-        """Tells whether bad values were read of it, which the step may have left."""
+        """True if bad values were read of it, which the step may have left."""
         return self.is_written and self.is_read
 
 

@@ -117,7 +117,7 @@ class Leaf:
 
     @functools.cached_property
     def is_mask(self) -> bool:
-        """Tells whether it holds -inf alone; in a batch, with zeros alone."""
+        """True if it holds -inf alone; in a batch, with zeros alone."""
         values = self.tensor
         if values is None or kinds_of(values) != NEGATIVE_INF:
             return False
@@ -182,7 +182,7 @@ class Row:
 
     @property
     def in_backward(self) -> bool:
-        """Tells whether an autograd node called it, not a checkpointed forward."""
+        """True if an autograd node called it, not a checkpointed forward."""
         return bool(self.node) and self.module is None
 
 
@@ -190,7 +190,7 @@ Source = Row | Leaf
 
 
 def is_meant(source: Source, kinds: int) -> bool:
-    """Tells whether the infs of a source were asked for, as those of a mask are.
+    """True if the infs of a source were asked for, as those of a mask are.
 
     Args:
         source: The source.
@@ -391,7 +391,7 @@ class OpTable:
 
 
 def _is_meant(op: OpCall, row: Row, read: _Read) -> bool:
-    """Tells whether an operation's infs were asked for: by a constant, or handed on.
+    """True if an operation's infs were asked for: by a constant, or handed on.
 
     A mask is made of -inf. Of another constant that was used it is told.
     """

@@ -148,7 +148,7 @@ def _op_of(row: Any) -> Op:
 def _too_large(
     group: Mapping[str, Any], incident: BadStep, found: Explanation
 ) -> Explanation:
-    """Tells whether the learning rate alone takes the weight beyond its dtype."""
+    """True if the learning rate alone takes the weight beyond its dtype."""
     learning_rate = group.get("lr")
     gradient = incident.largest_gradient
     if not isinstance(learning_rate, (int, float)) or not gradient:

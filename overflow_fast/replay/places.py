@@ -65,7 +65,7 @@ class ModuleCall:
 
     @property
     def is_as_it_was(self) -> bool:
-        """Tells whether nobody has written to its arguments since it began."""
+        """True if nobody has written to its arguments since it began."""
         return all(version_of(tensor) == before for tensor, before in self._versions)
 
 
@@ -109,7 +109,7 @@ def users_frames() -> Frames:
 
 
 def runs_in_hook() -> bool:
-    """Tells whether autograd's engine has called a hook, which runs now.
+    """True if autograd's engine has called a hook, which runs now.
 
     A custom Function's backward is none, nor is a checkpoint that runs again.
     """
@@ -125,7 +125,7 @@ def _begins(code: CodeType) -> bool:
 
 
 def is_of_user(file: str) -> bool:
-    """Tells whether a file is neither torch's nor this package's."""
+    """True if a file is neither torch's nor this package's."""
     known = _is_users.get(file)
     if known is None:
         path = os.path.abspath(file)

@@ -70,16 +70,16 @@ class RankCoordinator:
 
     @property
     def is_alone(self) -> bool:
-        """Tells whether there are no other ranks."""
+        """True if there are no other ranks."""
         return self._channel is None
 
     @property
     def is_leader(self) -> bool:
-        """Tells whether this rank leads."""
+        """True if this rank leads."""
         return self.rank == self.lead
 
     def can_cut(self, place: int) -> bool:
-        """Tells whether a part of a call's batch is the same part on all ranks."""
+        """True if a part of a call's batch is the same part on all ranks."""
         return self.is_alone or self._can_cut[place]
 
     def order(self, order: Any) -> None:

@@ -149,7 +149,7 @@ class ReplayResult:
 
     @property
     def is_clean(self) -> bool:
-        """Tells whether outputs, gradients and buffers are finite, on all ranks."""
+        """True if outputs, gradients and buffers are finite, on all ranks."""
         is_bad = self.bad_outputs or self.bad_gradients or self.bad_buffers
         return not (is_bad or self.bad_ranks or self.error)
 
@@ -164,12 +164,12 @@ class ReplayResult:
 
     @property
     def is_forward(self) -> bool:
-        """Tells whether it was bad before a backward began."""
+        """True if it was bad before a backward began."""
         return bool(self.bad_outputs)
 
     @property
     def is_in_gradients(self) -> bool:
-        """Tells whether gradients alone are bad."""
+        """True if gradients alone are bad."""
         return not self.bad_outputs and bool(self.bad_gradients)
 
 
@@ -229,7 +229,7 @@ class Replayer:
 
     @property
     def returns_loss(self) -> bool:
-        """Tells whether the calls compute the loss, and not only what it is made of."""
+        """True if the calls compute the loss, and not only what it is made of."""
         return all(call.returns_loss for call in self.calls)
 
     def run(

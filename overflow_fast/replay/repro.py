@@ -92,7 +92,7 @@ def _copied(op: OpCall, device: str, named: dict[str, torch.Tensor], value: Any)
 
 
 def _fails(op: OpCall, args: Any, kwargs: Any) -> bool:
-    """Tells whether it gives a non-finite value again."""
+    """True if it gives a non-finite value again."""
     given = mapped((args, kwargs), torch.clone)
     try:
         output = op.func(*given[0], **given[1])
@@ -301,7 +301,7 @@ class _Writer:
 
 
 def _module_fails(saved: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bool:
-    """Tells whether the module that is built from what is written fails."""
+    """True if the module that is built from what is written fails."""
     given = {name: tensor.clone() for name, tensor in tensors.items()}
     module = rebuilt.module_of(saved["module"], given)
     args = rebuilt.value_of(saved["args"], given)

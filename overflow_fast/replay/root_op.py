@@ -126,12 +126,12 @@ class Details:
 
     @property
     def has_bad_inputs(self) -> bool:
-        """Tells whether it was given non-finite values, which were meant."""
+        """True if it was given non-finite values, which were meant."""
         return any(each.num_nan or each.num_inf for each in self.inputs)
 
     @property
     def is_overflow(self) -> bool:
-        """Tells whether its true result is a finite number."""
+        """True if its true result is a finite number."""
         return self.why in (RANGE, INTERMEDIATE) and self.true_value is not None
 
 
@@ -222,7 +222,7 @@ def _compare(
 
 
 def _is_at_pole(op: OpCall, index: tuple[int, ...]) -> bool:
-    """Tells whether an infinite result in float64 is that of a pole, such as 1 / 0."""
+    """True if an infinite result in float64 is that of a pole, such as 1 / 0."""
     base = op.base.removesuffix("_")
     if base in _DIVIDES:
         divisor = op.args[-1]
@@ -328,7 +328,7 @@ class OpCall:
         return self.func(*self.args, **self.kwargs)
 
     def _has_output_first(self) -> bool:
-        """Tells whether a collective only writes to its first argument, as most do."""
+        """True if a collective only writes to its first argument, as most do."""
         takes_two = len(self.args) > 1 and bool(tensors_in(self.args[1]))
         return takes_two or self.base.startswith("recv")
 
@@ -376,7 +376,7 @@ class OpCall:
 
     @property
     def is_as_it_was(self) -> bool:
-        """Tells whether nobody has written to its arguments since it ran."""
+        """True if nobody has written to its arguments since it ran."""
         return all(version_of(tensor) == before for tensor, before in self._versions)
 
     def fresh(self, output: Any) -> list[torch.Tensor]:
@@ -393,17 +393,17 @@ class OpCall:
 
     @property
     def is_communication(self) -> bool:
-        """Tells whether it takes part in a collective, or waits for one."""
+        """True if it takes part in a collective, or waits for one."""
         return self.name.startswith(_COMMUNICATION)
 
     @property
     def waits(self) -> bool:
-        """Tells whether it waits for a collective, whose result it is given."""
+        """True if it waits for a collective, whose result it is given."""
         return self.is_communication and self.base == _WAITS
 
     @property
     def is_constant(self) -> bool:
-        """Tells whether it makes a tensor of a number of Python."""
+        """True if it makes a tensor of a number of Python."""
         return self.base == CONSTANT
 
     @property

@@ -118,7 +118,7 @@ def _guess(source: Row, size: int) -> list[int] | None:
 def _fails(
     replayer: Replayer, place: int, rows: Sequence[int], source: Row | None
 ) -> bool:
-    """Tells whether a part of the batch fails: at the same place, or anywhere."""
+    """True if a part of the batch fails: at the same place, or anywhere."""
     result = replayer.run(StepPart(place, tuple(rows)))
     if source is None:
         return result.error is not None or not result.is_clean
@@ -191,7 +191,7 @@ class Search:
         self._answers = Answers(replayer, incident, self.may_run, replay_check)
 
     def may_run(self, forwards: int = 1) -> bool:
-        """Tells whether the budget allows so many forwards more."""
+        """True if the budget allows so many forwards more."""
         seconds = time.perf_counter() - self._begin
         step = 0.0 if self._first is None else self._first.seconds
         left = self._budget - self._replayer.num_forwards

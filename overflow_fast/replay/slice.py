@@ -183,7 +183,7 @@ class ForwardRows:
 
 
 def _is_derivative(node: str, op: str) -> bool:
-    """Tells whether a node such as PowBackward0 is that of an op such as aten.pow."""
+    """True if a node such as PowBackward0 is that of an op such as aten.pow."""
     of = re.sub(r"Backward\d*$", "", node.rpartition("::")[2]).lower()
     name = op.split(".")[1] if "." in op else op
     return name.replace("_", "").lower().startswith(of)

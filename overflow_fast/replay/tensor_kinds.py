@@ -23,7 +23,7 @@ _State = tuple[int, int, tuple[int, ...], int]
 
 
 def is_float(tensor: torch.Tensor) -> bool:
-    """Tells whether a tensor can hold a nan or an inf, and has memory to look at."""
+    """True if a tensor can hold a nan or an inf, and has memory to look at."""
     is_number = tensor.is_floating_point() or tensor.is_complex()
     return is_number and not tensor.is_meta and not is_in_transform(tensor)
 

@@ -177,7 +177,7 @@ _LOOKS_AT_THE_END = 20
 
 
 def _is_at(file: FileIO, path: Path) -> bool:
-    """Returns whether a path still leads to an open file."""
+    """True if a path still leads to an open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except OSError:
@@ -185,7 +185,7 @@ def _is_at(file: FileIO, path: Path) -> bool:
 
 
 def _is_own(path: Path) -> bool:
-    """Returns whether a file is missing, empty, not plain, or has a log's header."""
+    """True if a file is missing, empty, not plain, or has a log's header."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             return True

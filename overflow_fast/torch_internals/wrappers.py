@@ -111,7 +111,7 @@ def fsdp_meshes(module: Any) -> list[Any]:
     True,
 )
 def holds_gradients(module: Any) -> bool:
-    """Tells whether a module under `fully_shard()` has gradients to be reduced."""
+    """True if a module under `fully_shard()` has gradients to be reduced."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         groups = state._fsdp_param_groups
@@ -188,7 +188,7 @@ def join_config(joinable: Any) -> Any:
     False,
 )
 def is_shadowing() -> bool:
-    """Returns whether a `Join` is calling its hooks, for a rank without a batch."""
+    """True if a `Join` is calling its hooks, for a rank without a batch."""
     from torch.distributed.algorithms.join import Join
 
     code = Join.__exit__.__code__
@@ -202,7 +202,7 @@ def is_shadowing() -> bool:
     False,
 )
 def is_dry_run() -> bool:
-    """Returns whether a pipeline runs its stage to learn shapes, with unset memory."""
+    """True if a pipeline runs its stage to learn shapes, with unset memory."""
     stage = sys.modules.get("torch.distributed.pipelining.stage")
     file = getattr(stage, "__file__", None)
     codes = (frame.f_code for frame in stack()) if stage is not None else ()

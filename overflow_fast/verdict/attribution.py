@@ -169,7 +169,7 @@ class _Users:
 
 
 def _is_unwatched_around(first: BadFrame) -> bool:
-    """Returns whether the code of an unwatched module around it may have used it."""
+    """True if the code of an unwatched module around it may have used it."""
     watch = first.watch
     around = ancestors(watch, first.frame.module)
     return any(not watch.modules.is_selected(index) for index in around)
@@ -325,7 +325,7 @@ def _between(
 
 
 def _may_change_input(first: BadFrame, called: Called) -> bool:
-    """Returns whether the bad input of a call may have been written within it."""
+    """True if the bad input of a call may have been written within it."""
     module = first.watch.module_at(first.frame.module)
     if has_pre_hooks(module):
         return True
@@ -336,7 +336,7 @@ def _may_change_input(first: BadFrame, called: Called) -> bool:
 
 
 def _may_hide(called: Called) -> bool:
-    """Returns whether a call may have returned something bad that was not seen."""
+    """True if a call may have returned something bad that was not seen."""
     module = called.watch.module_at(called.call.module)
     return called.call.has_unseen or has_later_hooks(module)
 
@@ -353,7 +353,7 @@ def _bad_buffer_of(first: BadFrame, bad: Bad) -> str | None:
 
 
 def _reads_buffers_only(first: BadFrame) -> bool:
-    """Returns whether a module is known not to write to its buffers in this call."""
+    """True if a module is known not to write to its buffers in this call."""
     module = first.watch.module_at(first.frame.module)
     is_norm = is_batch_norm(module)
     return is_norm and module is not None and not module.training
@@ -416,7 +416,7 @@ def origin_of_state(first: BadFrame, entry: _C.Entry, was_finite: bool) -> Origi
 
 
 def _is_bad_now(first: BadFrame, label: str) -> bool:
-    """Returns whether the model's weight of a name is bad; incurs a CPU-GPU sync."""
+    """True if the model's weight of a name is bad; incurs a CPU-GPU sync."""
     model = first.watch.model
     if model is None:
         return False
@@ -566,7 +566,7 @@ def _first_of(ordered: Sequence[BadFrame], is_check: bool) -> tuple[BadFrame, _C
 
 
 def _is_of_loss(bad: BadFrame) -> bool:
-    """Returns whether a bad entry is a loss, or an output of a model."""
+    """True if a bad entry is a loss, or an output of a model."""
     roles = [entry.role for entry in bad.bad_entries()]
     is_root = bad.frame.module == 0 and bad.is_of_call
     return _C.Role.RECORDED in roles or (is_root and _C.Role.OUTPUT in roles)

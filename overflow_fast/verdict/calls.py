@@ -33,7 +33,7 @@ class Called(NamedTuple):
         return name_of(self.watch, self.call.module)
 
     def encloses(self, inner: Called) -> bool:
-        """Returns whether `inner` ran within it, by names, order and inputs."""
+        """True if `inner` ran within it, by names, order and inputs."""
         a, b = self.call, inner.call
         is_around = a.order > b.order and (a.batch, a.kind) == (b.batch, b.kind)
         # Its inputs did not exist yet when the other call ended.
@@ -42,7 +42,7 @@ class Called(NamedTuple):
 
     @property
     def may_pass_through(self) -> bool:
-        """Returns whether the call may have returned one of its inputs."""
+        """True if the call may have returned one of its inputs."""
         module = self.watch.module_at(self.call.module)
         is_known = isinstance(module, nn.Identity) or is_dropout(module)
         return is_known or self.call.begins_after >= self.call.ends_before
@@ -84,7 +84,7 @@ class Calls:
         return self._all[place] if self._all[place].watch is watch else None
 
     def has_any(self, watch: ModelWatch) -> bool:
-        """Returns whether a call of a watch's modules is known."""
+        """True if a call of a watch's modules is known."""
         return any(called.watch is watch for called in self._all)
 
     def last_of(self, watch: ModelWatch, module: int, before: int) -> Called | None:
@@ -254,7 +254,7 @@ def unwatched_in(watch: ModelWatch, index: int) -> list[str]:
 
 
 def _is_called(module: nn.Module | None) -> bool:
-    """Returns whether a module has a forward; a ModuleList has none."""
+    """True if a module has a forward; a ModuleList has none."""
     return module is None or type(module).forward is not nn.Module.forward
 
 
@@ -265,46 +265,46 @@ _OURS = (_C.run_hook, _C.run_paused)
 
 
 def never_writes(module: nn.Module | None) -> bool:
-    """Returns whether a module is known not to write to its inputs: torch's layers."""
+    """True if a module is known not to write to its inputs: torch's layers."""
     return is_layer_of_torch(module) and not getattr(module, "inplace", False)
 
 
 def is_layer_of_torch(module: nn.Module | None) -> bool:
-    """Returns whether a module is one of torch.nn's, and has no submodules."""
+    """True if a module is one of torch.nn's, and has no submodules."""
     if module is None or next(module.children(), None) is not None:
         return False
     return type(module).__module__.startswith("torch.nn.")
 
 
 def only_calls_submodules(module: nn.Module | None) -> bool:
-    """Returns whether a module's own code only calls its submodules in a row."""
+    """True if a module's own code only calls its submodules in a row."""
     if not isinstance(module, nn.Sequential) or "forward" in vars(module):
         return False
     return type(module).forward is nn.Sequential.forward
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Returns whether hooks of others run around a module's forward."""
+    """True if hooks of others run around a module's forward."""
     every = (has_pre_hooks, has_earlier_hooks, has_later_hooks)
     return any(has_any(module) for has_any in every)
 
 
 def has_pre_hooks(module: nn.Module | None) -> bool:
-    """Returns whether a hook of others may replace a module's inputs."""
+    """True if a hook of others may replace a module's inputs."""
     hooks = {} if module is None else forward_pre_hooks(module)
     every = (*hooks.values(), *global_forward_pre_hooks().values())
     return not all(map(_is_ours, every))
 
 
 def has_earlier_hooks(module: nn.Module | None) -> bool:
-    """Returns whether a hook of others may replace an output before it is scanned."""
+    """True if a hook of others may replace an output before it is scanned."""
     hooks = [] if module is None else list(forward_hooks(module).values())
     ours = next((i for i, hook in enumerate(hooks) if _is_ours(hook)), len(hooks))
     return not all(map(_is_ours, (*global_forward_hooks().values(), *hooks[:ours])))
 
 
 def has_later_hooks(module: nn.Module | None) -> bool:
-    """Returns whether a hook of others may replace an output after it was scanned."""
+    """True if a hook of others may replace an output after it was scanned."""
     hooks = [] if module is None else list(forward_hooks(module).values())
     ours = [i for i, hook in enumerate(hooks) if _is_ours(hook)]
     return bool(ours) and not all(map(_is_ours, hooks[ours[0] :]))

@@ -445,15 +445,15 @@ class OutputHistory:
             self._made.setdefault(name, set()).add(tuple(history.recent))
 
     def __contains__(self, name: str) -> bool:
-        """Returns whether a module of this name has returned something finite."""
+        """True if a module of this name has returned something finite."""
         return name in self._room
 
     def has_room_in(self, name: str, module: nn.Module) -> bool:
-        """Returns whether a linear module's outputs were far from overflowing."""
+        """True if a linear module's outputs were far from overflowing."""
         return is_linear(module) and self._room.get(name, 0.0) >= _MUCH_ROOM
 
     def normalizes(self, name: str, module: nn.Module) -> bool:
-        """Returns whether a module's class and outputs are those of a normalization."""
+        """True if a module's class and outputs are those of a normalization."""
         if not is_normalization(module):
             return False
         if is_of_torch(module):
@@ -466,7 +466,7 @@ class OutputHistory:
         return bool(made) and all(each <= most for recent in made for each in recent)
 
     def returns(self, end: str, around: str, modules: Mapping[str, nn.Module]) -> bool:
-        """Returns whether a module's outputs were those of a normalization within it.
+        """True if a module's outputs were those of a normalization within it.
 
         Behind the normalization there may be a dropout, or a linear layer with room.
 
@@ -485,7 +485,7 @@ class OutputHistory:
         return bool(made) and made <= known
 
     def _is_dropped(self, name: str, module: nn.Module, end: str) -> bool:
-        """Returns whether a dropout may have been given a normalization's outputs."""
+        """True if a dropout may have been given a normalization's outputs."""
         p = getattr(module, "p", 1.0)
         most = 1.01 / (1 - p) if module.training and p < 1 else 1.0
         return any(

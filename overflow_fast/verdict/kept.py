@@ -92,7 +92,7 @@ def _stand_ins(origin: Origin, calls: Calls) -> Iterator[Candidate]:
 
 
 def _checks_weights(watch: ModelWatch, calls: Calls) -> bool:
-    """Returns whether the weights of selected modules were checked in the step."""
+    """True if the weights of selected modules were checked in the step."""
     return watch.wanted.weights and calls.has_any(watch)
 
 
@@ -120,7 +120,7 @@ def _may_be_read(
     first: BadFrame,
     calls: Calls,
 ) -> bool:
-    """Returns whether one of the makers may have read a module's value."""
+    """True if one of the makers may have read a module's value."""
     name = _owner_of(kept.name)
     owner = owners.get(name)
     if owner is None:
@@ -132,7 +132,7 @@ def _may_be_read(
 
 
 def _is_earlier(owner: _Owner, was_bad: bool, first: BadFrame, calls: Calls) -> bool:
-    """Returns whether a module's value may have been bad before the first one was.
+    """True if a module's value may have been bad before the first one was.
 
     Where it was finite, and its owner only called later, that call has made it bad. A
     call that is given the first bad value comes later, too.
@@ -145,7 +145,7 @@ def _is_earlier(owner: _Owner, was_bad: bool, first: BadFrame, calls: Calls) -> 
 
 
 def _only_writes(owner: _Owner) -> bool:
-    """Returns whether a module only writes to its buffers: statistics, in training."""
+    """True if a module only writes to its buffers: statistics, in training."""
     watch, index = owner
     module = watch.module_at(index)
     return module is not None and is_batch_norm(module) and module.training

@@ -66,7 +66,7 @@ def _origin_of_given(
 
 
 def _is_written(frame: BadFrame) -> bool:
-    """Returns whether the model may have written to its inputs."""
+    """True if the model may have written to its inputs."""
     if never_writes(frame.watch.module_at(frame.frame.module)):
         return False
     return any(
@@ -216,7 +216,7 @@ def _minus_inf_inputs(frame: BadFrame) -> list[_C.Entry]:
 
 
 def _is_mask(frame: BadFrame, label: _C.Label) -> bool | None:
-    """Returns whether an input that holds -inf is an additive mask; None if it may be.
+    """True if an input that holds -inf is an additive mask; None if it may be.
 
     A mask holds 0 besides, and comes with something to mask.
     """

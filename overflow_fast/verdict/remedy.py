@@ -37,7 +37,7 @@ _MAX_FUNCTIONS = 400
 
 
 def may_leave_float32(module: nn.Module) -> bool:
-    """Returns whether the code of a module, or within it, may make float16 or an exp.
+    """True if the code of a module, or within it, may make float16 or an exp.
 
     torch's own modules follow the dtype of their inputs. Of other code, the functions
     that names reach are read, as bytecode; a dtype that is only compared is no cast.
@@ -59,7 +59,7 @@ class _Code:
         self._seen: set[types.CodeType] = set()
 
     def may_leave(self) -> bool:
-        """Returns whether a function may exceed the range of float16 or float32."""
+        """True if a function may exceed the range of float16 or float32."""
         module = self._module
         if "forward" not in module.__dict__ and _is_torchs(type(module).forward):
             return False
@@ -108,7 +108,7 @@ class _Code:
 
 
 def _makes_risk(code: types.CodeType, scope: dict[str, object]) -> bool:
-    """Returns whether a name of risk is more than compared."""
+    """True if a name of risk is more than compared."""
     instructions = list(dis.get_instructions(code))
     for place, instruction in enumerate(instructions):
         value = instruction.argval
@@ -200,7 +200,7 @@ def remedy_for(frames: Sequence[BadFrame], verdict: Verdict) -> Float32Region | 
 
 
 def _is_overflow(first: BadFrame, verdict: Verdict) -> bool:
-    """Returns whether only float16's range can have made the first bad value."""
+    """True if only float16's range can have made the first bad value."""
     entry, module = verdict.first, first.watch.module_at(first.frame.module)
     if entry is None or module is None or first.watch.prefix:
         return False
@@ -225,7 +225,7 @@ def _bad_outputs(bad: BadFrame) -> list[tuple[int, bool]]:
 
 
 def _is_origin(bad: BadFrame) -> bool:
-    """Returns whether a call with finite inputs and weights has a bad output."""
+    """True if a call with finite inputs and weights has a bad output."""
     return bool(_bad_outputs(bad)) and not bad.has_bad_input and not bad.bad_weights()
 
 
@@ -317,7 +317,7 @@ class _Search:
         return name in self._history or name in self._after
 
     def _is_whole(self, names: Sequence[str]) -> bool:
-        """Returns whether modules stay in float32, and nothing else needs to.
+        """True if modules stay in float32, and nothing else needs to.
 
         Another call that made a bad value of finite ones overflows again. A layer
         elsewhere that shares a weight, as a tied head does, runs in float32, too, and
@@ -346,7 +346,7 @@ class _Search:
         )
 
     def _runs_last(self, end: str, around: str) -> bool:
-        """Returns whether a normalization may run last, by the calls that were seen."""
+        """True if a normalization may run last, by the calls that were seen."""
         is_known = end in self._after or self._is_history_long
         if end in self._before or not is_known:
             return False
@@ -359,7 +359,7 @@ class _Search:
         ) and not any(self._computes(name) for name in behind[1:])
 
     def _computes(self, name: str) -> bool:
-        """Returns whether a module with weights of its own may make large values."""
+        """True if a module with weights of its own may make large values."""
         module = self._modules[name]
         has_own = any(True for _ in module.parameters(recurse=False))
         return has_own and not self._history.has_room_in(name, module)

@@ -282,7 +282,7 @@ OF_FLAG = (
 
 
 def is_of_flag(verdict: Verdict) -> bool:
-    """Returns whether a device's overflow flag was set, and no tensor was bad."""
+    """True if a device's overflow flag was set, and no tensor was bad."""
     first = verdict.first
     return first is not None and first.kind == "recorded" and is_label(first.label)
 

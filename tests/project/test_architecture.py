@@ -136,7 +136,7 @@ def test_no_class_has_the_name_of_a_public_one():
 
 # Docstrings.
 
-OPENING = re.compile(r"(What|Whether|Says|Who|Has)\b")
+OPENING = re.compile(r"(What|Whether|Says|Who|Has|(Tells|Returns) whether)\b")
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -176,7 +176,7 @@ def _is_auditable(module: nn.Module) -> bool:
 
 
 def _is_same(a: Any, b: torch.Tensor) -> bool:
-    """Tells whether two tensors have the same bits."""
+    """True if two tensors have the same bits."""
     if not isinstance(a, torch.Tensor) or (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     return _num_different(a, b) == 0

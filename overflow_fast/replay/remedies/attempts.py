@@ -256,7 +256,7 @@ def remaining_failure(
 
 
 def _is_same(failure: Failure, after: Failure, trials: Trials, trial: Trial) -> bool:
-    """Tells whether the same expression fails still, as it was or in its new form."""
+    """True if the same expression fails still, as it was or in its new form."""
     if after.mark != failure.mark:
         return False
     if after.row is None or trial.source is None:

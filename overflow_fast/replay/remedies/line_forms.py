@@ -565,7 +565,7 @@ def _in_next(source: SourceFile, after: ast.stmt, name: str) -> Scaling | None:
 
 
 def _is_read_once(source: SourceFile, after: ast.stmt, name: str) -> bool:
-    """Tells whether nothing but the scaling sees the value before it."""
+    """True if nothing but the scaling sees the value before it."""
     if isinstance(after, ast.AugAssign):
         return True
     if len(loads(after, {name})) != 1:

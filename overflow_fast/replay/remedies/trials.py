@@ -230,18 +230,18 @@ class Trials:
 
     @property
     def found_remedy(self) -> bool:
-        """Tells whether something has made the step finite."""
+        """True if something has made the step finite."""
         return any(each.is_finite for each in self.remedies)
 
     @property
     def is_over(self) -> bool:
-        """Tells whether enough has helped, or the budget is spent."""
+        """True if enough has helped, or the budget is spent."""
         num_good = sum(each.is_finite for each in self.remedies)
         enough = 1 if self.applied.patches else _ENOUGH
         return num_good >= enough or not self.may_run()
 
     def may_run(self) -> bool:
-        """Tells whether the budget allows one replay more."""
+        """True if the budget allows one replay more."""
         is_spent = self.replayer.num_forwards + len(self.replayer.calls) > self._most
         return not is_spent and time.perf_counter() <= self._end
 
