@@ -107,7 +107,9 @@ def tensors_in(value: Any, depth: int = MAX_DEPTH) -> list[torch.Tensor]:
     parts = _parts_of_call(value)
     if parts and all(type(each) is torch.Tensor for each in parts):  # most calls
         return list({id(each): each for each in parts}.values())
-    return [tensor for _, tensor in tensors(value, depth)]
+    walk = Walk((torch.Tensor,), depth)
+    walk.visit(value)
+    return walk.values
 
 
 def _parts_of_call(value: Any) -> tuple[Any, ...]:
@@ -409,6 +411,7 @@ _PLAIN = frozenset(
     }
 )
 _LEAVES = _PLAIN | {torch.Tensor}
+_BUILTINS = frozenset({tuple, list, dict})
 _NEVER_OPENED = (
     *(str, bytes, bytearray, memoryview, int, float, complex, type, enum.Enum),
     *(range, slice, property, staticmethod, classmethod),
@@ -536,9 +539,11 @@ class _Contents(NamedTuple):
 
 def _contents(value: Any) -> _Contents | None:
     kind = type(value)
-    if kind in _PLAIN:
-        return None
-    if issubclass(kind, torch.Tensor):
+    if kind is dict:
+        return _keyed(list(value.items()), KEY)
+    if kind is tuple or kind is list:
+        return _indexed(value[:])
+    if kind in _PLAIN or issubclass(kind, torch.Tensor):
         return None
     if issubclass(kind, tuple):
         if kind is torch.Size:
@@ -633,13 +638,14 @@ class Walk:
         remembers_holders: Keep what `holders_of()` needs.
 
     Attributes:
-        found: The values of these types, with their paths.
+        values: The values of these types.
         opaque: What was not opened and may hold more: its path and its type.
         unknown: Likewise values that are never opened, and objects without declared
             fields in which nothing was found, but not those that other objects hold.
         opened: The containers that were opened, by their ids: each id is one of them.
         lists: The ids of lists and dicts that no object holds.
         of_objects: The ids of values found that an object holds.
+        leaves: The types of the values without parts that were met.
     """
 
     def __init__(
@@ -649,7 +655,9 @@ class Walk:
         most: int = MAX_VALUES,
         remembers_holders: bool = False,
     ) -> None:
-        self.found: list[tuple[Path, Any]] = []
+        self.values: list[Any] = []
+        self._spots: list[_Spot] = []  # where the values are
+        self.leaves: set[type] = set()
         self.opaque: list[tuple[Path, type]] = []
         self.unknown: list[tuple[Path, type]] = []
         self.lists: set[int] = set()
@@ -665,14 +673,22 @@ class Walk:
 
     def visit(self, value: Any, path: Path = ()) -> None:
         """Lists what a value holds, the paths behind that of the value."""
-        self._visit(value, path, 0, False)
+        spot: _Spot = ()
+        for style, key in path:
+            spot = (spot, style, key)
+        self._visit(value, spot, 0, False)
 
     def visit_call(self, args: Any, kwargs: Any) -> None:
         """Lists what a call is given; a keyword is written as an attribute."""
         for i, value in enumerate(args):
-            self.visit(value, (Part(INDEX, i),))
+            self._visit(value, ((), INDEX, i), 0, False)
         for name, value in kwargs.items():
-            self.visit(value, (Part(ATTRIBUTE, name),))
+            self._visit(value, ((), ATTRIBUTE, name), 0, False)
+
+    @property
+    def found(self) -> list[tuple[Path, Any]]:
+        """The values of these types, with their paths."""
+        return list(zip(map(_path_of, self._spots), self.values, strict=True))
 
     def holders_of(self, of: set[int]) -> set[int]:
         """The ids of the containers that hold one of some values, however deep."""
@@ -685,34 +701,42 @@ class Walk:
                     waiting.append(holder)
         return found
 
-    def _visit(self, value: Any, path: Path, depth: int, is_of_object: bool) -> None:
+    def _visit(self, value: Any, spot: _Spot, depth: int, is_of_object: bool) -> None:
         kind = type(value)
+        if kind in self._skipped:
+            self.leaves.add(kind)
+            return
+        if id(value) in self.opened:
+            return
         if issubclass(kind, self._kinds):
-            self.found.append((path, value))
+            self._add(value, spot)
             if is_of_object:
                 self.of_objects.add(id(value))
             return
-        if kind in self._skipped or id(value) in self.opened:
-            return
-        if issubclass(kind, torch.Tensor):
+        if kind not in _BUILTINS and issubclass(kind, torch.Tensor):
             return  # among other types that are looked for
         contents = _contents(value)
         if contents is None:
+            self.leaves.add(kind)
             if _hides(value):
-                self.opaque.append((path, kind))
+                self.opaque.append((_path_of(spot), kind))
             elif not is_of_object:
-                self.unknown.append((path, kind))
+                self.unknown.append((_path_of(spot), kind))
             return
         if depth >= self._depth:
             if any(type(child) not in _PLAIN for child in contents.values):
-                self.opaque.append((path, kind))
+                self.opaque.append((_path_of(spot), kind))
             return
-        num_found = len(self.found)
+        num_found = len(self.values)
         if self._opens(value, contents, is_of_object):
-            self._visit_all(value, contents, path, depth + 1, is_of_object)
-        is_silent = contents.is_object and len(self.found) == num_found
+            self._visit_all(value, contents, spot, depth + 1, is_of_object)
+        is_silent = contents.is_object and len(self.values) == num_found
         if is_silent and not is_of_object and not _is_declared(value):
-            self.unknown.append((path, kind))
+            self.unknown.append((_path_of(spot), kind))
+
+    def _add(self, value: Any, spot: _Spot) -> None:
+        self.values.append(value)
+        self._spots.append(spot)
 
     def _opens(self, value: Any, contents: _Contents, is_of_object: bool) -> bool:
         """Marks a container as opened. Returns False if what it wraps was, before."""
@@ -733,31 +757,46 @@ class Walk:
         self,
         holder: Any,
         contents: _Contents,
-        path: Path,
+        spot: _Spot,
         depth: int,
         is_of_object: bool,
     ) -> None:
         is_of_object = is_of_object or contents.is_object
         wrapped, is_for_tensors = contents.wrapped, self._is_for_tensors
+        holders, skipped = self._holders, self._skipped
         for style, key, child in contents.parts():
             kind = type(child)
-            if kind in self._skipped:
+            if kind in skipped:
+                self.leaves.add(kind)
                 continue
             self._num_left -= 1
             self._num_left_of_objects -= is_of_object
+            there = (spot, style, key)
             if self._num_left < 0 or (is_of_object and self._num_left_of_objects < 0):
-                self.opaque.append(((*path, Part(style, key)), kind))
+                self.opaque.append((_path_of(there), kind))
                 return
-            if self._holders is not None:
+            if holders is not None:
                 is_item = wrapped is not None and style == KEY
                 by = id(wrapped) if is_item else id(holder)
-                self._holders.setdefault(id(child), []).append(by)
-            at = (*path, Part(style, key))
+                holders.setdefault(id(child), []).append(by)
             if kind is torch.Tensor and not is_of_object:  # most values
                 if is_for_tensors:
-                    self.found.append((at, child))
+                    self._add(child, there)
             else:
-                self._visit(child, at, depth, is_of_object)
+                self._visit(child, there, depth, is_of_object)
+
+
+# Where a value is: the spot of what holds it, the style and the key; () for the root.
+# Most paths are never asked for.
+_Spot = tuple[Any, ...]
+
+
+def _path_of(spot: _Spot) -> Path:
+    parts = []
+    while spot:
+        spot, style, key = spot
+        parts.append(Part(style, key))
+    return tuple(reversed(parts))
 
 
 def _hides(value: Any) -> bool:
@@ -798,7 +837,7 @@ class _Rebuilding:
     ) -> None:
         self.walk = walk = Walk(kinds, depth, remembers_holders=True)
         walk.visit(value)
-        found = {id(each): each for _, each in walk.found}
+        found = {id(each): each for each in walk.values}
         self._new = {key: change(each) for key, each in found.items()}
         self._changed = {
             k: each for k, each in found.items() if self._new[k] is not each
@@ -825,6 +864,8 @@ class _Rebuilding:
             return value
         kind = type(value)
         try:
+            if kind in _BUILTINS:
+                return self._builtin(value, kind)
             copy = self._copy(value, kind)
         except (TypeError, AttributeError) as error:
             if isinstance(error, NotRebuilt):
@@ -835,6 +876,19 @@ class _Rebuilding:
                 return value
             raise NotRebuilt(f"cannot rebuild {type_name(kind)}: {error}") from error
         return self._new.setdefault(id(value), copy)
+
+    def _builtin(self, value: Any, kind: type) -> Any:
+        copy: Any
+        if kind is tuple:
+            copy = tuple(map(self.of, value))
+            return self._new.setdefault(id(value), copy)  # a cycle may have led to it
+        copy = self._new[id(value)] = kind()
+        if kind is dict:
+            for key, child in list(value.items()):
+                copy[key] = self.of(child)
+        else:
+            copy.extend(map(self.of, value[:]))
+        return copy
 
     def _copy(self, value: Any, kind: type) -> Any:
         if issubclass(kind, tuple):

@@ -23,6 +23,7 @@ _HARMLESS = (
     *(str, bytes, int, float, complex, type(None), torch.layout, range, slice, type),
     *(enum.Enum, types.FunctionType, torch.Generator),
 )
+_NUMBERS = (float, complex)
 _MAX_NUMBERS = 256  # values visited in the search for numbers that are not finite
 
 
@@ -68,7 +69,8 @@ class Given:
             return
         walk = Walk((torch.Tensor, *_arrays()))
         walk.visit_call(args, kwargs)
-        hidden = _nonfinite_numbers(args, kwargs)
+        has_numbers = any(issubclass(each, _NUMBERS) for each in walk.leaves)
+        hidden = _nonfinite_numbers(args, kwargs) if has_numbers else []
         hidden += [path for path, _ in walk.opaque]
         hidden += [path for path, of in walk.unknown if not issubclass(of, _HARMLESS)]
         for path, found in walk.found:
@@ -94,9 +96,7 @@ def _arrays() -> tuple[type, ...]:
 
 
 def _nonfinite_numbers(args: Any, kwargs: Any) -> list[Path]:
-    if all(type(each) is torch.Tensor for each in (*args, *kwargs.values())):
-        return []  # most calls
-    walk = Walk((float, complex), most=_MAX_NUMBERS)
+    walk = Walk(_NUMBERS, most=_MAX_NUMBERS)
     walk.visit_call(args, kwargs)
     return [path for path, number in walk.found if not cmath.isfinite(number)]
 
@@ -279,8 +279,8 @@ class ForwardCapture(Protocol):
     def begin(self, module: Any, args: Any, kwargs: Any, has_stand_ins: bool) -> None:
         """Keeps the inputs of a forward; see `ForwardInputs.have_stand_ins`."""
 
-    def end(self, output: Any) -> None:
-        """Keeps its output."""
+    def end(self, output: Any, loss: torch.Tensor | None) -> None:
+        """Keeps its output, and the loss that is in it."""
 
     def clear(self) -> None:
         """Forgets the step."""
@@ -321,7 +321,14 @@ class ForwardInputs:
         if self._is_listed:
             self._given = Given(args, kwargs)
 
-    def end(self, number: int, args: object, kwargs: object, output: object) -> None:
+    def end(
+        self,
+        number: int,
+        args: object,
+        kwargs: object,
+        output: object,
+        loss: torch.Tensor | None = None,
+    ) -> None:
         """Keeps the inputs of a forward that has returned, as those of a batch."""
         _keep(self.given, number, self._given)
         if self._has_stand_ins:
@@ -329,7 +336,7 @@ class ForwardInputs:
         if self._is_held:
             _keep(self.batches, number, (args, kwargs))
         if self.capture is not None:
-            self.capture.end(output)
+            self.capture.end(output, loss)
 
     def clear_capture(self) -> None:
         """Forgets the forwards that are kept for a replay."""

@@ -429,8 +429,8 @@ class ModelWatch(StepHooks):
     def _record_root(
         self, module: nn.Module, args: object, kwargs: object, output: object
     ) -> None:
-        self.inputs.end(self.batch_number, args, kwargs, output)
         loss = loss_in(output)
+        self.inputs.end(self.batch_number, args, kwargs, output, loss)
         self.note_loss(loss is not None)
         if self.modules.needs_hook(0, module):
             super()._record_root(module, args, kwargs, output)

@@ -311,6 +311,8 @@ def copy_tensors(
     Returns:
         The copies, in the order of the tensors.
     """
+    if not tensors:
+        return []
     copies: list[torch.Tensor] = []
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []

@@ -237,12 +237,11 @@ class KeptCall:
         before = [version for each, version, _ in self._versions if each is tensor]
         return any(_version(tensor) != version for version in before)
 
-    def hold_gradients(self, output: Any) -> None:
+    def hold_gradients(self, output: Any, loss: torch.Tensor | None) -> None:
         """Holds the gradients of the output, by reference, once they are there.
 
-        Of a loss if there is one, else of all tensors up to a size.
+        Of the loss in it if there is one, else of all tensors up to a size.
         """
-        loss = loss_in(output)
         self.returns_loss = loss is not None
         asked = [
             (place, tensor)
@@ -410,10 +409,13 @@ class Capture:
         if args is None:
             self.hidden_by = COMPILED
             return
-        if is_recorded() or self._is_captured(model):
+        if is_recorded():
+            return
+        devices = self._devices_of(model)
+        if self._is_captured(devices):
             return
         self._look_for_gradients(model)
-        ambient = Ambient(model, self._devices_of(model))
+        ambient = Ambient(model, devices)
         batch = copied_call(args, kwargs)
         is_compiled, called = False, model
         if "torch._dynamo" in sys.modules and has_compiled():
@@ -425,11 +427,11 @@ class Capture:
         call.has_stand_ins = has_stand_ins
         call.follows_others = any(each.awaits_backward for each in self.calls)
 
-    def end(self, output: Any) -> None:
+    def end(self, output: Any, loss: torch.Tensor | None) -> None:
         """Keeps the gradients that its output will get."""
         call, self._open = self._open, None
         if call is not None:
-            call.hold_gradients(output)
+            call.hold_gradients(output, loss)
             self._add(call)
 
     def run(
@@ -459,7 +461,7 @@ class Capture:
             self.is_running = was_running
         with shield():
             if call is not None and not was_running:
-                call.hold_gradients(output)
+                call.hold_gradients(output, loss_in(output))
                 call.returns_loss = True
                 self._add(call)
         return output
@@ -491,9 +493,9 @@ class Capture:
         if self.hidden_by == COMPILED:
             self.hidden_by = ""
 
-    def _is_captured(self, model: nn.Module) -> bool:
+    def _is_captured(self, devices: Sequence[torch.device]) -> bool:
         """True if a CUDA graph is being captured, whose replays call no hook."""
-        has_device = any(each.type == "cuda" for each in self._devices_of(model))
+        has_device = any(each.type == "cuda" for each in devices)
         is_captured = has_device and torch.cuda.is_current_stream_capturing()
         if is_captured:
             self.hidden_by = GRAPH
