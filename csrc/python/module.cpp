@@ -10,6 +10,7 @@
 #include "../scan/tensor_view.h"
 #include "../scan/torch_scan.h"
 #include "../torch_internals/hidden.h"
+#include "bind_state.h"
 #include "hook.h"
 #include "metal_launches.h"
 
@@ -83,6 +84,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_records(m);
   bind_rows(m);
   bind_recorder(m);
+  bind_state(m);
   add_frame_hook(m);
   add_hook_functions(m);
   py::enum_<ScanBackend>(m, "ScanBackend")

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from .. import _C, tree
 from ..core.nested_optimizers import optimizers_in
 from ..core.selection import Named
-from ..torch_internals.tensor_internals import is_wrapper, version_of, versions_of
+from ..torch_internals.tensor_internals import is_wrapper, version_of
 from ..torch_internals.wrappers import local_tensor
 from .schedule import ScanLevel
 from .watch import ModelWatch
@@ -227,7 +227,7 @@ class _Norm:
         self._seen = [
             (parameter, weakref.ref(gradient), version)
             for (parameter, gradient), version in zip(
-                found, versions_of([gradient for _, gradient in found]), strict=False
+                found, _C.versions_of([gradient for _, gradient in found]), strict=False
             )
         ]
 
@@ -242,7 +242,7 @@ class _Norm:
             if (gradient := reference()) is not None
             and gradient is _memory_of(parameter.grad)
         ]
-        versions = versions_of([gradient for _, _, gradient in same])
+        versions = _C.versions_of([gradient for _, _, gradient in same])
         return {
             id(parameter)
             for (parameter, before, _), now in zip(same, versions, strict=False)

@@ -11,20 +11,20 @@ was seen to change them.
 from __future__ import annotations
 
 import itertools
-import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from .. import _C
 from ..core.modules import is_sharded
 from ..core.tensors import copy_tensors
 from ..torch_internals.module_internals import BUFFERS, MODULES, PARAMETERS
 from ..torch_internals.running import graph_task_id, is_recorded
-from ..torch_internals.tensor_internals import copy_all, version_of, versions_of
+from ..torch_internals.tensor_internals import copy_all, version_of
 from .objects import KeptAttributes
 from .tensors import (
     SMALL,
@@ -38,7 +38,6 @@ from .tensors import (
 
 # Larger frozen parameters are not copied before a change has been seen.
 _MAX_FROZEN = 2**20
-_IS_TRAINED: Callable[[Any], bool] = operator.attrgetter("requires_grad")
 _TABLES = (MODULES, BUFFERS, PARAMETERS)
 
 
@@ -230,21 +229,22 @@ class _Point:
         else:
             self._walk(model)
         self.weights.take(self._is_full)
-        modules = model.modules() if self._is_full else list(self._changing)
-        self._attributes = [
-            KeptAttributes(each) for each in modules if KeptAttributes.are_kept(each)
-        ]
+        self._attributes = []
+        if self._is_full or len(self._changing):
+            modules = model.modules() if self._is_full else list(self._changing)
+            kept = filter(KeptAttributes.are_kept, modules)
+            self._attributes = list(map(KeptAttributes, kept))
         self.is_taken, self.is_firm = True, is_firm
 
     def _holds_same(self) -> bool:
-        return _hold(self._tables, self._held)
+        return _C.hold(self._tables, self._held)
 
     def _is_same_model(self, model: nn.Module) -> bool:
         is_same = self._model is not None and self._model() is model
         return is_same and self._are_trained == self._read_trained()
 
     def _read_trained(self) -> list[bool]:
-        return list(map(_IS_TRAINED, self._parameters))
+        return _C.require_grad(self._parameters)
 
     def _retake(self) -> None:
         """Copies what is copied in each step: the model holds the same tensors."""
@@ -312,7 +312,7 @@ class _Point:
     @torch.no_grad()
     def keep(self, compares: bool) -> None:
         """Ends the step, which was made."""
-        if _hold(self._own_tables, self._own_held):
+        if _C.hold(self._own_tables, self._own_held):
             self._steady.note_changes(compares)
         else:
             self._steady.settle()
@@ -420,7 +420,7 @@ class _Steady:
         if not self._is_plain:
             return
         self._places = self._read_places()
-        self._versions = versions_of(self._tensors)
+        self._versions = _C.versions_of(self._tensors)
         each_step = [e for e in self._entries if e.is_certain and e.copy is not None]
         self._sources = [e.tensor for e in each_step if e.tensor is not None]
         self._copies = [e.copy for e in each_step if e.copy is not None]
@@ -434,7 +434,7 @@ class _Steady:
         """Copies what is to be copied; returns False if it has to be looked at anew."""
         if not self._is_plain or self._places != self._read_places():
             return False
-        versions = versions_of(self._tensors)
+        versions = _C.versions_of(self._tensors)
         if any(
             e.is_certain or versions[i] != self._versions[i] for i, e in self._others
         ):
@@ -450,7 +450,7 @@ class _Steady:
             for entry in self._entries:
                 entry.end_forward()
             return
-        self._after = versions_of(self._tensors)
+        self._after = _C.versions_of(self._tensors)
 
     def settle(self) -> None:
         """Tells the entries what was noted for all of them at once."""
@@ -505,7 +505,7 @@ class _Weights:
         What was written to between two forwards of a step, as by an optimizer whose
         closure is called several times, is not as the step began any more.
         """
-        versions = versions_of(self._weights)
+        versions = _C.versions_of(self._weights)
         if self._versions and versions != self._versions:
             pairs = enumerate(zip(versions, self._versions, strict=True))
             for place in [place for place, (now, before) in pairs if now != before]:
@@ -514,7 +514,7 @@ class _Weights:
 
     def end_forward(self) -> None:
         """Notes what the forward has written to."""
-        versions = versions_of(self._weights)
+        versions = _C.versions_of(self._weights)
         if versions == self._versions or not self._versions:
             return
         pairs = enumerate(zip(versions, self._versions, strict=True))
@@ -808,14 +808,6 @@ def _slots(
 
 def _values(tables: list[dict[str, Any]]) -> list[Any]:
     return list(itertools.chain.from_iterable(map(dict.values, tables)))
-
-
-def _hold(tables: list[dict[str, Any]], held: list[Any]) -> bool:
-    """Returns True if tables hold these very values."""
-    if sum(map(len, tables)) != len(held):
-        return False
-    now = itertools.chain.from_iterable(map(dict.values, tables))
-    return all(map(operator.is_, now, held))
 
 
 def _is_small(tensor: torch.Tensor) -> bool:

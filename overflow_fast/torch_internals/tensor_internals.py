@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
-
 import torch
 import torch.utils._pytree
 
@@ -20,18 +17,6 @@ from .registry import INTERNALS, MISSING, Internal, internal, note_missing
 def version_of(tensor: torch.Tensor) -> int:
     """The number of writes to a tensor; inference tensors have none and raise."""
     return tensor._version
-
-
-def versions_of(tensors: list[torch.Tensor]) -> list[int]:
-    """The numbers of writes to tensors, none of them an inference tensor."""
-    try:
-        return list(map(_read_version, tensors))
-    except MISSING as error:
-        note_missing("version_of", error)
-        return [0] * len(tensors)
-
-
-_read_version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
 @internal(

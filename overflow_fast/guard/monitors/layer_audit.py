@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ... import _C
 from ...core.modules import is_linear, is_normalization, is_of_torch
 from ...core.tensors import place_of
 from ...state.snapshot import Snapshot
 from ...torch_internals.compiler import has_compiled
 from ...torch_internals.running import is_recorded
-from ...torch_internals.tensor_internals import versions_of
 from ..options import option, whole
 from .monitor import Guarded, Monitor
 
@@ -164,7 +164,7 @@ class LayerAuditor(Monitor):
 
 def _versions(layer: nn.Module) -> list[int]:
     tensors = itertools.chain(layer.parameters(), layer.buffers())
-    return versions_of([each for each in tensors if not each.is_inference()])
+    return _C.versions_of([each for each in tensors if not each.is_inference()])
 
 
 def _is_auditable(module: nn.Module) -> bool:

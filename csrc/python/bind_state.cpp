@@ -1,0 +1,58 @@
+// What a step reads of each weight and of each table of a model, in one pass without Python code.
+#include "bind_state.h"
+
+#include "../torch_internals/python_tensor.h"
+#include "../torch_internals/tensor_state.h"
+
+namespace overflow_fast {
+
+namespace py = pybind11;
+
+namespace {
+
+const at::Tensor& checked(py::handle object) {
+  if (!is_tensor(object.ptr())) throw py::type_error("tensors: expected tensors alone");
+  return tensor_of(object.ptr());
+}
+
+// True if dicts hold these very values, in this order.
+bool hold(const py::list& dicts, const py::list& values) {
+  const Py_ssize_t size = PyList_GET_SIZE(values.ptr());
+  Py_ssize_t at = 0;
+  for (const py::handle dict : dicts) {
+    PyObject *key, *value;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(dict.ptr(), &position, &key, &value)) {
+      if (at == size || PyList_GET_ITEM(values.ptr(), at) != value) return false;
+      ++at;
+    }
+  }
+  return at == size;
+}
+
+// The number of writes to each tensor; 0 for an inference tensor, which counts none.
+py::list versions_of(const py::list& tensors) {
+  py::list versions(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    versions[i] = py::int_(version_of(checked(tensors[i])).value_or(0));
+  }
+  return versions;
+}
+
+py::list require_grad(const py::list& tensors) {
+  py::list answers(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    answers[i] = py::bool_(checked(tensors[i]).requires_grad());
+  }
+  return answers;
+}
+
+}  // namespace
+
+void bind_state(py::module_& m) {
+  m.def("hold", &hold);
+  m.def("versions_of", &versions_of);
+  m.def("require_grad", &require_grad);
+}
+
+}  // namespace overflow_fast
