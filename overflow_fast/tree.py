@@ -104,6 +104,8 @@ def tensors_in(value: Any, depth: int = MAX_DEPTH) -> list[torch.Tensor]:
     """Lists the tensors of a value, as `tensors()` does; also in compiled code."""
     if torch.compiler.is_compiling():
         return _traced_tensors(value, depth)
+    if type(value) in _PLAIN:
+        return []
     parts = _parts_of_call(value)
     if parts and all(type(each) is torch.Tensor for each in parts):  # most calls
         return list({id(each): each for each in parts}.values())

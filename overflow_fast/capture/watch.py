@@ -53,6 +53,8 @@ class ModuleIndex:
         self.names: list[str] = []
         self.order: list[int] = []
         self._modules: list[weakref.ref[nn.Module]] = []
+        self._places: dict[int, int] = {}  # in the order, by the index
+        self._named: dict[str, list[int]] = {}
         self.update(model)
 
     def update(self, model: nn.Module) -> bool:
@@ -68,6 +70,10 @@ class ModuleIndex:
                 self._modules.append(weakref.ref(module))
             self.names[index] = name
             self.order.append(index)
+        self._places = {index: place for place, index in enumerate(self.order)}
+        self._named = {}
+        for index in self.order:
+            self._named.setdefault(self.names[index], []).append(index)
         return before != (self.names, self.order)
 
     def _alive(self) -> Iterator[tuple[int, nn.Module]]:
@@ -83,9 +89,15 @@ class ModuleIndex:
             if module is not None:
                 yield index, module
 
-    def before(self, index: int) -> list[int]:
-        """The indices of the modules in front of one in the model's order."""
-        return self.order[: self.order.index(index)] if index in self.order else []
+    def place(self, index: int) -> int:
+        """The place of a module that is in the model in its order."""
+        return self._places[index]
+
+    def before(self, index: int, name: str) -> list[int]:
+        """The modules of a name in front of one in the model's order, nearest first."""
+        place = self._places.get(index, 0)
+        found = self._named.get(name, [])
+        return [each for each in reversed(found) if self._places[each] < place]
 
     def is_selected(self, index: int) -> bool:
         """True if the module of an index is to be watched."""

@@ -73,10 +73,12 @@ def share_key(module: nn.Module, handle: RemovableHandle, key: int) -> None:
     """
     hooks: dict[int, Any] = module._forward_hooks
     flags = module._forward_hooks_with_kwargs
-    if torch.__version__ >= "2.11" or key in hooks:
-        return
-    hooks[key], flags[key] = hooks.pop(handle.id), flags.pop(handle.id)
-    handle.id = key
+    if _IS_2_10 and key not in hooks:
+        hooks[key], flags[key] = hooks.pop(handle.id), flags.pop(handle.id)
+        handle.id = key
+
+
+_IS_2_10 = torch.__version__ < "2.11"  # parses both: not for each module
 
 
 @internal(

@@ -75,6 +75,7 @@ class Calls:
             watch, call = called
             self._modules.setdefault((id(watch), call.module), []).append(called)
         self._callers: dict[int, Called | None] = {}
+        self._holders: dict[int, dict[int, list[tuple[int, int]]]] = {}
 
     def of_frame(self, watch: ModelWatch, order: int) -> Called | None:
         """Returns the call whose frame has this order."""
@@ -126,12 +127,27 @@ class Calls:
         return [
             name_of(watch, index)
             for watch in self.watches
-            for index, other in watch.modules.present()
-            if other is not module and _is_called(other)
+            for index in sorted(self._above(watch, module), key=watch.modules.place)
+            if _is_called(watch.module_at(index))
             if not (watch is called.watch and index in by_name)
-            if any(each is module for each in other.modules())
             if self._may_be_around(watch, index, called)
         ]
+
+    def _above(self, watch: ModelWatch, module: nn.Module | None) -> set[int]:
+        """The modules of a watch that hold another one, directly or through others."""
+        holders = self._holders.get(id(watch))
+        if holders is None:
+            holders = self._holders[id(watch)] = {}
+            for index, each in watch.modules.present():
+                for child in each.children():
+                    holders.setdefault(id(child), []).append((index, id(each)))
+        found, waiting = set[int](), [id(module)]
+        while waiting:
+            for index, holder in holders.get(waiting.pop(), ()):
+                if index not in found and holder != id(module):
+                    found.add(index)
+                    waiting.append(holder)
+        return found
 
     def _may_be_around(self, watch: ModelWatch, index: int, called: Called) -> bool:
         found = self._modules.get((id(watch), index), [])
@@ -234,10 +250,8 @@ def ancestors(watch: ModelWatch, index: int) -> Iterator[int]:
     while name:
         name = name.rpartition(".")[0]
         # A wrapper has the name of the module in it, which comes behind it.
-        for around in reversed(watch.modules.before(index)):
-            if watch.modules.names[around] == name and _is_called(
-                watch.module_at(around)
-            ):
+        for around in watch.modules.before(index, name):
+            if _is_called(watch.module_at(around)):
                 yield around
 
 

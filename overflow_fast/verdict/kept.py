@@ -240,9 +240,8 @@ def _attributes(owners: Mapping[str, _Owner]) -> Iterator[_Kept]:
     for owner, (watch, index) in owners.items():
         module = watch.module_at(index)
         for key, value in () if module is None else vars(module).items():
-            worst = set()
-            if not key.startswith("_"):
-                worst = set(_worst(list(tensors_in(value))))
+            tensors = [] if key.startswith("_") else tensors_in(value)
+            worst = set(_worst(tensors))
             for what in ("nan", "inf"):
                 if what in worst:
                     name = f"{owner}.{key}".lstrip(".")
@@ -253,6 +252,8 @@ def _attributes(owners: Mapping[str, _Owner]) -> Iterator[_Kept]:
 
 def _worst(tensors: list[torch.Tensor]) -> list[str]:
     """Returns for each tensor "nan" or "inf" if it holds one; "" if at worst -inf."""
+    if not tensors:
+        return []
     return [
         "nan" if stat.has_nan else "inf" if stat.has_inf and _has_inf(tensor) else ""
         for tensor, stat in zip(tensors, scan(tensors), strict=True)

@@ -197,7 +197,7 @@ def test_hooks_come_in_the_order_of_their_calls():
 
 
 def test_hooks_on_several_modules_share_a_key_in_torch_2_10(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.10.0"))
+    monkeypatch.setattr(modules, "_IS_2_10", True)
     model = nn.Sequential(nn.ReLU(), nn.Linear(1, 1))
     guard = overflow_fast.OverflowGuard(model, on_overflow="warn")
     first, second = (list(modules.forward_hooks(each)) for each in model)
@@ -224,10 +224,31 @@ def test_a_write_raises_the_version():
 
 def test_writes_to_several_tensors_are_counted():
     written, other = torch.zeros(2), torch.zeros(2)
-    before = tensors.versions_of([written, other])
+    before = _C.versions_of([written, other])
     written.add_(1)
-    after = tensors.versions_of([written, other])
-    assert after[0] > before[0] and after[1] == before[1]
+    after = _C.versions_of([written, other])
+    assert after[0] == before[0] + 1 and after[1] == before[1]
+    with torch.inference_mode():
+        assert _C.versions_of([torch.zeros(2)]) == [0]
+    with pytest.raises(TypeError, match="tensors"):
+        _C.versions_of([1])
+
+
+def test_it_is_told_which_tensors_require_gradients():
+    weight = nn.Parameter(torch.zeros(2))
+    assert _C.require_grad([weight, torch.zeros(2)]) == [True, False]
+    weight.requires_grad_(False)
+    assert _C.require_grad([weight]) == [False]
+
+
+def test_tables_hold_the_very_values_in_their_order():
+    one, other = torch.zeros(2), torch.zeros(2)
+    tables = [{"a": one}, {}, {"b": other}]
+    assert _C.hold(tables, [one, other])
+    assert not _C.hold(tables, [other, one]) and not _C.hold(tables, [one])
+    assert not _C.hold(tables, [one, other, one])
+    tables[1]["c"] = None
+    assert not _C.hold(tables, [one, other]) and _C.hold(tables, [one, None, other])
 
 
 def test_transforms_and_traces_are_reported():

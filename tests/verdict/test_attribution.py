@@ -1,6 +1,7 @@
 """Verdicts name a maker only where nothing else can have made the value."""
 
 import math
+import sys
 from collections import UserDict
 
 import pytest
@@ -1195,3 +1196,45 @@ def test_a_module_that_left_a_nan_in_an_attribute_is_a_candidate(in_a_list):
 
     verdict = verdict_of(Net(), lambda m: m(inputs()))
     assert (verdict.origin, verdict.candidates) == ("unclear", ["the model", "gate"])
+
+
+def lines_run(function):
+    """Counts the lines of the package that run in a function."""
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        if "overflow_fast" not in frame.f_code.co_filename:
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: nn.Sequential(*[nn.Identity() for _ in range(n)], nn.Linear(4, 1)),
+        lambda n: nn.Sequential(
+            *[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(n // 3)],
+            nn.Linear(4, 1),
+        ),
+    ],
+)
+def test_the_work_of_a_bad_step_grows_as_the_number_of_modules(make):
+    def work(n):
+        model = make(n)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with OverflowGuard(model, optimizer, "skip", explain=False):
+            model(torch.full((2, 4), NAN)).sum().backward()
+            return lines_run(optimizer.step)
+
+    few, many = work(150), work(1200)
+    assert many < 12 * few
