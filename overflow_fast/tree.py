@@ -339,16 +339,23 @@ def _version(tensor: torch.Tensor) -> int:
 def at(value: Any, path: Path) -> Any:
     """Returns what a value holds at a path now; None where nothing is there."""
     for part in path:
-        found = _contents(value)
-        if found is None:
-            return None
-        for style, key, child in found.parts():
-            if style == part.style and _is_same_key(key, part.value):
-                value = child
-                break
-        else:
+        value = _child(value, part)
+        if value is None:
             return None
     return value
+
+
+def _child(value: Any, part: Part) -> Any:
+    kind = type(value)
+    if part.style == INDEX and (kind is list or kind is tuple):
+        return value[part.value] if part.value < len(value) else None
+    if part.style == KEY and kind is dict and type(part.value) is str:
+        return value.get(part.value)
+    found = _contents(value)
+    for style, key, child in () if found is None else found.parts():
+        if style == part.style and _is_same_key(key, part.value):
+            return child
+    return None
 
 
 def _is_same_key(one: Any, other: Any) -> bool:
