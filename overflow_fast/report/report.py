@@ -427,7 +427,8 @@ class Report:
         """
         if not self._is_told:
             return who_made_it(first, self.verdict)
-        if self.verdict.origin == "given" and not self._is_written_in_step:
+        is_given = self.verdict.origin == "given" and not self._is_written_in_step
+        if is_given and not self._is_bad_before:
             return who_made_it(first, self.verdict)
         # The masks are those of the first bad call: not of another maker.
         but = _exceptions(self.verdict) if self.verdict.origin == "made" else ""
@@ -444,6 +445,13 @@ class Report:
     def _is_told(self) -> bool:
         """True if a replay has told what made the value."""
         return self.explanation is not None and self.explanation.names_maker
+
+    @property
+    def _is_bad_before(self) -> bool:
+        """True if a replay settles what hooks leave open: a weight was bad before."""
+        is_open = len(self.verdict.candidates) > 1
+        found = self.explanation
+        return is_open and found is not None and found.cause == "bad weights"
 
     @property
     def _is_written_in_step(self) -> bool:

@@ -316,3 +316,29 @@ def test_a_mask_is_not_said_to_be_given_to_another_module():
     assert report.explanation.names_maker
     assert report.verdict.first.fqn == "attention" and report.verdict.masks
     assert "Given to" not in str(report)
+
+
+class WithPosition(nn.Module):
+    """Uses a weight of its own in its own code, which might write to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.position = nn.Linear(4, 4), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return self.fc(x) + self.position
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize("explain", [True, False])
+def test_a_weight_is_not_both_known_and_not_known_to_be_bad_before(is_trained, explain):
+    model = WithPosition()
+    model.position.requires_grad_(is_trained).data.fill_(NAN)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "warn", explain=explain) as guard:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    text = " ".join(str(guard.last_report).split())
+    assert ("held 4 nan of 4 values before the step" in text) == explain
+    assert not (explain and "not known" in text)
+    assert "position" in text
