@@ -547,7 +547,7 @@ def cells_of(row: TensorDifference) -> list[str]:
         estimate + _number(measures.relative, ".2e"),
         "" if row.times is None else _number(row.times, ".3g"),
         _number(row.inherited, ".1e") if row.inherited else "",
-        estimate + _number(measures.cosine, ".7f"),
+        estimate + _number(measures.cosine, f".{measures.cosine_digits}f"),
         "" if measures.max_abs is None else _number(measures.max_abs, ".2e"),
         dtypes,
     ]

@@ -26,7 +26,7 @@ from ..torch_internals.tensor_internals import version_of
 from ..torch_internals.wrappers import local_tensor
 from ..tree import Path, call_tensors, path_text, tensors, tensors_in
 from ..types import TensorPath
-from .fingerprint import WIDTH, SignedSums, chunks, wide_dtype
+from .fingerprint import WIDTH, SignedSums, chunks, wide_dtype, without_modes
 
 if TYPE_CHECKING:
     from .recording_schema import RowLine
@@ -401,7 +401,8 @@ class TensorHooks:
             same = known[1] if known is not None and known[0]() is not None else None
             if same is None and key is not None:
                 self._known[key] = weakref.ref(tensor), self._number
-            self._sink(place, tensor, same)
+            with without_modes():
+                self._sink(place, tensor, same)
             self._number += 1
 
 
@@ -488,10 +489,12 @@ def fetch(numbers: list[torch.Tensor]) -> list[Summary]:
         groups.setdefault((each.device, each.dtype), []).append(i)
     found: dict[int, Summary] = {}
     for indices in groups.values():
-        table = torch.stack([numbers[i] for i in indices]).cpu().double()
-        for i, row in zip(indices, table, strict=True):
-            low, high, squares, num_nan, num_inf = row[:5].tolist()
-            sums = row[5:].clone()
+        with without_modes():
+            table = torch.stack([numbers[i] for i in indices]).cpu().double()
+            rows = [(row[:5].tolist(), row[5:].clone()) for row in table]
+        for i, ((low, high, squares, num_nan, num_inf), sums) in zip(
+            indices, rows, strict=True
+        ):
             found[i] = Summary(low, high, squares, int(num_nan), int(num_inf), sums)
     return [found[i] for i in range(len(numbers))]
 
@@ -521,10 +524,13 @@ def summarize(
     Returns:
         The numbers on the tensor's device, for `fetch()`.
     """
-    with torch.no_grad():
-        numbers = _numbers(values, part, wide_dtype(values), False, has_sums)
-        if values.device.type == "cpu" and not numbers[2].isfinite():
-            numbers = _numbers(values, part, torch.float64, True, has_sums)
+    with without_modes():
+        wide = wide_dtype(values)
+        numbers = _numbers(values, part, wide, False, has_sums)
+        # Without what is not finite; then, where squares leave float32, in float64.
+        for dtype in (wide, torch.float64):
+            if values.device.type == "cpu" and not numbers[2].isfinite():
+                numbers = _numbers(values, part, dtype, True, has_sums)
         return numbers
 
 
@@ -545,13 +551,14 @@ def _numbers(
             stat, chunk = _cleaned(chunk)
         else:
             zero = chunk.new_zeros(())
-            stat = torch.stack([*chunk.aminmax(), chunk.dot(chunk), zero, zero])
+            stat = torch.stack([*chunk.aminmax(), _squared(chunk), zero, zero])
         found.append(stat)
         if has_sums:
             sums.add(chunk, index)
     if not found:
-        nan, zero = torch.full((2,), math.nan, dtype=wide), torch.zeros(3, dtype=wide)
-        return torch.cat([nan, zero, torch.zeros(WIDTH, dtype=wide)]).to(device)
+        empty = torch.zeros(5 + WIDTH, dtype=wide, device=device)
+        empty[:2] = math.nan
+        return empty
     all_of = torch.stack(found)
     low, high = all_of[:, 0].min(), all_of[:, 1].max()
     if part is not None:  # laid out among zeros, which are not its own
@@ -567,7 +574,12 @@ def _cleaned(chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     num_nan = is_nan.sum()
     num_inf = chunk.numel() - is_finite.sum() - num_nan
     counts = [num_nan.to(chunk.dtype), num_inf.to(chunk.dtype)]
-    return torch.stack([low, high, chunk.dot(chunk), *counts]), chunk
+    return torch.stack([low, high, _squared(chunk), *counts]), chunk
+
+
+def _squared(values: torch.Tensor) -> torch.Tensor:
+    """The sum of squares; `dot()` rounds its factors where products may be coarse."""
+    return values.square().sum()
 
 
 def _range(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
