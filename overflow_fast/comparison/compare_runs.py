@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 import os
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,13 @@ from typing import Any
 
 from .comparison import Comparison, RootDifference, has_other_shape
 from .error_bounds import judge_all
-from .judged_rows import MADE_HERE, TensorDifference, difference_of
+from .judged_rows import (
+    EQUAL,
+    MADE_HERE,
+    ROUNDING,
+    TensorDifference,
+    difference_of,
+)
 from .matching import Matched, StepTensor, entries_of_rank, entries_of_ranks, match
 from .msprobe_dump import find_dumps, read_dumps
 from .recordings import RankStep, RecordedRun, has_unequal_states, read_run
@@ -253,7 +260,10 @@ def _in_backward(
 ) -> RootDifference:
     """Finds the modules that used a tensor whose gradient differs."""
     place = row.place
-    if place.role == "parameter_gradient":
+    if not place.is_of_call:
+        remark = _between(row, rows)
+        if remark is not None:
+            return RootDifference("", "", "gradients", row, remark=remark)
         is_known = not known.had_gradients and _has_compared(row, rows, known)
         kind = "backward" if is_known else "gradients"
         older = "Parameters had gradients before the step began."
@@ -277,6 +287,51 @@ def _in_backward(
     kind = next((r.place.class_name for r in rows if r.place.module == module), "")
     remark = f"One of {', '.join(names)}." if names else ""
     return RootDifference(module, kind, "backward", row, remark=remark)
+
+
+_BETWEEN = "clipping, unscaling, accumulation or an all-reduce"
+
+
+def _between(row: TensorDifference, rows: Sequence[TensorDifference]) -> str | None:
+    """Describes what code between backward and step did; None: it may be backward."""
+    finals = [r for r in rows if r.place.role == "parameter_gradient"]
+    made = [r for r in finals if r.verdict == MADE_HERE and r.rank == row.rank]
+    others = [r for r in rows if r.place.phase == BACKWARD and r not in finals]
+    is_equal = all(r.verdict in (EQUAL, ROUNDING) for r in others if r.measures)
+    is_seen = any(
+        r.place.role == "accumulated_gradient" and r.place.fqn == row.place.fqn
+        for r in others
+    )
+    if not is_seen and (
+        len({r.place.module for r in made}) < 2
+        or not is_equal
+        or any(r.place.role == "accumulated_gradient" for r in others)
+    ):
+        return None
+    if row.place.role == "accumulated_gradient":
+        return None
+    text = f"Made between backward and step: {_BETWEEN}."
+    if not is_seen:
+        text = f"Made by {_BETWEEN}, or by the backward of these layers."
+    text += " Within backward all gradients that were compared are equal." * is_equal
+    return f"{text} {_common_factor(made)}".rstrip()
+
+
+def _common_factor(rows: Sequence[TensorDifference]) -> str:
+    """Describes the number that all gradients were multiplied by, if there is one."""
+    factors = [r.factor for r in rows if math.prod(r.shapes[1]) >= 4]
+    known = [each for each in factors if each is not None]
+    if len(known) < len(factors) or not known:
+        return ""
+    middle = sorted(known)[len(known) // 2]
+    if any(abs(each - middle) > 1e-2 * abs(middle) for each in known):
+        return ""
+    text = f"All {len(rows)} that differ are {middle:.6g} times the reference's"
+    whole = middle if abs(middle) >= 1 else 1 / middle
+    if whole > 1.5 and abs(whole - round(whole)) < 1e-3:
+        text += f", as where {round(whole)} ranks or micro-batches are summed in one "
+        text += "run and averaged in the other"
+    return f"{text}."
 
 
 def _has_compared(

@@ -88,10 +88,9 @@ class RootDifference:
         elif self.kind == "batch":
             text = f"The model was given other inputs{on_rank}: {row.place}{amount}."
         elif self.kind == "gradients":
-            text = (
-                f"Gradients of parameters differ{on_rank}, {row.place} first{amount}; "
-                "what made them could not be compared."
-            )
+            text = f"Gradients of parameters differ{on_rank}, {row.place} first{amount}"
+            is_made = not self.module
+            text += "." if is_made else "; what made them could not be compared."
         elif self.kind == "loss":
             text = (
                 f"The gradient that the model was given differs{on_rank}: {row.place}"
@@ -133,6 +132,8 @@ def _amount(row: TensorDifference) -> str:
         return f", by {nan} nan and {inf} inf against {its_nan} and {its_inf}"
     text = f", by {row.relative:.2g} of its norm"
     times = row.times
+    if row.factor is not None:
+        return f"{text}: it is {row.factor:.6g} times the reference"
     if times is not None and times < 1e6:
         text += f", {times:.3g} times what {coarser(*row.dtypes)} rounding explains"
     return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ import torch
 from ..core.tensors import dtype_named
 from ..precision.layers import expected_error
 from .matching import Pair, StepTensor
-from .measures import Measures, estimated, measured
-from .tensor_hooks import StepPath
+from .measures import Measures, estimated, factor_of, measured
+from .tensor_hooks import StepPath, Summary
 
 EQUAL, ROUNDING, MADE_HERE = "equal", "rounding", "made here"
 INHERITED, NOT_COMPARED = "inherited", "not compared"
@@ -44,6 +44,8 @@ class TensorDifference:
         notes: What else there is to know.
         same: The order of an earlier row with the same tensor, or None.
         reference_norm: The L2 norm of the reference; 0 if it is not known.
+        factor: The number that the reference was multiplied by, if that is the whole
+            difference but for rounding; else None.
     """
 
     place: StepPath
@@ -66,6 +68,7 @@ class TensorDifference:
     notes: list[str] = field(default_factory=list)
     same: int | None = None
     reference_norm: float = 0.0
+    factor: float | None = None
 
     @property
     def name(self) -> str:
@@ -118,6 +121,7 @@ class TensorDifference:
             "times": self.times,
             "inherited": self.inherited,
             "amplification": self.amplification,
+            "factor": self.factor,
             "made": self.made,
             "verdict": self.verdict,
             "highlight": self.highlight,
@@ -167,7 +171,24 @@ def difference_of(pair: Pair, step: int) -> TensorDifference:
     row.measures = estimated(mine.summary, its.summary)
     if row.relative:
         row.measures = _exact(mine, its) or row.measures
+        row.factor = _factor_of(row, mine.summary, its.summary)
+        if row.factor is not None and not row.measures.is_exact:
+            row.measures = replace(row.measures, relative=abs(row.factor - 1))
     return row
+
+
+def _factor_of(
+    row: TensorDifference, mine: Summary, reference: Summary
+) -> float | None:
+    if math.prod(row.shapes[1]) < _LEAST_OF_FACTOR:  # a lone number always is one
+        return None
+    factor, rest = factor_of(mine, reference)
+    is_all = rest <= 1e-6 + epsilon(coarser(*row.dtypes))
+    return factor if is_all and row.relative > FLAGGED * rest else None
+
+
+_LEAST_OF_FACTOR = 4  # elements
+FLAGGED = 8.0  # times what rounding explains
 
 
 def _exact(mine: StepTensor, its: StepTensor) -> Measures | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import collections
 import functools
 import logging
 import math
@@ -44,7 +45,9 @@ class StepPath(TensorPath):
 
     Its roles are those that recordings are written with, in which gradients are named
     for what they belong to: "parameter", "buffer", "input", "output",
-    "output_gradient", "input_gradient" and "parameter_gradient".
+    "output_gradient", "input_gradient", "accumulated_gradient" (a parameter's, as
+    backward leaves it, before clipping or an all-reduce) and "parameter_gradient" (as
+    the optimizer finds it).
 
     Attributes:
         phase: "state" (what the step begins with), "forward" or "backward".
@@ -74,7 +77,7 @@ class StepPath(TensorPath):
     @property
     def is_of_call(self) -> bool:
         """True for all but parameters and buffers, and gradients of those."""
-        return not self.role.startswith(("parameter", "buffer"))
+        return not self.role.startswith(("parameter", "buffer", "accumulated"))
 
     def __str__(self) -> str:
         """The path as comparisons write it, such as `h.0.attn #1: output[0]`.
@@ -83,9 +86,9 @@ class StepPath(TensorPath):
         a parameter, its gradient and every call of its module beside one another.
         """
         role = self.role.replace("_", " ")
-        if not self.is_of_call:
-            return f"{self.fqn}: {role}"
         call = f" #{self.call}" if self.call else ""
+        if not self.is_of_call:
+            return f"{self.fqn}{call}: {role}"
         return f"{self.module or 'the model'}{call}: {role}{self.path}"
 
 
@@ -251,6 +254,7 @@ class TensorHooks:
     def begin_step(self) -> None:
         """Counts calls and tensors anew."""
         self._calls: dict[tuple[str, bool], int] = {}
+        self._accumulated = collections.Counter[int]()
         self._stacks: dict[int, list[_Running]] = {}  # of each thread
         self._number = 0
         self._known: dict[Any, tuple[weakref.ref[torch.Tensor], int]] = {}
@@ -268,6 +272,12 @@ class TensorHooks:
                 module.register_forward_hook(self._peek, prepend=True),
                 module.register_forward_hook(self._end, always_call=True),
             ]
+        for place, tensor in state_of(self._model):
+            if place.role == "parameter" and tensor.is_leaf and tensor.requires_grad:
+                place = replace(place, phase=BACKWARD, role="accumulated_gradient")
+                hook = functools.partial(self._on_accumulated, place)
+                register = tensor.register_post_accumulate_grad_hook
+                self._handles.append(register(hook))  # type: ignore[no-untyped-call]
         self._is_on, self._thread = True, threading.get_ident()
         return self
 
@@ -393,6 +403,12 @@ class TensorHooks:
     def _on_gradient(self, place: StepPath, gradient: torch.Tensor) -> None:
         if self._is_on and gradient is not None:
             self._isolated(self._show, place, gradient)
+
+    def _on_accumulated(self, place: StepPath, parameter: torch.Tensor) -> None:
+        if self._is_on and parameter.grad is not None:
+            place = replace(place, call=self._accumulated[id(parameter)])
+            self._accumulated[id(parameter)] += 1
+            self._isolated(self._show, place, parameter.grad)
 
     def _show(self, place: StepPath, tensor: torch.Tensor) -> None:
         with self._lock:

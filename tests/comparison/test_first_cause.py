@@ -5,6 +5,7 @@ import torch
 from compared_models import batch, tower
 
 import overflow_fast
+from overflow_fast.torch_internals.replay_internals import gradient_hooks
 
 
 @pytest.fixture
@@ -175,3 +176,133 @@ def test_a_module_whose_inputs_were_compared_has_no_caveat(compared):
     diff = compared(forward, forward, *models)
     assert diff.first.module == "2" and diff.first.unknown == ()
     assert "computes differently" in str(diff.first)
+
+
+def trained(change, steps=1, model=None):
+    """A function that runs steps, with a change between backward and step."""
+
+    def run(model):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        loss_of(model).backward()
+        change(list(model.parameters()))
+        optimizer.step()
+
+    return run
+
+
+def clip_norm(parameters):
+    torch.nn.utils.clip_grad_norm_(parameters, 1e-3)
+
+
+def clip_value(parameters):
+    torch.nn.utils.clip_grad_value_(parameters, 1e-3)
+
+
+def times(factor):
+    def scale(parameters):
+        for each in parameters:
+            each.grad.mul_(factor)
+
+    return scale
+
+
+def as_new_tensors(parameters):
+    for each in parameters:
+        each.grad = each.grad / 3
+
+
+def add_noise(parameters):
+    generator = torch.Generator().manual_seed(0)
+    for each in parameters:
+        each.grad += torch.randn(each.shape, generator=generator) * 0.01
+
+
+BETWEEN = {
+    clip_norm: "times the reference's",
+    clip_value: "",
+    add_noise: "",
+    as_new_tensors: "All 4 that differ are 0.333333 times the reference's, as where 3 ",
+    times(2.0): "are 2 times the reference's, as where 2 ranks or micro-batches",
+    times(0.25): "are 0.25 times the reference's, as where 4 ranks or micro-batches",
+    times(-1.0): "are -1 times the reference's.",
+}
+
+
+@pytest.mark.parametrize("change", BETWEEN, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_is_done_between_backward_and_step_blames_no_module(
+    compared, change, is_first
+):
+    runs = trained(change), trained(lambda parameters: None)
+    diff = compared(*(runs if is_first else runs[::-1]))
+    assert (diff.first.module, diff.first.kind) == ("", "gradients"), diff
+    said = str(diff.first)
+    assert "Made between backward and step: clipping, unscaling" in said
+    assert "Within backward all gradients that were compared are equal." in said
+    assert "Backward of" not in str(diff)
+    assert not is_first or BETWEEN[change] in said
+    assert ("All 4" in said) == bool(BETWEEN[change])
+
+
+def test_one_parameter_that_is_changed_between_backward_and_step(compared):
+    diff = compared(
+        trained(lambda parameters: parameters[2].grad.mul_(3)), trained(len)
+    )
+    assert (diff.first.module, diff.first.kind) == ("", "gradients"), diff
+    assert diff.first.row.place.module == "2"
+
+
+def test_a_gradient_that_a_hook_changes_within_backward_is_a_modules(compared):
+    model = small()
+    model[2].weight.register_hook(lambda gradient: gradient * 1.5)
+    diff = compared(trained(len), trained(len), model, small())
+    assert (diff.first.module, diff.first.kind) == ("2", "backward"), diff
+    assert diff.first.row.place.role == "accumulated_gradient"
+
+
+def without_accumulation(factor, modules=(0, 2)):
+    """A step whose gradients autograd returns: none is accumulated in backward."""
+
+    def run(model):
+        own = list(model.parameters())
+        found = torch.autograd.grad(loss_of(model), own)
+        wrong = [p for i in modules for p in model[i].parameters()]
+        for each, gradient in zip(own, found, strict=True):
+            is_wrong = any(each is other for other in wrong)
+            each.grad = gradient * factor if is_wrong else gradient
+
+    return run
+
+
+def test_gradients_that_were_recorded_before_the_step_alone(compared):
+    diff = compared(without_accumulation(2.0), without_accumulation(1.0))
+    assert (diff.first.module, diff.first.kind) == ("", "gradients"), diff
+    assert "or by the backward of these layers" in str(diff.first)
+    assert "All 4 that differ are 2 times the reference's" in str(diff.first)
+
+
+def test_one_layer_that_was_recorded_before_the_step_alone(compared):
+    diff = compared(without_accumulation(2.0, [2]), without_accumulation(1.0))
+    assert (diff.first.module, diff.first.kind) == ("2", "backward"), diff
+
+
+def test_micro_batches_are_compared_as_they_accumulate(compared):
+    def accumulate(second):
+        def run(model):
+            loss_of(model).backward()
+            (loss_of(model, x=batch(7)) * second).backward()
+
+        return run
+
+    diff = compared(accumulate(2.0), accumulate(1.0))
+    assert diff.first.kind == "loss", diff
+    rows = {str(row.place): row for row in diff.rows}
+    assert rows["0.weight: accumulated gradient"].verdict == "equal"
+    assert rows["0.weight #1: accumulated gradient"].relative > 0.1
+
+
+def test_a_hook_on_accumulated_gradients_is_removed(tmp_path):
+    model = small()
+    with overflow_fast.recording(tmp_path / "a", model):
+        pass
+    assert not any(map(gradient_hooks, model.parameters()))
