@@ -67,12 +67,38 @@ def step_remarks(
     dropout = own.get("dropout") or other.get("dropout")
     if dropout:
         found.append(f"dropout is on in {len(dropout)} modules, such as {dropout[0]}")
+    found += _compiled_remarks(mine[0], its[0])
     found += _random_state_remarks(own, other)
     for side in (*mine, *its):
         found += [f"not recorded: {text}" for text in side.modes.get("failures", [])]
         if side.modes.get("raised"):
             found.append(f"rank {side.rank} raised {side.modes['raised']} in this step")
     return [f"Step {step}: {text}." for text in found]
+
+
+def _compiled_remarks(mine: RankStep, its: RankStep) -> Iterator[str]:
+    """Names the compiled modules of which only what goes in and comes out is known."""
+    hidden = [_hidden_modules(side) for side in (mine, its)]
+    names = [name or "the model" for name in dict.fromkeys((*hidden[0], *hidden[1]))]
+    if names:
+        whose = ["both runs" if all(hidden) else "the first run", "the reference run"]
+        yield (
+            f"modules within {_some(names)} were not recorded, which is compiled in "
+            f"{whose[not hidden[0]]}"
+        )
+
+
+def _hidden_modules(step: RankStep) -> list[str]:
+    seen = [s.row.place.module for s in step.sources if s.row.place.phase == FORWARD]
+    return [
+        name
+        for name in step.modes.get("compiled", ())
+        if not any(_is_within(each, name) for each in seen)
+    ]
+
+
+def _is_within(module: str, outer: str) -> bool:
+    return module != outer and module.startswith(f"{outer}." if outer else "")
 
 
 def _random_state_remarks(own: dict[str, Any], other: dict[str, Any]) -> Iterator[str]:

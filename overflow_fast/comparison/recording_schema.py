@@ -95,6 +95,7 @@ class RecordedStepLine(Struct, tag_field="kind", tag="step"):
     threads: Count | UnsetType = UNSET
     training: bool | UnsetType = UNSET
     dropout: list[str] | UnsetType = UNSET
+    compiled: list[str] | UnsetType = UNSET
     random: dict[str, str] | UnsetType = UNSET
     has_drawn: bool | UnsetType = UNSET
     drawn: list[str] | UnsetType = UNSET

@@ -26,6 +26,7 @@ from ..files.reading import FileError, lines_of, open_regular, open_tensors
 from ..files.writing import make_folder, open_appending, write_all, write_new
 from ..state.random import RandomStates
 from ..text import counted
+from ..torch_internals.compiler import uncompiled
 from ..torch_internals.module_internals import is_dropout
 from .tensor_hooks import (
     Shard,
@@ -33,6 +34,7 @@ from .tensor_hooks import (
     Summary,
     TensorHooks,
     fetch,
+    is_compiled,
     part_of,
     summarize,
     values_of,
@@ -375,6 +377,7 @@ def modes(model: nn.Module) -> dict[str, Any]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "threads": torch.get_num_threads(),
         "training": model.training,
+        "compiled": [name for name, m in named_modules(model) if _hides(m)],
         "dropout": [name for name, module in named_modules(model) if _drops(module)],
         "random": RandomStates(devices).digests(),
     }
@@ -392,6 +395,11 @@ def has_unequal_states(mine: Mapping[str, Any], its: Mapping[str, Any]) -> bool:
     own, other = mine.get("random", {}), its.get("random", {})
     names = [n for n in own if n in other and n not in ("cpu", "python", "numpy")]
     return any(own[n] != other[n] for n in names or ["cpu"] if n in own and n in other)
+
+
+def _hides(module: nn.Module) -> bool:
+    """True if modules within are compiled, so that nothing of them is recorded."""
+    return is_compiled(module) and any(True for _ in uncompiled(module).children())
 
 
 def _drops(module: nn.Module) -> bool:

@@ -20,7 +20,11 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.modules import named_modules, unwrapped_class
 from ..core.tensors import NotScanned, resolve
-from ..torch_internals.compiler import uncompiled
+from ..torch_internals.compiler import (
+    own_compiled_call,
+    set_compiled_call,
+    uncompiled,
+)
 from ..torch_internals.module_internals import own_buffers, own_parameters
 from ..torch_internals.running import graph_task_id, is_recorded
 from ..torch_internals.tensor_internals import version_of
@@ -101,6 +105,11 @@ def to_hook(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             continue  # has no forward hooks
         if is_compiled or innermost[name] is module:
             yield module, name
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """True if a call of the module runs compiled code."""
+    return uncompiled(module) is not module or own_compiled_call(module) is not None
 
 
 def class_of(module: nn.Module) -> str:
@@ -246,6 +255,7 @@ class TensorHooks:
         self._lock = threading.RLock()
         self._names = dict(to_hook(model))
         self._handles: list[RemovableHandle] = []
+        self._compiled: dict[nn.Module, tuple[Any, Any]] = {}
         self._is_on = False
         self._is_one_thread, self._thread = is_one_thread, 0
         self.failures: list[str] = []
@@ -272,6 +282,7 @@ class TensorHooks:
                 module.register_forward_hook(self._peek, prepend=True),
                 module.register_forward_hook(self._end, always_call=True),
             ]
+            self._show_compiled(module)
         for place, tensor in state_of(self._model):
             if place.role == "parameter" and tensor.is_leaf and tensor.requires_grad:
                 place = replace(place, phase=BACKWARD, role="accumulated_gradient")
@@ -286,7 +297,29 @@ class TensorHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for module, (call, shown) in self._compiled.items():
+            if own_compiled_call(module) is shown:  # not compiled again since
+                set_compiled_call(module, call)
+        self._compiled.clear()
         self.begin_step()
+
+    def _show_compiled(self, module: nn.Module) -> None:
+        """Puts hooks around what `compile()` made of a module: it has them inside."""
+        call = own_compiled_call(module)
+        if call is None:
+            return
+
+        def shown(*args: Any, **kwargs: Any) -> Any:
+            self._begin(module, args, kwargs)
+            output = None
+            try:
+                output = call(*args, **kwargs)
+            finally:
+                self._end(module, args, output)
+            return output
+
+        self._compiled[module] = call, shown
+        set_compiled_call(module, shown)
 
     def show_state(self) -> None:
         """Shows parameters and buffers."""
