@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from .tensor_hooks import BACKWARD, FORWARD, STATE
 # Remarks before anything is compared: how the two runs were unlike.
 
 
+Remark = tuple[int, str]  # a step, and a sentence without its end
 _MAX_NAMES = 6
 _SETTINGS = {
     "devices": "devices",
@@ -56,7 +57,7 @@ def run_remarks(run: RecordedRun, reference: RecordedRun) -> Iterator[str]:
 
 def step_remarks(
     step: int, mine: Sequence[RankStep], its: Sequence[RankStep]
-) -> list[str]:
+) -> list[Remark]:
     """Sentences on a step: settings, dropout, random states, failures."""
     own, other = mine[0].modes, its[0].modes
     found = [
@@ -73,7 +74,62 @@ def step_remarks(
         found += [f"not recorded: {text}" for text in side.modes.get("failures", [])]
         if side.modes.get("raised"):
             found.append(f"rank {side.rank} raised {side.modes['raised']} in this step")
-    return [f"Step {step}: {text}." for text in found]
+    return [(step, text) for text in (*_tie_remarks(mine[0], its[0]), *found)]
+
+
+def as_sentences(remarks: Sequence[Remark]) -> list[str]:
+    """Writes remarks, one sentence for all steps that have the same."""
+    steps: dict[str, list[int]] = {}
+    for step, text in remarks:
+        steps.setdefault(text, []).append(step)
+    return [f"{_steps_text(found)}: {text}." for text, found in steps.items()]
+
+
+def _steps_text(steps: Sequence[int]) -> str:
+    if len(steps) == 1:
+        return f"Step {steps[0]}"
+    is_range = steps[-1] - steps[0] == len(steps) - 1
+    return (
+        f"Steps {steps[0]} to {steps[-1]}"
+        if is_range
+        else f"Steps {_some(map(str, steps))}"
+    )
+
+
+def left_out_remarks(
+    step: int, rows: Sequence[TensorDifference], matched: Matched
+) -> list[Remark]:
+    """Names what was not compared, and why: one remark for all of one reason."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.why:
+            reasons.setdefault(row.why, []).append(row.name)
+    found = [
+        f"{names[0]} was not compared: {why}"
+        if len(names) == 1
+        else f"{len(names)} tensors were not compared, {why}: {_some(names)}"
+        for why, names in reasons.items()
+    ]
+    return [(step, text) for text in (*found, *_match_remarks(matched))]
+
+
+def _tie_remarks(mine: RankStep, its: RankStep) -> Iterator[str]:
+    """Names parameters that are one tensor with another in one run alone."""
+    ties, others = _ties(mine), _ties(its)
+    for found, rest, whose in ((ties, others, "first"), (others, ties, "reference")):
+        names = [f"{name} = {found[name]}" for name in found if name not in rest]
+        if names:
+            yield f"tied in the {whose} run alone: {_some(names)}"
+
+
+def _ties(step: RankStep) -> dict[str, str]:
+    rows = [s.row for s in step.sources if s.row.place.role == "parameter"]
+    names = {row.order: row.place.fqn for row in rows}
+    return {
+        row.place.fqn: names[row.same]
+        for row in rows
+        if row.same is not None and row.same in names and 0 not in row.shape
+    }
 
 
 def _compiled_remarks(mine: RankStep, its: RankStep) -> Iterator[str]:
@@ -120,21 +176,25 @@ def _random_state_remarks(own: dict[str, Any], other: dict[str, Any]) -> Iterato
         yield f"the random states were unequal ({names}), but nothing was drawn of them"
 
 
-def match_remarks(step: int, matched: Matched) -> Iterator[str]:
+def _match_remarks(matched: Matched) -> Iterator[str]:
     """Sentences on tensors without a twin, and modules paired by their order."""
     for entries, whose in (
         (matched.only, "first"),
         (matched.only_reference, "reference"),
     ):
         if entries:
-            yield f"Step {step}: {_missing(entries)} of the {whose} run alone."
+            yield f"{_missing(entries)} of the {whose} run alone"
     if matched.renamed:
         pairs = [f"{a} = {b}" for a, b in matched.renamed.items() if a != b]
         if pairs:
             yield (
-                f"Step {step}: {len(pairs)} modules were paired by order and shape: "
-                f"{_some(pairs)}."
+                f"{len(pairs)} modules were paired by order and shape: {_some(pairs)}"
             )
+    if matched.is_coarse:
+        yield (
+            "too many modules have other names to align each with each: they were "
+            "paired by equal results, and by order and shape between those"
+        )
 
 
 def _missing(entries: Sequence[StepTensor]) -> str:
@@ -177,13 +237,13 @@ class StepContext:
         settings: The settings of both runs' ranks, see `recordings.modes()`.
         missing: The modules of which a run has tensors that the other lacks.
         had_gradients: Whether parameters had gradients before the step, in a run.
-        lone_inputs: The modules of which a run has inputs that the other lacks.
+        lone_sources: The inputs, parameters and buffers of modules that one run lacks.
     """
 
     settings: Sequence[tuple[RankStep, RankStep]] = ()
     missing: Container[str] = ()
     had_gradients: bool = False
-    lone_inputs: Container[str] = ()
+    lone_sources: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def find_root_difference(
@@ -196,24 +256,24 @@ def find_root_difference(
         known: What else is known of the step.
     """
     known = known or StepContext()
-    row = next((row for row in rows if row.verdict == MADE_HERE), None)
+    row = next((row for row in rows if _begins(row)), None)
     if row is None:
         return None
     place = row.place
     if place.phase == STATE:
-        others = [r for r in rows if r.place.phase == STATE and r.verdict == MADE_HERE]
+        others = [r for r in rows if r.place.phase == STATE and _begins(r)]
         total = sum(r.place.phase == STATE for r in rows)
         remark = f"{len(others)} of {total} parameters and buffers differ."
         return RootDifference(
             place.module, place.class_name, "weights", row, remark=remark
         )
-    given = (r for r in rows if r.place.role == "input" and not r.place.module)
+    given = (r for r in rows if r.place.role == "input" and _is_outermost(r, rows))
     other = next((r for r in given if r.rank == row.rank and has_other_shape(r)), None)
     if other is not None:
         return RootDifference("", "", "batch", other)
     if place.phase == BACKWARD:
         return _in_backward(row, rows, known)
-    if place.role == "input" and not place.module:
+    if place.role == "input" and _is_outermost(row, rows):
         return RootDifference("", "", "batch", row)
     before = rows[: rows.index(row)]
     if place.role == "input":
@@ -229,6 +289,19 @@ def find_root_difference(
     )
 
 
+def _begins(row: TensorDifference) -> bool:
+    """True if a difference may begin with a row."""
+    is_of_gradient = row.place.phase == BACKWARD
+    return row.verdict == MADE_HERE or (has_other_shape(row) and not is_of_gradient)
+
+
+def _is_outermost(row: TensorDifference, rows: Sequence[TensorDifference]) -> bool:
+    """True if no recorded module has called the module of a row."""
+    if not row.place.module or row.place.caller:
+        return not row.place.module
+    return not any(r.place.phase == FORWARD and not r.place.module for r in rows)
+
+
 def _not_compared(
     before: Sequence[TensorDifference],
     row: TensorDifference,
@@ -242,15 +315,14 @@ def _not_compared(
         if each.measures is None and each.rank == row.rank
         if _is_source(each, row, module)
     ]
-    lone = [f"{module or 'the model'}: inputs of one run alone"]
-    return (*found, *(lone if module in known.lone_inputs else ()))
+    return (*found, *known.lone_sources.get(module, ()))
 
 
 def _is_source(given: TensorDifference, row: TensorDifference, module: str) -> bool:
     """True if a module had a tensor when it made that of a row."""
     place = given.place
-    if place.phase != FORWARD:
-        return False
+    if place.phase == STATE:
+        return place.module == module
     if place.role == "output":
         return place.caller == module != place.module
     is_this_call = row.place.module != module or place.call == row.place.call
@@ -409,13 +481,13 @@ def compare_runs(
     """Compares two folders; see `overflow_fast.compare`."""
     mine, its = _read(run), _read(reference)
     result = Comparison(mine.name, its.name, [], threshold=threshold)
-    result.said += run_remarks(mine, its)
+    remarks = list[Remark]()
     for step in sorted({*mine.steps} & {*its.steps}):
         own, other = mine.steps[step], its.steps[step]
-        result.said += step_remarks(step, own, other)
-        rows, first = _compare_step(result, step, own, other, names)
+        rows, first = _compare_step(result, remarks, step, own, other, names)
         result.rows += rows
         result.first = result.first or first
+    result.said += [*run_remarks(mine, its), *as_sentences(remarks)]
     mark(result.rows, threshold, cosine)
     result.said += [
         f"{path} cannot be read ({why}): its tensors were compared by fingerprints."
@@ -448,22 +520,23 @@ def _empty(mine: RecordedRun, its: RecordedRun) -> str:
 
 def _compare_step(
     result: Comparison,
+    remarks: list[Remark],
     step: int,
     own: Sequence[RankStep],
     other: Sequence[RankStep],
     names: Mapping[str, str],
 ) -> tuple[list[TensorDifference], RootDifference | None]:
     entries, references = _entries(own, other)
+    copies = []
     if _is_shared(own) != _is_shared(other) or len(own) != len(other):
-        result.said.append(_NO_INPUT_GRADIENTS.format(step=step))
+        copies.append((step, _NO_INPUT_GRADIENTS))
         entries, references = map(_without_input_gradients, (entries, references))
     matched = match(entries, references, names)
-    result.said += match_remarks(step, matched)
     rows = [difference_of(pair, step) for pair in matched.pairs]
     judge_all(rows, matched.pairs, _has_tf32(own) or _has_tf32(other))
-    for row in rows:
-        if row.why:
-            result.said.append(f"Step {step}: {row.name} was not compared: {row.why}.")
+    result.num_alone += len(matched.only) + len(matched.only_reference)
+    remarks += left_out_remarks(step, rows, matched)
+    remarks += [*copies, *step_remarks(step, own, other)]
     return rows, find_root_difference(rows, _known(own, other, matched))
 
 
@@ -474,7 +547,7 @@ def _known(
         list(zip(own, other, strict=False)),
         matched.missing_modules(),
         any(step.modes.get("had_gradients") for step in (*own, *other)),
-        matched.lone_inputs(),
+        matched.lone_sources(),
     )
 
 
@@ -493,8 +566,8 @@ def _entries(
 
 
 _NO_INPUT_GRADIENTS = (
-    "Step {step}: gradients of modules' inputs are left out: models that ranks share "
-    "give copies of them to modules."
+    "gradients of modules' inputs are left out: models that ranks share give copies of "
+    "them to modules"
 )
 
 

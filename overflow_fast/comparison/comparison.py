@@ -14,7 +14,7 @@ from typing import Any
 from ..files.json_text import SCHEMA, dumps, parse_object, to_plain
 from ..files.reading import open_regular, read_bytes
 from ..page.render import GENERATOR, html_templates, page_style, save_page
-from ..text import as_lines, printable
+from ..text import as_lines, counted, printable
 from .judged_rows import (
     EQUAL,
     INHERITED,
@@ -100,6 +100,8 @@ class RootDifference:
         else:
             where = "Backward of " if self.kind == "backward" else ""
             does = "gives another result" if self.unknown else "computes differently"
+            if has_other_shape(row):
+                does = "gives a tensor of another shape"
             text = f"{where}{name}{of_class} {does}{on_rank}{amount}."
             seen = f" It shows at {row.place}"
             text += f"{seen}, after {self.after}." if self.after else f"{seen}."
@@ -127,6 +129,8 @@ def has_other_shape(row: TensorDifference) -> bool:
 def _amount(row: TensorDifference) -> str:
     if has_other_shape(row):
         return f", of shapes {row.shapes[0]} and {row.shapes[1]}"
+    if row.measures is None:
+        return ""
     if row.num_nan[0] != row.num_nan[1] or row.num_inf[0] != row.num_inf[1]:
         (nan, its_nan), (inf, its_inf) = row.num_nan, row.num_inf
         return f", by {nan} nan and {inf} inf against {its_nan} and {its_inf}"
@@ -382,6 +386,7 @@ class Comparison:
         first: The first layer that computes differently from equal inputs; None if
             nothing differs more than rounding explains.
         threshold: The user's own threshold, or None.
+        num_alone: How many tensors one run alone has.
     """
 
     name: str
@@ -390,6 +395,7 @@ class Comparison:
     said: list[str] = field(default_factory=list)
     first: RootDifference | None = None
     threshold: float | None = None
+    num_alone: int = 0
 
     @property
     def differs(self) -> bool:
@@ -426,7 +432,9 @@ class Comparison:
         """The verdict in a sentence."""
         counts = self.counts()
         text = ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n)
-        text = f"{len(self.rows)} pairs of tensors: {text or 'none'}."
+        text = f"{counted(len(self.rows), 'pair')} of tensors: {text or 'none'}."
+        if self.num_alone:
+            text += f" {counted(self.num_alone, 'tensor')} of one run alone."
         if self.first is not None:
             return f"{self.first} {text}"
         if not self.num_compared:
@@ -436,9 +444,14 @@ class Comparison:
                 "Nothing that the models compute was compared; what was, their weights "
                 f"or batches, is equal but for rounding. {text}"
             )
+        left_out = counts[NOT_COMPARED] + self.num_alone
+        but = f"{counted(left_out, 'tensor')} could not be compared; " * bool(left_out)
         if any(row.relative for row in self.rows):
-            return f"No layer differs more than rounding explains. {text}"
-        return f"All that was compared is equal. {text}"
+            of_rest = " of the rest" if left_out else ""
+            found = f"{but}no layer{of_rest} differs more than rounding explains."
+        else:
+            found = f"{but}all that was compared is equal."
+        return f"{found[0].upper()}{found[1:]} {text}"
 
     def _rows_to_print(self) -> list[TensorDifference]:
         """The rows from the first difference on; else the largest ones."""
@@ -461,6 +474,7 @@ class Comparison:
             "verdict": self.verdict(),
             "counts": self.counts(),
             "threshold": self.threshold,
+            "num_alone": self.num_alone,
             "said": self.said,
             "first": None if self.first is None else self.first.to_dict(),
             "rows": [row.to_dict() for row in self.rows],

@@ -28,13 +28,15 @@ from ..torch_internals.running import graph_task_id
 from ..tree import CALL_DEPTH, NotRebuilt, mapped, tensors_in
 from .compare_runs import (
     StepContext,
+    as_sentences,
     find_root_difference,
-    match_remarks,
+    left_out_remarks,
     step_remarks,
 )
 from .comparison import Comparison, RootDifference
-from .error_bounds import FLAGGED, judge_all
+from .error_bounds import judge_all
 from .judged_rows import (
+    FLAGGED,
     INHERITED,
     MADE_HERE,
     TensorDifference,
@@ -167,9 +169,6 @@ _CASTS = {"aten._to_copy.default", "aten.detach.default", "aten.clone.default"}
 # Each layer computed again in float32, from the inputs that it had.
 
 
-_FLAGGED = 8.0
-
-
 def float32_copy(model: nn.Module) -> nn.Module:
     """A copy of a model with half-precision weights and buffers in float32.
 
@@ -272,7 +271,7 @@ def apply_errors(
         if place.role != "output" or made is None:
             continue
         row.made = made
-        if made >= _FLAGGED * error_of_layer(row):
+        if made >= FLAGGED * error_of_layer(row):
             row.verdict = MADE_HERE
         elif row.verdict == MADE_HERE:
             row.verdict = INHERITED
@@ -503,9 +502,9 @@ def compare_models(
         drawn = before.drawn()
     for step, side in zip(steps, sides, strict=True):
         step.modes |= {"failures": side.failures, "drawn": drawn}
-    result.said += step_remarks(0, *([step] for step in steps))
     has_tf32 = any(step.modes["tf32"] for step in steps)
     known = _conclude(result, lockstep, names, has_tf32)
+    result.said += as_sentences(step_remarks(0, *([step] for step in steps)))
     if local is not None:
         apply_errors(result.rows, local.errors)
         if all(row.dtypes[0] == row.dtypes[1] for row in result.rows):
@@ -592,13 +591,11 @@ def _conclude(
             row.measures = measures
         result.rows.append(row)
     judge_all(result.rows, [pair for pair, _ in pairs], has_tf32)
-    matched = Matched([], rest.only, rest.only_reference, rest.renamed)
-    result.said += match_remarks(0, matched)
-    for row in result.rows:
-        if row.why:
-            result.said.append(f"{row.name} was not compared: {row.why}.")
+    matched = Matched([], rest.only, rest.only_reference, rest.renamed, rest.is_coarse)
+    result.num_alone = len(rest.only) + len(rest.only_reference)
+    result.said += as_sentences(left_out_remarks(0, result.rows, matched))
     return StepContext(
-        missing=matched.missing_modules(), lone_inputs=matched.lone_inputs()
+        missing=matched.missing_modules(), lone_sources=matched.lone_sources()
     )
 
 

@@ -27,7 +27,7 @@ from ..torch_internals.compiler import (
 )
 from ..torch_internals.module_internals import own_buffers, own_parameters
 from ..torch_internals.running import graph_task_id, is_recorded
-from ..torch_internals.tensor_internals import version_of
+from ..torch_internals.tensor_internals import is_wrapper, version_of
 from ..torch_internals.wrappers import local_tensor
 from ..tree import Path, call_tensors, path_text, tensors, tensors_in
 from ..types import TensorPath
@@ -117,8 +117,7 @@ def class_of(module: nn.Module) -> str:
 
 
 def state_of(model: nn.Module) -> Iterator[tuple[StepPath, torch.Tensor]]:
-    """Yields parameters and buffers, shared ones once."""
-    seen = set[int]()
+    """Yields parameters and buffers, shared ones under each of their names."""
     for name, module in named_modules(model):
         kind = class_of(module)
         for role, table in (
@@ -126,8 +125,7 @@ def state_of(model: nn.Module) -> Iterator[tuple[StepPath, torch.Tensor]]:
             ("buffer", own_buffers(module)),
         ):
             for path, tensor in table.items():
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
+                if tensor is not None:
                     yield StepPath(name, role, path, STATE, kind), tensor
 
 
@@ -283,8 +281,12 @@ class TensorHooks:
                 module.register_forward_hook(self._end, always_call=True),
             ]
             self._show_compiled(module)
+        watched = set[int]()
         for place, tensor in state_of(self._model):
-            if place.role == "parameter" and tensor.is_leaf and tensor.requires_grad:
+            if id(tensor) in watched or not tensor.is_leaf:
+                continue
+            if place.role == "parameter" and tensor.requires_grad:
+                watched.add(id(tensor))
                 place = replace(place, phase=BACKWARD, role="accumulated_gradient")
                 hook = functools.partial(self._on_accumulated, place)
                 register = tensor.register_post_accumulate_grad_hook
@@ -451,8 +453,25 @@ class TensorHooks:
             if same is None and key is not None:
                 self._known[key] = weakref.ref(tensor), self._number
             with without_modes():
-                self._sink(place, tensor, same)
-            self._number += 1
+                inner = inner_tensors(tensor)
+                if not inner:
+                    self._sink(place, tensor, same)
+                    self._number += 1
+            for name, each in inner:
+                self._show(replace(place, path=f"{place.path}.{name}"), each)
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The tensors within a subclass whose own values cannot be read, by attribute.
+
+    Such as int8 weights with their scales; none for any other tensor.
+    """
+    if type(tensor) in _PLAIN or not isinstance(values_of(tensor), NotScanned):
+        return []
+    if not is_wrapper(tensor):
+        return []
+    wrapper: Any = tensor
+    return [(name, getattr(wrapper, name)) for name in wrapper.__tensor_flatten__()[0]]
 
 
 def _identity(tensor: torch.Tensor) -> Any:
@@ -557,6 +576,8 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
         return resolve(values)
     if values.is_meta:
         return NotScanned("meta tensor")
+    if values.is_quantized:
+        return NotScanned("quantized")
     return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 

@@ -72,13 +72,13 @@ def uncompiled(module: nn.Module) -> nn.Module:
     "Modules that are compiled in place are not recorded",
 )
 def own_compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """Returns what `module.compile()` made, which runs in place of the module's call."""
+    """What `module.compile()` made, which runs in place of the module's call."""
     return module._compiled_call_impl
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     """Replaces what runs in place of the module's call."""
-    module._compiled_call_impl = call  # type: ignore[assignment]
+    module._compiled_call_impl = call
 
 
 @internal(

@@ -1,4 +1,4 @@
-"""The fingerprint to the last bit: a reference in NumPy, vectors, every mode of torch."""
+"""The fingerprint to the last bit: a reference in NumPy, vectors, modes of torch."""
 
 import contextlib
 

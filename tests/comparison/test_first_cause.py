@@ -153,19 +153,114 @@ def forward(model):
         model(batch())
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_another_shape_is_a_difference_where_it_begins(compared, is_first):
+    models = pooled(1), pooled(2)
+    diff = compared(forward, forward, *(models if is_first else models[::-1]))
+    assert (diff.first.module, diff.first.kind) == ("0", "forward"), diff
+    assert "0 (Repeat) gives a tensor of another shape, of shapes" in str(diff.first)
+    assert diff.differs and diff.first.unknown == ()
+
+
+QINT = torch.qint8
+
+
+class Unreadable(torch.nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return torch.quantize_per_tensor(x * self.factor, 0.1, 0, QINT)
+
+
+class Readable(torch.nn.Module):
+    def forward(self, x):
+        return x.dequantize()
+
+
+def unreadable(factor):
+    return torch.nn.Sequential(Unreadable(factor), Readable())
+
+
+def test_weights_that_were_not_compared_are_in_the_caveat(compared):
+    def model(factor):
+        layer = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False))
+        layer[0].register_buffer(
+            "scale", torch.quantize_per_tensor(torch.tensor([factor]), 0.5, 0, QINT)
+        )
+        hook = lambda m, args, out: out * m.scale.dequantize()  # noqa: E731
+        layer[0].register_forward_hook(hook)
+        return layer
+
+    torch.manual_seed(0)
+    mine, its = model(1.0), model(2.0)
+    mine.load_state_dict(its.state_dict())
+    mine[0].scale = model(1.0)[0].scale
+    diff = compared(forward, forward, mine, its)
+    assert diff.first.unknown == ("0.scale: buffer",), diff
+    assert "gives another result" in str(diff.first)
+
+
+class Tied(torch.nn.Module):
+    def __init__(self, is_tied):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = (torch.nn.Linear(8, 8, bias=False) for _ in "ab")
+        if is_tied:
+            self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+def test_a_tie_that_was_lost_is_said_and_the_weight_named(compared):
+    diff = compared(loss_of, loss_of, Tied(False), Tied(True))
+    assert (diff.first.module, diff.first.kind) == ("last", "weights"), diff
+    said = "\n".join(diff.said)
+    assert "tied in the reference run alone: last.weight = first.weight" in said
+
+
+def test_a_tie_that_both_have_is_not_said(compared):
+    assert compared(loss_of, loss_of, Tied(True), Tied(True)).said == []
+
+
+def test_what_was_not_compared_is_one_sentence_and_in_the_verdict(compared):
+    models = [torch.nn.Sequential(*(Repeat(1) for _ in range(40))) for _ in "ab"]
+    diff = compared(
+        lambda model: model(batch()), lambda model: model(batch(rows=2)), *models
+    )
+    assert (diff.first.kind, len(diff.said)) == ("batch", 1), diff
+    assert "tensors were not compared, the shapes differ: the model: input" in str(diff)
+
+
+def test_a_verdict_says_what_was_not_compared(compared):
+    quiet = compared(forward, forward, unreadable(1.0)[:1], unreadable(2.0)[:1])
+    assert quiet.first is None
+    assert quiet.verdict().startswith("2 tensors could not be compared; ")
+
+
+def test_another_length_of_a_model_that_is_called_by_its_parts(compared):
+    def parts(rows):
+        return lambda model: model[0](batch(rows=rows))
+
+    diff = compared(parts(4), parts(3))
+    assert (diff.first.kind, diff.differs) == ("batch", True), diff
+
+
 def test_a_module_whose_inputs_were_not_compared_is_not_blamed_alone(compared):
-    diff = compared(forward, forward, pooled(1), pooled(2))
+    diff = compared(forward, forward, unreadable(1.0), unreadable(2.0))
     assert (diff.first.module, diff.first.kind) == ("1", "forward"), diff
     assert diff.first.unknown == ("1: input[0]",)
     said = str(diff.first)
-    assert "1 (AdaptiveAvgPool2d) gives another result" in said
+    assert "1 (Readable) gives another result" in said
     assert "may come from what could not be compared: 1: input[0]." in said
     assert "computes differently" not in said
     assert diff.to_dict()["first"]["unknown"] == ["1: input[0]"]
 
 
 def test_models_side_by_side_have_the_same_caveat():
-    diff = overflow_fast.compare_live(pooled(1), pooled(2), batch())
+    diff = overflow_fast.compare_live(unreadable(1.0), unreadable(2.0), batch())
     assert diff.first.unknown == ("1: input[0]",)
 
 
