@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import math
 import os
@@ -11,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .comparison import Comparison, RootDifference, has_other_shape
+from .comparison import Comparison, RootDifference, has_other_shape, steps_text
 from .error_bounds import judge_all
 from .judged_rows import (
     EQUAL,
-    MADE_HERE,
+    INTRODUCED,
     ROUNDING,
     TensorDifference,
     difference_of,
@@ -82,18 +83,8 @@ def as_sentences(remarks: Sequence[Remark]) -> list[str]:
     steps: dict[str, list[int]] = {}
     for step, text in remarks:
         steps.setdefault(text, []).append(step)
-    return [f"{_steps_text(found)}: {text}." for text, found in steps.items()]
-
-
-def _steps_text(steps: Sequence[int]) -> str:
-    if len(steps) == 1:
-        return f"Step {steps[0]}"
-    is_range = steps[-1] - steps[0] == len(steps) - 1
-    return (
-        f"Steps {steps[0]} to {steps[-1]}"
-        if is_range
-        else f"Steps {_some(map(str, steps))}"
-    )
+    named = ((steps_text(found), text) for text, found in steps.items())
+    return [f"{name[0].upper()}{name[1:]}: {text}." for name, text in named]
 
 
 def left_out_remarks(
@@ -292,7 +283,7 @@ def find_root_difference(
 def _begins(row: TensorDifference) -> bool:
     """True if a difference may begin with a row."""
     is_of_gradient = row.place.phase == BACKWARD
-    return row.verdict == MADE_HERE or (has_other_shape(row) and not is_of_gradient)
+    return row.verdict == INTRODUCED or (has_other_shape(row) and not is_of_gradient)
 
 
 def _is_outermost(row: TensorDifference, rows: Sequence[TensorDifference]) -> bool:
@@ -393,7 +384,7 @@ _BETWEEN = "clipping, unscaling, accumulation or an all-reduce"
 def _between(row: TensorDifference, rows: Sequence[TensorDifference]) -> str | None:
     """Describes what code between backward and step did; None: it may be backward."""
     finals = [r for r in rows if r.place.role == "parameter_gradient"]
-    made = [r for r in finals if r.verdict == MADE_HERE and r.rank == row.rank]
+    made = [r for r in finals if r.verdict == INTRODUCED and r.rank == row.rank]
     others = [r for r in rows if r.place.phase == BACKWARD and r not in finals]
     is_equal = all(r.verdict in (EQUAL, ROUNDING) for r in others if r.measures)
     is_seen = any(
@@ -485,8 +476,9 @@ def compare_runs(
     for step in sorted({*mine.steps} & {*its.steps}):
         own, other = mine.steps[step], its.steps[step]
         rows, first = _compare_step(result, remarks, step, own, other, names)
+        if first is not None and result.first is None:
+            result.first = _after_steps(first, result.rows)
         result.rows += rows
-        result.first = result.first or first
     result.said += [*run_remarks(mine, its), *as_sentences(remarks)]
     mark(result.rows, threshold, cosine)
     result.said += [
@@ -501,6 +493,33 @@ def compare_runs(
         if each.steps and not _has_forward(each)
     ]
     return result
+
+
+_UPDATE = (
+    "The optimizer, its state, its settings, or other code that writes to weights "
+    "makes it."
+)
+
+
+def _after_steps(
+    first: RootDifference, rows: Sequence[TensorDifference]
+) -> RootDifference:
+    """Adds what is known of the steps before: the rows of those, all without one."""
+    row = first.row
+    earlier = tuple(dict.fromkeys(each.step for each in rows))
+    first = dataclasses.replace(first, earlier=earlier)
+    found = [r for r in rows if r.place.role == "parameter_gradient" and r.measures]
+    own = {r.step for r in found if r.place.fqn == row.place.fqn}
+    is_update = first.kind == "weights" and row.place.role == "parameter"
+    if not is_update or row.step - 1 not in own or has_other_shape(row):
+        return first
+    is_equal = all(each.verdict == EQUAL for each in found)
+    steps = tuple(dict.fromkeys(each.step for each in found))
+    how = "equal" if is_equal else "equal but for rounding"
+    remark = f"{first.remark} {_UPDATE}"
+    return dataclasses.replace(
+        first, kind="update", gradients=(steps, how), remark=remark
+    )
 
 
 def _has_forward(run: RecordedRun) -> bool:

@@ -17,9 +17,9 @@ from ..page.render import GENERATOR, html_templates, page_style, save_page
 from ..text import as_lines, counted, printable
 from .judged_rows import (
     EQUAL,
-    INHERITED,
-    MADE_HERE,
+    INTRODUCED,
     NOT_COMPARED,
+    PROPAGATED,
     ROUNDING,
     TensorDifference,
     coarser,
@@ -29,19 +29,21 @@ from .judged_rows import (
 
 
 _MAX_PLACES = 3
+_MAX_STEPS = 6
 
 
 @dataclass
 class RootDifference:
-    """The first difference that is not inherited, and what made it.
+    """The first difference that is not propagated, and what made it.
 
     Attributes:
         module: The name of the module that made it; "" is the model itself, or what is
             outside of it.
         class_name: The module's class, or "".
-        kind: "weights", "batch", "forward", "backward", "loss" where the gradient that
-            the model was given differs, or "gradients" where those of parameters
-            differ, and what made them could not be compared.
+        kind: "weights"; "update" where they were equal before the step before, and so
+            were its gradients; "batch", "forward" or "backward"; "loss" where the
+            gradient that the model was given differs; "gradients" where those of
+            parameters differ and no module is known to have made it.
         row: The first row that shows it.
         after: The last call that had returned within the module, or "".
         op: The first operation that differs, with its line, or "". `compare_live()` and
@@ -49,6 +51,10 @@ class RootDifference:
         remark: What it may be, in a sentence, or "".
         unknown: The places of what it was computed from that could not be compared; the
             difference may come from there, and `module` is not to blame then.
+        earlier: The steps before, in which nothing differed that was compared.
+        gradients: The steps before up to the one before, in which the gradients of
+            parameters were compared, and how they were: "equal", or that but for
+            rounding; of an update alone.
     """
 
     module: str
@@ -59,6 +65,8 @@ class RootDifference:
     op: str = ""
     remark: str = ""
     unknown: tuple[str, ...] = ()
+    earlier: tuple[int, ...] = ()
+    gradients: tuple[tuple[int, ...], str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """It as texts and numbers."""
@@ -73,17 +81,34 @@ class RootDifference:
             "op": self.op,
             "remark": self.remark,
             "unknown": list(self.unknown),
+            "earlier": list(self.earlier),
             "sentence": str(self),
         }
 
     def __str__(self) -> str:
-        """One or two sentences."""
+        """One or two sentences; which step, where several were compared."""
+        text = self._sentence()
+        if self.op:
+            text += f" The first operation that differs: {self.op}."
+        return printable(f"{self._when()}{text} {self.remark}".rstrip())
+
+    def _when(self) -> str:
+        if not self.earlier:
+            return ""
+        before = "Before" if self.kind in ("weights", "update") else "In"
+        text = f"{before} step {self.row.step}, "
+        if self.gradients is not None:
+            steps, how = self.gradients
+            return f"{text}with gradients {how} in {steps_text(steps)}: the update. "
+        return f"{text}with no difference in {steps_text(self.earlier)}: "
+
+    def _sentence(self) -> str:
         row = self.row
         name = self.module or "the model"
         of_class = f" ({self.class_name})" if self.class_name else ""
         on_rank = "" if row.rank is None else f" on rank {row.rank}"
         amount = _amount(row)
-        if self.kind == "weights":
+        if self.kind in ("weights", "update"):
             text = f"{row.place} of {name}{of_class} differs{on_rank}{amount}."
         elif self.kind == "batch":
             text = f"The model was given other inputs{on_rank}: {row.place}{amount}."
@@ -106,9 +131,19 @@ class RootDifference:
             seen = f" It shows at {row.place}"
             text += f"{seen}, after {self.after}." if self.after else f"{seen}."
             text += _caveat(self.unknown)
-        if self.op:
-            text += f" The first operation that differs: {self.op}."
-        return printable(f"{text} {self.remark}".rstrip())
+        return text
+
+
+def steps_text(steps: Sequence[int]) -> str:
+    """Writes steps: `step 1`, `steps 0 and 1`, `steps 0 to 9`, `steps 0, 3, 9`."""
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    if len(steps) == 2:
+        return f"steps {steps[0]} and {steps[1]}"
+    if steps[-1] - steps[0] == len(steps) - 1:
+        return f"steps {steps[0]} to {steps[-1]}"
+    more = f" and {len(steps) - _MAX_STEPS} more" * (len(steps) > _MAX_STEPS)
+    return f"steps {', '.join(map(str, steps[:_MAX_STEPS]))}{more}"
 
 
 def _caveat(unknown: Sequence[str]) -> str:
@@ -217,7 +252,7 @@ COLUMNS = {
     "ulp_p99": 10,
     "explained": 11,
     "times": 9,
-    "inherited": 11,
+    "propagated": 11,
     "amplification": 11,
     "made": 11,
     "low": 11,
@@ -233,7 +268,7 @@ COLUMNS = {
     "why": 26,
     "notes": 26,
 }
-_COLORS = {"made here": "#FFC7CE", "inherited": "#FFEB9C", "not compared": "#D9D9D9"}
+_COLORS = {"introduced": "#FFC7CE", "propagated": "#FFEB9C", "not compared": "#D9D9D9"}
 
 
 def write_workbook(plain: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
@@ -370,7 +405,7 @@ def _bar(bits: Any) -> float:
 
 _MAX_ROWS = 20
 _MAX_SAID = 12
-VERDICTS = (MADE_HERE, INHERITED, ROUNDING, EQUAL, NOT_COMPARED)
+VERDICTS = (INTRODUCED, PROPAGATED, ROUNDING, EQUAL, NOT_COMPARED)
 
 
 @dataclass
@@ -426,7 +461,17 @@ class Comparison:
         lines += [as_lines(said)] if said else []
         lines += [as_lines([self.verdict()])]
         rows = self._rows_to_print()
+        if rows and len({row.step for row in self.rows}) > 1:
+            lines.append(self._head(rows))
         return "\n".join([*lines, *_table(rows)])
+
+    def _head(self, rows: Sequence[TensorDifference]) -> str:
+        """The steps of the rows that are printed, and the kind of the first."""
+        steps = steps_text(list(dict.fromkeys(row.step for row in rows)))
+        if self.first is None:
+            return f"The largest differences, of {steps}:"
+        found = f"{steps}, {self.first.kind} first:"
+        return f"{found[0].upper()}{found[1:]}"
 
     def verdict(self) -> str:
         """The verdict in a sentence."""
@@ -532,7 +577,7 @@ class Comparison:
 
 
 HEADS = (
-    *("verdict", "tensor", "bits", "relative", "times", "inherited", "cosine"),
+    *("verdict", "tensor", "bits", "relative", "times", "propagated", "cosine"),
     *("max abs", "dtypes"),
 )
 
@@ -561,7 +606,7 @@ def cells_of(row: TensorDifference) -> list[str]:
         _number(measures.bits, ".1f"),
         estimate + _number(measures.relative, ".2e"),
         "" if row.times is None else _number(row.times, ".3g"),
-        _number(row.inherited, ".1e") if row.inherited else "",
+        _number(row.propagated, ".1e") if row.propagated else "",
         estimate + _number(measures.cosine, f".{measures.cosine_digits}f"),
         "" if measures.max_abs is None else _number(measures.max_abs, ".2e"),
         dtypes,

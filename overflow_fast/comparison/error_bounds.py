@@ -4,7 +4,7 @@ The relative L2 error of n independent roundings to a dtype with epsilon e is
 sqrt(0.18 n) e / 2 (see `precision.recast.expected_error`). Only roundings since the two
 runs began to differ count: as long as everything was equal bit for bit, they rounded
 alike. A difference of `FLAGGED` times that, and of as many times the difference of what
-it was computed from, is made here.
+it was computed from, is introduced there.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..precision.layers import expected_error
 from .judged_rows import (
     EQUAL,
     FLAGGED,
-    INHERITED,
-    MADE_HERE,
+    INTRODUCED,
+    PROPAGATED,
     ROUNDING,
     TensorDifference,
     coarser,
@@ -276,7 +276,7 @@ class Yardstick:
     ) -> None:
         if row.measures is None:
             return
-        row.inherited = flow.relative
+        row.propagated = flow.relative
         row.explained = math.sqrt(variance) * factor
         if not row.measures.is_exact:
             row.explained = math.hypot(row.explained, _PRINT_ERROR)
@@ -287,12 +287,12 @@ class Yardstick:
             row.notes.append("a mask: the lowest number of its dtype is in it")
             row.verdict = ROUNDING
         elif is_odd(row):
-            row.verdict = INHERITED if math.isinf(flow.relative) else MADE_HERE
+            row.verdict = PROPAGATED if math.isinf(flow.relative) else INTRODUCED
         elif row.relative >= limit and limit < math.inf:
-            row.verdict = MADE_HERE
+            row.verdict = INTRODUCED
         else:
             is_more = row.relative >= FLAGGED * row.explained
-            row.verdict = INHERITED if is_more else ROUNDING
+            row.verdict = PROPAGATED if is_more else ROUNDING
 
     def _note(self, row: TensorDifference, pair: Pair, variance: float) -> None:
         relative = math.inf if is_odd(row) else row.relative

@@ -14,8 +14,8 @@ from .matching import Pair, StepTensor
 from .measures import Measures, estimated, factor_of, measured
 from .tensor_hooks import StepPath, Summary
 
-EQUAL, ROUNDING, MADE_HERE = "equal", "rounding", "made here"
-INHERITED, NOT_COMPARED = "inherited", "not compared"
+EQUAL, ROUNDING, INTRODUCED = "equal", "rounding", "introduced"
+PROPAGATED, NOT_COMPARED = "propagated", "not compared"
 
 
 @dataclass
@@ -36,10 +36,10 @@ class TensorDifference:
         measures: How far apart they are; None if they were not compared.
         why: Why they were not compared, or "".
         explained: The relative difference that rounding explains.
-        inherited: The relative difference of what it was computed from.
+        propagated: The relative difference of what it was computed from.
         made: The relative difference that its module alone makes of equal inputs, where
             a float32 shadow has measured it; else None.
-        verdict: "equal", "rounding", "made here", "inherited" or "not compared".
+        verdict: "equal", "rounding", "introduced", "propagated" or "not compared".
         highlight: The user's own threshold that it exceeds, or "".
         notes: What else there is to know.
         same: The order of an earlier row with the same tensor, or None.
@@ -61,7 +61,7 @@ class TensorDifference:
     measures: Measures | None
     why: str = ""
     explained: float = 0.0
-    inherited: float = 0.0
+    propagated: float = 0.0
     made: float | None = None
     verdict: str = NOT_COMPARED
     highlight: str = ""
@@ -91,8 +91,8 @@ class TensorDifference:
     @property
     def amplification(self) -> float | None:
         """The difference as a multiple of that of what it was computed from."""
-        is_known = self.measures is not None and self.inherited > 0
-        return self.relative / self.inherited if is_known else None
+        is_known = self.measures is not None and self.propagated > 0
+        return self.relative / self.propagated if is_known else None
 
     def to_dict(self) -> dict[str, Any]:
         """The row as dicts, lists, texts and numbers."""
@@ -119,7 +119,7 @@ class TensorDifference:
         plain |= {
             "explained": self.explained,
             "times": self.times,
-            "inherited": self.inherited,
+            "propagated": self.propagated,
             "amplification": self.amplification,
             "factor": self.factor,
             "made": self.made,
@@ -136,7 +136,16 @@ class TensorDifference:
 
 
 _MEASURES = (
-    *("cosine", "max_abs", "max_rel", "relative", "bits", "ulp_median", "ulp_p99"),
+    *(
+        "cosine",
+        "cosine_digits",
+        "max_abs",
+        "max_rel",
+        "relative",
+        "bits",
+        "ulp_median",
+        "ulp_p99",
+    ),
     *("num_one_sided", "is_exact"),
 )
 

@@ -37,8 +37,8 @@ from .comparison import Comparison, RootDifference
 from .error_bounds import judge_all
 from .judged_rows import (
     FLAGGED,
-    INHERITED,
-    MADE_HERE,
+    INTRODUCED,
+    PROPAGATED,
     TensorDifference,
     coarser,
     difference_of,
@@ -272,9 +272,9 @@ def apply_errors(
             continue
         row.made = made
         if made >= FLAGGED * error_of_layer(row):
-            row.verdict = MADE_HERE
-        elif row.verdict == MADE_HERE:
-            row.verdict = INHERITED
+            row.verdict = INTRODUCED
+        elif row.verdict == INTRODUCED:
+            row.verdict = PROPAGATED
 
 
 # Runs two functions in turns, tensor by tensor, so that nothing has to be stored.
