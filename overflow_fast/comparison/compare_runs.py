@@ -21,7 +21,14 @@ from .judged_rows import (
     TensorDifference,
     difference_of,
 )
-from .matching import Matched, StepTensor, entries_of_rank, entries_of_ranks, match
+from .matching import (
+    Matched,
+    Pair,
+    StepTensor,
+    entries_of_rank,
+    entries_of_ranks,
+    match,
+)
 from .msprobe_dump import find_dumps, read_dumps
 from .recordings import RankStep, RecordedRun, has_unequal_states, read_run
 from .tensor_hooks import BACKWARD, FORWARD, STATE
@@ -188,6 +195,71 @@ def _match_remarks(matched: Matched) -> Iterator[str]:
         )
 
 
+def differing_settings(
+    mine: Mapping[str, Any], its: Mapping[str, Any], pairs: Sequence[Pair]
+) -> dict[str, list[str]]:
+    """Describes the plain attributes and arguments that differ, by module."""
+    own, other = mine.get("settings", {}), its.get("settings", {})
+    twins = {p.entry.place.module: p.reference.place.module for p in pairs}
+    found: dict[str, list[str]] = {}
+    for key, values in own.items():
+        module, _, call = key.partition(" #")
+        twin = twins.get(module, module)
+        its_values = other.get(f"{twin} #{call}" if call else twin)
+        if its_values is None:
+            continue
+        texts = [
+            f"{name} is {values.get(name, 'not there')}, against "
+            f"{its_values.get(name, 'none')} in the reference"
+            for name in dict.fromkeys((*values, *its_values))
+            if values.get(name) != its_values.get(name)
+        ]
+        if texts:
+            found.setdefault(module, []).extend(texts)
+    return found
+
+
+def setting_remarks(differing: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Names modules with other attributes or arguments: one remark for the same."""
+    modules: dict[str, list[str]] = {}
+    for module, texts in differing.items():
+        for text in texts:
+            modules.setdefault(text, []).append(module or "the model")
+    for text, names in modules.items():
+        yield f"{text}: {_some(names)}"
+
+
+def modules_without_gradients(
+    entries: Sequence[StepTensor], references: Sequence[StepTensor]
+) -> tuple[list[str], list[str]]:
+    """The modules that ran in both runs, and that a gradient reaches in one alone."""
+    sides = []
+    for own, other in ((entries, references), (references, entries)):
+        ran = {e.place.module for e in own if e.place.phase == FORWARD}
+        reached = _reached_modules(own)
+        found = [e.place.module for e in other if e.place.phase == BACKWARD]
+        missing = (each for each in found if each in ran and each not in reached)
+        sides.append(list(dict.fromkeys(missing)) if reached else [])
+    return sides[0], sides[1]
+
+
+def _reached_modules(entries: Sequence[StepTensor]) -> set[str]:
+    """The modules with a gradient, also where that of one tensor is another's row."""
+    reached = [e.place for e in entries if e.place.phase == BACKWARD]
+    keys = {
+        (p.module, p.call, p.role.removesuffix("_gradient"), p.path) for p in reached
+    }
+    forward = [e for e in entries if e.place.phase == FORWARD]
+    tensors = {_first_order(e) for e in forward if e.place.key in keys}
+    outputs = (e for e in forward if e.place.role == "output")
+    shared = {e.place.module for e in outputs if _first_order(e) in tensors}
+    return {each.module for each in reached} | shared
+
+
+def _first_order(entry: StepTensor) -> tuple[int | None, int]:
+    return entry.rank, entry.order if entry.same is None else entry.same
+
+
 def _missing(entries: Sequence[StepTensor]) -> str:
     roles = collections.Counter(e.place.role.replace("_", " ") for e in entries)
     counts = ", ".join(f"{count} {role}" for role, count in roles.most_common())
@@ -228,6 +300,9 @@ class StepContext:
         settings: The settings of both runs' ranks, see `recordings.modes()`.
         missing: The modules of which a run has tensors that the other lacks.
         had_gradients: Whether parameters had gradients before the step, in a run.
+        differing: The plain attributes and arguments of modules that differ.
+        without_gradients: The modules that no gradient reaches in the first run, and
+            those in the reference, that one reaches in the other; from the loss on.
         lone_sources: The inputs, parameters and buffers of modules that one run lacks.
     """
 
@@ -235,6 +310,10 @@ class StepContext:
     missing: Container[str] = ()
     had_gradients: bool = False
     lone_sources: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    differing: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    without_gradients: tuple[list[str], list[str]] = field(
+        default_factory=lambda: ([], [])
+    )
 
 
 def find_root_difference(
@@ -247,9 +326,21 @@ def find_root_difference(
         known: What else is known of the step.
     """
     known = known or StepContext()
+    first = _first_difference(rows, known)
+    texts = [] if first is None else known.differing.get(first.module, ())
+    if first is None or not texts or first.kind not in ("forward", "backward"):
+        return first
+    remark = f"{first.remark} Its {'; its '.join(texts)}."
+    return dataclasses.replace(first, remark=remark.strip())
+
+
+def _first_difference(
+    rows: Sequence[TensorDifference], known: StepContext
+) -> RootDifference | None:
     row = next((row for row in rows if _begins(row)), None)
-    if row is None:
-        return None
+    detached = _detached(row, rows, known)
+    if detached is not None or row is None:
+        return detached
     place = row.place
     if place.phase == STATE:
         others = [r for r in rows if r.place.phase == STATE and _begins(r)]
@@ -278,6 +369,35 @@ def find_root_difference(
     return RootDifference(
         module, kind, "forward", row, after, remark=remark, unknown=unknown
     )
+
+
+_RUNS = "the first run", "the reference run"
+
+
+def _detached(
+    row: TensorDifference | None, rows: Sequence[TensorDifference], known: StepContext
+) -> RootDifference | None:
+    """The module that no gradient reaches in one run, if nothing before explains it."""
+    if row is not None:
+        is_output = row.place.role == "output_gradient" and not row.place.module
+        if row.place.phase != BACKWARD or is_output:
+            return None
+    for names, run in zip(known.without_gradients, _RUNS, strict=True):
+        own = [r for r in rows if names and r.place.module == names[0]]
+        outputs = [r for r in own if r.place.role == "output"] or own
+        if not outputs:
+            continue
+        shown = outputs[-1]
+        required = shown.requires_grad[0] != shown.requires_grad[1]
+        why = "it is detached behind that, or not used for the loss there."
+        if required:
+            why = "it does not require gradients there: frozen, or under no_grad()."
+        if names[1:]:
+            why += f" Nor any of {_some(names[1:])}."
+        kind, name = shown.place.class_name, names[0]
+        text = f"In {run} no gradient reaches {shown.place}; {why}"
+        return RootDifference(name, kind, "detached", shown, remark=text)
+    return None
 
 
 def _begins(row: TensorDifference) -> bool:
@@ -370,11 +490,18 @@ def _in_backward(
         remark = f"One of {', '.join(names)}, or the gradient that the model was given."
         kind = next((r.place.class_name for r in rows if not r.place.module), "")
         return RootDifference("", kind, "backward", row, remark=remark)
-    if len(names) == 1:
+    # Code between modules may use the tensor, too: a residual does.
+    others = [place.caller] if place.role == "output_gradient" else []
+    others += [each.module for each in given if not each.is_leaf]
+    kinds = {r.place.module: r.place.class_name for r in rows}
+    others = [n for n in dict.fromkeys(others) if kinds.get(n) not in _WITHOUT_CODE]
+    if len(names) == 1 and not others:
         return RootDifference(users[0].module, users[0].class_name, "backward", row)
-    module = _common_parent(names) if names else place.caller
-    kind = next((r.place.class_name for r in rows if r.place.module == module), "")
-    remark = f"One of {', '.join(names)}." if names else ""
+    module = _common_parent([*names, *others]) if names else place.caller
+    kind = kinds.get(module, "")
+    code = " or ".join(name or "the model" for name in others)
+    code = f", or code of {code} itself" * bool(code)
+    remark = f"One of {', '.join(names)}{code}." if names else ""
     return RootDifference(module, kind, "backward", row, remark=remark)
 
 
@@ -421,6 +548,9 @@ def _common_factor(rows: Sequence[TensorDifference]) -> str:
         text += f", as where {round(whole)} ranks or micro-batches are summed in one "
         text += "run and averaged in the other"
     return f"{text}."
+
+
+_WITHOUT_CODE = ("Sequential", "ModuleList", "ModuleDict")
 
 
 def _has_compared(
@@ -556,7 +686,12 @@ def _compare_step(
     result.num_alone += len(matched.only) + len(matched.only_reference)
     remarks += left_out_remarks(step, rows, matched)
     remarks += [*copies, *step_remarks(step, own, other)]
-    return rows, find_root_difference(rows, _known(own, other, matched))
+    differing = differing_settings(own[0].modes, other[0].modes, matched.pairs)
+    remarks += [(step, text) for text in setting_remarks(differing)]
+    known = _known(own, other, matched)
+    known.differing = differing
+    known.without_gradients = modules_without_gradients(entries, references)
+    return rows, find_root_difference(rows, known)
 
 
 def _known(

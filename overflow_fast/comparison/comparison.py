@@ -41,7 +41,8 @@ class RootDifference:
             outside of it.
         class_name: The module's class, or "".
         kind: "weights"; "update" where they were equal before the step before, and so
-            were its gradients; "batch", "forward" or "backward"; "loss" where the
+            were its gradients; "batch", "forward" or "backward"; "detached" where no
+            gradient reaches the module in one run; "loss" where the
             gradient that the model was given differs; "gradients" where those of
             parameters differ and no module is known to have made it.
         row: The first row that shows it.
@@ -90,7 +91,7 @@ class RootDifference:
         text = self._sentence()
         if self.op:
             text += f" The first operation that differs: {self.op}."
-        return printable(f"{self._when()}{text} {self.remark}".rstrip())
+        return printable(f"{self._when()}{f'{text} {self.remark}'.strip()}")
 
     def _when(self) -> str:
         if not self.earlier:
@@ -110,6 +111,8 @@ class RootDifference:
         amount = _amount(row)
         if self.kind in ("weights", "update"):
             text = f"{row.place} of {name}{of_class} differs{on_rank}{amount}."
+        elif self.kind == "detached":
+            return ""  # the remark is the sentence
         elif self.kind == "batch":
             text = f"The model was given other inputs{on_rank}: {row.place}{amount}."
         elif self.kind == "gradients":
@@ -503,7 +506,7 @@ class Comparison:
         first = None if self.first is None else self.first.row
         compared = [r for r in self.rows if r.relative or r.highlight or r is first]
         if self.first is not None:
-            at = next(i for i, row in enumerate(compared) if row is self.first.row)
+            at = next(i for i, row in enumerate(compared) if row is first)
             return compared[at : at + _MAX_ROWS]
         worst = sorted(compared, key=lambda row: -(row.times or 0.0))[:_MAX_ROWS]
         return sorted(worst, key=lambda row: (row.step, row.order))

@@ -46,6 +46,7 @@ class TensorDifference:
         reference_norm: The L2 norm of the reference; 0 if it is not known.
         factor: The number that the reference was multiplied by, if that is the whole
             difference but for rounding; else None.
+        requires_grad: Whether both required gradients; None where that is not known.
     """
 
     place: StepPath
@@ -69,6 +70,7 @@ class TensorDifference:
     same: int | None = None
     reference_norm: float = 0.0
     factor: float | None = None
+    requires_grad: tuple[bool | None, bool | None] = (None, None)
 
     @property
     def name(self) -> str:
@@ -122,6 +124,8 @@ class TensorDifference:
             "propagated": self.propagated,
             "amplification": self.amplification,
             "factor": self.factor,
+            "requires_grad": self.requires_grad[0],
+            "reference_requires_grad": self.requires_grad[1],
             "made": self.made,
             "verdict": self.verdict,
             "highlight": self.highlight,
@@ -169,6 +173,7 @@ def difference_of(pair: Pair, step: int) -> TensorDifference:
         mine.why or its.why,
         same=mine.same,
         reference_norm=0.0 if its.summary is None else its.summary.norm,
+        requires_grad=(mine.requires_grad, its.requires_grad),
     )
     if not row.why and math.prod(mine.shape) != math.prod(its.shape):
         row.why = "the shapes differ"

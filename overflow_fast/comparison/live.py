@@ -29,8 +29,10 @@ from ..tree import CALL_DEPTH, NotRebuilt, mapped, tensors_in
 from .compare_runs import (
     StepContext,
     as_sentences,
+    differing_settings,
     find_root_difference,
     left_out_remarks,
+    setting_remarks,
     step_remarks,
 )
 from .comparison import Comparison, RootDifference
@@ -363,6 +365,7 @@ class Lockstep:
         self._numbers[side] += 1
         dtype, shape = str(tensor.dtype)[6:], tuple(tensor.shape)
         row = RecordedTensor(place, order, dtype, shape, same=same)
+        row.requires_grad = None if place.phase == BACKWARD else tensor.requires_grad
         entry = StepTensor(place, order, None, dtype, shape, None, "", [Source(0, row)])
         entry.same = same
         values = values_of(tensor)
@@ -433,6 +436,7 @@ class LiveRun:
         self.model, self._batch, self._backward = model, batch, backward
         self._function = step_of(model, loss)
         self.failures: list[str] = []
+        self.arguments: dict[str, dict[str, str]] = {}
         self.error: BaseException | None = None
 
     def run(self, sink: Any) -> None:
@@ -440,7 +444,7 @@ class LiveRun:
         try:
             with TensorHooks(self.model, sink, is_one_thread=True) as tap:
                 self._run(tap)
-            self.failures = tap.failures
+            self.failures, self.arguments = tap.failures, tap.arguments
         except BaseException as error:
             self.error = error
 
@@ -502,9 +506,15 @@ def compare_models(
         drawn = before.drawn()
     for step, side in zip(steps, sides, strict=True):
         step.modes |= {"failures": side.failures, "drawn": drawn}
+        step.modes["settings"] |= side.arguments
     has_tf32 = any(step.modes["tf32"] for step in steps)
     known = _conclude(result, lockstep, names, has_tf32)
-    result.said += as_sentences(step_remarks(0, *([step] for step in steps)))
+    own, other = (step.modes for step in steps)
+    pairs = [pair for pair, _ in lockstep.pairs]
+    known.differing = differing_settings(own, other, pairs)
+    remarks = step_remarks(0, *([step] for step in steps))
+    remarks += [(0, text) for text in setting_remarks(known.differing)]
+    result.said += as_sentences(remarks)
     if local is not None:
         apply_errors(result.rows, local.errors)
         if all(row.dtypes[0] == row.dtypes[1] for row in result.rows):

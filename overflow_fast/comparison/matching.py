@@ -48,6 +48,12 @@ class StepTensor:
     sources: list[Source]
     same: int | None = None
 
+    @property
+    def requires_grad(self) -> bool | None:
+        """Whether it required gradients, on any rank; None if that is not known."""
+        known = [source.row.requires_grad for source in self.sources]
+        return None if None in known else any(known)
+
     def load(self) -> torch.Tensor | None:
         """Reads the tensor, put together of its parts; None if it was not kept."""
         parts = [(source, source.load()) for source in self.sources]

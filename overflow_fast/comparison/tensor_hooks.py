@@ -112,6 +112,25 @@ def is_compiled(module: nn.Module) -> bool:
     return uncompiled(module) is not module or own_compiled_call(module) is not None
 
 
+_SCALARS = (bool, int, float, str, type(None))
+_MAX_TEXT, _MAX_LENGTH = 80, 8
+
+
+def scalars_in(values: Mapping[str, Any]) -> dict[str, str]:
+    """The plain values and short sequences of such, as text, without private ones."""
+    return {
+        name: repr(value)[:_MAX_TEXT]
+        for name, value in values.items()
+        if not name.startswith("_") and _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (tuple, list):
+        return len(value) <= _MAX_LENGTH and all(type(v) in _SCALARS for v in value)
+    return type(value) in _SCALARS
+
+
 def class_of(module: nn.Module) -> str:
     return unwrapped_class(type(uncompiled(module))).__name__
 
@@ -244,6 +263,7 @@ class TensorHooks:
 
     Attributes:
         failures: What the sink raised, as texts.
+        arguments: The plain values that modules were called with, by module and call.
     """
 
     def __init__(
@@ -265,6 +285,7 @@ class TensorHooks:
         self._accumulated = collections.Counter[int]()
         self._stacks: dict[int, list[_Running]] = {}  # of each thread
         self._number = 0
+        self.arguments: dict[str, dict[str, str]] = {}
         self._known: dict[Any, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._watched: dict[int, weakref.ref[torch.Tensor]] = {}
 
@@ -299,11 +320,13 @@ class TensorHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        arguments = self.arguments
         for module, (call, shown) in self._compiled.items():
             if own_compiled_call(module) is shown:  # not compiled again since
                 set_compiled_call(module, call)
         self._compiled.clear()
         self.begin_step()
+        self.arguments = arguments
 
     def _show_compiled(self, module: nn.Module) -> None:
         """Puts hooks around what `compile()` made of a module: it has them inside."""
@@ -388,6 +411,11 @@ class TensorHooks:
         if is_shown:
             self._calls[name, again] = call + 1
         self._stack.append(_Running(module, name, call, is_shown))
+        if is_shown and not again:
+            given = {f"input[{i}]": value for i, value in enumerate(args)}
+            given |= {f"input.{key}": value for key, value in kwargs.items()}
+            if found := scalars_in(given):
+                self.arguments[f"{name} #{call}"] = found
         if is_shown:
             for path, tensor in call_tensors(args, kwargs):
                 self._show_call(module, call, "input", path, tensor, again)
