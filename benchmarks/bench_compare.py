@@ -33,7 +33,7 @@ NOTES = (
     "was changed, or in one within it; `misnamed`: in another one; `silent`: nothing "
     "is named. Rows without an error are healthy: there `silent` is right. `worst "
     "times` is the largest difference as a multiple of the larger one of what rounding "
-    "explains and what was inherited; 8 is flagged (3 for weights, which are only "
+    "explains and what was propagated; 8 is flagged (3 for weights, which are only "
     "cast)."
 )
 
@@ -60,9 +60,9 @@ def compared(
 
 def worst_of(diff: overflow_fast.Comparison) -> float:
     found = [
-        row.relative / max(row.explained, row.inherited)
+        row.relative / max(row.explained, row.propagated)
         for row in diff.rows
-        if row.measures is not None and row.relative and row.verdict != "made here"
+        if row.measures is not None and row.relative and row.verdict != "introduced"
         if row.explained < float("inf") and not row.notes  # of masks
     ]
     return max(found, default=0.0)

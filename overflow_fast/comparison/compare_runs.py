@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
+import math
 import os
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .comparison import Comparison, RootDifference, has_other_shape
+from .comparison import Comparison, RootDifference, has_other_shape, steps_text
 from .error_bounds import judge_all
-from .judged_rows import MADE_HERE, TensorDifference, difference_of
-from .matching import Matched, StepTensor, entries_of_rank, entries_of_ranks, match
+from .judged_rows import (
+    EQUAL,
+    INTRODUCED,
+    ROUNDING,
+    TensorDifference,
+    difference_of,
+)
+from .matching import (
+    Matched,
+    Pair,
+    StepTensor,
+    entries_of_rank,
+    entries_of_ranks,
+    match,
+)
 from .msprobe_dump import find_dumps, read_dumps
 from .recordings import RankStep, RecordedRun, has_unequal_states, read_run
 from .tensor_hooks import BACKWARD, FORWARD, STATE
@@ -21,6 +36,7 @@ from .tensor_hooks import BACKWARD, FORWARD, STATE
 # Remarks before anything is compared: how the two runs were unlike.
 
 
+Remark = tuple[int, str]  # a step, and a sentence without its end
 _MAX_NAMES = 6
 _SETTINGS = {
     "devices": "devices",
@@ -49,7 +65,7 @@ def run_remarks(run: RecordedRun, reference: RecordedRun) -> Iterator[str]:
 
 def step_remarks(
     step: int, mine: Sequence[RankStep], its: Sequence[RankStep]
-) -> list[str]:
+) -> list[Remark]:
     """Sentences on a step: settings, dropout, random states, failures."""
     own, other = mine[0].modes, its[0].modes
     found = [
@@ -60,12 +76,83 @@ def step_remarks(
     dropout = own.get("dropout") or other.get("dropout")
     if dropout:
         found.append(f"dropout is on in {len(dropout)} modules, such as {dropout[0]}")
+    found += _compiled_remarks(mine[0], its[0])
     found += _random_state_remarks(own, other)
     for side in (*mine, *its):
         found += [f"not recorded: {text}" for text in side.modes.get("failures", [])]
         if side.modes.get("raised"):
             found.append(f"rank {side.rank} raised {side.modes['raised']} in this step")
-    return [f"Step {step}: {text}." for text in found]
+    return [(step, text) for text in (*_tie_remarks(mine[0], its[0]), *found)]
+
+
+def as_sentences(remarks: Sequence[Remark]) -> list[str]:
+    """Writes remarks, one sentence for all steps that have the same."""
+    steps: dict[str, list[int]] = {}
+    for step, text in remarks:
+        steps.setdefault(text, []).append(step)
+    named = ((steps_text(found), text) for text, found in steps.items())
+    return [f"{name[0].upper()}{name[1:]}: {text}." for name, text in named]
+
+
+def left_out_remarks(
+    step: int, rows: Sequence[TensorDifference], matched: Matched
+) -> list[Remark]:
+    """Names what was not compared, and why: one remark for all of one reason."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.why:
+            reasons.setdefault(row.why, []).append(row.name)
+    found = [
+        f"{names[0]} was not compared: {why}"
+        if len(names) == 1
+        else f"{len(names)} tensors were not compared, {why}: {_some(names)}"
+        for why, names in reasons.items()
+    ]
+    return [(step, text) for text in (*found, *_match_remarks(matched))]
+
+
+def _tie_remarks(mine: RankStep, its: RankStep) -> Iterator[str]:
+    """Names parameters that are one tensor with another in one run alone."""
+    ties, others = _ties(mine), _ties(its)
+    for found, rest, whose in ((ties, others, "first"), (others, ties, "reference")):
+        names = [f"{name} = {found[name]}" for name in found if name not in rest]
+        if names:
+            yield f"tied in the {whose} run alone: {_some(names)}"
+
+
+def _ties(step: RankStep) -> dict[str, str]:
+    rows = [s.row for s in step.sources if s.row.place.role == "parameter"]
+    names = {row.order: row.place.fqn for row in rows}
+    return {
+        row.place.fqn: names[row.same]
+        for row in rows
+        if row.same is not None and row.same in names and 0 not in row.shape
+    }
+
+
+def _compiled_remarks(mine: RankStep, its: RankStep) -> Iterator[str]:
+    """Names the compiled modules of which only what goes in and comes out is known."""
+    hidden = [_hidden_modules(side) for side in (mine, its)]
+    names = [name or "the model" for name in dict.fromkeys((*hidden[0], *hidden[1]))]
+    if names:
+        whose = ["both runs" if all(hidden) else "the first run", "the reference run"]
+        yield (
+            f"modules within {_some(names)} were not recorded, which is compiled in "
+            f"{whose[not hidden[0]]}"
+        )
+
+
+def _hidden_modules(step: RankStep) -> list[str]:
+    seen = [s.row.place.module for s in step.sources if s.row.place.phase == FORWARD]
+    return [
+        name
+        for name in step.modes.get("compiled", ())
+        if not any(_is_within(each, name) for each in seen)
+    ]
+
+
+def _is_within(module: str, outer: str) -> bool:
+    return module != outer and module.startswith(f"{outer}." if outer else "")
 
 
 def _random_state_remarks(own: dict[str, Any], other: dict[str, Any]) -> Iterator[str]:
@@ -87,21 +174,90 @@ def _random_state_remarks(own: dict[str, Any], other: dict[str, Any]) -> Iterato
         yield f"the random states were unequal ({names}), but nothing was drawn of them"
 
 
-def match_remarks(step: int, matched: Matched) -> Iterator[str]:
+def _match_remarks(matched: Matched) -> Iterator[str]:
     """Sentences on tensors without a twin, and modules paired by their order."""
     for entries, whose in (
         (matched.only, "first"),
         (matched.only_reference, "reference"),
     ):
         if entries:
-            yield f"Step {step}: {_missing(entries)} of the {whose} run alone."
+            yield f"{_missing(entries)} of the {whose} run alone"
     if matched.renamed:
         pairs = [f"{a} = {b}" for a, b in matched.renamed.items() if a != b]
         if pairs:
             yield (
-                f"Step {step}: {len(pairs)} modules were paired by order and shape: "
-                f"{_some(pairs)}."
+                f"{len(pairs)} modules were paired by order and shape: {_some(pairs)}"
             )
+    if matched.is_coarse:
+        yield (
+            "too many modules have other names to align each with each: they were "
+            "paired by equal results, and by order and shape between those"
+        )
+
+
+def differing_settings(
+    mine: Mapping[str, Any], its: Mapping[str, Any], pairs: Sequence[Pair]
+) -> dict[str, list[str]]:
+    """Describes the plain attributes and arguments that differ, by module."""
+    own, other = mine.get("settings", {}), its.get("settings", {})
+    twins = {p.entry.place.module: p.reference.place.module for p in pairs}
+    found: dict[str, list[str]] = {}
+    for key, values in own.items():
+        module, _, call = key.partition(" #")
+        twin = twins.get(module, module)
+        its_values = other.get(f"{twin} #{call}" if call else twin)
+        if its_values is None:
+            continue
+        texts = [
+            f"{name} is {values.get(name, 'not there')}, against "
+            f"{its_values.get(name, 'none')} in the reference"
+            for name in dict.fromkeys((*values, *its_values))
+            if values.get(name) != its_values.get(name)
+        ]
+        if texts:
+            found.setdefault(module, []).extend(texts)
+    return found
+
+
+def setting_remarks(differing: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Names modules with other attributes or arguments: one remark for the same."""
+    modules: dict[str, list[str]] = {}
+    for module, texts in differing.items():
+        for text in texts:
+            modules.setdefault(text, []).append(module or "the model")
+    for text, names in modules.items():
+        yield f"{text}: {_some(names)}"
+
+
+def modules_without_gradients(
+    entries: Sequence[StepTensor], references: Sequence[StepTensor]
+) -> tuple[list[str], list[str]]:
+    """The modules that ran in both runs, and that a gradient reaches in one alone."""
+    sides = []
+    for own, other in ((entries, references), (references, entries)):
+        ran = {e.place.module for e in own if e.place.phase == FORWARD}
+        reached = _reached_modules(own)
+        found = [e.place.module for e in other if e.place.phase == BACKWARD]
+        missing = (each for each in found if each in ran and each not in reached)
+        sides.append(list(dict.fromkeys(missing)) if reached else [])
+    return sides[0], sides[1]
+
+
+def _reached_modules(entries: Sequence[StepTensor]) -> set[str]:
+    """The modules with a gradient, also where that of one tensor is another's row."""
+    reached = [e.place for e in entries if e.place.phase == BACKWARD]
+    keys = {
+        (p.module, p.call, p.role.removesuffix("_gradient"), p.path) for p in reached
+    }
+    forward = [e for e in entries if e.place.phase == FORWARD]
+    tensors = {_first_order(e) for e in forward if e.place.key in keys}
+    outputs = (e for e in forward if e.place.role == "output")
+    shared = {e.place.module for e in outputs if _first_order(e) in tensors}
+    return {each.module for each in reached} | shared
+
+
+def _first_order(entry: StepTensor) -> tuple[int | None, int]:
+    return entry.rank, entry.order if entry.same is None else entry.same
 
 
 def _missing(entries: Sequence[StepTensor]) -> str:
@@ -144,13 +300,20 @@ class StepContext:
         settings: The settings of both runs' ranks, see `recordings.modes()`.
         missing: The modules of which a run has tensors that the other lacks.
         had_gradients: Whether parameters had gradients before the step, in a run.
-        lone_inputs: The modules of which a run has inputs that the other lacks.
+        differing: The plain attributes and arguments of modules that differ.
+        without_gradients: The modules that no gradient reaches in the first run, and
+            those in the reference, that one reaches in the other; from the loss on.
+        lone_sources: The inputs, parameters and buffers of modules that one run lacks.
     """
 
     settings: Sequence[tuple[RankStep, RankStep]] = ()
     missing: Container[str] = ()
     had_gradients: bool = False
-    lone_inputs: Container[str] = ()
+    lone_sources: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    differing: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    without_gradients: tuple[list[str], list[str]] = field(
+        default_factory=lambda: ([], [])
+    )
 
 
 def find_root_difference(
@@ -163,24 +326,36 @@ def find_root_difference(
         known: What else is known of the step.
     """
     known = known or StepContext()
-    row = next((row for row in rows if row.verdict == MADE_HERE), None)
-    if row is None:
-        return None
+    first = _first_difference(rows, known)
+    texts = [] if first is None else known.differing.get(first.module, ())
+    if first is None or not texts or first.kind not in ("forward", "backward"):
+        return first
+    remark = f"{first.remark} Its {'; its '.join(texts)}."
+    return dataclasses.replace(first, remark=remark.strip())
+
+
+def _first_difference(
+    rows: Sequence[TensorDifference], known: StepContext
+) -> RootDifference | None:
+    row = next((row for row in rows if _begins(row)), None)
+    detached = _detached(row, rows, known)
+    if detached is not None or row is None:
+        return detached
     place = row.place
     if place.phase == STATE:
-        others = [r for r in rows if r.place.phase == STATE and r.verdict == MADE_HERE]
+        others = [r for r in rows if r.place.phase == STATE and _begins(r)]
         total = sum(r.place.phase == STATE for r in rows)
         remark = f"{len(others)} of {total} parameters and buffers differ."
         return RootDifference(
             place.module, place.class_name, "weights", row, remark=remark
         )
-    given = (r for r in rows if r.place.role == "input" and not r.place.module)
+    given = (r for r in rows if r.place.role == "input" and _is_outermost(r, rows))
     other = next((r for r in given if r.rank == row.rank and has_other_shape(r)), None)
     if other is not None:
         return RootDifference("", "", "batch", other)
     if place.phase == BACKWARD:
         return _in_backward(row, rows, known)
-    if place.role == "input" and not place.module:
+    if place.role == "input" and _is_outermost(row, rows):
         return RootDifference("", "", "batch", row)
     before = rows[: rows.index(row)]
     if place.role == "input":
@@ -196,6 +371,48 @@ def find_root_difference(
     )
 
 
+_RUNS = "the first run", "the reference run"
+
+
+def _detached(
+    row: TensorDifference | None, rows: Sequence[TensorDifference], known: StepContext
+) -> RootDifference | None:
+    """The module that no gradient reaches in one run, if nothing before explains it."""
+    if row is not None:
+        is_output = row.place.role == "output_gradient" and not row.place.module
+        if row.place.phase != BACKWARD or is_output:
+            return None
+    for names, run in zip(known.without_gradients, _RUNS, strict=True):
+        own = [r for r in rows if names and r.place.module == names[0]]
+        outputs = [r for r in own if r.place.role == "output"] or own
+        if not outputs:
+            continue
+        shown = outputs[-1]
+        required = shown.requires_grad[0] != shown.requires_grad[1]
+        why = "it is detached behind that, or not used for the loss there."
+        if required:
+            why = "it does not require gradients there: frozen, or under no_grad()."
+        if names[1:]:
+            why += f" Nor any of {_some(names[1:])}."
+        kind, name = shown.place.class_name, names[0]
+        text = f"In {run} no gradient reaches {shown.place}; {why}"
+        return RootDifference(name, kind, "detached", shown, remark=text)
+    return None
+
+
+def _begins(row: TensorDifference) -> bool:
+    """True if a difference may begin with a row."""
+    is_of_gradient = row.place.phase == BACKWARD
+    return row.verdict == INTRODUCED or (has_other_shape(row) and not is_of_gradient)
+
+
+def _is_outermost(row: TensorDifference, rows: Sequence[TensorDifference]) -> bool:
+    """True if no recorded module has called the module of a row."""
+    if not row.place.module or row.place.caller:
+        return not row.place.module
+    return not any(r.place.phase == FORWARD and not r.place.module for r in rows)
+
+
 def _not_compared(
     before: Sequence[TensorDifference],
     row: TensorDifference,
@@ -209,15 +426,14 @@ def _not_compared(
         if each.measures is None and each.rank == row.rank
         if _is_source(each, row, module)
     ]
-    lone = [f"{module or 'the model'}: inputs of one run alone"]
-    return (*found, *(lone if module in known.lone_inputs else ()))
+    return (*found, *known.lone_sources.get(module, ()))
 
 
 def _is_source(given: TensorDifference, row: TensorDifference, module: str) -> bool:
     """True if a module had a tensor when it made that of a row."""
     place = given.place
-    if place.phase != FORWARD:
-        return False
+    if place.phase == STATE:
+        return place.module == module
     if place.role == "output":
         return place.caller == module != place.module
     is_this_call = row.place.module != module or place.call == row.place.call
@@ -253,7 +469,10 @@ def _in_backward(
 ) -> RootDifference:
     """Finds the modules that used a tensor whose gradient differs."""
     place = row.place
-    if place.role == "parameter_gradient":
+    if not place.is_of_call:
+        remark = _between(row, rows)
+        if remark is not None:
+            return RootDifference("", "", "gradients", row, remark=remark)
         is_known = not known.had_gradients and _has_compared(row, rows, known)
         kind = "backward" if is_known else "gradients"
         older = "Parameters had gradients before the step began."
@@ -271,12 +490,67 @@ def _in_backward(
         remark = f"One of {', '.join(names)}, or the gradient that the model was given."
         kind = next((r.place.class_name for r in rows if not r.place.module), "")
         return RootDifference("", kind, "backward", row, remark=remark)
-    if len(names) == 1:
+    # Code between modules may use the tensor, too: a residual does.
+    others = [place.caller] if place.role == "output_gradient" else []
+    others += [each.module for each in given if not each.is_leaf]
+    kinds = {r.place.module: r.place.class_name for r in rows}
+    others = [n for n in dict.fromkeys(others) if kinds.get(n) not in _WITHOUT_CODE]
+    if len(names) == 1 and not others:
         return RootDifference(users[0].module, users[0].class_name, "backward", row)
-    module = _common_parent(names) if names else place.caller
-    kind = next((r.place.class_name for r in rows if r.place.module == module), "")
-    remark = f"One of {', '.join(names)}." if names else ""
+    module = _common_parent([*names, *others]) if names else place.caller
+    kind = kinds.get(module, "")
+    code = " or ".join(name or "the model" for name in others)
+    code = f", or code of {code} itself" * bool(code)
+    remark = f"One of {', '.join(names)}{code}." if names else ""
     return RootDifference(module, kind, "backward", row, remark=remark)
+
+
+_BETWEEN = "clipping, unscaling, accumulation or an all-reduce"
+
+
+def _between(row: TensorDifference, rows: Sequence[TensorDifference]) -> str | None:
+    """Describes what code between backward and step did; None: it may be backward."""
+    finals = [r for r in rows if r.place.role == "parameter_gradient"]
+    made = [r for r in finals if r.verdict == INTRODUCED and r.rank == row.rank]
+    others = [r for r in rows if r.place.phase == BACKWARD and r not in finals]
+    is_equal = all(r.verdict in (EQUAL, ROUNDING) for r in others if r.measures)
+    is_seen = any(
+        r.place.role == "accumulated_gradient" and r.place.fqn == row.place.fqn
+        for r in others
+    )
+    if not is_seen and (
+        len({r.place.module for r in made}) < 2
+        or not is_equal
+        or any(r.place.role == "accumulated_gradient" for r in others)
+    ):
+        return None
+    if row.place.role == "accumulated_gradient":
+        return None
+    text = f"Made between backward and step: {_BETWEEN}."
+    if not is_seen:
+        text = f"Made by {_BETWEEN}, or by the backward of these layers."
+    text += " Within backward all gradients that were compared are equal." * is_equal
+    return f"{text} {_common_factor(made)}".rstrip()
+
+
+def _common_factor(rows: Sequence[TensorDifference]) -> str:
+    """Describes the number that all gradients were multiplied by, if there is one."""
+    factors = [r.factor for r in rows if math.prod(r.shapes[1]) >= 4]
+    known = [each for each in factors if each is not None]
+    if len(known) < len(factors) or not known:
+        return ""
+    middle = sorted(known)[len(known) // 2]
+    if any(abs(each - middle) > 1e-2 * abs(middle) for each in known):
+        return ""
+    text = f"All {len(rows)} that differ are {middle:.6g} times the reference's"
+    whole = middle if abs(middle) >= 1 else 1 / middle
+    if whole > 1.5 and abs(whole - round(whole)) < 1e-3:
+        text += f", as where {round(whole)} ranks or micro-batches are summed in one "
+        text += "run and averaged in the other"
+    return f"{text}."
+
+
+_WITHOUT_CODE = ("Sequential", "ModuleList", "ModuleDict")
 
 
 def _has_compared(
@@ -328,13 +602,14 @@ def compare_runs(
     """Compares two folders; see `overflow_fast.compare`."""
     mine, its = _read(run), _read(reference)
     result = Comparison(mine.name, its.name, [], threshold=threshold)
-    result.said += run_remarks(mine, its)
+    remarks = list[Remark]()
     for step in sorted({*mine.steps} & {*its.steps}):
         own, other = mine.steps[step], its.steps[step]
-        result.said += step_remarks(step, own, other)
-        rows, first = _compare_step(result, step, own, other, names)
+        rows, first = _compare_step(result, remarks, step, own, other, names)
+        if first is not None and result.first is None:
+            result.first = _after_steps(first, result.rows)
         result.rows += rows
-        result.first = result.first or first
+    result.said += [*run_remarks(mine, its), *as_sentences(remarks)]
     mark(result.rows, threshold, cosine)
     result.said += [
         f"{path} cannot be read ({why}): its tensors were compared by fingerprints."
@@ -348,6 +623,33 @@ def compare_runs(
         if each.steps and not _has_forward(each)
     ]
     return result
+
+
+_UPDATE = (
+    "The optimizer, its state, its settings, or other code that writes to weights "
+    "makes it."
+)
+
+
+def _after_steps(
+    first: RootDifference, rows: Sequence[TensorDifference]
+) -> RootDifference:
+    """Adds what is known of the steps before: the rows of those, all without one."""
+    row = first.row
+    earlier = tuple(dict.fromkeys(each.step for each in rows))
+    first = dataclasses.replace(first, earlier=earlier)
+    found = [r for r in rows if r.place.role == "parameter_gradient" and r.measures]
+    own = {r.step for r in found if r.place.fqn == row.place.fqn}
+    is_update = first.kind == "weights" and row.place.role == "parameter"
+    if not is_update or row.step - 1 not in own or has_other_shape(row):
+        return first
+    is_equal = all(each.verdict == EQUAL for each in found)
+    steps = tuple(dict.fromkeys(each.step for each in found))
+    how = "equal" if is_equal else "equal but for rounding"
+    remark = f"{first.remark} {_UPDATE}"
+    return dataclasses.replace(
+        first, kind="update", gradients=(steps, how), remark=remark
+    )
 
 
 def _has_forward(run: RecordedRun) -> bool:
@@ -367,23 +669,29 @@ def _empty(mine: RecordedRun, its: RecordedRun) -> str:
 
 def _compare_step(
     result: Comparison,
+    remarks: list[Remark],
     step: int,
     own: Sequence[RankStep],
     other: Sequence[RankStep],
     names: Mapping[str, str],
 ) -> tuple[list[TensorDifference], RootDifference | None]:
     entries, references = _entries(own, other)
+    copies = []
     if _is_shared(own) != _is_shared(other) or len(own) != len(other):
-        result.said.append(_NO_INPUT_GRADIENTS.format(step=step))
+        copies.append((step, _NO_INPUT_GRADIENTS))
         entries, references = map(_without_input_gradients, (entries, references))
     matched = match(entries, references, names)
-    result.said += match_remarks(step, matched)
     rows = [difference_of(pair, step) for pair in matched.pairs]
     judge_all(rows, matched.pairs, _has_tf32(own) or _has_tf32(other))
-    for row in rows:
-        if row.why:
-            result.said.append(f"Step {step}: {row.name} was not compared: {row.why}.")
-    return rows, find_root_difference(rows, _known(own, other, matched))
+    result.num_alone += len(matched.only) + len(matched.only_reference)
+    remarks += left_out_remarks(step, rows, matched)
+    remarks += [*copies, *step_remarks(step, own, other)]
+    differing = differing_settings(own[0].modes, other[0].modes, matched.pairs)
+    remarks += [(step, text) for text in setting_remarks(differing)]
+    known = _known(own, other, matched)
+    known.differing = differing
+    known.without_gradients = modules_without_gradients(entries, references)
+    return rows, find_root_difference(rows, known)
 
 
 def _known(
@@ -393,7 +701,7 @@ def _known(
         list(zip(own, other, strict=False)),
         matched.missing_modules(),
         any(step.modes.get("had_gradients") for step in (*own, *other)),
-        matched.lone_inputs(),
+        matched.lone_sources(),
     )
 
 
@@ -412,8 +720,8 @@ def _entries(
 
 
 _NO_INPUT_GRADIENTS = (
-    "Step {step}: gradients of modules' inputs are left out: models that ranks share "
-    "give copies of them to modules."
+    "gradients of modules' inputs are left out: models that ranks share give copies of "
+    "them to modules"
 )
 
 

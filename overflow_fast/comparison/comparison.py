@@ -14,12 +14,12 @@ from typing import Any
 from ..files.json_text import SCHEMA, dumps, parse_object, to_plain
 from ..files.reading import open_regular, read_bytes
 from ..page.render import GENERATOR, html_templates, page_style, save_page
-from ..text import as_lines, printable
+from ..text import as_lines, counted, printable
 from .judged_rows import (
     EQUAL,
-    INHERITED,
-    MADE_HERE,
+    INTRODUCED,
     NOT_COMPARED,
+    PROPAGATED,
     ROUNDING,
     TensorDifference,
     coarser,
@@ -29,19 +29,22 @@ from .judged_rows import (
 
 
 _MAX_PLACES = 3
+_MAX_STEPS = 6
 
 
 @dataclass
 class RootDifference:
-    """The first difference that is not inherited, and what made it.
+    """The first difference that is not propagated, and what made it.
 
     Attributes:
         module: The name of the module that made it; "" is the model itself, or what is
             outside of it.
         class_name: The module's class, or "".
-        kind: "weights", "batch", "forward", "backward", "loss" where the gradient that
-            the model was given differs, or "gradients" where those of parameters
-            differ, and what made them could not be compared.
+        kind: "weights"; "update" where they were equal before the step before, and so
+            were its gradients; "batch", "forward" or "backward"; "detached" where no
+            gradient reaches the module in one run; "loss" where the
+            gradient that the model was given differs; "gradients" where those of
+            parameters differ and no module is known to have made it.
         row: The first row that shows it.
         after: The last call that had returned within the module, or "".
         op: The first operation that differs, with its line, or "". `compare_live()` and
@@ -49,6 +52,10 @@ class RootDifference:
         remark: What it may be, in a sentence, or "".
         unknown: The places of what it was computed from that could not be compared; the
             difference may come from there, and `module` is not to blame then.
+        earlier: The steps before, in which nothing differed that was compared.
+        gradients: The steps before up to the one before, in which the gradients of
+            parameters were compared, and how they were: "equal", or that but for
+            rounding; of an update alone.
     """
 
     module: str
@@ -59,6 +66,8 @@ class RootDifference:
     op: str = ""
     remark: str = ""
     unknown: tuple[str, ...] = ()
+    earlier: tuple[int, ...] = ()
+    gradients: tuple[tuple[int, ...], str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """It as texts and numbers."""
@@ -73,25 +82,43 @@ class RootDifference:
             "op": self.op,
             "remark": self.remark,
             "unknown": list(self.unknown),
+            "earlier": list(self.earlier),
             "sentence": str(self),
         }
 
     def __str__(self) -> str:
-        """One or two sentences."""
+        """One or two sentences; which step, where several were compared."""
+        text = self._sentence()
+        if self.op:
+            text += f" The first operation that differs: {self.op}."
+        return printable(f"{self._when()}{f'{text} {self.remark}'.strip()}")
+
+    def _when(self) -> str:
+        if not self.earlier:
+            return ""
+        before = "Before" if self.kind in ("weights", "update") else "In"
+        text = f"{before} step {self.row.step}, "
+        if self.gradients is not None:
+            steps, how = self.gradients
+            return f"{text}with gradients {how} in {steps_text(steps)}: the update. "
+        return f"{text}with no difference in {steps_text(self.earlier)}: "
+
+    def _sentence(self) -> str:
         row = self.row
         name = self.module or "the model"
         of_class = f" ({self.class_name})" if self.class_name else ""
         on_rank = "" if row.rank is None else f" on rank {row.rank}"
         amount = _amount(row)
-        if self.kind == "weights":
+        if self.kind in ("weights", "update"):
             text = f"{row.place} of {name}{of_class} differs{on_rank}{amount}."
+        elif self.kind == "detached":
+            return ""  # the remark is the sentence
         elif self.kind == "batch":
             text = f"The model was given other inputs{on_rank}: {row.place}{amount}."
         elif self.kind == "gradients":
-            text = (
-                f"Gradients of parameters differ{on_rank}, {row.place} first{amount}; "
-                "what made them could not be compared."
-            )
+            text = f"Gradients of parameters differ{on_rank}, {row.place} first{amount}"
+            is_made = not self.module
+            text += "." if is_made else "; what made them could not be compared."
         elif self.kind == "loss":
             text = (
                 f"The gradient that the model was given differs{on_rank}: {row.place}"
@@ -101,13 +128,25 @@ class RootDifference:
         else:
             where = "Backward of " if self.kind == "backward" else ""
             does = "gives another result" if self.unknown else "computes differently"
+            if has_other_shape(row):
+                does = "gives a tensor of another shape"
             text = f"{where}{name}{of_class} {does}{on_rank}{amount}."
             seen = f" It shows at {row.place}"
             text += f"{seen}, after {self.after}." if self.after else f"{seen}."
             text += _caveat(self.unknown)
-        if self.op:
-            text += f" The first operation that differs: {self.op}."
-        return printable(f"{text} {self.remark}".rstrip())
+        return text
+
+
+def steps_text(steps: Sequence[int]) -> str:
+    """Writes steps: `step 1`, `steps 0 and 1`, `steps 0 to 9`, `steps 0, 3, 9`."""
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    if len(steps) == 2:
+        return f"steps {steps[0]} and {steps[1]}"
+    if steps[-1] - steps[0] == len(steps) - 1:
+        return f"steps {steps[0]} to {steps[-1]}"
+    more = f" and {len(steps) - _MAX_STEPS} more" * (len(steps) > _MAX_STEPS)
+    return f"steps {', '.join(map(str, steps[:_MAX_STEPS]))}{more}"
 
 
 def _caveat(unknown: Sequence[str]) -> str:
@@ -128,11 +167,15 @@ def has_other_shape(row: TensorDifference) -> bool:
 def _amount(row: TensorDifference) -> str:
     if has_other_shape(row):
         return f", of shapes {row.shapes[0]} and {row.shapes[1]}"
+    if row.measures is None:
+        return ""
     if row.num_nan[0] != row.num_nan[1] or row.num_inf[0] != row.num_inf[1]:
         (nan, its_nan), (inf, its_inf) = row.num_nan, row.num_inf
         return f", by {nan} nan and {inf} inf against {its_nan} and {its_inf}"
     text = f", by {row.relative:.2g} of its norm"
     times = row.times
+    if row.factor is not None:
+        return f"{text}: it is {row.factor:.6g} times the reference"
     if times is not None and times < 1e6:
         text += f", {times:.3g} times what {coarser(*row.dtypes)} rounding explains"
     return text
@@ -212,7 +255,7 @@ COLUMNS = {
     "ulp_p99": 10,
     "explained": 11,
     "times": 9,
-    "inherited": 11,
+    "propagated": 11,
     "amplification": 11,
     "made": 11,
     "low": 11,
@@ -228,7 +271,7 @@ COLUMNS = {
     "why": 26,
     "notes": 26,
 }
-_COLORS = {"made here": "#FFC7CE", "inherited": "#FFEB9C", "not compared": "#D9D9D9"}
+_COLORS = {"introduced": "#FFC7CE", "propagated": "#FFEB9C", "not compared": "#D9D9D9"}
 
 
 def write_workbook(plain: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
@@ -365,7 +408,7 @@ def _bar(bits: Any) -> float:
 
 _MAX_ROWS = 20
 _MAX_SAID = 12
-VERDICTS = (MADE_HERE, INHERITED, ROUNDING, EQUAL, NOT_COMPARED)
+VERDICTS = (INTRODUCED, PROPAGATED, ROUNDING, EQUAL, NOT_COMPARED)
 
 
 @dataclass
@@ -381,6 +424,7 @@ class Comparison:
         first: The first layer that computes differently from equal inputs; None if
             nothing differs more than rounding explains.
         threshold: The user's own threshold, or None.
+        num_alone: How many tensors one run alone has.
     """
 
     name: str
@@ -389,6 +433,7 @@ class Comparison:
     said: list[str] = field(default_factory=list)
     first: RootDifference | None = None
     threshold: float | None = None
+    num_alone: int = 0
 
     @property
     def differs(self) -> bool:
@@ -419,13 +464,25 @@ class Comparison:
         lines += [as_lines(said)] if said else []
         lines += [as_lines([self.verdict()])]
         rows = self._rows_to_print()
+        if rows and len({row.step for row in self.rows}) > 1:
+            lines.append(self._head(rows))
         return "\n".join([*lines, *_table(rows)])
+
+    def _head(self, rows: Sequence[TensorDifference]) -> str:
+        """The steps of the rows that are printed, and the kind of the first."""
+        steps = steps_text(list(dict.fromkeys(row.step for row in rows)))
+        if self.first is None:
+            return f"The largest differences, of {steps}:"
+        found = f"{steps}, {self.first.kind} first:"
+        return f"{found[0].upper()}{found[1:]}"
 
     def verdict(self) -> str:
         """The verdict in a sentence."""
         counts = self.counts()
         text = ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n)
-        text = f"{len(self.rows)} pairs of tensors: {text or 'none'}."
+        text = f"{counted(len(self.rows), 'pair')} of tensors: {text or 'none'}."
+        if self.num_alone:
+            text += f" {counted(self.num_alone, 'tensor')} of one run alone."
         if self.first is not None:
             return f"{self.first} {text}"
         if not self.num_compared:
@@ -435,16 +492,21 @@ class Comparison:
                 "Nothing that the models compute was compared; what was, their weights "
                 f"or batches, is equal but for rounding. {text}"
             )
+        left_out = counts[NOT_COMPARED] + self.num_alone
+        but = f"{counted(left_out, 'tensor')} could not be compared; " * bool(left_out)
         if any(row.relative for row in self.rows):
-            return f"No layer differs more than rounding explains. {text}"
-        return f"All that was compared is equal. {text}"
+            of_rest = " of the rest" if left_out else ""
+            found = f"{but}no layer{of_rest} differs more than rounding explains."
+        else:
+            found = f"{but}all that was compared is equal."
+        return f"{found[0].upper()}{found[1:]} {text}"
 
     def _rows_to_print(self) -> list[TensorDifference]:
         """The rows from the first difference on; else the largest ones."""
         first = None if self.first is None else self.first.row
         compared = [r for r in self.rows if r.relative or r.highlight or r is first]
         if self.first is not None:
-            at = next(i for i, row in enumerate(compared) if row is self.first.row)
+            at = next(i for i, row in enumerate(compared) if row is first)
             return compared[at : at + _MAX_ROWS]
         worst = sorted(compared, key=lambda row: -(row.times or 0.0))[:_MAX_ROWS]
         return sorted(worst, key=lambda row: (row.step, row.order))
@@ -460,6 +522,7 @@ class Comparison:
             "verdict": self.verdict(),
             "counts": self.counts(),
             "threshold": self.threshold,
+            "num_alone": self.num_alone,
             "said": self.said,
             "first": None if self.first is None else self.first.to_dict(),
             "rows": [row.to_dict() for row in self.rows],
@@ -517,7 +580,7 @@ class Comparison:
 
 
 HEADS = (
-    *("verdict", "tensor", "bits", "relative", "times", "inherited", "cosine"),
+    *("verdict", "tensor", "bits", "relative", "times", "propagated", "cosine"),
     *("max abs", "dtypes"),
 )
 
@@ -546,8 +609,8 @@ def cells_of(row: TensorDifference) -> list[str]:
         _number(measures.bits, ".1f"),
         estimate + _number(measures.relative, ".2e"),
         "" if row.times is None else _number(row.times, ".3g"),
-        _number(row.inherited, ".1e") if row.inherited else "",
-        estimate + _number(measures.cosine, ".7f"),
+        _number(row.propagated, ".1e") if row.propagated else "",
+        estimate + _number(measures.cosine, f".{measures.cosine_digits}f"),
         "" if measures.max_abs is None else _number(measures.max_abs, ".2e"),
         dtypes,
     ]

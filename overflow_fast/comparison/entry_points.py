@@ -96,8 +96,9 @@ def recording(
     """Records the tensors of a model's steps, to compare them with another run's.
 
     In the order of execution: parameters and buffers as the step begins; inputs and
-    outputs of all modules; gradients of both; gradients of parameters, as the first
-    optimizer of theirs finds them, else at the end of the step. Of each it writes its
+    outputs of all modules; gradients of both; gradients of parameters, as backward
+    leaves them and as the first optimizer of theirs finds them, else at the end of the
+    step. Of each it writes its
     range, its norm, its counts of nan and inf, and a fingerprint of 1 KiB. The program
     computes the same as without it; if a file cannot be written, the recording ends
     with a warning. Incurs a few CPU-GPU syncs a step, with `tensors=True` one a tensor.

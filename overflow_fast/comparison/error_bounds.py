@@ -4,7 +4,7 @@ The relative L2 error of n independent roundings to a dtype with epsilon e is
 sqrt(0.18 n) e / 2 (see `precision.recast.expected_error`). Only roundings since the two
 runs began to differ count: as long as everything was equal bit for bit, they rounded
 alike. A difference of `FLAGGED` times that, and of as many times the difference of what
-it was computed from, is made here.
+it was computed from, is introduced there.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from ..core.tensors import dtype_named
 from ..precision.layers import expected_error
 from .judged_rows import (
     EQUAL,
-    INHERITED,
-    MADE_HERE,
+    FLAGGED,
+    INTRODUCED,
+    PROPAGATED,
     ROUNDING,
     TensorDifference,
     coarser,
@@ -99,7 +100,6 @@ def _is_lowest(value: float, dtype: str) -> bool:
     return value <= 0.99 * torch.finfo(kind).min
 
 
-FLAGGED = 8.0
 _PRINT_ERROR = 2e-7  # of fingerprints, which are sums in float32
 _LEAF, _CODE = 3, 4  # roundings of a module's inputs, weights and output; of other code
 _TF32 = 2.0**-10  # the epsilon
@@ -124,6 +124,7 @@ class Yardstick:
         self._weights: dict[str, tuple[tuple[int, ...], float]] = {}
         self._known: dict[int, tuple[float, float]] = {}
         self._gradients: dict[str, float] = {}
+        self._accumulated: dict[str, tuple[float, float]] = {}  # of parameters
         self._incoming = 0.0  # the norm of the gradient that was last computed
         self._forward, self._backward = ErrorPropagation(), ErrorPropagation()
 
@@ -181,6 +182,12 @@ class Yardstick:
 
     def _judge_gradient(self, row: TensorDifference, pair: Pair) -> None:
         place, flow = row.place, self._backward
+        before = self._accumulated.get(place.fqn)
+        if place.role == "parameter_gradient" and before is not None:
+            # Between backward and step at most a factor is rounded: no layer runs.
+            source = ErrorPropagation(before[0])
+            self._decide(row, before[1] + self._of_code(row), source, 1.0)
+            return
         # Where a ReLU's input changes its sign, its whole gradient comes or goes.
         flips = math.sqrt(self._forward.relative) * _FLIPS
         flow.add(flips, self._forward.variance, self._forward.width)
@@ -188,8 +195,12 @@ class Yardstick:
         variance = self._after(flow, _LEAF, row)
         summary = pair.reference.summary
         norm = 0.0 if summary is None else summary.norm
-        if place.role == "parameter_gradient":
-            self._decide(row, variance, flow, self._sums_to(place.module, row, norm))
+        if not place.is_of_call:
+            factor = self._sums_to(place.module, row, norm)
+            self._decide(row, variance, flow, factor)
+            if place.role == "accumulated_gradient":
+                relative = math.inf if is_odd(row) else row.relative
+                self._accumulated[place.fqn] = relative, row.explained**2
             return
         # What cancels, as behind a softmax, is small beside what it was computed from.
         factor = max(1.0, self._incoming / norm) if norm else math.inf
@@ -238,6 +249,10 @@ class Yardstick:
         before = flow.variance if flow.relative else 0.0
         return before + self._error(row, kind, roundings) ** 2
 
+    def _of_code(self, row: TensorDifference) -> float:
+        """The squared error of a few roundings of code that is no layer."""
+        return self._error(row, coarser(*row.dtypes), _CODE) ** 2
+
     def _of_cast(self, row: TensorDifference) -> float:
         """The squared error of a cast, if there was one."""
         is_cast = row.dtypes[0] != row.dtypes[1]
@@ -261,7 +276,7 @@ class Yardstick:
     ) -> None:
         if row.measures is None:
             return
-        row.inherited = flow.relative
+        row.propagated = flow.relative
         row.explained = math.sqrt(variance) * factor
         if not row.measures.is_exact:
             row.explained = math.hypot(row.explained, _PRINT_ERROR)
@@ -272,12 +287,12 @@ class Yardstick:
             row.notes.append("a mask: the lowest number of its dtype is in it")
             row.verdict = ROUNDING
         elif is_odd(row):
-            row.verdict = INHERITED if math.isinf(flow.relative) else MADE_HERE
+            row.verdict = PROPAGATED if math.isinf(flow.relative) else INTRODUCED
         elif row.relative >= limit and limit < math.inf:
-            row.verdict = MADE_HERE
+            row.verdict = INTRODUCED
         else:
             is_more = row.relative >= FLAGGED * row.explained
-            row.verdict = INHERITED if is_more else ROUNDING
+            row.verdict = PROPAGATED if is_more else ROUNDING
 
     def _note(self, row: TensorDifference, pair: Pair, variance: float) -> None:
         relative = math.inf if is_odd(row) else row.relative

@@ -8,6 +8,9 @@ Element i is added to the sum i % 251 with a sign that depends on i alone, so th
 - they are linear: those of shards, each at its place in the whole tensor, and of
   partial sums, add up to that of the whole.
 
+Sums are rounded in an order that is part of the format (docs/formats.md), so one tensor
+has one fingerprint on every device, with any number of threads and in any mode.
+
 251 is prime, so no usual hidden size is a multiple of it: channels with large values
 are spread over all sums. Row r of 251 elements has the signs of pattern r % 64, and a
 sign of its own.
@@ -15,10 +18,14 @@ sign of its own.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 from collections.abc import Iterator
 
 import torch
+
+from .. import _C
 
 WIDTH = 251
 _PATTERNS = 64
@@ -37,10 +44,29 @@ def fingerprint(values: torch.Tensor, start: int = 0) -> torch.Tensor:
     Returns:
         251 sums on the tensor's device, float32 (float64 of float64 and integers).
     """
-    sums = SignedSums(values.device, wide_dtype(values))
-    for part, index in chunks(values, start):
-        sums.add(part, index)
-    return sums.total()
+    with without_modes():
+        sums = SignedSums(values.device, wide_dtype(values))
+        for part, index in chunks(values, start):
+            sums.add(part, index)
+        return sums.total()
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Switches off what of the user's could change, or see, how numbers are computed.
+
+    No function or dispatch mode, no inference mode, no gradients, and no flush of
+    subnormal numbers to 0: of that there is no getter but the arithmetic itself.
+    """
+    flushes = sys.float_info.min / 2 == 0
+    with _C.Hidden(), torch.inference_mode(False), torch.no_grad():
+        if flushes:
+            torch.set_flush_denormal(False)
+        try:
+            yield
+        finally:
+            if flushes:
+                torch.set_flush_denormal(True)
 
 
 def wide_dtype(values: torch.Tensor) -> torch.dtype:
@@ -78,12 +104,15 @@ class SignedSums:
 
     def total(self) -> torch.Tensor:
         """The fingerprint."""
-        sums = self._sums
-        return (sums * _pattern_signs(sums.device).to(sums.dtype)).sum(0)
+        sums = self._sums * _pattern_signs(self._sums.device).to(self._sums.dtype)
+        return _halved(sums, _PATTERNS // 2)
 
 
 def _sums_by_pattern(part: torch.Tensor, lead: int, period: int) -> torch.Tensor:
     """Sums rows of the same pattern, each with its sign.
+
+    Element by element, in an order that docs/formats.md specifies: a product of
+    matrices would round as autocast, TF32 and the device's library please.
 
     Args:
         part: At most a chunk of values.
@@ -93,22 +122,37 @@ def _sums_by_pattern(part: torch.Tensor, lead: int, period: int) -> torch.Tensor
     behind = -(lead + len(part)) % _PERIOD
     if lead or behind:
         part = torch.nn.functional.pad(part, (lead, behind))
-    rows = part.view(-1, _PATTERNS, WIDTH).transpose(0, 1)
-    signs = _row_signs(period, part.device)[:, :, : rows.shape[1]]
-    return torch.bmm(signs.to(part.dtype), rows)[:, 0]
+    rows = part.view(-1, _PATTERNS, WIDTH)
+    signs = _row_signs(period, part.device)[: len(rows)].to(part.dtype)
+    half = _PERIODS // 2
+    sums = rows[:half] * signs[:half]
+    if len(rows) > half:  # in one pass with the product, which is exact
+        sums[: len(rows) - half].addcmul_(rows[half:], signs[half:])
+    return _halved(sums, half // 2)
+
+
+def _halved(sums: torch.Tensor, half: int) -> torch.Tensor:
+    """Adds rows up: each to the one that is half of them before it, and again."""
+    while half:
+        if len(sums) > half:
+            sums[: len(sums) - half] += sums[half:]
+            sums = sums[:half]
+        half //= 2
+    return sums[0]
 
 
 @functools.lru_cache(maxsize=256)
 def _row_signs(period: int, device: torch.device) -> torch.Tensor:
-    """The signs of the rows of a chunk, of shape `[patterns, 1, periods]`."""
+    """The signs of the rows of a chunk, of shape `[periods, patterns, 1]`."""
     first = period * _PATTERNS
-    rows = torch.arange(first, first + _PERIODS * _PATTERNS).view(_PERIODS, _PATTERNS)
-    return _signs(rows, 1).t().contiguous()[:, None].to(device)
+    rows = torch.arange(first, first + _PERIODS * _PATTERNS, device="cpu")
+    return _signs(rows, 1).view(_PERIODS, _PATTERNS, 1).to(device)
 
 
 @functools.lru_cache(maxsize=16)
 def _pattern_signs(device: torch.device) -> torch.Tensor:
-    return _signs(torch.arange(_PERIOD), 2).view(_PATTERNS, WIDTH).to(device)
+    numbers = torch.arange(_PERIOD, device="cpu")
+    return _signs(numbers, 2).view(_PATTERNS, WIDTH).to(device)
 
 
 def _signs(numbers: torch.Tensor, seed: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,11 +11,11 @@ import torch
 from ..core.tensors import dtype_named
 from ..precision.layers import expected_error
 from .matching import Pair, StepTensor
-from .measures import Measures, estimated, measured
-from .tensor_hooks import StepPath
+from .measures import Measures, estimated, factor_of, measured
+from .tensor_hooks import StepPath, Summary
 
-EQUAL, ROUNDING, MADE_HERE = "equal", "rounding", "made here"
-INHERITED, NOT_COMPARED = "inherited", "not compared"
+EQUAL, ROUNDING, INTRODUCED = "equal", "rounding", "introduced"
+PROPAGATED, NOT_COMPARED = "propagated", "not compared"
 
 
 @dataclass
@@ -36,14 +36,17 @@ class TensorDifference:
         measures: How far apart they are; None if they were not compared.
         why: Why they were not compared, or "".
         explained: The relative difference that rounding explains.
-        inherited: The relative difference of what it was computed from.
+        propagated: The relative difference of what it was computed from.
         made: The relative difference that its module alone makes of equal inputs, where
             a float32 shadow has measured it; else None.
-        verdict: "equal", "rounding", "made here", "inherited" or "not compared".
+        verdict: "equal", "rounding", "introduced", "propagated" or "not compared".
         highlight: The user's own threshold that it exceeds, or "".
         notes: What else there is to know.
         same: The order of an earlier row with the same tensor, or None.
         reference_norm: The L2 norm of the reference; 0 if it is not known.
+        factor: The number that the reference was multiplied by, if that is the whole
+            difference but for rounding; else None.
+        requires_grad: Whether both required gradients; None where that is not known.
     """
 
     place: StepPath
@@ -59,13 +62,15 @@ class TensorDifference:
     measures: Measures | None
     why: str = ""
     explained: float = 0.0
-    inherited: float = 0.0
+    propagated: float = 0.0
     made: float | None = None
     verdict: str = NOT_COMPARED
     highlight: str = ""
     notes: list[str] = field(default_factory=list)
     same: int | None = None
     reference_norm: float = 0.0
+    factor: float | None = None
+    requires_grad: tuple[bool | None, bool | None] = (None, None)
 
     @property
     def name(self) -> str:
@@ -88,8 +93,8 @@ class TensorDifference:
     @property
     def amplification(self) -> float | None:
         """The difference as a multiple of that of what it was computed from."""
-        is_known = self.measures is not None and self.inherited > 0
-        return self.relative / self.inherited if is_known else None
+        is_known = self.measures is not None and self.propagated > 0
+        return self.relative / self.propagated if is_known else None
 
     def to_dict(self) -> dict[str, Any]:
         """The row as dicts, lists, texts and numbers."""
@@ -116,8 +121,11 @@ class TensorDifference:
         plain |= {
             "explained": self.explained,
             "times": self.times,
-            "inherited": self.inherited,
+            "propagated": self.propagated,
             "amplification": self.amplification,
+            "factor": self.factor,
+            "requires_grad": self.requires_grad[0],
+            "reference_requires_grad": self.requires_grad[1],
             "made": self.made,
             "verdict": self.verdict,
             "highlight": self.highlight,
@@ -132,7 +140,16 @@ class TensorDifference:
 
 
 _MEASURES = (
-    *("cosine", "max_abs", "max_rel", "relative", "bits", "ulp_median", "ulp_p99"),
+    *(
+        "cosine",
+        "cosine_digits",
+        "max_abs",
+        "max_rel",
+        "relative",
+        "bits",
+        "ulp_median",
+        "ulp_p99",
+    ),
     *("num_one_sided", "is_exact"),
 )
 
@@ -156,6 +173,7 @@ def difference_of(pair: Pair, step: int) -> TensorDifference:
         mine.why or its.why,
         same=mine.same,
         reference_norm=0.0 if its.summary is None else its.summary.norm,
+        requires_grad=(mine.requires_grad, its.requires_grad),
     )
     if not row.why and math.prod(mine.shape) != math.prod(its.shape):
         row.why = "the shapes differ"
@@ -167,7 +185,24 @@ def difference_of(pair: Pair, step: int) -> TensorDifference:
     row.measures = estimated(mine.summary, its.summary)
     if row.relative:
         row.measures = _exact(mine, its) or row.measures
+        row.factor = _factor_of(row, mine.summary, its.summary)
+        if row.factor is not None and not row.measures.is_exact:
+            row.measures = replace(row.measures, relative=abs(row.factor - 1))
     return row
+
+
+def _factor_of(
+    row: TensorDifference, mine: Summary, reference: Summary
+) -> float | None:
+    if math.prod(row.shapes[1]) < _LEAST_OF_FACTOR:  # a lone number always is one
+        return None
+    factor, rest = factor_of(mine, reference)
+    is_all = rest <= 1e-6 + epsilon(coarser(*row.dtypes))
+    return factor if is_all and row.relative > FLAGGED * rest else None
+
+
+_LEAST_OF_FACTOR = 4  # elements
+FLAGGED = 8.0  # times what rounding explains
 
 
 def _exact(mine: StepTensor, its: StepTensor) -> Measures | None:

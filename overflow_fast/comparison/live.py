@@ -28,15 +28,19 @@ from ..torch_internals.running import graph_task_id
 from ..tree import CALL_DEPTH, NotRebuilt, mapped, tensors_in
 from .compare_runs import (
     StepContext,
+    as_sentences,
+    differing_settings,
     find_root_difference,
-    match_remarks,
+    left_out_remarks,
+    setting_remarks,
     step_remarks,
 )
 from .comparison import Comparison, RootDifference
-from .error_bounds import FLAGGED, judge_all
+from .error_bounds import judge_all
 from .judged_rows import (
-    INHERITED,
-    MADE_HERE,
+    FLAGGED,
+    INTRODUCED,
+    PROPAGATED,
     TensorDifference,
     coarser,
     difference_of,
@@ -167,9 +171,6 @@ _CASTS = {"aten._to_copy.default", "aten.detach.default", "aten.clone.default"}
 # Each layer computed again in float32, from the inputs that it had.
 
 
-_FLAGGED = 8.0
-
-
 def float32_copy(model: nn.Module) -> nn.Module:
     """A copy of a model with half-precision weights and buffers in float32.
 
@@ -272,10 +273,10 @@ def apply_errors(
         if place.role != "output" or made is None:
             continue
         row.made = made
-        if made >= _FLAGGED * error_of_layer(row):
-            row.verdict = MADE_HERE
-        elif row.verdict == MADE_HERE:
-            row.verdict = INHERITED
+        if made >= FLAGGED * error_of_layer(row):
+            row.verdict = INTRODUCED
+        elif row.verdict == INTRODUCED:
+            row.verdict = PROPAGATED
 
 
 # Runs two functions in turns, tensor by tensor, so that nothing has to be stored.
@@ -364,6 +365,7 @@ class Lockstep:
         self._numbers[side] += 1
         dtype, shape = str(tensor.dtype)[6:], tuple(tensor.shape)
         row = RecordedTensor(place, order, dtype, shape, same=same)
+        row.requires_grad = None if place.phase == BACKWARD else tensor.requires_grad
         entry = StepTensor(place, order, None, dtype, shape, None, "", [Source(0, row)])
         entry.same = same
         values = values_of(tensor)
@@ -434,6 +436,7 @@ class LiveRun:
         self.model, self._batch, self._backward = model, batch, backward
         self._function = step_of(model, loss)
         self.failures: list[str] = []
+        self.arguments: dict[str, dict[str, str]] = {}
         self.error: BaseException | None = None
 
     def run(self, sink: Any) -> None:
@@ -441,7 +444,7 @@ class LiveRun:
         try:
             with TensorHooks(self.model, sink, is_one_thread=True) as tap:
                 self._run(tap)
-            self.failures = tap.failures
+            self.failures, self.arguments = tap.failures, tap.arguments
         except BaseException as error:
             self.error = error
 
@@ -503,9 +506,15 @@ def compare_models(
         drawn = before.drawn()
     for step, side in zip(steps, sides, strict=True):
         step.modes |= {"failures": side.failures, "drawn": drawn}
-    result.said += step_remarks(0, *([step] for step in steps))
+        step.modes["settings"] |= side.arguments
     has_tf32 = any(step.modes["tf32"] for step in steps)
     known = _conclude(result, lockstep, names, has_tf32)
+    own, other = (step.modes for step in steps)
+    pairs = [pair for pair, _ in lockstep.pairs]
+    known.differing = differing_settings(own, other, pairs)
+    remarks = step_remarks(0, *([step] for step in steps))
+    remarks += [(0, text) for text in setting_remarks(known.differing)]
+    result.said += as_sentences(remarks)
     if local is not None:
         apply_errors(result.rows, local.errors)
         if all(row.dtypes[0] == row.dtypes[1] for row in result.rows):
@@ -592,13 +601,11 @@ def _conclude(
             row.measures = measures
         result.rows.append(row)
     judge_all(result.rows, [pair for pair, _ in pairs], has_tf32)
-    matched = Matched([], rest.only, rest.only_reference, rest.renamed)
-    result.said += match_remarks(0, matched)
-    for row in result.rows:
-        if row.why:
-            result.said.append(f"{row.name} was not compared: {row.why}.")
+    matched = Matched([], rest.only, rest.only_reference, rest.renamed, rest.is_coarse)
+    result.num_alone = len(rest.only) + len(rest.only_reference)
+    result.said += as_sentences(left_out_remarks(0, result.rows, matched))
     return StepContext(
-        missing=matched.missing_modules(), lone_inputs=matched.lone_inputs()
+        missing=matched.missing_modules(), lone_sources=matched.lone_sources()
     )
 
 

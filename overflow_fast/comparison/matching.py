@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import math
@@ -46,6 +47,12 @@ class StepTensor:
     why: str
     sources: list[Source]
     same: int | None = None
+
+    @property
+    def requires_grad(self) -> bool | None:
+        """Whether it required gradients, on any rank; None if that is not known."""
+        known = [source.row.requires_grad for source in self.sources]
+        return None if None in known else any(known)
 
     def load(self) -> torch.Tensor | None:
         """Reads the tensor, put together of its parts; None if it was not kept."""
@@ -182,22 +189,28 @@ class Matched:
         only: The entries that the first run alone has.
         only_reference: Those that the reference alone has.
         renamed: The modules that were paired by order and shape, not by name.
+        is_coarse: True if these were too many to align each with each.
     """
 
     pairs: list[Pair]
     only: list[StepTensor]
     only_reference: list[StepTensor]
     renamed: dict[str, str]
+    is_coarse: bool = False
 
     def missing_modules(self) -> set[str]:
         """The modules of which a run has activations or gradients without a twin."""
         missing = (*self.only, *self.only_reference)
         return {each.place.module for each in missing if each.place.phase != STATE}
 
-    def lone_inputs(self) -> set[str]:
-        """The modules of which a run has inputs without a twin."""
-        missing = (*self.only, *self.only_reference)
-        return {each.place.module for each in missing if each.place.role == "input"}
+    def lone_sources(self) -> dict[str, list[str]]:
+        """The inputs, parameters and buffers of each module without a twin."""
+        found: dict[str, list[str]] = {}
+        for each in (*self.only, *self.only_reference):
+            if each.place.role in ("input", "parameter", "buffer"):
+                text = f"{each.place} of one run alone"
+                found.setdefault(each.place.module, []).append(text)
+        return found
 
 
 def match(
@@ -219,7 +232,9 @@ def match(
     its = {id(e): _plain_name(e, references) for e in references}
     matched = Matched([], [], [], {})
     left = _pair_by_key(matched, entries, references, mine, its)
-    renamed = _aligned(*left, mine, its)
+    calls, others = _calls(left[0], mine), _calls(left[1], its)
+    matched.is_coarse = len(calls) * len(others) > _MAX_CELLS
+    renamed = _aligned(list(calls), list(others), calls, others)
     if renamed:
         matched.renamed = {name: other for (name, _), (other, _) in renamed.items()}
         moved = {
@@ -298,16 +313,97 @@ def _key(entry: StepTensor, name: str, has_path: bool) -> object:
 
 
 def _aligned(
-    entries: Sequence[StepTensor],
-    references: Sequence[StepTensor],
-    mine: Mapping[int, str],
-    its: Mapping[int, str],
+    rows: Sequence[Call],
+    columns: Sequence[Call],
+    calls: Mapping[Call, list[StepTensor]],
+    others: Mapping[Call, list[StepTensor]],
 ) -> dict[Call, Call]:
-    """Aligns the calls of modules that have no twin of their name, in their order."""
-    calls, others = _calls(entries, mine), _calls(references, its)
-    if not calls or not others or len(calls) * len(others) > _MAX_CELLS:
+    """Aligns the calls of modules that have no twin of their name, in their order.
+
+    Each with each, by dynamic programming; beyond `_MAX_CELLS` calls with equal results
+    split the order into stretches, and a stretch that is still too long without any is
+    paired by class and shapes.
+    """
+    if not rows or not columns:
         return {}
-    rows, columns = list(calls), list(others)
+    if len(rows) * len(columns) <= _MAX_CELLS:
+        return _aligned_exactly(rows, columns, calls, others)
+    anchors = _anchors(rows, columns, calls, others)
+    if not anchors:
+        return _paired_by_shape(rows, columns, calls, others)
+    found: dict[Call, Call] = {}
+    i = j = 0
+    for at, its in (*anchors, (len(rows), len(columns))):
+        found |= _aligned(rows[i:at], columns[j:its], calls, others)
+        if at < len(rows):
+            found[rows[at]] = columns[its]
+        i, j = at + 1, its + 1
+    return found
+
+
+def _anchors(
+    rows: Sequence[Call],
+    columns: Sequence[Call],
+    calls: Mapping[Call, list[StepTensor]],
+    others: Mapping[Call, list[StepTensor]],
+) -> list[tuple[int, int]]:
+    """The indices of calls with a result that both runs have once, in both orders."""
+    mine = _positions([_result_of(calls[each]) for each in rows])
+    its = _positions([_result_of(others[each]) for each in columns])
+    pairs = sorted((i, its[key]) for key, i in mine.items() if key in its)
+    # The longest increasing subsequence, by patience sorting.
+    ends, last, before = list[int](), list[int](), dict[int, int]()
+    for k, (_, j) in enumerate(pairs):
+        at = bisect.bisect_left(ends, j)
+        before[k] = last[at - 1] if at else -1
+        ends[at : at + 1], last[at : at + 1] = [j], [k]
+    chain, k = list[tuple[int, int]](), last[-1] if last else -1
+    while k >= 0:
+        chain.append(pairs[k])
+        k = before[k]
+    return chain[::-1]
+
+
+def _result_of(outputs: Sequence[StepTensor]) -> object:
+    """The shapes and fingerprints of a call's outputs; None if one is not known."""
+    prints = [e.summary.sums for e in outputs if e.summary is not None]
+    if len(prints) < len(outputs):
+        return None
+    return tuple(
+        (e.shape, tuple(p.tolist())) for e, p in zip(outputs, prints, strict=True)
+    )
+
+
+def _positions(keys: Sequence[object]) -> dict[object, int]:
+    """Where each key is that there is once."""
+    counts = collections.Counter(keys)
+    return {k: i for i, k in enumerate(keys) if k is not None and counts[k] == 1}
+
+
+def _paired_by_shape(
+    rows: Sequence[Call],
+    columns: Sequence[Call],
+    calls: Mapping[Call, list[StepTensor]],
+    others: Mapping[Call, list[StepTensor]],
+) -> dict[Call, Call]:
+    """Pairs the nth calls of equal classes and shapes."""
+    waiting: dict[object, collections.deque[Call]] = {}
+    for each in columns:
+        waiting.setdefault(_kind_of(others[each]), collections.deque()).append(each)
+    pairs = ((each, waiting.get(_kind_of(calls[each]))) for each in rows)
+    return {each: queue.popleft() for each, queue in pairs if queue}
+
+
+def _kind_of(outputs: Sequence[StepTensor]) -> object:
+    return outputs[0].place.class_name, tuple(each.shape for each in outputs)
+
+
+def _aligned_exactly(
+    rows: Sequence[Call],
+    columns: Sequence[Call],
+    calls: Mapping[Call, list[StepTensor]],
+    others: Mapping[Call, list[StepTensor]],
+) -> dict[Call, Call]:
     costs = [[0.0] * (len(columns) + 1) for _ in range(len(rows) + 1)]
     for i in range(len(rows) + 1):
         for j in range(len(columns) + 1):

@@ -48,6 +48,7 @@ class RowLine(Struct, tag_field="kind", tag="row"):
     path: str = ""
     caller: str = ""
     is_leaf: bool = True
+    requires_grad: bool | None = None
     low: Number = "nan"
     high: Number = "nan"
     squares: Number = 0.0
@@ -95,6 +96,8 @@ class RecordedStepLine(Struct, tag_field="kind", tag="step"):
     threads: Count | UnsetType = UNSET
     training: bool | UnsetType = UNSET
     dropout: list[str] | UnsetType = UNSET
+    compiled: list[str] | UnsetType = UNSET
+    settings: dict[str, dict[str, str]] | UnsetType = UNSET
     random: dict[str, str] | UnsetType = UNSET
     has_drawn: bool | UnsetType = UNSET
     drawn: list[str] | UnsetType = UNSET

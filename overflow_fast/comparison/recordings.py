@@ -26,14 +26,18 @@ from ..files.reading import FileError, lines_of, open_regular, open_tensors
 from ..files.writing import make_folder, open_appending, write_all, write_new
 from ..state.random import RandomStates
 from ..text import counted
+from ..torch_internals.compiler import uncompiled
 from ..torch_internals.module_internals import is_dropout
 from .tensor_hooks import (
+    BACKWARD,
     Shard,
     StepPath,
     Summary,
     TensorHooks,
     fetch,
+    is_compiled,
     part_of,
+    scalars_in,
     summarize,
     values_of,
 )
@@ -67,6 +71,7 @@ class RecordedTensor:
         why: Why there are no numbers, or "".
         file: The file that has the tensor, or "".
         local: The shape of this rank's part.
+        requires_grad: Whether it required gradients; None for gradients.
     """
 
     place: StepPath
@@ -79,6 +84,7 @@ class RecordedTensor:
     why: str = ""
     file: str = ""
     local: tuple[int, ...] = ()
+    requires_grad: bool | None = None
 
     @property
     def local_numel(self) -> int:
@@ -91,6 +97,7 @@ class RecordedTensor:
         plain |= {name: getattr(self.place, name) for name in _PLACE}
         plain |= {"dtype": self.dtype, "shape": list(self.shape)}
         plain["local"] = None if self.part is None else list(self.local)
+        plain["requires_grad"] = self.requires_grad
         plain |= {"same": self.same, "why": self.why, "file": self.file}
         plain["part"] = None if self.part is None else self.part.to_plain()
         if self.summary is not None:
@@ -112,6 +119,7 @@ class RecordedTensor:
             line.why,
             line.file,
             line.shape if line.local is None else line.local,
+            line.requires_grad,
         )
 
 
@@ -243,6 +251,7 @@ def _read_rank(run: RecordedRun, file: Path) -> None:
     from .recording_schema import LINES, HeadLine, RecordedStepLine, RowLine
 
     rows: dict[int, list[RecordedTensor]] = {}
+    settings: dict[str, dict[str, str]] = {}
     steps, head, num_bad = list[tuple[int, RankStep]](), None, 0
     with open_regular(file) as lines:
         for text in lines_of(lines):
@@ -259,7 +268,9 @@ def _read_rank(run: RecordedRun, file: Path) -> None:
                 rows.setdefault(line.step, []).append(RecordedTensor.from_line(line))
             elif isinstance(line, RecordedStepLine):
                 sources = _sources(rows.pop(line.step, []), head.rank, file.parent, run)
-                step = RankStep(head.rank, plain(line), sources)
+                modes = plain(line)
+                settings = {**settings, **modes.get("settings", {})}
+                step = RankStep(head.rank, {**modes, "settings": settings}, sources)
                 steps.append((line.step, step))
             else:
                 num_bad += isinstance(line, HeadLine)
@@ -375,9 +386,16 @@ def modes(model: nn.Module) -> dict[str, Any]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "threads": torch.get_num_threads(),
         "training": model.training,
+        "compiled": [name for name, m in named_modules(model) if _hides(m)],
         "dropout": [name for name, module in named_modules(model) if _drops(module)],
         "random": RandomStates(devices).digests(),
+        "settings": {name: settings_of(m) for name, m in named_modules(model)},
     }
+
+
+def settings_of(module: nn.Module) -> dict[str, str]:
+    """The plain values among a module's attributes, such as eps, as text."""
+    return scalars_in(vars(uncompiled(module)))
 
 
 def _has_tf32(devices: list[torch.device]) -> bool:
@@ -392,6 +410,11 @@ def has_unequal_states(mine: Mapping[str, Any], its: Mapping[str, Any]) -> bool:
     own, other = mine.get("random", {}), its.get("random", {})
     names = [n for n in own if n in other and n not in ("cpu", "python", "numpy")]
     return any(own[n] != other[n] for n in names or ["cpu"] if n in own and n in other)
+
+
+def _hides(module: nn.Module) -> bool:
+    """True if modules within are compiled, so that nothing of them is recorded."""
+    return is_compiled(module) and any(True for _ in uncompiled(module).children())
 
 
 def _drops(module: nn.Module) -> bool:
@@ -436,6 +459,7 @@ class Recording:
         self._process = process()
         self._file = self.folder / f"rank-{self._process['rank']}.jsonl"
         self._step = 0
+        self._settings: dict[str, dict[str, str]] = {}  # as they were last written
         self._tap: TensorHooks | None = None
         self._failure = ""
         self._optimizer_hook: Any = None
@@ -537,7 +561,10 @@ class Recording:
             line = {"kind": "row", "step": self._step, **row.to_plain()}
             lines.append(f"{dumps(line)}\n")
         drawn = self._random.drawn()
-        step = {"kind": "step", "step": self._step, **self._modes}
+        settings = {**self._modes.pop("settings"), **tap.arguments}
+        changed = {k: v for k, v in settings.items() if self._settings.get(k) != v}
+        self._settings |= changed
+        step = {"kind": "step", "step": self._step, **self._modes, "settings": changed}
         step |= {"has_drawn": bool(drawn), "drawn": drawn}
         end = {"failures": tap.failures, "raised": raised, "rows": len(lines)}
         lines.append(f"{dumps({**step, **end})}\n")
@@ -548,6 +575,7 @@ class Recording:
     def _add(self, place: StepPath, tensor: torch.Tensor, same: int | None) -> None:
         order, dtype = len(self._rows), str(tensor.dtype)[6:]
         row = RecordedTensor(place, order, dtype, tuple(tensor.shape), same=same)
+        row.requires_grad = None if place.phase == BACKWARD else tensor.requires_grad
         self._rows.append((row, None))  # also if it cannot be read
         part = part_of(tensor)
         values = values_of(tensor)

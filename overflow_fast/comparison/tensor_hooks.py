@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import collections
 import functools
 import logging
 import math
@@ -19,14 +20,18 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.modules import named_modules, unwrapped_class
 from ..core.tensors import NotScanned, resolve
-from ..torch_internals.compiler import uncompiled
+from ..torch_internals.compiler import (
+    own_compiled_call,
+    set_compiled_call,
+    uncompiled,
+)
 from ..torch_internals.module_internals import own_buffers, own_parameters
 from ..torch_internals.running import graph_task_id, is_recorded
-from ..torch_internals.tensor_internals import version_of
+from ..torch_internals.tensor_internals import is_wrapper, version_of
 from ..torch_internals.wrappers import local_tensor
 from ..tree import Path, call_tensors, path_text, tensors, tensors_in
 from ..types import TensorPath
-from .fingerprint import WIDTH, SignedSums, chunks, wide_dtype
+from .fingerprint import WIDTH, SignedSums, chunks, wide_dtype, without_modes
 
 if TYPE_CHECKING:
     from .recording_schema import RowLine
@@ -44,7 +49,9 @@ class StepPath(TensorPath):
 
     Its roles are those that recordings are written with, in which gradients are named
     for what they belong to: "parameter", "buffer", "input", "output",
-    "output_gradient", "input_gradient" and "parameter_gradient".
+    "output_gradient", "input_gradient", "accumulated_gradient" (a parameter's, as
+    backward leaves it, before clipping or an all-reduce) and "parameter_gradient" (as
+    the optimizer finds it).
 
     Attributes:
         phase: "state" (what the step begins with), "forward" or "backward".
@@ -74,7 +81,7 @@ class StepPath(TensorPath):
     @property
     def is_of_call(self) -> bool:
         """True for all but parameters and buffers, and gradients of those."""
-        return not self.role.startswith(("parameter", "buffer"))
+        return not self.role.startswith(("parameter", "buffer", "accumulated"))
 
     def __str__(self) -> str:
         """The path as comparisons write it, such as `h.0.attn #1: output[0]`.
@@ -83,9 +90,9 @@ class StepPath(TensorPath):
         a parameter, its gradient and every call of its module beside one another.
         """
         role = self.role.replace("_", " ")
-        if not self.is_of_call:
-            return f"{self.fqn}: {role}"
         call = f" #{self.call}" if self.call else ""
+        if not self.is_of_call:
+            return f"{self.fqn}{call}: {role}"
         return f"{self.module or 'the model'}{call}: {role}{self.path}"
 
 
@@ -100,13 +107,36 @@ def to_hook(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             yield module, name
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """True if a call of the module runs compiled code."""
+    return uncompiled(module) is not module or own_compiled_call(module) is not None
+
+
+_SCALARS = (bool, int, float, str, type(None))
+_MAX_TEXT, _MAX_LENGTH = 80, 8
+
+
+def scalars_in(values: Mapping[str, Any]) -> dict[str, str]:
+    """The plain values and short sequences of such, as text, without private ones."""
+    return {
+        name: repr(value)[:_MAX_TEXT]
+        for name, value in values.items()
+        if not name.startswith("_") and _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (tuple, list):
+        return len(value) <= _MAX_LENGTH and all(type(v) in _SCALARS for v in value)
+    return type(value) in _SCALARS
+
+
 def class_of(module: nn.Module) -> str:
     return unwrapped_class(type(uncompiled(module))).__name__
 
 
 def state_of(model: nn.Module) -> Iterator[tuple[StepPath, torch.Tensor]]:
-    """Yields parameters and buffers, shared ones once."""
-    seen = set[int]()
+    """Yields parameters and buffers, shared ones under each of their names."""
     for name, module in named_modules(model):
         kind = class_of(module)
         for role, table in (
@@ -114,8 +144,7 @@ def state_of(model: nn.Module) -> Iterator[tuple[StepPath, torch.Tensor]]:
             ("buffer", own_buffers(module)),
         ):
             for path, tensor in table.items():
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
+                if tensor is not None:
                     yield StepPath(name, role, path, STATE, kind), tensor
 
 
@@ -234,6 +263,7 @@ class TensorHooks:
 
     Attributes:
         failures: What the sink raised, as texts.
+        arguments: The plain values that modules were called with, by module and call.
     """
 
     def __init__(
@@ -243,6 +273,7 @@ class TensorHooks:
         self._lock = threading.RLock()
         self._names = dict(to_hook(model))
         self._handles: list[RemovableHandle] = []
+        self._compiled: dict[nn.Module, tuple[Any, Any]] = {}
         self._is_on = False
         self._is_one_thread, self._thread = is_one_thread, 0
         self.failures: list[str] = []
@@ -251,8 +282,10 @@ class TensorHooks:
     def begin_step(self) -> None:
         """Counts calls and tensors anew."""
         self._calls: dict[tuple[str, bool], int] = {}
+        self._accumulated = collections.Counter[int]()
         self._stacks: dict[int, list[_Running]] = {}  # of each thread
         self._number = 0
+        self.arguments: dict[str, dict[str, str]] = {}
         self._known: dict[Any, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._watched: dict[int, weakref.ref[torch.Tensor]] = {}
 
@@ -268,6 +301,17 @@ class TensorHooks:
                 module.register_forward_hook(self._peek, prepend=True),
                 module.register_forward_hook(self._end, always_call=True),
             ]
+            self._show_compiled(module)
+        watched = set[int]()
+        for place, tensor in state_of(self._model):
+            if id(tensor) in watched or not tensor.is_leaf:
+                continue
+            if place.role == "parameter" and tensor.requires_grad:
+                watched.add(id(tensor))
+                place = replace(place, phase=BACKWARD, role="accumulated_gradient")
+                hook = functools.partial(self._on_accumulated, place)
+                register = tensor.register_post_accumulate_grad_hook
+                self._handles.append(register(hook))  # type: ignore[no-untyped-call]
         self._is_on, self._thread = True, threading.get_ident()
         return self
 
@@ -276,7 +320,31 @@ class TensorHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        arguments = self.arguments
+        for module, (call, shown) in self._compiled.items():
+            if own_compiled_call(module) is shown:  # not compiled again since
+                set_compiled_call(module, call)
+        self._compiled.clear()
         self.begin_step()
+        self.arguments = arguments
+
+    def _show_compiled(self, module: nn.Module) -> None:
+        """Puts hooks around what `compile()` made of a module: it has them inside."""
+        call = own_compiled_call(module)
+        if call is None:
+            return
+
+        def shown(*args: Any, **kwargs: Any) -> Any:
+            self._begin(module, args, kwargs)
+            output = None
+            try:
+                output = call(*args, **kwargs)
+            finally:
+                self._end(module, args, output)
+            return output
+
+        self._compiled[module] = call, shown
+        set_compiled_call(module, shown)
 
     def show_state(self) -> None:
         """Shows parameters and buffers."""
@@ -343,6 +411,11 @@ class TensorHooks:
         if is_shown:
             self._calls[name, again] = call + 1
         self._stack.append(_Running(module, name, call, is_shown))
+        if is_shown and not again:
+            given = {f"input[{i}]": value for i, value in enumerate(args)}
+            given |= {f"input.{key}": value for key, value in kwargs.items()}
+            if found := scalars_in(given):
+                self.arguments[f"{name} #{call}"] = found
         if is_shown:
             for path, tensor in call_tensors(args, kwargs):
                 self._show_call(module, call, "input", path, tensor, again)
@@ -394,6 +467,12 @@ class TensorHooks:
         if self._is_on and gradient is not None:
             self._isolated(self._show, place, gradient)
 
+    def _on_accumulated(self, place: StepPath, parameter: torch.Tensor) -> None:
+        if self._is_on and parameter.grad is not None:
+            place = replace(place, call=self._accumulated[id(parameter)])
+            self._accumulated[id(parameter)] += 1
+            self._isolated(self._show, place, parameter.grad)
+
     def _show(self, place: StepPath, tensor: torch.Tensor) -> None:
         with self._lock:
             key = _identity(tensor)
@@ -401,8 +480,26 @@ class TensorHooks:
             same = known[1] if known is not None and known[0]() is not None else None
             if same is None and key is not None:
                 self._known[key] = weakref.ref(tensor), self._number
-            self._sink(place, tensor, same)
-            self._number += 1
+            with without_modes():
+                inner = inner_tensors(tensor)
+                if not inner:
+                    self._sink(place, tensor, same)
+                    self._number += 1
+            for name, each in inner:
+                self._show(replace(place, path=f"{place.path}.{name}"), each)
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The tensors within a subclass whose own values cannot be read, by attribute.
+
+    Such as int8 weights with their scales; none for any other tensor.
+    """
+    if type(tensor) in _PLAIN or not isinstance(values_of(tensor), NotScanned):
+        return []
+    if not is_wrapper(tensor):
+        return []
+    wrapper: Any = tensor
+    return [(name, getattr(wrapper, name)) for name in wrapper.__tensor_flatten__()[0]]
 
 
 def _identity(tensor: torch.Tensor) -> Any:
@@ -488,10 +585,12 @@ def fetch(numbers: list[torch.Tensor]) -> list[Summary]:
         groups.setdefault((each.device, each.dtype), []).append(i)
     found: dict[int, Summary] = {}
     for indices in groups.values():
-        table = torch.stack([numbers[i] for i in indices]).cpu().double()
-        for i, row in zip(indices, table, strict=True):
-            low, high, squares, num_nan, num_inf = row[:5].tolist()
-            sums = row[5:].clone()
+        with without_modes():
+            table = torch.stack([numbers[i] for i in indices]).cpu().double()
+            rows = [(row[:5].tolist(), row[5:].clone()) for row in table]
+        for i, ((low, high, squares, num_nan, num_inf), sums) in zip(
+            indices, rows, strict=True
+        ):
             found[i] = Summary(low, high, squares, int(num_nan), int(num_inf), sums)
     return [found[i] for i in range(len(numbers))]
 
@@ -505,6 +604,8 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
         return resolve(values)
     if values.is_meta:
         return NotScanned("meta tensor")
+    if values.is_quantized:
+        return NotScanned("quantized")
     return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
@@ -521,10 +622,13 @@ def summarize(
     Returns:
         The numbers on the tensor's device, for `fetch()`.
     """
-    with torch.no_grad():
-        numbers = _numbers(values, part, wide_dtype(values), False, has_sums)
-        if values.device.type == "cpu" and not numbers[2].isfinite():
-            numbers = _numbers(values, part, torch.float64, True, has_sums)
+    with without_modes():
+        wide = wide_dtype(values)
+        numbers = _numbers(values, part, wide, False, has_sums)
+        # Without what is not finite; then, where squares leave float32, in float64.
+        for dtype in (wide, torch.float64):
+            if values.device.type == "cpu" and not numbers[2].isfinite():
+                numbers = _numbers(values, part, dtype, True, has_sums)
         return numbers
 
 
@@ -545,13 +649,14 @@ def _numbers(
             stat, chunk = _cleaned(chunk)
         else:
             zero = chunk.new_zeros(())
-            stat = torch.stack([*chunk.aminmax(), chunk.dot(chunk), zero, zero])
+            stat = torch.stack([*chunk.aminmax(), _squared(chunk), zero, zero])
         found.append(stat)
         if has_sums:
             sums.add(chunk, index)
     if not found:
-        nan, zero = torch.full((2,), math.nan, dtype=wide), torch.zeros(3, dtype=wide)
-        return torch.cat([nan, zero, torch.zeros(WIDTH, dtype=wide)]).to(device)
+        empty = torch.zeros(5 + WIDTH, dtype=wide, device=device)
+        empty[:2] = math.nan
+        return empty
     all_of = torch.stack(found)
     low, high = all_of[:, 0].min(), all_of[:, 1].max()
     if part is not None:  # laid out among zeros, which are not its own
@@ -567,7 +672,12 @@ def _cleaned(chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     num_nan = is_nan.sum()
     num_inf = chunk.numel() - is_finite.sum() - num_nan
     counts = [num_nan.to(chunk.dtype), num_inf.to(chunk.dtype)]
-    return torch.stack([low, high, chunk.dot(chunk), *counts]), chunk
+    return torch.stack([low, high, _squared(chunk), *counts]), chunk
+
+
+def _squared(values: torch.Tensor) -> torch.Tensor:
+    """The sum of squares; `dot()` rounds its factors where products may be coarse."""
+    return values.square().sum()
 
 
 def _range(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -64,6 +64,21 @@ def uncompiled(module: nn.Module) -> nn.Module:
     """The module that `torch.compile(module)` was given; any other as it is."""
     found = getattr(module, "_orig_mod", module)
     return found if isinstance(found, nn.Module) else module
+
+
+@internal(
+    "torch.nn.Module._compiled_call_impl",
+    "module.compile() compiles a call with its hooks, which then do not run",
+    "Modules that are compiled in place are not recorded",
+)
+def own_compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What `module.compile()` made, which runs in place of the module's call."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Replaces what runs in place of the module's call."""
+    module._compiled_call_impl = call
 
 
 @internal(

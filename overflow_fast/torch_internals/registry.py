@@ -92,8 +92,10 @@ def is_there(internal: Internal) -> bool:
         for part in parts[split:]:
             if isinstance(found, type) and not hasattr(found, part):
                 return part in _instance_of(found).__dict__
-            found = getattr(found, part, None)
-        return found is not None
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)  # may be None, as a class's default is
+        return True
     return False
 
 

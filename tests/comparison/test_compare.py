@@ -93,10 +93,10 @@ def test_what_follows_is_inherited(compared):
     model = tower()
     eps(model)
     diff = compared(model, tower(), tensors=True)
-    made = [row for row in diff.rows if row.verdict == "made here"]
+    made = [row for row in diff.rows if row.verdict == "introduced"]
     assert [str(row.place) for row in made] == ["blocks.1.norm: output"]
     head = next(row for row in diff.rows if str(row.place) == "head: output")
-    assert head.verdict == "inherited" and 0.1 < head.amplification < 8
+    assert head.verdict == "propagated" and 0.1 < head.amplification < 8
 
 
 def test_non_finite_values_are_made_where_they_arise(compared):
@@ -255,13 +255,13 @@ def test_it_is_written_in_all_formats(compared, tmp_path):
     cells = list(table.iter_rows(values_only=True))
     assert len(cells) == len(diff.rows) + 1
     found = dict(zip(cells[0], cells[1 + diff.rows.index(diff.first.row)], strict=True))
-    assert found["verdict"] == "made here" and found["name"] == "blocks.1.norm: output"
+    assert found["verdict"] == "introduced" and found["name"] == "blocks.1.norm: output"
     assert table.conditional_formatting
     page = diff.to_html(tmp_path / "diff.html").read_text()
     assert page.count("blocks.1.norm (LayerNorm) computes differently") == 1
     assert "http" not in page.lower() and page.count("<tr") > 20
     frame = pytest.importorskip("pandas") and diff.to_dataframe()
-    assert len(frame) == len(diff.rows) and "made here" in set(frame.verdict)
+    assert len(frame) == len(diff.rows) and "introduced" in set(frame.verdict)
 
 
 def test_what_is_no_recording_is_an_error(tmp_path):
@@ -315,7 +315,7 @@ def test_a_sign_that_changes_before_a_relu_is_no_difference(compared):
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     diff = compared(net(1e-9), net(-1e-9), x)
     assert diff.first is None, diff
-    assert any(row.verdict == "inherited" for row in diff.rows)
+    assert any(row.verdict == "propagated" for row in diff.rows)
 
 
 class Mean(torch.nn.Module):

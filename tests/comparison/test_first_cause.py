@@ -5,6 +5,7 @@ import torch
 from compared_models import batch, tower
 
 import overflow_fast
+from overflow_fast.torch_internals.replay_internals import gradient_hooks
 
 
 @pytest.fixture
@@ -152,19 +153,114 @@ def forward(model):
         model(batch())
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_another_shape_is_a_difference_where_it_begins(compared, is_first):
+    models = pooled(1), pooled(2)
+    diff = compared(forward, forward, *(models if is_first else models[::-1]))
+    assert (diff.first.module, diff.first.kind) == ("0", "forward"), diff
+    assert "0 (Repeat) gives a tensor of another shape, of shapes" in str(diff.first)
+    assert diff.differs and diff.first.unknown == ()
+
+
+QINT = torch.qint8
+
+
+class Unreadable(torch.nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return torch.quantize_per_tensor(x * self.factor, 0.1, 0, QINT)
+
+
+class Readable(torch.nn.Module):
+    def forward(self, x):
+        return x.dequantize()
+
+
+def unreadable(factor):
+    return torch.nn.Sequential(Unreadable(factor), Readable())
+
+
+def test_weights_that_were_not_compared_are_in_the_caveat(compared):
+    def model(factor):
+        layer = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False))
+        layer[0].register_buffer(
+            "scale", torch.quantize_per_tensor(torch.tensor([factor]), 0.5, 0, QINT)
+        )
+        hook = lambda m, args, out: out * m.scale.dequantize()  # noqa: E731
+        layer[0].register_forward_hook(hook)
+        return layer
+
+    torch.manual_seed(0)
+    mine, its = model(1.0), model(2.0)
+    mine.load_state_dict(its.state_dict())
+    mine[0].scale = model(1.0)[0].scale
+    diff = compared(forward, forward, mine, its)
+    assert diff.first.unknown == ("0.scale: buffer",), diff
+    assert "gives another result" in str(diff.first)
+
+
+class Tied(torch.nn.Module):
+    def __init__(self, is_tied):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = (torch.nn.Linear(8, 8, bias=False) for _ in "ab")
+        if is_tied:
+            self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+def test_a_tie_that_was_lost_is_said_and_the_weight_named(compared):
+    diff = compared(loss_of, loss_of, Tied(False), Tied(True))
+    assert (diff.first.module, diff.first.kind) == ("last", "weights"), diff
+    said = "\n".join(diff.said)
+    assert "tied in the reference run alone: last.weight = first.weight" in said
+
+
+def test_a_tie_that_both_have_is_not_said(compared):
+    assert compared(loss_of, loss_of, Tied(True), Tied(True)).said == []
+
+
+def test_what_was_not_compared_is_one_sentence_and_in_the_verdict(compared):
+    models = [torch.nn.Sequential(*(Repeat(1) for _ in range(40))) for _ in "ab"]
+    diff = compared(
+        lambda model: model(batch()), lambda model: model(batch(rows=2)), *models
+    )
+    assert (diff.first.kind, len(diff.said)) == ("batch", 1), diff
+    assert "tensors were not compared, the shapes differ: the model: input" in str(diff)
+
+
+def test_a_verdict_says_what_was_not_compared(compared):
+    quiet = compared(forward, forward, unreadable(1.0)[:1], unreadable(2.0)[:1])
+    assert quiet.first is None
+    assert quiet.verdict().startswith("2 tensors could not be compared; ")
+
+
+def test_another_length_of_a_model_that_is_called_by_its_parts(compared):
+    def parts(rows):
+        return lambda model: model[0](batch(rows=rows))
+
+    diff = compared(parts(4), parts(3))
+    assert (diff.first.kind, diff.differs) == ("batch", True), diff
+
+
 def test_a_module_whose_inputs_were_not_compared_is_not_blamed_alone(compared):
-    diff = compared(forward, forward, pooled(1), pooled(2))
+    diff = compared(forward, forward, unreadable(1.0), unreadable(2.0))
     assert (diff.first.module, diff.first.kind) == ("1", "forward"), diff
     assert diff.first.unknown == ("1: input[0]",)
     said = str(diff.first)
-    assert "1 (AdaptiveAvgPool2d) gives another result" in said
+    assert "1 (Readable) gives another result" in said
     assert "may come from what could not be compared: 1: input[0]." in said
     assert "computes differently" not in said
     assert diff.to_dict()["first"]["unknown"] == ["1: input[0]"]
 
 
 def test_models_side_by_side_have_the_same_caveat():
-    diff = overflow_fast.compare_live(pooled(1), pooled(2), batch())
+    diff = overflow_fast.compare_live(unreadable(1.0), unreadable(2.0), batch())
     assert diff.first.unknown == ("1: input[0]",)
 
 
@@ -175,3 +271,133 @@ def test_a_module_whose_inputs_were_compared_has_no_caveat(compared):
     diff = compared(forward, forward, *models)
     assert diff.first.module == "2" and diff.first.unknown == ()
     assert "computes differently" in str(diff.first)
+
+
+def trained(change, steps=1, model=None):
+    """A function that runs steps, with a change between backward and step."""
+
+    def run(model):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        loss_of(model).backward()
+        change(list(model.parameters()))
+        optimizer.step()
+
+    return run
+
+
+def clip_norm(parameters):
+    torch.nn.utils.clip_grad_norm_(parameters, 1e-3)
+
+
+def clip_value(parameters):
+    torch.nn.utils.clip_grad_value_(parameters, 1e-3)
+
+
+def times(factor):
+    def scale(parameters):
+        for each in parameters:
+            each.grad.mul_(factor)
+
+    return scale
+
+
+def as_new_tensors(parameters):
+    for each in parameters:
+        each.grad = each.grad / 3
+
+
+def add_noise(parameters):
+    generator = torch.Generator().manual_seed(0)
+    for each in parameters:
+        each.grad += torch.randn(each.shape, generator=generator) * 0.01
+
+
+BETWEEN = {
+    clip_norm: "times the reference's",
+    clip_value: "",
+    add_noise: "",
+    as_new_tensors: "All 4 that differ are 0.333333 times the reference's, as where 3 ",
+    times(2.0): "are 2 times the reference's, as where 2 ranks or micro-batches",
+    times(0.25): "are 0.25 times the reference's, as where 4 ranks or micro-batches",
+    times(-1.0): "are -1 times the reference's.",
+}
+
+
+@pytest.mark.parametrize("change", BETWEEN, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_is_done_between_backward_and_step_blames_no_module(
+    compared, change, is_first
+):
+    runs = trained(change), trained(lambda parameters: None)
+    diff = compared(*(runs if is_first else runs[::-1]))
+    assert (diff.first.module, diff.first.kind) == ("", "gradients"), diff
+    said = str(diff.first)
+    assert "Made between backward and step: clipping, unscaling" in said
+    assert "Within backward all gradients that were compared are equal." in said
+    assert "Backward of" not in str(diff)
+    assert not is_first or BETWEEN[change] in said
+    assert ("All 4" in said) == bool(BETWEEN[change])
+
+
+def test_one_parameter_that_is_changed_between_backward_and_step(compared):
+    diff = compared(
+        trained(lambda parameters: parameters[2].grad.mul_(3)), trained(len)
+    )
+    assert (diff.first.module, diff.first.kind) == ("", "gradients"), diff
+    assert diff.first.row.place.module == "2"
+
+
+def test_a_gradient_that_a_hook_changes_within_backward_is_a_modules(compared):
+    model = small()
+    model[2].weight.register_hook(lambda gradient: gradient * 1.5)
+    diff = compared(trained(len), trained(len), model, small())
+    assert (diff.first.module, diff.first.kind) == ("2", "backward"), diff
+    assert diff.first.row.place.role == "accumulated_gradient"
+
+
+def without_accumulation(factor, modules=(0, 2)):
+    """A step whose gradients autograd returns: none is accumulated in backward."""
+
+    def run(model):
+        own = list(model.parameters())
+        found = torch.autograd.grad(loss_of(model), own)
+        wrong = [p for i in modules for p in model[i].parameters()]
+        for each, gradient in zip(own, found, strict=True):
+            is_wrong = any(each is other for other in wrong)
+            each.grad = gradient * factor if is_wrong else gradient
+
+    return run
+
+
+def test_gradients_that_were_recorded_before_the_step_alone(compared):
+    diff = compared(without_accumulation(2.0), without_accumulation(1.0))
+    assert (diff.first.module, diff.first.kind) == ("", "gradients"), diff
+    assert "or by the backward of these layers" in str(diff.first)
+    assert "All 4 that differ are 2 times the reference's" in str(diff.first)
+
+
+def test_one_layer_that_was_recorded_before_the_step_alone(compared):
+    diff = compared(without_accumulation(2.0, [2]), without_accumulation(1.0))
+    assert (diff.first.module, diff.first.kind) == ("2", "backward"), diff
+
+
+def test_micro_batches_are_compared_as_they_accumulate(compared):
+    def accumulate(second):
+        def run(model):
+            loss_of(model).backward()
+            (loss_of(model, x=batch(7)) * second).backward()
+
+        return run
+
+    diff = compared(accumulate(2.0), accumulate(1.0))
+    assert diff.first.kind == "loss", diff
+    rows = {str(row.place): row for row in diff.rows}
+    assert rows["0.weight: accumulated gradient"].verdict == "equal"
+    assert rows["0.weight #1: accumulated gradient"].relative > 0.1
+
+
+def test_a_hook_on_accumulated_gradients_is_removed(tmp_path):
+    model = small()
+    with overflow_fast.recording(tmp_path / "a", model):
+        pass
+    assert not any(map(gradient_hooks, model.parameters()))

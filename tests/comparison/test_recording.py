@@ -125,7 +125,9 @@ def test_steps_are_chosen_and_gradients_are_those_of_the_optimizer(folder):
             run.step()
     assert {line["step"] for line in lines_of(folder)[1:]} == {1}
     rows = rows_of(folder, 1)
-    at = names_of(rows).index(("head", "parameter_gradient", "weight"))
+    final = rows[names_of(rows).index(("head", "parameter_gradient", "weight"))]
+    at = names_of(rows).index(("head", "accumulated_gradient", "weight"))
+    assert final["same"] == rows[at]["order"]  # as backward left it, and read once
     assert math.sqrt(rows[at]["squares"]) == pytest.approx(norms[1], rel=1e-5)
 
 
