@@ -103,6 +103,7 @@ class Sample(int):
 PHASES = ("forward", "backward", "optimizer", "data", "weights")
 CAUSES = (
     *("range overflow", "undefined", "singular gradient", "empty reduction"),
+    *("underflow", "rounding", "bad setting"),
     *("bad data", "bad weights", "divergence", "not reproducible"),
     *("only in compiled code", "unknown"),
 )
@@ -215,6 +216,8 @@ class Explanation:
         seconds: The time that the explanation took.
         remedies: What was tried on this step, what made it finite first.
         artifacts: The files that it leaves, where evidence is kept.
+        lost_by: Where the cause is "underflow" or "rounding", the operation before `op`
+            whose result in its dtype has lost the value; else None.
     """
 
     phase: str = ""
@@ -233,6 +236,7 @@ class Explanation:
     seconds: float = 0.0
     remedies: list[Remedy] = field(default_factory=list)
     artifacts: list[Artifact] = field(default_factory=list, repr=False, compare=False)
+    lost_by: Op | None = None
 
     @property
     def is_transient(self) -> bool:

@@ -20,7 +20,14 @@ from ..replayer import Replayer
 from ..slice import ForwardRows, find_root_op
 from ..tensor_kinds import is_float
 from .line_edit import NotEditableError
-from .line_forms import expression_of, line_rewrites, product_rewrites
+from .line_forms import (
+    exact_rewrites,
+    expression_of,
+    line_rewrites,
+    lost_value_rewrites,
+    mask_rewrites,
+    product_rewrites,
+)
 from .patches import (
     Bfloat16,
     Float32Modules,
@@ -266,7 +273,10 @@ def _is_same(failure: Failure, after: Failure, trials: Trials, trial: Trial) -> 
     return not text or any(text in each for each in trial.texts)
 
 
-_LINES = ("range overflow", "undefined", "singular gradient", "empty reduction")
+_LINES = (
+    *("range overflow", "undefined", "singular gradient", "empty reduction"),
+    *("underflow", "rounding"),
+)
 _EAGERLY = (
     "Remedies were tried with compiled code run eagerly; with the compiled code itself "
     "they were not tried."
@@ -338,9 +348,15 @@ def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
         yield _drop_bad_samples(failure, trials)
     if cause in ("bad weights", "divergence"):
         yield try_checkpoints(failure.checkpoints, trials)
+    if cause in _LINES:
+        yield exact_rewrites(failure, trials)
     if cause == "range overflow":
         yield product_rewrites(failure, trials)
         yield try_wider_dtypes(failure, trials)
+    if failure.mask is not None:
+        yield mask_rewrites(failure, trials)
+    if failure.lost is not None:
+        yield lost_value_rewrites(failure, trials)
     if cause in _LINES:
         yield line_rewrites(failure, trials)
     if cause == "range overflow" and failure.found.phase == "backward":

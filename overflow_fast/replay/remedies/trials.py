@@ -13,7 +13,7 @@ import torch
 
 from ..capture import KeptCall
 from ..explanation import Explanation, Remedy
-from ..finding import named_row
+from ..finding import mask_of, named_row
 from ..op_trace import OpTable, Row
 from ..rank_coordinator import text_of
 from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
@@ -315,6 +315,8 @@ class Failure:
         place: The place of the call in which it failed.
         bad: The tensor of the batch that is non-finite, or None.
         modules: The names of the modules that ran from the operation on, in order.
+        mask: The operation that made the infs of a mask which the operation was given.
+        lost: The operation whose rounding made it undefined, or None.
         checkpoints: Files of weights that the user gave, the newest last.
         is_compiled: True if the step calls code that was compiled.
     """
@@ -324,6 +326,8 @@ class Failure:
     place: int
     bad: torch.Tensor | None = None
     modules: Sequence[str] = ()
+    mask: Row | None = None
+    lost: Row | None = None
     checkpoints: Sequence[str | os.PathLike[str]] = ()
     is_compiled: bool = False
 
@@ -344,9 +348,13 @@ class Failure:
             bad = root_op.source.tensor if is_of_batch else None
             return cls(found, None, place, bad, is_compiled=table.is_compiled)
         rows = ForwardRows(table)
-        row = named_row(root_op.source, rows)
-        modules = rows.modules_from(row)
-        return cls(found, row, place, modules=modules, is_compiled=table.is_compiled)
+        row, made = named_row(root_op.source, rows), mask_of(root_op.source)
+        return cls(
+            *(found, row, place),
+            modules=rows.modules_from(row),
+            mask=made if isinstance(made, Row) else None,
+            is_compiled=table.is_compiled,
+        )
 
     @property
     def mark(self) -> tuple[Any, ...]:
