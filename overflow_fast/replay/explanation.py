@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
+from .. import _C
 from ..text import counted, printable, short_name
 
 # The operation that failed, with its inputs and outputs, and the sample.
@@ -351,6 +353,73 @@ def _shortened(chain: list[str]) -> str:
 # A step that is explained, as a guard saw it.
 
 
+_NUMBERS = (float, int, tuple, list)
+
+
+class _LastStep(NamedTuple):
+    names: tuple[str, ...]
+    settings: list[tuple[Any, ...]]
+    versions: list[int]
+
+
+def _weights_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _names_of_numbers(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """The settings to keep: what holds a model, or an optimizer, keeps it alive."""
+    return tuple(k for k, v in group.items() if type(v) in _NUMBERS and k != "params")
+
+
+class LastSteps:
+    """The settings of optimizers' last steps, and the versions of weights after them.
+
+    Both may have changed when a weight is found to be non-finite: a scheduler sets the
+    next learning rate, and other code writes to weights.
+    """
+
+    def __init__(self) -> None:
+        self._of: WeakKeyDictionary[Any, _LastStep] = WeakKeyDictionary()
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes in a step that was made. Does not incur a CPU-GPU sync."""
+        groups, versions = (
+            optimizer.param_groups,
+            _C.versions_of(_weights_of(optimizer)),
+        )
+        known = self._of.get(optimizer)
+        names = known.names if known is not None else _names_of_numbers(groups[0])
+        try:
+            settings = [tuple(map(group.__getitem__, names)) for group in groups]
+        except KeyError:  # others than the first step had
+            names = tuple(
+                set.intersection(*(set(_names_of_numbers(g)) for g in groups))
+            )
+            settings = [tuple(map(group.__getitem__, names)) for group in groups]
+        self._of[optimizer] = _LastStep(names, settings, versions)
+
+    def settings(
+        self, optimizer: torch.optim.Optimizer, place: int
+    ) -> Mapping[str, Any]:
+        """The numbers among a group's settings in the last step, where it is known."""
+        last = self._of.get(optimizer)
+        if last is None or place >= len(last.settings):
+            return {}
+        pairs = zip(last.names, last.settings[place], strict=True)
+        return {name: value for name, value in pairs if type(value) in _NUMBERS}
+
+    def writes_since(
+        self, optimizer: torch.optim.Optimizer, weight: torch.Tensor
+    ) -> int:
+        """How often a weight was written to since, by its version; 0 if not known."""
+        last, weights = self._of.get(optimizer), _weights_of(optimizer)
+        if last is None or len(weights) != len(last.versions):
+            return 0
+        pairs = zip(weights, last.versions, strict=True)
+        before = [version for each, version in pairs if each is weight]
+        return max(0, _C.versions_of([weight])[0] - before[0]) if before else 0
+
+
 @dataclass
 class BadStep:
     """The step that is explained, as a guard saw it.
@@ -366,6 +435,7 @@ class BadStep:
         steps_between: How many steps are between two of these magnitudes.
         largest_gradient: That of all gradients in the last step.
         optimizers: The optimizers.
+        last_steps: Their last steps.
         num_dropped: How many forwards of the step were too many to be kept.
         hidden_by: Why forwards of the step could not be kept, or "".
         is_late: Whether the weights may have been stepped since.
@@ -382,6 +452,7 @@ class BadStep:
     steps_between: int = 1
     largest_gradient: float = 0.0
     optimizers: Sequence[torch.optim.Optimizer] = ()
+    last_steps: LastSteps = field(default_factory=LastSteps)
     is_late: bool = False
     is_of_flag: bool = False
     num_dropped: int = 0
