@@ -116,6 +116,7 @@ NOT_REPLAYED = (
 )
 _MAX_LINES = 8
 _MAX_CODE = 60
+_SAME = 1e-3  # of gradients: more than float32 rounds in most networks
 _FEW = 3
 
 
@@ -147,6 +148,10 @@ class Remedy:
         is_finite: Whether its outputs, loss and gradients were finite then.
         loss: The loss that came out; None if it is not known.
         why: Why it was not tried; "" if it was.
+        moved: By how much it changes the gradients of the other samples, run alone,
+            relative to them (L2 norms over all parameters); None where that was not
+            measured.
+        losses: The loss of the other samples without it and with it, likewise.
         file: The file of the line that it replaces, or "".
         line: The number of the first line that it replaces, or 0.
         last_line: That of the last one.
@@ -165,6 +170,8 @@ class Remedy:
     last_line: int = 0
     parts: tuple[Remedy, ...] = ()
     why: str = ""
+    moved: float | None = None
+    losses: tuple[float, float] | None = None
 
     @property
     def is_recommended(self) -> bool:
@@ -176,6 +183,8 @@ class Remedy:
         loss = "" if self.loss is None else f", loss {self.loss:.4g}"
         outcome = f"finite{loss}" if self.is_finite else "not finite"
         outcome = outcome if self.tried else "not tried"
+        if self.moved is not None:
+            outcome += f"; {self._moved_text()}"
         if self.parts:
             codes = "; ".join(f"{part._prefix}{part.code}" for part in self.parts)
             return f"{self.text}: {codes} - {outcome}"
@@ -188,6 +197,28 @@ class Remedy:
         if self.parts:
             return " and ".join(filter(None, (part.place for part in self.parts)))
         return f"{short_name(self.file)}:{self.line}" if self.file else ""
+
+    @property
+    def changes_others(self) -> bool:
+        """True if it was seen to change the other samples' loss or gradients."""
+        return self._moves_loss or (self.moved is not None and self.moved > _SAME)
+
+    @property
+    def _moves_loss(self) -> bool:
+        if self.losses is None:
+            return False
+        before, after = self.losses
+        return abs(after - before) > _SAME * abs(before)
+
+    def _moved_text(self) -> str:
+        assert self.moved is not None
+        if self._moves_loss and self.losses is not None:
+            before, after = self.losses
+            return f"the other samples' loss is {after:.4g} instead of {before:.4g}"
+        if self.changes_others:
+            change = f"{self.moved:.2g} of their norm"
+            return f"the other samples' gradients change by {change}"
+        return "the other samples stay as they are, within 0.1 %"
 
     @property
     def _prefix(self) -> str:

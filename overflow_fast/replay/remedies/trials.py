@@ -197,6 +197,7 @@ class Trials:
         notes: Why something could not be tried, in sentences.
         applied: The patches that are in place.
         failed: What did not help besides them, with the call that was bad then.
+        helped: The patches that made the step finite, each with its remedy.
     """
 
     def __init__(
@@ -212,6 +213,7 @@ class Trials:
         self.notes: list[str] = []
         self.applied = AppliedPatches()
         self.failed: list[tuple[Trial, int]] = []
+        self.helped: list[tuple[Sequence[Patch], Remedy]] = []
         self._budget = budget
         self._most = replayer.num_forwards + budget
         self._end = time.perf_counter() + seconds_for(step_seconds)
@@ -281,20 +283,32 @@ class Trials:
             return False
         if not is_finite and result.error is None:
             self.failed.append((trial, result.bad_call))
-        loss = _loss_of(result) if is_finite else None
-        self.remedies.append(
-            replace(remedy, tried=is_tried, is_finite=is_finite, loss=loss)
-        )
+        loss = loss_of(result) if is_finite else None
+        remedy = replace(remedy, tried=is_tried, is_finite=is_finite, loss=loss)
+        self.remedies.append(remedy)
+        if is_finite:
+            self.helped.append((applied.patches, remedy))
         return is_finite
 
     def run(self, patches: Sequence[Patch], traced: int = -1) -> ReplayResult:
         """Replays the step with patches; see `Replayer.run()`."""
+        return self._run(StepPart(traced), patches)
+
+    def run_part(self, part: StepPart, patches: Sequence[Patch]) -> ReplayResult | None:
+        """Replays a part with patches; returns None if that is not finite."""
+        result = self._run(part, patches)
+        if result.error is not None or not result.is_clean or not result.has_backward:
+            return None
+        kept = {name: each.clone() for name, each in result.gradients.items()}
+        return replace(result, gradients=kept)
+
+    def _run(self, part: StepPart, patches: Sequence[Patch]) -> ReplayResult:
         eagerly = [Eagerly()] * self._is_eager
         from_loss = [FromLoss()] * self._drops_gradients
-        return self.replayer.run(StepPart(traced), [*eagerly, *patches, *from_loss])
+        return self.replayer.run(part, [*eagerly, *patches, *from_loss])
 
 
-def _loss_of(result: ReplayResult) -> float | None:
+def loss_of(result: ReplayResult) -> float | None:
     """The loss; the mean of those of micro-batches."""
     losses = [float(loss) for loss in result.losses]
     if not losses or not all(map(math.isfinite, losses)):
