@@ -159,8 +159,10 @@ def _log_of_cosh(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
 
 def _log_of_expm1(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
     of = inner.argument_of("expm1")
-    if not of:
-        return None
+    return _of_expm1(of) if of else None
+
+
+def _of_expm1(of: str) -> tuple[str, str]:
     first, again = _twice(of)
     code = f"({atom(first)} + (-(-{atom(again)}).expm1()).log())"
     return "log expm1 x as x + log(-expm1(-x))", code
@@ -194,16 +196,18 @@ def _log_of_sum(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
 
 
 def _log_of_one_and_exp(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
-    for name, sides in (("add", (0, 1)), ("sub", (0,))):
+    for name in ("add", "sub"):
         pair = inner.operands_of(name)
-        for side in sides if pair is not None else ():
+        for side in (0, 1) if pair is not None else ():
             assert pair is not None
             of = _Inner(source, pair[1 - side]).argument_of("exp")
             if not of or not _is_number(pair[side], 1):
                 continue
-            if name == "sub":
+            if name == "add":
+                return _softplus(source, of)
+            if side == 0:
                 return "-expm1 instead of 1 - exp", f"(-{atom(of)}.expm1()).log()"
-            return _softplus(source, of)
+            return _of_expm1(of)
     return None
 
 
