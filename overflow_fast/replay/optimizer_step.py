@@ -114,7 +114,7 @@ def _by_settings(
         "bad setting",
         module_of_parameter(found.tensor),
         tensor=found.tensor,
-        evidence=[text, made, *found.evidence],
+        evidence=[text, made],
     )
 
 

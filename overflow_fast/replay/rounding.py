@@ -164,10 +164,15 @@ class _InFloat64:
     """Runs kept operations in float64, one after another.
 
     What they read that none of them has written is taken as it was.
+
+    Args:
+        nudged: The operation whose results of exactly 0 and 1 are moved by the least
+            that float64 can; None for none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nudged: _KeptCall | None = None) -> None:
         self._memory: dict[int, torch.Tensor] = {}
+        self._nudged = nudged
         self.failed: list[Row] = []
 
     def run(self, call: _KeptCall) -> None:
@@ -187,6 +192,9 @@ class _InFloat64:
             for kept, result in zip(call.results, found, strict=False):
                 if kept.memory not in read:
                     self._put(kept, call.sizes[kept.memory], result)
+            if call is self._nudged:
+                kept = call.results[0]
+                _nudge(kept.of(self._memory[kept.memory]), _impossible(call))
         except Exception:
             self.failed.append(call.row)
             for kept in call.results:
@@ -214,13 +222,40 @@ class _InFloat64:
         return None if memory is None else kept.of(memory)
 
 
+# Magnitudes that the results of finite numbers never are.
+_NEVER_EXACT: dict[str, tuple[float, ...]] = {
+    **dict.fromkeys(("exp", "exp2", "_softmax", "erfc", "softplus"), (0.0,)),
+    **dict.fromkeys(("tanh", "erf"), (1.0,)),
+    "sigmoid": (0.0, 1.0),
+}
+
+
+def _impossible(call: _KeptCall) -> list[float]:
+    """The values of an operation's result that it cannot have of finite numbers."""
+    values = _NEVER_EXACT.get(call.base.removesuffix("_"), ())
+    if not values or not all(bool(each.isfinite().all()) for each in _values(call)):
+        return []
+    own = call.results[0].value
+    return [value for value in values if bool((own.abs() == value).any())]
+
+
+def _nudge(values: torch.Tensor, impossible: Sequence[float]) -> None:
+    info = torch.finfo(torch.float64)
+    if 0.0 in impossible:
+        values[values == 0] = info.smallest_normal
+    if 1.0 in impossible:
+        values[values.abs() == 1] *= 1 - info.eps / 2
+
+
 @dataclass(frozen=True)
 class Lost:
     """The outcome of computing an undefined result in float64.
 
     Attributes:
         first: The operation from which on it was in float64.
-        value: The result then.
+        value: The result then; where `is_beyond`, with the nudged results.
+        is_beyond: Whether float64 loses it, too: by an operation that of finite numbers
+            is never exactly 0 or 1, as its result was.
         is_whole: Whether it depends on nothing that was not in float64 but what was
             there before the step: weights and the batch.
         as_they_were: The names of operations between that have no float64.
@@ -235,6 +270,7 @@ class Lost:
     first: Row
     value: float
     is_whole: bool = False
+    is_beyond: bool = False
     as_they_were: Sequence[str] = ()
     row: Row | None = None
     own: float = math.nan
@@ -245,6 +281,8 @@ class Lost:
     @property
     def cause(self) -> str:
         """UNDERFLOW or ROUNDING."""
+        if self.is_beyond:
+            return UNDERFLOW if self.own == 0 else ROUNDING
         return UNDERFLOW if self.own == 0 and abs(self.true) < self.least else ROUNDING
 
 
@@ -288,9 +326,9 @@ def lost_value(tape: Tape, table: OpTable, rows: Sequence[Row]) -> Lost | None:
     known = {row.index for row in rows}
     is_whole = len(calls) == len(rows) and not as_they_were
     is_whole &= all(each.index in known for row in rows for each in row.read_from)
-    lost = Lost(first, value, is_whole, as_they_were)
+    lost = Lost(first, value, is_whole, as_they_were=as_they_were)
     if not math.isfinite(value):
-        return lost
+        return _beyond_float64(calls, lost, bad[0], index)
     low, high = 0, len(calls) - 1  # finite from `low` on, and not from `high` on
     if math.isfinite(result(high)[0]):
         return None
@@ -299,6 +337,28 @@ def lost_value(tape: Tape, table: OpTable, rows: Sequence[Row]) -> Lost | None:
         is_finite = math.isfinite(result(middle)[0])
         low, high = (middle, high) if is_finite else (low, middle)
     return _lost_at(calls[low], lost, index)
+
+
+def _beyond_float64(
+    calls: Sequence[_KeptCall], lost: Lost, bad: _Kept, index: tuple[int, ...]
+) -> Lost:
+    """Finds an operation that loses the value in float64, too; see `Lost`."""
+    for call in reversed(calls[:-1]):
+        impossible = _impossible(call)
+        if not impossible:
+            continue
+        run = _InFloat64(call)
+        for each in calls:
+            run.run(each)
+        result = run.value(bad)
+        if result is None or calls[-1].row in run.failed:
+            continue
+        value = float(result[index])
+        if math.isfinite(value):
+            dtype = str(call.results[0].value.dtype)[6:]
+            found = replace(lost, value=value, row=call.row, is_beyond=True)
+            return replace(found, own=impossible[0], dtype=dtype)
+    return lost
 
 
 def _values(call: _KeptCall) -> list[torch.Tensor]:
@@ -361,6 +421,15 @@ def explain_lost(lost: Lost, found: Explanation) -> None:
         found.evidence[1:2] = [f"{on}, it is {lost.value:g}, too{is_sure}"]
         return
     found.cause = lost.cause
+    if lost.is_beyond:
+        found.lost_by = op_at(lost.row.name, lost.row.frames)
+        verb = "underflowed" if lost.cause == UNDERFLOW else "was rounded"
+        found.evidence[1:2] = [
+            f"{_place(lost.row)} {verb} to {lost.own:g}, in float64, too: of finite "
+            "numbers it is never that",
+            f"with the float64 number next to {lost.own:g} instead, it is finite",
+        ]
+        return
     found.lost_by = op_at(lost.row.name, lost.row.frames)
     found.evidence[1:2] = [
         f"{_place(lost.row)} {_change(lost)}",

@@ -99,7 +99,6 @@ def test_the_operation_that_lost_it(case):
 UNDEFINED = {
     "log of 0": lambda x: (x * 0).log().sum(),
     "0 / 0": lambda x: ((x * 0) / (x * 0)).sum(),
-    "a saturated tanh": lambda x: torch.atanh(torch.tanh(300 * x)).mean(),
     "a mask": lambda x: x.masked_fill(x < 9, -torch.inf).softmax(-1).sum(),
 }
 
@@ -111,6 +110,56 @@ def test_what_is_undefined_in_float64_too(case):
     assert (found.cause, found.lost_by) == ("undefined", None)
     assert "computed in float64 from aten.addmm" in found.evidence[1]
     assert found.evidence[1].endswith("too: float64 would not help")
+
+
+# What float64 loses, too: of finite numbers the result is never exactly 0 or 1.
+BEYOND = {
+    "exp": (lambda x: torch.exp(-1e4 * x).log().mean(), "exp", "underflow"),
+    "exp in place": (lambda x: (-1e4 * x).exp_().log().mean(), "exp_", "underflow"),
+    "tanh": (lambda x: torch.atanh(torch.tanh(300 * x)).mean(), "tanh", "rounding"),
+    "sigmoid": (
+        *(lambda x: torch.log(1 - torch.sigmoid(300 * x)).mean(), "sigmoid"),
+        "rounding",
+    ),
+    "a sum of exp": (
+        lambda x: torch.log(torch.exp(-1e4 * x).sum(-1)).mean(),
+        *("exp", "underflow"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BEYOND)
+def test_a_value_that_float64_loses_too(case):
+    function, op, cause = BEYOND[case]
+    model = model_of(1.0)
+    found = explain(model, torch.ones(4, 2), lambda x: function(model(x)))
+    assert (found.cause, found.lost_by.name) == (cause, f"aten.{op}")
+    verb = "underflowed to 0" if cause == "underflow" else "was rounded to 1"
+    assert f"{verb}, in float64, too" in found.evidence[1]
+    assert "it is finite" in found.evidence[2]
+
+
+# Results of exactly 0 and 1 that are no loss.
+EXACT = {
+    "tanh of 0": lambda x: (1 / torch.tanh(0 * x)).mean(),
+    "exp of 0": lambda x: torch.log(torch.exp(0 * x) - 1).mean(),
+    "a mask": lambda x: x.masked_fill(x < 9, -torch.inf).exp().log().mean(),
+}
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_an_exact_result_is_no_loss(case):
+    model = model_of(1.0)
+    found = explain(model, torch.ones(4, 2), lambda x: EXACT[case](model(x)))
+    assert found.lost_by is None
+    assert found.cause not in ("underflow", "rounding")
+
+
+def test_an_exact_result_that_does_no_harm_is_not_blamed():
+    model = model_of(1.0)
+    loss = lambda x: (torch.exp(-1e4 * model(x)) + (0 * x).sum().log()).mean()  # noqa: E731
+    found = explain(model, torch.ones(4, 2), loss)
+    assert (found.cause, found.lost_by) == ("undefined", None)
 
 
 def test_random_numbers_are_taken_as_they_were():
