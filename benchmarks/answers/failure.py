@@ -16,6 +16,7 @@ MARK = "# <-"
 PHASES = ("forward", "backward", "optimizer", "data", "weights")
 CAUSES = (
     *("range overflow", "undefined", "singular gradient", "empty reduction"),
+    *("underflow", "rounding", "bad setting"),
     *("bad data", "bad weights", "divergence", "not reproducible"),
     "only in compiled code",
 )

@@ -45,6 +45,15 @@ operations so that numbers stay small, or bound the argument of an `exp`.""",
 The operation has no finite value for its inputs in any precision: 0 / 0, the
 logarithm of 0, the root of a negative number, a softmax of nothing but -inf. Bound
 the input, not the output.""",
+    "underflow": """\
+A number too small for the dtype became 0 before, and an operation such as a logarithm
+or a division was given that 0: the evidence names where it was lost. Use the form that
+never makes the small number: `log_softmax`, `logsigmoid`, `logsumexp`; or a lower
+bound that the dtype holds.""",
+    "rounding": """\
+A result was rounded before, such as a sigmoid or a `tanh` to 1, and the operation that
+fails was given the rounded number. Use the form that never makes it, such as
+`logsigmoid` of the negative logit.""",
     "singular gradient": """\
 The forward is finite, and its derivative is not: a root or a power below 1 at 0,
 `acos` at 1, or the branch that `torch.where` leaves out. Bound the input of the
@@ -55,6 +64,9 @@ A mean, or a division by a count, of no elements. Divide by at least 1, or retur
 The weights have grown so far that a layer overflows; with the weights as large as
 some steps ago the same step is finite. Lower the learning rate, warm up, clip
 gradients.""",
+    "bad setting": """\
+A learning rate, weight decay, epsilon or beta in `param_groups` was nan or inf in a
+step. The weights are lost: load a checkpoint, and check what sets it.""",
     "bad data": """\
 The batch was non-finite before the model saw it.""",
     "bad weights": """\

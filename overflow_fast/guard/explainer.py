@@ -23,7 +23,7 @@ from ..distributed.agreement import Agreed
 from ..distributed.store_channel import StoreChannel
 from ..replay.capture import Capture, KeptCall, ModelCall, batch_size
 from ..replay.explain import investigate
-from ..replay.explanation import BadStep, Explanation
+from ..replay.explanation import BadStep, Explanation, LastSteps
 from ..replay.rank_coordinator import NotJoined, RankCoordinator, text_of
 from ..replay.replay_check import ReplayCheck
 from ..replay.replayer import Observer, Replayer, StepPart
@@ -154,6 +154,12 @@ class Explainer:
                 watch.recorder.note_row()
         self._places: set[tuple[str, str, str]] = set()
         self._last: int | None = None
+        self._last_steps = LastSteps()
+
+    def note_step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Takes in that an optimizer has made its step."""
+        if optimizer is not None and self._asked != "never":
+            self._last_steps.note(optimizer)
 
     def explain(
         self,
@@ -289,6 +295,7 @@ class Explainer:
             largest_gradient=max((r[-1] for r in gradients if r), default=0.0),
             gradients=self._bad_gradients(verdict.dirty_gradients),
             optimizers=optimizers,
+            last_steps=self._last_steps,
             is_late=moment == "check",
             num_dropped=0 if self._capture is None else self._capture.num_dropped,
             hidden_by="" if self._capture is None else self._capture.hidden_by,

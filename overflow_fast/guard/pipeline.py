@@ -190,9 +190,11 @@ class Pipeline:
 
     def after_step(self, hook: OptimizerHook, is_skipped: bool) -> None:
         """Counts an optimizer's step, which was made or skipped."""
-        if self._start is not None:
-            with self._isolation.measured():
+        with self._isolation.measured():
+            if self._start is not None:
                 self._start.end() if is_skipped else self._start.keep()
+            if not is_skipped:
+                self._explainer.note_step(hook.optimizer)
         if self.rounds.note_step(hook):
             self._end_round()
 

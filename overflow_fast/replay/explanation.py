@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
+from .. import _C
 from ..text import counted, printable, short_name
 
 # The operation that failed, with its inputs and outputs, and the sample.
@@ -103,6 +105,7 @@ class Sample(int):
 PHASES = ("forward", "backward", "optimizer", "data", "weights")
 CAUSES = (
     *("range overflow", "undefined", "singular gradient", "empty reduction"),
+    *("underflow", "rounding", "bad setting"),
     *("bad data", "bad weights", "divergence", "not reproducible"),
     *("only in compiled code", "unknown"),
 )
@@ -113,6 +116,7 @@ NOT_REPLAYED = (
 )
 _MAX_LINES = 8
 _MAX_CODE = 60
+_SAME = 1e-3  # of gradients: more than float32 rounds in most networks
 _FEW = 3
 
 
@@ -144,6 +148,10 @@ class Remedy:
         is_finite: Whether its outputs, loss and gradients were finite then.
         loss: The loss that came out; None if it is not known.
         why: Why it was not tried; "" if it was.
+        moved: By how much it changes the gradients of the other samples, run alone,
+            relative to them (L2 norms over all parameters); None where that was not
+            measured.
+        losses: The loss of the other samples without it and with it, likewise.
         file: The file of the line that it replaces, or "".
         line: The number of the first line that it replaces, or 0.
         last_line: That of the last one.
@@ -162,6 +170,8 @@ class Remedy:
     last_line: int = 0
     parts: tuple[Remedy, ...] = ()
     why: str = ""
+    moved: float | None = None
+    losses: tuple[float, float] | None = None
 
     @property
     def is_recommended(self) -> bool:
@@ -173,6 +183,8 @@ class Remedy:
         loss = "" if self.loss is None else f", loss {self.loss:.4g}"
         outcome = f"finite{loss}" if self.is_finite else "not finite"
         outcome = outcome if self.tried else "not tried"
+        if self.moved is not None:
+            outcome += f"; {self._moved_text()}"
         if self.parts:
             codes = "; ".join(f"{part._prefix}{part.code}" for part in self.parts)
             return f"{self.text}: {codes} - {outcome}"
@@ -185,6 +197,28 @@ class Remedy:
         if self.parts:
             return " and ".join(filter(None, (part.place for part in self.parts)))
         return f"{short_name(self.file)}:{self.line}" if self.file else ""
+
+    @property
+    def changes_others(self) -> bool:
+        """True if it was seen to change the other samples' loss or gradients."""
+        return self._moves_loss or (self.moved is not None and self.moved > _SAME)
+
+    @property
+    def _moves_loss(self) -> bool:
+        if self.losses is None:
+            return False
+        before, after = self.losses
+        return abs(after - before) > _SAME * abs(before)
+
+    def _moved_text(self) -> str:
+        assert self.moved is not None
+        if self._moves_loss and self.losses is not None:
+            before, after = self.losses
+            return f"the other samples' loss is {after:.4g} instead of {before:.4g}"
+        if self.changes_others:
+            change = f"{self.moved:.2g} of their norm"
+            return f"the other samples' gradients change by {change}"
+        return "the other samples stay as they are, within 0.1 %"
 
     @property
     def _prefix(self) -> str:
@@ -215,6 +249,8 @@ class Explanation:
         seconds: The time that the explanation took.
         remedies: What was tried on this step, what made it finite first.
         artifacts: The files that it leaves, where evidence is kept.
+        lost_by: Where the cause is "underflow" or "rounding", the operation before `op`
+            whose result in its dtype has lost the value; else None.
     """
 
     phase: str = ""
@@ -233,6 +269,7 @@ class Explanation:
     seconds: float = 0.0
     remedies: list[Remedy] = field(default_factory=list)
     artifacts: list[Artifact] = field(default_factory=list, repr=False, compare=False)
+    lost_by: Op | None = None
 
     @property
     def is_transient(self) -> bool:
@@ -347,6 +384,73 @@ def _shortened(chain: list[str]) -> str:
 # A step that is explained, as a guard saw it.
 
 
+_NUMBERS = (float, int, tuple, list)
+
+
+class _LastStep(NamedTuple):
+    names: tuple[str, ...]
+    settings: list[tuple[Any, ...]]
+    versions: list[int]
+
+
+def _weights_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _names_of_numbers(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """The settings to keep: what holds a model, or an optimizer, keeps it alive."""
+    return tuple(k for k, v in group.items() if type(v) in _NUMBERS and k != "params")
+
+
+class LastSteps:
+    """The settings of optimizers' last steps, and the versions of weights after them.
+
+    Both may have changed when a weight is found to be non-finite: a scheduler sets the
+    next learning rate, and other code writes to weights.
+    """
+
+    def __init__(self) -> None:
+        self._of: WeakKeyDictionary[Any, _LastStep] = WeakKeyDictionary()
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes in a step that was made. Does not incur a CPU-GPU sync."""
+        groups, versions = (
+            optimizer.param_groups,
+            _C.versions_of(_weights_of(optimizer)),
+        )
+        known = self._of.get(optimizer)
+        names = known.names if known is not None else _names_of_numbers(groups[0])
+        try:
+            settings = [tuple(map(group.__getitem__, names)) for group in groups]
+        except KeyError:  # others than the first step had
+            names = tuple(
+                set.intersection(*(set(_names_of_numbers(g)) for g in groups))
+            )
+            settings = [tuple(map(group.__getitem__, names)) for group in groups]
+        self._of[optimizer] = _LastStep(names, settings, versions)
+
+    def settings(
+        self, optimizer: torch.optim.Optimizer, place: int
+    ) -> Mapping[str, Any]:
+        """The numbers among a group's settings in the last step, where it is known."""
+        last = self._of.get(optimizer)
+        if last is None or place >= len(last.settings):
+            return {}
+        pairs = zip(last.names, last.settings[place], strict=True)
+        return {name: value for name, value in pairs if type(value) in _NUMBERS}
+
+    def writes_since(
+        self, optimizer: torch.optim.Optimizer, weight: torch.Tensor
+    ) -> int:
+        """How often a weight was written to since, by its version; 0 if not known."""
+        last, weights = self._of.get(optimizer), _weights_of(optimizer)
+        if last is None or len(weights) != len(last.versions):
+            return 0
+        pairs = zip(weights, last.versions, strict=True)
+        before = [version for each, version in pairs if each is weight]
+        return max(0, _C.versions_of([weight])[0] - before[0]) if before else 0
+
+
 @dataclass
 class BadStep:
     """The step that is explained, as a guard saw it.
@@ -362,6 +466,7 @@ class BadStep:
         steps_between: How many steps are between two of these magnitudes.
         largest_gradient: That of all gradients in the last step.
         optimizers: The optimizers.
+        last_steps: Their last steps.
         num_dropped: How many forwards of the step were too many to be kept.
         hidden_by: Why forwards of the step could not be kept, or "".
         is_late: Whether the weights may have been stepped since.
@@ -378,6 +483,7 @@ class BadStep:
     steps_between: int = 1
     largest_gradient: float = 0.0
     optimizers: Sequence[torch.optim.Optimizer] = ()
+    last_steps: LastSteps = field(default_factory=LastSteps)
     is_late: bool = False
     is_of_flag: bool = False
     num_dropped: int = 0

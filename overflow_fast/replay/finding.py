@@ -6,8 +6,8 @@ import itertools
 
 from .capture import KeptCall
 from .explanation import Explanation, Op, TensorSummary
-from .op_trace import Leaf, Row
-from .places import code_at, op_at
+from .op_trace import Leaf, Row, Source
+from .places import op_at, place_text
 from .root_op import EMPTY, INTERMEDIATE, RANGE, UNDEFINED, Details
 from .slice import ForwardRows, RootOp
 from .without_operation import explain_leaf
@@ -52,7 +52,7 @@ def _read_by(root_op: RootOp) -> str:
     reader = root_op.first_reader
     if reader is None:
         return ""
-    return f"; it was first read by {reader.name}{_place(reader)}"
+    return f"; it was first read by {reader.name}{place_text(reader.frames)}"
 
 
 def _explain_row(
@@ -92,12 +92,19 @@ def _explain_row(
 
 def _mask_text(row: Row) -> str:
     """Names what made the infs that an operation was given, and returned."""
-    made: Row | Leaf = row
+    made = mask_of(row)
+    assert made is not None
+    if isinstance(made, Row):
+        return f"its infs are those of a mask: {made.name}{place_text(made.frames)}"
+    return f"its infs are those of a mask: `{made.name}`"
+
+
+def mask_of(row: Row) -> Source | None:
+    """The source of a mask's infs that an operation was given, or None."""
+    made: Source = row
     while isinstance(made, Row) and made.masks:
         made = made.masks[0]
-    if isinstance(made, Row):
-        return f"its infs are those of a mask: {made.name}{_place(made)}"
-    return f"its infs are those of a mask: `{made.name}`"
+    return None if made is row else made
 
 
 def named_row(row: Row, forward_rows: ForwardRows) -> Row:
@@ -133,6 +140,8 @@ def _evidence(details: Details, op: Op) -> list[str]:
         made += f"; inputs finite: {inputs}"
     elif inputs:
         made += f"; inputs: {inputs}"
+    if details.outside:
+        made += f"; {details.outside}"
     return [made, _why_text(details, output.dtype)]
 
 
@@ -145,7 +154,7 @@ def _why_text(details: Details, dtype: str) -> str:
     if details.why == INTERMEDIATE:
         return f"the true result {value:.3g} fits {dtype}: it overflowed inside"
     if details.why == UNDEFINED and value is not None:
-        return f"float64 gives {value} as well: undefined there, not a rounding error"
+        return f"computed in float64 from the same inputs, it is {value:g}, too"
     return details.reason or "it was not computed again"
 
 
@@ -158,11 +167,6 @@ def _range_text(each: TensorSummary) -> str:
     if each.abs_max is None:
         return f"{list(each.shape)} without a finite value" if each.numel else "nothing"
     return f"{list(each.shape)} in magnitude {each.abs_min:.3g} to {each.abs_max:.3g}"
-
-
-def _place(row: Row) -> str:
-    file, line, _ = code_at(row.frames)
-    return f" ({file.rpartition('/')[2]}:{line})" if file else ""
 
 
 def _chain_text(root_op: RootOp) -> list[str]:

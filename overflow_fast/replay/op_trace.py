@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -141,6 +141,7 @@ class Row:
         custom: Whether the user's code called it within a backward.
         in_hook: Whether that was a hook on a gradient.
         variable: Where gradients are added up: whose.
+        read_from: The operations that wrote what it has read.
         parents: What its non-finite inputs came from that are not meant.
         kinds: The kinds of non-finite values that it returned.
         is_meant: Whether these are infs that the code asked for, as of a mask.
@@ -157,7 +158,7 @@ class Row:
         *("index", "name", "module", "frames", "node", "node_sequence", "sequence"),
         *("parents", "kinds", "is_meant", "is_empty", "details", "custom", "thread"),
         *("variable", "call", "module_call", "is_communication"),
-        *("in_hook", "masks", "reduces"),
+        *("in_hook", "masks", "reduces", "read_from"),
     )
 
     def __init__(
@@ -170,6 +171,7 @@ class Row:
         self.thread = threading.get_ident()
         self.node = ""
         self.node_sequence = self.sequence = -1
+        self.read_from: tuple[Row, ...] = ()
         self.parents: list[Source] = []
         self.masks: list[Source] = []
         self.kinds = 0
@@ -203,11 +205,23 @@ def is_meant(source: Source, kinds: int) -> bool:
     return source.is_mask
 
 
+@runtime_checkable
+class OpTape(Protocol):
+    """Keeps what some operations of a table read and write."""
+
+    def begin(self, op: OpCall, row: Row) -> Any:
+        """Keeps what an operation is about to read; returns what `end()` is given."""
+
+    def end(self, kept: Any, op: OpCall, output: Any) -> None:
+        """Keeps what it has returned and written to."""
+
+
 _EMPTY = {
     *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"),
     *("empty_permuted", "empty_quantized", "resize_"),
 }
 _MAX_SOURCES = 8
+_MOST_WRITERS = 32
 _MAX_DETAILS = 48
 _autograd: Any = torch.autograd
 # The sources of a tensor, its kinds and its size.
@@ -224,6 +238,7 @@ class OpTable:
     Args:
         leaves: The tensors that are there before, by what they are.
         keeps_calls: Keep the arguments of operations that made bad values.
+        tape: Keeps what some operations read and write, or None.
 
     Attributes:
         rows: The operations, in order.
@@ -232,8 +247,14 @@ class OpTable:
         is_compiled: True if an operation ran in a call of what was compiled.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], keeps_calls: bool = False) -> None:
+    def __init__(
+        self,
+        leaves: Sequence[Leaf],
+        keeps_calls: bool = False,
+        tape: OpTape | None = None,
+    ) -> None:
         self._keeps_calls = keeps_calls
+        self._tape = tape
         self.rows: list[Row] = []
         self.bad_modules: list[tuple[str, torch.Tensor]] = []
         self.is_compiled = False
@@ -241,6 +262,7 @@ class OpTable:
         self._sums = Sums(self.kinds)
         self._bad: StorageMap[list[Source]] = StorageMap()
         self._empty: StorageMap[Row] = StorageMap()
+        self._writers: StorageMap[tuple[Row, ...]] = StorageMap()
         self._leaves: dict[int, Leaf] = {}
         self._num_details = 0
         for leaf in leaves:
@@ -275,12 +297,29 @@ class OpTable:
             if each
         ]
         op.keep_written()
+        self._note_read(row, read)
+        kept = None if self._tape is None else self._tape.begin(op, row)
         output = op.run()
         with torch.no_grad():
+            self._note_written(op, row, output)
+            if self._tape is not None:
+                self._tape.end(kept, op, output)
             self._end(op, row, output, bad)
         if row.call is not None and not row.in_backward:
             row.module_call = modules.call()
         return output
+
+    def _note_read(self, row: Row, read: Sequence[torch.Tensor]) -> None:
+        """Notes which operations wrote what one reads."""
+        rows = [each for t in read for each in self._writers.get(t) or ()]
+        row.read_from = tuple(dict.fromkeys(rows))
+
+    def _note_written(self, op: OpCall, row: Row, output: Any) -> None:
+        for tensor in op.fresh(output):
+            self._writers.put(tensor, (row,))
+        for tensor in op.written:  # of many writers to the same memory the last ones
+            before = self._writers.get(tensor) or ()
+            self._writers.put(tensor, (*before[1 - _MOST_WRITERS :], row))
 
     def on_module(self, name: str, output: Any) -> None:
         """Notes what a module has returned, if it is bad."""

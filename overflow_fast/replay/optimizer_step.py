@@ -24,6 +24,10 @@ _BETWEEN = (
     "{} was finite when the step before was judged: the optimizer's step made it "
     "non-finite, or code that wrote to it since"
 )
+_WRITTEN = (
+    "code outside of the optimizer's step has written to it since: its version counter "
+    "has risen by {}"
+)
 
 
 def explain_update(
@@ -51,18 +55,77 @@ def explain_update(
         evidence=[_BETWEEN.format(found.tensor)],
     )
     for optimizer in incident.optimizers:
-        group = _group_of(optimizer, parameter)
-        if group is not None:
-            made = _made_again(optimizer, group, parameter, found)
+        place = _group_of(optimizer, parameter)
+        if place is not None:
+            now = optimizer.param_groups[place]
+            group = {**now, **incident.last_steps.settings(optimizer, place)}
+            wrong = _by_settings(optimizer, place, group, parameter, found)
+            made = wrong or _made_again(optimizer, group, parameter, found)
+            times = incident.last_steps.writes_since(optimizer, parameter)
+            found.evidence += [_WRITTEN.format(times)] * bool(times)
             return made or _too_large(group, incident, found)
     return found
 
 
-def _group_of(optimizer: Any, parameter: torch.Tensor) -> dict[str, Any] | None:
-    for group in optimizer.param_groups:
+def _group_of(optimizer: Any, parameter: torch.Tensor) -> int | None:
+    """The place of the parameter group that has a parameter, or None."""
+    for place, group in enumerate(optimizer.param_groups):
         if any(parameter is each for each in group["params"]):
-            return dict(group)
+            return place
     return None
+
+
+def _by_settings(
+    optimizer: Any,
+    place: int,
+    group: Mapping[str, Any],
+    parameter: torch.Tensor,
+    found: Explanation,
+) -> Explanation | None:
+    """The explanation if a nan or inf among the step's settings makes the same again.
+
+    Args:
+        optimizer: The optimizer.
+        place: The place of the parameter's group.
+        group: The settings of its last step.
+        parameter: The parameter.
+        found: What is said of it so far.
+    """
+    wrong = _bad_settings(group)
+    if not wrong:
+        return None
+    twin = _Twin(optimizer, dict(group), parameter, parameter.dtype)
+    twin.step()
+    bad = ~parameter.detach().isfinite()
+    if not bool((bad & ~twin.parameter.isfinite()).any()):
+        return None
+    now = optimizer.param_groups[place]
+    texts = [f"{_named(place, name)} was {value}" for name, value in wrong.items()]
+    since = [
+        f"{_named(place, name)} is {_number(now[name.partition('[')[0]])} now"
+        for name in wrong
+        if "[" not in name and not _bad_settings({name: now[name]})
+    ]
+    text = f"{' and '.join(texts)} in the last step of {type(optimizer).__name__}"
+    made = "that step made again with gradients of 0 is non-finite, too"
+    made = f"{made}; {', '.join(since)}" if since else made
+    return Explanation(
+        "optimizer",
+        "bad setting",
+        module_of_parameter(found.tensor),
+        tensor=found.tensor,
+        evidence=[text, made],
+    )
+
+
+def _named(place: int, name: str) -> str:
+    key, bracket, rest = name.partition("[")
+    return f"param_groups[{place}]['{key}']{bracket}{rest}"
+
+
+def _number(value: Any) -> str:
+    is_number = isinstance(value, (int, float))
+    return f"{value:g}" if is_number else str(value)
 
 
 def _made_again(
@@ -95,7 +158,8 @@ def _made_again(
     width = f"in float64 it is finite: a number is 0 or inf in {dtype}" * is_finite
     wrong = _bad_settings(group)
     if wrong:
-        found.evidence.append(f"its settings are not finite: {wrong}")
+        texts = [f"{name}={value}" for name, value in wrong.items()]
+        found.evidence.append(f"its settings are not finite: {', '.join(texts)}")
     eps, own = "", group.get("eps")
     if isinstance(own, float) and not float(torch.tensor(own, dtype=parameter.dtype)):
         eps = f" (eps={own:g} is 0 there)"
@@ -126,15 +190,21 @@ def _is_finite_again(
     return bool(twin.parameter.isfinite().all())
 
 
-def _bad_settings(group: Mapping[str, Any]) -> str:
-    """Lists the settings of a parameter group that are nan or inf."""
-    numbers = {k: v for k, v in group.items() if isinstance(v, (float, torch.Tensor))}
-    return ", ".join(
-        f"{name}={float(value)}"
-        for name, value in numbers.items()
-        if not isinstance(value, torch.Tensor) or value.numel() == 1
+def _bad_settings(group: Mapping[str, Any]) -> dict[str, float]:
+    """Finds the settings of a parameter group that are nan or inf, by name."""
+    named: dict[str, Any] = {}
+    for name, value in group.items():
+        if isinstance(value, (tuple, list)) and name != "params":
+            named |= {f"{name}[{i}]": each for i, each in enumerate(value)}
+        else:
+            named[name] = value
+    return {
+        name: float(value)
+        for name, value in named.items()
+        if isinstance(value, float)
+        or (isinstance(value, torch.Tensor) and value.numel() == 1)
         if not math.isfinite(value)
-    )
+    }
 
 
 def _op_of(row: Any) -> Op:

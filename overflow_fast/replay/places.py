@@ -15,6 +15,7 @@ from torch import nn
 
 from ..core.modules import named_modules
 from ..core.selection import full_name
+from ..text import short_name
 from ..torch_internals.replay_internals import autograd_node
 from ..torch_internals.tensor_internals import version_of
 from ..tree import CALL_DEPTH, tensors_in
@@ -149,6 +150,12 @@ def code_at(frames: Frames) -> tuple[str, int, str]:
         return "", 0, ""
     code, line, _ = frames[0]
     return code.co_filename, line, linecache.getline(code.co_filename, line).strip()
+
+
+def place_text(frames: Frames) -> str:
+    """The file and the number of the innermost line, such as " (train.py:9)", or ""."""
+    file, line, _ = code_at(frames)
+    return f" ({short_name(file)}:{line})" if file else ""
 
 
 def op_at(name: str, frames: Frames) -> Op:

@@ -28,7 +28,7 @@ from ..torch_internals.replay_internals import no_dispatch
 from ..torch_internals.tensor_internals import sparse_values
 from .capture import KeptCall, loss_and_gradients, part_of
 from .functions import held_leaves
-from .op_trace import Leaf, OpTable, OpTrace
+from .op_trace import Leaf, OpTable, OpTape, OpTrace
 from .places import names_of
 from .rank_coordinator import (
     BAD,
@@ -367,7 +367,7 @@ class Replayer:
         if id(call) in self._written:  # the user's batch is written to once
             call = call.with_own_batch()
         try:
-            with self._traced(result, call) if is_traced else nullcontext():
+            with self._traced(result, call, observers) if is_traced else nullcontext():
                 with call.ambient.applied(self.models.values()):
                     output = call.function(call.batch)
                 for observer in observers:
@@ -389,13 +389,16 @@ class Replayer:
         return state
 
     @contextmanager
-    def _traced(self, result: ReplayResult, call: KeptCall) -> Iterator[None]:
+    def _traced(
+        self, result: ReplayResult, call: KeptCall, observers: Sequence[Observer]
+    ) -> Iterator[None]:
         """Runs eagerly, and records all operations in the result's table."""
+        tape = next((each for each in observers if isinstance(each, OpTape)), None)
         leaves = [Leaf("batch", name, tensor) for name, tensor in call.leaves()]
         leaves += [Leaf(*found) for found in names_of(self.models)]
         leaves += [Leaf("gradient", "", held) for held in call.held.values()]
         others = held_leaves(self.models, call.around())
-        result.table = OpTable([*leaves, *others], self._keeps_calls)
+        result.table = OpTable([*leaves, *others], self._keeps_calls, tape)
         with run_eagerly(), OpTrace(self.models, result.table):
             yield
         for leaf in others:

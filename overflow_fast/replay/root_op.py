@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..torch_internals.replay_internals import (
 from ..torch_internals.tensor_internals import version_of
 from ..tree import find, mapped, tensors_in
 from .explanation import TensorSummary
-from .tensor_kinds import Kinds, first_bad, is_float, summary_of
+from .tensor_kinds import NAN, Kinds, first_bad, is_float, kinds_of, summary_of
 
 # Computes an operation again in float64.
 
@@ -30,15 +30,11 @@ _HALF_TO_FLOAT = {"_softmax", "_log_softmax"}
 
 def in_float64(op: OpCall) -> tuple[Any, dict[int, torch.Tensor]]:
     """Runs it in float64: its output, and what it writes to, by what it wrote to."""
-    if not str(op.func).startswith(("aten.", "prims.")):
-        raise NotImplementedError("an operation of an extension")
     arguments = tensors_in((op.args, op.kwargs))
     if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in arguments):
         raise NotImplementedError("a tensor subclass")
     if sum(tensor.numel() for tensor in arguments) > _MAX_NUMEL:
         raise NotImplementedError("too large")
-    if torch.Tag.nondeterministic_seeded in op.func.tags:
-        raise NotImplementedError("it draws random numbers")
     written: dict[int, torch.Tensor] = {}
 
     def widened(value: Any) -> Any:
@@ -49,11 +45,24 @@ def in_float64(op: OpCall) -> tuple[Any, dict[int, torch.Tensor]]:
 
     kinds = torch.Tensor, torch.dtype
     args, kwargs = mapped((op.args, op.kwargs), widened, kinds=kinds)
-    if op.base in _HALF_TO_FLOAT:
+    return run_in_float64(op.func, op.base, args, kwargs), written
+
+
+def run_in_float64(func: Any, base: str, args: Any, kwargs: Any) -> Any:
+    """Runs an operation whose arguments were widened, and returns its results.
+
+    Raises:
+        NotImplementedError: If that is not the same operation.
+    """
+    if not str(func).startswith(("aten.", "prims.")):
+        raise NotImplementedError("an operation of an extension")
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        raise NotImplementedError("it draws random numbers")
+    if base in _HALF_TO_FLOAT:
         args = (*args[:2], False)
-    if op.base.startswith("_scaled_dot_product") and "backward" not in op.base:
-        return _attention(op, args, kwargs), {}
-    return op.func(*args, **kwargs), written
+    if base.startswith("_scaled_dot_product") and "backward" not in base:
+        return _attention(func, args, kwargs)
+    return func(*args, **kwargs)
 
 
 def _widened(op: OpCall, value: Any) -> Any:
@@ -65,9 +74,9 @@ def _widened(op: OpCall, value: Any) -> Any:
     return value.double() if value.is_floating_point() else value.clone()
 
 
-def _attention(op: OpCall, args: Any, kwargs: Any) -> Any:
+def _attention(func: Any, args: Any, kwargs: Any) -> Any:
     """Fused attention by its definition."""
-    names = schema_names(op.func)
+    names = schema_names(func)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     mask = given.get("attn_mask", given.get("attn_bias"))
     return attention_by_definition(
@@ -112,6 +121,7 @@ class Details:
         inputs: The float tensors that it was given.
         outputs: Those that it returned.
         first_index: Where the first non-finite value is in the first bad one.
+        outside: Which input is outside of the operation's domain, and where, or "".
         true_value: The result in float64 at the worst place, or None.
         limit: The largest number of the output's dtype.
     """
@@ -121,6 +131,7 @@ class Details:
     inputs: list[TensorSummary] = field(default_factory=list)
     outputs: list[TensorSummary] = field(default_factory=list)
     first_index: tuple[int, ...] | None = None
+    outside: str = ""
     true_value: float | None = None
     limit: float | None = None
 
@@ -153,9 +164,10 @@ def details_of(
     before = [op.kept.get(id(tensor), tensor) for tensor in op.read()]
     found.inputs = [summary_of(tensor) for tensor in before]
     found.outputs = [summary_of(tensor) for tensor in bad]
-    found.first_index = first_bad(bad[0])
+    found.first_index = first_new(bad[0], before)
     found.limit = torch.finfo(bad[0].dtype).max
     try:
+        found.outside = _outside_of_domain(op, found.first_index)
         _classify(op, found, bad, output, counts)
     except Exception as error:
         text = str(error).splitlines()[:1]
@@ -164,6 +176,19 @@ def details_of(
             f"{text[0][:80] if text else ''})"
         )
     return found
+
+
+def first_new(
+    bad: torch.Tensor, read: Sequence[torch.Tensor]
+) -> tuple[int, ...] | None:
+    """The index of the first non-finite value of a kind that was not read, or None.
+
+    A nan is new where only infs were read, as those of a mask.
+    """
+    kinds = [kinds_of(tensor) for tensor in read if is_float(tensor)]
+    is_nan_new = any(kinds) and not any(each & NAN for each in kinds)
+    index = first_bad(bad, nan_alone=True) if is_nan_new else None
+    return first_bad(bad) if index is None else index
 
 
 def _classify(
@@ -176,6 +201,10 @@ def _classify(
     why = _reduces_nothing(op, bad[0], output, counts)
     if why:
         found.why, found.reason = EMPTY, why
+        return
+    why = _weighs_nothing(op, output)
+    if why:
+        found.why, found.reason = UNDEFINED, why
         return
     if op.is_constant or (op.numbers and not found.has_bad_inputs):
         found.why, found.reason = UNDEFINED, _MADE_OF_NUMBERS
@@ -245,6 +274,67 @@ def _value_at(value: Any, index: tuple[int, ...]) -> float | None:
     return float(value[own]) if not value.is_complex() else None
 
 
+# Of elementwise operations, what their first argument must be.
+_DOMAINS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    **dict.fromkeys(("log", "log2", "log10", "rsqrt"), ("above 0", lambda x: x > 0)),
+    "sqrt": ("at least 0", lambda x: x >= 0),
+    **dict.fromkeys(("acos", "asin"), ("from -1 to 1", lambda x: -1 <= x <= 1)),
+    **dict.fromkeys(("atanh", "erfinv"), ("between -1 and 1", lambda x: -1 < x < 1)),
+    "logit": ("between 0 and 1", lambda x: 0 < x < 1),
+    "log1p": ("above -1", lambda x: x > -1),
+    "acosh": ("at least 1", lambda x: x >= 1),
+    "reciprocal": ("other than 0", lambda x: x != 0),
+}
+
+
+def _outside_of_domain(op: OpCall, index: tuple[int, ...] | None) -> str:
+    """Names an argument that is outside of the operation's domain, and where."""
+    base = op.base.removesuffix("_")
+    if "batch_norm" in base and "backward" not in base:
+        return _negative_variance(op)
+    if index is None or not op.args:
+        return ""
+    first = op.kept.get(id(op.args[0]), op.args[0])
+    value = _value_at(first, index)
+    if base in _DOMAINS and value is not None and math.isfinite(value):
+        text, is_inside = _DOMAINS[base]
+        if not is_inside(value):
+            return f"its input is {_at(first, value, index)}; {base} needs one {text}"
+    if base == "pow" and len(op.args) > 1 and value is not None:
+        power = _value_at(op.args[1], index)
+        if power is None or not math.isfinite(power):
+            return ""
+        if (value < 0 and power != int(power)) or (value == 0 and power < 0):
+            return f"its input is {_at(first, value, index)}, the exponent {power:g}"
+    if base in _DIVIDES and len(op.args) > 1 and _value_at(op.args[1], index) == 0:
+        if isinstance(op.args[1], torch.Tensor):
+            return f"the divisor is {_at(op.args[1], 0.0, index)}"
+        return f"the divisor is the number {op.args[1]:g}"
+    return ""
+
+
+def _at(value: Any, number: float, index: tuple[int, ...]) -> str:
+    """A number with its place in a tensor, where that has several."""
+    if not isinstance(value, torch.Tensor) or value.numel() == 1:
+        return f"{number:.3g}"
+    own = index[len(index) - value.dim() :]
+    own = tuple(0 if n == 1 else i for i, n in zip(own, value.shape, strict=True))
+    return f"{number:.3g} at {list(own)}"
+
+
+def _negative_variance(op: OpCall) -> str:
+    """Names a running variance that a batch norm takes the root of below 0."""
+    names = schema_names(op.func)
+    given = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
+    variance, eps = given.get("running_var"), given.get("eps", given.get("epsilon", 0))
+    if variance is None or given.get("training"):
+        return ""
+    places = (variance + eps <= 0).nonzero().flatten().tolist()
+    if not places:
+        return ""
+    return f"running_var is {float(variance[places[0]]):.3g} at {places[:1]}"
+
+
 def _reduces_nothing(
     op: OpCall, bad: torch.Tensor, output: Any, counts: Sequence[torch.Tensor]
 ) -> str:
@@ -252,8 +342,10 @@ def _reduces_nothing(
     base = op.base.rstrip("_")
     read = [t for t in tensors_in(op.args) if t.is_floating_point() or t.is_complex()]
     if base in _COUNTING:
-        weight = tensors_in(output)[1]
-        return "no label of the batch counts: all are ignored" * bool(weight == 0)
+        labels, ignored = op.args[1], op.args[4]
+        return "no label of the batch counts: all are ignored" * bool(
+            (labels == ignored).all()
+        )
     if any(tensor.numel() == 0 for tensor in read):
         return f"{base} of a tensor without elements"
     if base in _DEGREES and read and read[0].isfinite().all():
@@ -265,6 +357,22 @@ def _reduces_nothing(
         if is_counted and _value_at(by, index) == 0 == _value_at(of, index):
             return _BY_NOTHING
     return ""
+
+
+def _weighs_nothing(op: OpCall, output: Any) -> str:
+    """Describes the class weights whose sum a mean is divided by, if that is 0."""
+    if op.base.rstrip("_") not in _COUNTING or op.args[2] is None:
+        return ""
+    if float(tensors_in(output)[1]) != 0:
+        return ""
+    labels, weight, ignored = op.args[1], op.args[2], op.args[4]
+    classes = labels[labels != ignored].unique().tolist()
+    weights = ", ".join(f"{float(weight[i]):g} of class {i}" for i in classes[:4])
+    more = ", ..." * (len(classes) > 4)
+    return (
+        "the mean divides by the sum of the labels' class weights, which is 0: "
+        f"{weights}{more}"
+    )
 
 
 def _has_one_element(tensor: torch.Tensor, result: torch.Tensor) -> bool:

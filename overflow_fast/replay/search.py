@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..torch_internals.replay_internals import no_dispatch
 from . import explanation
 from .capture import KeptCall, batch_size, why_whole
 from .explanation import BadStep, Explanation, Sample
@@ -23,6 +24,8 @@ from .remedies.trials import Failure, seconds_for
 from .replay_check import ReplayCheck
 from .replayer import Replayer, ReplayResult, StepPart
 from .repro import module_repro_of, repro_of
+from .root_op import UNDEFINED
+from .rounding import Tape, explain_lost, lost_value, rows_before
 from .slice import OF_LEAVES, ForwardRows, RootOp, find_root_op, trace_back
 from .tensor_kinds import as_wide, is_float
 from .without_operation import Answers, find_growth
@@ -188,6 +191,7 @@ class Search:
         self._budget = budget
         self._begin = time.perf_counter()
         self._first: ReplayResult | None = None
+        self._lost: Row | None = None
         self._answers = Answers(replayer, incident, self.may_run, replay_check)
 
     def may_run(self, forwards: int = 1) -> bool:
@@ -246,6 +250,7 @@ class Search:
         if root_op is None or (is_gone and self._ranks.is_alone):
             return self._answers.not_in_eager(self._first, traced)
         found = self._explain_origin(root_op, traced, self._replayer.calls[place])
+        self._find_lost_value(found, root_op, place)
         self._name_ranks(found)
         self._keep_call(found, root_op)
         check = self._replay_check
@@ -278,6 +283,28 @@ class Search:
         self._name_accumulated(found, root_op)
         self._answers.note_overwritten(found)
         return found
+
+    def _find_lost_value(self, found: Explanation, root_op: RootOp, place: int) -> None:
+        """Finds the rounding that made an operation undefined, if it was one."""
+        row = root_op.source
+        if not isinstance(row, Row) or row.details is None:
+            return
+        is_own = row.details.why == UNDEFINED and row.details.true_value is not None
+        if not is_own or not self._ranks.is_alone or not self.may_run():
+            return
+        rows = rows_before(row)
+        tape = Tape([each.index for each in rows])
+        result = self._replayer.run(StepPart(place), observers=[tape])
+        if result.error is not None or result.table is None:
+            return
+        with no_dispatch(), torch.no_grad():
+            lost = lost_value(tape, result.table, rows)
+        if lost is not None:
+            explain_lost(lost, found)
+            self._lost = next(
+                (each for each in rows if lost.row and each.index == lost.row.index),
+                None,
+            )
 
     def _test_growth(self, found: Explanation) -> None:
         """Tests whether it is the size of the weights: they are scaled back."""
@@ -317,6 +344,7 @@ class Search:
                 return
         failure = Failure.of(found, root_op, traced.table, place)
         failure.checkpoints = self._checkpoints
+        failure.lost = self._lost
         find_remedies(failure, self._replayer, self._budget, self._first.seconds)
         changed = self._answers.changed
         found_remedy = any(each.is_recommended for each in found.remedies)

@@ -136,12 +136,12 @@ def summary_of(tensor: torch.Tensor, name: str = "") -> TensorSummary:
     return TensorSummary(dtype, shape, least, most, num_nan, num_inf, name)
 
 
-def first_bad(tensor: torch.Tensor) -> tuple[int, ...] | None:
+def first_bad(tensor: torch.Tensor, nan_alone: bool = False) -> tuple[int, ...] | None:
     """The index of the first non-finite value, or None. Incurs a CPU-GPU sync."""
     values = as_wide(tensor)
     if values is None:
         return None
-    places = (~values.isfinite()).nonzero()
+    places = (values.isnan() if nan_alone else ~values.isfinite()).nonzero()
     return tuple(places[0].tolist()) if len(places) else None
 
 

@@ -444,3 +444,48 @@ def test_operands_that_need_brackets_get_them(tmp_path):
     assert found.cause == "range overflow"
     assert "does not compile" not in str(found)
     assert not any("does not compile" in note for note in found.notes)
+
+
+# What remedies do to the samples that did not fail.
+
+
+class Warp(nn.Module):
+    def forward(self, y):
+        return torch.log(torch.expm1(y))
+
+
+class Bounded(nn.Module):
+    def forward(self, y):
+        return torch.exp(y).log1p()
+
+
+def explain_last_sample(layer):
+    model = nn.Sequential(nn.Linear(1, 1), layer)
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+        model[0].bias.zero_()
+    x = torch.tensor([[1.0], [30.0], [60.0], [130.0]])
+    found = explain(model, x, lambda x: (model(x) - x).square().mean())
+    assert found.sample == 3
+    return [each for each in found.remedies if each.is_finite]
+
+
+def test_a_remedy_that_changes_other_samples_says_so():
+    exact, bound = explain_last_sample(Warp())
+    assert exact.text == "log expm1 x as x + log(-expm1(-x))"
+    assert not exact.changes_others
+    assert "the other samples stay as they are, within 0.1 %" in str(exact)
+    assert bound.text == "an argument of at most 20"
+    before, after = bound.losses
+    others = torch.tensor([1.0, 30.0, 60.0])
+    bounded = others.clamp(max=20).expm1().log()
+    assert after == pytest.approx((bounded - others).square().mean().item(), rel=1e-3)
+    assert f"loss is {after:.4g} instead of {before:.4g}" in str(bound)
+
+
+def test_a_remedy_that_changes_no_other_sample_comes_first():
+    remedies = explain_last_sample(Bounded())
+    assert [each.changes_others for each in remedies] == sorted(
+        each.changes_others for each in remedies
+    )
+    assert remedies[0].text != "an argument of at most 20"

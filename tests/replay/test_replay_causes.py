@@ -217,7 +217,7 @@ def test_a_number_that_vanishes_in_float16():
     model = Net(lambda x: x / ((0 * x).abs() + 1e-8)).half()
     found = explain(model, data().half(), lambda x: model(x).float().sum())
     assert found.op.name == "aten.div.Tensor"
-    assert found.cause == UNDEFINED
+    assert (found.cause, found.lost_by.name) == ("underflow", "aten.add.Tensor")
 
 
 # Loss code outside of modules.

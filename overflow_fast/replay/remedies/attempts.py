@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,18 @@ from ..capture import batch_size
 from ..explanation import Remedy
 from ..finding import explain_root_op
 from ..places import names_of
-from ..replayer import Replayer
+from ..replayer import Replayer, StepPart
 from ..slice import ForwardRows, find_root_op
 from ..tensor_kinds import is_float
 from .line_edit import NotEditableError
-from .line_forms import expression_of, line_rewrites, product_rewrites
+from .line_forms import (
+    exact_rewrites,
+    expression_of,
+    line_rewrites,
+    lost_value_rewrites,
+    mask_rewrites,
+    product_rewrites,
+)
 from .patches import (
     Bfloat16,
     Float32Modules,
@@ -28,7 +37,7 @@ from .patches import (
     ScaledGradients,
     SomeSamples,
 )
-from .trials import Attempts, Failure, Trial, Trials
+from .trials import Attempts, Failure, Trial, Trials, loss_of
 
 # Which of the user's checkpoints holds finite weights.
 
@@ -266,7 +275,10 @@ def _is_same(failure: Failure, after: Failure, trials: Trials, trial: Trial) -> 
     return not text or any(text in each for each in trial.texts)
 
 
-_LINES = ("range overflow", "undefined", "singular gradient", "empty reduction")
+_LINES = (
+    *("range overflow", "undefined", "singular gradient", "empty reduction"),
+    *("underflow", "rounding"),
+)
 _EAGERLY = (
     "Remedies were tried with compiled code run eagerly; with the compiled code itself "
     "they were not tried."
@@ -294,10 +306,50 @@ def find_remedies(
         trials.renew()
         _go_on(failure, trials, _MOST_TOGETHER - 1)
     found = failure.found
-    found.remedies = sorted(trials.remedies, key=lambda each: not each.is_finite)
+    _measure_others(failure, trials)
+    found.remedies = sorted(
+        trials.remedies, key=lambda each: (not each.is_finite, each.changes_others)
+    )
     if failure.is_compiled and any(each.tried for each in found.remedies):
         found.notes.insert(0, _EAGERLY)
     found.notes += list(dict.fromkeys(trials.notes))
+
+
+def _measure_others(failure: Failure, trials: Trials) -> None:
+    """Measures how far remedies move the gradients of the samples that did not fail.
+
+    These are run alone, as they are and with each remedy.
+    """
+    sample, size = failure.found.sample, failure.found.num_samples
+    if sample is None or size < 2 or not trials.helped:
+        return
+    # Traced, as a part of a call is.
+    others = StepPart(failure.place, tuple(i for i in range(size) if i != sample))
+    if not trials.may_run():
+        return
+    plain = trials.run_part(others, ())
+    for patches, remedy in trials.helped:
+        if plain is None or not trials.may_run():
+            return
+        changed = trials.run_part(others, patches)
+        if changed is not None and remedy in trials.remedies:
+            place = trials.remedies.index(remedy)
+            moved = _distance(changed.gradients, plain.gradients)
+            before, after = loss_of(plain), loss_of(changed)
+            both = None if before is None or after is None else (before, after)
+            trials.remedies[place] = replace(remedy, moved=moved, losses=both)
+
+
+def _distance(
+    changed: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor]
+) -> float | None:
+    """The norm of the difference of gradients, relative to that of the second ones."""
+    if changed.keys() != plain.keys():
+        return None
+    pairs = [(changed[name].double(), plain[name].double()) for name in plain]
+    error = sum(float((one - two).square().sum()) for one, two in pairs)
+    norm = sum(float(two.square().sum()) for _, two in pairs)
+    return math.sqrt(error / norm) if norm > 0 and math.isfinite(error) else None
 
 
 def _try_all(failure: Failure, trials: Trials) -> None:
@@ -338,9 +390,15 @@ def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
         yield _drop_bad_samples(failure, trials)
     if cause in ("bad weights", "divergence"):
         yield try_checkpoints(failure.checkpoints, trials)
+    if cause in _LINES:
+        yield exact_rewrites(failure, trials)
     if cause == "range overflow":
         yield product_rewrites(failure, trials)
         yield try_wider_dtypes(failure, trials)
+    if failure.mask is not None:
+        yield mask_rewrites(failure, trials)
+    if failure.lost is not None:
+        yield lost_value_rewrites(failure, trials)
     if cause in _LINES:
         yield line_rewrites(failure, trials)
     if cause == "range overflow" and failure.found.phase == "backward":

@@ -11,6 +11,7 @@ from typing import Any
 from ..explanation import Explanation, Op, Remedy
 from ..op_trace import Row
 from ..places import span_of
+from .exact_forms import exact_forms
 from .line_edit import CodePlace, NotEditableError, edited_code
 from .patches import LinePatch
 from .source_rewrites import (
@@ -35,6 +36,7 @@ from .trials import AppliedPatches, Attempts, Failure, Trial, Trials, edited_rem
 # The largest arguments of exp, by dtype; a loss of exp(80) is finite and of no use.
 _LOG_MAX = {"float64": (80, 700), "float16": (10, 5)}
 _EXPS = {"exp", "expm1", "sinh", "cosh", "exp2", "poisson_nll_loss"}
+_BOTH_SIDES = {"sinh", "cosh"}  # large for arguments of either sign
 _OF_TWO = {"matmul", "bmm", "mm", "mul", "add", "sub", "dot", "linear", "mse_loss"}
 _PRODUCTS = {
     "matmul",
@@ -56,6 +58,14 @@ _PRODUCTS = {
     "std",
     "mse_loss",
     "linear",
+    "cross_entropy",
+    "nll_loss",
+    "kl_div",
+    "log_softmax",
+    "logsumexp",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy_with_logits",
 }
 
 
@@ -81,10 +91,12 @@ def overflow_forms(written: Written, dtype: str) -> Iterator[Form]:
     """
     if written.name in _EXPS:
         for largest in _LOG_MAX.get(dtype, (20, 80)):
-            yield Form(
-                f"an argument of at most {largest}",
-                written.with_clamp(f"max={largest}"),
-            )
+            if written.name in _BOTH_SIDES:
+                text = f"an argument between -{largest} and {largest}"
+                yield Form(text, written.with_clamp(f"-{largest}, {largest}"))
+            else:
+                text = f"an argument of at most {largest}"
+                yield Form(text, written.with_clamp(f"max={largest}"))
     if dtype == "float16" and written.name in _PRODUCTS and not written.is_in_place:
         yield in_float32(written)
 
@@ -129,8 +141,15 @@ def forms_of(written: Written, op: Op, cause: str) -> Iterator[Form]:
     if cause == "range overflow":
         yield from overflow_forms(written, dtype)
         return
+    if written.name in _MEAN_LOSSES:
+        yield from _mean_forms(written)
     if cause == "empty reduction" or written.name == "ctc_loss":
         yield from _empty_forms(written, op.name)
+    is_number = written.name == "div" and op.name.startswith("aten.div")
+    if is_number and len(op.inputs) < len(written.operands) == 2:
+        by = f"({written.operands[1]} or {_EPS[dtype]})"  # a number of Python
+        yield Form(f"{_EPS[dtype]} for 0", written.with_operands(None, by))
+        return
     for makes in (
         _root_forms,
         _log_forms,
@@ -139,7 +158,6 @@ def forms_of(written: Written, op: Op, cause: str) -> Iterator[Form]:
         _shifted_softmax_forms,
     ):
         yield from makes(written, dtype)
-    yield from _number_forms(written, op, dtype)
     has_inf = "inf" in written.text or any(each.num_inf for each in op.inputs)
     if has_inf and not written.is_in_place:
         yield from _inf_forms(written, op, dtype)
@@ -192,13 +210,6 @@ def _log_forms(written: Written, dtype: str) -> Iterator[Form]:
             f"an argument of at least 1 + {wide}",
             written.with_clamp(f"min=1 + {wide}"),
         )
-
-
-def _number_forms(written: Written, op: Op, dtype: str) -> Iterator[Form]:
-    """Where a number of Python is what it divides by."""
-    if written.name == "div" and len(op.inputs) < len(written.operands) == 2:
-        by = f"({written.operands[1]} or {_EPS[dtype]})"
-        yield Form(f"{_EPS[dtype]} for 0", written.with_operands(None, by))
 
 
 def _inverse_forms(written: Written, dtype: str) -> Iterator[Form]:
@@ -295,6 +306,24 @@ def _empty_forms(written: Written, op: str) -> Iterator[Form]:
         yield Form("0 where there is nothing", f"torch.nan_to_num({written.text})")
 
 
+_MEAN_LOSSES = {"cross_entropy", "nll_loss"}
+
+
+def _mean_forms(written: Written) -> Iterator[Form]:
+    """The sum of a loss, divided by a count that is not 0."""
+    if len(written.operands) != 2 or written.has_keyword("reduction"):
+        return
+    labels, weight = written.operands[1], written.keyword("weight")
+    total = written.with_keyword("reduction", '"sum"')
+    if weight:
+        text = "the sum divided by a sum of weights of at least 1e-8"
+        yield Form(text, f"{total} / {atom(weight)}[{labels}].sum().clamp(min=1e-8)")
+    else:
+        ignored = written.keyword("ignore_index") or "-100"
+        text = "the sum divided by a count of at least 1"
+        yield Form(text, f"{total} / ({labels} != {ignored}).sum().clamp(min=1)")
+
+
 def _inf_forms(written: Written, op: Op, dtype: str) -> Iterator[Form]:
     """Where infs that are meant, as of masks, meet in a sum or a product with 0."""
     lowest = _LOWEST.get(dtype, "-1e9")
@@ -308,95 +337,6 @@ def _inf_forms(written: Written, op: Op, dtype: str) -> Iterator[Form]:
                 )
     if written.name in ("add", "sub", "mul", "sum", "matmul", "bmm"):
         yield Form("0 for inf - inf and 0 * inf", f"torch.nan_to_num({written.text})")
-
-
-# A softmax or its logarithm that is written out, in a form that cannot overflow.
-
-
-_DIVISIONS = {"div", "divide", "true_divide"}
-_Forms = Iterator[tuple[str, list[Edit]]]
-
-
-@dataclass(frozen=True)
-class _Sum:
-    """A sum along a dimension: of what, along which, and whether that is kept."""
-
-    of: ast.AST
-    dim: str
-    keeps: bool
-
-
-def softmax_forms(source: SourceFile, node: ast.AST) -> _Forms:
-    """Yields edits of the code around an exp that is summed up.
-
-    Args:
-        source: The file.
-        node: The call of exp.
-    """
-    power = Written(source, node)
-    if power.name != "exp" or not power.nodes:
-        return
-    argument = source.text_of(power.nodes[0])
-    for each in source.around(node):
-        if isinstance(each, ast.stmt):
-            break
-        found = _closed_form(source, node, each, argument)
-        if found is not None:
-            yield found
-            return
-    dim = _dim_of_later_sum(source, node)
-    if dim:
-        of = power.operands[0]
-        less = f"({of} - {of}.amax({dim}, keepdim=True))"
-        yield "less its maximum before exp", [Edit(node, power.with_operands(less))]
-
-
-def _closed_form(
-    source: SourceFile, node: ast.AST, whole: ast.AST, argument: str
-) -> tuple[str, list[Edit]] | None:
-    """The function of torch's that an expression around exp is, or None."""
-    written, text = Written(source, whole), source.text_of(node)
-    sums = [_sum_of(source, each) for each in written.nodes[:2]]
-    if written.name == "log" and sums and sums[0] is not None:
-        (total, keeps) = sums[0], ", keepdim=True" * sums[0].keeps
-        if total.of is node:
-            code = f"torch.logsumexp({argument}, {total.dim}{keeps})"
-            return "torch.logsumexp", [Edit(whole, code)]
-    if written.name in _DIVISIONS and len(sums) == 2 and sums[1] is not None:
-        is_same = [source.text_of(e) == text for e in (written.nodes[0], sums[1].of)]
-        if all(is_same) and sums[1].keeps:
-            code = f"torch.softmax({argument}, {sums[1].dim})"
-            return "torch.softmax", [Edit(whole, code)]
-    return None
-
-
-def _dim_of_later_sum(source: SourceFile, node: ast.AST) -> str:
-    """The dimension along which a variable is summed that is divided by it, or ""."""
-    statement = statement_of(source, node)
-    name = target_of(statement, node)
-    if statement is None or not name:
-        return ""
-    dims, num_used = [], 0
-    reads = [r for each in following(source, statement) for r in loads(each, {name})]
-    for read in reads:
-        around = [e for e in source.around(read) if not isinstance(e, ast.Attribute)]
-        total = _sum_of(source, around[0])
-        if total is not None and total.of is read and total.keeps:
-            dims.append(total.dim)
-        written = Written(source, around[0])
-        num_used += written.name in _DIVISIONS and written.nodes[0] is read
-    is_ratio = len(dims) == 1 and num_used == 1 and len(reads) == 2
-    return dims[0] if is_ratio else ""
-
-
-def _sum_of(source: SourceFile, node: ast.AST) -> _Sum | None:
-    written = Written(source, node)
-    if written.name != "sum" or not isinstance(node, ast.Call):
-        return None
-    rest = [source.text_of(each) for each in written.nodes[1:]]
-    dim = written.keyword("dim") or "".join(rest[:1])
-    keeps = written.keyword("keepdim") or "".join(rest[1:2])
-    return _Sum(written.nodes[0], dim, keeps == "True") if dim else None
 
 
 # Tries guarded forms of the line of an operation.
@@ -413,16 +353,78 @@ def line_rewrites(failure: Failure, trials: Trials) -> Attempts:
     source, node = expression_of(row, trials.applied)
     if source is None or node is None:
         return
-    cause = failure.found.cause
-    forms = itertools.chain(
-        softmax_forms(source, node) if cause == "range overflow" else (),
-        (
-            (form.text, [Edit(node, form.code)])
-            for form in forms_of(Written(source, node), op, cause)
-        ),
-    )
-    for text, edits in itertools.islice(forms, _MAX_FORMS):
+    forms = forms_of(Written(source, node), op, failure.found.cause)
+    for form in itertools.islice(forms, _MAX_FORMS):
+        edits = [Edit(node, form.code)]
+        yield _trial_of_edits(form.text, edits, source, row, trials)
+
+
+def exact_rewrites(failure: Failure, trials: Trials) -> Attempts:
+    """Forms that are the same in exact arithmetic, and stay in range."""
+    seen: set[str] = set()
+    for row in filter(None, (failure.row, failure.lost)):
+        source, node = expression_of(row, trials.applied)
+        if source is None or node is None:
+            continue
+        for text, edits in exact_forms(source, node):
+            code = source.edited(edits).text
+            if code not in seen:
+                seen.add(code)
+                yield _trial_of_edits(text, edits, source, row, trials)
+
+
+def lost_value_rewrites(failure: Failure, trials: Trials) -> Attempts:
+    """A lower bound of the expression whose result, in its dtype, became 0."""
+    row, op = failure.lost, failure.found.op
+    if row is None or op is None:
+        return
+    source, node = expression_of(row, trials.applied)
+    if source is None or node is None:
+        return
+    written = Written(source, node)
+    dtype = op.inputs[0].dtype if op.inputs else "float32"
+    if dtype in _EPS and written.text and not isinstance(node, ast.AugAssign):
+        code = f"{atom(written.text)}.clamp(min={_EPS[dtype]})"
+        text = f"a result of at least {_EPS[dtype]}"
+        if failure.found.cause == "underflow":
+            yield _trial_of_edits(text, [Edit(node, code)], source, row, trials)
+
+
+# What a mask of -inf is written as; the number that stands for it in dtypes.
+_INFS = {
+    *('float("-inf")', "float('-inf')", '-float("inf")', "-float('inf')"),
+    *("-torch.inf", "-math.inf", "-np.inf", "-numpy.inf", "-inf"),
+    *('float("-Inf")', "float('-Inf')", '-float("Inf")', "-float('Inf')"),
+}
+
+
+def mask_rewrites(failure: Failure, trials: Trials) -> Attempts:
+    """The mask whose infs meet, made of a large number instead."""
+    row, op = failure.mask, failure.found.op
+    if row is None or op is None or not op.inputs:
+        return
+    source, node = _statement_at(row, trials)
+    if source is None or node is None:
+        return
+    lowest = _LOWEST.get(op.inputs[0].dtype, "-1e9")
+    infs = [
+        each
+        for each in ast.walk(node)
+        if isinstance(each, ast.expr) and source.text_of(each) in _INFS
+    ]
+    if len(infs) == 1:
+        edits = [Edit(infs[0], lowest)]
+        text = f"a mask of {lowest} instead of -inf"
         yield _trial_of_edits(text, edits, source, row, trials)
+
+
+def _statement_at(row: Row, trials: Trials) -> tuple[SourceFile | None, ast.AST | None]:
+    """The file and the statement that an operation was called in."""
+    if not row.frames:
+        return None, None
+    code, line, _ = row.frames[0]
+    source = trials.applied.source(code.co_filename)
+    return source, source.statement_at(line)
 
 
 def expression_of(

@@ -52,6 +52,18 @@ class SourceFile:
             return []
 
     @functools.cached_property
+    def imports(self) -> set[str]:
+        """The names that its imports give to modules and what they take of them."""
+        kinds = ast.Import, ast.ImportFrom
+        found = [
+            each
+            for node in self._nodes
+            if isinstance(node, kinds)
+            for each in node.names
+        ]
+        return {(each.asname or each.name).partition(".")[0] for each in found}
+
+    @functools.cached_property
     def _parents(self) -> dict[int, ast.AST]:
         return {
             id(child): node
@@ -66,6 +78,16 @@ class SourceFile:
         for node in self._nodes:
             if isinstance(node, kinds) and span in (span_in(node), _call_span(node)):
                 found = node  # the innermost of those that span the same
+        return found
+
+    def statement_at(self, line: int) -> ast.AST | None:
+        """The innermost statement that a line is of, or None."""
+        found = None
+        for node in self._nodes:
+            if not isinstance(node, ast.stmt):
+                continue
+            if node.lineno <= line <= (node.end_lineno or node.lineno):
+                found = node
         return found
 
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
@@ -356,13 +378,24 @@ def statement_of(source: SourceFile, node: ast.AST) -> ast.stmt | None:
 
 def following(source: SourceFile, statement: ast.stmt) -> Sequence[ast.stmt]:
     """The statements after one, in the same block."""
+    block = _block_of(source, statement)
+    return block[block.index(statement) + 1 :] if block else ()
+
+
+def preceding(source: SourceFile, statement: ast.stmt) -> Sequence[ast.stmt]:
+    """The statements before one, in the same block."""
+    block = _block_of(source, statement)
+    return block[: block.index(statement)] if block else ()
+
+
+def _block_of(source: SourceFile, statement: ast.stmt) -> list[ast.stmt]:
     for parent in source.around(statement):
         for name in ("body", "orelse", "finalbody"):
             block = getattr(parent, name, None)
             if isinstance(block, list) and statement in block:
-                return block[block.index(statement) + 1 :]
+                return block
         break
-    return ()
+    return []
 
 
 def target_of(statement: ast.stmt | None, value: ast.AST) -> str:

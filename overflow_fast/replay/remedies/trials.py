@@ -13,7 +13,7 @@ import torch
 
 from ..capture import KeptCall
 from ..explanation import Explanation, Remedy
-from ..finding import named_row
+from ..finding import mask_of, named_row
 from ..op_trace import OpTable, Row
 from ..rank_coordinator import text_of
 from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
@@ -197,6 +197,7 @@ class Trials:
         notes: Why something could not be tried, in sentences.
         applied: The patches that are in place.
         failed: What did not help besides them, with the call that was bad then.
+        helped: The patches that made the step finite, each with its remedy.
     """
 
     def __init__(
@@ -212,6 +213,7 @@ class Trials:
         self.notes: list[str] = []
         self.applied = AppliedPatches()
         self.failed: list[tuple[Trial, int]] = []
+        self.helped: list[tuple[Sequence[Patch], Remedy]] = []
         self._budget = budget
         self._most = replayer.num_forwards + budget
         self._end = time.perf_counter() + seconds_for(step_seconds)
@@ -281,20 +283,32 @@ class Trials:
             return False
         if not is_finite and result.error is None:
             self.failed.append((trial, result.bad_call))
-        loss = _loss_of(result) if is_finite else None
-        self.remedies.append(
-            replace(remedy, tried=is_tried, is_finite=is_finite, loss=loss)
-        )
+        loss = loss_of(result) if is_finite else None
+        remedy = replace(remedy, tried=is_tried, is_finite=is_finite, loss=loss)
+        self.remedies.append(remedy)
+        if is_finite:
+            self.helped.append((applied.patches, remedy))
         return is_finite
 
     def run(self, patches: Sequence[Patch], traced: int = -1) -> ReplayResult:
         """Replays the step with patches; see `Replayer.run()`."""
+        return self._run(StepPart(traced), patches)
+
+    def run_part(self, part: StepPart, patches: Sequence[Patch]) -> ReplayResult | None:
+        """Replays a part with patches; returns None if that is not finite."""
+        result = self._run(part, patches)
+        if result.error is not None or not result.is_clean or not result.has_backward:
+            return None
+        kept = {name: each.clone() for name, each in result.gradients.items()}
+        return replace(result, gradients=kept)
+
+    def _run(self, part: StepPart, patches: Sequence[Patch]) -> ReplayResult:
         eagerly = [Eagerly()] * self._is_eager
         from_loss = [FromLoss()] * self._drops_gradients
-        return self.replayer.run(StepPart(traced), [*eagerly, *patches, *from_loss])
+        return self.replayer.run(part, [*eagerly, *patches, *from_loss])
 
 
-def _loss_of(result: ReplayResult) -> float | None:
+def loss_of(result: ReplayResult) -> float | None:
     """The loss; the mean of those of micro-batches."""
     losses = [float(loss) for loss in result.losses]
     if not losses or not all(map(math.isfinite, losses)):
@@ -315,6 +329,8 @@ class Failure:
         place: The place of the call in which it failed.
         bad: The tensor of the batch that is non-finite, or None.
         modules: The names of the modules that ran from the operation on, in order.
+        mask: The operation that made the infs of a mask which the operation was given.
+        lost: The operation whose rounding made it undefined, or None.
         checkpoints: Files of weights that the user gave, the newest last.
         is_compiled: True if the step calls code that was compiled.
     """
@@ -324,6 +340,8 @@ class Failure:
     place: int
     bad: torch.Tensor | None = None
     modules: Sequence[str] = ()
+    mask: Row | None = None
+    lost: Row | None = None
     checkpoints: Sequence[str | os.PathLike[str]] = ()
     is_compiled: bool = False
 
@@ -344,9 +362,13 @@ class Failure:
             bad = root_op.source.tensor if is_of_batch else None
             return cls(found, None, place, bad, is_compiled=table.is_compiled)
         rows = ForwardRows(table)
-        row = named_row(root_op.source, rows)
-        modules = rows.modules_from(row)
-        return cls(found, row, place, modules=modules, is_compiled=table.is_compiled)
+        row, made = named_row(root_op.source, rows), mask_of(root_op.source)
+        return cls(
+            *(found, row, place),
+            modules=rows.modules_from(row),
+            mask=made if isinstance(made, Row) else None,
+            is_compiled=table.is_compiled,
+        )
 
     @property
     def mark(self) -> tuple[Any, ...]:

@@ -1,0 +1,457 @@
+"""Finds the operation whose rounding made a later result undefined, such as log of 0.
+
+The operations that an undefined result depends on are kept in one more replay. They
+are then run in float64, from one of them on: if the result is finite from one on and
+not from the next on, the first of the two is where the value was lost.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..core.tensors import StorageMap
+from ..tree import find, mapped, tensors_in
+from .explanation import Explanation
+from .op_trace import OpTable, Row
+from .places import op_at, place_text
+from .replayer import Observer
+from .root_op import OpCall, first_new, run_in_float64
+from .tensor_kinds import is_float
+
+UNDERFLOW, ROUNDING = "underflow", "rounding"
+_MOST_ROWS = 96
+_MOST_NUMEL = 2**26  # of all that is kept, in elements
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def rows_before(row: Row) -> list[Row]:
+    """The operations that a result depends on and the operation itself, in order.
+
+    Those that ran last, at most 96; what they read of earlier ones is taken as it was.
+    """
+    found: dict[int, Row] = {}
+    waiting = [(-row.index, row)]
+    while waiting and len(found) < _MOST_ROWS:
+        _, each = heapq.heappop(waiting)
+        if each.index in found or each.is_communication or each.is_empty:
+            continue
+        found[each.index] = each
+        for before in each.read_from:
+            heapq.heappush(waiting, (-before.index, before))
+    return [found[index] for index in sorted(found)]
+
+
+# What operations read and wrote, kept while a step runs.
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A tensor that an operation has read or written.
+
+    Attributes:
+        memory: A number for its memory.
+        size: Its size.
+        stride: Its strides.
+        offset: Where it begins in its memory.
+        value: Its values, or all of its memory's where it was read and is of floats.
+    """
+
+    memory: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    value: torch.Tensor
+
+    @property
+    def is_float(self) -> bool:
+        """True if it is computed in float64."""
+        return self.value.is_floating_point()
+
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor in other memory of the same layout."""
+        return memory.as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass
+class _KeptCall:
+    """An operation with what it read, and what it returned and wrote to."""
+
+    func: Any
+    base: str
+    row: Row
+    args: Any
+    kwargs: Any
+    results: list[_Kept] = field(default_factory=list)
+    sizes: dict[int, int] = field(default_factory=dict)  # of memory, in elements
+
+
+class _TooLarge(Exception):
+    """Raised where what an operation reads cannot be kept."""
+
+
+class Tape(Observer):
+    """Keeps what some operations of a traced run read and write.
+
+    Args:
+        places: The places of the operations in the order of execution.
+    """
+
+    def __init__(self, places: Sequence[int]) -> None:
+        self._places = frozenset(places)
+        self._numbers: StorageMap[int] = StorageMap()
+        self._count = self._numel = 0
+        self.calls: dict[int, _KeptCall] = {}
+
+    def begin(self, op: OpCall, row: Row) -> _KeptCall | None:
+        """Keeps what an operation is about to read, if it is one of those to keep."""
+        if row.index not in self._places:
+            return None
+        try:
+            args, kwargs = mapped((op.args, op.kwargs), self._read)
+        except (_TooLarge, RuntimeError, TypeError):
+            return None
+        return _KeptCall(op.func, op.base, row, args, kwargs)
+
+    def end(self, kept: _KeptCall | None, op: OpCall, output: Any) -> None:
+        """Keeps what it has returned and written to."""
+        if kept is None:
+            return
+        results = [t for t in [*tensors_in(output), *op.written] if is_float(t)]
+        try:
+            kept.results = [self._written(tensor) for tensor in results]
+        except (_TooLarge, RuntimeError):
+            return
+        for each, tensor in zip(kept.results, results, strict=True):
+            kept.sizes[each.memory] = _whole(tensor).numel()
+        self.calls[kept.row.index] = kept
+
+    def _read(self, tensor: torch.Tensor) -> _Kept:
+        value = tensor.detach()
+        return self._kept(tensor, _whole(value) if is_float(value) else value)
+
+    def _written(self, tensor: torch.Tensor) -> _Kept:
+        return self._kept(tensor, tensor.detach())
+
+    def _kept(self, tensor: torch.Tensor, value: torch.Tensor) -> _Kept:
+        self._numel += value.numel()
+        is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        if not is_plain or tensor.is_complex() or self._numel > _MOST_NUMEL:
+            raise _TooLarge
+        number = self._numbers.get(tensor)
+        if number is None:
+            number = self._count = self._count + 1
+            self._numbers.put(tensor, number)
+        size, offset = tuple(tensor.shape), int(tensor.storage_offset())
+        return _Kept(number, size, tensor.stride(), offset, value.clone())
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor's memory, as one row of elements."""
+    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return flat.set_(tensor.untyped_storage())
+
+
+# What was kept, run in float64.
+
+
+class _InFloat64:
+    """Runs kept operations in float64, one after another.
+
+    What they read that none of them has written is taken as it was.
+
+    Args:
+        nudged: The operation whose results of exactly 0 and 1 are moved by the least
+            that float64 can; None for none.
+    """
+
+    def __init__(self, nudged: _KeptCall | None = None) -> None:
+        self._memory: dict[int, torch.Tensor] = {}
+        self._nudged = nudged
+        self.failed: list[Row] = []
+
+    def run(self, call: _KeptCall) -> None:
+        """Runs an operation; one that has no float64 is taken as it was."""
+        kinds = _Kept, torch.dtype
+        read: set[int] = set()
+
+        def widened(value: Any) -> Any:
+            if isinstance(value, _Kept):
+                read.add(value.memory)
+            return self._widened(value)
+
+        try:
+            args, kwargs = mapped((call.args, call.kwargs), widened, kinds=kinds)
+            output = run_in_float64(call.func, call.base, args, kwargs)
+            found = [t for t in tensors_in(output) if is_float(t)]
+            for kept, result in zip(call.results, found, strict=False):
+                if kept.memory not in read:
+                    self._put(kept, call.sizes[kept.memory], result)
+            if call is self._nudged:
+                kept = call.results[0]
+                _nudge(kept.of(self._memory[kept.memory]), _impossible(call))
+        except Exception:
+            self.failed.append(call.row)
+            for kept in call.results:
+                self._memory.pop(kept.memory, None)
+
+    def _widened(self, value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return torch.float64 if value.is_floating_point else value
+        if not value.is_float:
+            return value.value.clone()
+        if value.memory not in self._memory:
+            self._memory[value.memory] = value.value.double()
+        return value.of(self._memory[value.memory])
+
+    def _put(self, kept: _Kept, size: int, result: torch.Tensor) -> None:
+        if tuple(result.shape) != kept.size:
+            raise ValueError("its float64 result has another shape")
+        memory = torch.zeros(size, dtype=torch.float64, device=result.device)
+        kept.of(memory).copy_(result)
+        self._memory[kept.memory] = memory
+
+    def value(self, kept: _Kept) -> torch.Tensor | None:
+        """What a result has come to, or None."""
+        memory = self._memory.get(kept.memory)
+        return None if memory is None else kept.of(memory)
+
+
+# Magnitudes that the results of finite numbers never are.
+_NEVER_EXACT: dict[str, tuple[float, ...]] = {
+    **dict.fromkeys(("exp", "exp2", "_softmax", "erfc", "softplus"), (0.0,)),
+    **dict.fromkeys(("tanh", "erf"), (1.0,)),
+    "sigmoid": (0.0, 1.0),
+}
+
+
+def _impossible(call: _KeptCall) -> list[float]:
+    """The values of an operation's result that it cannot have of finite numbers."""
+    values = _NEVER_EXACT.get(call.base.removesuffix("_"), ())
+    if not values or not all(bool(each.isfinite().all()) for each in _values(call)):
+        return []
+    own = call.results[0].value
+    return [value for value in values if bool((own.abs() == value).any())]
+
+
+def _nudge(values: torch.Tensor, impossible: Sequence[float]) -> None:
+    info = torch.finfo(torch.float64)
+    if 0.0 in impossible:
+        values[values == 0] = info.smallest_normal
+    if 1.0 in impossible:
+        values[values.abs() == 1] *= 1 - info.eps / 2
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The outcome of computing an undefined result in float64.
+
+    Attributes:
+        first: The operation from which on it was in float64.
+        value: The result then; where `is_beyond`, with the nudged results.
+        is_beyond: Whether float64 loses it, too: by an operation that of finite numbers
+            is never exactly 0 or 1, as its result was.
+        is_whole: Whether it depends on nothing that was not in float64 but what was
+            there before the step: weights and the batch.
+        as_they_were: The names of operations between that have no float64.
+        row: The operation whose rounding lost the value; None where `value` is not
+            finite either.
+        own: A value that this operation returned, as it was.
+        true: The same value in float64, of the same inputs.
+        least: The smallest normal number of its dtype; smaller ones may become 0.
+        dtype: Its dtype.
+    """
+
+    first: Row
+    value: float
+    is_whole: bool = False
+    is_beyond: bool = False
+    as_they_were: Sequence[str] = ()
+    row: Row | None = None
+    own: float = math.nan
+    true: float = math.nan
+    least: float = 0.0
+    dtype: str = ""
+
+    @property
+    def cause(self) -> str:
+        """UNDERFLOW or ROUNDING."""
+        if self.is_beyond:
+            return UNDERFLOW if self.own == 0 else ROUNDING
+        return UNDERFLOW if self.own == 0 and abs(self.true) < self.least else ROUNDING
+
+
+def lost_value(tape: Tape, table: OpTable, rows: Sequence[Row]) -> Lost | None:
+    """Finds which operation's rounding made the last of some operations undefined.
+
+    Args:
+        tape: Has kept them in a replay.
+        table: The table of that replay.
+        rows: The operations; see `rows_before()`.
+
+    Returns:
+        None if it is not known.
+    """
+    last = rows[-1]
+    by_index = {row.index: row for row in table.rows}
+    calls = [tape.calls[row.index] for row in rows if row.index in tape.calls]
+    names = [by_index[r.index].name if r.index in by_index else "" for r in rows]
+    is_same = names == [row.name for row in rows]
+    if not is_same or not calls or calls[-1].row.index != last.index:
+        return None  # the replay was another one
+    bad = [each for each in calls[-1].results if not each.value.isfinite().all()]
+    if not bad:
+        return None
+    index = first_new(bad[0].value, _values(calls[-1]))
+    assert index is not None
+
+    def result(first: int) -> tuple[float, list[Row]]:
+        run = _InFloat64()
+        for call in calls[first:]:
+            run.run(call)
+        value = None if calls[-1].row in run.failed else run.value(bad[0])
+        return math.nan if value is None else float(value[index]), run.failed
+
+    value, failed = result(0)
+    if calls[-1].row in failed:
+        return None
+    first = next(call.row for call in calls if call.row not in failed)
+    between = [row for row in failed if row.read_from]
+    as_they_were = list(dict.fromkeys(row.name for row in between))
+    known = {row.index for row in rows}
+    is_whole = len(calls) == len(rows) and not as_they_were
+    is_whole &= all(each.index in known for row in rows for each in row.read_from)
+    lost = Lost(first, value, is_whole, as_they_were=as_they_were)
+    if not math.isfinite(value):
+        return _beyond_float64(calls, lost, bad[0], index)
+    low, high = 0, len(calls) - 1  # finite from `low` on, and not from `high` on
+    if math.isfinite(result(high)[0]):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_finite = math.isfinite(result(middle)[0])
+        low, high = (middle, high) if is_finite else (low, middle)
+    return _lost_at(calls[low], lost, index)
+
+
+def _beyond_float64(
+    calls: Sequence[_KeptCall], lost: Lost, bad: _Kept, index: tuple[int, ...]
+) -> Lost:
+    """Finds an operation that loses the value in float64, too; see `Lost`."""
+    for call in reversed(calls[:-1]):
+        impossible = _impossible(call)
+        if not impossible:
+            continue
+        run = _InFloat64(call)
+        for each in calls:
+            run.run(each)
+        result = run.value(bad)
+        if result is None or calls[-1].row in run.failed:
+            continue
+        value = float(result[index])
+        if math.isfinite(value):
+            dtype = str(call.results[0].value.dtype)[6:]
+            found = replace(lost, value=value, row=call.row, is_beyond=True)
+            return replace(found, own=impossible[0], dtype=dtype)
+    return lost
+
+
+def _values(call: _KeptCall) -> list[torch.Tensor]:
+    return [each.value for _, each in find((call.args, call.kwargs), (_Kept,))]
+
+
+def _lost_at(call: _KeptCall, lost: Lost, index: tuple[int, ...]) -> Lost | None:
+    """Compares what an operation returned with its results in float64."""
+    run = _InFloat64()
+    run.run(call)
+    for kept in call.results:
+        true = run.value(kept)
+        if true is None or not kept.value.numel():
+            continue
+        own = kept.value.double()
+        place = _worst(own, true, index)
+        info = torch.finfo(kept.value.dtype)
+        dtype = str(kept.value.dtype)[6:]
+        return replace(
+            lost,
+            row=call.row,
+            own=float(own[place]),
+            true=float(true[place]),
+            least=float(info.smallest_normal),
+            dtype=dtype,
+        )
+    return None
+
+
+def _worst(
+    own: torch.Tensor, true: torch.Tensor, index: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Where a result was changed most by its rounding: what became 0 comes first."""
+    error = (own - true).abs() / true.abs()
+    error = torch.where((own == true) | ~error.isfinite(), 0.0, error)
+    is_there = len(index) == own.dim() and all(
+        i < n for i, n in zip(index, own.shape, strict=True)
+    )
+    if is_there and float(error[index]) > 0:
+        return index
+    place = int(error.flatten().argmax())
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(place), own.shape))
+
+
+# In words.
+
+
+def explain_lost(lost: Lost, found: Explanation) -> None:
+    """Adds to an explanation what a computation in float64 has shown.
+
+    Args:
+        lost: What it has come to.
+        found: The explanation of the undefined result.
+    """
+    on = f"computed in float64 from {_place(lost.first)} on"
+    if lost.as_they_were:
+        on += f", but for {', '.join(lost.as_they_were)}"
+    if lost.row is None:
+        is_sure = ": float64 would not help" * lost.is_whole
+        found.evidence[1:2] = [f"{on}, it is {lost.value:g}, too{is_sure}"]
+        return
+    found.cause = lost.cause
+    if lost.is_beyond:
+        found.lost_by = op_at(lost.row.name, lost.row.frames)
+        verb = "underflowed" if lost.cause == UNDERFLOW else "was rounded"
+        found.evidence[1:2] = [
+            f"{_place(lost.row)} {verb} to {lost.own:g}, in float64, too: of finite "
+            "numbers it is never that",
+            f"with the float64 number next to {lost.own:g} instead, it is finite",
+        ]
+        return
+    found.lost_by = op_at(lost.row.name, lost.row.frames)
+    found.evidence[1:2] = [
+        f"{_place(lost.row)} {_change(lost)}",
+        f"{on}, it is finite ({lost.value:.4g}); with that one result in {lost.dtype}, "
+        "it is not",
+    ]
+    if found.op is not None:
+        found.op.true_value = lost.value
+
+
+def _place(row: Row) -> str:
+    return f"{row.name}{place_text(row.frames)}"
+
+
+def _change(lost: Lost) -> str:
+    if lost.cause == UNDERFLOW:
+        least = f"{lost.dtype}'s smallest normal number is {lost.least:.2g}"
+        return f"underflowed: {lost.true:.3g} became 0 ({least})"
+    return f"was rounded: {_digits(lost.true, lost.own)} became {lost.own:.9g}"
+
+
+def _digits(true: float, own: float) -> str:
+    """A number with as many digits as tell it from another one."""
+    texts = (f"{true:.{digits}g}" for digits in range(3, 18))
+    return next((text for text in texts if float(text) != own), f"{true:.17g}")

@@ -1,0 +1,247 @@
+"""Results that are undefined because an operation before them has lost a value."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from overflow_fast import explain
+
+
+def model_of(value, dtype=torch.float32):
+    """A linear layer that gives a value for an input of ones."""
+    model = nn.Linear(2, 3).to(dtype)
+    with torch.no_grad():
+        model.weight.fill_(value / 2)
+        model.bias.zero_()
+    return model
+
+
+def in_place(x):
+    y = x.clone()
+    y[:, :2].exp_()
+    return y[:, :2].log().sum()
+
+
+def of_a_view(x):
+    left, right = x.exp().chunk(2, 1)
+    return left.log().sum() + right.sum()
+
+
+def likelihood(x):
+    scale = x.exp()
+    normal = torch.distributions.Normal(scale * 0, scale, validate_args=False)
+    return -normal.log_prob(scale * 0).mean()
+
+
+def cross_entropy(x):
+    p = torch.sigmoid(x)
+    return -torch.log(1 - p).mean()
+
+
+# The value given, the function, what loses it, the cause, and the first remedy.
+LOST = {
+    "exp in a distribution": (-150, likelihood, "exp", "underflow", "at least 1e-8"),
+    "in place, of a part": (-150, in_place, "exp_", "underflow", None),
+    "by a view": (-150, of_a_view, "exp", "underflow", "at least 1e-8"),
+    "softmax": (
+        *(200, lambda x: (x * torch.arange(3)).softmax(-1).log().mean()),
+        *("_softmax", "underflow", "log_softmax"),
+    ),
+    "logsumexp": (
+        *(-150, lambda x: torch.log(torch.exp(x).sum(-1)).mean()),
+        *("exp", "underflow", "logsumexp"),
+    ),
+    "a probability of 1": (30, cross_entropy, "sigmoid", "rounding", "logsigmoid"),
+    "tanh": (
+        *(15, lambda x: torch.log(1 - torch.tanh(x) ** 2).mean()),
+        *("tanh", "rounding", "log(1 - tanh(x)^2)"),
+    ),
+    "a sum": (
+        *(0.1, lambda x: torch.log((1e9 + x) - 1e9).mean()),
+        *("add.Tensor", "rounding", None),
+    ),
+    "a norm": (
+        *(1e-30, lambda x: (x / x.pow(2).sum(-1, keepdim=True).sqrt()).mean()),
+        *("pow.Tensor_Scalar", "underflow", None),
+    ),
+    "in backward": (
+        *(1e-30, lambda x: x.pow(2).sum().sqrt()),
+        *("pow.Tensor_Scalar", "underflow", None),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_the_operation_that_lost_it(case):
+    value, function, op, cause, remedy = LOST[case]
+    model = model_of(value)
+    found = explain(model, torch.ones(4, 2), lambda x: function(model(x)))
+    assert (found.cause, found.lost_by.name) == (cause, f"aten.{op}")
+    assert found.lost_by.file == __file__
+    text = "underflowed" if cause == "underflow" else "was rounded"
+    assert (
+        f"{found.lost_by.name} (test_lost_values.py:{found.lost_by.line}) {text}"
+        in (found.evidence[1])
+    )
+    assert "it is finite" in found.evidence[2]
+    if remedy is not None:
+        assert remedy in next(each for each in found.remedies if each.is_finite).text
+    # In float64 from the start it is finite, as the report says.
+    wide = model_of(value, torch.float64)
+    loss = function(wide(torch.ones(4, 2, dtype=torch.float64)))
+    loss.backward()
+    assert loss.isfinite()
+    assert wide.weight.grad.isfinite().all()
+
+
+# What float64 does not help.
+UNDEFINED = {
+    "log of 0": lambda x: (x * 0).log().sum(),
+    "0 / 0": lambda x: ((x * 0) / (x * 0)).sum(),
+    "a mask": lambda x: x.masked_fill(x < 9, -torch.inf).softmax(-1).sum(),
+}
+
+
+@pytest.mark.parametrize("case", UNDEFINED)
+def test_what_is_undefined_in_float64_too(case):
+    model = model_of(1.0)
+    found = explain(model, torch.ones(4, 2), lambda x: UNDEFINED[case](model(x)))
+    assert (found.cause, found.lost_by) == ("undefined", None)
+    assert "computed in float64 from aten.addmm" in found.evidence[1]
+    assert found.evidence[1].endswith("too: float64 would not help")
+
+
+# What float64 loses, too: of finite numbers the result is never exactly 0 or 1.
+BEYOND = {
+    "exp": (lambda x: torch.exp(-1e4 * x).log().mean(), "exp", "underflow"),
+    "exp in place": (lambda x: (-1e4 * x).exp_().log().mean(), "exp_", "underflow"),
+    "tanh": (lambda x: torch.atanh(torch.tanh(300 * x)).mean(), "tanh", "rounding"),
+    "sigmoid": (
+        *(lambda x: torch.log(1 - torch.sigmoid(300 * x)).mean(), "sigmoid"),
+        "rounding",
+    ),
+    "a sum of exp": (
+        lambda x: torch.log(torch.exp(-1e4 * x).sum(-1)).mean(),
+        *("exp", "underflow"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BEYOND)
+def test_a_value_that_float64_loses_too(case):
+    function, op, cause = BEYOND[case]
+    model = model_of(1.0)
+    found = explain(model, torch.ones(4, 2), lambda x: function(model(x)))
+    assert (found.cause, found.lost_by.name) == (cause, f"aten.{op}")
+    verb = "underflowed to 0" if cause == "underflow" else "was rounded to 1"
+    assert f"{verb}, in float64, too" in found.evidence[1]
+    assert "it is finite" in found.evidence[2]
+
+
+# Results of exactly 0 and 1 that are no loss.
+EXACT = {
+    "tanh of 0": lambda x: (1 / torch.tanh(0 * x)).mean(),
+    "exp of 0": lambda x: torch.log(torch.exp(0 * x) - 1).mean(),
+    "a mask": lambda x: x.masked_fill(x < 9, -torch.inf).exp().log().mean(),
+}
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_an_exact_result_is_no_loss(case):
+    model = model_of(1.0)
+    found = explain(model, torch.ones(4, 2), lambda x: EXACT[case](model(x)))
+    assert found.lost_by is None
+    assert found.cause not in ("underflow", "rounding")
+
+
+def test_an_exact_result_that_does_no_harm_is_not_blamed():
+    model = model_of(1.0)
+    loss = lambda x: (torch.exp(-1e4 * model(x)) + (0 * x).sum().log()).mean()  # noqa: E731
+    found = explain(model, torch.ones(4, 2), loss)
+    assert (found.cause, found.lost_by) == ("undefined", None)
+
+
+def test_random_numbers_are_taken_as_they_were():
+    model = model_of(-150)
+    loss = lambda x: F.dropout(model(x), 0.5).exp().log().mean()  # noqa: E731
+    torch.manual_seed(0)
+    found = explain(model, torch.ones(4, 2), loss)
+    assert (found.cause, found.lost_by.name) == ("underflow", "aten.exp")
+    assert "float64 would not help" not in str(found.evidence)
+
+
+def test_a_value_that_is_not_computed_in_float64_is_not_claimed():
+    model = model_of(-150)
+
+    def loss(x):
+        scale = float(model(x).exp().max())  # leaves torch, and is 0
+        return (model(x) / scale).mean()
+
+    found = explain(model, torch.ones(4, 2), loss)
+    assert found.cause == "undefined"
+    assert "the divisor is the number 0" in found.evidence[0]
+
+
+# What is outside of an operation's domain.
+OUTSIDE = {
+    "log": (lambda x: x.log(), "its input is -1 at [0, 0]; log needs one above 0"),
+    "a root": (lambda x: x.sqrt(), "its input is -1 at [0, 0]; sqrt needs one at le"),
+    "a power": (lambda x: x**0.5, "its input is -1 at [0, 0], the exponent 0.5"),
+    "acos": (lambda x: (2 * x).acos(), "its input is -2 at [0, 0]; acos needs one fr"),
+    "a divisor": (lambda x: x / (x + 1), "the divisor is 0 at [0, 0]"),
+    "one for all": (lambda x: x / (x + 1)[:, :1], "the divisor is 0 at [0, 0]"),
+    "a number": (lambda x: x / 0.0, "the divisor is the number 0"),
+}
+
+
+@pytest.mark.parametrize("case", OUTSIDE)
+def test_the_input_outside_of_the_domain(case):
+    function, text = OUTSIDE[case]
+    model = model_of(-1.0)
+    found = explain(model, torch.ones(4, 2), lambda x: function(model(x)).sum())
+    assert text in found.evidence[0]
+
+
+def test_a_negative_running_variance():
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).eval()
+    model[1].running_var[2] = -0.5
+    found = explain(model, torch.ones(4, 2), lambda x: model(x).sum())
+    assert "running_var is -0.5 at [2]" in found.evidence[0]
+
+
+def test_class_weights_of_zero_are_not_ignored_labels():
+    model = model_of(1.0)
+    weight = torch.tensor([1.0, 1.0, 0.0])
+    labels = torch.tensor([2, 2, -100, 2])
+    loss = lambda x: F.cross_entropy(model(x), labels, weight=weight)  # noqa: E731
+    found = explain(model, torch.ones(4, 2), loss)
+    assert found.cause == "undefined"
+    assert found.evidence[1].endswith("weights, which is 0: 0 of class 2")
+
+
+def test_labels_that_are_all_ignored():
+    model = model_of(1.0)
+    labels = torch.full((4,), -100)
+    loss = lambda x: F.cross_entropy(model(x), labels)  # noqa: E731
+    found = explain(model, torch.ones(4, 2), loss)
+    assert found.cause == "empty reduction"
+    assert "all are ignored" in found.evidence[1]
+    first = next(each for each in found.remedies if each.is_finite)
+    assert first.text == "the sum divided by a count of at least 1"
+
+
+def test_a_nan_that_a_masks_infs_made_is_what_is_explained():
+    class Attention(nn.Linear):
+        def forward(self, x):
+            scores = super().forward(x)
+            scores[:, 1:] = float("-inf")
+            scores[2] = float("-inf")
+            scores -= scores.amax(-1, keepdim=True).detach()
+            return scores.exp()
+
+    model = Attention(2, 3)
+    found = explain(model, torch.ones(4, 2), lambda x: model(x).sum())
+    assert found.op.name == "aten.sub_.Tensor"
+    assert found.op.first_index == (2, 0)
+    assert "it is nan, too" in found.evidence[1]

@@ -1,0 +1,129 @@
+"""Weights that an optimizer's step made non-finite, by its settings or by others."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from overflow_fast import NonFiniteError, OverflowGuard
+
+INF, NAN = math.inf, math.nan
+
+
+def run(make, before_step=lambda optimizer, step: None, after=lambda *given: None):
+    """Trains; returns the explanation of the step that raises."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = make(model)
+    guard = OverflowGuard(model, optimizer)
+    try:
+        for step in range(5):
+            x = torch.randn(8, 4)
+            guard.run(lambda x=x: model(x).pow(2).mean()).backward()
+            before_step(optimizer, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            after(optimizer, step, model)
+    except NonFiniteError as error:
+        return error.report.explanation
+    finally:
+        guard.remove()
+    return None
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+SETTINGS = [
+    (sgd, "lr", NAN),
+    (sgd, "lr", INF),
+    (sgd, "weight_decay", NAN),
+    (sgd, "momentum", NAN),
+    (adamw, "lr", NAN),
+    (adamw, "weight_decay", INF),
+    (adamw, "eps", NAN),
+    (adamw, "betas", (0.9, NAN)),
+]
+
+
+@pytest.mark.parametrize(("make", "name", "value"), SETTINGS)
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_setting_that_was_not_finite(make, name, value, is_kept):
+    kept = {}
+
+    def change(optimizer, step):
+        if step == 2:
+            kept["own"] = optimizer.param_groups[0][name]
+            optimizer.param_groups[0][name] = value
+
+    def put_back(optimizer, step, model):
+        if step == 2 and not is_kept:
+            optimizer.param_groups[0][name] = kept["own"]
+
+    found = run(make, change, put_back)
+    assert (found.phase, found.cause) == ("optimizer", "bad setting")
+    assert found.tensor == "weight"
+    place = "[1]" if isinstance(value, tuple) else ""
+    number = value[1] if isinstance(value, tuple) else value
+    assert found.evidence[0] == (
+        f"param_groups[0]['{name}']{place} was {number} in the last step of "
+        f"{make(nn.Linear(1, 1)).__class__.__name__}"
+    )
+    is_told = f"param_groups[0]['{name}'] is {kept['own']} now" in found.evidence[1]
+    assert is_told == (not is_kept and not place)
+
+
+def test_the_group_of_the_weight_is_named():
+    def make(model):
+        groups = [{"params": [model.bias]}, {"params": [model.weight], "lr": 0.01}]
+        return torch.optim.SGD(groups, lr=0.1)
+
+    def change(optimizer, step):
+        optimizer.param_groups[1]["lr"] = NAN if step == 1 else 0.01
+
+    found = run(make, change)
+    assert (found.cause, found.tensor) == ("bad setting", "weight")
+    assert found.evidence[0].startswith("param_groups[1]['lr'] was nan")
+
+
+def test_a_setting_that_did_no_harm_is_not_blamed():
+    def change(optimizer, step):
+        optimizer.param_groups[0]["unused"] = NAN
+
+    def write(optimizer, step, model):
+        if step == 1:
+            with torch.no_grad():
+                model.weight[0, 0] = INF
+
+    found = run(sgd, change, write)
+    assert found.cause == "unknown"
+
+
+def test_a_write_by_other_code_is_told_apart():
+    def write(optimizer, step, model):
+        if step == 1:
+            with torch.no_grad():
+                model.weight.mul_(NAN)
+
+    found = run(sgd, after=write)
+    assert found.cause == "unknown"
+    assert found.evidence[1].startswith("code outside of the optimizer's step has writ")
+    assert found.evidence[1].endswith("risen by 1")
+
+
+def test_a_step_alone_is_no_write_of_others():
+    def change(optimizer, step):
+        if step == 1:
+            for parameter in optimizer.param_groups[0]["params"]:
+                optimizer.state[parameter]["momentum_buffer"].fill_(3e38)
+            optimizer.param_groups[0]["lr"] = 1e30
+
+    found = run(sgd, change)
+    assert found is not None
+    assert "code outside" not in str(found.evidence)
