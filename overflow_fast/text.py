@@ -17,8 +17,9 @@ import re
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape as escape_html
+from types import TracebackType
 from typing import Any
 
 _WIDTH = 84  # with what each logged line begins with: 100
@@ -163,3 +164,35 @@ def short_name(file: str) -> str:
     label_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
     label = label_of(file) if callable(label_of) else None
     return os.path.basename(file) if label is None else str(label[1])
+
+
+# The frames of a traceback.
+
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_DEMO = os.path.join(_PACKAGE, "demo") + os.sep
+
+
+def is_own(file: str) -> bool:
+    """True for a file of this package, but not of its demonstration."""
+    path = os.path.abspath(file)
+    return path.startswith(_PACKAGE) and not path.startswith(_DEMO)
+
+
+def drop_own_frames(error: BaseException) -> None:
+    """Removes this package's frames from a traceback, before it is raised again.
+
+    What raises it adds one. Frames of the program and of libraries stay.
+    """
+    kept: TracebackType | None = None
+    for frame in reversed(list(_entries(error.__traceback__))):
+        if not is_own(frame.tb_frame.f_code.co_filename):
+            place = frame.tb_frame, frame.tb_lasti, frame.tb_lineno
+            kept = TracebackType(kept, *place)
+    error.__traceback__ = kept
+
+
+def _entries(entry: TracebackType | None) -> Iterator[TracebackType]:
+    while entry is not None:
+        yield entry
+        entry = entry.tb_next

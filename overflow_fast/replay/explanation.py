@@ -259,9 +259,10 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        """The explanation in at most eight lines."""
-        lines = [printable(f"{label:<9} {text}") for label, text in self._rows()]
-        return "\n".join(lines[:_MAX_LINES])
+        """The explanation in at most eight lines, the remedy at the end."""
+        rows, remedies = [*self._rows()], [*self._remedy_rows()]
+        rows = [*rows[: _MAX_LINES - len(remedies)], *remedies]
+        return "\n".join(printable(f"{label:<9} {text}") for label, text in rows)
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         yield "cause", f"{self._what()}{self._where()}"
@@ -269,17 +270,16 @@ class Explanation:
             yield "evidence", sentence
         if self.sample is not None:
             yield "sample", self._sample_text()
-        yield from self._remedy_rows()
         if len(self.chain) > 1:
             yield "chain", _shortened(self.chain)
         for sentence in self.notes[:2]:
             yield "note", sentence
-        yield "replays", f"{counted(self.replays, 'forward')}, {self.seconds:.2f} s"
+        if self.replays:
+            seconds = f"{self.seconds:.2f} s"
+            yield "replays", f"{counted(self.replays, 'forward')}, {seconds}"
 
     def _remedy_rows(self) -> Iterator[tuple[str, str]]:
         recommended = [each for each in self.remedies if each.is_recommended]
-        for remedy in recommended[:2]:
-            yield "tried", str(remedy)
         failed = [each for each in self.remedies if each.tried and not each.is_finite]
         if failed:
             yield "no help", "; ".join(dict.fromkeys(map(self._label, failed)))
@@ -287,6 +287,8 @@ class Explanation:
         if not_tried and not recommended:
             labels = [f"{self._label(e)}{': ' * bool(e.why)}{e.why}" for e in not_tried]
             yield "not tried", "; ".join(dict.fromkeys(labels))
+        for remedy in recommended[:2]:
+            yield "tried", str(remedy)
 
     def _label(self, remedy: Remedy) -> str:
         """The text of a remedy, with what tells it from those with other results."""
@@ -306,7 +308,7 @@ class Explanation:
     def _what(self) -> str:
         cause = self.cause
         if cause == "range overflow" and self.op is not None and self.op.outputs:
-            cause = f"{self.op.outputs[0].dtype} overflow"
+            cause += f" ({self.op.outputs[0].dtype})"
         in_phase = (
             f" in {self.phase}" if self.phase in ("backward", "optimizer") else ""
         )

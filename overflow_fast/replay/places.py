@@ -15,6 +15,7 @@ from torch import nn
 
 from ..core.modules import named_modules
 from ..core.selection import full_name
+from ..text import is_own
 from ..torch_internals.replay_internals import autograd_node
 from ..torch_internals.tensor_internals import version_of
 from ..tree import CALL_DEPTH, tensors_in
@@ -70,9 +71,7 @@ class ModuleCall:
 
 
 _MAX_FRAMES = 12
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_NOT_USERS = (os.path.dirname(os.path.abspath(torch.__file__)), _PACKAGE)
-_DEMO = os.path.join(_PACKAGE, "demo")
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _ENGINE = "_engine_run_backward"
 # Files of torch that the engine calls, but for hooks of the user's.
 _NO_HOOKS = tuple(
@@ -121,16 +120,15 @@ def runs_in_hook() -> bool:
 
 
 def _begins(code: CodeType) -> bool:
-    return code.co_name in _BEGINS and code.co_filename.startswith(_PACKAGE)
+    return code.co_name in _BEGINS and is_own(code.co_filename)
 
 
 def is_of_user(file: str) -> bool:
     """True if a file is neither torch's nor this package's."""
     known = _is_users.get(file)
     if known is None:
-        path = os.path.abspath(file)
-        known = path.startswith(_DEMO) or not path.startswith(_NOT_USERS)
-        known = known and not file.startswith("<frozen")
+        is_torchs = os.path.abspath(file).startswith(_TORCH)
+        known = not (is_own(file) or is_torchs or file.startswith("<frozen"))
         _is_users[file] = known
     return known
 
