@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -373,10 +374,14 @@ class Report:
         Terminals and logs of jobs show the end of a text. Details are left out where
         the cause is known.
         """
+        above, rows, advice = self._parts()
+        return "\n".join(filter(None, [as_lines(above), *rows, as_lines(advice)]))
+
+    def _parts(self) -> tuple[list[str], list[str], list[str]]:
+        """The sentences above the explanation, its rows, and those below."""
         details = [] if self._is_told else self._details()
-        above = as_lines([*self._event(), *details, *self._reasons()])
-        lines = [above, *self._explained(), as_lines(self._advice())]
-        return "\n".join(filter(None, lines))
+        above = [*self._event(), *details, *self._reasons()]
+        return above, self._explained(), self._advice()
 
     def _repr_html_(self) -> str:
         first, *rest = self._event()
@@ -392,8 +397,9 @@ class Report:
         plain = to_plain(dataclasses.asdict(self))
         if self.verdict.first is not None:
             plain["verdict"]["first"]["place"] = place_of(self.verdict.first)
-        summary = "\n".join([*self._event(), *self._explained(), *self._further()])
-        texts = {"summary": summary, "sentences": self.sentences()}
+        details = self._details() if self._is_told else []
+        lines = [*details, *itertools.chain(*self._parts())]
+        texts = {"summary": "\n".join(lines), "sentences": self.sentences()}
         return {"schema": SCHEMA, "kind": "report", **plain, **texts}
 
     def to_json(self) -> str:
@@ -402,10 +408,12 @@ class Report:
 
     def sentences(self) -> list[str]:
         """Lists all but the explanation and the frames, the headline first."""
-        return [*self._event(), *self._further()]
-
-    def _further(self) -> list[str]:
-        return [*self._advice(), *self._reasons(), *self._details()]
+        return [
+            *self._event(),
+            *self._advice(),
+            *self._reasons(),
+            *self._details(),
+        ]
 
     def _event(self) -> list[str]:
         if self.verdict.first is None:
