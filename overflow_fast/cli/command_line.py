@@ -24,7 +24,6 @@ from . import (
     run_command,
     watch_command,
 )
-from .subcommand import Commands
 
 # In the order of `--help`.
 _COMMANDS = (
@@ -48,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="The numerics flight recorder that PyTorch users leave on.",
     )
     parser.add_argument("--version", action=_Version)
-    commands: Commands = parser.add_subparsers(dest="command", required=True)
+    commands: Any = parser.add_subparsers(dest="command", required=True)
     for each in _COMMANDS:
         each.add_to(commands)
     parser.commands = list(commands.choices)
