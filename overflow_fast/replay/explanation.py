@@ -103,8 +103,8 @@ class Sample(int):
 PHASES = ("forward", "backward", "optimizer", "data", "weights")
 CAUSES = (
     *("range overflow", "undefined", "singular gradient", "empty reduction"),
-    *("bad data", "bad weights", "divergence", "not reproducible"),
-    *("only in compiled code", "unknown"),
+    *("bad data", "bad weights", "left-over gradients", "divergence"),
+    *("not reproducible", "only in compiled code", "unknown"),
 )
 # Of gradients: what stands between backward and the optimizer is not run again.
 NOT_REPLAYED = (
@@ -368,6 +368,7 @@ class BadStep:
         hidden_by: Why forwards of the step could not be kept, or "".
         is_late: Whether the weights may have been stepped since.
         had_gradients: See `Capture`.
+        left_over: See `Capture`.
         is_of_flag: Whether a device's overflow flag is all that was seen.
     """
 
@@ -385,6 +386,7 @@ class BadStep:
     num_dropped: int = 0
     hidden_by: str = ""
     had_gradients: bool = False
+    left_over: Mapping[str, int] = field(default_factory=dict)
 
 
 # Sentences on what a finite replay leaves open.
@@ -400,6 +402,9 @@ SOME = "Some replays are finite, but {}."
 NOT_REDUCED = (
     "Each rank's own gradients are finite in the replay; what ranks make of them "
     "together (DDP's reduction, communication hooks) was not replayed."
+)
+LEFT_OVER = (
+    "left over from step {}: non-finite since then, and not cleared before this step"
 )
 OLD = (
     "The replay is finite. Gradients were there before the step's first forward, and "
