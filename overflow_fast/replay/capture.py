@@ -31,6 +31,7 @@ from ..tree import (
     tensors_in,
 )
 from .functions import Captured
+from .places import calling_line
 from .tensor_kinds import is_float
 
 if TYPE_CHECKING:
@@ -150,7 +151,11 @@ class KeptCall:
             others', and runs eagerly when it is called alone.
         has_stand_ins: Whether other tensors stood in for the model's own weights, and
             do not when it is called again.
+        called_at: The file and the line of the program that made it; "" and 0 if that
+            is not known.
     """
+
+    called_at = "", 0
 
     def __init__(
         self, function: Callable[[Any], Any], batch: Any, ambient: Ambient
@@ -430,6 +435,7 @@ class Capture:
         self._open = call = ModelCall.of(called, batch, ambient)
         call.is_part_of_compiled = is_compiled
         call.has_stand_ins = has_stand_ins
+        call.called_at = calling_line()
         call.follows_others = any(each.awaits_backward for each in self.calls)
 
     def end(self, output: Any, loss: torch.Tensor | None) -> None:

@@ -63,6 +63,8 @@ class Op:
         true_value: The result in float64 at the worst place; None if it is not known.
         limit: The largest number of the output's dtype.
         derivative: In backward, the operation that ran, or "".
+        called_from: Where `file` is of an installed package, the deepest line of the
+            program that led there, such as "train.py:7: loss = model(x)"; else "".
     """
 
     name: str
@@ -76,6 +78,7 @@ class Op:
     true_value: float | None = None
     limit: float | None = None
     derivative: str = ""
+    called_from: str = ""
 
     @property
     def place(self) -> str:
@@ -266,6 +269,8 @@ class Explanation:
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         yield "cause", f"{self._what()}{self._where()}"
+        if self.op is not None and self.op.called_from:
+            yield "your line", self.op.called_from
         for sentence in self.evidence[: 2 if self.remedies else _FEW]:
             yield "evidence", sentence
         if self.sample is not None:

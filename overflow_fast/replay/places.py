@@ -15,7 +15,7 @@ from torch import nn
 
 from ..core.modules import named_modules
 from ..core.selection import full_name
-from ..text import is_own
+from ..text import installed_name, is_own, short_name
 from ..torch_internals.replay_internals import autograd_node
 from ..torch_internals.tensor_internals import version_of
 from ..tree import CALL_DEPTH, tensors_in
@@ -133,6 +133,20 @@ def is_of_user(file: str) -> bool:
     return known
 
 
+def calling_line() -> tuple[str, int]:
+    """The file and the number of the deepest running line of the program's own.
+
+    Its own are no lines of installed packages; "" and 0 if there is none.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_of_user(file) and not installed_name(file):
+            return file, frame.f_lineno
+        frame = frame.f_back
+    return "", 0
+
+
 def stack_of(frames: Frames) -> list[str]:
     """Frames as text, the outermost first."""
     return [
@@ -147,6 +161,23 @@ def code_at(frames: Frames) -> tuple[str, int, str]:
         return "", 0, ""
     code, line, _ = frames[0]
     return code.co_filename, line, linecache.getline(code.co_filename, line).strip()
+
+
+def programs_line(frames: Frames, called_at: tuple[str, int]) -> str:
+    """The program's own line that led into an installed package, or "".
+
+    Args:
+        frames: The user's lines that led to an operation, the innermost first.
+        called_at: Where the program called what was replayed.
+    """
+    files = [code.co_filename for code, _, _ in frames]
+    if not files or not installed_name(files[0]):
+        return ""
+    own = ((code.co_filename, line) for code, line, _ in frames)
+    found = (each for each in (*own, called_at) if not installed_name(each[0]))
+    file, line = next(found)
+    text = linecache.getline(file, line).strip()
+    return f"{short_name(file)}:{line}{': ' * bool(text)}{text}" if file else ""
 
 
 def op_at(name: str, frames: Frames) -> Op:

@@ -96,6 +96,7 @@ _MADE_OF_NUMBERS = (
     "the code makes this tensor of values that torch has not computed, such as NumPy's"
 )
 _BY_NOTHING = "it divides by a sum that is 0, such as how many elements a mask selects"
+_NO_LABEL_COUNTS = "no label of the batch counts: all are ignored"
 _COUNTING = {"nll_loss_forward", "nll_loss2d_forward"}
 
 RANGE, INTERMEDIATE, UNDEFINED = "range", "intermediate", "undefined"
@@ -139,7 +140,7 @@ def details_of(
     op: OpCall,
     bad: Sequence[torch.Tensor],
     output: Any,
-    counts: Sequence[torch.Tensor],
+    sums: Sums,
 ) -> Details:
     """Looks at an operation that has just run.
 
@@ -147,7 +148,7 @@ def details_of(
         op: The operation.
         bad: What it wrote that is non-finite.
         output: What it returned.
-        counts: Those of its inputs that count the elements of a mask.
+        sums: Knows which of its inputs count the elements of a mask.
     """
     found = Details()
     before = [op.kept.get(id(tensor), tensor) for tensor in op.read()]
@@ -156,7 +157,7 @@ def details_of(
     found.first_index = first_bad(bad[0])
     found.limit = torch.finfo(bad[0].dtype).max
     try:
-        _classify(op, found, bad, output, counts)
+        _classify(op, found, bad, output, sums)
     except Exception as error:
         text = str(error).splitlines()[:1]
         found.reason = (
@@ -171,9 +172,9 @@ def _classify(
     found: Details,
     bad: Sequence[torch.Tensor],
     output: Any,
-    counts: Sequence[torch.Tensor],
+    sums: Sums,
 ) -> None:
-    why = _reduces_nothing(op, bad[0], output, counts)
+    why = _reduces_nothing(op, bad[0], output, sums)
     if why:
         found.why, found.reason = EMPTY, why
         return
@@ -245,15 +246,12 @@ def _value_at(value: Any, index: tuple[int, ...]) -> float | None:
     return float(value[own]) if not value.is_complex() else None
 
 
-def _reduces_nothing(
-    op: OpCall, bad: torch.Tensor, output: Any, counts: Sequence[torch.Tensor]
-) -> str:
+def _reduces_nothing(op: OpCall, bad: torch.Tensor, output: Any, sums: Sums) -> str:
     """Describes what it reduces, if that is nothing; else ""."""
     base = op.base.rstrip("_")
     read = [t for t in tensors_in(op.args) if t.is_floating_point() or t.is_complex()]
     if base in _COUNTING:
-        weight = tensors_in(output)[1]
-        return "no label of the batch counts: all are ignored" * bool(weight == 0)
+        return _NO_LABEL_COUNTS * _has_no_label(op, tensors_in(output)[1])
     if any(tensor.numel() == 0 for tensor in read):
         return f"{base} of a tensor without elements"
     if base in _DEGREES and read and read[0].isfinite().all():
@@ -261,10 +259,18 @@ def _reduces_nothing(
     index = first_bad(bad)
     if base in _DIVIDES and index is not None and len(op.args) > 1:
         by, of = op.args[1], op.kept.get(id(op.args[0]), op.args[0])
-        is_counted = any(by is count for count in counts)
-        if is_counted and _value_at(by, index) == 0 == _value_at(of, index):
-            return _BY_NOTHING
+        if _value_at(by, index) == 0 == _value_at(of, index):
+            if sums.has_no_label(op.args[0]):
+                return _NO_LABEL_COUNTS
+            if any(by is count for count in sums.counts_in(op)):
+                return _BY_NOTHING
     return ""
+
+
+def _has_no_label(op: OpCall, weight: torch.Tensor) -> bool:
+    """True if a loss adds up no label; without a reduction it counts none of them."""
+    is_reduced = len(op.args) > 3 and op.args[3] != 0
+    return is_reduced and bool(weight == 0)
 
 
 def _has_one_element(tensor: torch.Tensor, result: torch.Tensor) -> bool:
@@ -488,7 +494,8 @@ def _places(tensor: torch.Tensor, payload: int) -> list[int]:
 
 _SUMS = {"sum", "count_nonzero", "cumsum", "nansum", "bincount"}
 _MASK, _SUM, _ZERO, _COUNT = "mask", "sum", "sum of zeros", "sum of mask"
-_ORDER = ("", _MASK, _SUM, _ZERO, _COUNT)
+_UNLABELED = "loss of no label"
+_ORDER = ("", _MASK, _SUM, _ZERO, _COUNT, _UNLABELED)
 
 
 class Sums:
@@ -505,7 +512,9 @@ class Sums:
     def note(self, op: OpCall, fresh: Sequence[torch.Tensor]) -> None:
         """Takes in what an operation returned in memory of its own."""
         read, kind = op.read(floats=False), ""
-        if op.base in _SUMS:
+        if op.base in _COUNTING and len(fresh) > 1 and _has_no_label(op, fresh[1]):
+            fresh, kind = fresh[:1], _UNLABELED
+        elif op.base in _SUMS:
             kind = max(map(self._sum_of, read), key=_ORDER.index, default="")
         elif len(read) == 1:
             is_cast = op.base == "_to_copy" and not is_float(read[0])
@@ -513,6 +522,11 @@ class Sums:
         if kind:
             for tensor in fresh:
                 self._known.put(tensor, kind)
+
+    def has_no_label(self, value: Any) -> bool:
+        """True for a sum of losses to which no label has added one."""
+        is_tensor = isinstance(value, torch.Tensor)
+        return is_tensor and self._known.get(value) == _UNLABELED
 
     def counts_in(self, op: OpCall) -> list[torch.Tensor]:
         """Finds inputs of an operation that count the elements which a mask selects."""
@@ -527,6 +541,8 @@ class Sums:
 
     def _sum_of(self, tensor: torch.Tensor) -> str:
         """Classifies the sum of a tensor."""
+        if self._known.get(tensor) == _UNLABELED:
+            return _UNLABELED
         if not is_float(tensor) or self._known.get(tensor) == _MASK:
             return _COUNT
         if tensor.numel() == 0:

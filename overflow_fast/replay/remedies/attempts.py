@@ -12,6 +12,7 @@ import torch
 
 from ...core.modules import is_normalization
 from ...core.ops import scan
+from ...text import installed_name
 from ..capture import batch_size
 from ..explanation import Remedy
 from ..finding import explain_root_op
@@ -267,6 +268,7 @@ def _is_same(failure: Failure, after: Failure, trials: Trials, trial: Trial) -> 
 
 
 _LINES = ("range overflow", "undefined", "singular gradient", "empty reduction")
+_INSTALLED = "Changes of the line were not tried: it is in an installed package."
 _EAGERLY = (
     "Remedies were tried with compiled code run eagerly; with the compiled code itself "
     "they were not tried."
@@ -333,15 +335,19 @@ def _go_on(failure: Failure, trials: Trials, most: int) -> None:
 
 def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
     """The patches to try, those that change the least first."""
-    cause = failure.found.cause
+    cause, op = failure.found.cause, failure.found.op
+    is_own_line = op is None or not installed_name(op.file)
+    if cause in _LINES and not is_own_line:
+        trials.notes.append(_INSTALLED)
     if cause == "bad data":
         yield _drop_bad_samples(failure, trials)
     if cause in ("bad weights", "divergence"):
         yield try_checkpoints(failure.checkpoints, trials)
     if cause == "range overflow":
-        yield product_rewrites(failure, trials)
+        if is_own_line:
+            yield product_rewrites(failure, trials)
         yield try_wider_dtypes(failure, trials)
-    if cause in _LINES:
+    if cause in _LINES and is_own_line:
         yield line_rewrites(failure, trials)
     if cause == "range overflow" and failure.found.phase == "backward":
         yield _try_loss_scales(failure, trials)
