@@ -11,14 +11,16 @@ programs (`to_dict()`, JSON) has the names as they are.
 from __future__ import annotations
 
 import base64
+import functools
 import logging
 import os
 import re
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape as escape_html
+from types import TracebackType
 from typing import Any
 
 _WIDTH = 84  # with what each logged line begins with: 100
@@ -158,8 +160,63 @@ def picture_html(png: bytes, described: str) -> str:
 
 
 def short_name(file: str) -> str:
-    """Shortens a file's path to its name, or to its cell's, such as "In[3]"."""
+    """Shortens a file's path to its name, or to its cell's, such as "In[3]".
+
+    Of an installed package the path begins with the package's.
+    """
+    if installed := installed_name(file):
+        return installed
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     label_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
     label = label_of(file) if callable(label_of) else None
     return os.path.basename(file) if label is None else str(label[1])
+
+
+# Files of the program, of installed packages, and ours.
+
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_DEMO = os.path.join(_PACKAGE, "demo") + os.sep
+_STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+
+
+@functools.cache
+def installed_name(file: str) -> str:
+    """The path of an installed package's file from the package on; "" for any other.
+
+    Of the standard library's, too. This package's own files are none.
+    """
+    path = os.path.abspath(file)
+    if is_own(path) or path.startswith(_DEMO):
+        return ""
+    for folder in ("site-packages", "dist-packages"):
+        _, found, name = path.rpartition(f"{os.sep}{folder}{os.sep}")
+        if found:
+            return name
+    is_standard = path.startswith(_STANDARD)
+    return path.removeprefix(_STANDARD) if is_standard else ""
+
+
+def is_own(file: str) -> bool:
+    """True for a file of this package, but not of its demonstration."""
+    path = os.path.abspath(file)
+    return path.startswith(_PACKAGE) and not path.startswith(_DEMO)
+
+
+def drop_own_frames(error: BaseException) -> None:
+    """Removes this package's frames from a traceback, before it is raised again.
+
+    What raises it adds one. Frames of the program and of libraries stay.
+    """
+    kept: TracebackType | None = None
+    for frame in reversed(list(_entries(error.__traceback__))):
+        if not is_own(frame.tb_frame.f_code.co_filename):
+            place = frame.tb_frame, frame.tb_lasti, frame.tb_lineno
+            kept = TracebackType(kept, *place)
+    error.__traceback__ = kept
+
+
+def _entries(entry: TracebackType | None) -> Iterator[TracebackType]:
+    while entry is not None:
+        yield entry
+        entry = entry.tb_next

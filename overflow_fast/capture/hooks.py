@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import _C
 from ..core.selection import Named
+from ..text import drop_own_frames
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.module_internals import (
     forward_hooks,
@@ -116,8 +117,13 @@ class StepBoundaryHook:
         self.name = name
 
     def __call__(self, *arguments: Any) -> None:
-        if not self.owner.is_paused:
+        if self.owner.is_paused:
+            return
+        try:
             getattr(self.owner, self.name)(*arguments)
+        except FloatingPointError as error:  # a NonFiniteError
+            drop_own_frames(error)
+            raise error
 
 
 def root_hooks(model: nn.Module) -> Iterator[StepBoundaryHook]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import os
+import re
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 from ..text import printable
 from . import (
@@ -22,7 +24,6 @@ from . import (
     run_command,
     watch_command,
 )
-from .subcommand import Commands
 
 # In the order of `--help`.
 _COMMANDS = (
@@ -41,14 +42,15 @@ _COMMANDS = (
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of `overflow-fast` and `python -m overflow_fast`."""
-    parser: argparse.ArgumentParser = _Parser(
+    parser = _Parser(
         prog=_called_as(),
         description="The numerics flight recorder that PyTorch users leave on.",
     )
     parser.add_argument("--version", action=_Version)
-    commands: Commands = parser.add_subparsers(dest="command", required=True)
+    commands: Any = parser.add_subparsers(dest="command", required=True)
     for each in _COMMANDS:
         each.add_to(commands)
+    parser.commands = list(commands.choices)
     return parser
 
 
@@ -81,12 +83,52 @@ def _called_as() -> str:
     return name if name == "overflow-fast" else "python -m overflow_fast"
 
 
+_UNKNOWN = re.compile(r"unrecognized arguments: (\S+)")
+_CHOICE = re.compile(r"argument (\S+): invalid choice: '?(.*?)'? \(choose from (.*)\)")
+
+
 class _Parser(argparse.ArgumentParser):
-    """A parser, also of each command, whose errors name arguments escaped."""
+    """A parser, also of each command, whose errors are one sentence.
+
+    Attributes:
+        commands: The names of its commands.
+    """
+
+    commands: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses arguments; a command itself refuses those that it does not know."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Prints usage and an error, and exits with 2."""
-        super().error(printable(message))
+        """Prints a sentence with the nearest valid name, and exits with 2."""
+        sentence = printable(self._sentence(message).removeprefix("argument "))
+        self.exit(2, f"{self.prog}: {sentence} (`{self.prog} --help` lists all)\n")
+
+    def _sentence(self, message: str) -> str:
+        if found := _UNKNOWN.match(message):
+            word = found[1].partition("=")[0]
+            return f"there is no {word}{_nearest(word, self._option_string_actions)}"
+        if found := _CHOICE.match(message):
+            names = [each.strip(" '") for each in found[3].split(",")]
+            wrong = f"{found[2]!r}{_nearest(found[2], names)}"
+            return f"{found[1]} must be {_either(names)}, got {wrong}"
+        if message.endswith("required: command"):
+            return f"a command is missing: {_either(self.commands)}"
+        return message
+
+
+def _either(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _nearest(word: str, names: Iterable[str]) -> str:
+    found = difflib.get_close_matches(word, list(names), n=1)
+    return f": did you mean {found[0]}?" if found else ""
 
 
 class _Version(argparse.Action):

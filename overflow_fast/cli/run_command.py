@@ -378,7 +378,20 @@ def _run(parsed: argparse.Namespace) -> int:
         guard = ScriptGuard(guard_arguments(parsed))
     except (TypeError, ValueError, ImportError) as error:
         return fail(f"overflow_fast run: {error}")
-    return _run_guarded(guard, parsed)
+    try:
+        status = _run_guarded(guard, parsed)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+        status = 0
+    typed = [each.flag for each in _all_typed() if hasattr(parsed, each.dest)]
+    if status or not typed or not guard.is_unused:
+        return status
+    return fail(
+        "overflow_fast run: the program has a guard or a detector of its own, which "
+        f"was not given {', '.join(typed)}: nothing of that was done. Give it to that "
+        "guard, or take that guard out of the program."
+    )
 
 
 def _run_guarded(guard: ScriptGuard, parsed: argparse.Namespace) -> int:

@@ -262,7 +262,8 @@ class Explainer:
     def _is_due(self, step: int, verdict: Verdict, ends: bool) -> bool:
         first = verdict.first
         if self._capture is not None and first is not None:
-            self._capture.note_bad()
+            gradients = self._bad_gradients(verdict.dirty_gradients)
+            self._capture.note_bad(step, gradients)
         is_off = self._capture is None and self._is_replay_safe
         if self._asked == "never" or is_off or first is None:
             return False
@@ -301,6 +302,7 @@ class Explainer:
             hidden_by="" if self._capture is None else self._capture.hidden_by,
             is_of_flag=is_of_flag(verdict),
             had_gradients=self._capture is not None and self._capture.had_gradients,
+            left_over={} if self._capture is None else dict(self._capture.left_over),
         )
 
     def _histories(self) -> tuple[dict[str, list[float]], list[list[float]]]:

@@ -21,6 +21,7 @@ from ..report.report import Cost, NonFiniteError, Report
 from ..report.run_log import RunIdentity, log_begin, log_end
 from ..report.suspects import Suspects, read_incidents, suspects_of
 from ..selftest.self_test import Loss, SelfTest, SelfTestResult
+from ..text import drop_own_frames
 from ..verdict.headroom import HeadroomTable
 from ..verdict.rules import Allow
 from .config import EVERYTHING, GuardConfig, Policy
@@ -282,7 +283,11 @@ class OverflowGuard:
                 f"function must be callable, got {type(function).__name__}: pass "
                 "`lambda: criterion(model(x), y)`"
             )
-        result: _Result = self._loop.inputs.run(function)
+        try:
+            result: _Result = self._loop.inputs.run(function)
+        except NonFiniteError as error:  # of a forward without autograd
+            drop_own_frames(error)
+            raise error
         return result
 
     def learn(self, steps: int, *, adopt: bool = True) -> None:

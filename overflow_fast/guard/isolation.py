@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 from .. import _C
 from ..distributed.agreement import Agreement
 from ..report.report import Cost, NonFiniteError
+from ..text import drop_own_frames
 
 # Measures the cost of the guard itself.
 
@@ -200,7 +201,11 @@ def isolate_errors(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def isolated_method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._loop.isolation.isolated():
-            return method(self, *args, **kwargs)
+        try:
+            with self._loop.isolation.isolated():
+                return method(self, *args, **kwargs)
+        except NonFiniteError as error:
+            drop_own_frames(error)
+            raise error
 
     return cast(_Method, isolated_method)

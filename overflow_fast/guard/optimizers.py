@@ -19,7 +19,9 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import _C
 from ..core.nested_optimizers import optimizers_in
+from ..report.report import NonFiniteError
 from ..state.snapshot import OptimizerSnapshot
+from ..text import drop_own_frames
 from ..torch_internals.module_internals import (
     has_step_hooks,
     num_step_hooks,
@@ -510,11 +512,19 @@ class OptimizerHook:
 
         def unbound(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             whole = replaced or class_step(optimizer)
-            return self._run(whole, args, kwargs)
+            try:
+                return self._run(whole, args, kwargs)
+            except NonFiniteError as error:
+                drop_own_frames(error)
+                raise error
 
         @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
-            return unbound(reference(), *args, **kwargs)
+            try:
+                return unbound(reference(), *args, **kwargs)
+            except NonFiniteError as error:
+                drop_own_frames(error)
+                raise error
 
         for each in (unbound, step):
             _keep_uncompiled(each)
@@ -713,11 +723,15 @@ def _with_listeners(step: Callable[..., Any]) -> Callable[..., Any]:
             listener.before_scaler_step(optimizer)
         _running[id(optimizer)] = self
         try:
-            result = step(self, optimizer, *args, **kwargs)
-        finally:
-            del _running[id(optimizer)]
-        for listener in list(_listeners):
-            listener.after_scaler_step(optimizer, self)
+            try:
+                result = step(self, optimizer, *args, **kwargs)
+            finally:
+                del _running[id(optimizer)]
+            for listener in list(_listeners):
+                listener.after_scaler_step(optimizer, self)
+        except NonFiniteError as error:
+            drop_own_frames(error)
+            raise error
         return result
 
     return step_with_listeners

@@ -347,6 +347,7 @@ class ScriptGuard:
         self._callbacks: list[Any] = []
         self._num_searches = 0
         self._is_guarded = False
+        self._has_own = False
         self._why_not = ""
         self._forward_hook: Any = None
         self._guards: list[OverflowGuard] = []
@@ -379,11 +380,20 @@ class ScriptGuard:
 
     def why_nothing_was_guarded(self) -> str | None:
         """Returns a reason in words, or None if steps were guarded, or need not be."""
-        guards = [*self._guards, *(c.guard for c in self._callbacks if c.guard)]
-        if self._is_guarded or any(each.coverage().steps for each in guards):
+        if self._has_steps or self._has_own:
             return None
         has_one = self._num_searches or self._callbacks
         return self._why_not or (_NO_STEP if has_one else _NO_OPTIMIZER)
+
+    @property
+    def is_unused(self) -> bool:
+        """True if the program guards itself, and no step went by these arguments."""
+        return self._has_own and not self._has_steps
+
+    @property
+    def _has_steps(self) -> bool:
+        guards = [*self._guards, *(c.guard for c in self._callbacks if c.guard)]
+        return self._is_guarded or any(each.coverage().steps for each in guards)
 
     # Called by the program.
 
@@ -415,7 +425,7 @@ class ScriptGuard:
         if callback is not None:
             self._callbacks.append(callback)
         elif not self._callbacks:
-            self._is_guarded = True
+            self._has_own = True
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
         # Compiled code has nothing of this hook in it.
@@ -469,7 +479,7 @@ class ScriptGuard:
         loops = guards_of([each for model in models for each in model.modules()])
         earlier = [each for each in self._guards if each._loop in loops]
         if len(earlier) < len(loops) or have_detectors(models):
-            self._is_guarded = True
+            self._has_own = True
         else:
             self._replace(earlier, models, wrapped)
 
@@ -500,7 +510,7 @@ class ScriptGuard:
         note_wrappers([h for g in self._fresh for h in g._loop.hooks])
 
     def _remove_guards(self) -> None:
-        self._is_guarded |= any(not guard.enabled for guard in self._guards)
+        self._has_own |= any(not guard.enabled for guard in self._guards)
         with contextlib.ExitStack() as removals:
             for guard in self._guards:
                 removals.callback(guard.remove)

@@ -42,6 +42,7 @@ class SavedOp(Struct):
     file: str | None = None
     line: Count | None = None
     code: str = ""
+    called_from: str = ""
     inputs: list[OpTensor] = field(default_factory=list)
     outputs: list[OpTensor] = field(default_factory=list)
 

@@ -156,10 +156,18 @@ def _autocast_device(module: nn.Module, given: Sequence[Tensor]) -> str | None:
     return device if torch.is_autocast_enabled(device) else None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+# Asked here: in compiled code torch 2.11 breaks the graph for it. The decorator that
+# makes it a constant would import torch._dynamo along with the package.
+_HAS_AUTOCAST = {
+    each: torch.amp.is_autocast_available(each)
+    for each in ("cpu", "cuda", "mps", "xpu")
+}
+
+
 def _has_autocast(device: str) -> bool:
-    """Tells it to compiled code as a constant: torch 2.11 breaks the graph for it."""
-    return torch.amp.is_autocast_available(device)
+    """True if a type of devices has an autocast."""
+    known = _HAS_AUTOCAST.get(device)
+    return torch.amp.is_autocast_available(device) if known is None else known
 
 
 def _to_float32(tensor: Tensor) -> Tensor:

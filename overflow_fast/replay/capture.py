@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from ..tree import (
     tensors_in,
 )
 from .functions import Captured
+from .places import calling_line
 from .tensor_kinds import is_float
 
 if TYPE_CHECKING:
@@ -149,7 +151,11 @@ class KeptCall:
             others', and runs eagerly when it is called alone.
         has_stand_ins: Whether other tensors stood in for the model's own weights, and
             do not when it is called again.
+        called_at: The file and the line of the program that made it; "" and 0 if that
+            is not known.
     """
+
+    called_at = "", 0
 
     def __init__(
         self, function: Callable[[Any], Any], batch: Any, ambient: Ambient
@@ -382,6 +388,8 @@ class Capture:
         is_running: Whether a function runs that is kept as a whole.
         had_gradients: Whether gradients that may be bad were there before the step's
             first forward: no step before was judged, or that one was bad.
+        left_over: The gradients that a bad step left, by name, and that nobody has
+            cleared or written to before the step's first forward; with that step.
     """
 
     def __init__(self, start: StepStart) -> None:
@@ -392,6 +400,8 @@ class Capture:
         self.hidden_by = ""
         self.is_running = False
         self.had_gradients = False
+        self.left_over: dict[str, int] = {}
+        self._bad: dict[str, tuple[int, weakref.ref[torch.Tensor], int]] = {}
         self._doubts_gradients, self._is_bad = True, False
         self._open: KeptCall | None = None
 
@@ -425,6 +435,7 @@ class Capture:
         self._open = call = ModelCall.of(called, batch, ambient)
         call.is_part_of_compiled = is_compiled
         call.has_stand_ins = has_stand_ins
+        call.called_at = calling_line()
         call.follows_others = any(each.awaits_backward for each in self.calls)
 
     def end(self, output: Any, loss: torch.Tensor | None) -> None:
@@ -472,20 +483,39 @@ class Capture:
             del self.calls[0]
             self.num_dropped += 1
 
-    def note_bad(self) -> None:
-        """Notes that the step is bad: its gradients may stay for the next one."""
+    def note_bad(self, step: int, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Notes that the step is bad: its gradients may stay for the next one.
+
+        Args:
+            step: Its number.
+            gradients: Its bad gradients, by name.
+        """
         self._is_bad = True
+        self._bad = {
+            name: (self.left_over.get(name, step), weakref.ref(each), version_of(each))
+            for name, each in gradients.items()
+        }
 
     def _look_for_gradients(self, model: nn.Module) -> None:
-        if self._doubts_gradients and not self.calls:
-            self.had_gradients = any(
-                p.is_leaf and p.grad is not None for p in model.parameters()
-            )
+        if not self._doubts_gradients or self.calls:
+            return
+        leaves = [each for each in model.parameters() if each.is_leaf]
+        there = {id(p.grad) for p in leaves if p.grad is not None}
+        self.had_gradients = bool(there)
+        for name, (step, reference, version) in self._bad.items():
+            gradient = reference()
+            if gradient is None or id(gradient) not in there:
+                continue
+            if version_of(gradient) == version:
+                self.left_over[name] = step
 
     def clear(self) -> None:
         """Lets go of what was kept: the step is judged."""
         self.calls.clear()
         self.had_gradients = False
+        self.left_over.clear()
+        if not self._is_bad:
+            self._bad.clear()
         self._doubts_gradients, self._is_bad = self._is_bad, False
         self.start.end_judgement()
         self._open = None

@@ -65,6 +65,8 @@ class Op:
         true_value: The result in float64 at the worst place; None if it is not known.
         limit: The largest number of the output's dtype.
         derivative: In backward, the operation that ran, or "".
+        called_from: Where `file` is of an installed package, the deepest line of the
+            program that led there, such as "train.py:7: loss = model(x)"; else "".
     """
 
     name: str
@@ -78,6 +80,7 @@ class Op:
     true_value: float | None = None
     limit: float | None = None
     derivative: str = ""
+    called_from: str = ""
 
     @property
     def place(self) -> str:
@@ -106,8 +109,8 @@ PHASES = ("forward", "backward", "optimizer", "data", "weights")
 CAUSES = (
     *("range overflow", "undefined", "singular gradient", "empty reduction"),
     *("underflow", "rounding", "bad setting"),
-    *("bad data", "bad weights", "divergence", "not reproducible"),
-    *("only in compiled code", "unknown"),
+    *("bad data", "bad weights", "left-over gradients", "divergence"),
+    *("not reproducible", "only in compiled code", "unknown"),
 )
 # Of gradients: what stands between backward and the optimizer is not run again.
 NOT_REPLAYED = (
@@ -296,27 +299,29 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        """The explanation in at most eight lines."""
-        lines = [printable(f"{label:<9} {text}") for label, text in self._rows()]
-        return "\n".join(lines[:_MAX_LINES])
+        """The explanation in at most eight lines, the remedy at the end."""
+        rows, remedies = [*self._rows()], [*self._remedy_rows()]
+        rows = [*rows[: _MAX_LINES - len(remedies)], *remedies]
+        return "\n".join(printable(f"{label:<9} {text}") for label, text in rows)
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         yield "cause", f"{self._what()}{self._where()}"
+        if self.op is not None and self.op.called_from:
+            yield "your line", self.op.called_from
         for sentence in self.evidence[: 2 if self.remedies else _FEW]:
             yield "evidence", sentence
         if self.sample is not None:
             yield "sample", self._sample_text()
-        yield from self._remedy_rows()
         if len(self.chain) > 1:
             yield "chain", _shortened(self.chain)
         for sentence in self.notes[:2]:
             yield "note", sentence
-        yield "replays", f"{counted(self.replays, 'forward')}, {self.seconds:.2f} s"
+        if self.replays:
+            seconds = f"{self.seconds:.2f} s"
+            yield "replays", f"{counted(self.replays, 'forward')}, {seconds}"
 
     def _remedy_rows(self) -> Iterator[tuple[str, str]]:
         recommended = [each for each in self.remedies if each.is_recommended]
-        for remedy in recommended[:2]:
-            yield "tried", str(remedy)
         failed = [each for each in self.remedies if each.tried and not each.is_finite]
         if failed:
             yield "no help", "; ".join(dict.fromkeys(map(self._label, failed)))
@@ -324,6 +329,8 @@ class Explanation:
         if not_tried and not recommended:
             labels = [f"{self._label(e)}{': ' * bool(e.why)}{e.why}" for e in not_tried]
             yield "not tried", "; ".join(dict.fromkeys(labels))
+        for remedy in recommended[:2]:
+            yield "tried", str(remedy)
 
     def _label(self, remedy: Remedy) -> str:
         """The text of a remedy, with what tells it from those with other results."""
@@ -343,7 +350,7 @@ class Explanation:
     def _what(self) -> str:
         cause = self.cause
         if cause == "range overflow" and self.op is not None and self.op.outputs:
-            cause = f"{self.op.outputs[0].dtype} overflow"
+            cause += f" ({self.op.outputs[0].dtype})"
         in_phase = (
             f" in {self.phase}" if self.phase in ("backward", "optimizer") else ""
         )
@@ -471,6 +478,7 @@ class BadStep:
         hidden_by: Why forwards of the step could not be kept, or "".
         is_late: Whether the weights may have been stepped since.
         had_gradients: See `Capture`.
+        left_over: See `Capture`.
         is_of_flag: Whether a device's overflow flag is all that was seen.
     """
 
@@ -489,6 +497,7 @@ class BadStep:
     num_dropped: int = 0
     hidden_by: str = ""
     had_gradients: bool = False
+    left_over: Mapping[str, int] = field(default_factory=dict)
 
 
 # Sentences on what a finite replay leaves open.
@@ -504,6 +513,9 @@ SOME = "Some replays are finite, but {}."
 NOT_REDUCED = (
     "Each rank's own gradients are finite in the replay; what ranks make of them "
     "together (DDP's reduction, communication hooks) was not replayed."
+)
+LEFT_OVER = (
+    "left over from step {}: non-finite since then, and not cleared before this step"
 )
 OLD = (
     "The replay is finite. Gradients were there before the step's first forward, and "

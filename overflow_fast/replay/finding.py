@@ -7,7 +7,7 @@ import itertools
 from .capture import KeptCall
 from .explanation import Explanation, Op, TensorSummary
 from .op_trace import Leaf, Row, Source
-from .places import op_at, place_text
+from .places import op_at, place_text, programs_line
 from .root_op import EMPTY, INTERMEDIATE, RANGE, UNDEFINED, Details
 from .slice import ForwardRows, RootOp
 from .without_operation import explain_leaf
@@ -44,6 +44,9 @@ def explain_root_op(
         found = explain_leaf(source, _read_by(root_op), call)
     else:
         found = _explain_row(source, forward_rows, in_gradients)
+        if found.op is not None and call is not None:
+            frames = named_row(source, forward_rows).frames
+            found.op.called_from = programs_line(frames, call.called_at)
     found.chain = _chain_text(root_op)
     return found
 

@@ -420,7 +420,7 @@ class OpTable:
     ) -> None:
         if self._num_details < _MAX_DETAILS:
             self._num_details += 1
-            row.details = details_of(op, bad, output, self._sums.counts_in(op))
+            row.details = details_of(op, bad, output, self._sums)
             if self._keeps_calls:
                 row.call = op
                 op.note_versions()

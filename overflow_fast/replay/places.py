@@ -15,7 +15,7 @@ from torch import nn
 
 from ..core.modules import named_modules
 from ..core.selection import full_name
-from ..text import short_name
+from ..text import installed_name, is_own, short_name
 from ..torch_internals.replay_internals import autograd_node
 from ..torch_internals.tensor_internals import version_of
 from ..tree import CALL_DEPTH, tensors_in
@@ -71,9 +71,7 @@ class ModuleCall:
 
 
 _MAX_FRAMES = 12
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_NOT_USERS = (os.path.dirname(os.path.abspath(torch.__file__)), _PACKAGE)
-_DEMO = os.path.join(_PACKAGE, "demo")
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _ENGINE = "_engine_run_backward"
 # Files of torch that the engine calls, but for hooks of the user's.
 _NO_HOOKS = tuple(
@@ -122,18 +120,31 @@ def runs_in_hook() -> bool:
 
 
 def _begins(code: CodeType) -> bool:
-    return code.co_name in _BEGINS and code.co_filename.startswith(_PACKAGE)
+    return code.co_name in _BEGINS and is_own(code.co_filename)
 
 
 def is_of_user(file: str) -> bool:
     """True if a file is neither torch's nor this package's."""
     known = _is_users.get(file)
     if known is None:
-        path = os.path.abspath(file)
-        known = path.startswith(_DEMO) or not path.startswith(_NOT_USERS)
-        known = known and not file.startswith("<frozen")
+        is_torchs = os.path.abspath(file).startswith(_TORCH)
+        known = not (is_own(file) or is_torchs or file.startswith("<frozen"))
         _is_users[file] = known
     return known
+
+
+def calling_line() -> tuple[str, int]:
+    """The file and the number of the deepest running line of the program's own.
+
+    Its own are no lines of installed packages; "" and 0 if there is none.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_of_user(file) and not installed_name(file):
+            return file, frame.f_lineno
+        frame = frame.f_back
+    return "", 0
 
 
 def stack_of(frames: Frames) -> list[str]:
@@ -156,6 +167,23 @@ def place_text(frames: Frames) -> str:
     """The file and the number of the innermost line, such as " (train.py:9)", or ""."""
     file, line, _ = code_at(frames)
     return f" ({short_name(file)}:{line})" if file else ""
+
+
+def programs_line(frames: Frames, called_at: tuple[str, int]) -> str:
+    """The program's own line that led into an installed package, or "".
+
+    Args:
+        frames: The user's lines that led to an operation, the innermost first.
+        called_at: Where the program called what was replayed.
+    """
+    files = [code.co_filename for code, _, _ in frames]
+    if not files or not installed_name(files[0]):
+        return ""
+    own = ((code.co_filename, line) for code, line, _ in frames)
+    found = (each for each in (*own, called_at) if not installed_name(each[0]))
+    file, line = next(found)
+    text = linecache.getline(file, line).strip()
+    return f"{short_name(file)}:{line}{': ' * bool(text)}{text}" if file else ""
 
 
 def op_at(name: str, frames: Frames) -> Op:

@@ -105,6 +105,7 @@ _MADE_OF_NUMBERS = (
     "the code makes this tensor of values that torch has not computed, such as NumPy's"
 )
 _BY_NOTHING = "it divides by a sum that is 0, such as how many elements a mask selects"
+_NO_LABEL_COUNTS = "no label of the batch counts: all are ignored"
 _COUNTING = {"nll_loss_forward", "nll_loss2d_forward"}
 
 RANGE, INTERMEDIATE, UNDEFINED = "range", "intermediate", "undefined"
@@ -150,7 +151,7 @@ def details_of(
     op: OpCall,
     bad: Sequence[torch.Tensor],
     output: Any,
-    counts: Sequence[torch.Tensor],
+    sums: Sums,
 ) -> Details:
     """Looks at an operation that has just run.
 
@@ -158,7 +159,7 @@ def details_of(
         op: The operation.
         bad: What it wrote that is non-finite.
         output: What it returned.
-        counts: Those of its inputs that count the elements of a mask.
+        sums: Knows which of its inputs count the elements of a mask.
     """
     found = Details()
     before = [op.kept.get(id(tensor), tensor) for tensor in op.read()]
@@ -168,7 +169,7 @@ def details_of(
     found.limit = torch.finfo(bad[0].dtype).max
     try:
         found.outside = _outside_of_domain(op, found.first_index)
-        _classify(op, found, bad, output, counts)
+        _classify(op, found, bad, output, sums)
     except Exception as error:
         text = str(error).splitlines()[:1]
         found.reason = (
@@ -196,9 +197,9 @@ def _classify(
     found: Details,
     bad: Sequence[torch.Tensor],
     output: Any,
-    counts: Sequence[torch.Tensor],
+    sums: Sums,
 ) -> None:
-    why = _reduces_nothing(op, bad[0], output, counts)
+    why = _reduces_nothing(op, bad[0], output, sums)
     if why:
         found.why, found.reason = EMPTY, why
         return
@@ -335,17 +336,12 @@ def _negative_variance(op: OpCall) -> str:
     return f"running_var is {float(variance[places[0]]):.3g} at {places[:1]}"
 
 
-def _reduces_nothing(
-    op: OpCall, bad: torch.Tensor, output: Any, counts: Sequence[torch.Tensor]
-) -> str:
+def _reduces_nothing(op: OpCall, bad: torch.Tensor, output: Any, sums: Sums) -> str:
     """Describes what it reduces, if that is nothing; else ""."""
     base = op.base.rstrip("_")
     read = [t for t in tensors_in(op.args) if t.is_floating_point() or t.is_complex()]
     if base in _COUNTING:
-        labels, ignored = op.args[1], op.args[4]
-        return "no label of the batch counts: all are ignored" * bool(
-            (labels == ignored).all()
-        )
+        return _NO_LABEL_COUNTS * _has_no_label(op)
     if any(tensor.numel() == 0 for tensor in read):
         return f"{base} of a tensor without elements"
     if base in _DEGREES and read and read[0].isfinite().all():
@@ -353,9 +349,11 @@ def _reduces_nothing(
     index = first_bad(bad)
     if base in _DIVIDES and index is not None and len(op.args) > 1:
         by, of = op.args[1], op.kept.get(id(op.args[0]), op.args[0])
-        is_counted = any(by is count for count in counts)
-        if is_counted and _value_at(by, index) == 0 == _value_at(of, index):
-            return _BY_NOTHING
+        if _value_at(by, index) == 0 == _value_at(of, index):
+            if sums.has_no_label(op.args[0]):
+                return _NO_LABEL_COUNTS
+            if any(by is count for count in sums.counts_in(op)):
+                return _BY_NOTHING
     return ""
 
 
@@ -373,6 +371,12 @@ def _weighs_nothing(op: OpCall, output: Any) -> str:
         "the mean divides by the sum of the labels' class weights, which is 0: "
         f"{weights}{more}"
     )
+
+
+def _has_no_label(op: OpCall) -> bool:
+    """True if a loss adds up no label: all are ignored."""
+    labels, reduction, ignored = op.args[1], op.args[3], op.args[4]
+    return reduction != 0 and bool((labels == ignored).all())
 
 
 def _has_one_element(tensor: torch.Tensor, result: torch.Tensor) -> bool:
@@ -596,7 +600,8 @@ def _places(tensor: torch.Tensor, payload: int) -> list[int]:
 
 _SUMS = {"sum", "count_nonzero", "cumsum", "nansum", "bincount"}
 _MASK, _SUM, _ZERO, _COUNT = "mask", "sum", "sum of zeros", "sum of mask"
-_ORDER = ("", _MASK, _SUM, _ZERO, _COUNT)
+_UNLABELED = "loss of no label"
+_ORDER = ("", _MASK, _SUM, _ZERO, _COUNT, _UNLABELED)
 
 
 class Sums:
@@ -613,7 +618,9 @@ class Sums:
     def note(self, op: OpCall, fresh: Sequence[torch.Tensor]) -> None:
         """Takes in what an operation returned in memory of its own."""
         read, kind = op.read(floats=False), ""
-        if op.base in _SUMS:
+        if op.base in _COUNTING and len(fresh) > 1 and _has_no_label(op):
+            fresh, kind = fresh[:1], _UNLABELED
+        elif op.base in _SUMS:
             kind = max(map(self._sum_of, read), key=_ORDER.index, default="")
         elif len(read) == 1:
             is_cast = op.base == "_to_copy" and not is_float(read[0])
@@ -621,6 +628,11 @@ class Sums:
         if kind:
             for tensor in fresh:
                 self._known.put(tensor, kind)
+
+    def has_no_label(self, value: Any) -> bool:
+        """True for a sum of losses to which no label has added one."""
+        is_tensor = isinstance(value, torch.Tensor)
+        return is_tensor and self._known.get(value) == _UNLABELED
 
     def counts_in(self, op: OpCall) -> list[torch.Tensor]:
         """Finds inputs of an operation that count the elements which a mask selects."""
@@ -635,6 +647,8 @@ class Sums:
 
     def _sum_of(self, tensor: torch.Tensor) -> str:
         """Classifies the sum of a tensor."""
+        if self._known.get(tensor) == _UNLABELED:
+            return _UNLABELED
         if not is_float(tensor) or self._known.get(tensor) == _MASK:
             return _COUNT
         if tensor.numel() == 0:

@@ -12,12 +12,13 @@ from torch import nn
 from ..core.modules import reduces
 from ..core.ops import scan
 from ..core.tensors import place_of
+from ..text import counted
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replay_internals import active_modes
 from . import explanation as notes
 from .capture import KeptCall, ModelCall
 from .cross_device_check import FirstCall, compare_devices, explain_flag, is_elsewhere
-from .explanation import NOT_REPLAYED, BadStep, Explanation
+from .explanation import NOT_REPLAYED, BadStep, Explanation, Remedy
 from .functions import HeldTensor
 from .op_trace import Leaf
 from .places import module_of_parameter, names_of
@@ -179,6 +180,9 @@ class Answers:
             return found or _explain_finite(first)
         if incident.is_of_flag:
             return explain_flag(self._replayer)
+        names = incident.gradients.keys()
+        if incident.kind == "gradient" and names and names <= incident.left_over.keys():
+            return _left_over(incident)
         if incident.kind == "weight":
             return Explanation(notes=[notes.OTHER_WEIGHT])
         if any(call.has_stand_ins for call in self._replayer.calls):
@@ -345,6 +349,22 @@ class Answers:
         else:
             why = "what backward was called on is not known"
         return f"Backward was not replayed: {why}. Use `guard.run(lambda: loss)`."
+
+
+def _left_over(incident: BadStep) -> Explanation:
+    """The gradients are those of an earlier step; the replay began without any."""
+    name, *others = incident.gradients
+    more = f" and {counted(len(others), 'other')}" if others else ""
+    steps = incident.left_over.values()
+    found = Explanation(cause="left-over gradients", tensor=name)
+    found.module = module_of_parameter(name)
+    found.evidence.append(
+        f"`{name}`{more}: {notes.LEFT_OVER.format(min(steps))}; the step is finite "
+        "without them"
+    )
+    text = f"clear what step {min(steps)} left"
+    found.remedies.append(Remedy(text, "optimizer.zero_grad()", is_finite=True))
+    return found
 
 
 def _explain_finite(result: ReplayResult) -> Explanation:

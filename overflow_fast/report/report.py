@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -277,18 +278,23 @@ _MOMENTS = {
 class NonFiniteError(FloatingPointError):
     """Raised for a step with a nan or an inf under `on_overflow="raise"`.
 
+    Its text ends with the cause and the remedy; the frames are in its report.
+
     Attributes:
         report: The `Report`.
         exit_code: 16 if the replay gave it again, 17 if the replay was finite, else 1.
     """
 
     def __init__(self, report: Report) -> None:
-        super().__init__(str(report))
+        super().__init__(report.answer())
         self.report = report
         self.exit_code = exit_code_of(report.explanation, bool(report.repeats))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return NonFiniteError, (self.report,)
+
+
+NonFiniteError.__module__ = "overflow_fast"  # as programs import it
 
 
 @dataclass(frozen=True)
@@ -356,18 +362,31 @@ class Report:
     repeats: str = ""
 
     def __str__(self) -> str:
-        """Writes the event, the answer, the details as lines, and then the frames."""
-        rest = as_lines([*self._details(), *self._cost_sentences()])
-        lines = [as_lines(self._event()), *self._answer(), rest]
-        text = "\n".join(filter(None, lines))
-        if not self.frames:
-            return text
-        return "\n".join([text, "", *frames_text(self.verdict.batch, self.frames)])
+        """Writes the frames, the details as lines, and the answer at the end."""
+        batch = self.verdict.batch
+        frames = [*frames_text(batch, self.frames), ""] if self.frames else []
+        details = [as_lines(self._details())] if self._is_told else []
+        return "\n".join([*frames, *filter(None, details), self.answer()])
+
+    def answer(self) -> str:
+        """Writes the event, its cause and its remedy, the remedy at the end.
+
+        Terminals and logs of jobs show the end of a text. Details are left out where
+        the cause is known.
+        """
+        above, rows, advice = self._parts()
+        return "\n".join(filter(None, [as_lines(above), *rows, as_lines(advice)]))
+
+    def _parts(self) -> tuple[list[str], list[str], list[str]]:
+        """The sentences above the explanation, its rows, and those below."""
+        details = [] if self._is_told else self._details()
+        above = [*self._event(), *details, *self._reasons()]
+        return above, self._explained(), self._advice()
 
     def _repr_html_(self) -> str:
         first, *rest = self._event()
-        lines = [*rest, *self._answer(), *self._details(), *self._cost_sentences()]
-        return text_html(first, lines, str(self))
+        lines = [*rest, *self._explained(), *self._advice(), *self._reasons()]
+        return text_html(first, [*lines, *self._details()], str(self))
 
     def short_text(self, note: str) -> str:
         """Writes the headline, the outcome of the step, and a note."""
@@ -378,45 +397,72 @@ class Report:
         plain = to_plain(dataclasses.asdict(self))
         if self.verdict.first is not None:
             plain["verdict"]["first"]["place"] = place_of(self.verdict.first)
-        event, details, cost = self._event(), self._details(), self._cost_sentences()
-        summary = "\n".join([*event, *self._answer(), *details, *cost])
-        texts = {"summary": summary, "sentences": [*event, *details]}
+        details = self._details() if self._is_told else []
+        lines = [*details, *itertools.chain(*self._parts())]
+        texts = {"summary": "\n".join(lines), "sentences": self.sentences()}
         return {"schema": SCHEMA, "kind": "report", **plain, **texts}
 
     def to_json(self) -> str:
         """Writes the report as one line of JSON, non-finite numbers as strings."""
         return dumps(self.to_dict())
 
-    def _answer(self) -> list[str]:
-        return [] if self.explanation is None else str(self.explanation).splitlines()
-
     def sentences(self) -> list[str]:
         """Lists all but the explanation and the frames, the headline first."""
-        return [*self._event(), *self._details(), *self._cost_sentences()]
+        return [
+            *self._event(),
+            *self._advice(),
+            *self._reasons(),
+            *self._details(),
+        ]
 
     def _event(self) -> list[str]:
         if self.verdict.first is None:
             return [f"Step {self.step} is clean.", *self.notes]
         return [self.headline(), *self._outcome(), *self.notes]
 
-    def _details(self) -> list[str]:
+    def _explained(self) -> list[str]:
+        return [] if self.explanation is None else str(self.explanation).splitlines()
+
+    def _reasons(self) -> list[str]:
+        """Lists what led to the answer, and where there is more."""
         first = self.verdict.first
         if first is None:
             return []
         origin = "" if self.is_of_state else self._origin(first)
-        is_answered = answers(self.explanation, first) or self._is_written_in_step
-        advice = advice_for(self.verdict, self.step, self.remedy, self._is_cured)
+        return [
+            *([_RECOMPUTED] if self.verdict.is_recomputed else []),
+            *([origin] if origin else []),
+            *([f"Evidence is in `{self.evidence}`."] if self.evidence else []),
+            *([f"To look at it, open `{self.page}`."] if self.page else []),
+        ]
+
+    def _advice(self) -> list[str]:
+        first = self.verdict.first
+        if first is None or answers(self.explanation, first):
+            return []
+        if self._is_written_in_step:
+            return []
+        advice = advice_for(self.verdict, self.step, self._untried, self._is_cured)
+        return [f"What to try: {advice}."] if advice else []
+
+    @property
+    def _untried(self) -> Float32Region | None:
+        """The modules to run in float32, where no replay has tried just that."""
+        found = [] if self.explanation is None else self.explanation.remedies
+        tried = {each.code.replace('"', "'") for each in found if each.tried}
+        return None if self.remedy and self.remedy.code in tried else self.remedy
+
+    def _details(self) -> list[str]:
+        first = self.verdict.first
+        if first is None:
+            return self._cost_sentences()
         return [
             *share_sentences(first),
-            *([_RECOMPUTED] if self.verdict.is_recomputed else []),
             *headroom_sentences(self.verdict.headroom),
             *least_sentences(self.least_headroom),
             *gradient_sentences(self.verdict),
-            *([origin] if origin else []),
-            *([f"What to try: {advice}."] if advice and not is_answered else []),
-            *([f"Evidence is in `{self.evidence}`."] if self.evidence else []),
-            *([f"To look at it, open `{self.page}`."] if self.page else []),
             *self.not_covered,
+            *self._cost_sentences(),
         ]
 
     def _origin(self, first: BadEntry) -> str:

@@ -1,6 +1,7 @@
 """python -m overflow_fast, as a user calls it."""
 
 import shlex
+import subprocess
 import sys
 
 import pytest
@@ -260,3 +261,41 @@ def test_help_says_what_is_separated_by_commas(name):
     actions = commands()["run"]._actions
     (option,) = [each for each in actions if f"--{name}" in each.option_strings]
     assert option.help.endswith("separated by commas")
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("run --on-overflow skipp a.py", "got 'skipp': did you mean skip?"),
+        ("run --recrod r.ofr a.py", "there is no --recrod: did you mean --record?"),
+        ("run --xyzzy a.py", "there is no --xyzzy ("),
+        ("rnu a.py", "got 'rnu': did you mean run?"),
+        ("log --folow a", "there is no --folow: did you mean --follow?"),
+        ("run --headroom-bits much a.py", "--headroom-bits: invalid float value"),
+        ("compare a", "the following arguments are required: reference"),
+    ],
+)
+def test_a_wrong_argument_is_one_sentence(typed, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(typed.split())
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and said in err and err.count("\n") == 1, err
+
+
+WITHOUT_COMPILER = """
+import sys
+import overflow_fast
+from overflow_fast.__main__ import main
+for arguments in (["--version"], ["report", "--help"], ["run", "--help"], ["env"]):
+    try:
+        main(arguments)
+    except SystemExit:
+        pass
+    assert "torch._dynamo" not in sys.modules, arguments
+"""
+
+
+def test_commands_without_a_model_do_not_import_the_compiler():
+    arguments = [sys.executable, "-c", WITHOUT_COMPILER]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

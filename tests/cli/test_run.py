@@ -376,3 +376,31 @@ def test_lightning_gets_the_callback(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "3 of 3 steps watched: 1 report, 1 step skipped" in done.stderr
     assert "no step was guarded" not in done.stderr
+
+
+OWN = f"""{MODEL}
+import overflow_fast
+own = sys.argv[1]
+if own == "detector":
+    detector = overflow_fast.DebugUnderflowOverflow(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if own == "guard":
+    guard = overflow_fast.OverflowGuard(model, optimizer)
+for _ in range(2):
+    optimizer.zero_grad()
+    model(torch.ones(8, 4)).sum().backward()
+    optimizer.step()
+sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 else None)
+"""
+
+
+@pytest.mark.parametrize("ends", [(), ("0",), ("7",)])
+@pytest.mark.parametrize("own", ["guard", "detector", "none"])
+def test_options_that_a_guard_of_the_programs_does_not_get(tmp_path, own, ends):
+    options = ("--record", "r.ofr", "--log", "l.jsonl")
+    done = run(tmp_path, OWN, own, *ends, options=options)
+    is_refused = own != "none" and ends != ("7",)
+    assert done.returncode == (7 if ends == ("7",) else 2 * is_refused), done.stderr
+    assert ("not given --log, --record: nothing" in done.stderr) == is_refused
+    assert (tmp_path / "r.ofr").exists() == (own == "none")
+    assert run(tmp_path, OWN, own).returncode == 0

@@ -106,6 +106,18 @@ def test_reading_in_a_program(code, tmp_path, capsys):
     assert "True 1 in float32" in out
 
 
+@of_the_pages_torch
+def test_a_whole_report_is_as_it_is_shown(tmp_path):
+    program = PROGRAMS[READING, "a-report"].code
+    program += "    print(guard.last_report or '')\n"
+    step = "    optimizer.step()\n"
+    caught = f"    try:\n    {step}    except FloatingPointError:\n        pass\n"
+    found = output_of(program.replace(step, caught), tmp_path)
+    (shown,) = (each for _, each in fences(pages()[READING]) if each[:8] == "Detected")
+    first = shown.partition("[...]")[0]
+    assert without_numbers(first) in without_numbers(found), found
+
+
 def test_every_python_block_of_these_pages_is_run():
     shown = {place for _, place in PROGRAMS}
     untested = of_nan.untested | of_start.untested | of_reading.untested

@@ -14,10 +14,12 @@ import torch
 
 from ...core.modules import is_normalization
 from ...core.ops import scan
+from ...text import installed_name
 from ..capture import batch_size
 from ..explanation import Remedy
 from ..finding import explain_root_op
-from ..places import names_of
+from ..op_trace import Row
+from ..places import code_at, names_of
 from ..replayer import Replayer, StepPart
 from ..slice import ForwardRows, find_root_op
 from ..tensor_kinds import is_float
@@ -279,6 +281,7 @@ _LINES = (
     *("range overflow", "undefined", "singular gradient", "empty reduction"),
     *("underflow", "rounding"),
 )
+_INSTALLED = "Changes of the line were not tried: it is in an installed package."
 _EAGERLY = (
     "Remedies were tried with compiled code run eagerly; with the compiled code itself "
     "they were not tried."
@@ -383,23 +386,32 @@ def _go_on(failure: Failure, trials: Trials, most: int) -> None:
             _go_on(after, trials, most - 1)
 
 
+def _is_own(row: Row) -> bool:
+    """True if an operation's line is in no installed package."""
+    return not installed_name(code_at(row.frames)[0])
+
+
 def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
     """The patches to try, those that change the least first."""
-    cause = failure.found.cause
+    cause, op = failure.found.cause, failure.found.op
+    is_own_line = op is None or not installed_name(op.file)
+    if cause in _LINES and not is_own_line:
+        trials.notes.append(_INSTALLED)
     if cause == "bad data":
         yield _drop_bad_samples(failure, trials)
     if cause in ("bad weights", "divergence"):
         yield try_checkpoints(failure.checkpoints, trials)
-    if cause in _LINES:
+    if cause in _LINES and is_own_line:
         yield exact_rewrites(failure, trials)
     if cause == "range overflow":
-        yield product_rewrites(failure, trials)
+        if is_own_line:
+            yield product_rewrites(failure, trials)
         yield try_wider_dtypes(failure, trials)
-    if failure.mask is not None:
+    if failure.mask is not None and _is_own(failure.mask):
         yield mask_rewrites(failure, trials)
-    if failure.lost is not None:
+    if failure.lost is not None and _is_own(failure.lost):
         yield lost_value_rewrites(failure, trials)
-    if cause in _LINES:
+    if cause in _LINES and is_own_line:
         yield line_rewrites(failure, trials)
     if cause == "range overflow" and failure.found.phase == "backward":
         yield _try_loss_scales(failure, trials)
