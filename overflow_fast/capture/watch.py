@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..core.modules import is_sharded, named_modules
+from ..core.modules import buffers_of, is_sharded, modules_in, named_modules
 from ..core.selection import NamedTensors, Selection, Wanted, full_name
 from ..core.tensors import loss_in
 from ..torch_internals.compiler import has_compiled
@@ -108,7 +108,7 @@ class ModuleIndex:
         if model is None:
             return len(self.order), 0
         indices = {id(module): index for index, module in self.present()}
-        known = [indices.get(id(module)) for module in model.modules()]
+        known = [indices.get(id(module)) for module in modules_in(model)]
         watched = [i for i in known if i is not None and self.is_selected(i)]
         return len(known), len(watched)
 
@@ -340,7 +340,7 @@ class ModelWatch(StepHooks):
             return
         is_of_use = wanted.activations or wanted.weights or wanted.loss
         if not is_of_use and self.needs_buffers:
-            is_of_use = any(True for _ in model.buffers())
+            is_of_use = any(True for _ in buffers_of(model))
         if not is_of_use:
             return
         self._recorder.is_paused = False

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.modules import has_base
+from ..core.modules import has_base, modules_in
 from ..core.nested_optimizers import optimizers_in
 from ..torch_internals.module_internals import own_buffers, own_parameters
 from ..torch_internals.wrappers import (
@@ -178,7 +178,7 @@ def find_groups(
     """
     found: list[Any] = []
     meshes: list[Any] = []
-    for module in (each for model in models for each in model.modules()):
+    for module in (each for model in models for each in modules_in(model)):
         found += _groups_of(module)
         meshes += _meshes_of(module)
     for _, each in (pair for outer in optimizers for pair in optimizers_in(outer)):

@@ -10,6 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 from .. import _C, flags
 from ..capture.schedule import ScanLevel
 from ..capture.watch import ModelWatch
+from ..core.modules import parameters_of
 from ..state.step_start import StepStart
 from .config import GuardConfig
 from .optimizers import OptimizerHook
@@ -148,4 +149,4 @@ class OverflowFlags:
             return {}
         models = [watch.model for watch in self._watches]
         found = [model for model in models if model is not None]
-        return flags.registered(p.device.type for m in found for p in m.parameters())
+        return flags.registered(p.device.type for m in found for p in parameters_of(m))

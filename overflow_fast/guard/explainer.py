@@ -17,7 +17,7 @@ from .. import _C
 from ..capture.schedule import ScanLevel
 from ..capture.step_tensors import StepTensors
 from ..capture.watch import ModelWatch
-from ..core.modules import local_part, why_not
+from ..core.modules import local_part, named_parameters, why_not
 from ..core.tensors import loss_in
 from ..distributed.agreement import Agreed
 from ..distributed.store_channel import StoreChannel
@@ -318,7 +318,7 @@ class Explainer:
             f"{watch.prefix}{name}": local_part(parameter.grad)
             for watch in self._watches
             if watch.model is not None
-            for name, parameter in watch.model.named_parameters()
+            for name, parameter in named_parameters(watch.model)
             if f"{watch.prefix}{name}" in wanted and parameter.grad is not None
         }
 

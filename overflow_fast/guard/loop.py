@@ -19,7 +19,7 @@ from ..capture.inputs import LoopBatch
 from ..capture.schedule import ScanLevel, WatchSchedule
 from ..capture.step_tensors import StepTensors
 from ..capture.watch import ModelWatch
-from ..core.modules import named_modules
+from ..core.modules import modules_in, named_modules, parameters_of
 from ..core.selection import Selection, check_patterns, full_name
 from ..core.tensors import loss_in
 from ..distributed.agreement import Agreement
@@ -135,7 +135,9 @@ def named_models(model: Models) -> dict[str, nn.Module]:
     if isinstance(model, Mapping):
         models = {f"{name}." if name else "": each for name, each in model.items()}
     elif isinstance(model, Iterable) and not isinstance(model, (str, torch.Tensor)):
-        models = {f"{i}.": each for i, each in enumerate(model)}
+        several = list(model)
+        is_one = len(several) == 1  # as Megatron's list of a model's chunks
+        models = {"" if is_one else f"{i}.": each for i, each in enumerate(several)}
     else:
         raise _wrong_model(model)
     for each in models.values():
@@ -228,7 +230,7 @@ def warn_foreign_parameters(
     models: Mapping[str, nn.Module], optimizers: Iterable[Optimizer]
 ) -> None:
     """Logs a warning for each optimizer that steps no watched parameter."""
-    own = {id(each) for model in models.values() for each in model.parameters()}
+    own = {id(each) for model in models.values() for each in parameters_of(model)}
     for optimizer in optimizers:
         groups = innermost(optimizer).param_groups
         if own and not any(id(p) in own for group in groups for p in group["params"]):
@@ -250,7 +252,7 @@ def warn_of_other_guards(
         others: Those of the other guards.
     """
     for model, other in itertools.product(*map(_models_of, (watches, others))):
-        if other in set(model.modules()) or model in set(other.modules()):
+        if other in set(modules_in(model)) or model in set(modules_in(other)):
             _log.warning(
                 "Another OverflowGuard already watches this %s. Both work, each by "
                 "its own policy. Call remove() on the other to replace it.",

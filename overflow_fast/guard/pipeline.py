@@ -25,6 +25,7 @@ from .. import _C
 from ..capture.schedule import ScanLevel
 from ..capture.step_tensors import StepTensors
 from ..capture.watch import ModelWatch
+from ..core.modules import parameters_of
 from ..core.ops import scan
 from ..distributed.agreement import Agreed, Agreement
 from ..replay.capture import Capture
@@ -671,7 +672,7 @@ class Pipeline:
             weight
             for watch in self._watches
             if (model := watch.model) is not None
-            for weight in model.parameters()
+            for weight in parameters_of(model)
         ]
         return any(
             (stat.has_nan or stat.has_inf)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from .. import _C
 from ..capture.watch import ModelWatch
+from ..core.modules import parameters_of
 from ..files.json_text import line_bytes, parse_object
 from ..files.reading import open_regular
 from ..files.writing import make_folder, open_new, write_all
@@ -378,7 +379,7 @@ class FlightRecorder:
         model = self._watches[0].model
         if model is None:
             return
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        device = next((p.device for p in parameters_of(model)), torch.device("cpu"))
         with torch.no_grad():
             scale: Any = scaler.scale(torch.ones((), device=device))
         self._watches[0].record(_C.FrameKind.RECORDED, (["loss_scale"], [scale]))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..core.modules import set_shares_buffers
+from ..core.modules import parameters_of, set_shares_buffers
 from ..core.tensors import devices_of, dtype_named, has_memory, loss_in
 from ..state.random import RandomStates
 from ..state.step_start import StepStart
@@ -479,7 +479,7 @@ class Capture:
     def _look_for_gradients(self, model: nn.Module) -> None:
         if self._doubts_gradients and not self.calls:
             self.had_gradients = any(
-                p.is_leaf and p.grad is not None for p in model.parameters()
+                p.is_leaf and p.grad is not None for p in parameters_of(model)
             )
 
     def clear(self) -> None:
@@ -503,7 +503,7 @@ class Capture:
 
     def _devices_of(self, model: nn.Module) -> list[torch.device]:
         """The devices of a model, looked up again when its first parameter moves."""
-        first = next(model.parameters(), None)
+        first = next(parameters_of(model), None)
         device = None if first is None else first.device
         known = self._devices.get(id(model))
         if known is None or known[0] != device:

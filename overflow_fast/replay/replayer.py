@@ -20,7 +20,7 @@ from torch import nn
 
 from ..capture.hooks import unseen
 from ..core.force_eager import run_eagerly
-from ..core.modules import local_part, without_reduction
+from ..core.modules import local_part, named_parameters, without_reduction
 from ..core.tensors import loss_in
 from ..state.snapshot import Snapshot
 from ..state.step_start import StepStart
@@ -426,7 +426,7 @@ class Replayer:
         """Looks at this rank's gradients, of sparse ones at the values, and buffers."""
         result.gradients = {}
         for prefix, model in self.models.items():
-            for name, parameter in model.named_parameters():
+            for name, parameter in named_parameters(model):
                 if parameter.grad is None:
                     continue
                 gradient = local_part(parameter.grad)

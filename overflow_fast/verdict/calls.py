@@ -11,6 +11,7 @@ from torch import nn
 
 from .. import _C
 from ..capture.watch import ModelWatch
+from ..core.modules import children_of, modules_in
 from ..torch_internals.module_internals import (
     forward_hooks,
     forward_pre_hooks,
@@ -129,7 +130,7 @@ class Calls:
             for index, other in watch.modules.present()
             if other is not module and _is_called(other)
             if not (watch is called.watch and index in by_name)
-            if any(each is module for each in other.modules())
+            if any(each is module for each in modules_in(other))
             if self._may_be_around(watch, index, called)
         ]
 
@@ -230,15 +231,15 @@ def ancestors(watch: ModelWatch, index: int) -> Iterator[int]:
     """Yields the indices of the modules around one, from the nearest to the root."""
     if index >= len(watch.modules.names):
         return
-    name = watch.modules.names[index]
-    while name:
-        name = name.rpartition(".")[0]
+    name: str | None = watch.modules.names[index]
+    while name is not None:
         # A wrapper has the name of the module in it, which comes behind it.
         for around in reversed(watch.modules.before(index)):
             if watch.modules.names[around] == name and _is_called(
                 watch.module_at(around)
             ):
                 yield around
+        name = name.rpartition(".")[0] if name else None
 
 
 def unwatched_in(watch: ModelWatch, index: int) -> list[str]:
@@ -271,7 +272,7 @@ def never_writes(module: nn.Module | None) -> bool:
 
 def is_layer_of_torch(module: nn.Module | None) -> bool:
     """True if a module is one of torch.nn's, and has no submodules."""
-    if module is None or next(module.children(), None) is not None:
+    if module is None or children_of(module):
         return False
     return type(module).__module__.startswith("torch.nn.")
 
