@@ -309,6 +309,7 @@ class ModelWatch(StepHooks):
             is_listed=wanted.activations, is_held=options.get("captures_tensors", False)
         )
         self.has_seen_loss = False
+        self.has_loss_of_step = False
         self.has_submodule_calls = False
         self.on_forward: Callable[[ModelWatch], None] | None = None
         self.on_forward_end: Callable[[ModelWatch], None] | None = None
@@ -447,6 +448,7 @@ class ModelWatch(StepHooks):
     def note_loss(self, has_loss: bool) -> None:
         """Notes whether the root has returned a loss."""
         self.has_seen_loss |= has_loss
+        self.has_loss_of_step |= has_loss
 
     def _send(self) -> None:
         self.frames.note_forward(torch.is_grad_enabled())
@@ -473,6 +475,7 @@ class ModelWatch(StepHooks):
     def end_judgement(self, is_lagged: bool) -> None:
         """Forgets what belongs to the step that was judged, or will be, lagged."""
         self.inputs.clear_capture()
+        self.has_loss_of_step = False
         if self.frames.end_step(self.batch_number, is_lagged):
             self.inputs.clear()
 

@@ -184,6 +184,24 @@ def unwrapped_class(cls: type) -> type:
     return own
 
 
+def gradient_taker(models: Iterable[nn.Module]) -> str:
+    """The class of an engine whose hooks take gradients as backward makes them, or "".
+
+    A second backward would add to its buffers, or be refused: DeepSpeed's, Megatron's.
+    """
+    for model in models:
+        for name, module in named_modules(model):
+            if not name and is_engine(module) and hasattr(type(module), "backward"):
+                return type(module).__name__
+        if any(hasattr(p, mark) for p in parameters_of(model) for mark in _TAKEN):
+            return type(model).__name__
+    return ""
+
+
+# Attributes of parameters: Megatron's gradient buffers, DeepSpeed's ZeRO.
+_TAKEN = ("main_grad", "grad_added_to_main_grad", "_hp_mapping", "ds_id")
+
+
 def is_engine(module: nn.Module) -> bool:
     """True if a module only stands around another: an engine's wrapper of the model.
 

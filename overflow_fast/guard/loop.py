@@ -36,7 +36,7 @@ from .isolation import ErrorIsolation
 from .learning import Learning
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors
-from .optimizers import OptimizerHook, innermost, living
+from .optimizers import OptimizerHook, innermost, living, stepper_of
 from .options import NORM
 from .pipeline import Pipeline
 from .step import StepClock
@@ -111,7 +111,7 @@ class LoopInputs:
             tensors = {name: t for name, t in tensors.items() if t.numel() == 1}
         if level is ScanLevel.OFF or not tensors:
             return
-        watch.has_seen_loss |= "loss" in tensors
+        watch.note_loss("loss" in tensors)
         if self._config.is_tripwire and NORM in tensors:
             self._tensors.note_norm(living(self._hooks))
         watch.record(_C.FrameKind.RECORDED, (list(tensors), list(tensors.values())))
@@ -232,6 +232,8 @@ def warn_foreign_parameters(
     """Logs a warning for each optimizer that steps no watched parameter."""
     own = {id(each) for model in models.values() for each in parameters_of(model)}
     for optimizer in optimizers:
+        if stepper_of(optimizer) is not innermost(optimizer):
+            continue  # an engine's: it may step copies
         groups = innermost(optimizer).param_groups
         if own and not any(id(p) in own for group in groups for p in group["params"]):
             _log.warning(

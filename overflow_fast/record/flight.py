@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .. import _C
 from ..capture.watch import ModelWatch
+from ..core.engines import LossScaler
 from ..core.modules import parameters_of
 from ..files.json_text import line_bytes, parse_object
 from ..files.reading import open_regular
@@ -374,7 +374,7 @@ class FlightRecorder:
         for watch in watches:
             watch.recorder.keep_rows()
 
-    def scan_loss_scale(self, scaler: GradScaler) -> None:
+    def scan_loss_scale(self, scaler: LossScaler) -> None:
         """Adds a scaler's scale to the step. Does not incur a CPU-GPU sync."""
         model = self._watches[0].model
         if model is None:
