@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .. import _C
+from ..core.modules import modules_in
 from ..text import printable
 
 _log = logging.getLogger("overflow_fast")
@@ -78,7 +79,7 @@ class CoverageWarnings:
 
 def warn_of_scripted(model: nn.Module) -> None:
     """Logs that scripted modules are not checked."""
-    count = sum(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
+    count = sum(isinstance(m, torch.jit.ScriptModule) for m in modules_in(model))
     if count:
         _log.warning(
             "%d scripted modules are not checked, because TorchScript has no hooks.\n"

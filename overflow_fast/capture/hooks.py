@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .. import _C
+from ..core.modules import modules_in, tensors_of
 from ..core.selection import Named
 from ..text import drop_own_frames
 from ..torch_internals.compiler import has_compiled
@@ -36,12 +37,12 @@ from .coverage import Coverage, warn_of_scripted
 
 def modules_once(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
     """Yields each module once with its index in `named_modules()`."""
-    yield from enumerate(model.modules())
+    yield from enumerate(modules_in(model))
 
 
 def modules_as_applied(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
     """Yields a module as often as `model.apply` visits it: once for each parent."""
-    index = {id(module): i for i, module in enumerate(model.modules())}
+    index = {id(module): i for i, module in enumerate(modules_in(model))}
     visited: list[nn.Module] = []
     model.apply(visited.append)
     for module in visited:
@@ -333,7 +334,7 @@ class HookOwner:
     def device(self) -> torch.device | None:
         """The device of the watched model's first tensor; None without one."""
         model = self.model
-        tensors = () if model is None else (*model.parameters(), *model.buffers())
+        tensors = () if model is None else tensors_of(model)
         return next((tensor.device for tensor in tensors), None)
 
     def update_plan(self) -> None:
@@ -392,7 +393,7 @@ def unseen(models: Iterable[nn.Module]) -> Iterator[None]:
 @contextlib.contextmanager
 def _paused(models: Iterable[nn.Module]) -> Iterator[None]:
     """Pauses all guards and detectors that watch one of these models."""
-    hooks = [h for model in models for m in model.modules() for h in root_hooks(m)]
+    hooks = [h for model in models for m in modules_in(model) for h in root_hooks(m)]
     owners = {id(hook.owner): hook.owner for hook in hooks}.values()
     recorders = [owner._recorder for owner in owners]
     were_paused = [recorder.is_paused for recorder in recorders]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 
+from ..core.modules import modules_in
 from ..torch_internals.running import is_functional_call
 from ..torch_internals.tensor_internals import version_of
 from ..tree import INDEX, Part, Path, Walk, path_text
@@ -136,7 +137,7 @@ def share_first(tensors: Iterable[torch.Tensor | None]) -> bool:
 
 def is_batch_first(model: torch.nn.Module | None) -> bool:
     """True if no module declares another dimension for the batch."""
-    modules = [] if model is None else model.modules()
+    modules = [] if model is None else modules_in(model)
     return all(getattr(each, "batch_first", True) is not False for each in modules)
 
 

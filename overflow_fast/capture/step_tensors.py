@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from .. import _C, tree
+from ..core.engines import engine_gradients
 from ..core.nested_optimizers import optimizers_in
 from ..core.selection import Named
 from ..torch_internals.tensor_internals import is_wrapper, version_of
@@ -32,6 +33,7 @@ class StepTensors:
 
     Attributes:
         without_gradient: How many parameters had none at the last scan.
+        num_gradients: How many gradients there were.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class StepTensors:
         self._scanned: list[tuple[_C.FrameKind, Named]] = []
         self._last_gradients: dict[int, _Seen] = {}
         self._norm: _Norm | None = None
-        self.without_gradient = 0
+        self.without_gradient = self.num_gradients = 0
         self._weights_every = weights_every
         self._num_rounds = 0
 
@@ -82,6 +84,7 @@ class StepTensors:
         optimizer: Optimizer | None,
         level: ScanLevel,
         others: Sequence[Optimizer] = (),
+        engine: Sequence[Any] = (),
     ) -> None:
         """Scans the wanted tensors. Does not incur a CPU-GPU sync.
 
@@ -91,6 +94,8 @@ class StepTensors:
             level: How much to scan.
             others: The optimizers that step next. Those of their parameters' gradients
                 that are new since the last scan are scanned too.
+            engine: The layers of an engine's optimizer. Where torch's within steps
+                copies, all gradients are scanned, and those that the engine keeps.
         """
         if level is ScanLevel.OFF:
             return
@@ -99,7 +104,7 @@ class StepTensors:
             self._has_scanned_weights = True
             self._scan_models(listed)
         if self._wanted.gradients:
-            self._scan_gradients(optimizer, listed, others)
+            self._scan_gradients(optimizer, listed, others, engine)
         if level is ScanLevel.ALL and self._wanted.optimizer_state and optimizer:
             state = self._state(optimizer)
             self._record(self._watches[0], _C.FrameKind.OPTIMIZER_STATE, state)
@@ -127,9 +132,13 @@ class StepTensors:
                 self._record(watch, _C.FrameKind.BUFFERS, watch.tensors.buffers(model))
 
     def _scan_gradients(
-        self, optimizer: Optimizer | None, listed: _Listed, others: Sequence[Optimizer]
+        self,
+        optimizer: Optimizer | None,
+        listed: _Listed,
+        others: Sequence[Optimizer],
+        engine: Sequence[Any],
     ) -> None:
-        self.without_gradient = 0
+        self.without_gradient = self.num_gradients = 0
         covered = set() if self._norm is None else self._norm.covered()
         # Those that are left in the end are no parameters of selected modules.
         owned = {} if optimizer is None else {id(p): p for p in _parameters(optimizer)}
@@ -137,6 +146,9 @@ class StepTensors:
             owned.update((id(p), p) for p in _parameters(other) if self._is_new(p))
         if others or self._last_gradients:
             self._last_gradients.update(map(_seen, owned.values()))
+        if engine and not any(id(p) in owned for _, (_, own) in listed for p in own):
+            self._scan_kept(engine)
+            optimizer = None  # it steps copies: all gradients are the engine's
         for watch, (names, parameters) in listed:
             pairs = [
                 (name, parameter)
@@ -149,6 +161,12 @@ class StepTensors:
             foreign = self._foreign(optimizer, set(owned))
             named = self._gradients(foreign, covered)
             self._record(self._watches[0], _C.FrameKind.GRADIENTS, named)
+
+    def _scan_kept(self, engine: Sequence[Any]) -> None:
+        """Scans the gradients that an engine's optimizer keeps."""
+        named = engine_gradients(engine, self._names())
+        self.num_gradients += len(named[0])
+        self._record(self._watches[0], _C.FrameKind.GRADIENTS, named)
 
     def _is_new(self, parameter: torch.Tensor) -> bool:
         """True if a gradient was made, or written to, since its last scan."""
@@ -165,8 +183,9 @@ class StepTensors:
         names: list[str] = []
         gradients: list[torch.Tensor] = []
         for name, parameter in named:
-            gradient = parameter.grad
+            gradient = _gradient_of(parameter)
             if gradient is not None:
+                self.num_gradients += 1
                 if id(parameter) not in covered:
                     names.append(name)
                     gradients.append(gradient)
@@ -211,6 +230,14 @@ class StepTensors:
                         # A wrapper's state may be that of what it wraps.
                         found.setdefault(id(tensor), (f"{name}{key}{part}", tensor))
         return [name for name, _ in found.values()], [t for _, t in found.values()]
+
+
+def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Returns a parameter's gradient; Megatron's are in a buffer, as `main_grad`."""
+    if parameter.grad is not None:
+        return parameter.grad
+    main = getattr(parameter, "main_grad", None)
+    return main if isinstance(main, torch.Tensor) else None
 
 
 class _Norm:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..core.modules import is_sharded, named_modules
+from ..core.modules import buffers_of, is_sharded, modules_in, named_modules
 from ..core.selection import NamedTensors, Selection, Wanted, full_name
 from ..core.tensors import loss_in
 from ..torch_internals.compiler import has_compiled
@@ -120,7 +120,7 @@ class ModuleIndex:
         if model is None:
             return len(self.order), 0
         indices = {id(module): index for index, module in self.present()}
-        known = [indices.get(id(module)) for module in model.modules()]
+        known = [indices.get(id(module)) for module in modules_in(model)]
         watched = [i for i in known if i is not None and self.is_selected(i)]
         return len(known), len(watched)
 
@@ -321,6 +321,7 @@ class ModelWatch(StepHooks):
             is_listed=wanted.activations, is_held=options.get("captures_tensors", False)
         )
         self.has_seen_loss = False
+        self.has_loss_of_step = False
         self.has_submodule_calls = False
         self.on_forward: Callable[[ModelWatch], None] | None = None
         self.on_forward_end: Callable[[ModelWatch], None] | None = None
@@ -352,7 +353,7 @@ class ModelWatch(StepHooks):
             return
         is_of_use = wanted.activations or wanted.weights or wanted.loss
         if not is_of_use and self.needs_buffers:
-            is_of_use = any(True for _ in model.buffers())
+            is_of_use = any(True for _ in buffers_of(model))
         if not is_of_use:
             return
         self._recorder.is_paused = False
@@ -459,6 +460,7 @@ class ModelWatch(StepHooks):
     def note_loss(self, has_loss: bool) -> None:
         """Notes whether the root has returned a loss."""
         self.has_seen_loss |= has_loss
+        self.has_loss_of_step |= has_loss
 
     def _send(self) -> None:
         self.frames.note_forward(torch.is_grad_enabled())
@@ -485,6 +487,7 @@ class ModelWatch(StepHooks):
     def end_judgement(self, is_lagged: bool) -> None:
         """Forgets what belongs to the step that was judged, or will be, lagged."""
         self.inputs.clear_capture()
+        self.has_loss_of_step = False
         if self.frames.end_step(self.batch_number, is_lagged):
             self.inputs.clear()
 

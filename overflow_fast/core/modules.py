@@ -12,34 +12,154 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from ..torch_internals.module_internals import forward_pre_hooks
+from ..torch_internals.module_internals import (
+    BUFFERS,
+    PARAMETERS,
+    forward_pre_hooks,
+    submodules,
+)
 from ..torch_internals.wrappers import COMPOSED, WRAPPED, holds_gradients, local_tensor
 
 _FSDP = {"FSDPModule", "FullyShardedDataParallel"}
+ENGINES_MODULE = "module"  # where a wrapper of an engine's has the model
+_ENGINES_METHODS = ("__getattr__", "state_dict", "load_state_dict", "step", "backward")
+
+
+# A wrapper may have any attribute in the place of `nn.Module`'s methods: a list called
+# `buffers`, a layer called `modules`. So nothing here calls them by their names.
+
+
+def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields what `nn.Module.named_modules()` does, of any module."""
+    seen: set[int] = set()
+    waiting = [("", model)]
+    while waiting:
+        fqn, module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield fqn, module
+        prefix = f"{fqn}." if fqn else ""
+        waiting += [
+            (f"{prefix}{key}", child)
+            for key, child in reversed(children_of(module).items())
+        ]
+
+
+def modules_in(model: nn.Module) -> Iterator[nn.Module]:
+    """Yields a model and all modules in it, each once."""
+    for _, module in walk(model):
+        yield module
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules that a module itself holds, by name."""
+    held = submodules(module).items()
+    return {key: each for key, each in held if each is not None}
+
+
+def own_parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that a module itself holds, by name."""
+    held = own_tensors(module, PARAMETERS).items()
+    return {key: each for key, each in held if each is not None}
+
+
+def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields all parameters of a model, each once."""
+    return _each_once(model, PARAMETERS)
+
+
+def buffers_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yields all buffers of a model, each once."""
+    return _each_once(model, BUFFERS)
+
+
+def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yields all parameters of a model, then its buffers."""
+    yield from parameters_of(model)
+    yield from buffers_of(model)
+
+
+def own_tensors(module: Any, kind: str) -> dict[str, Any]:
+    """A module's own parameters or buffers; TorchScript keeps its elsewhere.
+
+    Args:
+        module: The module.
+        kind: The attribute that holds the table: `PARAMETERS` or `BUFFERS`.
+    """
+    if is_scripted(module):
+        is_buffers = kind == BUFFERS
+        named = module.named_buffers if is_buffers else module.named_parameters
+        return dict(named(recurse=False))
+    own: dict[str, Any] = module.__dict__[kind]
+    return own
+
+
+def is_scripted(module: object) -> bool:
+    """True for a module of TorchScript's."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def _each_once(model: nn.Module, kind: str) -> Iterator[Any]:
+    for _, tensor in _named_once(model, kind):
+        yield tensor
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields the pairs of `model.named_modules()`, with the names before wrapping.
 
-    A wrapper and what it wraps have the same name; the wrapper comes first.
+    A wrapper and what it wraps have the same name; the wrapper comes first. So it is
+    with the wrappers of training engines around the whole model.
     """
     names: dict[str, str] = {}
     wrapped: set[str] = set()  # by their names after wrapping
-    for fqn, module in model.named_modules():
+    for fqn, module in walk(model):
         parent, _, key = fqn.rpartition(".")
         name = names.get(parent, "")
         if fqn and fqn not in wrapped:
             name = f"{name}.{key}" if name else key
         names[fqn] = name
         inner = _wrapped_by(module)
+        if inner is None and not name and is_engine(module):
+            inner = ENGINES_MODULE
         if inner is not None:
             wrapped.add(f"{fqn}.{inner}" if fqn else inner)
         yield name, module
 
 
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields the parameters of a model, each once, with their names before wrapping."""
+    return _named_once(model, PARAMETERS)
+
+
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the buffers of a model, each once, with their names before wrapping."""
+    return _named_once(model, BUFFERS)
+
+
+def tensor_name(fqn: str, key: str) -> str:
+    """The name of a tensor in the module of a name, which is empty for the root."""
+    return f"{fqn}.{key}" if fqn else key
+
+
+def _named_once(model: nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
+    seen: set[int] = set()
+    for fqn, module in named_modules(model):
+        for key, tensor in own_tensors(module, kind).items():
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor_name(fqn, key), tensor
+
+
 def has_base(cls: type, names: Container[str]) -> bool:
     """True if a class, or one of its bases, has one of these names."""
     return any(base.__name__ in names for base in cls.__mro__)
+
+
+def is_ddp(module: nn.Module) -> bool:
+    """True for torch's DistributedDataParallel; others have classes of this name."""
+    named = has_base(type(module), _DDP)
+    return named and hasattr(module, "require_backward_grad_sync")
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -49,9 +169,9 @@ def is_sharded(model: nn.Module) -> bool:
     gathered parameters, or parts with a layout of their own; the parts are what
     `model.parameters()` yields outside of calls.
     """
-    if any(has_base(each, _FSDP) for each in {type(m) for m in model.modules()}):
+    if any(has_base(each, _FSDP) for each in {type(m) for m in modules_in(model)}):
         return True
-    return any(local_tensor(each) is not None for each in model.parameters())
+    return any(local_tensor(each) is not None for each in parameters_of(model))
 
 
 def unwrapped_class(cls: type) -> type:
@@ -62,6 +182,42 @@ def unwrapped_class(cls: type) -> type:
         if prefix is not None and own.__name__ == prefix + base.__name__:
             return base
     return own
+
+
+def gradient_taker(models: Iterable[nn.Module]) -> str:
+    """The class of an engine whose hooks take gradients as backward makes them, or "".
+
+    A second backward would add to its buffers, or be refused: DeepSpeed's, Megatron's.
+    """
+    for model in models:
+        for name, module in named_modules(model):
+            if not name and is_engine(module) and hasattr(type(module), "backward"):
+                return type(module).__name__
+        if any(hasattr(p, mark) for p in parameters_of(model) for mark in _TAKEN):
+            return type(model).__name__
+    return ""
+
+
+# Attributes of parameters: Megatron's gradient buffers, DeepSpeed's ZeRO.
+_TAKEN = ("main_grad", "grad_added_to_main_grad", "_hp_mapping", "ds_id")
+
+
+def is_engine(module: nn.Module) -> bool:
+    """True if a module only stands around another: an engine's wrapper of the model.
+
+    It holds nothing but one module, `module`, and passes on to it what a plain module
+    does by itself (its state dict, its attributes), or has an engine's methods. So do
+    DeepSpeed's engine, and Megatron's DistributedDataParallel and Float16Module.
+    """
+    if [*children_of(module)] != [ENGINES_MODULE] or any(
+        tensor is not None
+        for kind in (PARAMETERS, BUFFERS)
+        for tensor in own_tensors(module, kind).values()
+    ):
+        return False
+    own = [cls for cls in type(module).__mro__ if not issubclass(nn.Module, cls)]
+    passes_on = any(name in vars(cls) for cls in own for name in _ENGINES_METHODS)
+    return passes_on or any("DataParallel" in cls.__name__ for cls in own)
 
 
 def _wrapped_by(module: nn.Module) -> str | None:
@@ -167,7 +323,7 @@ def is_small_step(module: nn.Module) -> bool:
 
 def has_weights(module: nn.Module) -> bool:
     """True if a module, or one within it, has parameters."""
-    return any(True for _ in module.parameters())
+    return any(True for _ in parameters_of(module))
 
 
 def is_normalization(module: nn.Module) -> bool:
@@ -181,7 +337,7 @@ def is_normalization(module: nn.Module) -> bool:
     if isinstance(module, _NORMALIZATIONS):
         return is_of_torch(module) or _normalizes_once(module)
     is_named = _NORMALIZATION_NAME.search(type(module).__name__) is not None
-    has_children = any(True for _ in module.children())
+    has_children = bool(children_of(module))
     return is_named and not has_children and _normalizes_once(module)
 
 
@@ -236,7 +392,7 @@ def without_reduction(models: Iterable[nn.Module]) -> Iterator[None]:
     They tell which rank is to blame, no communication hook is called, and the memory
     that gradients are reduced in, of which the step's own may be views, stays as it is.
     """
-    wrappers = list(_all_of(models, _DDP))
+    wrappers = _ddp_in(models)
     before = [wrapper.require_backward_grad_sync for wrapper in wrappers]
     for wrapper in wrappers:
         wrapper.require_backward_grad_sync = False
@@ -249,7 +405,7 @@ def without_reduction(models: Iterable[nn.Module]) -> Iterator[None]:
 
 def set_shares_buffers(model: nn.Module, value: bool) -> None:
     """Makes DDP take the first rank's buffers in its next forward, or not."""
-    for wrapper in _all_of([model], _DDP):
+    for wrapper in _ddp_in([model]):
         wrapper.require_forward_param_sync = value
 
 
@@ -261,7 +417,7 @@ def reshard(models: Iterable[nn.Module]) -> None:
 
 def reduces(models: Mapping[str, nn.Module]) -> bool:
     """True if a replay reduces gradients as the step did: with FSDP2 alone."""
-    return _has(models.values(), _FSDP2) and not _has(models.values(), _DDP)
+    return _has(models.values(), _FSDP2) and not _ddp_in(models.values())
 
 
 def why_not(models: Iterable[nn.Module]) -> str:
@@ -280,9 +436,13 @@ def _has(models: Iterable[nn.Module], names: set[str]) -> bool:
     return any(True for _ in _all_of(models, names))  # one may have the length 0
 
 
+def _ddp_in(models: Iterable[nn.Module]) -> list[Any]:
+    return [each for model in models for each in modules_in(model) if is_ddp(each)]
+
+
 def _all_of(models: Iterable[nn.Module], names: set[str]) -> Iterator[Any]:
     """Yields the modules of classes with these names."""
     for model in models:
-        for module in model.modules():
+        for module in modules_in(model):
             if has_base(type(module), names):
                 yield module

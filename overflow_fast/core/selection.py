@@ -6,13 +6,13 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ..torch_internals.module_internals import BUFFERS, PARAMETERS
-from .modules import named_modules
+from .modules import is_scripted, named_modules, own_tensors, tensor_name
 
 Named = tuple[list[str], list[torch.Tensor]]
 
@@ -149,7 +149,7 @@ class NamedTensors:
         # The same string each time: the recorder knows labels by their address.
         name = self._names.get((fqn, key))
         if name is None:
-            name = f"{self._prefix}{fqn}.{key}" if fqn else f"{self._prefix}{key}"
+            name = self._prefix + tensor_name(fqn, key)
             self._names[fqn, key] = name
         return name
 
@@ -174,11 +174,11 @@ class _Listing:
     ) -> None:
         self._kind = kind
         self._modules = [weakref.ref(module) for _, module in modules]
-        self._is_scripted = any(_is_scripted(module) for _, module in modules)
+        self._is_scripted = any(is_scripted(module) for _, module in modules)
         places = {
             (fqn, key): tensor
             for fqn, module in modules
-            for key, tensor in _own(module, kind).items()
+            for key, tensor in own_tensors(module, kind).items()
         }
         tensors = list(places.values())
         self._keys = [key for _, key in places]
@@ -195,7 +195,7 @@ class _Listing:
         kind = self._kind
         try:
             if self._is_scripted:
-                tables = [_own(each(), kind) for each in self._modules]
+                tables = [own_tensors(each(), kind) for each in self._modules]
             else:
                 tables = [each().__dict__[kind] for each in self._modules]
         except AttributeError:  # a module is gone
@@ -206,17 +206,3 @@ class _Listing:
         if list(itertools.chain.from_iterable(tables)) != self._keys:
             return None
         return list(itertools.compress(tensors, self._taken))
-
-
-def _is_scripted(module: object) -> bool:
-    return isinstance(module, torch.jit.ScriptModule)
-
-
-def _own(module: Any, kind: str) -> dict[str, Any]:
-    """A module's own parameters or buffers; TorchScript keeps its elsewhere."""
-    if _is_scripted(module):
-        is_buffers = kind == BUFFERS
-        named = module.named_buffers if is_buffers else module.named_parameters
-        return dict(named(recurse=False))
-    own: dict[str, Any] = module.__dict__[kind]
-    return own

@@ -22,6 +22,7 @@ from ..torch_internals.tensor_internals import (
 )
 from ..torch_internals.wrappers import arrived, local_tensor
 from ..tree import INDEX, Part, children
+from .modules import tensors_of
 
 
 def dtype_named(name: str) -> torch.dtype | None:
@@ -201,12 +202,7 @@ def place_of(device: torch.device) -> str:
 
 def devices_of(models: Iterable[nn.Module]) -> list[torch.device]:
     """The devices besides the CPU that hold parameters or buffers."""
-    found = {
-        tensor.device
-        for model in models
-        for tensors in (model.parameters(), model.buffers())
-        for tensor in tensors
-    }
+    found = {tensor.device for model in models for tensor in tensors_of(model)}
     return sorted((d for d in found if d.type not in ("cpu", "meta")), key=str)
 
 

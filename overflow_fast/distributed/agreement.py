@@ -79,6 +79,11 @@ class Participants:
         optimizers = self._optimizers()
         return bool(optimizers) and all(map(is_joining, optimizers))
 
+    @property
+    def is_apart(self) -> bool:
+        """True if there are other ranks, and nothing shows which share the models."""
+        return self._given is None and world_size() > 1 and not self._shared
+
     def meet(self) -> Peers | None:
         """Returns the ranks that share the models, or None; first by a collective."""
         if self._peers is None and self._shared:
@@ -123,7 +128,8 @@ class Participants:
             "of the model connect no others."
             if ranks
             else f"Rank {dist.get_rank()} of {world} decides alone: the model shows no "
-            "process group (DDP, FSDP, DTensor parameters)."
+            "process group (DDP, FSDP, DTensor parameters), and raises where it should "
+            "skip a step."
         )
         _log.warning(
             "%s If one rank raises or skips a step, other ranks may still make it. "
@@ -242,6 +248,11 @@ class Agreement:
     def is_needed(self) -> bool:
         """True if there are other ranks to agree with; determined at the first step."""
         return self._participants.decide_together
+
+    @property
+    def is_apart(self) -> bool:
+        """True if there are other ranks, and nothing shows which share the models."""
+        return self._participants.is_apart
 
     @property
     def joins(self) -> bool:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.modules import has_base
+from ..core.modules import has_base, modules_in
 from ..core.nested_optimizers import optimizers_in
 from ..torch_internals.module_internals import own_buffers, own_parameters
 from ..torch_internals.wrappers import (
@@ -166,8 +166,10 @@ def find_groups(
 ) -> list[Any]:
     """Finds the process groups of the ranks that share models or optimizers.
 
-    Those of DDP, FSDP, composable `replicate()` and ZeroRedundancyOptimizer, and those
-    of the meshes of DTensors, as far as this rank is in them. Calls no collective.
+    Those of DDP, FSDP, composable `replicate()`, those of the meshes of DTensors, and
+    those that a module or an optimizer has as an attribute: of tensor, pipeline or
+    data parallelism in engines such as Megatron's and DeepSpeed's. As far as this rank
+    is in them. Calls no collective.
 
     Args:
         models: The models, as they train: their wrappers have the groups.
@@ -178,11 +180,13 @@ def find_groups(
     """
     found: list[Any] = []
     meshes: list[Any] = []
-    for module in (each for model in models for each in model.modules()):
+    for module in (each for model in models for each in modules_in(model)):
         found += _groups_of(module)
+        found += vars(module).values()
         meshes += _meshes_of(module)
     for _, each in (pair for outer in optimizers for pair in optimizers_in(outer)):
         found.append(getattr(each, "process_group", None))
+        found += getattr(each, "__dict__", {}).values()
         # DDP over tensor parallelism leaves DTensors in no module's parameters.
         groups = getattr(each, "param_groups", ())
         meshes += _meshes_of_tensors(p for group in groups for p in group["params"])
@@ -202,8 +206,10 @@ def groups_of_mesh(mesh: Any) -> list[Any]:
 
 def shared(groups: Iterable[Any]) -> list[Any]:
     """The process groups that this rank shares with others, each once."""
-    found = _distinct(each for each in groups if isinstance(each, dist.ProcessGroup))
-    return [group for group in found if dist.get_world_size(group) > 1]
+    found = [each for each in groups if isinstance(each, dist.ProcessGroup)]
+    # An engine has several of the same ranks.
+    once = {_ranks_of(group): group for group in reversed(found)}
+    return [group for ranks, group in reversed(once.items()) if len(ranks) > 1]
 
 
 def replicating_group(parameter: torch.Tensor, ddp: Any) -> Any:

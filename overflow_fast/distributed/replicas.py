@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.modules import has_base, named_modules
+from ..core.modules import is_ddp, named_modules, tensor_name
 from ..core.nested_optimizers import optimizers_in
-from ..core.selection import full_name
 from ..core.tensors import digest_of
 from ..torch_internals.module_internals import own_parameters
 from ..torch_internals.wrappers import local_tensor
@@ -95,12 +94,12 @@ class ReplicaCheck:
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter, Any]]:
         for prefix, model in self._models.items():
             ddp = None
-            for name, module in named_modules(model):
-                if has_base(type(module), {"DistributedDataParallel"}):
+            for fqn, module in named_modules(model):
+                if is_ddp(module):
                     ddp = module
                 for key, parameter in own_parameters(module).items():
                     if parameter is not None and parameter.numel():
-                        yield full_name(f"{prefix}{name}", key), parameter, ddp
+                        yield f"{prefix}{tensor_name(fqn, key)}", parameter, ddp
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.amp.grad_scaler import GradScaler
 
 from .. import _C, flags
 from ..capture.schedule import ScanLevel
 from ..capture.watch import ModelWatch
+from ..core.engines import LossScaler
+from ..core.modules import parameters_of
 from ..state.step_start import StepStart
 from .config import GuardConfig
 from .optimizers import OptimizerHook
@@ -120,12 +121,12 @@ class OverflowFlags:
         for device_type, flag in self._flags().items():
             flags.attempt(device_type, flag.clear)
 
-    def ask(self, level: ScanLevel, scaler: GradScaler | None = None) -> None:
+    def ask(self, level: ScanLevel, scaler: LossScaler | None = None) -> None:
         """Reads the flags; one that is set is an entry of the step that is inf.
 
         Args:
             level: How much of the step is watched.
-            scaler: The GradScaler that makes the step, or None. A scaler asks the flag
+            scaler: The scaler that makes the step, or None. A scaler asks the flag
                 itself, and takes it for a scale that is too large.
         """
         if level is ScanLevel.OFF or scaler is not None:
@@ -148,4 +149,4 @@ class OverflowFlags:
             return {}
         models = [watch.model for watch in self._watches]
         found = [model for model in models if model is not None]
-        return flags.registered(p.device.type for m in found for p in m.parameters())
+        return flags.registered(p.device.type for m in found for p in parameters_of(m))

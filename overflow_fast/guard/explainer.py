@@ -17,7 +17,7 @@ from .. import _C
 from ..capture.schedule import ScanLevel
 from ..capture.step_tensors import StepTensors
 from ..capture.watch import ModelWatch
-from ..core.modules import local_part, why_not
+from ..core.modules import gradient_taker, local_part, named_parameters, why_not
 from ..core.tensors import loss_in
 from ..distributed.agreement import Agreed
 from ..distributed.store_channel import StoreChannel
@@ -327,7 +327,7 @@ class Explainer:
             f"{watch.prefix}{name}": local_part(parameter.grad)
             for watch in self._watches
             if watch.model is not None
-            for name, parameter in watch.model.named_parameters()
+            for name, parameter in named_parameters(watch.model)
             if f"{watch.prefix}{name}" in wanted and parameter.grad is not None
         }
 
@@ -347,6 +347,10 @@ def make_capture(
 # The tripwire's second look: a bad step is run again with everything watched.
 
 
+_FORWARD_ALONE = (
+    "The step's forward was run again, and is finite. Its backward was not: it would "
+    "write to the gradients that {} keeps."
+)
 _CLEAN = (
     "The step was run again with every module watched, and is finite: the fault was "
     "transient, or outside of the models' forward and backward."
@@ -412,6 +416,10 @@ class SecondLook:
     def finite_note(self) -> str:
         """Writes what follows if the step is finite when it is run again."""
         calls = self._capture.calls
+        models = [watch.model for watch in self._watches if watch.model is not None]
+        engine = gradient_taker(models)
+        if engine:
+            return _FORWARD_ALONE.format(engine)
         if any(call.has_stand_ins for call in calls):
             return _STOOD_IN
         return _CLEAN if all(call.returns_loss for call in calls) else _PARTLY

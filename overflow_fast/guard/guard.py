@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..core.modules import modules_in
 from ..distributed.joinable import GuardJoinable
 from ..page.incidents import Incident
 from ..page.render import write_page
@@ -112,7 +113,7 @@ def guards_of(modules: Iterable[nn.Module]) -> list[GuardLoop]:
 def modules_of(loop: GuardLoop) -> set[nn.Module]:
     """The modules of the models that a guard watches."""
     models = [watch.model for watch in loop.watches]
-    return {each for model in models if model is not None for each in model.modules()}
+    return {each for model in models if model is not None for each in modules_in(model)}
 
 
 _Result = TypeVar("_Result")

@@ -19,7 +19,7 @@ from ..capture.inputs import LoopBatch
 from ..capture.schedule import ScanLevel, WatchSchedule
 from ..capture.step_tensors import StepTensors
 from ..capture.watch import ModelWatch
-from ..core.modules import named_modules
+from ..core.modules import modules_in, named_modules, parameters_of
 from ..core.selection import Selection, check_patterns, full_name
 from ..core.tensors import loss_in
 from ..distributed.agreement import Agreement
@@ -36,7 +36,7 @@ from .isolation import ErrorIsolation
 from .learning import Learning
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors
-from .optimizers import OptimizerHook, innermost, living
+from .optimizers import OptimizerHook, innermost, living, stepper_of
 from .options import NORM
 from .pipeline import Pipeline
 from .step import StepClock
@@ -111,7 +111,7 @@ class LoopInputs:
             tensors = {name: t for name, t in tensors.items() if t.numel() == 1}
         if level is ScanLevel.OFF or not tensors:
             return
-        watch.has_seen_loss |= "loss" in tensors
+        watch.note_loss("loss" in tensors)
         if self._config.is_tripwire and NORM in tensors:
             self._tensors.note_norm(living(self._hooks))
         watch.record(_C.FrameKind.RECORDED, (list(tensors), list(tensors.values())))
@@ -135,7 +135,9 @@ def named_models(model: Models) -> dict[str, nn.Module]:
     if isinstance(model, Mapping):
         models = {f"{name}." if name else "": each for name, each in model.items()}
     elif isinstance(model, Iterable) and not isinstance(model, (str, torch.Tensor)):
-        models = {f"{i}.": each for i, each in enumerate(model)}
+        several = list(model)
+        is_one = len(several) == 1  # as Megatron's list of a model's chunks
+        models = {"" if is_one else f"{i}.": each for i, each in enumerate(several)}
     else:
         raise _wrong_model(model)
     for each in models.values():
@@ -228,8 +230,10 @@ def warn_foreign_parameters(
     models: Mapping[str, nn.Module], optimizers: Iterable[Optimizer]
 ) -> None:
     """Logs a warning for each optimizer that steps no watched parameter."""
-    own = {id(each) for model in models.values() for each in model.parameters()}
+    own = {id(each) for model in models.values() for each in parameters_of(model)}
     for optimizer in optimizers:
+        if stepper_of(optimizer) is not innermost(optimizer):
+            continue  # an engine's: it may step copies
         groups = innermost(optimizer).param_groups
         if own and not any(id(p) in own for group in groups for p in group["params"]):
             _log.warning(
@@ -250,7 +254,7 @@ def warn_of_other_guards(
         others: Those of the other guards.
     """
     for model, other in itertools.product(*map(_models_of, (watches, others))):
-        if other in set(model.modules()) or model in set(other.modules()):
+        if other in set(modules_in(model)) or model in set(modules_in(other)):
             _log.warning(
                 "Another OverflowGuard already watches this %s. Both work, each by "
                 "its own policy. Call remove() on the other to replace it.",

@@ -18,6 +18,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .. import _C
+from ..core.engines import (
+    ENGINES_SCALER,
+    EngineScaler,
+    LossScaler,
+    engine_scaler,
+    leave_out,
+    shape_of,
+)
 from ..core.nested_optimizers import optimizers_in
 from ..report.report import NonFiniteError
 from ..state.snapshot import OptimizerSnapshot
@@ -298,9 +306,9 @@ class StraySteps:
 # Optimizers inside of wrappers: Accelerate's, Lightning's, loss scalers.
 
 
-# A wrapper with one of these attributes decides by itself whether its optimizer steps:
-# loss scalers, Accelerate's, Lightning's.
-_DECIDES = ("scaler", "loss_scaler", "loss_scale", "cur_scale", "_strategy")
+# A wrapper with one of these attributes has a GradScaler, or other code, step its
+# optimizer: Accelerate's, Lightning's.
+_DECIDES = ("scaler", "_strategy")
 
 
 def innermost(optimizer: Any) -> Optimizer:
@@ -318,7 +326,9 @@ def innermost(optimizer: Any) -> Optimizer:
 def stepper_of(optimizer: Any) -> Any:
     """The object whose `step` makes a step: the given optimizer, or a wrapped one.
 
-    Where a wrapper decides whether its optimizer steps, it is that optimizer.
+    An engine's optimizer, which may skip, or call torch's once for each group, is the
+    one that the training loop steps. Where a GradScaler steps what a wrapper holds, it
+    is what the wrapper holds.
     """
     while hasattr(optimizer, "optimizer"):
         decides = any(hasattr(optimizer, name) for name in _DECIDES)
@@ -417,6 +427,8 @@ class OptimizerHook:
         self._is_attached = False
         self._step: Any = None
         self._is_running = False
+        self._last: Any = None  # what the last step returned, without values
+        self._inner: list[weakref.ref[Any]] = []
         self._stray_steps = StraySteps(
             lambda: self._is_running, self._judge_stray, self._end_stray
         )
@@ -439,6 +451,25 @@ class OptimizerHook:
         """The optimizer that the guard was given, and those inside of it."""
         return [self._wrapper(), self._stepper(), self._optimizer()]
 
+    @property
+    def all_layers(self) -> list[Any]:
+        """The layers, and all optimizers that an engine's optimizer chains."""
+        found = [*self.layers, *(each() for each in self._inner)]
+        return list({id(each): each for each in found if each is not None}.values())
+
+    @property
+    def is_of_engine(self) -> bool:
+        """True if the step is an engine's, which holds torch's optimizer."""
+        return self._stepper() is not self._optimizer()
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The loss scaler that skips the step at hand where it finds infs, or None."""
+        running = scaler_of(self.layers)
+        if running is not None or not self.is_of_engine:
+            return running
+        return engine_scaler(self.all_layers)
+
     def is_of(self, optimizer: object) -> bool:
         """Returns True if it hooks this optimizer, or this wrapper."""
         return any(optimizer is each for each in self.layers)
@@ -454,7 +485,9 @@ class OptimizerHook:
             return
         self._is_attached, self._judge = True, judge
         _keep_uncompiled(OptimizerHook._run)
-        self._stray_steps.attach(each for _, each in optimizers_in(self._wrapper()))
+        inner = [each for _, each in optimizers_in(self._wrapper())]
+        self._inner = [weakref.ref(each) for each in inner]
+        self._stray_steps.attach(inner)
         self.cover()
 
     def cover(self) -> None:
@@ -554,8 +587,11 @@ class OptimizerHook:
                 )
             elif self._is_skipped():
                 is_skipped = True
+                whole = functools.partial(step, *args, **kwargs)
+                result = leave_out(self._stepper(), whole, self._last)
             else:
                 result = step(*args, **kwargs)
+                self._last = shape_of(result)
         finally:
             self._is_running = self.has_snapshot = False
             self.found_inf.drop()
@@ -644,10 +680,10 @@ _replaced: dict[Any, Any] = {}  # the `step` that was there, by ours
 
 def without_expected(
     frames: Sequence[BadFrame],
-    scaler: GradScaler | None,
+    scaler: LossScaler | None,
     skips: Callable[[GradScaler], bool],
 ) -> tuple[list[BadFrame], str]:
-    """Leaves out frames whose gradients are bad because a GradScaler scales them.
+    """Leaves out frames whose gradients are bad because a loss scaler scales them.
 
     Args:
         frames: A step's bad frames.
@@ -655,10 +691,14 @@ def without_expected(
         skips: Returns True if it skips the step for them.
 
     Returns:
-        The other frames, and `SCALER` if the scaler skips the step, else "".
+        The other frames, and the scaler's name if it skips the step, else "".
     """
     if scaler is None or not any(bad.is_gradient for bad in frames):
         return list(frames), ""
+    if isinstance(scaler, EngineScaler):  # it looks at gradients in its step
+        left = without_gradients(frames)
+        is_left = any(bad.is_gradient and not bad.is_backward for bad in frames)
+        return left, ENGINES_SCALER if is_left and not left else ""
     if skips(scaler):
         return without_gradients(frames), SCALER
     return [bad for bad in frames if not bad.is_backward], ""

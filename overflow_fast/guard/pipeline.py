@@ -25,6 +25,8 @@ from .. import _C
 from ..capture.schedule import ScanLevel
 from ..capture.step_tensors import StepTensors
 from ..capture.watch import ModelWatch
+from ..core.engines import LossScaler
+from ..core.modules import parameters_of
 from ..core.ops import scan
 from ..distributed.agreement import Agreed, Agreement
 from ..replay.capture import Capture
@@ -160,6 +162,7 @@ class Pipeline:
         self._num_spikes = 0
         self._clean_line: _Line | None = None
         self._has_scaler = False
+        self._is_blind = False  # a tripwire had nothing to look at, which was logged
         self._last_seen: Report | None = None  # when the last round ended
         self._called: set[OptimizerHook] = set()
 
@@ -289,7 +292,7 @@ class Pipeline:
         """Judges a step of an optimizer; True skips it."""
         if self.rounds.report is not None:
             return self._pass_over(hook, self.rounds.report)
-        scaler = scalers.scaler_of(hook.layers)
+        scaler = hook.scaler
         self._note_scaler(scaler)
         num_agreed = self._num_agreed
         try:
@@ -306,7 +309,7 @@ class Pipeline:
             step = Step(self._clock.step, hook, can_restore=True)
             return self._is_skip(self._decide(step))
 
-    def _collect(self, hook: OptimizerHook, scaler: GradScaler | None) -> bool:
+    def _collect(self, hook: OptimizerHook, scaler: LossScaler | None) -> bool:
         # Without a batch the gradients are those of an earlier step.
         shadows = self.agreement.is_shadowing
         level = ScanLevel.OFF if shadows else self._clock.level
@@ -316,7 +319,7 @@ class Pipeline:
             if other is not hook and not self.rounds.has_stepped(other)
             if (optimizer := other.optimizer) is not None
         ]
-        self.tensors.scan(hook.optimizer, level, () if scaler else others)
+        self._scan(hook, level, () if scaler else others)
         self._overflow_flags.ask(level, scaler)
         is_lagged = self._device_flags.are_lagged(hook, self._is_learning)
         self._frames.send(is_lagged)
@@ -371,7 +374,7 @@ class Pipeline:
             self._pass_over(hook, self.rounds.report)
             return
         self._note_scaler(scaler)
-        self.tensors.scan(hook.optimizer, self._clock.level)
+        self._scan(hook, self._clock.level)
         self._frames.send()
         try:
             self.judge_late()
@@ -414,7 +417,33 @@ class Pipeline:
         finally:
             self._end_judgement()
 
-    def _note_scaler(self, scaler: GradScaler | None) -> None:
+    def _scan(
+        self, hook: OptimizerHook, level: ScanLevel, others: Sequence[Optimizer] = ()
+    ) -> None:
+        """Scans what belongs to no call. Does not incur a CPU-GPU sync."""
+        engine = hook.all_layers if hook.is_of_engine else ()
+        self.tensors.scan(hook.optimizer, level, others, engine)
+        is_blind = not (self.tensors.num_gradients or self._has_loss())
+        if is_blind and self._config.is_tripwire and level is not ScanLevel.OFF:
+            self._warn_blind()
+
+    def _warn_blind(self) -> None:
+        """Logs, once, that a step had nothing that a tripwire looks at."""
+        if self._is_blind:
+            return
+        self._is_blind = True
+        _log.warning(
+            "Step %d was not checked: watch='tripwire' saw neither a loss nor a "
+            "gradient in it. Return the loss from the model or give "
+            "guard.record(loss=loss), or leave watch at its default. Later steps of "
+            "this kind are not logged.",
+            self._clock.step,
+        )
+
+    def _has_loss(self) -> bool:
+        return any(watch.has_loss_of_step for watch in self._watches)
+
+    def _note_scaler(self, scaler: LossScaler | None) -> None:
         """Adds a scaler's scale to the step's record. Does not incur a sync."""
         if scaler is None:
             return
@@ -426,7 +455,7 @@ class Pipeline:
     def _new_step(
         self,
         hook: OptimizerHook | None = None,
-        scaler: GradScaler | None = None,
+        scaler: LossScaler | None = None,
         moment: Literal["before", "check", "evaluation"] = "before",
     ) -> Step:
         clock, can_restore = self._clock, moment != "check"
@@ -501,7 +530,7 @@ class Pipeline:
             if seen.frames is not step.frames:
                 verdict = self._detect(seen)
             step = seen
-        report = self._report(step, verdict)
+        report = self._make_report(step, verdict)
         report.explanation = self._explainer.explain(
             *(step.number, verdict, report.action == "raise", step.moment),
             living(self._hooks),
@@ -553,7 +582,7 @@ class Pipeline:
         is_asked = callable(self._config.on_overflow)
 
         def make() -> Report:
-            report = self._report(step, verdict)
+            report = self._make_report(step, verdict)
             return report if is_asked else self._choose_action(step, report)
 
         return self.agreement.agree(
@@ -586,6 +615,17 @@ class Pipeline:
 
     def _leave_out(self, seconds: float) -> None:
         self._measurements.timer.leave_out(seconds)
+
+    def _make_report(self, step: Step, verdict: Verdict) -> Report:
+        """Makes the report of a bad step; without details where these fail."""
+        try:
+            return self._report(step, verdict)
+        except Exception as error:  # the verdict stands, and other ranks wait for it
+            self._isolation.note(error)
+            policy = self._config.on_overflow
+            action = policy if isinstance(policy, str) else "warn"
+            note = f"The guard failed to add details ({type(error).__name__}: {error})."
+            return Report(step.number, action, verdict, notes=[note])
 
     def _report(self, step: Step, verdict: Verdict) -> Report:
         """Makes the report of a bad step, and keeps its evidence."""
@@ -638,6 +678,7 @@ class Pipeline:
             and not step.skipped_by,
             is_skipped=bool(step.skipped_by),
             is_undone=step.hook is not None and step.hook.has_snapshot,
+            is_apart=self.agreement.is_apart,
             is_beyond_repair=report.action == "skip"
             and self._is_beyond_repair(step, report.verdict),
         )
@@ -669,11 +710,17 @@ class Pipeline:
         # Weights may also be in place for one call only (functional_call).
         if verdict.first.kind != "weight":
             return False
+        with self._isolation.isolated():
+            return self._has_bad_weights(step)
+        return False
+
+    def _has_bad_weights(self, step: Step) -> bool:
+        """Returns True if a weight is non-finite, and stays so without the step."""
         weights = [
             weight
             for watch in self._watches
             if (model := watch.model) is not None
-            for weight in model.parameters()
+            for weight in parameters_of(model)
         ]
         return any(
             (stat.has_nan or stat.has_inf)
@@ -729,6 +776,7 @@ class Pipeline:
             self._spike_step = step.number
         hook = step.hook
         can_skip = step.moment == "before" and step.can_restore and not step.skipped_by
+        can_skip = can_skip and not self.agreement.is_apart
         is_skipped = outcome.wants_skip and can_skip and hook is not None
         notes = self._restore() if is_skipped else []
         clauses = clauses_of(step.notices, outcome.has_spike, is_skipped)

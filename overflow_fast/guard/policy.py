@@ -11,6 +11,12 @@ _BEYOND_REPAIR = (
     "It stays non-finite without this step: skipping steps cannot repair it. Load a "
     "checkpoint in which it is finite."
 )
+_APART = (
+    "The step is not skipped: other ranks may make it, and their weights would differ "
+    "from then on. Give the guard process_group=torch.distributed.group.WORLD, or the "
+    "group of the ranks that share the model; process_group=False lets each rank skip "
+    "alone."
+)
 
 
 @dataclass(frozen=True)
@@ -23,12 +29,14 @@ class Situation:
         is_undone: A skip puts back weights that the step has changed.
         is_beyond_repair: A weight or an optimizer's state was non-finite before the
             step, and stays so without it.
+        is_apart: There are other ranks, and it is not known which share the model.
     """
 
     can_skip: bool
     is_skipped: bool
     is_undone: bool
     is_beyond_repair: bool
+    is_apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,8 @@ def choose(asked: str, situation: Situation) -> Choice:
         return Choice("warn")
     if situation.is_beyond_repair and not situation.is_undone:
         return Choice("raise", (_BEYOND_REPAIR,))
+    if situation.is_apart and not situation.is_skipped:
+        return Choice("raise", (_APART,))
     return Choice("skip")
 
 

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torch.amp.grad_scaler import GradScaler
-
 from .. import _C
 from ..capture.schedule import LeftOut, ScanLevel, WatchSchedule
 from ..capture.watch import ModelWatch
+from ..core.engines import LossScaler
 from ..report.report import Cost, Report
 from ..report.run_log import log_left_out
 from ..state.step_start import StepStart
@@ -30,7 +29,7 @@ class Step:
     Attributes:
         number: The step's number.
         hook: The hook of the optimizer that makes it, or None.
-        scaler: The GradScaler that steps the optimizer, or None.
+        scaler: The GradScaler, or engine's scaler, that steps the optimizer, or None.
         left_out: The steps before it that were not judged.
         moment: When it is judged; see `Report.moment`. An "evaluation" is a forward
             without autograd, which other ranks do not judge too; a "check" is not
@@ -50,7 +49,7 @@ class Step:
 
     number: int
     hook: OptimizerHook | None = None
-    scaler: GradScaler | None = None
+    scaler: LossScaler | None = None
     left_out: LeftOut = field(default_factory=LeftOut)
     moment: Literal["before", "after", "check", "evaluation"] = "before"
     can_restore: bool = False

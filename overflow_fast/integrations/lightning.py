@@ -89,8 +89,10 @@ class GuardCallback(GuardOwner, Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any
     ) -> None:
-        """Logs the guard's metrics."""
+        """Logs the guard's metrics; judges the batch where there is no optimizer."""
         for fit in self._fits_of(trainer):
+            if not fit.has_optimizer:
+                fit.guard.check()
             fit.guard.step = trainer.global_step
             fit.guard._loop.inputs.note_batch(None)
             if self._to_loggers and _logs_now(trainer):
@@ -149,7 +151,10 @@ class _Fit:
         self.trainer = trainer
         self._optimizers = list(trainer.optimizers)
         self._models = _models_in(pl_module)  # the guard holds them weakly
-        self.guard = attach_guard(self._models, self._optimizers)
+        # `configure_optimizers()` may return None: Lightning puts a mock in its place.
+        real = [each for each in self._optimizers if not _is_mock(each)]
+        self.has_optimizer = bool(real)
+        self.guard = attach_guard(self._models, real)
         self.guard.disable()
         self._replaced_methods = [
             StandIn(trainer, "save_checkpoint", self._check_before_saving),
@@ -178,9 +183,8 @@ class _Fit:
     def log_metrics(self) -> None:
         """Sends the guard's metrics to the Trainer's loggers."""
         values = {f"overflow_fast/{k}": v for k, v in self.guard.metrics().items()}
-        step = self.trainer.fit_loop.epoch_loop._batches_that_stepped
-        for logger in self.trainer.loggers:
-            logger.log_metrics(values, step=step)
+        # With what the module logs: a logger has one call for each logged step.
+        self.trainer.lightning_module.log_dict(values, on_step=True, on_epoch=False)
 
     def _check_before_saving(self, *args: Any, **kwargs: Any) -> None:
         check_before_saving(self.guard)
@@ -197,6 +201,10 @@ class _Fit:
         loss = args[0] if args else kwargs.get("closure_loss")
         if self.guard.enabled and isinstance(loss, torch.Tensor):
             self.guard.record(loss=loss)
+
+
+def _is_mock(optimizer: Optimizer) -> bool:
+    return type(optimizer).__name__ == "_MockOptimizer"
 
 
 def _models_in(pl_module: LightningModule) -> Any:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..capture.hooks import root_hooks
+from ..core.modules import children_of, modules_in, own_parameters_of, parameters_of
 from ..core.nested_optimizers import optimizers_in
 from ..core.selection import NoModuleError
 from ..debug import DebugUnderflowOverflow
@@ -160,7 +161,7 @@ def replace_detector() -> None:
 # Finds the models whose parameters optimizers step, among all that exist.
 
 
-def parameters_of(optimizers: Iterable[Optimizer]) -> set[int]:
+def stepped_by(optimizers: Iterable[Optimizer]) -> set[int]:
     """The identities of the parameters that optimizers step."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     return {id(parameter) for group in groups for parameter in group["params"]}
@@ -168,7 +169,7 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> set[int]:
 
 def holds_one_of(module: nn.Module, parameters: set[int]) -> bool:
     """Returns True if a module or one inside of it has one of these parameters."""
-    return any(id(each) in parameters for each in module.parameters())
+    return any(id(each) in parameters for each in parameters_of(module))
 
 
 def find_trained(
@@ -186,7 +187,7 @@ def find_trained(
         by its outermost wrapper, such as Accelerate's.
     """
     modules, wrappers = _existing()
-    wanted = parameters_of(optimizers)
+    wanted = stepped_by(optimizers)
     parents = _parents(modules)
     holders = [each for each in modules if wanted & _own_parameters(each)]
     roots = {id(each): each for each in _roots(holders, parents)}
@@ -242,7 +243,7 @@ def named_by_class(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
 
 def parameters_in(module: nn.Module) -> set[int]:
     """The identities of a module's parameters."""
-    return {id(each) for each in module.parameters()}
+    return {id(each) for each in parameters_of(module)}
 
 
 def _existing() -> tuple[list[nn.Module], list[Any]]:
@@ -259,13 +260,13 @@ def _existing() -> tuple[list[nn.Module], list[Any]]:
 
 
 def _own_parameters(module: nn.Module) -> set[int]:
-    return {id(each) for each in module.parameters(recurse=False)}
+    return set(map(id, own_parameters_of(module).values()))
 
 
 def _parents(modules: Sequence[nn.Module]) -> dict[int, list[nn.Module]]:
     parents: dict[int, list[nn.Module]] = {}
     for module in modules:
-        for child in module.children():
+        for child in children_of(module).values():
             parents.setdefault(id(child), []).append(module)
     return parents
 
@@ -439,7 +440,7 @@ class ScriptGuard:
         is_watched = any(module in modules_of(each._loop) for each in self._fresh)
         if is_watched and not self._pending:
             self._note_wrappers()
-        elif holds_one_of(module, parameters_of(self._new_optimizers())):
+        elif holds_one_of(module, stepped_by(self._new_optimizers())):
             self._attach()
         else:
             self._unrelated.add(module)
@@ -476,7 +477,7 @@ class ScriptGuard:
             self._why_not = f"no torch.nn.Module holds the parameters of {names}"
             return
         self._pending.clear()
-        loops = guards_of([each for model in models for each in model.modules()])
+        loops = guards_of([each for model in models for each in modules_in(model)])
         earlier = [each for each in self._guards if each._loop in loops]
         if len(earlier) < len(loops) or have_detectors(models):
             self._has_own = True

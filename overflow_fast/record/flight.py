@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .. import _C
 from ..capture.watch import ModelWatch
+from ..core.engines import LossScaler
+from ..core.modules import parameters_of
 from ..files.json_text import line_bytes, parse_object
 from ..files.reading import open_regular
 from ..files.writing import make_folder, open_new, write_all
@@ -373,12 +374,12 @@ class FlightRecorder:
         for watch in watches:
             watch.recorder.keep_rows()
 
-    def scan_loss_scale(self, scaler: GradScaler) -> None:
+    def scan_loss_scale(self, scaler: LossScaler) -> None:
         """Adds a scaler's scale to the step. Does not incur a CPU-GPU sync."""
         model = self._watches[0].model
         if model is None:
             return
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        device = next((p.device for p in parameters_of(model)), torch.device("cpu"))
         with torch.no_grad():
             scale: Any = scaler.scale(torch.ones((), device=device))
         self._watches[0].record(_C.FrameKind.RECORDED, (["loss_scale"], [scale]))

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from .. import _C
 from ..capture.labels import entry_label
 from ..capture.watch import ModelWatch
-from ..core.modules import unwrapped_class
+from ..core.modules import parameters_of, unwrapped_class
 from ..files.json_text import to_plain
 from ..files.reading import FileError
 from ..report.report import Cost
@@ -339,7 +339,9 @@ def run_line(run: RunIdentity, watches: Sequence[ModelWatch], policy: object) ->
 
 def _devices(watches: Sequence[ModelWatch]) -> list[str]:
     models = [model for watch in watches if (model := watch.model) is not None]
-    devices = {parameter.device for model in models for parameter in model.parameters()}
+    devices = {
+        parameter.device for model in models for parameter in parameters_of(model)
+    }
     return sorted(map(_device_name, devices))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..core.modules import set_shares_buffers
+from ..core.modules import parameters_of, set_shares_buffers
 from ..core.tensors import devices_of, dtype_named, has_memory, loss_in
 from ..state.random import RandomStates
 from ..state.step_start import StepStart
@@ -499,7 +499,7 @@ class Capture:
     def _look_for_gradients(self, model: nn.Module) -> None:
         if not self._doubts_gradients or self.calls:
             return
-        leaves = [each for each in model.parameters() if each.is_leaf]
+        leaves = [each for each in parameters_of(model) if each.is_leaf]
         there = {id(p.grad) for p in leaves if p.grad is not None}
         self.had_gradients = bool(there)
         for name, (step, reference, version) in self._bad.items():
@@ -533,7 +533,7 @@ class Capture:
 
     def _devices_of(self, model: nn.Module) -> list[torch.device]:
         """The devices of a model, looked up again when its first parameter moves."""
-        first = next(model.parameters(), None)
+        first = next(parameters_of(model), None)
         device = None if first is None else first.device
         known = self._devices.get(id(model))
         if known is None or known[0] != device:

@@ -12,7 +12,13 @@ from torch import nn
 
 from .. import flags
 from ..capture.hooks import unseen
-from ..core.modules import is_dropout, named_modules
+from ..core.modules import (
+    is_dropout,
+    modules_in,
+    named_modules,
+    parameters_of,
+    tensors_of,
+)
 from ..core.selection import full_name
 from ..core.tensors import has_memory, place_of
 from ..precision.copies import on_copies, to_dtype
@@ -99,7 +105,7 @@ class DeviceErrors:
 
 def is_elsewhere(models: Mapping[str, nn.Module]) -> bool:
     """True if weights are on another device than the one that is asked."""
-    parameters = (p for model in models.values() for p in model.parameters())
+    parameters = (p for model in models.values() for p in parameters_of(model))
     return any(parameter.device.type != OTHER.type for parameter in parameters)
 
 
@@ -154,11 +160,11 @@ def _run(
 
 
 def _can_run_alone(module: nn.Module) -> bool:
-    tensors = [*module.parameters(), *module.buffers()]
+    tensors = list(tensors_of(module))
     plain = (torch.Tensor, nn.Parameter)
     if not all(type(t) in plain and has_memory(t) for t in tensors):
         return False
-    if any(is_dropout(each) and each.training for each in module.modules()):
+    if any(is_dropout(each) and each.training for each in modules_in(module)):
         return False
     return sum(8 * tensor.numel() for tensor in tensors) <= _MAX_BYTES
 
@@ -201,7 +207,7 @@ class FlagSearch(Observer):
         self, models: Mapping[str, nn.Module]
     ) -> AbstractContextManager[object]:
         """Asks after each operation that runs within."""
-        devices = {p.device.type for m in models.values() for p in m.parameters()}
+        devices = {p.device.type for m in models.values() for p in parameters_of(m)}
         self._flags = flags.registered(devices)
         return OpTrace(models, self)
 

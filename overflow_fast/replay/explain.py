@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..core.modules import step_of
+from ..core.modules import gradient_taker, step_of
 from ..core.tensors import devices_of
 from ..files.reading import is_regular
 from ..state.step_start import StepStart
@@ -36,6 +36,10 @@ BUDGET = 8
 _NOT_ALONE = (
     "The step was not replayed: there are several ranks, which do not decide together. "
     "Collectives in it would wait for the others. Give the guard process_group=."
+)
+_TAKEN = (
+    "The step was not replayed: its forward was finite, and a second backward would "
+    "write to the gradients that {} keeps."
 )
 _NO_CALLS = (
     "The step was not replayed: no forward of it was kept{}. Call the model and the "
@@ -87,6 +91,7 @@ def investigate(
                 None if incident is None else _without_replay(models, incident, start)
             )
             known = known or _not_replayable(calls, incident, ranks)
+            known = known or _without_backward(models, incident)
             if known is None:
                 ranks.order(BEGIN)
             found = known or search.run()
@@ -140,6 +145,17 @@ def _not_replayable(
     if why == GRAPH:
         return Explanation(notes=[f"The step was not replayed: it {why}."])
     return Explanation(notes=[_NO_CALLS.format(f": it {why}" * bool(why))])
+
+
+def _without_backward(
+    models: Mapping[str, nn.Module], incident: BadStep | None
+) -> Explanation | None:
+    """The explanation where only a backward, which cannot be run again, was bad."""
+    is_forward = incident is None or incident.kind not in ("grad_output", "gradient")
+    engine = "" if is_forward else gradient_taker(models.values())
+    if not engine:
+        return None
+    return Explanation(notes=[_TAKEN.format(engine)])
 
 
 def _explain_written_weight(name: str) -> Explanation:

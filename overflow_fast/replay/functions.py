@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from ..core.modules import named_modules
+from ..core.modules import modules_in, named_buffers, named_modules, named_parameters
 from ..core.selection import full_name
 from ..torch_internals.tensor_internals import version_of
 from ..tree import (
@@ -308,7 +308,7 @@ def held_leaves(
         models: The watched models, by what their modules' names begin with.
         around: The variables that the replayed code reads, by their names.
     """
-    watched = {each for model in models.values() for each in model.modules()}
+    watched = {each for model in models.values() for each in modules_in(model)}
     found = [
         leaf
         for prefix, model in models.items()
@@ -341,7 +341,7 @@ def _attributes(kind: str, name: str, owner: Any) -> Iterator[HeldTensor]:
 
 def _of_module(name: str, module: nn.Module) -> Iterator[HeldTensor]:
     """Yields the weights of a module that is not watched, and its attributes."""
-    for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
+    for key, tensor in [*named_parameters(module), *named_buffers(module)]:
         look = functools.partial(_itself, tensor)
         yield HeldTensor("weight", f"{name}.{key}", tensor, look)
     for key, each in named_modules(module):

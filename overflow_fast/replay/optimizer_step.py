@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.modules import named_parameters
 from .explanation import BadStep, Explanation, Op, Remedy
 from .op_trace import OpTable, OpTrace
 from .places import module_of_parameter, op_at
@@ -46,7 +47,7 @@ def explain_update(
     named = {
         f"{prefix}{name}": parameter
         for prefix, model in models.items()
-        for name, parameter in model.named_parameters()
+        for name, parameter in named_parameters(model)
     }
     parameter = named[found.tensor]
     found = Explanation(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.modules import named_modules
+from ..core.modules import named_buffers, named_modules, named_parameters
 from ..core.selection import full_name
 from ..text import installed_name, is_own, short_name
 from ..torch_internals.replay_internals import autograd_node
@@ -285,7 +285,7 @@ def names_of(
 ) -> Iterable[tuple[str, str, torch.Tensor]]:
     """Yields kind, qualified name and tensor of each parameter and buffer, once."""
     for prefix, model in models.items():
-        for name, parameter in model.named_parameters():
+        for name, parameter in named_parameters(model):
             yield "parameter", f"{prefix}{name}", parameter
-        for name, buffer in model.named_buffers():
+        for name, buffer in named_buffers(model):
             yield "buffer", f"{prefix}{name}", buffer

@@ -20,7 +20,12 @@ from torch import nn
 
 from ..capture.hooks import unseen
 from ..core.force_eager import run_eagerly
-from ..core.modules import local_part, without_reduction
+from ..core.modules import (
+    gradient_taker,
+    local_part,
+    named_parameters,
+    without_reduction,
+)
 from ..core.tensors import loss_in
 from ..state.snapshot import Snapshot
 from ..state.step_start import StepStart
@@ -201,6 +206,7 @@ class Replayer:
         self.ranks = RankCoordinator() if ranks is None else ranks
         self._keeps_calls = keeps_calls
         self.num_forwards = 0
+        self._has_backward = not gradient_taker(models.values())
         variables: dict[str, Any] = {}
         for call in calls:
             variables |= call.around() or {"batch": call.batch}
@@ -375,7 +381,7 @@ class Replayer:
                 roots = self._look_at_output(result, call, output)
                 # Where there are others, they may wait for this rank's part in theirs.
                 is_wanted = not (result.is_forward and stops and self.ranks.is_alone)
-                if roots and has_backward and is_wanted:
+                if roots and has_backward and is_wanted and self._has_backward:
                     result.has_backward = True
                     torch.autograd.backward(
                         [root for root, _ in roots], [gradient for _, gradient in roots]
@@ -429,7 +435,7 @@ class Replayer:
         """Looks at this rank's gradients, of sparse ones at the values, and buffers."""
         result.gradients = {}
         for prefix, model in self.models.items():
-            for name, parameter in model.named_parameters():
+            for name, parameter in named_parameters(model):
                 if parameter.grad is None:
                     continue
                 gradient = local_part(parameter.grad)

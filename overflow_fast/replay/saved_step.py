@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..core.modules import parameters_of
 from ..core.tensors import digest_of, has_memory
 from ..files.json_text import SCHEMA, dumps
 from ..files.reading import FileError, read_bytes, read_tensors
@@ -234,7 +235,7 @@ class SavedStep:
                 "--loss FILE.py:FUNCTION; it takes the model and a dict of "
                 f"{', '.join(saved.batch.by_key or {})}"
             )
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        device = next((p.device for p in parameters_of(model)), torch.device("cpu"))
         try:
             batch = self._value(saved.batch, device)
             ambient = Ambient.of_plain(saved.ambient, self._tensor)

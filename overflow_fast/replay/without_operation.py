@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..core.modules import reduces
+from ..core.modules import parameters_of, reduces
 from ..core.ops import scan
 from ..core.tensors import place_of
 from ..text import counted
@@ -301,7 +301,7 @@ class Answers:
     def _places(self) -> str:
         """Names the devices of the models, and the host: one of them may be faulty."""
         models = self._replayer.models.values()
-        devices = {p.device for model in models for p in model.parameters()}
+        devices = {p.device for model in models for p in parameters_of(model)}
         return " and ".join(sorted(map(place_of, devices))) or "no device of a weight"
 
     def _whose(

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from ..capture.schedule import WatchSchedule
 from ..capture.watch import ModelWatch
+from ..core.modules import parameters_of
 from ..files.json_text import SCHEMA, dumps, parse_object
 from ..files.reading import is_regular, open_regular
 from ..files.writing import make_folder, open_appending
@@ -330,7 +331,7 @@ class RunIdentity:
 
         models = [watch.model for watch in watches]
         found = [model for model in models if model is not None]
-        dtypes = {str(p.dtype)[6:] for model in found for p in model.parameters()}
+        dtypes = {str(p.dtype)[6:] for model in found for p in parameters_of(model)}
         return {
             "schema": SCHEMA,
             "kind": "run",

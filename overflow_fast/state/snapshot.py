@@ -8,7 +8,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..core.modules import is_sharded, named_modules, reshard
+from ..core.modules import (
+    buffers_of,
+    is_sharded,
+    modules_in,
+    named_modules,
+    own_parameters_of,
+    parameters_of,
+    reshard,
+)
 from ..core.nested_optimizers import is_optimizer
 from ..core.tensors import devices_of, is_whole
 from ..torch_internals.replay_internals import gradient_hooks
@@ -187,7 +195,7 @@ class Snapshot:
         """Yields the tensors that a backward gives gradients to, each once."""
         seen = set()
         for model in self._models.values():
-            for parameter in model.parameters():
+            for parameter in parameters_of(model):
                 seen.add(id(parameter))
                 yield parameter
         for key, (_, tensor) in self._objects.tensors.items():
@@ -241,16 +249,16 @@ class Snapshot:
 
 def _in_tables(models: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
     for model in models:
-        yield from model.parameters()
-        yield from model.buffers()
+        yield from parameters_of(model)
+        yield from buffers_of(model)
 
 
 def _written_by_torch(models: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
     """Yields the weights that torch itself writes to: of embeddings with `max_norm`."""
     for model in models:
-        for module in model.modules():
+        for module in modules_in(model):
             if getattr(module, "max_norm", None) is not None:
-                yield from module.parameters(recurse=False)
+                yield from own_parameters_of(module).values()
 
 
 # An optimizer with its weights and its state, to undo a step that is skipped.

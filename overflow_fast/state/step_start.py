@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .. import _C
-from ..core.modules import is_sharded
+from ..core.modules import is_sharded, modules_in, walk
 from ..core.tensors import copy_tensors
 from ..torch_internals.module_internals import BUFFERS, MODULES, PARAMETERS
 from ..torch_internals.running import graph_task_id, is_recorded
@@ -231,7 +231,7 @@ class _Point:
         self.weights.take(self._is_full)
         self._attributes = []
         if self._is_full or len(self._changing):
-            modules = model.modules() if self._is_full else list(self._changing)
+            modules = modules_in(model) if self._is_full else list(self._changing)
             kept = filter(KeptAttributes.are_kept, modules)
             self._attributes = list(map(KeptAttributes, kept))
         self.is_taken, self.is_firm = True, is_firm
@@ -397,7 +397,7 @@ class _Point:
         self, kind: str, module: nn.Module | None, name: str, why: str
     ) -> str:
         watch, model = self._watch, self._watch.model
-        for fqn, each in [] if model is None else model.named_modules():
+        for fqn, each in [] if model is None else walk(model):
             if each is module:
                 name = f"{watch.prefix}{fqn}{'.' * bool(fqn)}{name}"
                 break

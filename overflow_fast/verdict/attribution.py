@@ -13,6 +13,7 @@ from .. import _C
 from ..capture.inputs import finite_places, is_plain
 from ..capture.labels import entry_label, label_text
 from ..capture.watch import ModelWatch
+from ..core.modules import own_parameters_of
 from ..flags import is_label
 from ..torch_internals.module_internals import is_batch_norm
 from .calls import (
@@ -376,7 +377,7 @@ def given_weights(bad: BadFrame) -> list[_C.Entry]:
     module = bad.watch.module_at(bad.frame.module)
     if not bad.is_of_call or module is None or is_layer_of_torch(module):
         return bad.bad_weights()
-    owned = {name: p for name, p in module.named_parameters(recurse=False)}
+    owned = own_parameters_of(module)
     return [
         entry
         for entry in bad.bad_weights()

@@ -11,6 +11,7 @@ from torch import nn
 
 from .. import _C
 from ..capture.watch import ModelWatch
+from ..core.modules import children_of
 from ..torch_internals.module_internals import (
     forward_hooks,
     forward_pre_hooks,
@@ -139,7 +140,7 @@ class Calls:
         if holders is None:
             holders = self._holders[id(watch)] = {}
             for index, each in watch.modules.present():
-                for child in each.children():
+                for child in children_of(each).values():
                     holders.setdefault(id(child), []).append((index, id(each)))
         found, waiting = set[int](), [id(module)]
         while waiting:
@@ -246,13 +247,13 @@ def ancestors(watch: ModelWatch, index: int) -> Iterator[int]:
     """Yields the indices of the modules around one, from the nearest to the root."""
     if index >= len(watch.modules.names):
         return
-    name = watch.modules.names[index]
-    while name:
-        name = name.rpartition(".")[0]
+    name: str | None = watch.modules.names[index]
+    while name is not None:
         # A wrapper has the name of the module in it, which comes behind it.
         for around in watch.modules.before(index, name):
             if _is_called(watch.module_at(around)):
                 yield around
+        name = name.rpartition(".")[0] if name else None
 
 
 def unwatched_in(watch: ModelWatch, index: int) -> list[str]:
@@ -285,7 +286,7 @@ def never_writes(module: nn.Module | None) -> bool:
 
 def is_layer_of_torch(module: nn.Module | None) -> bool:
     """True if a module is one of torch.nn's, and has no submodules."""
-    if module is None or next(module.children(), None) is not None:
+    if module is None or children_of(module):
         return False
     return type(module).__module__.startswith("torch.nn.")
 

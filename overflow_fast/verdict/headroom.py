@@ -12,7 +12,13 @@ from torch import nn
 
 from .. import _C
 from ..capture.watch import ModelWatch
-from ..core.modules import is_dropout, is_linear, is_normalization, is_of_torch
+from ..core.modules import (
+    is_dropout,
+    is_linear,
+    is_normalization,
+    is_of_torch,
+    parameters_of,
+)
 from ..text import as_lines, printable, table_html, text_html
 from .verdict import GRADIENTS, EntryHeadroom, headroom_of, where_of
 
@@ -458,7 +464,7 @@ class OutputHistory:
             return False
         if is_of_torch(module):
             return True
-        weights = list(module.parameters())
+        weights = list(parameters_of(module))
         sizes = [float(weight.detach().abs().max()) for weight in weights]
         width = max((weight.numel() for weight in weights), default=0)
         most = math.sqrt(width) * (1.01 + sum(sizes))

@@ -12,11 +12,15 @@ from torch import nn
 
 from .. import _C
 from ..core.modules import (
+    children_of,
     has_weights,
     is_dropout,
     is_linear,
     is_small_step,
+    modules_in,
     named_modules,
+    own_parameters_of,
+    parameters_of,
 )
 from .headroom import OutputHistory
 from .verdict import BadFrame, Verdict
@@ -48,7 +52,7 @@ def may_leave_float32(module: nn.Module) -> bool:
     Returns:
         False if no such code was found, True also where code cannot be read.
     """
-    return any(_Code(each).may_leave() for each in module.modules())
+    return any(_Code(each).may_leave() for each in modules_in(module))
 
 
 class _Code:
@@ -323,11 +327,11 @@ class _Search:
         elsewhere that shares a weight, as a tied head does, runs in float32, too, and
         its outputs are cast back: they must have been far from overflowing.
         """
-        inside = {each for name in names for each in self._modules[name].modules()}
-        weights = {id(p) for module in inside for p in module.parameters()}
-        large = {id(p) for p in self._modules[self._name].parameters()}
+        inside = {each for name in names for each in modules_in(self._modules[name])}
+        weights = {id(p) for module in inside for p in parameters_of(module)}
+        large = {id(p) for p in parameters_of(self._modules[self._name])}
         sharing = {
-            name: {id(p) for p in module.parameters(recurse=False)}
+            name: set(map(id, own_parameters_of(module).values()))
             for name, module in self._modules.items()
             if module not in inside and not isinstance(module, nn.Embedding)
         }
@@ -361,9 +365,9 @@ class _Search:
     def _computes(self, name: str) -> bool:
         """True if a module with weights of its own may make large values."""
         module = self._modules[name]
-        has_own = any(True for _ in module.parameters(recurse=False))
+        has_own = bool(own_parameters_of(module))
         return has_own and not self._history.has_room_in(name, module)
 
     def _children(self, name: str) -> Iterator[tuple[str, nn.Module]]:
-        for key, child in self._modules[name].named_children():
+        for key, child in children_of(self._modules[name]).items():
             yield f"{name}.{key}".lstrip("."), child

@@ -82,3 +82,18 @@ def test_the_odd_rank_is_named():
         assert tie[1:] == ([], everyone)  # two against two
         pair = [0, 2] if rank in (0, 2) else [1, 3]
         assert [each[1:] for each in shard] == ([] if rank in (0, 2) else [([], pair)])
+
+
+def third_of_a_sequence():
+    model = ddp(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+    if dist.get_rank() == 1:
+        flip(model.module[2].weight.data)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = ReplicaCheck({"": model, "second.": model}, [optimizer]).differences()
+    return [each.name for each in found]
+
+
+def test_a_difference_is_named_as_the_model_names_it():
+    assert (
+        ranks.on_ranks(2, third_of_a_sequence) == [["2.weight", "second.2.weight"]] * 2
+    )

@@ -11,7 +11,7 @@ from overflow_fast.guard.policy import Situation, checked_action, choose, limit_
 from overflow_fast.report.report import Report
 from overflow_fast.verdict.verdict import Verdict
 
-FACTS = list(itertools.product([False, True], repeat=4))
+FACTS = list(itertools.product([False, True], repeat=5))
 
 
 @pytest.mark.parametrize("asked", ["raise", "warn"])
@@ -23,13 +23,16 @@ def test_what_can_be_done_in_any_situation_is_done(asked, facts):
 @pytest.mark.parametrize("facts", FACTS)
 def test_a_skip_happens_where_it_can_and_helps(facts):
     situation = Situation(*facts)
-    can_skip, is_skipped, is_undone, is_beyond_repair = facts
+    can_skip, is_skipped, is_undone, is_beyond_repair, is_apart = facts
     choice = choose("skip", situation)
     if not can_skip and not is_skipped:
         assert choice.action == "warn"
     elif is_beyond_repair and not is_undone:
         assert choice.action == "raise"
         assert "checkpoint" in choice.notes[0]
+    elif is_apart and not is_skipped:
+        assert choice.action == "raise"
+        assert "process_group=" in choice.notes[0]
     else:
         assert choice.action == "skip" and not choice.notes
 

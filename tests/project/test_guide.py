@@ -246,6 +246,40 @@ def test_ddp(tmp_path, code):
     assert names == ["guard.rank0.jsonl", "guard.rank1.jsonl"]
 
 
+class Engine(nn.Module):
+    """DeepSpeed's, as a user sees it."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Linear(2, 1)
+        self.optimizer = sgd(self.module)
+        self.global_steps = 7
+
+    def forward(self, x):
+        return self.module(x).sum()
+
+    def backward(self, loss):
+        loss.backward()
+
+    def step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@runs("deepspeed")
+def test_deepspeed(code):
+    names = run(code, engine=Engine(), loader=[torch.full((1, 2), float("nan"))])
+    assert names["guard"].num_skipped == 1
+    assert names["guard"].last_report.step == 7
+
+
+@runs("megatron-core")
+def test_megatron(code):
+    model = nn.Linear(2, 1)
+    names = run(code, model=[model], optimizer=sgd(model))
+    assert names["guard"].enabled
+
+
 @runs("what-is-not-finite-on-purpose")
 def test_rules(code):
     class Attention(nn.Linear):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ... import _C
-from ...core.modules import is_linear, is_normalization, is_of_torch
+from ...core.modules import (
+    children_of,
+    is_linear,
+    is_normalization,
+    is_of_torch,
+    tensors_of,
+)
 from ...core.tensors import place_of
 from ...state.snapshot import Snapshot
 from ...torch_internals.compiler import has_compiled
@@ -163,12 +168,12 @@ class LayerAuditor(Monitor):
 
 
 def _versions(layer: nn.Module) -> list[int]:
-    tensors = itertools.chain(layer.parameters(), layer.buffers())
+    tensors = tensors_of(layer)
     return _C.versions_of([each for each in tensors if not each.is_inference()])
 
 
 def _is_auditable(module: nn.Module) -> bool:
-    if any(True for _ in module.children()) or not is_of_torch(module):
+    if children_of(module) or not is_of_torch(module):
         return False
     is_running = getattr(module, "track_running_stats", False)
     is_known = is_linear(module) or is_normalization(module)

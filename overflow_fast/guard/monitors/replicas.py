@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from ...core.modules import parameters_of
 from ...core.tensors import place_of
 from ...distributed.replicas import ReplicaCheck, ReplicaDifference
 from ...text import as_lines
@@ -82,7 +83,7 @@ class _ReplicaLog(Monitor):
         own = dist.get_rank()
         if any(own in each.ranks for each in found):
             models = self._guarded.models.values()
-            devices = (p.device for model in models for p in model.parameters())
+            devices = (p.device for model in models for p in parameters_of(model))
             device = next(devices, None)
             lines += [] if device is None else [f"Rank {own} is {place_of(device)}."]
         _log.warning(

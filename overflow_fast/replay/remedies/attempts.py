@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...core.modules import is_normalization
+from ...core.modules import is_normalization, named_modules, parameters_of
 from ...core.ops import scan
 from ...text import installed_name
 from ..capture import batch_size
@@ -152,7 +152,7 @@ def try_wider_dtypes(failure: Failure, trials: Trials) -> Attempts:
 def _bfloat16_text(failure: Failure, trials: Trials) -> tuple[str, str]:
     """Describes bfloat16 for autocast, or for the weights and the batch."""
     models = trials.replayer.models.values()
-    parameters = [each for model in models for each in model.parameters()]
+    parameters = [each for model in models for each in parameters_of(model)]
     if not any(each.dtype == torch.float16 for each in parameters):
         code = "torch.autocast(device_type, dtype=torch.bfloat16)"
         return "bfloat16 for autocast", code
@@ -194,7 +194,7 @@ def _try_up_to_norms(
 
     A residual stream stays large beyond the first of them.
     """
-    modules = dict(model.named_modules())
+    modules = dict(named_modules(model))
     ran = [name.removeprefix(prefix) for name in failure.modules]
     ran = [name for name in ran if name and name in modules]
     norms = [name for name in ran if is_normalization(modules[name])]
@@ -222,7 +222,7 @@ def _patterns(norms: list[str], modules: Mapping[str, torch.nn.Module]) -> list[
 
 def _around(model: torch.nn.Module, name: str) -> list[str]:
     """A module's name and those of the modules around it that are called."""
-    names, modules = [], dict(model.named_modules())
+    names, modules = [], dict(named_modules(model))
     while name:
         if (
             getattr(type(modules.get(name)), "forward", None)

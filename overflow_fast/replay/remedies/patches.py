@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...core.force_eager import run_eagerly
+from ...core.modules import modules_in, tensors_of
 from ...precision.keep_in_fp32 import keep_in_fp32
 from ...torch_internals.running import inherited, set_inherited
 from ..capture import KeptCall, part_of
@@ -41,7 +42,7 @@ def in_float32(
 @contextmanager
 def kept_data(models: Iterable[nn.Module]) -> Iterator[None]:
     """Puts back the memory of parameters and buffers that were given other memory."""
-    tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+    tensors = [t for model in models for t in tensors_of(model)]
     kept = [(tensor, tensor.data) for tensor in tensors]
     try:
         yield
@@ -65,10 +66,10 @@ def in_bfloat16(models: Iterable[nn.Module]) -> Iterator[None]:
         stack.callback(set_inherited, _KEY, None)
         set_inherited(_KEY, True)
         for model in models:
-            for tensor in (*model.parameters(), *model.buffers()):
+            for tensor in tensors_of(model):
                 if tensor.dtype == torch.float16:
                     tensor.data = tensor.data.bfloat16()
-            for module in model.modules():
+            for module in modules_in(model):
                 handle = module.register_forward_pre_hook(_begin_bfloat16, prepend=True)
                 stack.callback(handle.remove)
         torch.clear_autocast_cache()

@@ -1,0 +1,233 @@
+"""Optimizers of training engines: their loss scales, gradients, and skipped steps.
+
+DeepSpeed, Megatron-core and others give the training loop an optimizer of their own,
+which holds torch's and decides when to call it: it may skip a step, or call torch's
+once for each group of parameters, which may be copies. Nothing here imports an engine:
+an optimizer is told by its attributes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from ..tree import tensors
+from .modules import has_base
+
+# Loss scales that are not torch's.
+
+ENGINES_SCALER = "loss scaler"
+_HOLDERS = ("loss_scaler", "grad_scaler", "scaler")
+_SCALES = ("cur_scale", "loss_scale", "scale", "_scale")
+_FLAGS = ("overflow", "found_inf", "has_overflow", "found_overflow")
+_LEAST = ("min_scale", "min_loss_scale")
+_STATIC = ("Constant", "Static")
+
+
+class EngineScaler:
+    """A dynamic loss scale of an engine's, which skips steps while it is too large.
+
+    Args:
+        holder: The object that has the scale.
+    """
+
+    def __init__(self, holder: Any) -> None:
+        self._holder = holder
+
+    @property
+    def is_searching(self) -> bool:
+        """True while an overflow lowers the scale, and is none of the model's."""
+        flags = (_get(self._holder, n) for n in ("dynamic", "dynamic_loss_scale"))
+        dynamic = next((each for each in flags if isinstance(each, bool)), None)
+        if dynamic is None:
+            dynamic = not any(n in type(self._holder).__name__ for n in _STATIC)
+        least = [_number(_get(self._holder, name)) for name in _LEAST]
+        known = [each for each in least if each is not None]
+        return dynamic and self.get_scale() > (known[0] if known else 1.0)
+
+    def get_scale(self) -> float:
+        """The scale; 1 where there is none any more."""
+        return _scale_in(self._holder) or 1.0
+
+    def get_backoff_factor(self) -> float:
+        """The factor by which an overflow lowers it, as far as that is known."""
+        return 0.5
+
+    def scale(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Multiplies a tensor by the scale."""
+        return tensor * self.get_scale()
+
+
+LossScaler = GradScaler | EngineScaler
+
+
+def engine_scaler(layers: Iterable[Any]) -> EngineScaler | None:
+    """The loss scaler of an optimizer that searches for its scale, or None.
+
+    Args:
+        layers: The optimizer that the guard was given, and those inside of it.
+    """
+    for layer in layers:
+        holders = [_get(layer, name) for name in _HOLDERS]
+        if any(name in dir(type(layer)) or name in _vars(layer) for name in _FLAGS):
+            holders.append(layer)
+        for holder in holders:
+            if holder is None or isinstance(holder, GradScaler):
+                continue
+            found = EngineScaler(holder)
+            if _scale_in(holder) is not None and found.is_searching:
+                return found
+    return None
+
+
+def _scale_in(holder: Any) -> float | None:
+    numbers = (_number(_get(holder, name)) for name in _SCALES)
+    return next((each for each in numbers if each is not None), None)
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 else None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number else None
+
+
+# Gradients that are in no parameter's `grad` when the engine's step begins.
+
+
+def engine_gradients(
+    layers: Iterable[Any], names: dict[int, str]
+) -> tuple[list[str], list[torch.Tensor]]:
+    """Lists the gradients that an engine's optimizer keeps, with their names.
+
+    Args:
+        layers: The optimizer that the guard was given, and those inside of it.
+        names: The names of the models' parameters, by identity.
+    """
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for layer in layers:
+        for attribute, parameters in _PARTITIONS.items():
+            kept = _vars(layer).get(attribute)
+            owners = _vars(layer).get(parameters)
+            for path, tensor in () if kept is None else tensors(kept):
+                keys = [part.value for part in path]
+                name = names.get(id(_at(owners, keys)))
+                if name is None:
+                    name = attribute + "".join(f"[{key}]" for key in keys)
+                found.setdefault(id(tensor), (name, tensor))
+    return [name for name, _ in found.values()], [each for _, each in found.values()]
+
+
+# By the attribute that keeps gradients, the one that has their parameters.
+_PARTITIONS = {
+    "averaged_gradients": "params_in_partition",
+    "fp32_groups_gradient_flat_partition": "",
+}
+
+
+def _at(values: Any, keys: Sequence[Any]) -> Any:
+    for key in keys:
+        try:
+            values = values[key]
+        except Exception:
+            return None
+    return values
+
+
+# A step that is left out.
+
+
+def leave_out(optimizer: Any, step: Any, last: Any) -> Any:
+    """Leaves out an engine's step; returns what the step returns where it is skipped.
+
+    DeepSpeed's optimizers hold gradients that only a step of theirs lets go of: they
+    skip it themselves, told that there was an overflow, and their scale stays.
+
+    Args:
+        optimizer: The optimizer whose step it is.
+        step: Its `step`, without arguments.
+        last: What its last step has returned, or None.
+    """
+    if callable(_get(optimizer, "clear_hp_grads")):
+        optimizer.clear_hp_grads()
+        optimizer.clear_lp_grads()
+    elif isinstance(_vars(optimizer).get("averaged_gradients"), dict):
+        with _overflown(optimizer):
+            step()
+    if isinstance(_get(optimizer, "overflow"), bool):
+        with contextlib.suppress(AttributeError):
+            optimizer.overflow = True
+    return _skipped_result(optimizer, last)
+
+
+@contextlib.contextmanager
+def _overflown(optimizer: Any) -> Iterator[None]:
+    """Makes one of DeepSpeed's ZeRO optimizers find an overflow, and keep its scale."""
+
+    def note(*args: Any, **kwargs: Any) -> bool:
+        optimizer.overflow = True
+        return True
+
+    forced = {
+        "check_grad_overflow": True,
+        "check_overflow": note,
+        "_update_scale": lambda *args: None,
+    }
+    if hasattr(optimizer, "_overflow_check_and_loss_scale_update"):
+        forced["_overflow_check_and_loss_scale_update"] = note
+    own = vars(optimizer)
+    before = {name: own[name] for name in forced if name in own}
+    own.update(forced)
+    try:
+        yield
+    finally:
+        for name in forced:
+            own.pop(name, None)
+        own.update(before)
+
+
+def _skipped_result(optimizer: Any, last: Any) -> Any:
+    """Finds the result of a skipped step.
+
+    An optimizer's class says it by `skipped_step_result`. Megatron's is known. Any
+    other step returns what its last one did, without its values: False for a bool, else
+    None.
+    """
+    known = getattr(type(optimizer), "skipped_step_result", _UNKNOWN)
+    if known is not _UNKNOWN:
+        return known
+    if has_base(type(optimizer), {"MegatronOptimizer"}):
+        return False, None, None
+    if type(last) is tuple:
+        return tuple(map(_without_value, last))
+    return _without_value(last)
+
+
+_UNKNOWN = object()
+
+
+def shape_of(result: Any) -> Any:
+    """A step's result without its values, for `leave_out()`: it holds no tensor."""
+    if type(result) is tuple:
+        return tuple(map(_without_value, result))
+    return _without_value(result)
+
+
+def _without_value(value: Any) -> Any:
+    return False if isinstance(value, bool) else None
+
+
+def _get(holder: Any, name: str) -> Any:
+    """Returns an attribute, or None where there is none or its property raises."""
+    try:
+        return getattr(holder, name, None)
+    except Exception:
+        return None
+
+
+def _vars(holder: Any) -> dict[str, Any]:
+    return getattr(holder, "__dict__", {})

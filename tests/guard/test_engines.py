@@ -1,0 +1,304 @@
+"""Wrappers and optimizers of engines that the guard has never heard of."""
+
+import pytest
+import torch
+from torch import nn
+
+from overflow_fast import NonFiniteError, OverflowGuard
+
+
+class Wrapper(nn.Module):
+    """An engine's wrapper of a model: it passes calls and state on."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args):
+        return self.module(*args)
+
+    def state_dict(self, *args, **kwargs):
+        return self.module.state_dict(*args, **kwargs)
+
+
+def run(model, optimizer, num_steps=3, bad=2):
+    """Trains; the last batch holds a nan. Returns the report's text, or None."""
+    try:
+        for step in range(num_steps):
+            x = torch.ones(2, 4)
+            x[0, 0] = float("nan") if step == bad else 1.0
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except NonFiniteError as error:
+        return error.report
+    return None
+
+
+# A wrapper's attributes, whatever they are called.
+
+NAMES = ["buffers", "parameters", "modules", "children", "named_modules"]
+NAMES += ["named_parameters", "named_buffers", "named_children"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("policy", ["raise", "skip", "warn"])
+def test_an_attribute_may_have_the_name_of_a_method(name, policy, caplog):
+    class Odd(nn.Sequential):
+        pass
+
+    inner = Odd(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(inner.parameters(), 0.1)
+    model = Wrapper(inner)
+    setattr(model, name, [])
+    guard = OverflowGuard(model, optimizer, policy)
+    report = run(model, optimizer) or guard.last_report
+    assert report.step == 2
+    assert report.verdict.first.fqn == "0"
+    assert "failed" not in str(report)
+    assert not [gap for gap in guard.coverage().gaps() if "failed" in gap]
+    assert "failed with the error" not in caplog.text
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_names_are_those_of_the_model_within(depth):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.module = nn.Linear(4, 4), nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.module(self.up(x) * torch.tensor(float("nan")))
+
+    inner = Net()
+    model = inner
+    for _ in range(depth):
+        model = Wrapper(model)
+    optimizer = torch.optim.SGD(inner.parameters(), 0.1)
+    OverflowGuard([model], optimizer, include=["up", "module"])
+    with pytest.raises(NonFiniteError) as caught:
+        model(torch.ones(2, 4))
+        optimizer.step()
+    assert caught.value.report.verdict.first.fqn == "module"
+
+
+def test_a_users_model_with_one_layer_called_module_keeps_its_names():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.module(x)
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    OverflowGuard(model, optimizer, include=["module"])
+    assert run(model, optimizer).verdict.first.fqn == "module"
+
+
+# Optimizers that own torch's: they scale, skip, and step copies group by group.
+
+
+class EngineOptimizer:
+    """Steps float32 copies of the weights, each group by a call of its own."""
+
+    def __init__(self, model, scale=1.0):
+        self.model = model
+        self.weights = list(model.parameters())
+        self.copies = [p.detach().clone().float() for p in self.weights]
+        groups = [{"params": [each]} for each in self.copies]
+        self.optimizer = torch.optim.SGD(groups, 0.1)
+        self.loss_scale = scale
+        self.overflow = False
+        self.num_overflows = 0
+
+    def backward(self, loss):
+        (loss * self.loss_scale).backward()
+
+    def step(self):
+        self.overflow = not all(p.grad.isfinite().all() for p in self.weights)
+        if self.overflow:
+            self.num_overflows += 1
+            self.loss_scale /= 2
+            return False, None
+        groups = self.optimizer.param_groups
+        for weight, copy, group in zip(self.weights, self.copies, groups, strict=True):
+            copy.grad = weight.grad.float() / self.loss_scale
+            self.optimizer.param_groups = [group]
+            self.optimizer.step()
+            weight.data.copy_(copy)
+        self.optimizer.param_groups = groups
+        return True, sum(float(p.grad.norm()) for p in self.copies)
+
+    def zero_grad(self):
+        for weight in self.weights:
+            weight.grad = None
+
+
+def make_engine(scale=1.0, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).to(dtype)
+    return Wrapper(model), EngineOptimizer(model, scale)
+
+
+def train(model, optimizer, num_steps=6, bad=()):
+    """Trains; returns what each step returned and the weights behind it."""
+    results = []
+    for step in range(num_steps):
+        dtype = optimizer.weights[0].dtype
+        x = torch.full((3, 4), 1.0 + step / 8, dtype=dtype)
+        x[0, 0] = float("nan") if step in bad else 1.0
+        optimizer.backward(model(x).float().square().mean())
+        stepped = optimizer.step()
+        optimizer.zero_grad()
+        results.append((stepped, [p.detach().clone() for p in optimizer.weights]))
+    return results
+
+
+def test_groups_are_one_step_and_a_bad_one_is_charged_to_itself(caplog):
+    model, optimizer = make_engine()
+    guard = OverflowGuard(model, optimizer, "skip")
+    results = train(model, optimizer, bad=[3])
+    assert (guard.step, guard.num_skipped, guard.last_report.step) == (6, 1, 3)
+    before, at, after = (results[i][1] for i in (2, 3, 4))
+    assert all(map(torch.equal, before, at))
+    assert not all(map(torch.equal, at, after))
+    assert results[3][0] == (False, None)  # what the loop unpacks
+    assert optimizer.overflow is False  # of the last step
+    assert optimizer.num_overflows == 0  # the engine was not asked
+    assert "none of the model's parameters" not in caplog.text
+
+
+def test_an_engine_is_told_of_a_skip():
+    model, optimizer = make_engine()
+    OverflowGuard(model, optimizer, "skip")
+    train(model, optimizer, num_steps=2, bad=[1])
+    assert optimizer.overflow is True
+
+
+def test_a_healthy_run_is_the_same_bit_for_bit_and_silent(caplog):
+    (bare, own), (model, optimizer) = make_engine(), make_engine()
+    expected = train(bare, own)
+    caplog.clear()
+    OverflowGuard(model, optimizer)
+    for (a, before), (b, after) in zip(expected, train(model, optimizer), strict=True):
+        assert a == b and all(map(torch.equal, before, after))
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("watch", [None, "tripwire"])
+@pytest.mark.parametrize("name", ["loss_scale", "cur_scale", "loss_scaler", "tensor"])
+def test_a_scale_that_searches_is_no_alarm(name, watch):
+    class Searching(EngineOptimizer):
+        pass
+
+    model, optimizer = make_engine(2.0**23, torch.float16)
+    if name != "loss_scale":
+        holder = type("Scaler", (), {"min_scale": 1.0})()
+        key = "cur_scale" if name == "loss_scaler" else "scale"
+        wrapped = torch.tensor if name == "tensor" else float
+        get = lambda self: float(getattr(holder, key))  # noqa: E731
+        put = lambda self, value: setattr(holder, key, wrapped(value))  # noqa: E731
+        scale = optimizer.__dict__.pop("loss_scale")
+        Searching.loss_scale = property(get, put)
+        optimizer.__class__ = Searching
+        optimizer.loss_scale = scale
+        optimizer.loss_scaler = holder
+    options = {} if watch is None else {"watch": watch}
+    guard = OverflowGuard(model, optimizer, **options)
+    train(model, optimizer, num_steps=12)
+    assert optimizer.num_overflows > 2
+    assert guard.step == 12
+    assert guard.last_report is None
+
+
+def test_an_overflow_of_the_forward_is_an_alarm_under_a_scale():
+    model, optimizer = make_engine(2.0**4, torch.float16)
+    guard = OverflowGuard(model, optimizer, "skip")
+    train(model, optimizer, bad=[2])
+    assert (guard.num_skipped, guard.last_report.step) == (1, 2)
+    assert optimizer.loss_scale == 2.0**4  # the engine's scale is not touched
+
+
+@pytest.mark.parametrize("scale, attribute", [(1.0, None), (256.0, "dynamic")])
+def test_gradients_are_an_alarm_where_no_scale_can_be_lowered(scale, attribute):
+    class Static(EngineOptimizer):
+        dynamic = False
+
+    model, optimizer = make_engine(scale)
+    optimizer.__class__ = Static if attribute else EngineOptimizer
+    guard = OverflowGuard(model, optimizer, "skip")
+    handle = optimizer.weights[0].register_hook(lambda g: g * float("inf"))
+    train(model, optimizer, num_steps=1)
+    handle.remove()
+    assert guard.last_report.step == 0
+    train(model, optimizer, num_steps=1)
+    assert guard.num_skipped == 1
+
+
+@pytest.mark.parametrize("result", ["known", "learned", "first"])
+def test_a_skipped_step_returns_what_the_caller_unpacks(result):
+    class Known(EngineOptimizer):
+        skipped_step_result = (False, "told", None)
+
+    model, optimizer = make_engine()
+    optimizer.__class__ = Known if result == "known" else EngineOptimizer
+    OverflowGuard(model, optimizer, "skip")
+    bad = 0 if result == "first" else 2
+    stepped = train(model, optimizer, num_steps=3, bad=[bad])[bad][0]
+    expected = {"known": (False, "told", None), "learned": (False, None)}
+    assert stepped == expected.get(result)
+
+
+def test_a_megatron_optimizer_returns_three_values_from_the_first_step_on():
+    class MegatronOptimizer(EngineOptimizer):
+        pass
+
+    model, optimizer = make_engine()
+    optimizer.__class__ = type("Chained", (MegatronOptimizer,), {})
+    OverflowGuard(model, optimizer, "skip")
+    assert train(model, optimizer, 1, bad=[0])[0][0] == (False, None, None)
+
+
+def test_a_tripwire_sees_the_gradients_that_megatron_keeps():
+    class Main(EngineOptimizer):
+        def backward(self, loss):
+            super().backward(loss)
+            for weight in self.weights:
+                weight.main_grad, weight.grad = weight.grad, None
+
+        def step(self):
+            for weight in self.weights:
+                weight.grad = weight.main_grad
+            return super().step()
+
+    model, optimizer = make_engine()
+    optimizer.__class__ = Main
+    guard = OverflowGuard(model, optimizer, "skip", watch="tripwire")
+    train(model, optimizer, bad=[2])
+    assert (guard.num_skipped, guard.last_report.step) == (1, 2)
+
+
+def test_a_tripwire_that_saw_nothing_says_so_in_that_step(caplog):
+    class Hidden(EngineOptimizer):
+        def backward(self, loss):
+            super().backward(loss)
+            self.own = [weight.grad for weight in self.weights]
+            EngineOptimizer.zero_grad(self)
+
+        def step(self):
+            for weight, own in zip(self.weights, self.own, strict=True):
+                weight.grad = own
+            return super().step()
+
+    model, optimizer = make_engine()
+    optimizer.__class__ = Hidden
+    guard = OverflowGuard(model, optimizer, watch="tripwire")
+    guard.record(loss=torch.ones(()))
+    train(model, optimizer, num_steps=1)
+    assert "was not checked" not in caplog.text
+    train(model, optimizer, num_steps=3)
+    said = [each for each in caplog.messages if "was not checked" in each]
+    assert len(said) == 1 and "Step 1 was not" in said[0]
