@@ -217,7 +217,7 @@ class _InFloat64:
         self._memory[kept.memory] = memory
 
     def value(self, kept: _Kept) -> torch.Tensor | None:
-        """What a result has come to, or None."""
+        """The value of a result now, or None."""
         memory = self._memory.get(kept.memory)
         return None if memory is None else kept.of(memory)
 
