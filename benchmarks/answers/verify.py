@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.utils._pytree import tree_map
 
 from .failure import Failure, is_finite
 from .oracle import base_of, look
@@ -15,7 +18,24 @@ def problems(failure: Failure) -> list[str]:
         found.append("it is finite")
     if not ends_finite(failure, cured=True):
         found.append("cured, it is not finite")
+    if {"underflow", "rounding"} & set(failure.causes) and not _is_finite_wide(failure):
+        found.append("in float64 from the start, it is not finite")
     return found + of_place(failure)
+
+
+def _is_finite_wide(failure: Failure) -> bool:
+    """Whether the run is finite with weights and batches in float64."""
+    torch.manual_seed(0)
+    run = failure.build(False)
+    run.model.double()
+    batch = run.batch
+    run.batch = lambda step: tree_map(_wide, batch(step))
+    return is_finite(run)
+
+
+def _wide(value: Any) -> Any:
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.double() if is_float else value
 
 
 def ends_finite(failure: Failure, cured: bool) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 from .capture import KeptCall
 from .explanation import Explanation, Op, TensorSummary
@@ -88,9 +89,38 @@ def _explain_row(
     else:
         found.cause = _cause_of(details, is_backward and not row.in_hook)
         found.evidence += _evidence(details, found.op)
+        if found.cause == "range overflow":
+            found.evidence[-1] += _growth_text(row, forward_rows)
     if row.masks:
         found.evidence.append(_mask_text(row))
     return found
+
+
+_FEW_CALLS = 6
+_GROWS = 1.01
+
+
+def _growth_text(row: Row, forward_rows: ForwardRows) -> str:
+    """Describes how the results of one line's calls have grown up to an overflow."""
+    before = [each.abs_max for each in forward_rows.calls_before(row)]
+    sizes = [size or 0.0 for size in before]
+    first = len(sizes) - 1
+    while (
+        first > 0
+        and math.isfinite(sizes[first])
+        and sizes[first] > sizes[first - 1] > 0
+    ):
+        first -= 1
+    num = len(sizes) - 1 - first
+    if num < _FEW_CALLS:
+        return ""
+    factor = (sizes[-1] / sizes[first]) ** (1 / num)
+    if not factor > _GROWS:
+        return ""
+    return (
+        f"; it is call {len(sizes) + 1} at this line, and the largest result grew by a "
+        f"factor of {factor:.3g} a call since call {first + 1}"
+    )
 
 
 def _mask_text(row: Row) -> str:

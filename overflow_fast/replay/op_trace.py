@@ -144,6 +144,7 @@ class Row:
         read_from: The operations that wrote what it has read.
         parents: What its non-finite inputs came from that are not meant.
         kinds: The kinds of non-finite values that it returned.
+        abs_max: The largest magnitude of its first result; None if it has none.
         is_meant: Whether these are infs that the code asked for, as of a mask.
         masks: The sources of the infs that it was given, where all of them are meant.
         reduces: Whether its infs are fewer than those: a mask has gone beyond itself.
@@ -158,7 +159,7 @@ class Row:
         *("index", "name", "module", "frames", "node", "node_sequence", "sequence"),
         *("parents", "kinds", "is_meant", "is_empty", "details", "custom", "thread"),
         *("variable", "call", "module_call", "is_communication"),
-        *("in_hook", "masks", "reduces", "read_from"),
+        *("in_hook", "masks", "reduces", "read_from", "abs_max"),
     )
 
     def __init__(
@@ -172,6 +173,7 @@ class Row:
         self.node = ""
         self.node_sequence = self.sequence = -1
         self.read_from: tuple[Row, ...] = ()
+        self.abs_max: float | None = None
         self.parents: list[Source] = []
         self.masks: list[Source] = []
         self.kinds = 0
@@ -358,8 +360,9 @@ class OpTable:
             return
         self._sums.note(op, fresh)
         results = [t for t in [*fresh, *op.written] if is_float(t) and t.numel()]
-        bad = []
-        for tensor, kinds in zip(results, self.kinds.of(results), strict=True):
+        bad, found = [], self.kinds.of(results)
+        row.abs_max = self.kinds.stat(results[0]).abs_max if results else None
+        for tensor, kinds in zip(results, found, strict=True):
             if kinds:
                 bad.append(tensor)
                 row.kinds |= kinds

@@ -217,7 +217,7 @@ class _InFloat64:
         self._memory[kept.memory] = memory
 
     def value(self, kept: _Kept) -> torch.Tensor | None:
-        """What a result has come to, or None."""
+        """The value of a result now, or None."""
         memory = self._memory.get(kept.memory)
         return None if memory is None else kept.of(memory)
 
@@ -448,10 +448,13 @@ def _change(lost: Lost) -> str:
     if lost.cause == UNDERFLOW:
         least = f"{lost.dtype}'s smallest normal number is {lost.least:.2g}"
         return f"underflowed: {lost.true:.3g} became 0 ({least})"
-    return f"was rounded: {_digits(lost.true, lost.own)} became {lost.own:.9g}"
+    return "was rounded: {} became {}".format(*_told_apart(lost.true, lost.own))
 
 
-def _digits(true: float, own: float) -> str:
-    """A number with as many digits as tell it from another one."""
-    texts = (f"{true:.{digits}g}" for digits in range(3, 18))
-    return next((text for text in texts if float(text) != own), f"{true:.17g}")
+def _told_apart(one: float, other: float) -> tuple[str, str]:
+    """Two numbers with as many digits as tell them apart."""
+    for digits in range(3, 17):
+        texts = f"{one:.{digits}g}", f"{other:.{digits}g}"
+        if texts[0] != texts[1]:
+            return texts
+    return f"{one:.17g}", f"{other:.17g}"

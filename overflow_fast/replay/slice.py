@@ -161,6 +161,23 @@ class ForwardRows:
             row = found
         return None
 
+    def calls_before(self, row: Row) -> list[Row]:
+        """The calls of the same operation at the same line before one, in order.
+
+        In backward, those of the derivatives of one line's operation.
+        """
+        own = self._line_of(row)
+        return [
+            each
+            for each in self._rows[: row.index]
+            if each.name == row.name and each.in_backward == row.in_backward
+            if own is not None and self._line_of(each) == own
+        ]
+
+    def _line_of(self, row: Row) -> tuple[object, int] | None:
+        named = self.of(row) if row.in_backward else row
+        return named.frames[0][:2] if named is not None and named.frames else None
+
     def modules_from(self, row: Row) -> list[str]:
         """The names of the modules that ran from an operation on, in order, once."""
         names = [each.module for each in self._rows[row.index :] if each.module]

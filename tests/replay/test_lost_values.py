@@ -245,3 +245,43 @@ def test_a_nan_that_a_masks_infs_made_is_what_is_explained():
     assert found.op.name == "aten.sub_.Tensor"
     assert found.op.first_index == (2, 0)
     assert "it is nan, too" in found.evidence[1]
+
+
+# How results grow up to an overflow.
+
+
+class Recurrent(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.inner = nn.Linear(3, 3, bias=False)
+        with torch.no_grad():
+            self.inner.weight.copy_(factor * torch.eye(3))
+
+    def forward(self, x):
+        for _ in range(200):
+            x = self.inner(x)
+        return x
+
+
+@pytest.mark.parametrize("factor", [2.0, 10.0])
+def test_the_growth_of_a_recurrence(factor):
+    model = Recurrent(factor)
+    found = explain(model, torch.ones(4, 3), lambda x: model(x).sum())
+    assert found.cause == "range overflow"
+    num = {2.0: 128, 10.0: 39}[factor]
+    assert found.evidence[1].endswith(
+        f"it is call {num} at this line, and the largest result grew by a factor of "
+        f"{factor:.3g} a call since call 1"
+    )
+
+
+def test_one_large_step_is_no_growth():
+    class Loud(Recurrent):
+        def forward(self, x):
+            for i in range(20):
+                x = self.inner(x * (1e39 if i == 15 else 1.0))
+            return x
+
+    model = Loud(1.0)
+    found = explain(model, torch.ones(4, 3), lambda x: model(x).sum())
+    assert "grew by" not in str(found.evidence)

@@ -20,7 +20,7 @@ from ..explanation import Remedy
 from ..finding import explain_root_op
 from ..op_trace import Row
 from ..places import code_at, names_of
-from ..replayer import Replayer, StepPart
+from ..replayer import Patch, Replayer, StepPart
 from ..slice import ForwardRows, find_root_op
 from ..tensor_kinds import is_float
 from .line_edit import NotEditableError
@@ -334,6 +334,8 @@ def _measure_others(failure: Failure, trials: Trials) -> None:
     for patches, remedy in trials.helped:
         if plain is None or not trials.may_run():
             return
+        if any(type(patch).calls is not Patch.calls for patch in patches):
+            continue  # a part of a call is run without such changes
         changed = trials.run_part(others, patches)
         if changed is not None and remedy in trials.remedies:
             place = trials.remedies.index(remedy)
