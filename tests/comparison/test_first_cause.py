@@ -319,6 +319,7 @@ BETWEEN = {
     as_new_tensors: "All 4 that differ are 0.333333 times the reference's, as where 3 ",
     times(2.0): "are 2 times the reference's, as where 2 ranks or micro-batches",
     times(0.25): "are 0.25 times the reference's, as where 4 ranks or micro-batches",
+    times(0.0): "are 0 times the reference's.",
     times(-1.0): "are -1 times the reference's.",
 }
 
