@@ -543,7 +543,7 @@ def _common_factor(rows: Sequence[TensorDifference]) -> str:
     if any(abs(each - middle) > 1e-2 * abs(middle) for each in known):
         return ""
     text = f"All {len(rows)} that differ are {middle:.6g} times the reference's"
-    whole = middle if abs(middle) >= 1 else 1 / middle
+    whole = 1 / middle if 0 < abs(middle) < 1 else middle
     if whole > 1.5 and abs(whole - round(whole)) < 1e-3:
         text += f", as where {round(whole)} ranks or micro-batches are summed in one "
         text += "run and averaged in the other"

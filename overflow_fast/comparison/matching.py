@@ -50,7 +50,7 @@ class StepTensor:
 
     @property
     def requires_grad(self) -> bool | None:
-        """Whether it required gradients, on any rank; None if that is not known."""
+        """True if it required gradients on any rank; None if that is not known."""
         known = [source.row.requires_grad for source in self.sources]
         return None if None in known else any(known)
 

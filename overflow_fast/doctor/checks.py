@@ -6,6 +6,7 @@ import collections
 import contextlib
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from .links import culprits, odd_ones
 from .roll_call import facts_of, slow_network
 from .stage import (
     BROKEN,
+    NOTE,
     WARNING,
     ExaminationSettings,
     Finding,
@@ -264,6 +266,84 @@ def compared_pairs(operation: str, world: int) -> set[Pair]:
     return {(s, q) for s in contributors for q in range(world)}
 
 
+# Bytes: from a message in one packet to one that is cut up, pipelined and aligned.
+SIZES = (8, 64, 512, 2**12, 2**15, 2**18, 2**21, 2**24, 2**26)
+_OF_LIMIT = 0.2  # of a stage's time
+_GROWTH = 8  # times as long as the size before
+_ALONE = "all-reduce alone"
+_UNTIMED = "sizes without time"  # from which on there was none
+_MOST_ALONE = 16  # ranks that get a group of their own
+_PRIME = 97  # no chunk or pipeline has a multiple of it as its length
+
+
+def _sized(number: int, rank: int) -> torch.Tensor:
+    """Whole numbers whose sums over 1,024 ranks are exact in float32."""
+    return (torch.arange(number) % _PRIME + rank % 100).float()
+
+
+def _run_sizes(site: Site) -> Iterator[Wrong]:
+    """All-reduces and broadcasts of all sizes, as far as the time goes."""
+    world, begin, last = len(site.members), time.monotonic(), 0.0
+    go_on = torch.ones(1, device=site.device)
+    for num_bytes in SIZES:
+        # One rank decides for all: the others' clocks are not its own.
+        spent = time.monotonic() - begin
+        is_late = spent + _GROWTH * (spent - last) > _OF_LIMIT * site.settings.limit
+        last = spent
+        dist.broadcast(go_on.fill_(not is_late), 0)
+        if not bool(go_on):
+            yield _UNTIMED, str(num_bytes), 0, ""
+            return
+        number = num_bytes // 4
+        for name in ("all-reduce", "broadcast"):
+            site.note(f"{name} of {num_bytes} bytes")
+            own = _sized(number, site.position).to(site.device)
+            if name == "all-reduce":
+                dist.all_reduce(own)
+                expected = torch.arange(number) % _PRIME * world
+                expected = (expected + sum(r % 100 for r in range(world))).float()
+            else:
+                dist.broadcast(own, 0)
+                expected = _sized(number, 0)
+            if text := _first_wrong(own.cpu(), expected):
+                yield name, f"float32, {num_bytes} bytes", 0, text
+
+
+def _first_wrong(received: torch.Tensor, expected: torch.Tensor) -> str:
+    wrong = (received != expected).nonzero().flatten()
+    if not len(wrong):
+        return ""
+    at = int(wrong[0])
+    return (
+        f"{len(wrong)} of {len(expected)} values, the first {float(received[at]):g} "
+        f"instead of {float(expected[at]):g}"
+    )
+
+
+def _run_alone(site: Site) -> Iterator[Wrong]:
+    """Sends each rank's part alone: what differs then is the rank's own doing."""
+    world = len(site.members)
+    if not 1 < world <= _MOST_ALONE:
+        return
+    site.note("groups of one rank")
+    groups = [dist.new_group([rank]) for rank in range(world)]
+    for dtype in DTYPES:
+        short = str(dtype).removeprefix("torch.")
+        site.note(f"{_ALONE} of {short}")
+        expected = values_of(site.position, dtype)
+        received = expected.clone().to(site.device)
+        try:
+            dist.all_reduce(received, group=groups[site.position])
+        except (RuntimeError, ValueError, TypeError) as error:
+            if not any(each in str(error).lower() for each in _UNSUPPORTED):
+                raise
+            continue
+        received = received.cpu()
+        if not torch.equal(_comparable(expected), _comparable(received)):
+            text = f"{received.tolist()} instead of {expected.tolist()}"
+            yield _ALONE, short, site.position, text
+
+
 def _run_collectives(site: Site) -> tuple[list[Wrong], list[str]]:
     """Runs all; returns the wrong results of this rank, and what cannot be run."""
     wrong, unsupported = list[Wrong](), list[str]()
@@ -283,6 +363,7 @@ def _run_collectives(site: Site) -> tuple[list[Wrong], list[str]]:
                 if not torch.equal(_comparable(expected), _comparable(received)):
                     text = f"{received.tolist()} instead of {expected.tolist()}"
                     wrong.append((name, short, contributor, text))
+    wrong += [*_run_alone(site), *_run_sizes(site)]
     return wrong, unsupported
 
 
@@ -304,11 +385,60 @@ def _judge_collectives(
             pair = contributor, q
             wrong.setdefault(operation, set()).add(pair)
             examples.setdefault((operation, pair), f"{dtype}: {text}")
-    return [
-        finding
-        for operation, pairs in wrong.items()
-        for finding in _explained(operation, pairs, members, examples)
-    ]
+    alone = wrong.pop(_ALONE, set())
+    found = list[Finding]()
+    for pair in sorted(wrong.pop(_UNTIMED, set()))[:1]:
+        size = examples[_UNTIMED, pair].partition(":")[0]
+        text = f"Messages of {size} bytes and more were not checked: no time was left."
+        found.append(Finding(COLLECTIVES_NAME, NOTE, (), text))
+    for operation, pairs in wrong.items():
+        if operation in _REDUCING:
+            found += _explained_sum(operation, pairs, members, examples, alone)
+        else:
+            found += _explained(operation, pairs, members, examples)
+    return found
+
+
+_REDUCING = ("all-reduce", "reduce-scatter")
+
+
+def _explained_sum(
+    operation: str,
+    wrong: set[Pair],
+    members: list[int],
+    examples: Mapping[tuple[str, Pair], str],
+    alone: set[Pair],
+) -> Iterator[Finding]:
+    """Explains sums: each rank gives to all of them, so a wrong one shows no giver.
+
+    A giver is known where its own part came out wrong alone; a taker where others got
+    the same sum right.
+    """
+    takers = sorted({taker for _, taker in wrong})
+    is_sum_of_all = operation == "all-reduce" and len(takers) == len(members) > 1
+    example = examples[operation, min(wrong)]
+    if operation == "all-reduce" and not is_sum_of_all:
+        for taker in takers:
+            pair = min(each for each in wrong if each[1] == taker)
+            text = examples[operation, pair]
+            yield _finding([members[taker]], operation, "received", text)
+        return
+    for giver, _ in sorted(alone):
+        text = f"alone in a group, {examples[_ALONE, (giver, giver)]}"
+        yield _finding([members[giver]], operation, "contributed", text)
+    if not alone:
+        who = named([members[each] for each in takers], {})
+        text = (
+            f"{capital(who)} received a wrong sum in {operation} ({example}): it is "
+            "not known whose contribution is wrong, or whether it was received wrongly."
+        )
+        if is_sum_of_all:
+            text = (
+                f"Some rank's contribution to {operation} is wrong: all ranks received "
+                f"a wrong sum ({example}). It is not known whose."
+            )
+        ranks = () if is_sum_of_all else tuple(members[each] for each in takers)
+        yield Finding(COLLECTIVES_NAME, BROKEN, ranks, text)
 
 
 def _explained(

@@ -63,7 +63,9 @@ class Diagnosis:
             word = STATES[each.severity] if each.severity else "note"
             sentence = f"{word}: {each.stage}: {each.text}"
             lines += ["", as_lines([sentence])]
-        return "\n".join([*lines, "", f"Result: {STATES[self.status]}."])
+        unjudged = [each.name for each in self.stages if each.state == "not judged"]
+        but = f"; not judged: {', '.join(unjudged)}" if unjudged else ""
+        return "\n".join([*lines, "", f"Result: {STATES[self.status]}{but}."])
 
     def _table(self) -> list[str]:
         rows = [["stage", "ranks", "seconds", "result"]]
@@ -123,6 +125,9 @@ class Diagnosis:
                     r: dataclasses.asdict(each) for r, each in self.facts.items()
                 },
                 "links": links,
+                "times": {
+                    r: dataclasses.asdict(each) for r, each in self.measured.items()
+                },
             }
         )
         return plain

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import faulthandler
 import functools
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,6 +85,9 @@ def lost_ranks(
         return [], []
     least = min(each.number for each in stuck.values())
     behind = [rank for rank, each in stuck.items() if each.number == least]
+    # Others leave a collective by its timeout: who is still inside then keeps them.
+    inside = [rank for rank in behind if outcomes[rank].state == "hung"]
+    behind = inside or behind
     return [_stuck(stage, behind, outcomes, hosts)], behind
 
 
@@ -114,8 +120,17 @@ def _stuck(
         others = "; the others did"
     elif ahead:
         others = f"; the others wait in {max(ahead, key=lambda a: a.number).doing}"
+    left = [rank for rank, each in outcomes.items() if each.state == "error"]
+    if first.state == "hung" and left and not others.startswith("; the others did"):
+        others = f"; {named(left, {})} left with an error: {outcomes[left[0]].detail}"
     text = f"{who} did not come out of {first.doing}{others}{why}."
+    for rank in behind[:_MOST_STACKS]:
+        if outcomes[rank].stack:
+            text += f" Rank {rank} was at {outcomes[rank].stack}."
     return Finding(stage, BROKEN, tuple(behind), capital(text))
+
+
+_MOST_STACKS = 2
 
 
 # Runs stages in a process of their own, which is given up where it hangs.
@@ -143,6 +158,7 @@ class StageProcess:
             target=serve, args=(other, address, settings, generation), daemon=True
         )
         self._process.start()
+        self._stacks = _stacks_file(address, self._process.pid)
         other.close()
         self._is_ready = False
 
@@ -179,13 +195,51 @@ class StageProcess:
     def _given_up(self, number: int, doing: str) -> StageOutcome:
         is_stopped = _state_of(self._process.pid) == "T"
         detail = "stopped by a signal, such as SIGSTOP" if is_stopped else ""
-        return StageOutcome("stopped" if is_stopped else "hung", number, doing, detail)
+        stack = "" if is_stopped else self._stack()
+        state = "stopped" if is_stopped else "hung"
+        return StageOutcome(state, number, doing, detail, stack=stack)
+
+    def _stack(self) -> str:
+        """Asks the process where it is; it answers though its main thread hangs."""
+        if not hasattr(signal, "SIGUSR1") or self._process.pid is None:
+            return ""
+        with contextlib.suppress(OSError):
+            if not self._stacks.exists():
+                return ""  # it has not begun, and the signal would end it
+            os.kill(self._process.pid, signal.SIGUSR1)
+            deadline = time.monotonic() + _STACK_SECONDS
+            while time.monotonic() < deadline:
+                time.sleep(0.05)
+                if found := innermost_calls(self._stacks.read_text()):
+                    return found
+        return ""
 
     def end(self) -> None:
         """Ends the process, which may hang."""
         with contextlib.suppress(OSError):
+            self._stacks.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
             self._pipe.close()
         self._process.kill()
+
+
+_STACK_SECONDS = 2.0
+_MOST_CALLS = 3
+_CALL = re.compile(r'^  File "(.+)", line (\d+) in (\S+)', re.MULTILINE)
+
+
+def _stacks_file(address: Address, pid: int | None) -> Path:
+    name = f"overflow_fast_doctor_{address.session}_{address.rank}_{pid}.stack"
+    return Path(tempfile.gettempdir()) / name
+
+
+def innermost_calls(text: str) -> str:
+    """The innermost calls of the main thread in what faulthandler has written."""
+    main = text.split("Current thread")[-1]
+    calls = _CALL.findall(main)[:_MOST_CALLS]
+    return ", called from ".join(
+        f"{name} ({Path(file).name}:{line})" for file, line, name in calls
+    )
 
 
 def _start_method() -> str:
@@ -223,6 +277,9 @@ def serve(
     # A planted nan is no alarm.
     logging.getLogger("overflow_fast").setLevel(logging.CRITICAL)
     log = ask_nccl_for_a_log(address.session, address.rank)
+    with contextlib.suppress(OSError, AttributeError):
+        stacks = open(_stacks_file(address, os.getpid()), "w")  # noqa: SIM115
+        faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
     pipe.send("ready")
     try:
         while True:
@@ -458,6 +515,8 @@ class Examination:
             findings += stage.judge(data, self._settings)
         self._data[stage.name] = data
         state = STATES[max((each.severity for each in findings), default=0)]
+        if findings and state == STATES[0] and stage is LINKS:
+            state = "not judged"
         seconds = max((each.seconds for each in outcomes.values()), default=0.0)
         result = StageResult(stage.name, state, seconds, len(members))
         must_restart, has_group = bool(lost), len(lost) < len(members)

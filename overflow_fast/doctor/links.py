@@ -424,6 +424,9 @@ def _stragglers(
     factor = settings.straggling if on_gpus else settings.slow
     slow = beyond(passes, lambda rank: data[rank].device, factor)
     hosts = {rank: each.host for rank, each in data.items()}
+    kinds = {each.device for each in data.values()}
+    if len(data) == 2 and len(kinds) == 1:
+        return _slower_of_two(passes, factor, hosts)
     return [
         Finding(
             *(NAME, WARNING, (rank,)),
@@ -432,6 +435,23 @@ def _stragglers(
         )
         for rank, times in slow.items()
     ]
+
+
+def _slower_of_two(
+    passes: Sequence[Mapping[int, float]], factor: float, hosts: Mapping[int, str]
+) -> list[Finding]:
+    """Compares two ranks by all passes of both: there is no median to be beyond."""
+    first, second = passes[0]
+    for fast, slow in ((first, second), (second, first)):
+        most = max(each[fast] for each in passes)
+        times = min(each[slow] for each in passes) / most if most else 1.0
+        if times > factor:
+            text = (
+                f"The same product of matrices takes {named([slow], hosts)} "
+                f"{times:.2f} times as long as {named([fast], hosts)}, in both passes."
+            )
+            return [Finding(NAME, WARNING, (slow,), text)]
+    return []
 
 
 LINKS = Stage(NAME, _run, _judge)

@@ -13,10 +13,12 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..text import counted
 from .links import late_ranks, odd_ones
 from .stage import (
     BROKEN,
@@ -58,6 +60,7 @@ class RankFacts:
         taken: The share of the GPU's memory that was taken before.
         smi: The values that nvidia-smi has for the GPU, by the names of `_QUERY`.
         waited: The seconds that it waited for all others.
+        environment: Variables and switches that change results or speed.
     """
 
     host: str
@@ -71,6 +74,28 @@ class RankFacts:
     taken: float = 0.0
     smi: Mapping[str, str] = field(default_factory=dict)
     waited: float = 0.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+_PREFIXES = ("NCCL_", "OMP_", "MKL_", "CUBLAS_", "CUDA_", "CUDNN_", "TORCH_", "NVIDIA_")
+# Made different by launchers or by the doctor itself, or known to name a rank's device.
+_OWN = ("NCCL_DEBUG", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+
+
+def _environment() -> dict[str, str]:
+    found = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_PREFIXES) and not name.startswith(_OWN)
+    }
+    backends: Any = torch.backends
+    found["TF32 of products"] = str(backends.cuda.matmul.allow_tf32)
+    found["TF32 of cuDNN"] = str(backends.cudnn.allow_tf32)
+    found["cuDNN's benchmark"] = str(backends.cudnn.benchmark)
+    found["float32 matmul precision"] = torch.get_float32_matmul_precision()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    found["deterministic algorithms"] = str(deterministic)
+    return found
 
 
 def device_of_rank() -> torch.device:
@@ -102,6 +127,7 @@ def facts_of(device: torch.device, asked: str | None) -> RankFacts:
         _package_versions(),
         backend_of(device, asked),
         kind=_processor(),
+        environment=_environment(),
     )
     if device.type != "cuda":
         return of_all
@@ -126,6 +152,7 @@ def _package_versions() -> dict[str, str]:
         "overflow_fast": __version__,
         "torch": str(torch.__version__),
         "Python": platform.python_version(),
+        "CUDA": str(torch.version.cuda),
     }
     if dist.is_nccl_available():
         from torch.cuda import nccl
@@ -193,6 +220,7 @@ def judge(
     hosts = {rank: each.host for rank, each in facts.items()}
     return [
         *_versions(facts, hosts),
+        *_environments(facts, hosts),
         *_doubles(facts, hosts),
         *_devices(facts, hosts),
         *_late(facts, settings, hosts),
@@ -218,6 +246,17 @@ def _versions(
         yield Finding(NAME, severity, tuple(odd[1]), _odd(name, values, odd, hosts))
 
 
+def _environments(
+    facts: Mapping[int, RankFacts], hosts: Mapping[int, str]
+) -> Iterator[Finding]:
+    """Variables and switches that are not the same on all ranks."""
+    for name in sorted({name for each in facts.values() for name in each.environment}):
+        values = {r: each.environment.get(name, "unset") for r, each in facts.items()}
+        odd = odd_ones(values)
+        if odd is not None:
+            yield Finding(NAME, WARNING, tuple(odd[1]), _odd(name, values, odd, hosts))
+
+
 def _odd(
     name: str,
     values: Mapping[int, object],
@@ -227,7 +266,9 @@ def _odd(
     most, ranks = odd
     if most is None:
         counts = collections.Counter(values.values())
-        shown = ", ".join(f"{value} ({n} ranks)" for value, n in counts.most_common(4))
+        shown = ", ".join(
+            f"{value} ({counted(n, 'rank')})" for value, n in counts.most_common(4)
+        )
         return f"The ranks differ in {name}: {shown}."
     theirs = ", ".join(sorted({str(values[rank]) for rank in ranks}))
     return f"{name} is {theirs} on {named(ranks, hosts)}, and {most} on the others."

@@ -121,6 +121,7 @@ class StageOutcome:
         detail: The error, the signal or the exit status.
         data: The data, if it is done.
         seconds: The time that it took.
+        stack: Where it was when it was given up, innermost call first, or "".
     """
 
     state: str
@@ -129,6 +130,7 @@ class StageOutcome:
     detail: str = ""
     data: Any = None
     seconds: float = 0.0
+    stack: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class StageResult:
 
     Attributes:
         name: Its name.
-        state: "fine", "warning", "broken", or "left out".
+        state: "fine", "warning", "broken", "not judged" or "left out".
         seconds: The time that it took.
         ranks: The number of ranks that took part.
     """

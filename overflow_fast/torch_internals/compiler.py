@@ -72,7 +72,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
     "Modules that are compiled in place are not recorded",
 )
 def own_compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """What `module.compile()` made, which runs in place of the module's call."""
+    """The code of `module.compile()`, which runs in place of the module's call."""
     return module._compiled_call_impl
 
 

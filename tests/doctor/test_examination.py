@@ -33,7 +33,9 @@ def findings(results, stage=None):
     """What the leading rank tells, which is what all ranks have found."""
     (told,) = [diagnosis for diagnosis, leads in results.values() if leads]
     assert {d.status for d, _ in results.values()} == {told.status}
-    return [each for each in told.findings if stage in (None, each.stage)]
+    # How far the time goes depends on the machine.
+    judged = [each for each in told.findings if not each.text.startswith("Messages of")]
+    return [each for each in judged if stage in (None, each.stage)]
 
 
 def of_kind(stage):
@@ -63,9 +65,9 @@ def wrong_receipt(run, site):
     """Changes one element of what it receives from others."""
     reduce = dist.all_reduce
 
-    def wrongly(rows, *arguments):
-        reduce(rows, *arguments)
-        rows[:, 0] += 1
+    def wrongly(rows, *arguments, **options):
+        reduce(rows, *arguments, **options)
+        rows[..., 0] += 1
 
     with replaced(dist, "all_reduce", wrongly):
         return run(site)

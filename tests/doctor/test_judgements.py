@@ -21,10 +21,11 @@ from overflow_fast.doctor.checks import (
     compared_pairs,
 )
 from overflow_fast.doctor.diagnosis import Diagnosis, matrices_of, save_diagnosis
-from overflow_fast.doctor.examination import lost_ranks
+from overflow_fast.doctor.examination import innermost_calls, lost_ranks
 from overflow_fast.doctor.links import (
     LINKS,
     Measured,
+    _slower_of_two,
     culprits,
     late_ranks,
     odd_ones,
@@ -198,7 +199,7 @@ def test_versions_without_a_majority_are_counted():
     data[1] = dataclasses.replace(data[1], versions={"torch": "1", "NCCL": "2.29.2"})
     (found,) = ROLL_CALL.judge(data, SETTINGS)
     assert found.ranks == (0, 1)
-    assert found.text == "The ranks differ in torch: 2.13.0 (1 ranks), 1 (1 ranks)."
+    assert found.text == "The ranks differ in torch: 2.13.0 (1 rank), 1 (1 rank)."
 
 
 def test_ranks_that_come_late_have_waited_less():
@@ -454,3 +455,93 @@ def test_the_page_shows_the_links(tmp_path):
     other.write_text("mine")
     with pytest.raises(FileExistsError, match="not written over"):
         save_diagnosis(other, diagnosis())
+
+
+def collectives_of(wrong, alone=()):
+    """Findings of all-reduces with wrong rows: pairs of contributor and receiver."""
+    text = "[2.5] instead of [1.5]"
+    data = {rank: ([], []) for rank in range(4)}
+    for giver, taker in wrong:
+        data[taker][0].append(("all-reduce", "float32", giver, text))
+    for rank in alone:
+        data[rank][0].append(("all-reduce alone", "float32", rank, text))
+    return COLLECTIVES.judge(data, ExaminationSettings())
+
+
+def test_a_sum_that_all_received_wrongly_names_no_rank():
+    (found,) = collectives_of([(0, taker) for taker in range(4)])
+    assert found.ranks == () and found.text.startswith("Some rank's contribution to ")
+
+
+def test_a_rank_whose_part_alone_is_wrong_is_named():
+    (found,) = collectives_of([(0, taker) for taker in range(4)], alone=[2])
+    assert found.ranks == (2,)
+    assert found.text.startswith("Rank 2 contributed wrongly in all-reduce (alone in a")
+
+
+@pytest.mark.parametrize("takers", [[2], [1, 3]])
+def test_ranks_that_alone_received_a_wrong_sum_are_named(takers):
+    found = collectives_of([(0, each) for each in takers])
+    assert [each.ranks for each in found] == [(each,) for each in takers]
+    assert all("received wrongly in all-reduce" in each.text for each in found)
+
+
+def test_a_wrong_part_of_a_scattered_sum_leaves_it_open():
+    data = {rank: ([], []) for rank in range(4)}
+    data[1][0].append(("reduce-scatter", "float32", 2, "1 instead of 2"))
+    (found,) = COLLECTIVES.judge(data, ExaminationSettings())
+    assert found.ranks == (1,) and "it is not known whose contribution" in found.text
+
+
+def test_the_rank_that_is_still_inside_is_named_with_its_stack():
+    left = StageOutcome("error", 4, "all-reduce of int32", "RuntimeError: timed out")
+    inside = StageOutcome("hung", 4, "all-reduce of int32", stack="wait (a.py:3)")
+    found, lost = lost_ranks("collectives", {0: left, 1: left, 2: inside}, {})
+    assert lost == [2] and found[0].ranks == (2,)
+    assert found[0].text == (
+        "Rank 2 did not come out of all-reduce of int32; ranks 0, 1 left with an "
+        "error: RuntimeError: timed out. Rank 2 was at wait (a.py:3)."
+    )
+
+
+def test_the_innermost_calls_are_read_from_a_stack():
+    text = (
+        "Current thread 0x1 (most recent call first):\n"
+        '  File "/a/b/one.py", line 3 in wait\n  File "/a/two.py", line 9 in run\n'
+    )
+    assert innermost_calls(text) == "wait (one.py:3), called from run (two.py:9)"
+    assert innermost_calls("") == ""
+
+
+def test_sizes_without_time_are_noted():
+    data = {rank: ([("sizes without time", "4096", 0, "")], []) for rank in range(2)}
+    (found,) = COLLECTIVES.judge(data, ExaminationSettings())
+    assert (found.severity, found.ranks) == (0, ())
+    assert found.text.startswith("Messages of 4096 bytes and more were not checked")
+
+
+@pytest.mark.parametrize("number", [2, 3, 8, 1000])
+def test_sums_of_all_sizes_are_exact_in_float32(number):
+    sums = sum(checks._sized(500, rank).double() for rank in range(number))
+    assert torch.equal(sums.float().double(), sums) and sums.max() < 2**24
+
+
+def test_variables_that_differ_are_named_and_one_rank_is_one_rank():
+    facts = {rank: fact(environment={"NCCL_ALGO": "Ring"}) for rank in range(3)}
+    facts[1] = fact(environment={})
+    (found,) = ROLL_CALL.judge(facts, ExaminationSettings())
+    assert found.text == "NCCL_ALGO is unset on rank 1 (a), and Ring on the others."
+    assert found.severity == WARNING and found.ranks == (1,)
+
+
+def fact(**options):
+    return RankFacts("a", 1, None, {"torch": "2"}, "gloo", waited=0.0, **options)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_the_slower_of_two_ranks_is_named_beside_the_other(slow):
+    passes = [{slow: 3.0, 1 - slow: 1.0}, {slow: 4.0, 1 - slow: 1.2}]
+    (found,) = _slower_of_two(passes, 2.0, {})
+    assert found.ranks == (slow,)
+    assert f"rank {slow} 2.50 times as long as rank {1 - slow}" in found.text
+    assert not _slower_of_two([passes[0], {0: 1.0, 1: 1.0}], 2.0, {})
