@@ -191,13 +191,15 @@ def gradient_taker(models: Iterable[nn.Module]) -> str:
     """
     for model in models:
         for name, module in named_modules(model):
-            if not name and is_engine(module) and hasattr(type(module), "backward"):
+            packages = {each.__module__.split(".")[0] for each in type(module).__mro__}
+            if not name and packages & _ENGINES and is_engine(module):
                 return type(module).__name__
         if any(hasattr(p, mark) for p in parameters_of(model) for mark in _TAKEN):
             return type(model).__name__
     return ""
 
 
+_ENGINES = {"deepspeed", "megatron"}
 # Attributes of parameters: Megatron's gradient buffers, DeepSpeed's ZeRO.
 _TAKEN = ("main_grad", "grad_added_to_main_grad", "_hp_mapping", "ds_id")
 
@@ -214,6 +216,8 @@ def is_engine(module: nn.Module) -> bool:
         for kind in (PARAMETERS, BUFFERS)
         for tensor in own_tensors(module, kind).values()
     ):
+        return False
+    if has_base(type(module), {"LightningModule"}):  # a user's model
         return False
     own = [cls for cls in type(module).__mro__ if not issubclass(nn.Module, cls)]
     passes_on = any(name in vars(cls) for cls in own for name in _ENGINES_METHODS)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.guard import pipeline
 
 
 class Wrapper(nn.Module):
@@ -302,3 +303,35 @@ def test_a_tripwire_that_saw_nothing_says_so_in_that_step(caplog):
     train(model, optimizer, num_steps=3)
     said = [each for each in caplog.messages if "was not checked" in each]
     assert len(said) == 1 and "Step 1 was not" in said[0]
+
+
+def test_a_report_that_fails_keeps_its_verdict(monkeypatch, caplog):
+    def fail(watches):
+        raise ValueError("broken")
+
+    monkeypatch.setattr(pipeline, "least_headroom", fail)
+    model, optimizer = make_engine()
+    guard = OverflowGuard(model, optimizer, "skip")
+    train(model, optimizer, bad=[2])
+    assert guard.num_skipped == 1
+    assert "The guard failed to add details (ValueError: broken)." in str(
+        guard.last_report
+    ).replace("\n  ", " ")
+    assert "failed with the error" in caplog.text
+
+
+def test_a_backward_is_not_run_again_into_an_engines_gradients():
+    class Adding(EngineOptimizer):
+        def backward(self, loss):
+            super().backward(loss)
+            for weight in self.weights:
+                weight.main_grad = weight.grad.clone()
+
+    model, optimizer = make_engine()
+    optimizer.__class__ = Adding
+    counts = []
+    guard = OverflowGuard(model, optimizer, "skip")
+    optimizer.weights[0].register_hook(lambda g: counts.append(1) or g * float("nan"))
+    train(model, optimizer, num_steps=1)
+    assert len(counts) == 1
+    assert "a second backward would write" in " ".join(str(guard.last_report).split())

@@ -41,7 +41,7 @@ def test_a_healthy_run_is_silent_and_the_same_bit_for_bit(stage, dtype):
             assert one[key] == other[key], key
         assert (other["step"], other["warnings"]) == (None, [])
         assert other["guard_step"] == other["global_steps"]
-    if dtype == "fp16":
+    if dtype == "fp16" and stage != "0":
         assert guarded[0]["engine_skipped"] > 0  # the scale's search
 
 
