@@ -33,17 +33,18 @@ $(VENV)/built: $(VENV)/ready setup.py $(CORE) $(TORCH_SIDE) $(CUDA) $(METAL)
 build: $(VENV)/built
 
 demo: build
-	$(RUN) -m overflow_fast demo
+	@mkdir -p build
+	$(RUN) -m overflow_fast demo --page build/demo.html
 
 # The site of the documentation: open build/site/index.html.
 docs: build
 	$(RUN) -m mkdocs build --strict
 
 test: build
-	$(RUN) -m pytest -q $(WORKERS)
+	$(RUN) -m pytest -q --disable-warnings $(WORKERS)
 
 test-quick: build
-	$(RUN) -m pytest -q $(WORKERS) -m "not slow"
+	$(RUN) -m pytest -q --disable-warnings $(WORKERS) -m "not slow"
 
 # Packs the sources, compiles them in an empty folder and runs tests with what was installed.
 release-check: build

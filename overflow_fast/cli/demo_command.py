@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 
-from .subcommand import Commands, add_command, at_least_one, fail
+from .subcommand import Commands, add_command, at_least_one, fail, reason
 
 
 def add_to(commands: Commands) -> None:
@@ -13,7 +14,7 @@ def add_to(commands: Commands) -> None:
         commands,
         "demo",
         _run,
-        "watch a T5 overflow, with transformers' detector and with this",
+        "train until a step is nan, and watch a T5 overflow",
         "demo --tiny --batch-size 2 --length 32",
     )
     parser.add_argument(
@@ -31,17 +32,30 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="of the weights and of dropout"
     )
+    parser.add_argument(
+        "--page",
+        default="overflow_fast_demo.html",
+        metavar="FILE",
+        help="where the page of the training run is written (default: %(default)s)",
+    )
     parser.add_argument("--tiny", action="store_true", help="a small model, for a try")
 
 
 def _run(parsed: argparse.Namespace) -> int:
     try:
         from ..demo import DemoSettings, show
+        from ..demo.training import train
     except ImportError as error:
         return fail(
             f"The demo needs transformers: `pip install transformers` ({error})."
         )
-    return show(
+    try:
+        raised = train(parsed.page)
+    except OSError as failure:
+        return fail(f"overflow_fast demo: {reason(failure)}")
+    print(f"\nNonFiniteError: {raised}\n")
+    print(f"The page of this run: {os.path.abspath(parsed.page)}\n", flush=True)
+    status = show(
         DemoSettings(
             parsed.dtype,
             parsed.batch_size,
@@ -51,3 +65,4 @@ def _run(parsed: argparse.Namespace) -> int:
             parsed.tiny,
         )
     )
+    return status if raised is not None else 1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pathlib
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -180,6 +181,23 @@ class OverflowGuard:
         self._loop = GuardLoop(config, models, optimizers, _defer)
         self.enable()
         log_begin(self._loop.watches, optimizers, on_overflow, self.coverage())
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "An OverflowGuard cannot be pickled: it holds hooks on a model. Pickle the "
+            "model, the optimizer and `guard.last_report`, and make a guard where they "
+            "are loaded."
+        )
+
+    def __copy__(self) -> OverflowGuard:
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OverflowGuard:
+        copied = memo[id(self)] = object.__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     @isolate_errors
     def enable(self) -> None:

@@ -46,7 +46,8 @@
 
   const short = (value) => {  // a number that is not finite is a text
     if (typeof value === "string" || Number.isInteger(value)) return String(value);
-    return value.toPrecision(4).replace(/\.?0+($|e)/, "$1");
+    // Zeros behind the point alone: those before it are digits of the number.
+    return value.toPrecision(4).replace(/(\.\d*?)0+($|e)/, "$1$2").replace(/\.($|e)/, "$1");
   };
 
   function drawStrips() {

@@ -38,6 +38,12 @@ _MOST_ROWS = 500
 _MOST_STEPS = 400
 _HEADS = "entry", "class", "kind", "dtype", "least bits", "magnitude", "in step"
 _COUNTS = {"num_saturated": "saturated", "num_zero": "zeros"}
+_NOT_COUNTED = {
+    "num_saturated": "Saturated values were not counted: the monitor `Saturation` "
+    "counts them in the step after one in which a float16 or float8 value was the "
+    "dtype's largest number.",
+    "num_zero": "Zero values were not counted: `monitors=[Underflow()]` counts them.",
+}
 
 
 class Table(NamedTuple):
@@ -387,9 +393,9 @@ def _gaps(sheet: Sheet, grid: Grid) -> list[str]:
     if entries and absent:
         names = ", ".join(_ABSENT.get(name, name) for name in absent)
         sentences.append(f"Not in the record: {names}.")
-    for name, what in (("num_saturated", "Saturated"), ("num_zero", "Zero")):
+    for name, why in _NOT_COUNTED.items():
         if entries and name not in grid.counts:
-            sentences.append(f"{what} values were not counted.")
+            sentences.append(why)
     return sentences
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 import overflow_fast.demo as demo
+from overflow_fast.__main__ import main
 from overflow_fast.demo import DemoSettings, DetectorOutput, show
 from overflow_fast.demo.model import build, forward, push_to_the_limit, read_batch
 
@@ -63,3 +64,16 @@ def test_the_text_is_read_in_many_scripts():
     batch = read_batch(TINY._replace(batch_size=16, length=64))
     assert batch["input_ids"].shape == (16, 64)
     assert batch["input_ids"].unique(dim=0).shape[0] == 16
+
+
+def test_the_training_run_ends_with_cause_remedy_and_page(tmp_path, capsys):
+    arguments = ["--tiny", "--batch-size", "2", "--length", "32", "--rounds", "1"]
+    page = tmp_path / "demo.html"
+    assert main(["demo", *arguments, "--page", str(page)]) == 0
+    out = capsys.readouterr().out
+    said = out.partition("The page of this run: ")[0].rstrip().splitlines()
+    assert any(each.startswith("cause     range overflow (float16)") for each in said)
+    assert said[-1].startswith("tried     ") and "- finite, loss" in said[-1]
+    assert f"The page of this run: {page}\n" in out
+    assert "keep_in_fp32(model" in page.read_text()
+    assert main(["demo", "--page", str(tmp_path)]) == 2

@@ -396,3 +396,16 @@ def test_a_steps_number_is_an_int(number, error):
         with pytest.raises(error, match="step must be"):
             guard.step = number
         assert guard.step == 0
+
+
+def test_a_guard_says_what_to_pickle_instead():
+    model = nn.Linear(2, 2)
+    with OverflowGuard(model) as guard:
+        with pytest.raises(
+            TypeError, match=r"Pickle the\n?\s*model, the optimizer and"
+        ):
+            pickle.dumps(guard)
+        for copied in (copy.copy(guard), copy.deepcopy(guard)):
+            assert type(copied) is OverflowGuard and copied is not guard
+            assert copied.step == 0
+        assert type(pickle.loads(pickle.dumps(model))) is nn.Linear

@@ -1,5 +1,11 @@
 """What a page says without JavaScript, and what it carries for its pictures."""
 
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 from evidence_folders import bad_steps, step_folders
@@ -55,7 +61,7 @@ def test_counts_are_carried_where_they_were_counted():
     assert codes.tolist() == [[1, 0], [10, 2]]
     assert "num_saturated" not in page.payloads
     assert [row["zeros"] for row in page.table("Entries")] == ["0", "4"]
-    assert "Saturated values were not counted." in page.text
+    assert "Saturated values were not counted: the monitor Saturation" in page.text
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30])
@@ -323,3 +329,28 @@ def test_only_a_page_is_written_over(tmp_path):
 )
 def test_modules_are_folded_by_their_block(module, block):
     assert block_of(module) == block
+
+
+NUMBERS = {1230.2: "1230", 1230: "1230", 0.5: "0.5", 1.00001: "1", 12300.5: "1.23e+4"}
+NUMBERS |= {
+    100.04: "100",
+    1.5e-7: "1.5e-7",
+    10.0: "10",
+    20.30004: "20.3",
+    2e30: "2e+30",
+}
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_numbers_keep_the_zeros_that_are_digits():
+    script = (Path(grid.__file__).parent / "heatmap.js").read_text()
+    (short,) = re.findall(r"  const short = .*?\n  };\n", script, re.DOTALL)
+    values = json.dumps(list(NUMBERS))
+    code = f"{short}console.log(JSON.stringify({values}.map(short)))"
+    done = subprocess.run(["node", "-e", code], capture_output=True, check=True)
+    assert json.loads(done.stdout) == list(NUMBERS.values())
+
+
+def test_a_page_without_an_incident_is_not_headed_so():
+    page = parsed([record_of(torch.ones(2, 2))])
+    assert "No incident was given" in page.text

@@ -156,6 +156,19 @@ def test_guard(code):
     assert known["guard"].step == 3
 
 
+@runs("go-on-after-an-error")
+def test_going_on_after_an_error(code, capsys):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    optimizer = sgd(model)
+    guard = overflow_fast.OverflowGuard(model, optimizer)
+    names = {"model": model, "optimizer": optimizer, "criterion": nn.MSELoss()}
+    (x, y), *_ = batches(1)
+    loader = [(x, y), (x, y * float("inf")), (x, y), (x, y)]
+    run(code, **names, guard=guard, loader=loader)
+    out = capsys.readouterr().out
+    assert guard.step == 4 and out.count("Step ") == 1 and "Step 1 is not" in out
+
+
 @runs("your-own-loop")
 def test_own_loop(code):
     model = Small()
