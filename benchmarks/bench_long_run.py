@@ -28,7 +28,7 @@ from overflow_fast import (
 )
 from overflow_fast.cli.command_line import main as command
 
-STEPS = 2_000 if QUICK else 100_000
+STEPS = 2_000 if QUICK else 50_000
 ROWS = 10
 BAD_EVERY = 1_000
 LOG_MIB, RECORD_MIB, EVIDENCE = 2, 4, 4
@@ -38,11 +38,12 @@ COLUMNS = [
 ]
 NOTES = (
     "A small model (8 linear layers of width 32, batch 16, AdamW, one thread) under a "
-    "guard with everything that keeps something: log (2 MiB and 3 older files), record "
-    "(4 MiB), evidence of 4 steps, spikes, headroom, saturation, underflow. One step in "
-    "1,000 has a nan in its batch, is skipped, and leaves evidence. `us a step`: the "
-    "median CPU time of the training thread in the others. `resident`: what the process holds "
-    "after these steps. The last row: reading the record back and drawing its page."
+    "guard with all that keeps something: log (2 MiB and 3 older files), record "
+    "(4 MiB), evidence of 4 steps, spikes, headroom, saturation, underflow. One step "
+    "in 1,000 has a nan in its batch, is skipped, and leaves evidence. `us a step`: "
+    "the median CPU time of the training thread in the others. `resident`: what the "
+    "process holds after these steps. The last row: reading the record back and "
+    "drawing its page."
 )
 
 

@@ -104,7 +104,7 @@ def test_a_bad_value_that_a_module_keeps_is_named(
     verdict = report.verdict
     is_first = verdict.first.kind == "weight" and verdict.first.label == name
     assert is_first or verdict.nonfinite_state == [name]
-    assert name in str(report).partition("Detected")[0]
+    assert name in report.answer()
     candidates = [str(each) for each in verdict.candidates]
     owners = {"root": "the model", "inner": "block"}
     assert (owners[where] if kind == "attribute" else name) in candidates
