@@ -494,6 +494,7 @@ class Capture:
         self._bad = {
             name: (self.left_over.get(name, step), weakref.ref(each), version_of(each))
             for name, each in gradients.items()
+            if not each.is_inference()  # whose writes nobody counts
         }
 
     def _look_for_gradients(self, model: nn.Module) -> None:

@@ -212,7 +212,7 @@ def test_weights_that_cannot_be_cast_are_reported():
             self.module = module
 
     with pytest.raises(ValueError, match=r"2.weight belongs to DDP already: call"):
-        keep_in_fp32(DistributedDataParallel(make(torch.float16)), ["module.2"])
+        keep_in_fp32(DistributedDataParallel(make(torch.float16)), ["2"])
     nested = nn.Linear(2, 2)
     nested.weight = nn.Parameter(
         torch.nested.nested_tensor(

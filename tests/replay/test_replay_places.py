@@ -197,7 +197,7 @@ def test_a_learning_rate_that_is_no_number():
     optimizer = torch.optim.SGD(model.parameters(), lr=NAN)
     found = explained(model, lambda: model(x()).mean(), optimizer, steps=2)
     assert (found.phase, found.tensor) == ("optimizer", "weight")
-    assert "its settings are not finite: lr=nan" in found.evidence
+    assert "param_groups[0]['lr'] was nan in the last step of SGD" in found.evidence
 
 
 def test_a_sparse_gradient_is_looked_at():

@@ -43,7 +43,8 @@ PRIVATE = re.compile(
 NOT_OF_TORCH = {
     *("_fields", "_asdict", "_getframe", "_overflow_fast_original"),
     *("_batches_that_stepped", "_should_accumulate", "_logger_connector"),
-    *("_current_frames", "_exit", "_SubParsersAction"),
+    *("_current_frames", "_exit", "_SubParsersAction", "_option_string_actions"),
+    "_overflow_check_and_loss_scale_update",
 }
 CSRC = PACKAGE.parent / "csrc"
 CPP_ROOM = CSRC / "torch_internals"
