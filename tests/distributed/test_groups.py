@@ -216,7 +216,7 @@ def accumulated():
         model(x * INF if is_bad else x, y=y)["loss"].backward()
     model(x, y=y)["loss"].backward()
     optimizer.step()
-    return guard.num_skipped, str(guard.last_report)[:60]
+    return guard.num_skipped, guard.last_report.answer()[:60]
 
 
 def with_closures(make_optimizer):

@@ -72,6 +72,8 @@ def test_the_verdict_is_that_of_the_cpu(device):
         report = guard.last_report.to_dict()
         report.pop("cost")
         report.pop("summary")
+        sentences = report.pop("sentences")
+        report["sentences"] = [s for s in sentences if "The guard takes" not in s]
         texts.append(report)
     assert texts[0] == texts[1]
 
