@@ -101,7 +101,7 @@ def test_the_notebook_runs_and_says_what_it_shows():
     shown = list(map(_output, notebook.cells))
     client.NotebookClient(notebook, timeout=120).execute()
     assert list(map(_output, notebook.cells)) == shown
-    assert any("cause float" in each for each in shown)
+    assert any("cause range overflow" in each for each in shown)
 
 
 def _output(cell):
