@@ -81,15 +81,15 @@ def test_the_guard_misleads_in_none():
 
 
 CURABLE = [each for each in ALL if can_be_remedied(each)]
+# Of an optimizer's step the guard tries settings, and no lines of code.
+IN_THE_MODEL = [each for each in CURABLE if each.phase != "optimizer"]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("failure", CURABLE[::8], ids=names(CURABLE[::8]))
+@pytest.mark.parametrize("failure", IN_THE_MODEL[::8], ids=names(IN_THE_MODEL[::8]))
 def test_a_recommended_remedy_helps(failure):
     found = followed(failure)
-    if not found:
-        pytest.skip("the guard recommends no remedy of it")
-    assert all(each.is_finite for each in found), found
+    assert found and all(each.is_finite for each in found), found
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def focal_weight_below_one(cured):
 
     hook = torch.zeros(8)
     hook[0] = 1.0
-    model.head.weight.data = 40 * hook[None]
+    model.head.weight.data = 20 * hook[None]
     model.backbone.bias.data[0] = 5.0
     model.backbone.weight.data[0] = torch.tensor([-6.0, 0, 0, 0])
 
