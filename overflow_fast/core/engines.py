@@ -73,7 +73,7 @@ def engine_scaler(layers: Iterable[Any]) -> EngineScaler | None:
     """
     for layer in layers:
         holders = [_get(layer, name) for name in _HOLDERS]
-        if any(name in dir(type(layer)) or name in _vars(layer) for name in _FLAGS):
+        if any(hasattr(type(layer), name) or name in _vars(layer) for name in _FLAGS):
             holders.append(layer)
         for holder in holders:
             if holder is None or isinstance(holder, GradScaler):
