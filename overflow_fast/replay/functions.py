@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..core.modules import modules_in, named_buffers, named_modules, named_parameters
 from ..core.selection import full_name
+from ..state.objects import global_names
 from ..torch_internals.tensor_internals import version_of
 from ..tree import (
     Path,
@@ -218,7 +219,7 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         except ValueError:  # not assigned yet
             continue
     around = function.__globals__
-    for name in _global_names(function.__code__):
+    for name in global_names(function.__code__):
         if name in around:
             yield name, around[name]
 
@@ -232,16 +233,6 @@ def _all_variables(function: Any, depth: int) -> Iterator[tuple[str, Any]]:
     for name, each in _variables(function):
         yield name, each
         yield from _all_variables(each, depth + 1)
-
-
-@functools.lru_cache(maxsize=256)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Names in a code and in the functions and comprehensions within it."""
-    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    names = dict.fromkeys(
-        [*code.co_names, *(n for i in inner for n in _global_names(i))]
-    )
-    return tuple(names)
 
 
 def data_in(value: Any) -> list[tuple[Path, torch.Tensor]]:

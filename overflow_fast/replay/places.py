@@ -15,7 +15,7 @@ from torch import nn
 
 from ..core.modules import named_buffers, named_modules, named_parameters
 from ..core.selection import full_name
-from ..text import installed_name, is_own, short_name
+from ..text import installed_name, is_of_program, is_own, short_name
 from ..torch_internals.replay_internals import autograd_node
 from ..torch_internals.tensor_internals import version_of
 from ..tree import CALL_DEPTH, tensors_in
@@ -141,7 +141,7 @@ def calling_line() -> tuple[str, int]:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if is_of_user(file) and not installed_name(file):
+        if is_of_program(file):
             return file, frame.f_lineno
         frame = frame.f_back
     return "", 0

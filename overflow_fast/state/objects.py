@@ -2,17 +2,21 @@
 
 Entered are containers, functions with what they are bound to, NumPy's arrays, weak
 references, and what all of these, tensors and other objects have in attributes or
-slots, which `tree` reads. Not entered is what is no state of a model: classes, modules
-of Python, objects of torch (but modules, optimizers, distributions), of the standard
+slots, which `tree` reads. Not entered is what is no state of a model: modules of
+Python, objects of torch (but modules, optimizers, distributions), of the standard
 library (but containers), of trainers and of this package, and an object that holds one
 of the models itself, such as the program's own trainer. None of the user's code runs:
 what a subclass overrides is not called.
+
+What the program's code reads besides its models is kept by `KeptObjects.add_around()`:
+variables, its classes' attributes and global variables, and the data of its trainer.
 """
 
 from __future__ import annotations
 
 import array
 import collections
+import dis
 import enum
 import functools
 import gc
@@ -30,6 +34,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from ..text import is_of_program
 from ..tree import attributes, layout, set_attributes
 from .random import generator_of, is_same_state
 from .tensors import SMALL, KeptTensor
@@ -57,7 +62,7 @@ _FUNCTIONS = (
 )
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _NUMBERS = (bool, int, float, str)
-_KEY, _ATTRIBUTE, _INDEX = "[{!r}]", ".{}", "[{}]"
+_KEY, _ATTRIBUTE, _INDEX, _NAME = "[{!r}]", ".{}", "[{}]", "{}"
 _TABLES = ("_parameters", "_buffers", "_modules")
 BARE = frozenset(vars(nn.Module())) - {"training"}  # what torch keeps in each module
 
@@ -90,7 +95,7 @@ class _Access(NamedTuple):
     def difference(self, name: str, now: list[Any], before: list[Any]) -> str:
         """The name of the first number that is another one now, or ""."""
         pairs: Iterable[tuple[Any, Any, Any]]
-        if self.form in (_KEY, _ATTRIBUTE):
+        if self.form in (_KEY, _ATTRIBUTE, _NAME):
             held = {id(k): v for k, v in zip(now[::2], now[1::2], strict=True)}
             keys = zip(before[::2], before[1::2], strict=True)
             pairs = ((key, each, held.get(id(key))) for key, each in keys)
@@ -192,6 +197,9 @@ class KeptObjects:
         self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self.lost: list[str] = []
         self.is_whole = True
+        self._is_around = False
+        self._code: list[Any] = []  # functions and classes
+        self._code_ids: set[int] = set()
 
     def add(self, roots: Iterable[tuple[str, Any]], most: int = MOST) -> None:
         """Keeps what can be reached from objects that are not kept yet, nearest first.
@@ -209,6 +217,24 @@ class KeptObjects:
             if type(value) not in ATOMS and id(value) not in self._seen:
                 self._seen[id(value)] = value
                 waiting.extend(self._visit(name, value))
+
+    def add_around(self, roots: Iterable[tuple[str, Any]], most: int = MOST) -> None:
+        """Keeps what code reads besides the models.
+
+        That is what can be reached from variables, and what the program's own code that
+        was met until then has in attributes of classes and in global variables.
+
+        Args:
+            roots: The variables, each with its name.
+            most: How many objects are entered.
+        """
+        most += len(self._seen)
+        self._is_around = True
+        self.add(roots, most - len(self._seen))
+        for value in self._code:  # it grows meanwhile
+            if len(self._seen) >= most:
+                return
+            self.add(self._of_code(value), most - len(self._seen))
 
     @property
     def num_items(self) -> int:
@@ -284,6 +310,7 @@ class KeptObjects:
         prefix = f"{name}." if name else ""
         own = dict(attributes(module))
         self._keep(name, module, _ATTRIBUTES)
+        self._note_code(type(module))
         if isinstance(module, torch.jit.ScriptModule):  # TorchScript has its tensors
             for tensors in (module.named_parameters, module.named_buffers):
                 for key, each in tensors(recurse=False):
@@ -302,11 +329,15 @@ class KeptObjects:
     def _of_object(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         known = layout(type(value))
         own = attributes(value) if known.has_dict or known.slots else None
-        if own is None or any(id(each) in self._models for _, each in own):
+        if own is None:
+            return
+        holds_model = any(id(each) in self._models for _, each in own)
+        if holds_model and not self._is_around:
             return
         self._keep(name, value, _ATTRIBUTES)
+        self._note_code(type(value))
         for key, each in own:
-            if type(each) not in ATOMS:
+            if type(each) not in ATOMS and not (holds_model and not _is_data(each)):
                 yield f"{name}.{key}", each
 
     def _of_function(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -323,6 +354,7 @@ class KeptObjects:
             return
         if _package(value.__module__) in _CLOSED | sys.stdlib_module_names:
             return
+        self._note_code(value)
         yield from _indexed(name, list(value.__defaults__ or ()))
         yield name, value.__kwdefaults__
         yield name, vars(value)
@@ -331,6 +363,32 @@ class KeptObjects:
             if id(cell) not in self._seen:
                 self._seen[id(cell)] = cell
                 yield from ((key, each) for each in self._keep(key, cell, _CELL))
+
+    def _note_code(self, value: Any) -> None:
+        """Notes a function or a class, for `add_code()`."""
+        for each in value.__mro__ if isinstance(value, type) else (value,):
+            if id(each) not in self._code_ids:
+                self._code_ids.add(id(each))
+                self._code.append(each)
+
+    def _of_code(self, value: Any) -> Iterator[tuple[str, Any]]:
+        """Keeps a class's data or a function's globals; yields what they hold."""
+        if not _is_of_program(value):
+            return
+        if isinstance(value, type):
+            self._keep(value.__name__, value, _CLASS)
+            for key, each in _own_parts(value):
+                for part in _functions_of(each):
+                    yield f"{value.__name__}.{key}", part
+            return
+        around = value.__globals__
+        self._keep("", (around, _names_set(value.__code__)), _GLOBALS)
+        for name in global_names(value.__code__):
+            each = around.get(name)
+            if isinstance(each, type):
+                self._note_code(each)
+            for part in _functions_of(each):
+                yield name, part
 
     def _of_array(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from self._of_object(name, value)  # of a subclass
@@ -438,12 +496,54 @@ def _fill_cell(cell: Any, items: list[Any]) -> None:
         del cell.cell_contents
 
 
+def _own_parts(kind: type) -> list[tuple[str, Any]]:
+    own = type.__dict__["__dict__"].__get__(kind).items()
+    return [(k, v) for k, v in own if not k.startswith(("__", "_abc_"))]
+
+
+def _read_class(kind: type) -> list[Any]:
+    """Reads data, and no methods: a replay's patches may stand in their place."""
+    own = (pair for pair in _own_parts(kind) if not isinstance(pair[1], _METHODS))
+    return [part for pair in own for part in pair]
+
+
+def _fill_class(kind: type, flat: list[Any]) -> None:
+    before = dict(zip(flat[::2], flat[1::2], strict=True))
+    now = _read_class(kind)
+    for key, value in zip(now[::2], now[1::2], strict=True):
+        if key not in before:
+            type.__delattr__(kind, key)
+        elif before[key] is value:
+            del before[key]
+    for key, value in before.items():
+        type.__setattr__(kind, key, value)
+
+
+def _read_globals(value: tuple[dict[str, Any], tuple[str, ...]]) -> list[Any]:
+    around, names = value
+    pairs = ((name, around[name]) for name in names if name in around)
+    return [part for pair in pairs for part in pair]
+
+
+def _fill_globals(
+    value: tuple[dict[str, Any], tuple[str, ...]], flat: list[Any]
+) -> None:
+    around, names = value
+    before = dict(zip(flat[::2], flat[1::2], strict=True))
+    for name in names:
+        if name not in before:
+            around.pop(name, None)
+    around.update(before)
+
+
 def _fill_cells(value: Any, items: list[Any]) -> None:
     for place, each in enumerate(items):
         value.flat[place] = each
 
 
 _ATTRIBUTES = _Access(_ATTRIBUTE, _read_attributes, _fill_attributes)
+_CLASS = _Access(_ATTRIBUTE, _read_class, _fill_class)
+_GLOBALS = _Access(_NAME, _read_globals, _fill_globals)
 _CELL = _Access("", _read_cell, _fill_cell)
 _CELLS = _Access(_INDEX, lambda value: list(value.flat), _fill_cells)
 _CONTAINERS: tuple[tuple[type, _Access], ...] = (
@@ -485,6 +585,13 @@ def _is_state(value: Any) -> bool:
     return package in _OPEN_PACKAGES or package not in sys.stdlib_module_names
 
 
+def _is_data(value: Any) -> bool:
+    """True for tensors, arrays, generators, and containers that can change."""
+    if isinstance(value, torch.Tensor) or _is_array(value):
+        return True
+    return generator_of(value) is not None or _access_of(type(value)) is not None
+
+
 def _package(module: object) -> str:
     return module.partition(".")[0] if isinstance(module, str) else ""
 
@@ -496,6 +603,56 @@ def _is_numpys(value: Any) -> bool:
 
 def _is_array(value: Any) -> bool:
     return isinstance(value, (bytearray, array.array)) or _is_numpys(value)
+
+
+# Code of the program's own.
+
+
+def global_names(code: types.CodeType) -> tuple[str, ...]:
+    """Names in a code and in the functions and comprehensions within it."""
+    return _names(code)[0]
+
+
+def _names_set(code: types.CodeType) -> tuple[str, ...]:
+    """The global variables that a code, or one within it, assigns or deletes."""
+    return _names(code)[1]
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    names = dict.fromkeys(code.co_names)
+    own = dis.get_instructions(code)
+    written = dict.fromkeys(e.argval for e in own if e.opname in _WRITES)
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            inner, inner_written = _names(each)
+            names |= dict.fromkeys(inner)
+            written |= dict.fromkeys(inner_written)
+    return tuple(names), tuple(written)
+
+
+_WRITES = {"STORE_GLOBAL", "DELETE_GLOBAL"}
+
+
+def _is_of_program(value: Any) -> bool:
+    """True for a function or a class that no installed package has."""
+    if isinstance(value, type):
+        module = sys.modules.get(value.__module__)
+        file = getattr(module, "__file__", None) or ""
+        is_builtin = module is None or (not file and value.__module__ != "__main__")
+        return not is_builtin and is_of_program(file)
+    return is_of_program(value.__code__.co_filename)
+
+
+_METHODS = (types.FunctionType, staticmethod, classmethod, property)
+
+
+def _functions_of(value: Any) -> tuple[Any, ...]:
+    """The functions behind a method or a cached function; else the value."""
+    if isinstance(value, property):
+        return value.fget, value.fset, value.fdel
+    is_wrapper = isinstance(value, (staticmethod, classmethod, _CACHED))
+    return (value.__wrapped__ if is_wrapper else value,)
 
 
 # Names of parts.

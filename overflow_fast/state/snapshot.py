@@ -108,7 +108,7 @@ class Snapshot:
         )
         self._keep_tensors(list(objects.tensors.values()))
         self._num_own = len(objects.kept), len(objects.lost), len(objects.tensors)
-        objects.add(self._around.items(), _MOST_AROUND)
+        objects.add_around(self._around.items(), _MOST_AROUND)
         others = list(objects.tensors.values())[self._num_own[2] :]
         self._tensors += [
             (name, KeptTensor(tensor, tensor.nbytes <= _MAX_AROUND))

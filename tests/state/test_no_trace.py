@@ -9,6 +9,7 @@ import random
 import threading
 import types
 import weakref
+from typing import ClassVar
 
 import numpy
 import pytest
@@ -329,6 +330,54 @@ def read_optimizers(m):
     return m.inner.tolist(), repr(own), m.schedule.last_epoch
 
 
+num_calls = 0
+history = []
+
+
+class Statistics:
+    calls = 0
+    by_name: ClassVar = {}
+
+    @classmethod
+    def note(cls):
+        cls.calls += 1
+        cls.by_name["n"] = cls.calls
+
+
+def advance():
+    global num_calls, last_call
+    num_calls += 1
+    last_call = num_calls
+    [history.append(1) for _ in range(2)]
+
+
+@functools.lru_cache
+def cached(number):
+    history.append(number)
+
+
+def in_code(m):
+    global num_calls
+    num_calls, Statistics.calls, Holder.total = 0, 0, 0
+    globals().pop("last_call", None)
+    Statistics.by_name.clear()
+    history.clear()
+    cached.cache_clear()
+
+
+def mutate_in_code(m, x):
+    advance()
+    cached(2)
+    Statistics.note()
+    type(m).total += 1
+    Holder.newest = Holder.total
+
+
+def read_in_code(m):
+    own = Statistics.calls, dict(Statistics.by_name), Holder.total
+    return num_calls, globals().get("last_call"), len(history), own, m.newest
+
+
 KINDS = {
     "list": (a_list, lambda m, x: m.items.append(1), lambda m: list(m.items)),
     "nested": (nested, mutate_nested, read_nested),
@@ -359,6 +408,7 @@ KINDS = {
         "legacy_rng", lambda: numpy.random.RandomState(0), lambda g: g.randn()
     ),
     "python": drawn("python_rng", lambda: random.Random(0), lambda g: g.gauss(0, 1)),
+    "in code": (in_code, mutate_in_code, read_in_code),
     "global": (
         lambda m: None,
         lambda m, x: (torch.rand(1), random.random(), numpy.random.randn()),
@@ -547,3 +597,57 @@ def test_self_test_comparison_and_advice_leave_no_trace(seed):
         assert facts(model, optimizer) == before
         now = [p.grad for p in model.parameters()]
         assert all(a is b for a, b in zip(gradients, now, strict=True))
+
+
+class Loop:
+    """A program's own trainer: it holds the model, and counts what it does."""
+
+    calls = 0
+
+    def __init__(self):
+        self.model = nn.Linear(4, 1)
+        self.calls_here, self.losses, self.table = 0, [], {"n": 0}
+        self.draws, self.total = random.Random(0), torch.zeros(())
+
+    def loss(self, x):
+        advance()
+        type(self).calls += 1
+        self.calls_here += 1
+        self.losses.append(1)
+        self.table["n"] += 1
+        self.draws.random()
+        self.total += 1
+        return self.model(x).mean()
+
+    def __call__(self, x):
+        return self.loss(x)
+
+    def facts(self):
+        own = self.calls_here, self.losses, self.table, float(self.total)
+        return repr((own, self.draws.getstate(), Loop.calls, num_calls, len(history)))
+
+
+LOSSES = {
+    "lambda": lambda loop, x: lambda: loop.loss(x),
+    "partial": lambda loop, x: functools.partial(loop.loss, x),
+    "callable": lambda loop, x: functools.partial(loop, x),
+}
+
+
+@pytest.mark.parametrize("explain", [False, True])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_an_explanation_leaves_no_trace_in_the_programs_own_loop(kind, explain):
+    in_code(Holder([]))
+    Loop.calls = 0
+    loop, other = Loop(), Loop()
+    other.loss(torch.zeros(1, 4))
+    expected = other.facts()
+    in_code(Holder([]))
+    Loop.calls = 0
+    optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1)
+    guard = OverflowGuard(loop.model, optimizer, "skip", explain=explain)
+    guard.run(LOSSES[kind](loop, torch.full((3, 4), NAN))).backward()
+    optimizer.step()
+    assert (guard.last_report.explanation is not None) == explain
+    assert loop.facts() == expected
+    guard.remove()
