@@ -388,7 +388,7 @@ def modes(model: nn.Module) -> dict[str, Any]:
         "training": model.training,
         "compiled": [name for name, m in named_modules(model) if _hides(m)],
         "dropout": [name for name, module in named_modules(model) if _drops(module)],
-        "random": RandomStates(devices).digests(),
+        "random": RandomStates(devices, loads_numpys=False).digests(),
         "settings": {name: settings_of(m) for name, m in named_modules(model)},
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib
 import random
 import sys
 from collections.abc import Callable, Iterable
@@ -34,19 +35,24 @@ class RandomStates:
 
     As a context manager it restores them on exit.
 
-    NumPy's is taken if the program has imported `numpy.random`. Does not incur a
-    CPU-GPU sync.
+    Does not incur a CPU-GPU sync.
 
     Args:
         devices: The devices besides the CPU whose generators are meant.
+        loads_numpys: Import `numpy.random` if NumPy is there, which does not do so
+            itself: else a generator whose first draw is still to come is not taken.
     """
 
-    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
+    def __init__(
+        self, devices: Iterable[torch.device] = (), loads_numpys: bool = True
+    ) -> None:
         self._states: dict[str, Any] = {"cpu": torch.get_rng_state()}
         for device in devices:
             module: Any = torch.get_device_module(device)
             self._states[str(device)] = module.get_rng_state(device)
         self._states["python"] = random.getstate()
+        if loads_numpys and "numpy" in sys.modules:
+            importlib.import_module("numpy.random")
         numpys: Any = sys.modules.get("numpy.random")
         if numpys is not None:
             self._states["numpy"] = _numpys_state(numpys)

@@ -11,8 +11,9 @@ was seen to change them.
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -259,7 +260,7 @@ class _Point:
         """Looks for the tensors of the model."""
         if self._model is None or self._model() is not model:
             # Tables hold submodules, which are to go with the model.
-            self._model = weakref.ref(model, lambda _: self._forget())
+            self._model = weakref.ref(model, self._forget_if_running)
         slots, self._tables, weights = _slots(model)
         self._held = _values(self._tables)
         tables = {id(t): t for m, n, _ in slots if (t := m.__dict__[n]) is not None}
@@ -288,6 +289,12 @@ class _Point:
         for entry, copy in zip(wanted, copies, strict=True):
             entry.copy = copy
         self._steady = _Steady(self._entries)
+
+    def _forget_if_running(
+        self, _: object, is_finalizing: Callable[[], bool] = sys.is_finalizing
+    ) -> None:
+        if not is_finalizing():  # when it is, names of this file may be gone
+            self._forget()
 
     def _forget(self) -> None:
         self._tables, self._held, self._parameters, self._entries = [], [], [], []

@@ -5,6 +5,8 @@ import gc
 import io
 import logging
 import pickle
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -409,3 +411,30 @@ def test_a_guard_says_what_to_pickle_instead():
             assert type(copied) is OverflowGuard and copied is not guard
             assert copied.step == 0
         assert type(pickle.loads(pickle.dumps(model))) is nn.Linear
+
+
+LEFT_ON = """
+import torch, overflow_fast
+from torch import nn
+
+class Norm(nn.Module):
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))
+
+model = nn.Sequential(nn.Embedding(9, 8, padding_idx=0), Norm(), nn.Linear(8, 4))
+compiled = torch.compile(model, backend="eager")
+optimizer = torch.optim.AdamW(model.parameters())
+guard = overflow_fast.OverflowGuard(compiled, optimizer, explain=False)
+try:
+    guard.run(lambda: compiled(torch.tensor([[1, 0]])).pow(2).mean()).backward()
+    optimizer.step()
+except overflow_fast.NonFiniteError as e:
+    pass
+guard.remove()
+"""
+
+
+def test_a_program_ends_without_a_word_from_what_is_left_of_guards():
+    command = [sys.executable, "-c", LEFT_ON]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "Exception ignored" not in done.stderr
