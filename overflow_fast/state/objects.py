@@ -64,6 +64,7 @@ _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _NUMBERS = (bool, int, float, str)
 _KEY, _ATTRIBUTE, _INDEX, _NAME = "[{!r}]", ".{}", "[{}]", "{}"
 _TABLES = ("_parameters", "_buffers", "_modules")
+_PLAIN_TABLES = (dict, collections.OrderedDict, set)
 BARE = frozenset(vars(nn.Module())) - {"training"}  # what torch keeps in each module
 
 
@@ -126,6 +127,25 @@ class _Contents:
         return self._access.difference(
             self.name, self._access.read(self._value), self.before
         )
+
+
+class _Empty:
+    """Containers that are empty, as most tables of hooks are."""
+
+    def __init__(self, name: str, values: list[tuple[Any, _Access]]) -> None:
+        self.name, self._values = name, values
+        self._all = [value for value, _ in values]
+
+    def restore(self) -> None:
+        if self.has_changed():
+            for value, access in self._values:
+                access.replace(value, [])
+
+    def has_changed(self) -> bool:
+        return any(self._all)
+
+    def difference(self) -> str:
+        return ""
 
 
 class _Array:
@@ -315,16 +335,22 @@ class KeptObjects:
             for tensors in (module.named_parameters, module.named_buffers):
                 for key, each in tensors(recurse=False):
                     yield f"{prefix}{key}", each
+        empty = []
         for key, value in own.items():
             if type(value) in ATOMS:
                 continue
             if key not in BARE:
                 yield f"{prefix}{key}", value
-            elif (access := _access_of(type(value))) is not None:
+            elif (access := _access_of(type(value))) is None:
+                continue
+            elif type(value) in _PLAIN_TABLES and not value:
+                empty.append((value, access))
+            else:
                 self._keep(f"{prefix}{key}", value, access)
                 if key in _TABLES:
                     for inner, each in list(value.items()):
                         yield f"{prefix}{inner}", each
+        self.kept.append(_Empty(name, empty))
 
     def _of_object(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         known = layout(type(value))
