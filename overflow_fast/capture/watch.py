@@ -332,7 +332,7 @@ class ModelWatch(StepHooks):
         self._entries: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._on_evaluated = on_evaluated
         super().__init__(model, max_frames, options, MAX_IN_FLIGHT)
-        self.frames = UnjudgedFrames(self._recorder, self._process_arrived)
+        self.frames = UnjudgedFrames(self.recorder, self._process_arrived)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CopiedHooks, (), {"handles": self._attachment.handles}
@@ -356,8 +356,8 @@ class ModelWatch(StepHooks):
             is_of_use = any(True for _ in buffers_of(model))
         if not is_of_use:
             return
-        self._recorder.is_paused = False
-        self._recorder.set_gradients_wanted(True)
+        self.recorder.is_paused = False
+        self.recorder.set_gradients_wanted(True)
         if not self.is_attached:
             if self.modules.update(model):
                 self.tensors.refresh()
@@ -389,7 +389,7 @@ class ModelWatch(StepHooks):
         """
         self._rules = rules
         names = self.modules.all_names()
-        self._recorder.set_rules(None if rules is None else rules(names))
+        self.recorder.set_rules(None if rules is None else rules(names))
 
     # A step, from its beginning to its end.
 
@@ -405,7 +405,7 @@ class ModelWatch(StepHooks):
     def _before_step(self) -> None:
         self._announce_forward()
         if not torch.is_grad_enabled():
-            self._recorder.forget_parameters()  # it is a judgement of its own
+            self.recorder.forget_parameters()  # it is a judgement of its own
         # The model may have been sharded since its hooks were put on. Its parameters
         # are scanned once for each optimizer's step then, and not when gathered.
         if self._has_looked_for_shards or not self.wanted.weights:
@@ -413,7 +413,7 @@ class ModelWatch(StepHooks):
         self._has_looked_for_shards = True
         model = self.model
         if model is not None:
-            self._recorder.lists_parameters = not is_sharded(model)
+            self.recorder.lists_parameters = not is_sharded(model)
             self.update_plan()
 
     def _announce_forward(self) -> None:
@@ -425,13 +425,13 @@ class ModelWatch(StepHooks):
     @_isolated
     def before_entry(self, module: nn.Module, args: object) -> None:
         """Begins a step in the call of a submodule, where the root is not running."""
-        if not self._recorder.in_step:
+        if not self.recorder.in_step:
             self._announce_forward()
 
     def _begin_submodule_call(self, index: int) -> None:
         super()._begin_submodule_call(index)
         if not torch.is_grad_enabled():
-            self._recorder.forget_parameters()
+            self.recorder.forget_parameters()
         self.has_submodule_calls = True
         module = self.module_at(index)
         is_new = self.on_forward is not None and module not in self._entries
@@ -470,19 +470,19 @@ class ModelWatch(StepHooks):
         if self.on_forward_end is not None and not is_recomputed:
             self.on_forward_end(self)
         if not torch.is_grad_enabled() and not is_recomputed:
-            self.frames.note_evaluation(self._recorder.last_batch)
+            self.frames.note_evaluation(self.recorder.last_batch)
             self._scan_shards()
             self._on_evaluated(self)
-            self._recorder.forget_parameters()
+            self.recorder.forget_parameters()
 
     def _scan_shards(self) -> None:
         """Scans the weights where the modules' calls do not list them."""
         model = self.model
-        is_listed = not self.wanted.weights or self._recorder.lists_parameters
+        is_listed = not self.wanted.weights or self.recorder.lists_parameters
         if model is None or is_listed:
             return
         self.record(_C.FrameKind.WEIGHTS, self.tensors.parameters(model))
-        self.frames.note_evaluated_weights(self._recorder.last_batch)
+        self.frames.note_evaluated_weights(self.recorder.last_batch)
 
     def end_judgement(self, is_lagged: bool) -> None:
         """Forgets what belongs to the step that was judged, or will be, lagged."""

@@ -261,7 +261,7 @@ def entries_of(kind, compile_, **options):
     model, x = Passing(kind), torch.ones(3)
     with DebugUnderflowOverflow(model) as detector:
         compile_(model, **options)(CONTAINERS[kind].make(x), x)
-        recorder = detector._recorder
+        recorder = detector.recorder
         entries = [
             (
                 label_text(entry.label),

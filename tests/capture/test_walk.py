@@ -34,7 +34,7 @@ def listed(*args, **kwargs):
     """The entries of a call that is given these and returns the first, and opaque."""
     with DebugUnderflowOverflow(model := Echo()) as detector:
         model(*args, **kwargs)
-        recorder = detector._recorder
+        recorder = detector.recorder
         return recorder.entries(recorder.history()[-1]), detector.coverage.opaque
 
 
