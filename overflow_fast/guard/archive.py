@@ -299,7 +299,7 @@ def _offending(
     for bad in frames:
         if bad.is_of_call or tensors is None:
             continue
-        for entry in bad.bad_entries():
+        for entry in bad.bad_entries:
             name = entry.label.name
             tensor = tensors.find(bad.frame.kind, name)
             if tensor is not None:

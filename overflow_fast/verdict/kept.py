@@ -10,7 +10,6 @@ import torch
 
 from .. import _C
 from ..capture.inputs import is_plain
-from ..capture.labels import label_text
 from ..capture.watch import ModelWatch
 from ..core.ops import scan
 from ..torch_internals.module_internals import is_batch_norm
@@ -138,7 +137,7 @@ def _is_earlier(owner: _Owner, was_bad: bool, first: BadFrame, calls: Calls) -> 
     call that is given the first bad value comes later, too.
     """
     watch, index = owner
-    began = first.frame.order + (not first.has_bad_input)
+    began = first.frame.order + (not first.bad_inputs)
     before = calls.last_of(watch, index, began)
     after = calls.last_of(watch, index, _C.Recorder.num_frames() + 1)
     return was_bad or before is not None or after is None
@@ -175,8 +174,8 @@ def _weights_in_frames(
 ) -> Iterator[tuple[str, bool]]:
     """Yields the bad weights of the step's calls, and whether each was never finite."""
     for frame in bad.values():
-        for entry in frame.bad_weights():
-            name = label_text(entry.label)
+        for entry in frame.bad_weights:
+            name = entry.label.name
             if frame.is_of_call:
                 owner = frame.watch.name_at(frame.frame.module)
                 name = f"{owner}.{name}".lstrip(".")
@@ -227,9 +226,9 @@ def _buffers(bad: Bad, calls: Calls) -> Iterator[_Kept]:
             found.update((n, True) for n, w in zip(names, worst, strict=True) if w)
     for frame in bad.values():
         if frame.frame.kind == _C.FrameKind.BUFFERS:
-            for entry in frame.bad_entries():
+            for entry in frame.bad_entries:
                 was_finite = frame.watch.recorder.last_peak(entry.place)
-                found[label_text(entry.label)] = was_finite is None
+                found[entry.label.name] = was_finite is None
     for name, was_bad in found.items():
         words = f"the buffer {name}, which is non-finite too"
         yield _Kept(name, (name, words), was_bad, is_buffer=True)

@@ -15,7 +15,6 @@ from ..capture.labels import entry_label, label_text
 from .calls import (
     Called,
     Calls,
-    ancestors,
     has_pre_hooks,
     is_layer_of_torch,
     joined,
@@ -31,7 +30,7 @@ def origin_of_inputs(outermost: Called, bad: Bad, calls: Calls) -> Origin:
     """Finds the origin of an outermost call's bad inputs: the batch, or the loop."""
     watch, call = outermost
     frame = bad[id(watch), call.order]
-    around = list(ancestors(watch, call.module))
+    around = watch.modules.ancestors(call.module)
     unwatched = [i for i in around if not watch.modules.is_selected(i)]
     if call.kind == _C.FrameKind.RECOMPUTED:
         names = [name_of(watch, index) for index in around] or [outermost.name]
@@ -42,7 +41,7 @@ def origin_of_inputs(outermost: Called, bad: Bad, calls: Calls) -> Origin:
         names = [name_of(watch, index) for index in unwatched] or [outermost.name]
         maker = f"{_batch_words(frame)}, the training loop, or {joined(names)}"
         return Origin("unclear", "unclear", maker, [*names, BATCH, LOOP])
-    return _origin_of_given(outermost, frame, frame.bad_inputs(), calls)
+    return _origin_of_given(outermost, frame, frame.bad_inputs, calls)
 
 
 def _origin_of_given(
@@ -71,7 +70,7 @@ def _is_written(frame: BadFrame) -> bool:
         return False
     return any(
         entry.version != (_held(frame, entry.label).version or 0)
-        for entry in frame.bad_inputs()
+        for entry in frame.bad_inputs
     )
 
 
@@ -105,7 +104,7 @@ def _blame_batch_or_loop(places: list[str], outermost: Called, after: str) -> Or
 
 def _batch_words(frame: BadFrame) -> str:
     """Names the batch, with the labels of the bad tensors in it."""
-    labels = [entry_label(entry.place) for entry in frame.bad_inputs()]
+    labels = [entry_label(entry.place) for entry in frame.bad_inputs]
     return f"the batch ({', '.join(labels)})"
 
 
@@ -165,7 +164,7 @@ def _unseen_inputs(frame: BadFrame, is_known: bool) -> list[str]:
     Tensors that are not scanned may be; objects only where there is no other input
     and their type is not known.
     """
-    inputs = [each for each in frame.entries() if each.role == _C.Role.INPUT]
+    inputs = [each for each in frame.entries if each.role == _C.Role.INPUT]
     odd = _select_kind(inputs, _C.EntryKind.NOT_SCANNED)
     if not (odd or is_known or _select_kind(inputs, _C.EntryKind.TENSOR)):
         odd = _select_kind(inputs, _C.EntryKind.NOT_TENSOR)
@@ -209,7 +208,7 @@ def origin_of_minus_infs(
 def _minus_inf_inputs(frame: BadFrame) -> list[_C.Entry]:
     return [
         entry
-        for entry in frame.entries()
+        for entry in frame.entries
         if entry.nonfinite_kinds == _C.NEGATIVE_INF and not entry.is_bad
         if entry.role == _C.Role.INPUT
     ]
@@ -222,7 +221,7 @@ def _is_mask(frame: BadFrame, label: _C.Label) -> bool | None:
     """
     is_known = batch.is_mask(_held(frame, label).unchanged())
     others, lowest = 0, None
-    for entry in frame.entries():
+    for entry in frame.entries:
         if entry.stat is not None and entry.label == label:
             lowest = entry.stat.abs_min
         elif entry.stat is not None:
@@ -263,7 +262,7 @@ def batch_remarks(first: BadFrame) -> list[str]:
 def _sentinels(first: BadFrame) -> list[str]:
     """Lists finite inputs that reach the end of their dtype, as finfo.min does."""
     sentences = []
-    for entry in first.entries():
+    for entry in first.entries:
         stat, dtype = entry.stat, entry.dtype
         if stat is None or entry.role != _C.Role.INPUT:
             continue
