@@ -29,10 +29,11 @@ from .calls import (
     never_writes,
     only_calls_submodules,
 )
-from .kept import Candidate, or_by_state
-from .outer_inputs import (
+from .given import (
     Bad,
+    Candidate,
     batch_remarks,
+    or_by_state,
     origin_of_inputs,
     origin_of_minus_infs,
     origin_of_unsearched,
