@@ -46,7 +46,7 @@ class Measurements:
     def __init__(self, config: GuardConfig, watches: Sequence[ModelWatch]) -> None:
         self._watches = watches
         self._dispatcher = MetricsDispatcher(exporters_of(config.metrics))
-        self.timer = OverheadTimer(lambda: sum(w.recorder.seconds for w in watches))
+        self.timer = OverheadTimer(watches)
         headroom, underflow = config.monitor(Headroom), config.monitor(Underflow)
         saturation = config.monitor(Saturation)
         self.headroom = HeadroomTracker(

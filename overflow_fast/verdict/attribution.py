@@ -11,11 +11,11 @@ from torch import nn
 
 from .. import _C
 from ..capture.inputs import finite_places, is_plain
-from ..capture.labels import entry_label
 from ..capture.watch import ModelWatch
 from ..core.modules import own_parameters_of
 from ..flags import is_label
 from ..torch_internals.module_internals import is_batch_norm
+from ..tree import entry_label
 from .calls import (
     Called,
     Calls,

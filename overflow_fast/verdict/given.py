@@ -16,11 +16,10 @@ from torch import nn
 
 from .. import _C
 from ..capture import inputs as batch
-from ..capture.labels import entry_label, label_text
 from ..capture.watch import ModelWatch
 from ..core.ops import scan
 from ..torch_internals.module_internals import is_batch_norm
-from ..tree import tensors_in
+from ..tree import entry_label, label_text, tensors_in
 from .calls import (
     Called,
     Calls,
@@ -68,7 +67,10 @@ def _origin_of_given(
         where = f"between {after} and" if after else "before"
         maker = f"the training loop, {where} {outermost.name}"
         return Origin("passed_on", "caller", maker, [LOOP], after)
-    places = [_place(frame, entry.label) for entry in inputs]
+    places = [
+        place or _place_in_call(frame, entry.label)
+        for place, entry in zip(places, inputs, strict=True)
+    ]
     origin = _blame_batch_or_loop(places, outermost, after)
     return origin if loop is None else replace(origin, batch_places=[])
 
@@ -126,11 +128,10 @@ def _place_in_loop(frame: BadFrame, label: _C.Label) -> str:
     return loop.place_of(_held(frame, label).tensor(), is_batch_first)
 
 
-def _place(frame: BadFrame, label: _C.Label) -> str:
-    if place := _place_in_loop(frame, label):
-        return place
+def _place_in_call(frame: BadFrame, label: _C.Label) -> str:
+    """Returns the place of an outermost call's input in the call."""
     are_samples = batch.is_batch_first(frame.watch.model) and batch.share_first(
-        held.tensor() for held in _given(frame).tensors.values()
+        [held.tensor() for held in _given(frame).tensors.values()]
     )
     tensor = _held(frame, label).unchanged()
     return f"`{label_text(label)}`{batch.samples(tensor, are_samples)}"
@@ -204,7 +205,10 @@ def origin_of_minus_infs(
     if root is not None:
         labels = [entry.label for entry in _minus_inf_inputs(root)]
         labels = [label for label in labels if _is_mask(root, label) is not True]
-        places = [_place(root, label) for label in labels]
+        places = [
+            _place_in_loop(root, label) or _place_in_call(root, label)
+            for label in labels
+        ]
     if not places and not givers:
         return None
     outside = [BATCH, LOOP] if places or root is None else []

@@ -11,9 +11,9 @@ import torch
 from torch.optim import Optimizer
 
 from .. import _C
-from ..capture.labels import entry_label
 from ..capture.watch import ModelWatch
 from ..flags import is_label
+from ..tree import entry_label
 from ..types import TensorPath
 
 # Roles of entries that are of a call.

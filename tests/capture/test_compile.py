@@ -36,7 +36,7 @@ from overflow_fast import (
     OverflowGuard,
     Schedule,
 )
-from overflow_fast.capture.labels import label_text
+from overflow_fast.tree import label_text
 
 pytestmark = [pytest.mark.xdist_group("compiled"), pytest.mark.filterwarnings("ignore")]
 

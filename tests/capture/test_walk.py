@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from overflow_fast import DebugUnderflowOverflow, NonFiniteError, OverflowGuard, tree
-from overflow_fast.capture.labels import label_text
+from overflow_fast.tree import label_text
 
 INF, NAN = float("inf"), float("nan")
 KINDS = pytest.mark.parametrize("kind", CONTAINERS)
