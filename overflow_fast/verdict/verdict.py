@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -183,17 +184,13 @@ class Verdict:
 
 
 class BadFrame:
-    """A bad frame, the watch that recorded it, and the frame's entries.
+    """A bad frame, and the watch that recorded it.
 
     Attributes:
         watch, frame: The same.
         is_backward: It is of the gradient of an output.
         is_of_call: It is of a module's call, or of the gradient of its output.
         is_gradient: It is of gradients: of an output, or of parameters.
-        entries: The frame's entries.
-        bad_entries: Those that are bad.
-        bad_inputs: The bad inputs of a call.
-        bad_weights: The bad weights.
     """
 
     def __init__(self, watch: ModelWatch, frame: _C.Frame) -> None:
@@ -202,10 +199,28 @@ class BadFrame:
         self.is_backward = frame.kind == _C.FrameKind.BACKWARD
         self.is_of_call = self.is_backward or frame.kind in FORWARDS
         self.is_gradient = frame.kind in GRADIENTS
-        self.entries = watch.recorder.entries(frame)
-        self.bad_entries = bad = [entry for entry in self.entries if entry.is_bad]
-        self.bad_inputs = [each for each in bad if each.role == _C.Role.INPUT]
-        self.bad_weights = [each for each in bad if each.role == _C.Role.WEIGHT]
+
+    # Listed once, when asked for: of gradients that a GradScaler expects, never.
+
+    @functools.cached_property
+    def entries(self) -> list[_C.Entry]:
+        """The frame's entries."""
+        return self.watch.recorder.entries(self.frame)
+
+    @functools.cached_property
+    def bad_entries(self) -> list[_C.Entry]:
+        """Those that are bad."""
+        return [entry for entry in self.entries if entry.is_bad]
+
+    @functools.cached_property
+    def bad_inputs(self) -> list[_C.Entry]:
+        """The bad inputs of a call."""
+        return [each for each in self.bad_entries if each.role == _C.Role.INPUT]
+
+    @functools.cached_property
+    def bad_weights(self) -> list[_C.Entry]:
+        """The bad weights."""
+        return [each for each in self.bad_entries if each.role == _C.Role.WEIGHT]
 
 
 def take_bad(watches: Iterable[ModelWatch], last: int) -> list[BadFrame]:
