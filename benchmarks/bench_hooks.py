@@ -100,9 +100,9 @@ def waits_and_memory(sync: str) -> dict[str, Any]:
     row["watched by"] = f"ours, {sync}"
     if ON_GPU:
         row["bytes added"] = torch.cuda.memory_allocated() - before
-    count = detector._recorder.num_syncs
+    count = detector.recorder.num_syncs
     steps(10)
-    row["host waits in 10 steps"] = detector._recorder.num_syncs - count
+    row["host waits in 10 steps"] = detector.recorder.num_syncs - count
     detector.check()
     return row
 

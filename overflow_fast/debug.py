@@ -124,8 +124,8 @@ class DebugUnderflowOverflow(StepHooks):
     @property
     def frames(self) -> collections.deque[str]:
         """The frames saved so far, as text."""
-        texts = [self._text(frame) for frame in self._recorder.history()]
-        limit = self._recorder.max_frames
+        texts = [self._text(frame) for frame in self.recorder.history()]
+        limit = self.recorder.max_frames
         return collections.deque([*self._earlier, *texts], limit)
 
     @property
@@ -139,12 +139,12 @@ class DebugUnderflowOverflow(StepHooks):
     def on_frame(self, frame: _C.Frame) -> None:
         """Processes a frame that is bad, traced, or of a detector that has given up."""
         is_bad = frame.is_bad
-        for line in nonfinite_lines(self._recorder, frame):
+        for line in nonfinite_lines(self.recorder, frame):
             print(line)
         if frame.batch in self.trace_batch_nums:
             self._trace(frame, is_bad)
             return
-        self._recorder.keep(frame)
+        self.recorder.keep(frame)
         self.detected_overflow = self.detected_overflow or is_bad
         if is_bad or (self.strict_compat and self.detected_overflow):
             # The original counts before it checks the root's frame.
@@ -154,10 +154,10 @@ class DebugUnderflowOverflow(StepHooks):
         self._after_batch()
 
     def _text(self, frame: _C.Frame) -> str:
-        return frame_text(self._recorder, frame, self._names[frame.module])
+        return frame_text(self.recorder, frame, self._names[frame.module])
 
     def _choose_watch(self, batch: int) -> None:
-        self._recorder.watches_every_frame = (
+        self.recorder.watches_every_frame = (
             batch in self.trace_batch_nums
             or self._is_aborted
             or (self.strict_compat and self.detected_overflow)
@@ -182,7 +182,7 @@ class DebugUnderflowOverflow(StepHooks):
         print(self._text(frame))
         if self.strict_compat:
             self.detected_overflow = self.detected_overflow or is_bad
-            self._recorder.watches_every_frame = True
+            self.recorder.watches_every_frame = True
 
     def _dump(self, batch_number: int) -> None:
         text = "\n".join(frames_text(batch_number, self.frames))
@@ -191,9 +191,9 @@ class DebugUnderflowOverflow(StepHooks):
 
     def _forget_frames(self) -> None:
         self._earlier.clear()
-        self._recorder.clear_history()
+        self.recorder.clear_history()
         if self.strict_compat:
-            self._recorder.max_frames = None  # as the original loses its bound
+            self.recorder.max_frames = None  # as the original loses its bound
 
 
 def _check_arguments(

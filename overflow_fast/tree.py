@@ -32,6 +32,7 @@ import functools
 import gc
 import io
 import itertools
+import re
 import types
 import weakref
 from collections import Counter, OrderedDict, UserDict, deque
@@ -41,6 +42,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from . import _C
 from .torch_internals.tensor_internals import pytree, version_of
 
 MAX_DEPTH = 16
@@ -385,6 +387,30 @@ def path_text(path: Iterable[Part]) -> str:
     A key that is no plain value is written as its type's name: `['<Vertex>']`.
     """
     return "".join(map(_part_text, path))
+
+
+def label_text(label: _C.Label) -> str:
+    """Writes a label of the recorder's as text, such as `output[0]['logits']`."""
+    path = [Part(_STYLES[part.style], part.value) for part in label.parts]
+    return f"{label.name}{path_text(path)}"
+
+
+def entry_label(place: _C.Place) -> str:
+    """Writes an entry's label; a gradient's is that of the output it belongs to."""
+    return f"{'grad_' * (place.kind == _C.FrameKind.BACKWARD)}{label_text(place.label)}"
+
+
+def dotted(label: str) -> str:
+    """Writes a label with `.x` for each `[x]` and `['x']`, as in patterns."""
+    return _BRACKETS.sub(r".\1", label)
+
+
+_BRACKETS = re.compile(r"""\[['"]?(.*?)['"]?\]""")
+_STYLES = {
+    _C.LabelStyle.INDEX: INDEX,
+    _C.LabelStyle.KEY: KEY,
+    _C.LabelStyle.ATTRIBUTE: ATTRIBUTE,
+}
 
 
 def type_name(kind: type) -> str:

@@ -2,7 +2,7 @@
 // hook) is the forward hook that torch calls, with the module, its positional and keyword inputs
 // and its output.
 //
-// The owner is a Python object with `_recorder` (a Recorder) and three methods: on_frame(frame) is
+// The owner is a Python object with `recorder` (a Recorder) and three methods: on_frame(frame) is
 // called for a frame that needs attention, process_now() to classify waiting frames at once, and
 // on_submodule_call(module_index, graph_task_id) -> int for a frame while the root is not running;
 // it returns kRecomputed and kEndsStep, or-ed. The hook holds its owner, and only its module holds

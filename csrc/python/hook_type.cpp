@@ -174,7 +174,7 @@ PyType_Spec kSpec = {"overflow_fast._C.FrameHook", sizeof(FrameHook), 0,
 
 Recorder& recorder_of(FrameHook* self) {
   if (self->recorder == nullptr) {
-    py::object object = py::handle(self->owner).attr("_recorder");
+    py::object object = py::handle(self->owner).attr("recorder");
     self->recorder = object.cast<Recorder*>();
     self->recorder_object = object.release().ptr();
   }

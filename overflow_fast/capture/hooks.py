@@ -162,7 +162,7 @@ class CopiedHooks:
 
     def __init__(self) -> None:
         self.handles: list[RemovableHandle] = []
-        self._recorder = _C.Recorder(0)
+        self.recorder = _C.Recorder(0)
         self.root_hook = _C.FrameHook(self, 0)
         self.compiled_boundary = self
 
@@ -232,6 +232,9 @@ class HookOwner:
         model: The model to watch. It is held weakly; its hooks hold this object.
         max_frames: How many frames the recorder keeps; None for all.
         options: The recorder's, by name.
+
+    Attributes:
+        recorder: The recorder, which has the frames' entries. The extension reads it.
     """
 
     def __init__(
@@ -251,7 +254,7 @@ class HookOwner:
 
     def _start(self) -> None:
         """Creates the state that is never copied or pickled."""
-        self._recorder = _C.Recorder(self._max_frames, **self._options)
+        self.recorder = _C.Recorder(self._max_frames, **self._options)
         self.root_hook = _C.FrameHook(self, 0)
         self._attachment = Attachment()
         self._is_strict = self._options.get("strict_compat", False)
@@ -264,7 +267,7 @@ class HookOwner:
         """Scans named tensors as one frame. Does not incur a CPU-GPU sync."""
         names, tensors = named
         if tensors:
-            self._recorder.record(kind, names, tensors)
+            self.recorder.record(kind, names, tensors)
 
     def pause(self) -> None:
         """Removes the hooks until they are attached again.
@@ -285,9 +288,9 @@ class HookOwner:
         self._attachment.remove()
 
     def _pause_recorder(self) -> None:
-        self._recorder.is_paused = True
-        self._recorder.set_gradients_wanted(False)
-        self._recorder.in_step = False
+        self.recorder.is_paused = True
+        self.recorder.set_gradients_wanted(False)
+        self.recorder.in_step = False
 
     # A watched model is copied and pickled together with its hooks.
 
@@ -307,23 +310,18 @@ class HookOwner:
         self._start()
         self._attachment.handles = handles
         self.update_plan()
-        self._recorder.total_calls = total_calls
+        self.recorder.total_calls = total_calls
         self.begin_at(self.batch_number)
 
     def begin_at(self, batch: int) -> None:
         """Gives the next batch a number, from which the others count."""
         self.batch_number = batch
-        self._recorder.begin_batch(batch)
+        self.recorder.begin_batch(batch)
 
     @property
     def model(self) -> nn.Module | None:
         """The watched model, or None if it is gone."""
         return self._model()
-
-    @property
-    def recorder(self) -> _C.Recorder:
-        """The recorder that has the frames' entries."""
-        return self._recorder
 
     @property
     def is_attached(self) -> bool:
@@ -341,7 +339,7 @@ class HookOwner:
         """Recomputes the flags of `traced_walk` that compiled hooks read."""
         options = self._options
         flags = {
-            traced_walk.PARAMETERS: self._recorder.lists_parameters,
+            traced_walk.PARAMETERS: self.recorder.lists_parameters,
             traced_walk.CALLS: options.get("lists_calls", True),
             traced_walk.GRADIENTS: options.get("watches_gradients"),
             traced_walk.STRICT: options.get("strict_compat"),
@@ -352,12 +350,12 @@ class HookOwner:
     @property
     def total_calls(self) -> int:
         """The number of frames that were recorded."""
-        return self._recorder.total_calls
+        return self.recorder.total_calls
 
     @property
     def coverage(self) -> Coverage:
         """The counts of what was scanned so far, and what was not."""
-        return Coverage.of(self._recorder)
+        return Coverage.of(self.recorder)
 
     # Defined by subclasses.
 
@@ -395,7 +393,7 @@ def _paused(models: Iterable[nn.Module]) -> Iterator[None]:
     """Pauses all guards and detectors that watch one of these models."""
     hooks = [h for model in models for m in modules_in(model) for h in root_hooks(m)]
     owners = {id(hook.owner): hook.owner for hook in hooks}.values()
-    recorders = [owner._recorder for owner in owners]
+    recorders = [owner.recorder for owner in owners]
     were_paused = [recorder.is_paused for recorder in recorders]
     for recorder in recorders:
         recorder.is_paused = True

@@ -130,7 +130,7 @@ class StepHooks(HookOwner):
     @property
     def is_paused(self) -> bool:
         """True if the hooks do nothing."""
-        return self._recorder.is_paused and not self._is_dry_run
+        return self.recorder.is_paused and not self._is_dry_run
 
     def check(self) -> None:
         """Judges all that has run so far, replays of CUDA graphs included.
@@ -147,9 +147,9 @@ class StepHooks(HookOwner):
         Incurs one CPU-GPU sync if a verdict is still on its way (`sync="lagged"`).
         """
         self._attachment.remove()
-        self._recorder.end_step()
+        self.recorder.end_step()
         self._process_arrived(0)
-        self._recorder.is_paused = True  # compiled code may still call the hooks
+        self.recorder.is_paused = True  # compiled code may still call the hooks
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -169,7 +169,7 @@ class StepHooks(HookOwner):
     ) -> None:
         """Starts a step when the outermost call of the root begins."""
         if is_dry_run():
-            self._is_dry_run = self._recorder.is_paused = True
+            self._is_dry_run = self.recorder.is_paused = True
             return
         if self._depth and not is_running(module):
             # A forward was left by an exception that skips hooks.
@@ -180,9 +180,9 @@ class StepHooks(HookOwner):
             return
         if self._model() is None:
             self._model = weakref.ref(module)
-        self._recorder.end_step()
+        self.recorder.end_step()
         self._process_arrived(self._max_in_flight)
-        self._recorder.in_step = True
+        self.recorder.in_step = True
         self._submodule_calls.begin_batch()
         self._before_step()
         self._choose_watch(self.batch_number)
@@ -216,7 +216,7 @@ class StepHooks(HookOwner):
     def root_ended(self, module: nn.Module, args: object, output: object) -> None:
         """Ends the root's call, also one that has raised."""
         if self._is_dry_run:
-            self._is_dry_run = self._recorder.is_paused = False
+            self._is_dry_run = self.recorder.is_paused = False
             return
         has_raised = not self._root_done
         self._root_done = False
@@ -230,12 +230,12 @@ class StepHooks(HookOwner):
         """Assigns a frame to a step when a submodule runs outside the root."""
         self._choose_watch(self.batch_number)
         if self._is_strict:
-            self._recorder.end_step()
+            self.recorder.end_step()
             return _ENDS_STEP
         if graph_task_id >= 0:
-            self._choose_watch(self._recorder.last_batch)
+            self._choose_watch(self.recorder.last_batch)
             if self._submodule_calls.begins_backward(graph_task_id):
-                self._recorder.end_step()
+                self.recorder.end_step()
                 call_after_backward(self.on_recomputed_end)
             return _RECOMPUTED
         call = self._submodule_calls.around(module_index)
@@ -249,7 +249,7 @@ class StepHooks(HookOwner):
         Args:
             with_captured: Also those that replays of CUDA graphs have written.
         """
-        self._recorder.send(with_captured)
+        self.recorder.send(with_captured)
         self._process_arrived(0)
 
     def on_submodule_call_end(self) -> None:
@@ -289,23 +289,23 @@ class StepHooks(HookOwner):
         if not is_counted:
             self.batch_number += 1
         self._opens_next = True
-        self._recorder.begin_batch(self.batch_number)
+        self.recorder.begin_batch(self.batch_number)
 
     def _end_step(self, is_recomputed: bool = False) -> None:
-        self._recorder.in_step = False
+        self.recorder.in_step = False
         self._send()
-        self._recorder.end_step()
+        self.recorder.end_step()
         self._process_arrived(self._max_in_flight)
-        self._warnings.give_once(self._recorder)
+        self._warnings.give_once(self.recorder)
 
     def _send(self) -> None:
-        self._recorder.send()
+        self.recorder.send()
 
     def _process_arrived(self, max_in_flight: int) -> None:
-        self._recorder.process_arrived(max_in_flight, self._choose_watch, self.on_frame)
+        self.recorder.process_arrived(max_in_flight, self._choose_watch, self.on_frame)
 
     def _begin_submodule_call(self, index: int) -> None:
-        self._recorder.end_step()
+        self.recorder.end_step()
         if self._submodule_calls.repeats(index):
             self._begin_batch()
             self._choose_watch(self.batch_number)

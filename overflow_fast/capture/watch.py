@@ -52,6 +52,8 @@ class ModuleIndex:
         self._wanted = wanted
         self.names: list[str] = []
         self.order: list[int] = []
+        self._full_names: list[str] = []
+        self._selected: list[bool] = []
         self._modules: list[weakref.ref[nn.Module]] = []
         self._places: dict[int, int] = {}  # in the order, by the index
         self._named: dict[str, list[int]] = {}
@@ -70,11 +72,15 @@ class ModuleIndex:
                 self._modules.append(weakref.ref(module))
             self.names[index] = name
             self.order.append(index)
+        if before == (self.names, self.order):
+            return False
+        self._full_names = [full_name(self._prefix, name) for name in self.names]
+        self._selected = [self._selection.takes(name) for name in self.names]
         self._places = {index: place for place, index in enumerate(self.order)}
         self._named = {}
         for index in self.order:
             self._named.setdefault(self.names[index], []).append(index)
-        return before != (self.names, self.order)
+        return True
 
     def _alive(self) -> Iterator[tuple[int, nn.Module]]:
         for index, ref in enumerate(self._modules):
@@ -93,15 +99,36 @@ class ModuleIndex:
         """The place of a module that is in the model in its order."""
         return self._places[index]
 
-    def before(self, index: int, name: str) -> list[int]:
-        """The modules of a name in front of one in the model's order, nearest first."""
-        place = self._places.get(index, 0)
-        found = self._named.get(name, [])
-        return [each for each in reversed(found) if self._places[each] < place]
+    def ancestors(self, index: int) -> list[int]:
+        """Lists the modules with a forward around one, from the nearest to the root."""
+        place, around = self._places.get(index, 0), list[int]()
+        name: str | None = self.names[index] if index < len(self.names) else None
+        while name is not None:
+            # A wrapper has the name of the module in it, which comes behind it.
+            found = reversed(self._named.get(name, []))
+            around += [each for each in found if self._places[each] < place]
+            name = name.rpartition(".")[0] if name else None
+        return [each for each in around if self.has_forward(each)]
+
+    def unwatched_in(self, index: int) -> list[str]:
+        """Lists the qualified names of the modules within one that are not watched."""
+        name = self.names[index] if index < len(self.names) else ""
+        inside = f"{name}." if name else ""
+        return [
+            self.name_at(other)
+            for other, each in enumerate(self.names)
+            if other != index and each.startswith(inside) and each != name
+            if not self._selected[other] and self.has_forward(other)
+        ]
+
+    def has_forward(self, index: int) -> bool:
+        """True for a module that can be called, unlike a ModuleList; or one gone."""
+        module = self.module_at(index)
+        return module is None or type(module).forward is not nn.Module.forward
 
     def is_selected(self, index: int) -> bool:
         """True if the module of an index is to be watched."""
-        return self._selection.takes(self.names[index])
+        return self._selected[index]
 
     def needs_hook(self, index: int, module: nn.Module) -> bool:
         """True if the calls of a module are to be recorded."""
@@ -130,12 +157,13 @@ class ModuleIndex:
 
     def name_at(self, index: int) -> str:
         """The qualified name of a module, with the prefix."""
-        name = self.names[index] if index < len(self.names) else f"module {index}"
-        return full_name(self._prefix, name)
+        if index < len(self._full_names):
+            return self._full_names[index]
+        return full_name(self._prefix, f"module {index}")
 
     def all_names(self) -> list[str]:
         """The qualified names of all modules, by their index."""
-        return [self.name_at(index) for index in range(len(self.names))]
+        return self._full_names.copy()
 
 
 # The non-finite frames of a watched model, collected until a step is judged.
@@ -332,7 +360,7 @@ class ModelWatch(StepHooks):
         self._entries: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._on_evaluated = on_evaluated
         super().__init__(model, max_frames, options, MAX_IN_FLIGHT)
-        self.frames = UnjudgedFrames(self._recorder, self._process_arrived)
+        self.frames = UnjudgedFrames(self.recorder, self._process_arrived)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CopiedHooks, (), {"handles": self._attachment.handles}
@@ -356,8 +384,8 @@ class ModelWatch(StepHooks):
             is_of_use = any(True for _ in buffers_of(model))
         if not is_of_use:
             return
-        self._recorder.is_paused = False
-        self._recorder.set_gradients_wanted(True)
+        self.recorder.is_paused = False
+        self.recorder.set_gradients_wanted(True)
         if not self.is_attached:
             if self.modules.update(model):
                 self.tensors.refresh()
@@ -389,7 +417,7 @@ class ModelWatch(StepHooks):
         """
         self._rules = rules
         names = self.modules.all_names()
-        self._recorder.set_rules(None if rules is None else rules(names))
+        self.recorder.set_rules(None if rules is None else rules(names))
 
     # A step, from its beginning to its end.
 
@@ -405,7 +433,7 @@ class ModelWatch(StepHooks):
     def _before_step(self) -> None:
         self._announce_forward()
         if not torch.is_grad_enabled():
-            self._recorder.forget_parameters()  # it is a judgement of its own
+            self.recorder.forget_parameters()  # it is a judgement of its own
         # The model may have been sharded since its hooks were put on. Its parameters
         # are scanned once for each optimizer's step then, and not when gathered.
         if self._has_looked_for_shards or not self.wanted.weights:
@@ -413,7 +441,7 @@ class ModelWatch(StepHooks):
         self._has_looked_for_shards = True
         model = self.model
         if model is not None:
-            self._recorder.lists_parameters = not is_sharded(model)
+            self.recorder.lists_parameters = not is_sharded(model)
             self.update_plan()
 
     def _announce_forward(self) -> None:
@@ -425,13 +453,13 @@ class ModelWatch(StepHooks):
     @_isolated
     def before_entry(self, module: nn.Module, args: object) -> None:
         """Begins a step in the call of a submodule, where the root is not running."""
-        if not self._recorder.in_step:
+        if not self.recorder.in_step:
             self._announce_forward()
 
     def _begin_submodule_call(self, index: int) -> None:
         super()._begin_submodule_call(index)
         if not torch.is_grad_enabled():
-            self._recorder.forget_parameters()
+            self.recorder.forget_parameters()
         self.has_submodule_calls = True
         module = self.module_at(index)
         is_new = self.on_forward is not None and module not in self._entries
@@ -470,19 +498,19 @@ class ModelWatch(StepHooks):
         if self.on_forward_end is not None and not is_recomputed:
             self.on_forward_end(self)
         if not torch.is_grad_enabled() and not is_recomputed:
-            self.frames.note_evaluation(self._recorder.last_batch)
+            self.frames.note_evaluation(self.recorder.last_batch)
             self._scan_shards()
             self._on_evaluated(self)
-            self._recorder.forget_parameters()
+            self.recorder.forget_parameters()
 
     def _scan_shards(self) -> None:
         """Scans the weights where the modules' calls do not list them."""
         model = self.model
-        is_listed = not self.wanted.weights or self._recorder.lists_parameters
+        is_listed = not self.wanted.weights or self.recorder.lists_parameters
         if model is None or is_listed:
             return
         self.record(_C.FrameKind.WEIGHTS, self.tensors.parameters(model))
-        self.frames.note_evaluated_weights(self._recorder.last_batch)
+        self.frames.note_evaluated_weights(self.recorder.last_batch)
 
     def end_judgement(self, is_lagged: bool) -> None:
         """Forgets what belongs to the step that was judged, or will be, lagged."""

@@ -12,31 +12,21 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from ..text import printable
-from . import (
-    compare_command,
-    demo_command,
-    doctor_command,
-    env_command,
-    explain_command,
-    export_command,
-    log_command,
-    report_command,
-    run_command,
-    watch_command,
+from .machine_commands import add_demo, add_doctor, add_env
+from .reading_commands import (
+    add_compare,
+    add_explain,
+    add_export,
+    add_log,
+    add_report,
 )
+from .run_command import add_run
+from .watch_command import add_watch
 
 # In the order of `--help`.
 _COMMANDS = (
-    demo_command,
-    run_command,
-    watch_command,
-    report_command,
-    explain_command,
-    compare_command,
-    doctor_command,
-    log_command,
-    export_command,
-    env_command,
+    *(add_demo, add_run, add_watch, add_report, add_explain),
+    *(add_compare, add_doctor, add_log, add_export, add_env),
 )
 
 
@@ -48,8 +38,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version)
     commands: Any = parser.add_subparsers(dest="command", required=True)
-    for each in _COMMANDS:
-        each.add_to(commands)
+    for add in _COMMANDS:
+        add(commands)
     parser.commands = list(commands.choices)
     return parser
 

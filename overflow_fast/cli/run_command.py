@@ -347,8 +347,8 @@ def _number_or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 NON_FINITE = 3  # the exit status of a program that the guard has stopped
 
 
-def add_to(commands: Commands) -> None:
-    """Adds the command."""
+def add_run(commands: Commands) -> None:
+    """Adds the command `run`."""
     parser = add_command(
         commands,
         "run",

@@ -157,8 +157,8 @@ _SHARE = 4  # of the time, at most one in this many seconds is spent reading
 _LONGEST = 86_400  # seconds between two looks
 
 
-def add_to(commands: Commands) -> None:
-    """Adds the command."""
+def add_watch(commands: Commands) -> None:
+    """Adds the command `watch`."""
     parser = add_command(
         commands,
         "watch",

@@ -14,9 +14,9 @@ from torch.nn.utils import parametrize
 
 from ..torch_internals.module_internals import (
     BUFFERS,
+    MODULES,
     PARAMETERS,
     forward_pre_hooks,
-    submodules,
 )
 from ..torch_internals.wrappers import COMPOSED, WRAPPED, holds_gradients, local_tensor
 
@@ -29,8 +29,9 @@ _ENGINES_METHODS = ("__getattr__", "state_dict", "load_state_dict", "step", "bac
 # `buffers`, a layer called `modules`. So nothing here calls them by their names.
 
 
-def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields what `nn.Module.named_modules()` does, of any module."""
+def walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Lists what `nn.Module.named_modules()` does, of any module."""
+    walked: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
     waiting = [("", model)]
     while waiting:
@@ -38,23 +39,23 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if id(module) in seen:
             continue
         seen.add(id(module))
-        yield fqn, module
+        walked.append((fqn, module))
         prefix = f"{fqn}." if fqn else ""
         waiting += [
             (f"{prefix}{key}", child)
             for key, child in reversed(children_of(module).items())
         ]
+    return walked
 
 
-def modules_in(model: nn.Module) -> Iterator[nn.Module]:
-    """Yields a model and all modules in it, each once."""
-    for _, module in walk(model):
-        yield module
+def modules_in(model: nn.Module) -> list[nn.Module]:
+    """Lists a model and all modules in it, each once."""
+    return [module for _, module in walk(model)]
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module]:
     """The modules that a module itself holds, by name."""
-    held = submodules(module).items()
+    held = getattr(module, MODULES).items()
     return {key: each for key, each in held if each is not None}
 
 
@@ -64,20 +65,19 @@ def own_parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
     return {key: each for key, each in held if each is not None}
 
 
-def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yields all parameters of a model, each once."""
-    return _each_once(model, PARAMETERS)
+def parameters_of(model: nn.Module) -> list[nn.Parameter]:
+    """Lists all parameters of a model, each once."""
+    return [tensor for _, tensor in _named_once(model, PARAMETERS)]
 
 
-def buffers_of(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yields all buffers of a model, each once."""
-    return _each_once(model, BUFFERS)
+def buffers_of(model: nn.Module) -> list[torch.Tensor]:
+    """Lists all buffers of a model, each once."""
+    return [tensor for _, tensor in _named_once(model, BUFFERS)]
 
 
-def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yields all parameters of a model, then its buffers."""
-    yield from parameters_of(model)
-    yield from buffers_of(model)
+def tensors_of(model: nn.Module) -> list[torch.Tensor]:
+    """Lists all parameters of a model, then its buffers."""
+    return [*parameters_of(model), *buffers_of(model)]
 
 
 def own_tensors(module: Any, kind: str) -> dict[str, Any]:
@@ -100,17 +100,13 @@ def is_scripted(module: object) -> bool:
     return isinstance(module, torch.jit.ScriptModule)
 
 
-def _each_once(model: nn.Module, kind: str) -> Iterator[Any]:
-    for _, tensor in _named_once(model, kind):
-        yield tensor
-
-
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the pairs of `model.named_modules()`, with the names before wrapping.
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Lists the pairs of `model.named_modules()`, with the names before wrapping.
 
     A wrapper and what it wraps have the same name; the wrapper comes first. So it is
     with the wrappers of training engines around the whole model.
     """
+    named: list[tuple[str, nn.Module]] = []
     names: dict[str, str] = {}
     wrapped: set[str] = set()  # by their names after wrapping
     for fqn, module in walk(model):
@@ -124,16 +120,17 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             inner = ENGINES_MODULE
         if inner is not None:
             wrapped.add(f"{fqn}.{inner}" if fqn else inner)
-        yield name, module
+        named.append((name, module))
+    return named
 
 
-def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields the parameters of a model, each once, with their names before wrapping."""
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Lists the parameters of a model, each once, with their names before wrapping."""
     return _named_once(model, PARAMETERS)
 
 
-def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the buffers of a model, each once, with their names before wrapping."""
+def named_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Lists the buffers of a model, each once, with their names before wrapping."""
     return _named_once(model, BUFFERS)
 
 
@@ -142,13 +139,15 @@ def tensor_name(fqn: str, key: str) -> str:
     return f"{fqn}.{key}" if fqn else key
 
 
-def _named_once(model: nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
+def _named_once(model: nn.Module, kind: str) -> list[tuple[str, Any]]:
+    named: list[tuple[str, Any]] = []
     seen: set[int] = set()
     for fqn, module in named_modules(model):
         for key, tensor in own_tensors(module, kind).items():
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield tensor_name(fqn, key), tensor
+                named.append((tensor_name(fqn, key), tensor))
+    return named
 
 
 def has_base(cls: type, names: Container[str]) -> bool:

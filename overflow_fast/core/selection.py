@@ -47,7 +47,6 @@ class Selection:
         self._include = include
         self._exclude = exclude
         self._prefix = prefix
-        self._known: dict[str, bool] = {}
 
     def takes(self, fqn: str) -> bool:
         """True if the module of this name is watched; the root's name is empty.
@@ -55,13 +54,9 @@ class Selection:
         Args:
             fqn: Its name in its model, without the prefix.
         """
-        known = self._known.get(fqn)
-        if known is None:
-            name = full_name(self._prefix, fqn)
-            known = self._include is None or _matches(name, self._include)
-            known = known and not _matches(name, self._exclude)
-            self._known[fqn] = known
-        return known
+        name = full_name(self._prefix, fqn)
+        is_included = self._include is None or _matches(name, self._include)
+        return is_included and not _matches(name, self._exclude)
 
 
 def full_name(prefix: str, fqn: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -246,18 +246,19 @@ _Fact = TypeVar("_Fact")
 _weakly: Any = reductions.StorageWeakRef
 
 
-def storages(tensor: torch.Tensor | None) -> Iterator[torch.UntypedStorage]:
-    """Yields the memory of a tensor's values, in a wrapper such as DTensor too."""
+def storages(tensor: torch.Tensor | None) -> list[torch.UntypedStorage]:
+    """Lists the memory of a tensor's values, in a wrapper such as DTensor too."""
     if tensor is None:
-        return
-    local = local_tensor(tensor)
-    tensor = local if isinstance(local, torch.Tensor) else tensor
+        return []
+    if type(tensor) is not torch.Tensor:
+        local = local_tensor(tensor)
+        tensor = tensor if local is None else local
     if tensor.layout is torch.sparse_coo:
         tensor = sparse_values(tensor)
     try:
-        yield tensor.untyped_storage()
+        return [tensor.untyped_storage()]
     except (NotImplementedError, RuntimeError):  # a layout without one
-        return
+        return []
 
 
 class StorageMap(Generic[_Fact]):

@@ -46,7 +46,7 @@ class Measurements:
     def __init__(self, config: GuardConfig, watches: Sequence[ModelWatch]) -> None:
         self._watches = watches
         self._dispatcher = MetricsDispatcher(exporters_of(config.metrics))
-        self.timer = OverheadTimer(lambda: sum(w.recorder.seconds for w in watches))
+        self.timer = OverheadTimer(watches)
         headroom, underflow = config.monitor(Headroom), config.monitor(Underflow)
         saturation = config.monitor(Saturation)
         self.headroom = HeadroomTracker(
@@ -299,7 +299,7 @@ def _offending(
     for bad in frames:
         if bad.is_of_call or tensors is None:
             continue
-        for entry in bad.bad_entries():
+        for entry in bad.bad_entries:
             name = entry.label.name
             tensor = tensors.find(bad.frame.kind, name)
             if tensor is not None:

@@ -29,7 +29,7 @@ from ..replay.replay_check import ReplayCheck
 from ..replay.replayer import Observer, Replayer, StepPart
 from ..state.step_start import StepStart
 from ..torch_internals.compiler import has_compiled
-from ..verdict.verdict import GRADIENTS, BadFrame, Verdict, is_of_flag
+from ..verdict.verdict import GRADIENTS, BadFrame, Verdict, is_of_flag, take_bad
 from .config import GuardConfig
 from .options import NORM
 from .step import Step
@@ -513,10 +513,7 @@ class _FullWatch(Observer):
         for watch in self._watches:
             watch.frames.send()
             watch.frames.receive(is_lagged=False)
-            last = _C.Recorder.num_frames()
-            self.frames += [
-                BadFrame(watch, frame) for frame in watch.frames.take_bad(last)
-            ]
+        self.frames += take_bad(self._watches, _C.Recorder.num_frames())
 
 
 def _recorded(found: Step, frames: Sequence[BadFrame]) -> list[BadFrame]:
@@ -530,7 +527,7 @@ def _recorded(found: Step, frames: Sequence[BadFrame]) -> list[BadFrame]:
 
 def _is_norm(bad: BadFrame) -> bool:
     """True if it is the norm of the gradients, which have frames of their own."""
-    return all(entry.label.name == NORM for entry in bad.bad_entries())
+    return all(entry.label.name == NORM for entry in bad.bad_entries)
 
 
 def _with_note(found: Step, note: str) -> Step:

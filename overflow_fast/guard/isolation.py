@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 from .. import _C
+from ..capture.watch import ModelWatch
 from ..distributed.agreement import Agreement
 from ..report.report import Cost, NonFiniteError
 from ..text import drop_own_frames
@@ -22,7 +23,7 @@ class OverheadTimer:
     `with timer:` times the guard's own code.
 
     Args:
-        seconds_in_hooks: Returns the seconds that the hooks have taken so far.
+        watches: The watched models, whose hooks take seconds, too.
 
     Attributes:
         num_watched: The number of watched steps.
@@ -32,8 +33,8 @@ class OverheadTimer:
     # Bound here: a test that patches time.perf_counter has its patch to itself.
     _now = staticmethod(time.perf_counter)
 
-    def __init__(self, seconds_in_hooks: Callable[[], float]) -> None:
-        self._seconds_in_hooks = seconds_in_hooks
+    def __init__(self, watches: Sequence[ModelWatch]) -> None:
+        self._watches = watches
         self._depth = 0
         self._begin = 0.0
         self._seconds = 0.0
@@ -48,6 +49,9 @@ class OverheadTimer:
         self._step_began = self._now()
         self._hooks_before = self._seconds_in_hooks()
         self._seconds = 0.0
+
+    def _seconds_in_hooks(self) -> float:
+        return sum(watch.recorder.seconds for watch in self._watches)
 
     def leave_out(self, seconds: float) -> None:
         """Subtracts the seconds of a replay, which are no cost of watching."""

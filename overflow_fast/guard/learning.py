@@ -95,7 +95,7 @@ class Learning:
         found: dict[TensorPath, int] = {}
         for bad in frames:
             names, frame = bad.watch.modules.all_names(), bad.frame
-            for entry in bad.bad_entries():
+            for entry in bad.bad_entries:
                 kinds = entry.nonfinite_kinds
                 is_scalar = entry.numel == 1  # it may be a loss
                 is_intended = _is_activation(entry.label) and not kinds & KINDS["nan"]

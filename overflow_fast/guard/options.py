@@ -459,7 +459,11 @@ class Evidence(Options):
     )
 
 
-_RANKS = one_of("all", "node", "rank0")
+_WRITING_RANKS = option(
+    'The ranks that write: "all", a file each; "node", the first of each host '
+    '(`LOCAL_RANK` 0); or "rank0".',
+    one_of("all", "node", "rank0"),
+)
 
 
 @dataclass(frozen=True)
@@ -485,12 +489,7 @@ class Log(Options):
         ),
     )
     ranks: Literal["all", "node", "rank0"] = field(
-        default="all",
-        metadata=option(
-            'The ranks that write: "all", a file each; "node", the first of each host '
-            '(`LOCAL_RANK` 0); or "rank0".',
-            _RANKS,
-        ),
+        default="all", metadata=_WRITING_RANKS
     )
 
 
@@ -526,12 +525,7 @@ class Record(Options):
         ),
     )
     ranks: Literal["all", "node", "rank0"] = field(
-        default="all",
-        metadata=option(
-            'The ranks that write: "all", a file each; "node", the first of each host '
-            '(`LOCAL_RANK` 0); or "rank0".',
-            _RANKS,
-        ),
+        default="all", metadata=_WRITING_RANKS
     )
 
 

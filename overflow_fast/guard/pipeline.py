@@ -39,7 +39,14 @@ from ..verdict.attribution import attribute
 from ..verdict.headroom import least_headroom
 from ..verdict.remedy import Float32Region, remedy_for
 from ..verdict.rules import Rules
-from ..verdict.verdict import BadFrame, Verdict, bad_settings, is_of_flag, leading_frame
+from ..verdict.verdict import (
+    BadFrame,
+    Verdict,
+    bad_settings,
+    is_of_flag,
+    leading_frame,
+    take_evaluated,
+)
 from . import optimizers as scalers
 from .archive import Archive, Measurements
 from .config import GuardConfig
@@ -237,7 +244,7 @@ class Pipeline:
     def judge_evaluated(self, watch: ModelWatch) -> None:
         """Judges a forward without autograd: at once on the CPU, else lagged."""
         with self._isolation.measured():
-            frames = self._frames.take_evaluated(watch)
+            frames = take_evaluated([watch])
             if not frames:
                 return
             model = watch.model
@@ -411,7 +418,7 @@ class Pipeline:
             self.judge_late()
             step = self._new_step(moment="check")
             step.frames = self._frames.take(step.last_frame)
-            step.frames += self._frames.take_evaluated(*self._watches)
+            step.frames += take_evaluated(self._watches)
             step.is_whole = _is_whole(step.frames, level)
             return self._decide(step)
         finally:

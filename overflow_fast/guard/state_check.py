@@ -110,6 +110,6 @@ def _names(frames: Sequence[BadFrame]) -> str:
         [
             f"{kind_of(entry.role).replace('_', ' ')} {entry.label.name}"
             for bad in frames
-            for entry in bad.bad_entries()
+            for entry in bad.bad_entries
         ]
     )

@@ -16,7 +16,7 @@ from ..report.report import Cost, Report
 from ..report.run_log import log_left_out
 from ..state.step_start import StepStart
 from ..verdict.headroom import HeadroomTracker
-from ..verdict.verdict import BadFrame
+from ..verdict.verdict import BadFrame, take_bad, take_evaluated
 from .device_flags import OverflowFlags
 from .monitors.monitor import Notice
 from .optimizers import OptimizerHook
@@ -106,25 +106,15 @@ class StepFrames:
 
     def take(self, last: int) -> list[BadFrame]:
         """Takes the bad frames that have arrived, up to one with a number."""
-        return [
-            BadFrame(watch, frame)
-            for watch in self._watches
-            for frame in watch.frames.take_bad(last)
-        ]
-
-    def take_evaluated(self, *watches: ModelWatch) -> list[BadFrame]:
-        """Takes the bad frames of models' forwards that ran without autograd."""
-        return [
-            BadFrame(w, frame) for w in watches for frame in w.frames.take_evaluated()
-        ]
+        return take_bad(self._watches, last)
 
     def forget(self) -> None:
         """Forgets all frames, those of pending steps too. Incurs the sync."""
         self._pending.clear()
         for watch in self._watches:
             watch.frames.receive(is_lagged=False)
-            watch.frames.take_bad(_C.Recorder.num_frames())
-            watch.frames.take_evaluated()
+        take_bad(self._watches, _C.Recorder.num_frames())
+        take_evaluated(self._watches)
 
     def end(self, is_lagged: bool) -> None:
         """Ends the judgement of a step."""

@@ -16,9 +16,14 @@ from ..core.modules import named_modules, step_of
 from ..core.ops import scan
 from ..torch_internals.running import graph_task_id
 from .copies import HALF, check_model
-from .judge import Judge, Thresholds
 from .layers import DTYPES, LayerProbe, first_line, floats_in
-from .precision_advice import LayerAdvice, PrecisionAdvice, PrecisionCheck
+from .precision_advice import (
+    Judge,
+    LayerAdvice,
+    PrecisionAdvice,
+    PrecisionCheck,
+    Thresholds,
+)
 from .runs import BatchRuns, RunResult
 
 # Which modules make non-finite values in a run, forward and backward.

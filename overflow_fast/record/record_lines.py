@@ -26,7 +26,6 @@ import torch
 from torch.optim import Optimizer
 
 from .. import _C
-from ..capture.labels import entry_label
 from ..capture.watch import ModelWatch
 from ..core.modules import parameters_of, unwrapped_class
 from ..files.json_text import to_plain
@@ -34,6 +33,7 @@ from ..files.reading import FileError
 from ..report.report import Cost
 from ..report.run_log import RunIdentity
 from ..text import shortened
+from ..tree import entry_label
 from ..types import TensorPath
 from ..verdict.verdict import kind_of
 

@@ -534,7 +534,7 @@ class Capture:
 
     def _devices_of(self, model: nn.Module) -> list[torch.device]:
         """The devices of a model, looked up again when its first parameter moves."""
-        first = next(parameters_of(model), None)
+        first = next(iter(parameters_of(model)), None)
         device = None if first is None else first.device
         known = self._devices.get(id(model))
         if known is None or known[0] != device:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..capture.labels import entry_label
 from ..capture.watch import ModelWatch
+from ..tree import entry_label
 from .replayer import Observer
 
 

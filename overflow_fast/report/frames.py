@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from .. import _C
-from ..capture.labels import entry_label, label_text
 from ..capture.watch import ModelWatch
 from ..core.ops import scan
 from ..text import printable
+from ..tree import entry_label, label_text
 
 PREFIX = " " * 17
 COLUMNS = f"{'abs min':8} {'abs max':8} metadata"

@@ -9,22 +9,29 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .registry import INTERNALS, Internal, internal
+from .registry import internal, listed
 
 # Their names in a module's `__dict__`, for loops that must be fast.
 PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
+_TABLE = (
+    "the dict can be assigned to, holds None, and costs no walk",
+    "The guard cannot work without it",
+)
 
 
+@listed("torch.nn.Module._parameters", *_TABLE)
 def own_parameters(module: nn.Module) -> dict[str, Any]:
     """The parameters that a module itself holds, by name; None values are in it."""
     return module._parameters
 
 
+@listed("torch.nn.Module._buffers", *_TABLE)
 def own_buffers(module: nn.Module) -> dict[str, Any]:
     """The buffers that a module itself holds, by name; None values are in it."""
     return module._buffers
 
 
+@listed("torch.nn.Module._modules", *_TABLE)
 def submodules(module: nn.Module) -> dict[str, Any]:
     """The modules that a module itself holds, by name; None values are in it."""
     return module._modules
@@ -33,18 +40,6 @@ def submodules(module: nn.Module) -> dict[str, Any]:
 def share_tensors(module: nn.Module, source: nn.Module) -> None:
     """Makes a module hold another's parameters and buffers, those set later too."""
     module._parameters, module._buffers = source._parameters, source._buffers
-
-
-for _name, _noun in (
-    ("own_parameters", "parameters"),
-    ("own_buffers", "buffers"),
-    ("submodules", "modules"),
-):
-    INTERNALS[_name] = Internal(
-        f"torch.nn.Module._{_noun}",
-        "the dict can be assigned to, holds None, and costs no walk",
-        "The guard cannot work without it",
-    )
 
 
 @internal(
@@ -125,16 +120,14 @@ def is_batch_norm(module: object) -> bool:
     return isinstance(module, torch.nn.modules.batchnorm._NormBase)
 
 
-def has_step_hooks(optimizer: object) -> bool:
-    """Returns True for an optimizer that has torch's step hooks."""
-    return hasattr(optimizer, "_optimizer_step_pre_hooks")
-
-
-INTERNALS["has_step_hooks"] = Internal(
+@listed(
     "torch.optim.SGD._optimizer_step_pre_hooks",
     "which of several wrapped objects is the optimizer",
     "No optimizer is recognized",
 )
+def has_step_hooks(optimizer: object) -> bool:
+    """Returns True for an optimizer that has torch's step hooks."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 @internal(
@@ -151,11 +144,10 @@ def num_step_hooks(optimizer: Any) -> int:
     return len(own) + len(_global_optimizer_pre_hooks)
 
 
-@internal(
+@listed(
     "torch.optim.SGD._step_supports_amp_scaling",
     "optimizers whose kernels leave a step out where a GradScaler sets a flag",
     "Steps of fused optimizers wait for the verdict",
-    False,
 )
 def reads_found_inf(optimizer: object) -> bool:
     """Returns True for an optimizer whose kernels read `found_inf` themselves."""
@@ -177,14 +169,12 @@ def is_dropout(module: object) -> bool:
 REPLICATE = "_replicate_for_data_parallel"
 
 
-def replicate(module: nn.Module) -> nn.Module:
-    """Makes the copy of a module that `nn.DataParallel` runs on another device."""
-    replica: nn.Module = getattr(type(module), REPLICATE)(module)
-    return replica
-
-
-INTERNALS["replicate"] = Internal(
+@listed(
     f"torch.nn.Module.{REPLICATE}",
     "copies of a module whose forward is replaced must run their own",
     "nn.DataParallel over such modules runs the first device's",
 )
+def replicate(module: nn.Module) -> nn.Module:
+    """Makes the copy of a module that `nn.DataParallel` runs on another device."""
+    replica: nn.Module = getattr(type(module), REPLICATE)(module)
+    return replica

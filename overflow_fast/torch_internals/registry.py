@@ -43,14 +43,23 @@ INTERNALS: dict[str, Internal] = {}
 _missing: set[str] = set()
 
 
+def listed(api: str, reason: str, without: str) -> Callable[[_Function], _Function]:
+    """Registers a function that needs no fallback where its private API is missing."""
+
+    def register(function: _Function) -> _Function:
+        INTERNALS[function.__name__] = Internal(api, reason, without)
+        return function
+
+    return register
+
+
 def internal(
     api: str, reason: str, without: str, fallback: Any = None
 ) -> Callable[[_Function], _Function]:
     """Registers a function that uses a private API, and gives it its fallback."""
 
     def register(function: _Function) -> _Function:
-        name = function.__name__
-        INTERNALS[name] = Internal(api, reason, without)
+        name = listed(api, reason, without)(function).__name__
 
         @functools.wraps(function)
         def guarded(*arguments: Any) -> Any:
@@ -73,12 +82,14 @@ def note_missing(name: str, error: Exception) -> None:
         _log.warning("torch has changed: %s (%s). %s.", api, error, without)
 
 
-def stack() -> Iterator[FrameType]:
-    """Yields the frames of the Python stack from the caller's out."""
+def stack() -> list[FrameType]:
+    """Lists the frames of the Python stack from the caller's out."""
+    frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        yield frame
+        frames.append(frame)
         frame = frame.f_back
+    return frames
 
 
 def is_there(internal: Internal) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from .registry import INTERNALS, Internal, internal
+from .registry import INTERNALS, Internal, internal, listed
 
 _overrides: Any = torch.overrides
 _torch: Any = torch._C
@@ -174,16 +174,14 @@ def sequence_of(node: Any) -> int:
     return int(node._sequence_nr())
 
 
-def storage_id(storage: torch.UntypedStorage) -> int:
-    """Returns a number that no other storage has which is alive."""
-    return int(storage._cdata)
-
-
-INTERNALS["storage_id"] = Internal(
+@listed(
     "torch.UntypedStorage._cdata",
     "two Python objects may stand for one storage",
     _NO_REPLAY,
 )
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Returns a number that no other storage has which is alive."""
+    return int(storage._cdata)
 
 
 def schema_of(function: Any) -> Any:
@@ -191,14 +189,12 @@ def schema_of(function: Any) -> Any:
     return getattr(function, "_schema", None)
 
 
-def gradient_hooks(parameter: torch.Tensor) -> dict[int, Any]:
-    """The hooks behind a parameter's accumulated gradient, to be set aside."""
-    hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
-    return {} if hooks is None else hooks
-
-
-INTERNALS["gradient_hooks"] = Internal(
+@listed(
     "torch.Tensor._post_accumulate_grad_hooks",
     "an optimizer that steps behind the gradient must not step in a replay",
     _NO_REPLAY,
 )
+def gradient_hooks(parameter: torch.Tensor) -> dict[int, Any]:
+    """The hooks behind a parameter's accumulated gradient, to be set aside."""
+    hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
+    return {} if hooks is None else hooks

@@ -89,8 +89,7 @@ def running_modules() -> list[tuple[int, nn.Module]] | None:
 def is_functional_call() -> bool:
     """Returns True inside torch.func.functional_call.
 
-    It is asked in each forward: a loop takes a third of the time that `stack()` does,
-    4 microseconds for 30 frames.
+    It is asked in each forward: a loop takes less time than `stack()` does.
     """
     code = nn.utils.stateless._functional_call.__code__
     frame: FrameType | None = sys._getframe(1)

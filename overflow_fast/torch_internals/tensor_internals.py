@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.utils._pytree
 
-from .registry import INTERNALS, MISSING, Internal, internal, note_missing
+from .registry import INTERNALS, MISSING, Internal, internal, listed, note_missing
 
 
 @internal(
@@ -75,22 +75,20 @@ def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._values()
 
 
-@internal(
+@listed(
     "torch._subclasses.fake_tensor.FakeTensor",
     "tensors without values; importing the class takes a second",
     "Fake tensors are listed as not scanned, for another reason",
-    False,
 )
 def is_fake(tensor: object) -> bool:
     """Returns True for a fake tensor."""
     return hasattr(tensor, "fake_mode")
 
 
-@internal(
+@listed(
     "torch.nested._internal.nested_tensor.NestedTensor",
     "memory between the parts of a jagged tensor that belongs to none",
     "Values there may be reported",
-    False,
 )
 def has_holes(tensor: torch.Tensor) -> bool:
     """Returns True for a jagged tensor whose parts do not fill its values."""
@@ -108,6 +106,11 @@ def may_step_in_backward(parameter: torch.Tensor) -> bool:
     return bool(parameter._post_accumulate_grad_hooks)
 
 
+@listed(
+    "torch._foreach_copy_",
+    "few kernels for many buffers",
+    "Buffers are copied one by one",
+)
 def copy_all(to: list[torch.Tensor], of: list[torch.Tensor]) -> None:
     """Copies tensors into others of the same shapes, in few kernels."""
     try:
@@ -116,13 +119,6 @@ def copy_all(to: list[torch.Tensor], of: list[torch.Tensor]) -> None:
         note_missing("copy_all", error)
         for target, source in zip(to, of, strict=True):
             target.copy_(source)
-
-
-INTERNALS["copy_all"] = Internal(
-    "torch._foreach_copy_",
-    "few kernels for many buffers",
-    "Buffers are copied one by one",
-)
 
 
 pytree = torch.utils._pytree

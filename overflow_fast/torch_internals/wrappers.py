@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .registry import INTERNALS, Internal, internal, stack
+from .registry import INTERNALS, Internal, internal, listed, stack
 
 
 def _class(api: str, reason: str, without: str) -> str:
@@ -47,7 +47,7 @@ COMPOSED = {
 }
 
 
-@internal(
+@listed(
     "torch.distributed.tensor.DTensor._local_tensor",
     "a rank's own part of a DTensor, without a collective",
     "DTensors are not scanned",
@@ -74,7 +74,7 @@ def arrived(tensor: Any) -> torch.Tensor | None:
     return result
 
 
-@internal(
+@listed(
     "torch.distributed.tensor.DTensor._spec",
     "the ranks that a DTensor is shared by",
     "Give process_group= for models of DTensors",
@@ -127,7 +127,7 @@ def holds_gradients(module: Any) -> bool:
     )
 
 
-@internal(
+@listed(
     "torch.distributed.fsdp._common_utils._FSDPState",
     "the ranks that replicate what FSDP with hybrid sharding shards",
     "Give process_group= for hybrid sharding",
@@ -171,7 +171,7 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
-@internal(
+@listed(
     "torch.distributed.algorithms.join.Joinable",
     "which of several objects a `Join` has, and which it has first",
     "The order of objects in a `Join` is not checked",

@@ -11,15 +11,14 @@ from torch import nn
 
 from .. import _C
 from ..capture.inputs import finite_places, is_plain
-from ..capture.labels import entry_label, label_text
 from ..capture.watch import ModelWatch
 from ..core.modules import own_parameters_of
 from ..flags import is_label
 from ..torch_internals.module_internals import is_batch_norm
+from ..tree import entry_label
 from .calls import (
     Called,
     Calls,
-    ancestors,
     has_earlier_hooks,
     has_hooks,
     has_later_hooks,
@@ -29,12 +28,12 @@ from .calls import (
     name_of,
     never_writes,
     only_calls_submodules,
-    unwatched_in,
 )
-from .kept import Candidate, or_by_state
-from .outer_inputs import (
+from .given import (
     Bad,
+    Candidate,
     batch_remarks,
+    or_by_state,
     origin_of_inputs,
     origin_of_minus_infs,
     origin_of_unsearched,
@@ -57,6 +56,7 @@ from .verdict import (
     Origin,
     Verdict,
     headroom_of,
+    in_order,
     kind_of,
 )
 
@@ -171,9 +171,9 @@ class _Users:
 
 def _is_unwatched_around(first: BadFrame) -> bool:
     """True if the code of an unwatched module around it may have used it."""
-    watch = first.watch
-    around = ancestors(watch, first.frame.module)
-    return any(not watch.modules.is_selected(index) for index in around)
+    modules = first.watch.modules
+    around = modules.ancestors(first.frame.module)
+    return any(not modules.is_selected(index) for index in around)
 
 
 def _module_of(called: Called) -> nn.Module | None:
@@ -191,12 +191,8 @@ def loss_origin(first: BadFrame, maker: str) -> Origin:
 def _any_of(found: list[Called], first: BadFrame, calls: Calls) -> Origin:
     """Makes the origin where the gradient's call is not known, or ran again."""
     here = name_of(first.watch, first.frame.module)
-    around = [
-        name_of(first.watch, index)
-        for index in ancestors(first.watch, first.frame.module)
-    ]
     users = calls.users(found[0]) if found else []
-    names = [*users, *around, *loss_origin(first, "").candidates]
+    names = [*users, *_names_around(first), *loss_origin(first, "").candidates]
     names = list(dict.fromkeys(names))
     maker = f"code that used the output of {here}: {joined(names)}"
     return Origin("unclear", "unclear", maker, names)
@@ -223,7 +219,7 @@ def origin_in_forward(first: BadFrame, bad: Bad, calls: Calls) -> Origin:
 def _around(first: BadFrame, origin: Origin, calls: Calls) -> list[Candidate]:
     """Lists further callers that may have given a call its bad input."""
     called = calls.of_frame(first.watch, first.frame.order)
-    if called is None or not first.has_bad_input:
+    if called is None or not first.bad_inputs:
         return []
     # The root's inputs are its caller's, whichever module called those within it.
     if origin.origin != "given" or calls.chain(called)[-1].call.module:
@@ -242,7 +238,7 @@ def _other_callers(called: Called, calls: Calls) -> list[Candidate]:
 
 def _find_by_calls(first: BadFrame, bad: Bad, calls: Calls) -> Origin:
     called = calls.of_frame(first.watch, first.frame.order)
-    if not first.has_bad_input:
+    if not first.bad_inputs:
         return _made_within(first, called, bad, calls)
     name = name_of(first.watch, first.frame.module)
     if called is None:
@@ -252,7 +248,7 @@ def _find_by_calls(first: BadFrame, bad: Bad, calls: Calls) -> Origin:
     outermost = called
     for around in calls.chain(called)[1:]:
         frame = bad.get((id(around.watch), around.call.order))
-        if frame is None or not frame.has_bad_input:
+        if frame is None or not frame.bad_inputs:
             return _between(called, around, frame, writers, bad, calls)
         if _may_change_input(frame, around):
             writers.append(around.name)
@@ -278,7 +274,7 @@ def _made_within(
         if given is not None:
             return given
     last = None if called is None else calls.last_within(called)
-    unwatched = unwatched_in(first.watch, first.frame.module)
+    unwatched = first.watch.modules.unwatched_in(first.frame.module)
     if called is not None:
         unwatched += [c.name for c in calls.within(called) if _may_hide(c)]
     if has_earlier_hooks(first.watch.module_at(first.frame.module)):
@@ -298,7 +294,7 @@ def _between(
     """Makes the origin of a value that arose in a call, before a call within it."""
     name = around.name
     before = calls.before(called, around)
-    unwatched = unwatched_in(around.watch, around.call.module)
+    unwatched = around.watch.modules.unwatched_in(around.call.module)
     unwatched += [
         other.name
         for other in calls.within(around)
@@ -332,7 +328,7 @@ def _may_change_input(first: BadFrame, called: Called) -> bool:
         return True
     if never_writes(module):
         return False
-    is_written = any(entry.version for entry in first.bad_inputs())
+    is_written = any(entry.version for entry in first.bad_inputs)
     return is_written or called.call.is_traced
 
 
@@ -346,8 +342,8 @@ def _bad_buffer_of(first: BadFrame, bad: Bad) -> str | None:
     name = first.watch.name_at(first.frame.module)
     for frame in bad.values():
         if frame.watch is first.watch and frame.frame.kind == _C.FrameKind.BUFFERS:
-            for entry in frame.bad_entries():
-                label = label_text(entry.label)
+            for entry in frame.bad_entries:
+                label = entry.label.name
                 if label.rpartition(".")[0] == name:
                     return label
     return None
@@ -361,7 +357,7 @@ def _reads_buffers_only(first: BadFrame) -> bool:
 
 
 def _names_around(first: BadFrame) -> list[str]:
-    indices = ancestors(first.watch, first.frame.module)
+    indices = first.watch.modules.ancestors(first.frame.module)
     return [name_of(first.watch, index) for index in indices]
 
 
@@ -374,14 +370,16 @@ def given_weights(bad: BadFrame) -> list[_C.Entry]:
     Weights are scanned when a call is over. Custom modules keep statistics in
     parameters without a gradient, and change them in their forward.
     """
+    if not (bad.bad_weights and bad.is_of_call):
+        return bad.bad_weights
     module = bad.watch.module_at(bad.frame.module)
-    if not bad.is_of_call or module is None or is_layer_of_torch(module):
-        return bad.bad_weights()
+    if module is None or is_layer_of_torch(module):
+        return bad.bad_weights
     owned = own_parameters_of(module)
     return [
         entry
-        for entry in bad.bad_weights()
-        if (p := owned.get(label_text(entry.label))) is not None and p.requires_grad
+        for entry in bad.bad_weights
+        if (p := owned.get(entry.label.name)) is not None and p.requires_grad
     ]
 
 
@@ -393,7 +391,7 @@ def origin_of_state(first: BadFrame, entry: _C.Entry, was_finite: bool) -> Origi
         entry: The entry.
         was_finite: True if it was seen finite before.
     """
-    label, kind = label_text(entry.label), kind_of(entry.role)
+    label, kind = entry.label.name, kind_of(entry.role)
     owner = name_of(first.watch, first.frame.module)
     if first.is_of_call:
         label = f"{first.watch.name_at(first.frame.module)}.{label}".lstrip(".")
@@ -482,9 +480,9 @@ def _bad_gradients(ordered: Sequence[BadFrame]) -> tuple[list[str], int]:
         entry
         for bad in ordered
         if bad.frame.kind == _C.FrameKind.GRADIENTS
-        for entry in bad.entries()
+        for entry in bad.entries
     ]
-    return [label_text(each.label) for each in entries if each.is_bad], len(entries)
+    return [each.label.name for each in entries if each.is_bad], len(entries)
 
 
 def around_gradients(ordered: Sequence[BadFrame]) -> tuple[list[str], list[str]]:
@@ -494,7 +492,7 @@ def around_gradients(ordered: Sequence[BadFrame]) -> tuple[list[str], list[str]]
     for bad in ordered:
         if bad.frame.kind != _C.FrameKind.GRADIENTS:
             continue
-        entries = [(label_text(e.label), e.is_bad) for e in bad.entries()]
+        entries = [(e.label.name, e.is_bad) for e in bad.entries]
         for i, (name, is_bad) in enumerate(entries):
             if is_bad:
                 dirty.append(name)
@@ -527,7 +525,7 @@ def attribute(
     """
     if not frames:
         return Verdict()
-    ordered = sorted(frames, key=lambda bad: bad.sequence[1 if is_check else 0 :])
+    ordered = in_order(frames, is_check)
     first, entry = _first_of(ordered, is_check)
     watches = watches or list(dict.fromkeys(bad.watch for bad in frames))
     origin = _origin_or_why_not(first, entry, ordered, watches)
@@ -563,12 +561,12 @@ def _first_of(ordered: Sequence[BadFrame], is_check: bool) -> tuple[BadFrame, _C
         if weights and is_of_step:
             return bad, weights[0]
     # A weight that the call may have written stands in front of its inputs.
-    return earliest, (earliest.bad_inputs() or earliest.bad_entries())[0]
+    return earliest, (earliest.bad_inputs or earliest.bad_entries)[0]
 
 
 def _is_of_loss(bad: BadFrame) -> bool:
     """True if a bad entry is a loss, or an output of a model."""
-    roles = [entry.role for entry in bad.bad_entries()]
+    roles = [entry.role for entry in bad.bad_entries]
     is_root = bad.frame.module == 0 and bad.is_of_call
     return _C.Role.RECORDED in roles or (is_root and _C.Role.OUTPUT in roles)
 
@@ -606,7 +604,7 @@ def _tolerated(bad: BadFrame, are_masks: bool) -> list[str]:
     """Lists the inputs that are tolerated although non-finite: masks, or by rules."""
     return [
         entry_label(entry.place)
-        for entry in bad.entries()
+        for entry in bad.entries
         if entry.role == _C.Role.INPUT and entry.nonfinite_kinds and not entry.is_bad
         if (entry.nonfinite_kinds == _C.NEGATIVE_INF) == are_masks
     ]
@@ -683,7 +681,7 @@ def _origin_of_recorded(watches: Sequence[ModelWatch]) -> Origin:
 
 
 def _origin_of_buffer(first: BadFrame, entry: _C.Entry) -> Origin:
-    label = label_text(entry.label)
+    label = entry.label.name
     owner = label.rpartition(".")[0] or "the model"
     seen = "every checked output was finite"
     if _headroom_before(first, entry) is None:

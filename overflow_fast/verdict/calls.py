@@ -103,7 +103,7 @@ class Calls:
         return self._callers[order]
 
     def _find_caller(self, called: Called) -> Called | None:
-        for index in ancestors(called.watch, called.call.module):
+        for index in called.watch.modules.ancestors(called.call.module):
             found = self._modules.get((id(called.watch), index), [])
             place = bisect.bisect_right(found, called.call.order, key=_order)
             if place < len(found) and found[place].encloses(called):
@@ -124,12 +124,12 @@ class Calls:
         A module that others hold as well is named by the first of them.
         """
         module = called.watch.module_at(called.call.module)
-        by_name = set(ancestors(called.watch, called.call.module))
+        by_name = set(called.watch.modules.ancestors(called.call.module))
         return [
             name_of(watch, index)
             for watch in self.watches
             for index in sorted(self._above(watch, module), key=watch.modules.place)
-            if _is_called(watch.module_at(index))
+            if watch.modules.has_forward(index)
             if not (watch is called.watch and index in by_name)
             if self._may_be_around(watch, index, called)
         ]
@@ -241,36 +241,6 @@ def joined(words: Iterable[str], most: int = 6) -> str:
     if len(listed) > most:
         return f"{', '.join(listed[:most])} or one of {len(listed) - most} more"
     return " or ".join([", ".join(listed[:-1]), listed[-1]][len(listed) < 2 :])
-
-
-def ancestors(watch: ModelWatch, index: int) -> Iterator[int]:
-    """Yields the indices of the modules around one, from the nearest to the root."""
-    if index >= len(watch.modules.names):
-        return
-    name: str | None = watch.modules.names[index]
-    while name is not None:
-        # A wrapper has the name of the module in it, which comes behind it.
-        for around in watch.modules.before(index, name):
-            if _is_called(watch.module_at(around)):
-                yield around
-        name = name.rpartition(".")[0] if name else None
-
-
-def unwatched_in(watch: ModelWatch, index: int) -> list[str]:
-    """Lists the names of the modules within one that the guard does not watch."""
-    name = watch.modules.names[index] if index < len(watch.modules.names) else ""
-    inside = f"{name}." if name else ""
-    return [
-        watch.name_at(other)
-        for other, each in enumerate(watch.modules.names)
-        if other != index and each.startswith(inside) and each != name
-        if not watch.modules.is_selected(other) and _is_called(watch.module_at(other))
-    ]
-
-
-def _is_called(module: nn.Module | None) -> bool:
-    """True if a module has a forward; a ModuleList has none."""
-    return module is None or type(module).forward is not nn.Module.forward
 
 
 # Modules whose inputs or outputs may be changed by code that is not theirs.

@@ -23,7 +23,7 @@ from ..core.modules import (
     parameters_of,
 )
 from .headroom import OutputHistory
-from .verdict import BadFrame, Verdict
+from .verdict import BadFrame, Verdict, in_order
 
 # The search for casts in a module's code that undo running it in float32.
 
@@ -196,11 +196,13 @@ def remedy_for(frames: Sequence[BadFrame], verdict: Verdict) -> Float32Region | 
     Returns:
         The remedy, or None if the overflow is not certain, or no such module is known.
     """
-    first = min(frames, key=lambda bad: bad.sequence, default=None)
-    model = None if first is None else first.watch.model
-    if first is None or model is None or not _is_overflow(first, verdict):
+    if not frames:
         return None
-    return _Search(first, frames, model).remedy()
+    ordered = in_order(frames)
+    model = ordered[0].watch.model
+    if model is None or not _is_overflow(ordered[0], verdict):
+        return None
+    return _Search(ordered, model).remedy()
 
 
 def _is_overflow(first: BadFrame, verdict: Verdict) -> bool:
@@ -223,22 +225,21 @@ def _bad_outputs(bad: BadFrame) -> list[tuple[int, bool]]:
     infs = _C.POSITIVE_INF | _C.NEGATIVE_INF
     return [
         (entry.numel, bool(entry.nonfinite_kinds & infs))
-        for entry in bad.bad_entries()
+        for entry in bad.bad_entries
         if entry.role == _C.Role.OUTPUT
     ]
 
 
 def _is_origin(bad: BadFrame) -> bool:
     """True if a call with finite inputs and weights has a bad output."""
-    return bool(_bad_outputs(bad)) and not bad.has_bad_input and not bad.bad_weights()
+    return bool(_bad_outputs(bad)) and not bad.bad_inputs and not bad.bad_weights
 
 
 class _Search:
     """A search for a normalization behind the first bad call."""
 
-    def __init__(
-        self, first: BadFrame, frames: Sequence[BadFrame], model: nn.Module
-    ) -> None:
+    def __init__(self, ordered: Sequence[BadFrame], model: nn.Module) -> None:
+        first = ordered[0]
         self._watch = watch = first.watch
         self._name = watch.name_at(first.frame.module)
         self._modules = dict(named_modules(model))
@@ -253,7 +254,7 @@ class _Search:
         )
         calls = [
             bad
-            for bad in sorted(frames, key=lambda bad: bad.sequence)
+            for bad in ordered
             if bad.watch is watch and bad.frame.batch == batch
             if bad.frame.kind == _C.FrameKind.FORWARD
         ]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from .. import _C
-from ..capture.labels import dotted, entry_label
 from ..capture.watch import ModelWatch
 from ..core.selection import example_of
+from ..tree import dotted, entry_label
 from ..types import TensorPath
 from .verdict import FORWARDS, OF_CALLS, kind_of
 

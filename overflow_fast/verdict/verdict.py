@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +12,9 @@ import torch
 from torch.optim import Optimizer
 
 from .. import _C
-from ..capture.labels import entry_label
 from ..capture.watch import ModelWatch
 from ..flags import is_label
+from ..tree import entry_label
 from ..types import TensorPath
 
 # Roles of entries that are of a call.
@@ -182,72 +183,81 @@ class Verdict:
         return self.first is None
 
 
-@dataclass(frozen=True)
 class BadFrame:
-    """A bad frame and the watch that recorded it."""
+    """A bad frame, and the watch that recorded it.
 
-    watch: ModelWatch
-    frame: _C.Frame
+    Attributes:
+        watch, frame: The same.
+        is_backward: It is of the gradient of an output.
+        is_of_call: It is of a module's call, or of the gradient of its output.
+        is_gradient: It is of gradients: of an output, or of parameters.
+    """
 
-    @property
-    def sequence(self) -> tuple[bool, int]:
-        """The key that orders frames as they ran; weights, set before, come first."""
-        return self.frame.kind != _C.FrameKind.WEIGHTS, self.frame.order
+    def __init__(self, watch: ModelWatch, frame: _C.Frame) -> None:
+        self.watch = watch
+        self.frame = frame
+        self.is_backward = frame.kind == _C.FrameKind.BACKWARD
+        self.is_of_call = self.is_backward or frame.kind in FORWARDS
+        self.is_gradient = frame.kind in GRADIENTS
 
-    @property
-    def is_of_call(self) -> bool:
-        """True if it is of a module's call, or of the gradient of its output."""
-        return self.frame.kind in FORWARDS or self.is_backward
+    # Listed once, when asked for: of gradients that a GradScaler expects, never.
 
-    @property
-    def is_backward(self) -> bool:
-        """True if it is of the gradient of an output."""
-        return self.frame.kind == _C.FrameKind.BACKWARD
-
-    @property
-    def is_gradient(self) -> bool:
-        """True if it is of gradients: of an output, or of parameters."""
-        return self.frame.kind in GRADIENTS
-
+    @functools.cached_property
     def entries(self) -> list[_C.Entry]:
-        """Lists the frame's entries."""
+        """The frame's entries."""
         return self.watch.recorder.entries(self.frame)
 
+    @functools.cached_property
     def bad_entries(self) -> list[_C.Entry]:
-        """Lists the bad entries."""
-        return [entry for entry in self.entries() if entry.is_bad]
+        """Those that are bad."""
+        return [entry for entry in self.entries if entry.is_bad]
 
-    @property
-    def has_bad_input(self) -> bool:
-        """True if an input of the call is bad."""
-        return bool(self.bad_inputs())
-
+    @functools.cached_property
     def bad_inputs(self) -> list[_C.Entry]:
-        """Lists the bad inputs of a call."""
-        return [each for each in self.bad_entries() if each.role == _C.Role.INPUT]
+        """The bad inputs of a call."""
+        return [each for each in self.bad_entries if each.role == _C.Role.INPUT]
 
+    @functools.cached_property
     def bad_weights(self) -> list[_C.Entry]:
-        """Lists the bad weights."""
-        return [each for each in self.bad_entries() if each.role == _C.Role.WEIGHT]
+        """The bad weights."""
+        return [each for each in self.bad_entries if each.role == _C.Role.WEIGHT]
+
+
+def take_bad(watches: Iterable[ModelWatch], last: int) -> list[BadFrame]:
+    """Takes the bad frames that have arrived, up to one with a number."""
+    return [BadFrame(w, frame) for w in watches for frame in w.frames.take_bad(last)]
+
+
+def take_evaluated(watches: Iterable[ModelWatch]) -> list[BadFrame]:
+    """Takes the bad frames of models' forwards that ran without autograd."""
+    return [BadFrame(w, frame) for w in watches for frame in w.frames.take_evaluated()]
 
 
 def collect(watches: Sequence[ModelWatch]) -> list[BadFrame]:
     """Takes all bad frames, of evaluations too. Incurs one CPU-GPU sync per device."""
-    frames = []
     for watch in watches:
         watch.frames.send()
         watch.frames.receive(is_lagged=False)
-        bad = (
-            watch.frames.take_bad(_C.Recorder.num_frames())
-            + watch.frames.take_evaluated()
-        )
-        frames += [BadFrame(watch, frame) for frame in bad]
-    return frames
+    last = _C.Recorder.num_frames()
+    return [*take_bad(watches, last), *take_evaluated(watches)]
+
+
+def in_order(frames: Iterable[BadFrame], is_check: bool = False) -> list[BadFrame]:
+    """Sorts frames as they ran; weights, set before, come first, but in a check."""
+    return sorted(frames, key=_number if is_check else _sequence)
 
 
 def leading_frame(frames: Sequence[BadFrame]) -> BadFrame:
     """Returns the first frame of a call, or the first of all if no call was bad."""
-    return min(frames, key=lambda bad: (not bad.is_of_call, bad.sequence))
+    return min(frames, key=lambda bad: (not bad.is_of_call, _sequence(bad)))
+
+
+def _sequence(bad: BadFrame) -> tuple[bool, int]:
+    return bad.frame.kind != _C.FrameKind.WEIGHTS, bad.frame.order
+
+
+def _number(bad: BadFrame) -> int:
+    return bad.frame.order
 
 
 def kind_of(role: _C.Role) -> str:

@@ -36,7 +36,7 @@ from overflow_fast import (
     OverflowGuard,
     Schedule,
 )
-from overflow_fast.capture.labels import label_text
+from overflow_fast.tree import label_text
 
 pytestmark = [pytest.mark.xdist_group("compiled"), pytest.mark.filterwarnings("ignore")]
 
@@ -261,7 +261,7 @@ def entries_of(kind, compile_, **options):
     model, x = Passing(kind), torch.ones(3)
     with DebugUnderflowOverflow(model) as detector:
         compile_(model, **options)(CONTAINERS[kind].make(x), x)
-        recorder = detector._recorder
+        recorder = detector.recorder
         entries = [
             (
                 label_text(entry.label),

@@ -70,7 +70,7 @@ def test_how_often_the_host_waits(emulated, sync, waits, variant):
     detector = watch(model, sync=sync)
     emulated.state.holds_events = True
     model(CLEAN)
-    assert emulated.state.num_waits == detector._recorder.num_syncs == waits
+    assert emulated.state.num_waits == detector.recorder.num_syncs == waits
     detector.check()
     assert emulated.state.num_waits == max(1, waits)
 

@@ -45,7 +45,7 @@ def run_frame(detector, id, text, tensors=()):
     """Runs the operator as compiled code does; returns the frame's entries."""
     handle = detector.root_hook.handle_tensor
     torch.ops.overflow_fast.frame(handle, id, text, list(tensors))
-    recorder = detector._recorder
+    recorder = detector.recorder
     return recorder.entries(recorder.history()[-1])
 
 
@@ -100,7 +100,7 @@ def test_any_key_is_read_as_it_was_written(name, why, key, attribute):
     assert not set(text) & set("\"'\\\n")
     with DebugUnderflowOverflow(nn.Linear(2, 2)) as detector:
         none, not_scanned = run_frame(detector, id_of(text), text)
-        assert detector._recorder.history()[-1].class_name == name
+        assert detector.recorder.history()[-1].class_name == name
     parts = [part.value for part in none.label.parts]
     assert parts == [7, key, attribute]
     assert (none.kind, not_scanned.reason) == (_C.EntryKind.NONE, why)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from overflow_fast import DebugUnderflowOverflow, NonFiniteError, OverflowGuard, tree
-from overflow_fast.capture.labels import label_text
+from overflow_fast.tree import label_text
 
 INF, NAN = float("inf"), float("nan")
 KINDS = pytest.mark.parametrize("kind", CONTAINERS)
@@ -34,7 +34,7 @@ def listed(*args, **kwargs):
     """The entries of a call that is given these and returns the first, and opaque."""
     with DebugUnderflowOverflow(model := Echo()) as detector:
         model(*args, **kwargs)
-        recorder = detector._recorder
+        recorder = detector.recorder
         return recorder.entries(recorder.history()[-1]), detector.coverage.opaque
 
 

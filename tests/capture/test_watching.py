@@ -208,7 +208,7 @@ def test_the_step_after_an_interrupted_one_is_whole(error):
     spoil(model)
     with pytest.raises(ValueError, match=DETECTED):
         model(torch.ones(1, 4))
-    assert not detector._recorder.in_step
+    assert not detector.recorder.in_step
 
 
 def test_a_deferred_verdict_of_a_forward_that_raises_is_printed(capsys):

@@ -237,14 +237,14 @@ def test_a_log_whose_version_is_no_number_is_one_sentence(tmp_path, capsys):
 
 
 def test_doctor_ends_with_2_where_its_page_cannot_be_written(capsys, monkeypatch):
-    from overflow_fast.cli import doctor_command
+    from overflow_fast.cli import machine_commands
     from overflow_fast.doctor import diagnosis
 
     def save(*_):
         raise FileExistsError("d.html is not a page of overflow_fast")
 
     monkeypatch.setattr(diagnosis, "save_diagnosis", save)
-    assert doctor_command._tell("fine", False, "d.html") == 2
+    assert machine_commands._tell("fine", False, "d.html") == 2
     assert "The page cannot be written" in capsys.readouterr().err
 
 

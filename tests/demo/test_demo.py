@@ -4,8 +4,15 @@ import pytest
 
 import overflow_fast.demo as demo
 from overflow_fast.__main__ import main
-from overflow_fast.demo import DemoSettings, DetectorOutput, show
-from overflow_fast.demo.model import build, forward, push_to_the_limit, read_batch
+from overflow_fast.demo import (
+    DemoSettings,
+    DetectorOutput,
+    build,
+    forward,
+    push_to_the_limit,
+    read_batch,
+    show,
+)
 
 pytestmark = pytest.mark.slow
 

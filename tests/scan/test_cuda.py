@@ -95,10 +95,10 @@ def test_syncs_in_a_step(sync, most):
     for _ in range(3):
         model(x).sum().backward()
     detector.check()
-    before = detector._recorder.num_syncs
+    before = detector.recorder.num_syncs
     with no_syncs():
         model(x).sum().backward()
-    assert detector._recorder.num_syncs - before <= most
+    assert detector.recorder.num_syncs - before <= most
     detector.check()
 
 
@@ -111,7 +111,7 @@ def test_lagged_goes_on_while_the_device_is_busy():
     with no_syncs():
         torch.cuda._sleep(1_000_000_000)  # about half a second
         model(torch.full_like(x, torch.inf))
-    assert detector._recorder.num_syncs <= 1
+    assert detector.recorder.num_syncs <= 1
     with pytest.raises(ValueError, match=DETECTED):
         detector.check()
 

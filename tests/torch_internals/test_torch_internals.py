@@ -423,7 +423,7 @@ class Owner:
     """Owns a frame hook, and takes down what it is asked."""
 
     def __init__(self, **options):
-        self._recorder = _C.Recorder(None, **options)
+        self.recorder = _C.Recorder(None, **options)
         self.graph_tasks = []
 
     def on_submodule_call(self, module, graph_task):
@@ -456,8 +456,8 @@ def test_a_hook_on_a_node_sees_its_gradient():
     _C.run_hook(hook, nn.Identity(), (), {}, y)
     y.backward(torch.tensor([3.0, 4.0]))
     assert torch.equal(x.grad, torch.tensor([6.0, 8.0]))
-    _, frame = owner._recorder.history()
-    (entry,) = owner._recorder.entries(frame)
+    _, frame = owner.recorder.history()
+    (entry,) = owner.recorder.entries(frame)
     assert frame.kind == _C.FrameKind.BACKWARD and entry.stat.abs_max == 4
 
 
@@ -467,7 +467,7 @@ def test_a_write_makes_a_tensor_unknown_to_the_memo():
     for value in (1.0, 2.0):
         x.fill_(value)
         _C.run_hook(hook, nn.Identity(), (), {}, x)
-    entries = map(owner._recorder.entries, owner._recorder.history())
+    entries = map(owner.recorder.entries, owner.recorder.history())
     assert [entry.stat.abs_max for (entry,) in entries] == [1, 2]
 
 

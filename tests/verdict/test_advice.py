@@ -10,7 +10,7 @@ from torch import nn
 
 import overflow_fast
 from overflow_fast import Explain, Explanation, OverflowGuard
-from overflow_fast.demo.model import DemoSettings, build, push_to_the_limit, read_batch
+from overflow_fast.demo import DemoSettings, build, push_to_the_limit, read_batch
 from overflow_fast.report.report import answers
 
 WIDTH = 8

@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ... import _C
-from ...capture.labels import label_text
 from ...capture.watch import ModelWatch
 from ...replay.capture import Capture
+from ...tree import label_text
 from ...verdict.verdict import where_of
 from ..options import NORM, Options
 
