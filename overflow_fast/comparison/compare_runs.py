@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..text import counted
 from .comparison import Comparison, RootDifference, has_other_shape, steps_text
 from .error_bounds import judge_all
 from .judged_rows import (
     EQUAL,
+    FLAGGED,
     INTRODUCED,
+    PROPAGATED,
     ROUNDING,
     TensorDifference,
     difference_of,
@@ -75,7 +78,8 @@ def step_remarks(
     ]
     dropout = own.get("dropout") or other.get("dropout")
     if dropout:
-        found.append(f"dropout is on in {len(dropout)} modules, such as {dropout[0]}")
+        on = counted(len(dropout), "module")
+        found.append(f"dropout is on in {on}, such as {dropout[0] or 'the model'}")
     found += _compiled_remarks(mine[0], its[0])
     found += _random_state_remarks(own, other)
     for side in (*mine, *its):
@@ -262,7 +266,7 @@ def _first_order(entry: StepTensor) -> tuple[int | None, int]:
 
 def _missing(entries: Sequence[StepTensor]) -> str:
     roles = collections.Counter(e.place.role.replace("_", " ") for e in entries)
-    counts = ", ".join(f"{count} {role}" for role, count in roles.most_common())
+    counts = ", ".join(counted(count, role) for role, count in roles.most_common())
     ranks = {entry.rank for entry in entries if entry.rank is not None}
     of_ranks = f" (ranks {_some(map(str, sorted(ranks)))})" if ranks else ""
     modules = list(dict.fromkeys(e.place.module or "the model" for e in entries))
@@ -289,7 +293,9 @@ def _text(value: Any) -> str:
 # The first layer that computes differently from equal inputs.
 
 
-_USED_ELSEWHERE = "Or code outside of it, such as the loss, uses the parameter itself."
+_USED_ELSEWHERE = (
+    "Or code outside of it, such as the loss or a hook, uses the parameter itself."
+)
 
 
 @dataclass
@@ -346,6 +352,9 @@ def _first_difference(
         others = [r for r in rows if r.place.phase == STATE and _begins(r)]
         total = sum(r.place.phase == STATE for r in rows)
         remark = f"{len(others)} of {total} parameters and buffers differ."
+        if None not in row.requires_grad and len({*row.requires_grad}) == 2:
+            run = _RUNS[bool(row.requires_grad[0])]
+            remark = f"It does not require gradients in {run}: frozen there. {remark}"
         return RootDifference(
             place.module, place.class_name, "weights", row, remark=remark
         )
@@ -491,7 +500,7 @@ def _in_backward(
         kind = next((r.place.class_name for r in rows if not r.place.module), "")
         return RootDifference("", kind, "backward", row, remark=remark)
     # Code between modules may use the tensor, too: a residual does.
-    others = [place.caller] if place.role == "output_gradient" else []
+    others = [place.caller] if place.module != place.caller else []
     others += [each.module for each in given if not each.is_leaf]
     kinds = {r.place.module: r.place.class_name for r in rows}
     others = [n for n in dict.fromkeys(others) if kinds.get(n) not in _WITHOUT_CODE]
@@ -602,10 +611,10 @@ def compare_runs(
     """Compares two folders; see `overflow_fast.compare`."""
     mine, its = _read(run), _read(reference)
     result = Comparison(mine.name, its.name, [], threshold=threshold)
-    remarks = list[Remark]()
+    remarks, known = list[Remark](), dict[tuple[int | None, str], float]()
     for step in sorted({*mine.steps} & {*its.steps}):
         own, other = mine.steps[step], its.steps[step]
-        rows, first = _compare_step(result, remarks, step, own, other, names)
+        rows, first = _compare_step(result, remarks, step, own, other, names, known)
         if first is not None and result.first is None:
             result.first = _after_steps(first, result.rows)
         result.rows += rows
@@ -674,6 +683,7 @@ def _compare_step(
     own: Sequence[RankStep],
     other: Sequence[RankStep],
     names: Mapping[str, str],
+    gradients: dict[tuple[int | None, str], float],
 ) -> tuple[list[TensorDifference], RootDifference | None]:
     entries, references = _entries(own, other)
     copies = []
@@ -683,6 +693,7 @@ def _compare_step(
     matched = match(entries, references, names)
     rows = [difference_of(pair, step) for pair in matched.pairs]
     judge_all(rows, matched.pairs, _has_tf32(own) or _has_tf32(other))
+    _explain_by_gradients(rows, gradients)
     result.num_alone += len(matched.only) + len(matched.only_reference)
     remarks += left_out_remarks(step, rows, matched)
     remarks += [*copies, *step_remarks(step, own, other)]
@@ -692,6 +703,34 @@ def _compare_step(
     known.differing = differing
     known.without_gradients = modules_without_gradients(entries, references)
     return rows, find_root_difference(rows, known)
+
+
+def _explain_by_gradients(
+    rows: Sequence[TensorDifference], known: dict[tuple[int | None, str], float]
+) -> None:
+    """Finds weights and buffers that differ no more than what they were made with.
+
+    Adam makes of a gradient that is nothing but rounding a step as long as any other.
+
+    Args:
+        rows: The judged rows of a step.
+        known: The largest relative difference, in the steps before, of each parameter's
+            gradient; for buffers, by the name "", of all that was propagated. Gets
+            those of this step.
+    """
+    for row in rows:
+        is_buffer = row.place.role == "buffer"
+        at = row.rank, "" if is_buffer else row.place.fqn
+        is_state = row.place.phase == STATE
+        if is_state and row.verdict == INTRODUCED and at in known:
+            row.propagated = known[at]
+            if row.measures is not None and row.relative <= FLAGGED * known[at]:
+                row.verdict = PROPAGATED
+        if row.place.role == "parameter_gradient":
+            known[at] = max(known.get(at, 0.0), row.relative)
+        if row.verdict == PROPAGATED:
+            at = row.rank, ""
+            known[at] = max(known.get(at, 0.0), row.relative)
 
 
 def _known(

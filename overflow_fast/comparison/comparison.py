@@ -23,6 +23,7 @@ from .judged_rows import (
     ROUNDING,
     TensorDifference,
     coarser,
+    epsilon,
 )
 
 # The first difference of a comparison, as a sentence.
@@ -176,8 +177,9 @@ def _amount(row: TensorDifference) -> str:
     times = row.times
     if row.factor is not None:
         return f"{text}: it is {row.factor:.6g} times the reference"
-    if times is not None and times < 1e6:
-        text += f", {times:.3g} times what {coarser(*row.dtypes)} rounding explains"
+    dtype = coarser(*row.dtypes)
+    if times is not None and times < 1e6 and epsilon(dtype):
+        text += f", {times:.3g} times what {dtype} rounding explains"
     return text
 
 

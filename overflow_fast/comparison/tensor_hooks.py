@@ -287,7 +287,7 @@ class TensorHooks:
         self._number = 0
         self.arguments: dict[str, dict[str, str]] = {}
         self._known: dict[Any, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._watched: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._watched: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     @property
     def _stack(self) -> list[_Running]:
@@ -456,10 +456,13 @@ class TensorHooks:
 
     def _watch_gradient(self, place: StepPath, tensor: torch.Tensor) -> None:
         known = self._watched.get(id(tensor))
-        is_known = known is not None and known() is tensor
-        if not tensor.requires_grad or is_known or isinstance(tensor, nn.Parameter):
+        if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
             return
-        self._watched[id(tensor)] = weakref.ref(tensor)
+        version = version_of(tensor)  # what is written in place has another gradient
+        is_known = known is not None and known[0]() is tensor
+        if is_known and known is not None and known[1] == version:
+            return
+        self._watched[id(tensor)] = weakref.ref(tensor), version
         hook = functools.partial(self._on_gradient, place)
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 

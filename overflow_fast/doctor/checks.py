@@ -269,7 +269,6 @@ def compared_pairs(operation: str, world: int) -> set[Pair]:
 # Bytes: from a message in one packet to one that is cut up, pipelined and aligned.
 SIZES = (8, 64, 512, 2**12, 2**15, 2**18, 2**21, 2**24, 2**26)
 _OF_LIMIT = 0.2  # of a stage's time
-_GROWTH = 8  # times as long as the size before
 _ALONE = "all-reduce alone"
 _UNTIMED = "sizes without time"  # from which on there was none
 _MOST_ALONE = 16  # ranks that get a group of their own
@@ -283,13 +282,14 @@ def _sized(number: int, rank: int) -> torch.Tensor:
 
 def _run_sizes(site: Site) -> Iterator[Wrong]:
     """All-reduces and broadcasts of all sizes, as far as the time goes."""
-    world, begin, last = len(site.members), time.monotonic(), 0.0
+    world, begin, last, before = len(site.members), time.monotonic(), 0.0, 0
     go_on = torch.ones(1, device=site.device)
     for num_bytes in SIZES:
         # One rank decides for all: the others' clocks are not its own.
         spent = time.monotonic() - begin
-        is_late = spent + _GROWTH * (spent - last) > _OF_LIMIT * site.settings.limit
-        last = spent
+        growth = num_bytes / before if before else 0.0
+        is_late = spent + growth * (spent - last) > _OF_LIMIT * site.settings.limit
+        last, before = spent, num_bytes
         dist.broadcast(go_on.fill_(not is_late), 0)
         if not bool(go_on):
             yield _UNTIMED, str(num_bytes), 0, ""

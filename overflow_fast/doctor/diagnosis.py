@@ -13,10 +13,10 @@ from typing import Any
 
 from ..files.json_text import SCHEMA, to_plain
 from ..page.render import GENERATOR, html_templates, page_style, save_page
-from ..text import as_lines
+from ..text import as_lines, counted
 from .links import Measured, passes_of
 from .roll_call import RankFacts
-from .stage import STATES, Finding, Pair, StageResult
+from .stage import STATES, UNJUDGED, Finding, Pair, StageResult
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,20 @@ class Diagnosis:
         """The exit status: 0 fine, 1 a warning, 2 broken."""
         return max((each.severity for each in self.findings), default=0)
 
+    @property
+    def result(self) -> str:
+        """The result in words, with the stages that were not judged in full."""
+        unjudged = [each.name for each in self.stages if each.state == UNJUDGED]
+        if not unjudged:
+            return STATES[self.status]
+        word = STATES[self.status] if self.status else "no fault found"
+        return f"{word}; {UNJUDGED}: {', '.join(unjudged)}"
+
+    @property
+    def title(self) -> str:
+        """The ranks, and the result."""
+        return f"{counted(self.world, 'rank')}: {self.result}"
+
     def links(self, name: str) -> dict[Pair, float]:
         """Returns the seconds of the links: the shorter ones of both passes.
 
@@ -55,17 +69,15 @@ class Diagnosis:
         """Writes the table."""
         hosts = {each.host for each in self.facts.values()}
         backends = {each.backend for each in self.facts.values()}
-        where = f" on {_count(len(hosts), 'host')}" if hosts else ""
+        where = f" on {counted(len(hosts), 'host')}" if hosts else ""
         by = f", {' and '.join(sorted(backends))}" if backends else ""
-        lines = [f"{_count(self.world, 'rank')}{where}{by}", "", *self._table()]
+        lines = [f"{counted(self.world, 'rank')}{where}{by}", "", *self._table()]
         lines += self._measured()
         for each in self.findings:
             word = STATES[each.severity] if each.severity else "note"
             sentence = f"{word}: {each.stage}: {each.text}"
             lines += ["", as_lines([sentence])]
-        unjudged = [each.name for each in self.stages if each.state == "not judged"]
-        but = f"; not judged: {', '.join(unjudged)}" if unjudged else ""
-        return "\n".join([*lines, "", f"Result: {STATES[self.status]}{but}."])
+        return "\n".join([*lines, "", f"Result: {self.result}."])
 
     def _table(self) -> list[str]:
         rows = [["stage", "ranks", "seconds", "result"]]
@@ -94,8 +106,8 @@ class Diagnosis:
         micros = statistics.median(latency.values()) * 1e6
         return [
             "",
-            f"{_count(len(latency), 'link')}: there and back {micros:.0f} us (median), "
-            f"{max(latency.values()) * 1e6:.0f} us (slowest); "
+            f"{counted(len(latency), 'link')}: there and back {micros:.0f} us "
+            f"(median), {max(latency.values()) * 1e6:.0f} us (slowest); "
             f"{rate:.2f} GB/s (median), {slowest:.2f} GB/s (slowest).",
         ]
 
@@ -131,10 +143,6 @@ class Diagnosis:
             }
         )
         return plain
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 # The page of an examination, with a heatmap of the links.

@@ -40,6 +40,7 @@ from .roll_call import (
 from .stage import (
     BROKEN,
     STATES,
+    UNJUDGED,
     ExaminationSettings,
     Finding,
     Site,
@@ -515,8 +516,8 @@ class Examination:
             findings += stage.judge(data, self._settings)
         self._data[stage.name] = data
         state = STATES[max((each.severity for each in findings), default=0)]
-        if findings and state == STATES[0] and stage is LINKS:
-            state = "not judged"
+        if findings and state == STATES[0]:
+            state = UNJUDGED
         seconds = max((each.seconds for each in outcomes.values()), default=0.0)
         result = StageResult(stage.name, state, seconds, len(members))
         must_restart, has_group = bool(lost), len(lost) < len(members)

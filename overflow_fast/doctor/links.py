@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import os
 import random
@@ -9,11 +10,12 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ..text import counted
 from .stage import (
     NOTE,
     WARNING,
@@ -251,7 +253,9 @@ NAME = "links"
 _PASSES = 2
 _SMALL = 8  # bytes of a message for the latency
 _LARGE = {"cpu": 2**20, "cuda": 2**26}  # and for the bandwidth
-_SIDE = {"cpu": 384, "cuda": 8192}  # of a matrix
+# Of a matrix; on CPUs a product is over before the scheduler gives the core away.
+_SIDE = {"cpu": 192, "cuda": 8192}
+_PRODUCTS = {"cpu": 4, "cuda": 1}  # times as many as messages
 _FLOOR = 20e-6  # seconds that the host's clock and scheduler may add
 
 
@@ -262,10 +266,10 @@ class Measured:
     Attributes:
         host: The name of its host.
         device: "cpu" or "cuda", with the kind of it.
-        latency: Seconds of a small message there and back, by the other rank, for each
-            pass.
-        transfer: The same of a large message.
-        product: Seconds of a product of matrices, for each pass.
+        latency: Seconds of each small message there and back, by the other rank, for
+            each pass.
+        transfer: The same of large messages.
+        product: Seconds of each product of matrices, for each pass.
         num_bytes: The size of a large message.
         cores: How many cores the process may use.
     """
@@ -274,9 +278,9 @@ class Measured:
     device: str
     num_bytes: int
     cores: int
-    latency: list[dict[int, float]] = field(default_factory=list)
-    transfer: list[dict[int, float]] = field(default_factory=list)
-    product: list[float] = field(default_factory=list)
+    latency: list[dict[int, list[float]]] = field(default_factory=list)
+    transfer: list[dict[int, list[float]]] = field(default_factory=list)
+    product: list[list[float]] = field(default_factory=list)
 
 
 def _run(site: Site) -> Measured:
@@ -286,7 +290,7 @@ def _run(site: Site) -> Measured:
     for number in range(1, _PASSES + 1):
         site.note(f"the product of matrices (pass {number})")
         found.product.append(_time_product(site))
-        latency, transfer = dict[int, float](), dict[int, float]()
+        latency, transfer = dict[int, list[float]](), dict[int, list[float]]()
         for pairs in rounds:
             other = _other(site.rank, pairs)
             if other is not None:
@@ -307,12 +311,14 @@ def _other(rank: int, pairs: Sequence[Pair]) -> int | None:
     return next((b if a == rank else a for a, b in pairs if rank in (a, b)), None)
 
 
-def _measured_by(rank: int, seconds: Mapping[int, float]) -> dict[int, float]:
+def _measured_by(
+    rank: int, seconds: Mapping[int, list[float]]
+) -> dict[int, list[float]]:
     return {other: each for other, each in seconds.items() if rank < other}
 
 
-def _time_messages(site: Site, other: int, num_bytes: int) -> float:
-    """Times a message there and back; the first one, uncounted, waits for the other."""
+def _time_messages(site: Site, other: int, num_bytes: int) -> list[float]:
+    """Times messages there and back; the first one, uncounted, waits for the other."""
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=site.device)
     to, leads = list(site.members).index(other), site.rank < other
 
@@ -320,27 +326,28 @@ def _time_messages(site: Site, other: int, num_bytes: int) -> float:
         for sends in (leads, not leads):
             dist.send(message, to) if sends else dist.recv(message, to)
 
-    return _fastest(there_and_back, site)
+    return _times(there_and_back, site, site.settings.repeats)
 
 
-def _time_product(site: Site) -> float:
+def _time_product(site: Site) -> list[float]:
     side = _SIDE[site.device.type]
     dtype = torch.float32 if site.device.type == "cpu" else torch.bfloat16
     matrix = torch.ones(side, side, dtype=dtype, device=site.device)
     result = torch.empty_like(matrix)
-    return _fastest(lambda: torch.mm(matrix, matrix, out=result), site)
+    repeats = _PRODUCTS[site.device.type] * site.settings.repeats
+    return _times(lambda: torch.mm(matrix, matrix, out=result), site, repeats)
 
 
-def _fastest(function: Callable[[], object], site: Site) -> float:
-    """The shortest of several times: what else runs only makes some of them longer."""
+def _times(function: Callable[[], object], site: Site, repeats: int) -> list[float]:
+    """The seconds of each repetition but a first one, which warms up."""
     seconds = []
-    for _ in range(site.settings.repeats + 1):
+    for _ in range(repeats + 1):
         begin = time.perf_counter()
         function()
         if site.device.type == "cuda":
             torch.cuda.synchronize(site.device)
         seconds.append(time.perf_counter() - begin)
-    return min(seconds[1:])
+    return seconds[1:]
 
 
 # What is out of line.
@@ -350,34 +357,40 @@ def _judge(
     data: Mapping[int, Measured], settings: ExaminationSettings
 ) -> list[Finding]:
     crowded = _crowded(data)
+    found = _stragglers(data, settings, bool(crowded))
     if crowded:
-        return [Finding(NAME, NOTE, (), crowded)]
+        return [*found, Finding(NAME, NOTE, (), crowded)]
     return [
         *_slow_links(data, settings, "latency", "A message there and back"),
         *_slow_links(data, settings, "transfer", "A transfer there and back"),
-        *_stragglers(data, settings),
+        *found,
+        *_single_links(data),
     ]
 
 
 def _crowded(data: Mapping[int, Measured]) -> str:
-    """Returns why times mean nothing where processes wait for each other's cores."""
+    """Returns why times mean little where processes wait for each other's cores."""
     if any(each.device != "cpu" for each in data.values()):
         return ""
     for host, count in collections.Counter(each.host for each in data.values()).items():
         cores = min(each.cores for each in data.values() if each.host == host)
         if count > cores:
             return (
-                f"The times were not judged: {count} ranks share {cores} cores of "
-                f"{host}."
+                f"Times of links were not judged, and of products only those that take "
+                f"several times as long as the others': {counted(count, 'rank')} share "
+                f"{counted(cores, 'core')} of {host}."
             )
     return ""
 
 
 def passes_of(data: Mapping[int, Measured], name: str) -> list[dict[Pair, float]]:
-    """The seconds of all pairs, for each pass."""
+    """The seconds of all pairs, for each pass: those of the fastest message.
+
+    What else runs only makes some of them longer.
+    """
     return [
         {
-            (rank, other): seconds
+            (rank, other): min(seconds)
             for rank, each in data.items()
             for other, seconds in getattr(each, name)[number].items()
         }
@@ -413,45 +426,85 @@ def _slow_links(
     return found
 
 
-def _stragglers(
-    data: Mapping[int, Any], settings: ExaminationSettings
-) -> list[Finding]:
-    passes = [
-        {rank: each.product[number] for rank, each in data.items()}
-        for number in range(_PASSES)
-    ]
-    on_gpus = all(each.device == "cuda" for each in data.values())
-    factor = settings.straggling if on_gpus else settings.slow
-    slow = beyond(passes, lambda rank: data[rank].device, factor)
+def _single_links(data: Mapping[int, Measured]) -> list[Finding]:
+    """Notes the links of which there are too few for a median to say something."""
     hosts = {rank: each.host for rank, each in data.items()}
-    kinds = {each.device for each in data.values()}
-    if len(data) == 2 and len(kinds) == 1:
-        return _slower_of_two(passes, factor, hosts)
+    pairs = list(passes_of(data, "latency")[0])
+    kinds = collections.Counter(hosts[a] == hosts[b] for a, b in pairs)
     return [
         Finding(
-            *(NAME, WARNING, (rank,)),
-            f"{capital(named([rank], hosts))} straggles: the same product of "
-            f"matrices takes {times:.2f} times the median, in both passes.",
+            *(NAME, NOTE, ()),
+            f"{capital(counted(count, 'link'))} {'within' if is_within else 'between'} "
+            f"hosts {'was' if count == 1 else 'were'} not judged: at least {_FEWEST} "
+            "are compared with each other.",
         )
-        for rank, times in slow.items()
+        for is_within, count in kinds.items()
+        if count < _FEWEST
     ]
 
 
-def _slower_of_two(
-    passes: Sequence[Mapping[int, float]], factor: float, hosts: Mapping[int, str]
+def _stragglers(
+    data: Mapping[int, Measured], settings: ExaminationSettings, is_crowded: bool
 ) -> list[Finding]:
-    """Compares two ranks by all passes of both: there is no median to be beyond."""
-    first, second = passes[0]
-    for fast, slow in ((first, second), (second, first)):
-        most = max(each[fast] for each in passes)
-        times = min(each[slow] for each in passes) / most if most else 1.0
-        if times > factor:
+    """Compares each rank's products with those of the others of its kind.
+
+    A rank is slow if in each pass even its fastest product takes too long beside what
+    is usual for the others. If only most of its own do, its times spread too much to
+    say.
+    """
+    on_gpus = all(each.device == "cuda" for each in data.values())
+    factor = settings.straggling if on_gpus else settings.slow
+    hosts = {rank: each.host for rank, each in data.items()}
+    kinds = collections.defaultdict[str, list[int]](list)
+    for rank, each in data.items():
+        kinds[each.device].append(rank)
+    found = list[Finding]()
+    alone = [rank for ranks in kinds.values() for rank in ranks if len(ranks) == 1]
+    ratios = {r: e for ranks in kinds.values() for r, e in _ratios(data, ranks).items()}
+    for rank, of_passes in ratios.items():
+        who, has_one = named([rank], hosts), len(kinds[data[rank].device]) == 2
+        least = min(fastest for fastest, _ in of_passes)
+        if least > factor:
+            whose = "the other rank" if has_one else "the others"
             text = (
-                f"The same product of matrices takes {named([slow], hosts)} "
-                f"{times:.2f} times as long as {named([fast], hosts)}, in both passes."
+                f"{capital(who)} straggles: even its fastest product of matrices takes "
+                f"{least:.2f} times what is usual for {whose}, in both passes."
             )
-            return [Finding(NAME, WARNING, (slow,), text)]
-    return []
+            found.append(Finding(NAME, WARNING, (rank,), text))
+        elif not is_crowded and min(typical for _, typical in of_passes) > factor:
+            text = (
+                f"The speed of {who} was not judged: most of its products of matrices "
+                "take much longer than the others', and its fastest does not."
+            )
+            found.append(Finding(NAME, NOTE, (rank,), text))
+    if alone:
+        text = (
+            f"The speed of {named(alone, hosts)} was not judged: no other rank has a "
+            "device of its kind."
+        )
+        found.append(Finding(NAME, NOTE, (), text))
+    return found
+
+
+def _ratios(
+    data: Mapping[int, Measured], ranks: Sequence[int]
+) -> dict[int, list[tuple[float, float]]]:
+    """Each rank's fastest and median product over what is usual, for each pass.
+
+    Usual is the median of the other ranks' medians.
+    """
+    found: dict[int, list[tuple[float, float]]] = {r: [] for r in ranks if ranks[1:]}
+    for number in range(_PASSES):
+        medians = {r: statistics.median(data[r].product[number]) for r in ranks}
+        in_order = sorted(medians.values())
+        for rank, ratios in found.items():
+            at = bisect.bisect_left(in_order, medians[rank])
+            half, is_even = divmod(len(in_order) - 1, 2)
+            middle = range(half - 1 + is_even, half + 1)
+            usual = statistics.mean(in_order[k + (k >= at)] for k in middle)
+            fastest = min(data[rank].product[number])
+            ratios.append((fastest / usual, medians[rank] / usual))
+    return found
 
 
 LINKS = Stage(NAME, _run, _judge)

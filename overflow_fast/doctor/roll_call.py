@@ -312,7 +312,7 @@ def _wrong_device(facts: RankFacts, number: int | None) -> str:
     if not facts.num_gpus or number is None or number < facts.num_gpus:
         return ""
     return (
-        f"LOCAL_RANK is {number}, and it sees {facts.num_gpus} GPUs "
+        f"LOCAL_RANK is {number}, and it sees {counted(facts.num_gpus, 'GPU')} "
         "(CUDA_VISIBLE_DEVICES)"
     )
 

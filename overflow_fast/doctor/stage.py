@@ -10,6 +10,7 @@ import torch
 
 NOTE, WARNING, BROKEN = 0, 1, 2  # severities are exit statuses
 STATES = {NOTE: "fine", WARNING: "warning", BROKEN: "broken"}
+UNJUDGED = "not all judged"  # of a stage with notes alone
 
 Pair = tuple[int, int]
 
@@ -139,7 +140,7 @@ class StageResult:
 
     Attributes:
         name: Its name.
-        state: "fine", "warning", "broken", "not judged" or "left out".
+        state: "fine", "warning", "broken", "not all judged" or "left out".
         seconds: The time that it took.
         ranks: The number of ranks that took part.
     """

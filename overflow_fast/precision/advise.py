@@ -48,6 +48,8 @@ class Makers:
         self._usual = usual
         self._order: dict[str, None] = {}
         self._running: list[str] = []
+        self._made_by: dict[Any, str] = {}  # by autograd's node of what it returned
+        self._sources: dict[tuple[str, str], dict[str, None]] = {}
         self._handles: list[RemovableHandle] = []
         self.bad: set[tuple[str, str]] = set()
 
@@ -63,6 +65,7 @@ class Makers:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._made_by.clear()
 
     def names(self) -> list[str]:
         """The innermost modules that made values, or gradients, which are not finite.
@@ -84,6 +87,26 @@ class Makers:
                 return innermost
         return []
 
+    def producers(self, kept: Sequence[str]) -> list[str]:
+        """The modules whose float16 results kept ones were given, and overflowed.
+
+        In forward the code between them made inf of what such a module had returned;
+        in backward the gradient of a kept module's input left the range of float16.
+
+        Args:
+            kept: The modules that run in float32.
+        """
+        if self._running:
+            return []
+        bad = self.bad - self._usual
+        if self.is_backward:
+            blamed = [(n, "before") for n in self.names() if _is_kept(n, kept)]
+        else:
+            given = ((n, "given") for n in self._order if _is_kept(n, kept))
+            blamed = [each for each in given if each in bad]
+        found = {p: None for each in blamed for p in self._sources.get(each, ())}
+        return [p for p in found if (p, "made") not in bad and not _is_kept(p, kept)]
+
     @property
     def is_backward(self) -> bool:
         """True if gradients alone were not finite."""
@@ -92,8 +115,11 @@ class Makers:
 
     def _begin_of(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
-            if graph_task_id() < 0:
-                self._running.append(name)
+            if graph_task_id() >= 0:
+                return
+            if not self._running:
+                self._made_by.clear()
+            self._running.append(name)
 
         return hook
 
@@ -104,26 +130,66 @@ class Makers:
             self._running.pop()  # of the module in which an error arises, it stays
             self._order[name] = None
             given, made = floats_in((args, kwargs)), floats_in(output)
-            self._look(name, "given", given)
-            self._look(name, "made", made)
-            for kind, tensors in (("before", given), ("after", made)):
-                for each in tensors:
+            sources = [self._producers_of(each) for each in given]
+            self._look(name, "given", given, sources)
+            self._look(name, "made", made, [()] * len(made))
+            for each in made:
+                self._made_by.setdefault(each.grad_fn, name)
+            for kind, tensors, whose in (
+                ("before", given, sources),
+                ("after", made, [()] * len(made)),
+            ):
+                for each, of_it in zip(tensors, whose, strict=True):
                     if each.requires_grad:
-                        each.register_hook(self._gradient_hook(name, kind))  # type: ignore[no-untyped-call]
+                        each.register_hook(self._gradient_hook(name, kind, of_it))  # type: ignore[no-untyped-call]
 
         return hook
 
-    def _gradient_hook(self, name: str, kind: str) -> Any:
-        return lambda gradient: self._look(name, kind, [gradient])
+    def _producers_of(self, tensor: torch.Tensor) -> Sequence[str]:
+        """The modules that a float16 tensor was computed from, by autograd's graph."""
+        if tensor.dtype != torch.float16:
+            return ()
+        to_do, seen, found = [tensor.grad_fn], set[Any](), dict[str, None]()
+        while to_do:
+            node = to_do.pop()
+            if node is None or node in seen:
+                continue
+            if len(seen) == _MOST_NODES:
+                return ()
+            seen.add(node)
+            if node in self._made_by:
+                found[self._made_by[node]] = None
+            else:
+                to_do += [each for each, _ in node.next_functions]
+        return tuple(found)
 
-    def _look(self, name: str, kind: str, tensors: list[torch.Tensor]) -> None:
+    def _gradient_hook(self, name: str, kind: str, sources: Sequence[str]) -> Any:
+        return lambda gradient: self._look(name, kind, [gradient], [sources])
+
+    def _look(
+        self,
+        name: str,
+        kind: str,
+        tensors: Sequence[torch.Tensor],
+        sources: Sequence[Sequence[str]],
+    ) -> None:
         stats = scan([each.detach() for each in tensors])
-        if any(stat.has_nan or stat.has_inf for stat in stats):
-            self.bad.add((name, kind))
+        for stat, of_it in zip(stats, sources, strict=True):
+            if stat.has_nan or stat.has_inf:
+                self.bad.add((name, kind))
+                known = self._sources.setdefault((name, kind), {})
+                known.update(dict.fromkeys(of_it))
+
+
+_MOST_NODES = 1000  # of code between two modules that are followed
 
 
 def _is_within(inner: str, outer: str) -> bool:
     return inner != outer and (not outer or inner.startswith(f"{outer}."))
+
+
+def _is_kept(name: str, kept: Iterable[str]) -> bool:
+    return any(name == each or _is_within(name, each) for each in kept)
 
 
 # Checks of a list: the whole model under autocast, against float32.
@@ -157,6 +223,10 @@ class Verifier:
         watch = Makers(steps.model)
         self.reference = steps.run(watch)
         self._usual = frozenset(watch.bad)
+        self._has_inner = {
+            name: any(True for _ in module.children())
+            for name, module in named_modules(steps.model)
+        }
 
     def check(self, dtype: str, loss_scale: float) -> PrecisionCheck:
         """Runs a dtype with the list that the rows give for it.
@@ -174,15 +244,31 @@ class Verifier:
             check = replace(check, widened=widened, runs=runs)
             if check.passed or runs > self._max_rounds:
                 break
-            if watch.is_backward and loss_scale > 1:
+            more = [] if check.finite else self._makers(watch, kept)
+            if not more and watch.is_backward and loss_scale > 1:
                 loss_scale = max(1.0, loss_scale / _SMALLER)
                 continue
-            more = [] if check.finite else watch.names()
-            more = [n for n in more if n not in kept] or self._worst(dtype, kept)
+            more = more or ([] if check.finite else watch.names())
+            more = [n for n in more if not _is_kept(n, kept)]
+            more = more or self._worst(dtype, kept)
             if not more:
                 break
             kept, widened = [*kept, *more], [*widened, *more]
         return check
+
+    def _makers(self, watch: Makers, kept: list[str]) -> list[str]:
+        """The modules that keep values, or gradients, in range if they are in float32.
+
+        Of gradients a smaller loss scale may do it, too: only modules without others
+        within them are kept before that.
+        """
+        found = watch.producers(kept)
+        if found and not watch.is_backward:
+            return found
+        makers = [n for n in watch.names() if not _is_kept(n, kept)]
+        if watch.is_backward:
+            makers = [n for n in makers if not self._has_inner[n]]
+        return list(dict.fromkeys([*makers, *found]))
 
     def _run(
         self, watch: Makers, dtype: str, kept: list[str], scale: float
@@ -236,7 +322,7 @@ class Verifier:
 
     def _worst(self, dtype: str, kept: Sequence[str]) -> list[str]:
         """The layers with the largest errors of those that are not kept yet."""
-        rest = [row for row in self._rows if row.name not in kept]
+        rest = [row for row in self._rows if not _is_kept(row.name, kept)]
         rest.sort(key=lambda row: -row.ratios.get(dtype, 0.0))
         return [row.name for row in rest[: max(1, len(rest) // _STEP)]]
 
@@ -267,9 +353,11 @@ def advise_precision(
 
     Then it runs the whole model under autocast to float16 and bfloat16, with
     `keep_in_fp32` on the layers that must stay. A list that fails is widened: by the
-    modules that made non-finite values, or by the layers with the largest errors.
-    Where only gradients overflow, the loss scale is lowered first. Code between
-    modules, such as attention scores and residual sums, is covered by these runs only.
+    modules that made non-finite values or gradients, or by the layers with the largest
+    errors; by the modules that made a kept one's float16 input, where that or its
+    gradient overflows. Then, where gradients overflow, the loss scale is lowered. Code
+    between modules, such as attention scores and residual sums, is covered by these
+    runs only.
 
     All runs use copies of weights, buffers and batches: the model, its gradients, and
     the random states are afterwards what they were, bit for bit. It needs memory for
@@ -408,14 +496,8 @@ def _advice(
 def _may_run(rows: Sequence[LayerAdvice], check: PrecisionCheck) -> list[str]:
     """The layers that a check has run in its dtype; none if it has not passed."""
     return [
-        row.name
-        for row in rows
-        if check.passed and not any(_is_in(row.name, name) for name in check.kept)
+        row.name for row in rows if check.passed and not _is_kept(row.name, check.kept)
     ]
-
-
-def _is_in(name: str, outer: str) -> bool:
-    return not outer or name == outer or name.startswith(f"{outer}.")
 
 
 def _code(kept: Sequence[str], names: Sequence[str], cast: bool) -> str:

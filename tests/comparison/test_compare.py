@@ -135,7 +135,7 @@ def test_dropout_and_random_states_are_said(compared, tmp_path):
     torch.manual_seed(1)
     diff = compared(model, model)
     said = "\n".join(diff.said)
-    assert "dropout is on in 1 modules, such as drop" in said
+    assert "dropout is on in 1 module, such as drop" in said
     assert "random numbers were drawn, from unequal states (cpu" in said
     assert diff.first.module == "drop" and "random states" in diff.first.remark
 

@@ -2,11 +2,12 @@
 
 import dataclasses
 import random
+import statistics
 
 import pytest
 import torch
 
-from overflow_fast.doctor import checks, roll_call
+from overflow_fast.doctor import checks, links, roll_call
 from overflow_fast.doctor.checks import (
     AGREEMENT,
     ARITHMETIC,
@@ -25,7 +26,6 @@ from overflow_fast.doctor.examination import innermost_calls, lost_ranks
 from overflow_fast.doctor.links import (
     LINKS,
     Measured,
-    _slower_of_two,
     culprits,
     late_ranks,
     odd_ones,
@@ -34,6 +34,7 @@ from overflow_fast.doctor.links import (
 from overflow_fast.doctor.roll_call import ROLL_CALL, RankFacts
 from overflow_fast.doctor.stage import (
     BROKEN,
+    UNJUDGED,
     WARNING,
     ExaminationSettings,
     Finding,
@@ -48,15 +49,20 @@ ROUNDS = rounds_of(range(WORLD), HOSTS, SETTINGS.samples)
 MICRO = 1e-6
 
 
-# A cluster in numbers: times with noise, of which each measurement takes the least.
+# A cluster in numbers: times with noise.
 
 
-def fastest(chance, base):
-    """The shortest of some times: some per cent of noise, and outliers in one of 20."""
-    return base * min(
-        1 + chance.expovariate(20) + (chance.random() < 0.05) * chance.uniform(1, 20)
+def times(chance, base):
+    """The times of a measurement: some per cent of noise, outliers in one of 20."""
+    return [
+        base
+        * (
+            1
+            + chance.expovariate(20)
+            + (chance.random() < 0.05) * chance.uniform(1, 20)
+        )
         for _ in range(SETTINGS.repeats)
-    )
+    ]
 
 
 def measured_of(chance, slow=lambda a, b: 1.0, straggling=lambda rank: 1.0):
@@ -68,10 +74,7 @@ def measured_of(chance, slow=lambda a, b: 1.0, straggling=lambda rank: 1.0):
             8,
             latency=[{}, {}],
             transfer=[{}, {}],
-            product=[
-                fastest(chance, 0.01) * straggling(rank),
-                fastest(chance, 0.01) * straggling(rank),
-            ],
+            product=[times(chance, 0.01 * straggling(rank)) for _ in range(2)],
         )
         for rank in range(WORLD)
     }
@@ -79,8 +82,8 @@ def measured_of(chance, slow=lambda a, b: 1.0, straggling=lambda rank: 1.0):
         for a, b in (pair for each in ROUNDS for pair in each):
             base = 12 * MICRO if HOSTS[a] == HOSTS[b] else 35 * MICRO
             factor = slow(a, b)
-            found[a].latency[number][b] = fastest(chance, base) * factor
-            found[a].transfer[number][b] = fastest(chance, 200 * base) * factor
+            found[a].latency[number][b] = times(chance, base * factor)
+            found[a].transfer[number][b] = times(chance, 200 * base * factor)
     return found
 
 
@@ -140,7 +143,7 @@ def test_a_rank_with_slow_links_is_named_once_and_not_by_its_links():
 
 def test_a_link_that_is_slow_once_is_not_named():
     data = measured_of(random.Random(0))
-    data[1].latency[0][2] = 1.0
+    data[1].latency[0][2] = [1.0]
     assert LINKS.judge(data, SETTINGS) == []
 
 
@@ -152,16 +155,75 @@ def test_a_straggling_rank_is_named():
     assert found.text.startswith("Rank 11 (Node-1) straggles")
 
 
-def test_times_of_ranks_that_share_cores_are_not_judged():
-    data = measured_of(random.Random(0), straggling=lambda r: 9.0 if r == 1 else 1.0)
+def with_cores(cores, factor):
+    data = measured_of(random.Random(0), straggling=lambda r: factor if r == 1 else 1.0)
     for each in data.values():
-        each.device, each.cores = "cpu", 2
-    (found,) = LINKS.judge(data, SETTINGS)
+        each.device, each.cores = "cpu", cores
+    return data
+
+
+def test_times_of_links_of_ranks_that_share_cores_are_not_judged():
+    (found,) = LINKS.judge(with_cores(2, 1.5), SETTINGS)
     assert found.severity == 0 and "8 ranks share 2 cores of Node-0" in found.text
-    for each in data.values():
-        each.cores = 8
-    (found,) = LINKS.judge(data, SETTINGS)
+    slow, note = LINKS.judge(with_cores(2, 9.0), SETTINGS)
+    assert slow.ranks == (1,) and slow.severity == WARNING and note == found
+    (found,) = LINKS.judge(with_cores(8, 9.0), SETTINGS)
     assert found.ranks == (1,)
+
+
+def of_products(**products):
+    """The measurements of ranks on a host, by their products in both passes."""
+    return {
+        rank: Measured("a", "cpu", 8, 8, [{}, {}], [{}, {}], [list(p), list(q)])
+        for rank, (p, q) in enumerate(products.values())
+    }
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("spread", [1.0, 8.0])
+def test_the_slower_of_two_ranks_is_named(slow, spread):
+    """By its fastest beside what is usual for the other, whose outliers say nothing."""
+    fast = [1.0, 1.0, 1.1, 1.2, spread]
+    own = [3.0 * each for each in fast]
+    both = {"a": (fast, fast), "b": (own, own)}
+    data = of_products(**(both if slow else {"a": both["b"], "b": both["a"]}))
+    (found,) = LINKS.judge(data, SETTINGS)
+    assert found.ranks == (slow,) and found.severity == WARNING
+    usual = {1.0: "3.00", 8.0: "2.73"}[spread]
+    assert f"takes {usual} times what is usual for the other rank, in" in found.text
+
+
+def test_a_rank_whose_times_spread_too_much_is_not_said_to_be_fine():
+    fast, spread = [1.0] * 5, [1.0, 3.0, 5.0, 5.0, 9.0]
+    (found,) = LINKS.judge(
+        of_products(a=(fast, fast), b=(spread, spread), c=(fast, fast)), SETTINGS
+    )
+    assert (found.severity, found.ranks) == (0, (1,)) and "not judged" in found.text
+    # In one pass alone it is fine.
+    assert not LINKS.judge(
+        of_products(a=(fast, fast), b=(spread, fast), c=(fast, fast)), SETTINGS
+    )
+
+
+@pytest.mark.parametrize("number", [2, 3, 4, 5, 6, 9])
+def test_usual_is_the_median_of_the_other_ranks(number):
+    chance = random.Random(number)
+    own = [[chance.choice([1.0, 2.0, 3.0, 4.0])] for _ in range(number)]
+    data = of_products(**{f"r{i}": (each, each) for i, each in enumerate(own)})
+    for rank, passes in links._ratios(data, range(number)).items():
+        others = [own[r][0] for r in range(number) if r != rank]
+        assert passes == [(own[rank][0] / statistics.median(others),) * 2] * 2
+
+
+def test_what_has_nothing_to_be_compared_with_is_not_judged():
+    fast = [1.0] * 5
+    (found,) = LINKS.judge(of_products(a=(fast, fast)), SETTINGS)
+    assert found.severity == 0 and found.text.startswith("The speed of rank 0 (a) was ")
+    data = of_products(a=(fast, fast), b=(fast, fast))
+    for number in range(2):
+        data[0].latency[number][1] = data[0].transfer[number][1] = fast
+    (found,) = LINKS.judge(data, SETTINGS)
+    assert found.severity == 0 and found.text.startswith("1 link within hosts was not ")
 
 
 # The roll call.
@@ -431,6 +493,20 @@ def test_the_diagnosis_is_a_table_and_a_status():
     assert Diagnosis(1).status == 0
 
 
+def test_one_rank_is_one_rank_and_what_was_not_judged_is_not_fine(tmp_path):
+    stages = [StageResult("roll call", "fine", 0.5, 1), StageResult("links", UNJUDGED)]
+    facts = {0: facts_of(random.Random(0))[0]}
+    note = Finding("links", 0, (), "The speed of rank 0 was not judged.")
+    alone = Diagnosis(1, [note], stages, facts)
+    text = str(alone)
+    assert text.startswith("1 rank on 1 host, nccl\n")
+    assert text.endswith("Result: no fault found; not all judged: links.")
+    pytest.importorskip("jinja2")
+    page = save_diagnosis(tmp_path / "one.html", alone).read_text()
+    assert "<h1>1 rank: no fault found; not all judged: links</h1>" in page
+    assert "1 ranks" not in text + page and "1 hosts" not in text + page
+
+
 def test_the_diagnosis_is_plain_data():
     plain = diagnosis().to_dict()
     assert (plain["kind"], plain["status"], plain["world_size"]) == ("diagnosis", 2, 16)
@@ -438,6 +514,10 @@ def test_the_diagnosis_is_plain_data():
     assert plain["ranks"]["0"]["host"] == "Node-0"
     link = next(each for each in plain["links"] if each["ranks"] == [1, 2])
     assert link["latency"] > 50 * MICRO
+    times = plain["times"]["1"]
+    assert len(times["product"]) == len(times["latency"]) == 2
+    assert len(times["product"][0]) == len(times["latency"][1]["2"]) == SETTINGS.repeats
+    assert link["latency"] == min(*times["latency"][0]["2"], *times["latency"][1]["2"])
 
 
 def test_the_page_shows_the_links(tmp_path):
@@ -536,12 +616,3 @@ def test_variables_that_differ_are_named_and_one_rank_is_one_rank():
 
 def fact(**options):
     return RankFacts("a", 1, None, {"torch": "2"}, "gloo", waited=0.0, **options)
-
-
-@pytest.mark.parametrize("slow", [0, 1])
-def test_the_slower_of_two_ranks_is_named_beside_the_other(slow):
-    passes = [{slow: 3.0, 1 - slow: 1.0}, {slow: 4.0, 1 - slow: 1.2}]
-    (found,) = _slower_of_two(passes, 2.0, {})
-    assert found.ranks == (slow,)
-    assert f"rank {slow} 2.50 times as long as rank {1 - slow}" in found.text
-    assert not _slower_of_two([passes[0], {0: 1.0, 1: 1.0}], 2.0, {})

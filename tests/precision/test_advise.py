@@ -174,7 +174,72 @@ def test_code_between_modules_is_found_by_the_run():
     assert "float16: failed (not finite)" in str(failed)
 
 
-def test_gradients_that_overflow_lower_the_loss_scale_first():
+class Rescaled(nn.Module):
+    """A kept layer is given what code makes of another one's float16 output."""
+
+    def __init__(self, before, after):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.kept = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 1)
+        self.before, self.after = before, after
+        with torch.no_grad():
+            self.kept.weight *= 1e6
+
+    def forward(self, x):
+        y = self.a(x) * self.before
+        return self.head(self.norm(self.kept(y * self.after)))
+
+
+def test_the_producer_of_a_kept_modules_input_that_overflows_is_kept():
+    model, x = Rescaled(3e5, 1e-5), data(6, 8)
+    row = row_of(advise(model, x), "kept")
+    assert "output reaches" in row.reasons["float16"]
+    check = check_of(advise(model, x), "float16")
+    assert check.passed and check.widened == ["a"] and check.runs == 2
+    check = check_of(advise(model, x, max_rounds=0), "float16")
+    assert not check.passed and check.widened == []
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_the_producer_of_an_input_whose_gradient_overflows_is_kept_first(depth):
+    """A smaller loss scale would make other gradients 0."""
+
+    class Small(Rescaled):
+        def forward(self, x):
+            y = self.a(x)
+            for _ in range(depth):
+                y = y.reshape(2, -1).view_as(y).clone()
+            return self.head(self.norm(self.kept(y * 1e-5) + x))
+
+    model, x = Small(1.0, 1.0), data(6, 8)
+    with torch.no_grad():
+        model.kept.weight *= 1e3
+    first = advise(model, x, max_rounds=0, max_underflow=1.0)
+    assert not check_of(first, "float16").finite
+    advice = advise(model, x, max_underflow=1.0)
+    check = check_of(advice, "float16")
+    assert check.passed and check.widened == ["a"] and check.runs == 2
+    assert advice.loss_scale == first.loss_scale
+
+
+def test_a_module_that_makes_bad_gradients_is_kept_before_the_scale_is_lowered():
+    class Cube(nn.Module):
+        """Finite, but the derivative of tanh is 0 times inf."""
+
+        def forward(self, x):
+            return x * (1 + torch.tanh(x + 0.04 * x**3))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Cube(), nn.Linear(8, 8), nn.LayerNorm(8))
+    with torch.no_grad():
+        model[0].weight *= 300
+    advice = advise(model, data(6, 8))
+    check = check_of(advice, "float16")
+    assert check.passed and check.widened == ["1"] and check.runs == 2
+
+
+def test_gradients_that_overflow_elsewhere_lower_the_loss_scale():
     class Steep(nn.Module):
         def __init__(self):
             super().__init__()

@@ -75,6 +75,22 @@ def test_a_feed_forward_that_overflows_stays_with_what_it_feeds():
             assert model(**batch).loss.isfinite()
 
 
+def test_an_activation_whose_backward_overflows_stays_before_the_scale_is_lowered():
+    """tanh of a cube is finite in float16; its derivative is 0 times inf."""
+    model, batch = language_model()
+    mlp = model.eval().transformer.h[0].mlp
+    with torch.no_grad():
+        mlp.c_fc.weight *= 3e3
+        mlp.c_proj.weight *= 3e3
+    advice = advise_precision(model, [batch])
+    check = next(each for each in advice.checks if each.dtype == "float16")
+    assert check.passed and check.widened == ["transformer.h.0.mlp.act"]
+    with keep_in_fp32(model, check.kept), torch.autocast("cpu", torch.float16):
+        loss = model(**batch).loss
+    (loss * advice.loss_scale).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
 def test_a_tokenizers_batch():
     model, batch = t5()
     encoding = hf.BatchEncoding(batch)

@@ -1,0 +1,582 @@
+"""Planted differences are named, and healthy pairs are silent: pairs of whole runs.
+
+Each pair trains a small model for three steps, with one thing changed in the first run.
+"""
+
+import contextlib
+import copy
+import functools
+
+import pytest
+import torch
+from planted_runs import (
+    BATCH,
+    LENGTH,
+    Run,
+    adam,
+    cross_entropy,
+    ids_of,
+    keep_of,
+    sgd,
+)
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+import overflow_fast
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def at(path, change):
+    """Changes a module of the model, or a value of one of its attributes."""
+
+    def apply(model):
+        change(model.get_submodule(path))
+
+    return apply
+
+
+def put(path, **values):
+    return at(path, lambda module: [setattr(module, k, v) for k, v in values.items()])
+
+
+def place(path, make):
+    """Puts another module in the place of one."""
+
+    def apply(model):
+        parent, _, name = path.rpartition(".")
+        owner = model.get_submodule(parent)
+        setattr(owner, name, make(getattr(owner, name)))
+
+    return apply
+
+
+def multiplied(path, name, factor, index=None):
+    def apply(model):
+        with torch.no_grad():
+            tensor = getattr(model.get_submodule(path), name)
+            (tensor if index is None else tensor.view(-1)[index : index + 1]).mul_(
+                factor
+            )
+
+    return apply
+
+
+class Wrong(torch.autograd.Function):
+    """The identity, with a wrong gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 1.01
+
+
+class WrongLinear(nn.Linear):
+    def forward(self, x):
+        return functional.linear(Wrong.apply(x), self.weight, self.bias)
+
+
+def wrong_linear(module):
+    other = WrongLinear(module.in_features, module.out_features)
+    other.load_state_dict(module.state_dict())
+    return other
+
+
+def wrong_compiler(graph, inputs):
+    for node in graph.graph.nodes:
+        if node.target is functional.gelu or node.target is torch._C._nn.gelu:
+            node.target, node.kwargs = functional.silu, {}
+    graph.recompile()
+    return graph
+
+
+def compiled(backend):
+    return at("blocks.1.act", lambda module: module.compile(backend=backend))
+
+
+def tied(model):
+    model.head.weight = model.token.weight
+
+
+def untied(model):
+    model.token.weight.data.copy_(model.head.weight.data)
+    model.head.weight = nn.Parameter(model.head.weight.detach() * 1.01)
+
+
+def swapped(model):
+    model.blocks = nn.ModuleList([model.blocks[1], model.blocks[0]])
+
+
+def scaled_gradients(factor, name=""):
+    def change(model, step):
+        for key, parameter in model.named_parameters():
+            if key.startswith(name) and parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    return change
+
+
+def hooked(model):
+    model.blocks[1].up.weight.register_hook(lambda gradient: gradient * 1.01)
+
+
+def in_step(step, change):
+    return lambda model, number: change(model) if number == step else None
+
+
+def batches(ids=lambda ids, step: ids, keep=lambda keep: keep, **sizes):
+    return lambda step: (ids(ids_of(step, **sizes), step), keep(keep_of(**sizes)))
+
+
+def penalized(logits, ids):
+    return cross_entropy(logits, ids) + 1e-3 * logits.square().mean()
+
+
+def later(optimizer, step):
+    """An optimizer whose learning rate is another one from a step on."""
+
+    def make(parameters):
+        found = optimizer(parameters)
+        own, count = found.step, [0]
+
+        def stepped(*arguments):
+            if count[0] == step:
+                found.param_groups[0]["lr"] *= 0.5
+            count[0] += 1
+            return own(*arguments)
+
+        found.step = stepped
+        return found
+
+    return make
+
+
+def drawn(p):
+    return lambda model: put("blocks.0.drop", p=p)(model)
+
+
+LOSS, UPDATE, GRADIENTS = "loss", "update", "gradients"
+BF16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+
+# The first run, the reference; the kind, the module and words of the answer. None: any.
+PLANTED = {
+    # Weights.
+    "seed": (Run(seed=1), Run(), "weights", "token", "parameters and buffers differ"),
+    "weight": (
+        *(Run(multiplied("blocks.1.up", "weight", 1.01)), Run(), "weights"),
+        *("blocks.1.up", "1 of 40"),
+    ),
+    "element": (
+        *(Run(multiplied("blocks.0.attention.k", "weight", 1.5, 7)), Run(), "weights"),
+        *("blocks.0.attention.k", "1 of 40"),
+    ),
+    "bias": (
+        *(Run(multiplied("blocks.0.down", "bias", 0.0)), Run(), "weights"),
+        *("blocks.0.down", "bias: parameter"),
+    ),
+    "buffer": (
+        *(Run(multiplied("batch_norm", "running_var", 1.1)), Run(), "weights"),
+        *("batch_norm", "running_var: buffer"),
+    ),
+    "tie lost": (Run(untied), Run(tied), "weights", None, ""),
+    "float8 weights": (
+        Run(
+            at(
+                "blocks.1.down",
+                lambda m: m.weight.data.copy_(m.weight.to(torch.float8_e4m3fn).float()),
+            )
+        ),
+        *(Run(), "weights", "blocks.1.down", "weight: parameter"),
+    ),
+    "weight of a later step": (
+        Run(before=in_step(2, multiplied("blocks.1.up", "weight", 1.01))),
+        *(Run(), "forward", "blocks.1.up", "In step 2, with no difference in steps 0"),
+    ),
+    # Layers.
+    "tanh": (
+        *(Run(place("blocks.0.act", lambda m: nn.GELU("tanh"))), Run(), "forward"),
+        *("blocks.0.act", "approximate is 'tanh', against 'none'"),
+    ),
+    "relu": (
+        *(Run(place("blocks.1.act", lambda m: nn.ReLU())), Run(), "forward"),
+        *("blocks.1.act", "ReLU"),
+    ),
+    "eps": (
+        *(Run(put("blocks.0.norm2", eps=1e-3)), Run(), "forward"),
+        *("blocks.0.norm2", "eps is 0.001, against 1e-05"),
+    ),
+    "small eps": (
+        *(Run(put("blocks.0.norm2", eps=1e-6)), Run(), "forward"),
+        *("blocks.0.norm2", "eps is 1e-06, against 1e-05"),
+    ),
+    "scale": (
+        *(Run(put("blocks.1.attention", scale=0.34)), Run(), "forward"),
+        *("blocks.1.attention", "scale is 0.34, against 0.353"),
+    ),
+    "causal": (
+        *(Run(put("blocks.0.attention", causal=False)), Run(), "forward"),
+        *("blocks.0.attention", "causal is False, against True"),
+    ),
+    "axis": (
+        *(Run(put("blocks.0.attention", axis=-2, masked=-30.0)), Run(), "forward"),
+        *("blocks.0.attention", "axis is -2, against -1"),
+    ),
+    "position": (
+        *(Run(put("", offset=1)), Run(), "forward", "", "offset is 1, against 0"),
+    ),
+    "functional factor": (
+        *(Run(put("", factor=1.01)), Run(), "forward", ""),
+        "after batch_norm. Its factor is 1.01",
+    ),
+    "missing residual": (
+        Run(put("blocks.1", mix=lambda x, y: y)),
+        *(Run(), "forward", "blocks.1", ", after blocks.1.drop"),
+    ),
+    "in-place residual": (
+        Run(put("blocks.1", mix=lambda x, y: y.add_(x, alpha=1.01))),
+        *(Run(), "forward", "blocks.1", ", after blocks.1.drop"),
+    ),
+    "float16 layer": (
+        Run(put("blocks.0", mix=lambda x, y: x + y.half().float())),
+        *(Run(), "forward", "blocks.0", ", after blocks.0.drop"),
+    ),
+    "dropout": (
+        *(Run(drawn(0.1)), Run(), "forward", "blocks.0.drop", "p is 0.1, against 0.0"),
+    ),
+    "dropout's seed": (
+        *(Run(drawn(0.1), drawn=1), Run(drawn(0.1)), "forward", "blocks.0.drop"),
+        "the random states of the runs were unequal",
+    ),
+    "batch norm in eval": (
+        *(Run(at("batch_norm", lambda m: m.eval())), Run(), "forward", "batch_norm"),
+        "training is False, against True",
+    ),
+    "batch norm's momentum": (
+        *(Run(put("batch_norm", momentum=0.2)), Run(), "weights", "batch_norm"),
+        "Before step 1, with no difference in step 0",
+    ),
+    "compiled": (
+        *(Run(compiled(wrong_compiler)), Run(compiled("eager")), "forward"),
+        *("blocks.1.act", ""),
+    ),
+    "swapped blocks": (Run(swapped), Run(), "weights", "blocks.0.attention.q", ""),
+    # Gradients.
+    "detached residual": (
+        Run(put("blocks.1", mix=lambda x, y: x.detach() + y)),
+        *(Run(), "backward", "blocks.1", "norm2, or code of blocks.1 itself"),
+    ),
+    "detached branch": (
+        Run(put("blocks.1", mix=lambda x, y: x + y.detach())),
+        *(Run(), "detached", "blocks.1.down", "In the first run no gradient reaches"),
+    ),
+    "frozen": (
+        Run(at("blocks.1.up", lambda m: m.requires_grad_(False))),
+        *(
+            Run(),
+            "weights",
+            "blocks.1.up",
+            "does not require gradients in the first",
+        ),
+    ),
+    "hook on a weight": (
+        Run(hooked),
+        Run(),
+        "backward",
+        "blocks.1.up",
+        "or a hook",
+    ),
+    "wrong backward": (
+        *(Run(place("blocks.0.up", wrong_linear)), Run(), "backward", "blocks.0"),
+        "One of blocks.0.up, or code of blocks.0 itself",
+    ),
+    "clipping": (
+        Run(gradients=lambda m, s: clip_grad_norm_(m.parameters(), 0.1)),
+        *(Run(), GRADIENTS, "", "clipping, unscaling"),
+    ),
+    "other clipping": (
+        Run(gradients=lambda m, s: clip_grad_norm_(m.parameters(), 0.05)),
+        Run(gradients=lambda m, s: clip_grad_norm_(m.parameters(), 0.1)),
+        *(GRADIENTS, "", "times the reference"),
+    ),
+    "clipping of values": (
+        Run(gradients=lambda m, s: clip_grad_value_(m.parameters(), 1e-3)),
+        *(Run(), GRADIENTS, "", "clipping, unscaling"),
+    ),
+    "a quarter": (
+        *(Run(gradients=scaled_gradients(0.25)), Run(), GRADIENTS, ""),
+        "0.25 times the reference's, as where 4 ranks or micro-batches",
+    ),
+    "twice": (
+        *(Run(gradients=scaled_gradients(2.0)), Run(), GRADIENTS, ""),
+        "2 times the reference's, as where 2 ranks or micro-batches",
+    ),
+    "gradients of a layer": (
+        *(Run(gradients=scaled_gradients(1.1, "blocks.1.up")), Run(), GRADIENTS, ""),
+        "1.1 times",
+    ),
+    "not zeroed": (Run(zero=False), Run(), GRADIENTS, None, "before the step began"),
+    # The loss.
+    "loss scale": (
+        Run(loss=lambda a, b: 1024 * cross_entropy(a, b)),
+        *(Run(), LOSS, "", "it is 1024 times the reference"),
+    ),
+    "sum": (
+        Run(loss=functools.partial(cross_entropy, reduction="sum")),
+        *(Run(), LOSS, "", "it is 56 times the reference"),
+    ),
+    "label smoothing": (
+        Run(loss=functools.partial(cross_entropy, label_smoothing=0.1)),
+        *(Run(), LOSS, "", ""),
+    ),
+    "ignored": (
+        *(Run(loss=functools.partial(cross_entropy, ignore_index=3)), Run(), LOSS),
+        *("", ""),
+    ),
+    "penalty": (Run(loss=penalized), Run(), LOSS, "", ""),
+    "labels": (
+        *(Run(loss=lambda a, b: cross_entropy(a, b.roll(1, 1))), Run(), LOSS, "", ""),
+    ),
+    # The update.
+    "optimizer": (Run(optimizer=sgd), Run(), UPDATE, None, "Before step 1"),
+    "lr": (
+        Run(optimizer=functools.partial(adam, lr=2e-2)),
+        *(Run(), UPDATE, None, "Before step 1, with gradients equal in step 0"),
+    ),
+    "weight decay": (
+        Run(optimizer=functools.partial(adam, weight_decay=0.1)),
+        *(Run(), UPDATE, None, "Before step 1"),
+    ),
+    "beta1": (
+        Run(optimizer=functools.partial(adam, betas=(0.8, 0.95))),
+        *(Run(), UPDATE, None, "Before step 2"),
+    ),
+    "beta2": (
+        Run(optimizer=functools.partial(adam, betas=(0.9, 0.999))),
+        *(Run(), UPDATE, None, "Before step 2"),
+    ),
+    "Adam's eps": (
+        Run(optimizer=functools.partial(adam, eps=1e-3)),
+        *(Run(), UPDATE, None, "Before step 1"),
+    ),
+    "momentum": (
+        Run(optimizer=functools.partial(sgd, momentum=0.9)),
+        *(Run(optimizer=sgd), UPDATE, None, "Before step 2"),
+    ),
+    "nesterov": (
+        Run(optimizer=functools.partial(sgd, momentum=0.9, nesterov=True)),
+        Run(optimizer=functools.partial(sgd, momentum=0.9)),
+        *(UPDATE, None, "Before step 1"),
+    ),
+    "schedule": (Run(optimizer=later(adam, 1)), Run(), UPDATE, None, "Before step 2"),
+    "a group left out": (
+        Run(optimizer=lambda parameters: adam(parameters[:-2])),
+        *(Run(), UPDATE, "batch_norm", "Before step 1"),
+    ),
+    # The batch.
+    "batch": (Run(batch=batches(lambda ids, s: ids.flip(1))), Run(), "batch", "", ""),
+    "permuted samples": (
+        *(Run(batch=batches(lambda ids, s: ids.roll(1, 0))), Run(), "batch", "", ""),
+    ),
+    "batch length": (
+        *(Run(batch=batches(batch=BATCH + 2)), Run(), "batch", ""),
+        "of shapes (10, 8) and (8, 8)",
+    ),
+    "sequence length": (
+        *(Run(batch=batches(length=LENGTH + 1)), Run(), "batch", ""),
+        "of shapes (8, 9) and (8, 8)",
+    ),
+    "mask": (
+        *(Run(batch=batches(keep=lambda k: k | True)), Run(), "batch", "", "input[1]"),
+    ),
+    "batch of a later step": (
+        Run(batch=batches(lambda ids, step: ids.flip(0) if step == 2 else ids)),
+        *(Run(), "batch", "", "In step 2, with no difference in steps 0 and 1"),
+    ),
+    # Half precision.
+    "eps in bfloat16": (
+        Run(put("blocks.0.norm2", eps=1.0), context=BF16),
+        *(Run(), "forward", "blocks.0.norm2", "eps is 1.0, against 1e-05"),
+    ),
+}
+
+
+def keep_functions(model):
+    """The same by other code: linear layers as functions."""
+    for block in model.blocks:
+        own = block.up
+        block.up.forward = lambda x, own=own: x @ own.weight.T + own.bias
+
+
+def renamed(model):
+    class Other(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = copy.deepcopy(model)
+
+        def forward(self, ids, keep):
+            return self.inner(ids, keep)
+
+    return Other()
+
+
+def foreign_hooks(model):
+    for module in model.modules():
+        module.register_forward_hook(lambda *_: None)
+        module.register_full_backward_hook(lambda *_: None)
+
+
+def in_order(parameters, **options):
+    return adam(parameters[::-1], **options)
+
+
+def used_generator(model, step):
+    torch.rand(5)
+
+
+@contextlib.contextmanager
+def mode(function, value, old):
+    function(value)
+    try:
+        yield
+    finally:
+        function(old)
+
+
+def wide(model):
+    return model.double()
+
+
+def transposed_memory(module):
+    module.weight.data = module.weight.data.mT.contiguous().mT
+
+
+def fused(model):
+    for block in model.blocks:
+        block.attention.fused = True
+
+
+NUM_LABELS = BATCH * (LENGTH - 1)
+DEFAULTS = torch.float64, torch.float32
+
+HEALTHY = {
+    "equal": (Run(), Run()),
+    "sgd": (Run(optimizer=sgd), Run(optimizer=sgd)),
+    "tied": (Run(tied), Run(tied)),
+    "in eval": (Run(lambda m: m.eval()), Run(lambda m: m.eval())),
+    "dropout": (Run(drawn(0.1)), Run(drawn(0.1))),
+    "fused attention": (Run(put("blocks.0.attention", fused=True)), Run()),
+    "fused attention, both": (
+        Run(fused),
+        Run(),
+    ),
+    "masked by a large number": (Run(put("blocks.1.attention", masked=-1e30)), Run()),
+    "recomputed": (Run(put("blocks.0", recomputed=True)), Run()),
+    "in-place residual": (Run(put("blocks.1", mix=lambda x, y: y.add_(x))), Run()),
+    "commuted residual": (Run(put("blocks.1", mix=lambda x, y: y + x)), Run()),
+    "other product": (Run(keep_functions), Run()),
+    "a factor that is a power of two": (
+        Run(put("blocks.1", mix=lambda x, y: (2 * x + 2 * y) / 2)),
+        Run(),
+    ),
+    "loop of the optimizer": (
+        Run(optimizer=functools.partial(adam, foreach=False)),
+        Run(),
+    ),
+    "fused optimizer": (Run(optimizer=functools.partial(adam, fused=True)), Run()),
+    "parameters in another order": (Run(optimizer=in_order), Run()),
+    "gradients kept as zeros": (Run(gradients=scaled_gradients(1.0)), Run()),
+    "scaled and unscaled": (
+        Run(
+            loss=lambda a, b: 1024 * cross_entropy(a, b),
+            gradients=scaled_gradients(1 / 1024),
+        ),
+        Run(
+            loss=lambda a, b: 1024 * cross_entropy(a, b),
+            gradients=lambda m, s: [p.grad.div_(1024) for p in m.parameters()],
+        ),
+    ),
+    "clipping that does not bind": (
+        Run(gradients=lambda m, s: clip_grad_norm_(m.parameters(), 1e6)),
+        Run(),
+    ),
+    "clipping, both": (
+        Run(gradients=lambda m, s: clip_grad_norm_(m.parameters(), 0.1)),
+        Run(gradients=lambda m, s: clip_grad_norm_(m.parameters(), 0.1, foreach=False)),
+    ),
+    "summed by hand": (
+        Run(loss=lambda a, b: cross_entropy(a, b, reduction="sum") / NUM_LABELS),
+        Run(),
+    ),
+    "loss by log softmax": (
+        Run(
+            loss=lambda a, b: functional.nll_loss(
+                a[:, :-1].flatten(0, 1).log_softmax(-1), b[:, 1:].flatten()
+            )
+        ),
+        Run(),
+    ),
+    "hooks of others": (Run(foreign_hooks), Run()),
+    "random numbers that nothing uses": (Run(before=used_generator), Run()),
+    "other random states": (Run(drawn=5), Run()),
+    "tensors kept": (Run(options={"tensors": True}), Run(options={"tensors": True})),
+    "tensors kept in one": (Run(options={"tensors": True}), Run()),
+    "one step of three": (Run(options={"steps": [1]}), Run()),
+    "fewer steps": (Run(steps=2), Run()),
+    "autocast": (Run(steps=1, context=BF16), Run(steps=1)),
+    "autocast, both": (Run(steps=1, context=BF16), Run(steps=1, context=BF16)),
+    "bfloat16": (Run(lambda m: m.bfloat16(), steps=1), Run(steps=1)),
+    "float64": (Run(wide, steps=1), Run(steps=1)),
+    "float64, three steps": (Run(wide), Run()),
+    "compiled by eager": (Run(compiled("eager")), Run()),
+    "wrapped": (Run(renamed), Run()),
+    "other memory": (
+        Run(at("blocks.1.up", transposed_memory)),
+        Run(),
+    ),
+    "deterministic": (
+        Run(context=lambda: mode(torch.use_deterministic_algorithms, True, False)),
+        Run(),
+    ),
+    "default dtype": (
+        Run(context=lambda: mode(torch.set_default_dtype, *DEFAULTS)),
+        Run(),
+    ),
+    "another eps that rounds away": (Run(put("batch_norm", eps=1.00000001e-5)), Run()),
+}
+
+_QUICK = 4  # one of so many is in the quick selection
+
+
+def sampled(table):
+    slow = [pytest.mark.slow]
+    return [
+        pytest.param(name, id=name, marks=slow if number % _QUICK else [])
+        for number, name in enumerate(table)
+    ]
+
+
+def compared(tmp_path, first, reference):
+    first.record(tmp_path / "a")
+    reference.record(tmp_path / "b")
+    return overflow_fast.compare(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("name", sampled(PLANTED))
+def test_a_planted_difference_is_named(tmp_path, name):
+    first, reference, kind, module, words = PLANTED[name]
+    diff = compared(tmp_path, first, reference)
+    assert diff.differs and diff.first is not None, diff
+    assert kind in (None, diff.first.kind), diff
+    assert module in (None, diff.first.module), diff
+    assert words in str(diff.first), diff
+
+
+@pytest.mark.parametrize("name", sampled(HEALTHY))
+def test_a_healthy_pair_is_silent(tmp_path, name):
+    diff = compared(tmp_path, *HEALTHY[name])
+    assert diff.first is None and not diff.differs, diff
+    assert diff.num_computed
