@@ -16,7 +16,8 @@ def _on_cpu(function):
 
 
 torch.cuda.current_device = lambda: "cpu"
-torch.cuda.synchronize = torch.cuda.set_device = lambda *args: None
+torch.cuda.synchronize = lambda *args: None
+torch.cuda.set_device = lambda *args: None
 torch.cuda.get_rng_state = lambda *args: torch.get_rng_state()
 torch.cuda.set_rng_state = lambda state, *args: torch.set_rng_state(state)
 torch.cuda.manual_seed = torch.manual_seed
@@ -25,7 +26,14 @@ torch.nn.Module.cuda = lambda self, *args: self
 for _name in ("tensor", "zeros", "empty", "ones", "full", "zeros_like", "empty_like"):
     setattr(torch, _name, _on_cpu(getattr(torch, _name)))
 torch.arange = _on_cpu(torch.arange)
-torch.cuda.FloatTensor = functools.partial(torch.tensor, dtype=torch.float)
+
+
+class _FloatTensor:
+    def __new__(cls, data):
+        return torch.tensor(data, dtype=torch.float)
+
+
+torch.cuda.FloatTensor = _FloatTensor
 
 import megatron.core.optimizer as optimizers  # noqa: E402
 import megatron.core.optimizer.clip_grads as clip_grads  # noqa: E402

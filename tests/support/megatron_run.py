@@ -92,6 +92,7 @@ def make(case):
         OptimizerConfig(
             optimizer="adam",
             lr=1e-3,
+            min_lr=1e-4,
             params_dtype=dtype,
             use_distributed_optimizer=shares,
             clip_grad=1.0,
@@ -109,6 +110,7 @@ def make(case):
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     forward_and_backward = get_forward_backward_func()
+    guards = []
     counts = {"engine_skipped": 0, "global_steps": 0}
     positions = torch.arange(LENGTH)[None].expand(2, LENGTH)
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
@@ -131,6 +133,8 @@ def make(case):
 
         def reduce(output):
             loss = output.float().mean()
+            if guards and case.watch == "tripwire":
+                guards[-1].record(loss=loss)
             return loss, {"loss": loss.detach()}
 
         return output, reduce
@@ -166,7 +170,8 @@ def make(case):
         return [*tensors, schedule.num_steps]
 
     def make_guard(**options):
-        return OverflowGuard(wrapped, optimizer, **options)
+        guards.append(OverflowGuard(wrapped, optimizer, **options))
+        return guards[-1]
 
     return Training(model, make_guard, step, state, lambda: counts)
 
