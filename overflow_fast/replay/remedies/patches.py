@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,8 +70,11 @@ def _is_held(tensor: torch.Tensor) -> bool:
     if not (tensor.requires_grad and tensor.is_leaf):
         return False
     mark = "overflow_fast"
-    get_gradient_edge(tensor).node.metadata[mark] = True  # gone with the node
-    return get_gradient_edge(tensor).node.metadata.pop(mark, False)
+    first: Any = get_gradient_edge(tensor).node
+    first.metadata[mark] = True
+    del first  # and with it the mark, unless the node is held
+    again: Any = get_gradient_edge(tensor).node
+    return bool(again.metadata.pop(mark, False))
 
 
 @contextmanager
