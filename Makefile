@@ -12,7 +12,7 @@ CUDA := $(wildcard csrc/scan/cuda/*)
 METAL := $(wildcard overflow_fast/metal/*.metal csrc/scan/mps/*)
 TORCH_SIDE := $(wildcard csrc/scan/*.cpp csrc/torch_internals/* csrc/record/* csrc/python/*)
 
-.PHONY: build demo docs test test-quick release-check bench lint sanitize cuda-check gpu-check mps-check clean
+.PHONY: build demo docs test test-quick release-check bench lint sanitize cuda-check gpu-check mps-check engines-check clean
 
 $(VENV)/ready: pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "overflow_fast: $(PYTHON) was not found; install Python 3.10 or newer, or set PYTHON."; exit 1; }
@@ -97,6 +97,11 @@ gpu-check:
 # Builds, tests and measures on a Mac with MPS; writes build/mps-check.json, a file to send.
 mps-check: build
 	$(RUN) benchmarks/mps_check.py
+
+# The guard under DeepSpeed and Megatron-core, where these are installed, on CPUs with gloo:
+# pip install deepspeed==0.19.8 megatron-core==0.16.1 (DS_BUILD_OPS=0)
+engines-check: build
+	$(RUN) benchmarks/engines_check.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info overflow_fast/binaries/torch*

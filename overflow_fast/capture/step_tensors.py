@@ -146,8 +146,9 @@ class StepTensors:
             owned.update((id(p), p) for p in _parameters(other) if self._is_new(p))
         if others or self._last_gradients:
             self._last_gradients.update(map(_seen, owned.values()))
+        num_kept = 0
         if engine and not any(id(p) in owned for _, (_, own) in listed for p in own):
-            self._scan_kept(engine)
+            num_kept = self._scan_kept(engine)
             optimizer = None  # it steps copies: all gradients are the engine's
         for watch, (names, parameters) in listed:
             pairs = [
@@ -161,12 +162,15 @@ class StepTensors:
             foreign = self._foreign(optimizer, set(owned))
             named = self._gradients(foreign, covered)
             self._record(self._watches[0], _C.FrameKind.GRADIENTS, named)
+        if num_kept:  # here, or in the part of another rank
+            self.without_gradient = 0
 
-    def _scan_kept(self, engine: Sequence[Any]) -> None:
-        """Scans the gradients that an engine's optimizer keeps."""
+    def _scan_kept(self, engine: Sequence[Any]) -> int:
+        """Scans the gradients that an engine's optimizer keeps; returns how many."""
         named = engine_gradients(engine, self._names())
         self.num_gradients += len(named[0])
         self._record(self._watches[0], _C.FrameKind.GRADIENTS, named)
+        return len(named[0])
 
     def _is_new(self, parameter: torch.Tensor) -> bool:
         """True if a gradient was made, or written to, since its last scan."""

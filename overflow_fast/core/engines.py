@@ -39,34 +39,52 @@ class EngineScaler:
         self._holder = holder
 
     @property
+    def may_search(self) -> bool:
+        """True unless it is known that it does not search. Does not incur a sync."""
+        if not self._is_dynamic:
+            return False
+        scale = _scale_in(self._holder)
+        return not _is_on_host(scale) or self.is_searching
+
+    @property
     def is_searching(self) -> bool:
-        """True while an overflow lowers the scale, and is none of the model's."""
+        """True while an overflow lowers the scale, and is none of the model's.
+
+        Incurs a CPU-GPU sync where the scale lies on a GPU.
+        """
+        least = [_number(_get(self._holder, name)) for name in _LEAST]
+        known = [each for each in least if each is not None]
+        return self._is_dynamic and self.get_scale() > (known[0] if known else 1.0)
+
+    @property
+    def _is_dynamic(self) -> bool:
         flags = (_get(self._holder, n) for n in ("dynamic", "dynamic_loss_scale"))
         dynamic = next((each for each in flags if isinstance(each, bool)), None)
         if dynamic is None:
-            dynamic = not any(n in type(self._holder).__name__ for n in _STATIC)
-        least = [_number(_get(self._holder, name)) for name in _LEAST]
-        known = [each for each in least if each is not None]
-        return dynamic and self.get_scale() > (known[0] if known else 1.0)
+            return not any(n in type(self._holder).__name__ for n in _STATIC)
+        return dynamic
 
     def get_scale(self) -> float:
-        """The scale; 1 where there is none any more."""
-        return _scale_in(self._holder) or 1.0
+        """The scale; 1 where there is none. Incurs a sync where it lies on a GPU."""
+        return _number(_scale_in(self._holder)) or 1.0
 
     def get_backoff_factor(self) -> float:
         """The factor by which an overflow lowers it, as far as that is known."""
         return 0.5
 
     def scale(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Multiplies a tensor by the scale."""
-        return tensor * self.get_scale()
+        """Multiplies a tensor by the scale. Does not incur a CPU-GPU sync."""
+        scale = _scale_in(self._holder)
+        return tensor if scale is None else tensor * scale
 
 
 LossScaler = GradScaler | EngineScaler
 
 
 def engine_scaler(layers: Iterable[Any]) -> EngineScaler | None:
-    """The loss scaler of an optimizer that searches for its scale, or None.
+    """The loss scaler of an optimizer that may search for its scale, or None.
+
+    Does not incur a CPU-GPU sync.
 
     Args:
         layers: The optimizer that the guard was given, and those inside of it.
@@ -79,21 +97,29 @@ def engine_scaler(layers: Iterable[Any]) -> EngineScaler | None:
             if holder is None or isinstance(holder, GradScaler):
                 continue
             found = EngineScaler(holder)
-            if _scale_in(holder) is not None and found.is_searching:
+            if _scale_in(holder) is not None and found.may_search:
                 return found
     return None
 
 
-def _scale_in(holder: Any) -> float | None:
-    numbers = (_number(_get(holder, name)) for name in _SCALES)
-    return next((each for each in numbers if each is not None), None)
+def _scale_in(holder: Any) -> float | torch.Tensor | None:
+    """The scale that an object has: a number, or a tensor of one, as it is kept."""
+    found = (_get(holder, name) for name in _SCALES)
+    return next((each for each in found if _is_number(each)), None)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_on_host(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or value.device.type == "cpu"
 
 
 def _number(value: Any) -> float | None:
-    if isinstance(value, torch.Tensor):
-        return float(value) if value.numel() == 1 else None
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number else None
+    return float(value) if _is_number(value) else None
 
 
 # Gradients that are in no parameter's `grad` when the engine's step begins.
@@ -112,20 +138,22 @@ def engine_gradients(
     for layer in layers:
         for attribute, parameters in _PARTITIONS.items():
             kept = _vars(layer).get(attribute)
-            owners = _vars(layer).get(parameters)
+            owners = [_vars(layer).get(each) for each in parameters]
             for path, tensor in () if kept is None else tensors(kept):
                 keys = [part.value for part in path]
-                name = names.get(id(_at(owners, keys)))
+                known = (names.get(id(_at(each, keys))) for each in owners)
+                name = next(filter(None, known), None)
                 if name is None:
                     name = attribute + "".join(f"[{key}]" for key in keys)
                 found.setdefault(id(tensor), (name, tensor))
     return [name for name, _ in found.values()], [each for _, each in found.values()]
 
 
-# By the attribute that keeps gradients, the one that has their parameters.
+# By the attribute that keeps gradients, those that have their parameters: of ZeRO's
+# stages 1 and 2, and 3; of BF16_Optimizer.
 _PARTITIONS = {
-    "averaged_gradients": "params_in_partition",
-    "fp32_groups_gradient_flat_partition": "",
+    "averaged_gradients": ("params_in_partition", "fp16_groups"),
+    "fp32_groups_gradients": ("bf16_groups",),
 }
 
 

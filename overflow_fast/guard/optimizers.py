@@ -696,6 +696,8 @@ def without_expected(
     if scaler is None or not any(bad.is_gradient for bad in frames):
         return list(frames), ""
     if isinstance(scaler, EngineScaler):  # it looks at gradients in its step
+        if not scaler.is_searching:
+            return list(frames), ""
         left = without_gradients(frames)
         is_left = any(bad.is_gradient and not bad.is_backward for bad in frames)
         return left, ENGINES_SCALER if is_left and not left else ""

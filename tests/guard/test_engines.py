@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.guard import pipeline
+from overflow_fast.replay.remedies.patches import in_bfloat16, in_float32
 
 
 class Wrapper(nn.Module):
@@ -335,3 +337,50 @@ def test_a_backward_is_not_run_again_into_an_engines_gradients():
     train(model, optimizer, num_steps=1)
     assert len(counts) == 1
     assert "a second backward would write" in " ".join(str(guard.last_report).split())
+
+
+# Remedies that are tried must leave an engine's hooks where they are.
+
+
+class Reducing(Wrapper):
+    """Adds gradients to its own, by hooks on accumulators: so do DDP and Megatron."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.sums = {each: 0 for each in module.parameters()}
+        self.kept = []
+        for parameter in self.sums:
+            node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+            node.register_hook(lambda *_, p=parameter: self.add(p))
+            self.kept.append(node)
+
+    def add(self, parameter):
+        self.sums[parameter] += 1
+
+
+def a_rank_with_hooks():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).half()
+    errors = []
+    wrapped = Reducing(model)
+    for patch in (in_bfloat16([model]), in_float32(model, ["1"])):
+        try:
+            with patch:
+                pass
+        except RuntimeError as error:
+            errors.append(str(error))
+    wrapped(torch.ones(2, 4).half()).sum().backward()
+    return list(wrapped.sums.values()), errors
+
+
+@pytest.mark.slow
+def test_remedies_leave_hooks_on_gradients():
+    ((sums, errors),) = on_ranks(1, a_rank_with_hooks)
+    assert sums == [1, 1, 1, 1]
+    assert errors == ["other code may have hooks on the weights' gradients"] * 2
+
+
+def test_remedies_cast_weights_that_nobody_has_hooks_on():
+    model = nn.Linear(4, 4).half()
+    with in_bfloat16([model]):
+        assert model.weight.dtype == torch.bfloat16
+    assert model.weight.dtype == torch.float16

@@ -146,3 +146,62 @@ def test_a_trainer_without_anything_to_fit_runs(tmp_path):
     minimal = lightning.Trainer(accelerator="cpu", barebones=True, max_steps=1)
     minimal.callbacks.append(guard_callback())
     minimal.fit(Lit(), data())
+
+
+class Calls(lightning.loggers.Logger):
+    """Keeps each call."""
+
+    name = version = "calls"
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def log_metrics(self, metrics, step=None):
+        self.calls.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+
+class Logged(Lit):
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        self.log("train", loss)
+        return loss
+
+
+@pytest.mark.parametrize("every, steps", [(1, [0, 1, 2]), (2, [1])])
+def test_a_logger_has_one_call_for_each_logged_step(tmp_path, every, steps):
+    logger = Calls()
+    options = {"logger": logger, "log_every_n_steps": every}
+    fit(tmp_path, guard_callback(), module=Logged(), **options)
+    assert [step for step, _ in logger.calls] == steps
+    for _, metrics in logger.calls:
+        assert {"train", "overflow_fast/steps_total"} <= set(metrics)
+    logger.calls.clear()
+    fit(tmp_path, guard_callback(to_loggers=False), module=Logged(), **options)
+    assert [set(metrics) - {"epoch"} for _, metrics in logger.calls] == [
+        {"train"} for _ in steps
+    ]
+
+
+class NoOptimizer(Lit):
+    bad = -1
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        return loss * NAN if index == self.bad else loss
+
+    def configure_optimizers(self):
+        return None
+
+
+def test_a_fit_without_an_optimizer_is_judged_for_each_batch(tmp_path, caplog):
+    fit(tmp_path, guard_callback(), module=NoOptimizer())
+    assert not [each for each in caplog.records if "overflow_fast" in each.name]
+    module = NoOptimizer()
+    module.bad = 1
+    with pytest.raises(NonFiniteError) as caught:
+        fit(tmp_path, guard_callback(), module=module)
+    assert caught.value.report.step == 1

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from ...core.force_eager import run_eagerly
 from ...core.modules import modules_in, tensors_of
@@ -41,8 +44,16 @@ def in_float32(
 
 @contextmanager
 def kept_data(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Puts back the memory of parameters and buffers that were given other memory."""
+    """Puts back the memory of parameters and buffers that were given other memory.
+
+    Raises:
+        RuntimeError: If memory of another dtype would cut hooks off.
+    """
     tensors = [t for model in models for t in tensors_of(model)]
+    # torch drops a parameter's accumulator when its dtype changes. A wrapper that
+    # reduces gradients, such as DDP or Megatron's, has hooks on the one that was there.
+    if dist.is_available() and dist.is_initialized() and any(map(_is_held, tensors)):
+        raise RuntimeError("other code may have hooks on the weights' gradients")
     kept = [(tensor, tensor.data) for tensor in tensors]
     try:
         yield
@@ -52,6 +63,18 @@ def kept_data(models: Iterable[nn.Module]) -> Iterator[None]:
                 if tensor.is_leaf:
                     tensor.grad = None  # of the trial; those of the step are set aside
                 tensor.data = data
+
+
+def _is_held(tensor: torch.Tensor) -> bool:
+    """True if anything keeps a parameter's gradient accumulator: hooks, or a loss."""
+    if not (tensor.requires_grad and tensor.is_leaf):
+        return False
+    mark = "overflow_fast"
+    first: Any = get_gradient_edge(tensor).node
+    first.metadata[mark] = True
+    del first  # and with it the mark, unless the node is held
+    again: Any = get_gradient_edge(tensor).node
+    return bool(again.metadata.pop(mark, False))
 
 
 @contextmanager
