@@ -15,6 +15,7 @@ import torch
 from ..files.json_text import SCHEMA, to_plain
 from ..files.reading import FileError, open_tensors, read_bytes
 from ..report.report import Report
+from ..text import is_cell
 from .grid import NONFINITE, NOT_SEEN, Grid, Sheet, name_of
 
 _MARKER = "overflow_fast.json"
@@ -106,6 +107,8 @@ class Code:
         if not file or number < 1:
             return cls("", alone, number)
         place = f"{file}:{number}"
+        if is_cell(file):
+            return cls(place, alone, number, "A line of a notebook's cell.")
         try:
             text = read_bytes(file, _MAX_SOURCE).decode("utf-8", "replace")
         except OSError:
