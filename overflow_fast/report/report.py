@@ -60,11 +60,15 @@ def advice_for(
     return "" if remedy is None else _in_float32(remedy)
 
 
+# Of -inf alone: `mask.log()` may be intended, what overflows or diverges is not.
+_MAY_BE_INTENDED = {"unknown", "not reproducible", "only in compiled code", "undefined"}
+
+
 def answers(explanation: Explanation | None, first: BadEntry) -> bool:
-    """True if -inf, as masks have it, is known to be an overflow."""
+    """True if -inf, as masks have it, is known to be no intended one."""
     is_mask = first.signs == "-" and not first.num_nan
-    is_overflow = explanation is not None and explanation.cause == "range overflow"
-    return is_overflow and is_mask
+    cause = "unknown" if explanation is None else explanation.cause
+    return is_mask and cause not in _MAY_BE_INTENDED
 
 
 def _advise_on_tensor(first: BadEntry, verdict: Verdict, step: int) -> str:
