@@ -268,8 +268,9 @@ def test_a_card_begins_with_cause_and_cure_and_the_code_to_copy():
     remedies = [failed, {**CURE, "is_finite": True, "loss": 0.5}]
     found = {"cause": "undefined", "op": op, "remedies": remedies}
     incident = Incident(3, report, found)
-    said = "Cause: undefined at model.py:5. The step is finite with this change: 1e-8 below."
-    assert incident.headline == said
+    cause, cure = incident.headline.split(". ")
+    assert cause == "Cause: undefined at model.py:5"
+    assert cure == "The step is finite with this change: 1e-8 below."
     text = page_of([], [incident])
     assert "<pre>x / (s +\n    1e-8)</pre><button" in text
     assert (
