@@ -193,9 +193,15 @@ def headroom_sentences(headroom: EntryHeadroom | None) -> list[str]:
         return []
     return [
         f"When it was last finite, its largest magnitude was {headroom.abs_max:.3g}, "
-        f"{headroom.bits:.1f} bits below the end of {headroom.dtype} "
-        f"({headroom.limit:.5g})."
+        f"which could grow {growth_text(headroom.bits)} before it overflows "
+        f"{headroom.dtype} ({headroom.limit:.5g})."
     ]
+
+
+def growth_text(bits: float) -> str:
+    """Writes headroom as a factor, with its bits: "111-fold (6.8 bits)"."""
+    factor = float(f"{2.0 ** min(bits, 1023.0):.3g}")
+    return f"{factor:,.10g}-fold ({bits:.1f} bits)"
 
 
 def least_sentences(headroom: EntryHeadroom | None) -> list[str]:
@@ -204,7 +210,8 @@ def least_sentences(headroom: EntryHeadroom | None) -> list[str]:
         return []
     return [
         "The finite value nearest to the end of its dtype: "
-        f"{headroom.where}, {headroom.bits:.1f} bits below."
+        f"{headroom.where}, which could grow {growth_text(headroom.bits)} before "
+        f"{headroom.dtype} overflows."
     ]
 
 
@@ -228,7 +235,7 @@ def _sentence(first: BadEntry, verdict: Verdict) -> str:
     if verdict.origin == "given" and verdict.source == "unclear":
         return f"It was non-finite when the model received it: it came from {maker}."
     if verdict.source == "weight" and len(verdict.candidates) > 1:
-        return f"It was non-finite when the call used it: {maker}."
+        return f"It was already non-finite when the call read it: {maker}."
     if verdict.origin == "given":
         return f"It was non-finite before the step: it came from {maker}."
     if verdict.origin == "unclear":
