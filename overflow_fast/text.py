@@ -27,6 +27,7 @@ _WIDTH = 84  # with what each logged line begins with: 100
 _LONGEST = 1003  # characters of a name in a file
 _CODE = re.compile(r"`[^`]*`|\{[^}]*\}")
 _FIXED_SPACE = "\0"
+_CELL = re.compile(r"In\[\d+\]")
 
 
 # Controls, formats (directions, what has no width), halves of surrogate pairs, which no
@@ -164,12 +165,23 @@ def short_name(file: str) -> str:
 
     Of an installed package the path begins with the package's.
     """
-    if installed := installed_name(file):
-        return installed
+    return installed_name(file) or os.path.basename(source_name(file))
+
+
+def source_name(file: str) -> str:
+    """The name of a notebook's cell, such as "In[3]"; of any other file its path.
+
+    A cell's path is that of a temporary file that does not exist.
+    """
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     label_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
     label = label_of(file) if callable(label_of) else None
-    return os.path.basename(file) if label is None else str(label[1])
+    return file if label is None else str(label[1])
+
+
+def is_cell(name: str) -> bool:
+    """True for what `source_name()` calls a cell, in any process."""
+    return _CELL.fullmatch(name) is not None
 
 
 # Files of the program, of installed packages, and ours.

@@ -287,19 +287,18 @@ def strips_of(
 
     Returns:
         Lists by the names of `STRIPS` (only those of which a number is known), and
-        "skips": the most that a rank has skipped; and "spikes", if there were any.
+        "skips", the most that a rank has skipped, and "spikes", if there were any.
     """
     found: dict[str, Strip] = {
         name: [_largest(getattr(s, name) for s in _steps(records, c)) for c in columns]
         for name in STRIPS
     }
     known = {name: strip for name, strip in found.items() if any_known(strip)}
-    spikes: Strip = [_spikes(records, column) for column in columns]
-    return {
-        **known,
-        **({"spikes": spikes} if any(spikes) else {}),
+    events: dict[str, Strip] = {
+        "spikes": [_spikes(records, column) for column in columns],
         "skips": [_skips(records, column) for column in columns],
     }
+    return known | {name: strip for name, strip in events.items() if any(strip)}
 
 
 def any_known(strip: Strip) -> bool:

@@ -15,6 +15,7 @@ import torch
 from ..files.json_text import SCHEMA, to_plain
 from ..files.reading import FileError, open_tensors, read_bytes
 from ..report.report import Report
+from ..text import is_cell, short_name
 from .grid import NONFINITE, NOT_SEEN, Grid, Sheet, name_of
 
 _MARKER = "overflow_fast.json"
@@ -22,6 +23,7 @@ _CONTEXT = 3
 _MAX_SOURCE = 2**24
 _CAUSE = f"{'cause':<9} "  # how the text of an explanation begins
 _TENSORS = "tensors.safetensors"
+_VAGUE = {"unknown", "not reproducible"}
 
 
 class EvidenceError(FileError):
@@ -68,6 +70,32 @@ class Incident:
         return self.explanation.get("op") or {}
 
     @property
+    def cure(self) -> Mapping[str, Any]:
+        """The first remedy that made the step finite; empty if there is none."""
+        found = self.explanation.get("remedies") or []
+        helped = (each for each in found if each.get("tried") and each.get("is_finite"))
+        return next(helped, {})
+
+    @property
+    def first(self) -> Mapping[str, Any]:
+        """The first bad entry of the report's verdict; empty if it is not known."""
+        return (self.report.get("verdict") or {}).get("first") or {}
+
+    @property
+    def headline(self) -> str:
+        """Cause and cure in one sentence; the event where the cause is not known."""
+        cause, op = self.explanation.get("cause", "unknown"), self.op
+        if cause in _VAGUE:
+            event = f"Step {self.step} was not finite."
+            return self.sentences[0] if self.sentences else event
+        place = f"{short_name(op['file'])}:{op['line']}" if op.get("file") else ""
+        name = self.explanation.get("tensor") or self.explanation.get("module")
+        where = f" at {place}" if place else f" of {name}" if name else ""
+        text = f"Cause: {cause}{where}"
+        cure = self.cure.get("text")
+        return f"{text}. The step is finite with this change: {cure}." if cure else text
+
+    @property
     def tensors(self) -> Path | None:
         """The file of its tensors, or None."""
         path = None if self.folder is None else self.folder / _TENSORS
@@ -106,6 +134,8 @@ class Code:
         if not file or number < 1:
             return cls("", alone, number)
         place = f"{file}:{number}"
+        if is_cell(file):
+            return cls(place, alone, number, "A line of a notebook's cell.")
         try:
             text = read_bytes(file, _MAX_SOURCE).decode("utf-8", "replace")
         except OSError:
@@ -237,8 +267,8 @@ _PARTS = {f"{_CALL}[0]": "input", f"{_CALL}[1]": "input", f"{_CALL}[2]": "output
 def histogram_of(incident: Incident) -> Histogram | None:
     """Counts a non-finite tensor of an incident's evidence.
 
-    It is one of the call that was bad, if it can be; then the one with most finite
-    values, which show where its magnitudes were.
+    It is the one that the report names, if it can be, then one of the call that was
+    bad; then the one with most finite values, which show where its magnitudes were.
 
     Returns:
         The histogram; None if no tensor is kept or can be read, safetensors is not
@@ -246,21 +276,22 @@ def histogram_of(incident: Incident) -> Histogram | None:
     """
     path = incident.tensors
     try:
-        found = None if path is None else _worst(path)
+        label = str(incident.first.get("label") or "")
+        found = None if path is None else _worst(path, label)
     except (ImportError, OSError, FileError):
         return None
     return None if found is None else _counted(*found)
 
 
-def _worst(path: Path) -> tuple[str, torch.Tensor] | None:
-    worst, most = None, (False, -1)
+def _worst(path: Path, label: str) -> tuple[str, torch.Tensor] | None:
+    worst, most = None, (False, False, -1)
     with open_tensors(path) as file:
         for name in file.keys():  # noqa: SIM118  (it is no dict)
             tensor = file.get_tensor(name)
             if not tensor.dtype.is_floating_point:
                 continue
             num_finite = int(tensor.double().isfinite().sum())
-            rank = name.startswith(_CALL), num_finite
+            rank = _plain(name) == label, name.startswith(_CALL), num_finite
             if num_finite < tensor.numel() and rank > most:
                 worst, most = (name, tensor), rank
     return worst
@@ -393,10 +424,10 @@ def _reported(incident: Incident) -> list[tuple[str, str]]:
         found.append((first["fqn"], f"seen here first: {first['label']}"))
     if verdict.get("source") == "module" and verdict.get("maker"):
         maker = "" if verdict["maker"] == "the model" else verdict["maker"]
-        found.append((maker, "made here, by the frames"))
+        found.append((maker, "introduced here, by the frames"))
     module = incident.explanation.get("module")
     if module:
-        found.append((module, "made here, by the replay"))
+        found.append((module, "introduced here, by the replay"))
     return found
 
 

@@ -162,14 +162,14 @@ def step_table(sheet: Sheet) -> Table:
     if not grid.columns:
         return Table([], [])
     strips = strips_of(records, grid.columns)
-    shown = [name for name in STRIPS if name in strips]
+    shown = [name for name in (*STRIPS, "skips") if name in strips]
     names = [name_of(entry) for entry in sheet.entries]
     rows = []
     for i, column in enumerate(grid.columns):
         numbers = [_number(strips[name][i]) for name in shown]
-        done = _number(strips["skips"][i]), _actions(records, column)
-        rows.append([str(column), *numbers, *done, *_worst(grid, i, names)])
-    heads = ["step", *(STRIPS[name] for name in shown), "skips", "guard"]
+        done = _actions(records, column)
+        rows.append([str(column), *numbers, done, *_worst(grid, i, names)])
+    heads = ["step", *(STRIPS.get(name, name) for name in shown), "guard"]
     return Table([*heads, "non-finite", "least bits", "at"], rows)
 
 
@@ -282,6 +282,7 @@ def page_of(
         generator=Markup(GENERATOR),
         style=Markup(page_style()),
         scripts=[Markup(_own(name)) for name in ("cells.js", "heatmap.js")],
+        copy=Markup(_own("copy.js")),
         payloads=payloads(sheet) if sheet.entries and grid.columns else {},
         runs=[record.run for record in records],
         incidents=list(reversed(incidents)),

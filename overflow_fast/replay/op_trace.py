@@ -329,7 +329,9 @@ class OpTable:
         with no_dispatch():
             found = self.kinds.of(floats)
         for tensor, kinds in zip(floats, found, strict=True):
-            if kinds & ~NEGATIVE_INF:
+            # A mask's -inf is handed on; any other has an operation that made it.
+            made = (s for s in self._bad.get(tensor) or () if not is_meant(s, kinds))
+            if kinds & ~NEGATIVE_INF or (kinds and any(made)):
                 self.bad_modules.append((name, tensor))
 
     def _begin(self, op: OpCall, modules: ModuleStack) -> Row:

@@ -15,7 +15,13 @@ from torch import nn
 
 from ..core.modules import named_buffers, named_modules, named_parameters
 from ..core.selection import full_name
-from ..text import installed_name, is_of_program, is_own, short_name
+from ..text import (
+    installed_name,
+    is_of_program,
+    is_own,
+    short_name,
+    source_name,
+)
 from ..torch_internals.replay_internals import autograd_node
 from ..torch_internals.tensor_internals import version_of
 from ..tree import CALL_DEPTH, tensors_in
@@ -150,7 +156,7 @@ def calling_line() -> tuple[str, int]:
 def stack_of(frames: Frames) -> list[str]:
     """Frames as text, the outermost first."""
     return [
-        f"{code.co_filename}:{line} in {code.co_name}"
+        f"{source_name(code.co_filename)}:{line} in {code.co_name}"
         for code, line, _ in reversed(frames)
     ]
 
@@ -160,7 +166,8 @@ def code_at(frames: Frames) -> tuple[str, int, str]:
     if not frames:
         return "", 0, ""
     code, line, _ = frames[0]
-    return code.co_filename, line, linecache.getline(code.co_filename, line).strip()
+    text = linecache.getline(code.co_filename, line).strip()
+    return source_name(code.co_filename), line, text
 
 
 def place_text(frames: Frames) -> str:

@@ -105,7 +105,10 @@ _MADE_OF_NUMBERS = (
     "the code makes this tensor of values that torch has not computed, such as NumPy's"
 )
 _BY_NOTHING = "it divides by a sum that is 0, such as how many elements a mask selects"
-_NO_LABEL_COUNTS = "no label of the batch counts: all are ignored"
+_NO_LABEL_COUNTS = (
+    "no label of the batch counts: all are ignored, those of every sample; labels come "
+    "from the dataset and the collator: mend them there"
+)
 _COUNTING = {"nll_loss_forward", "nll_loss2d_forward"}
 
 RANGE, INTERMEDIATE, UNDEFINED = "range", "intermediate", "undefined"

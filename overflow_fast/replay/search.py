@@ -214,7 +214,10 @@ class Search:
         self._answers.changed = self._replayer.state.changed_around()
         if first.error is not None:
             return self._answers.failed(first.error)
-        is_inside = self._incident is not None and not self._incident.reaches_loss
+        incident = self._incident
+        is_inside = incident is not None and (
+            not incident.reaches_loss or incident.kind == "output"
+        )
         if first.is_clean and not is_inside:
             return self._answers.clean(first)
         place = first.bad_call if first.bad_call >= 0 else len(self._replayer.calls) - 1

@@ -60,11 +60,15 @@ def advice_for(
     return "" if remedy is None else _in_float32(remedy)
 
 
+# Of -inf alone: `mask.log()` may be intended, what overflows or diverges is not.
+_MAY_BE_INTENDED = {"unknown", "not reproducible", "only in compiled code", "undefined"}
+
+
 def answers(explanation: Explanation | None, first: BadEntry) -> bool:
-    """True if -inf, as masks have it, is known to be an overflow."""
+    """True if -inf, as masks have it, is known to be no intended one."""
     is_mask = first.signs == "-" and not first.num_nan
-    is_overflow = explanation is not None and explanation.cause == "range overflow"
-    return is_overflow and is_mask
+    cause = "unknown" if explanation is None else explanation.cause
+    return is_mask and cause not in _MAY_BE_INTENDED
 
 
 def _advise_on_tensor(first: BadEntry, verdict: Verdict, step: int) -> str:
@@ -189,9 +193,15 @@ def headroom_sentences(headroom: EntryHeadroom | None) -> list[str]:
         return []
     return [
         f"When it was last finite, its largest magnitude was {headroom.abs_max:.3g}, "
-        f"{headroom.bits:.1f} bits below the end of {headroom.dtype} "
-        f"({headroom.limit:.5g})."
+        f"which could grow {growth_text(headroom.bits)} before it overflows "
+        f"{headroom.dtype} ({headroom.limit:.5g})."
     ]
+
+
+def growth_text(bits: float) -> str:
+    """Writes headroom as a factor, with its bits: "111-fold (6.8 bits)"."""
+    factor = float(f"{2.0 ** min(bits, 1023.0):.3g}")
+    return f"{factor:,.10g}-fold ({bits:.1f} bits)"
 
 
 def least_sentences(headroom: EntryHeadroom | None) -> list[str]:
@@ -200,7 +210,8 @@ def least_sentences(headroom: EntryHeadroom | None) -> list[str]:
         return []
     return [
         "The finite value nearest to the end of its dtype: "
-        f"{headroom.where}, {headroom.bits:.1f} bits below."
+        f"{headroom.where}, which could grow {growth_text(headroom.bits)} before "
+        f"{headroom.dtype} overflows."
     ]
 
 
@@ -224,7 +235,7 @@ def _sentence(first: BadEntry, verdict: Verdict) -> str:
     if verdict.origin == "given" and verdict.source == "unclear":
         return f"It was non-finite when the model received it: it came from {maker}."
     if verdict.source == "weight" and len(verdict.candidates) > 1:
-        return f"It was non-finite when the call used it: {maker}."
+        return f"It was already non-finite when the call read it: {maker}."
     if verdict.origin == "given":
         return f"It was non-finite before the step: it came from {maker}."
     if verdict.origin == "unclear":

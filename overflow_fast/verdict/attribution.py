@@ -276,7 +276,7 @@ def _made_within(
     last = None if called is None else calls.last_within(called)
     unwatched = first.watch.modules.unwatched_in(first.frame.module)
     if called is not None:
-        unwatched += [c.name for c in calls.within(called) if _may_hide(c)]
+        unwatched += [_hidden_by(c) for c in calls.within(called) if _may_hide(c)]
     if has_earlier_hooks(first.watch.module_at(first.frame.module)):
         unwatched.append("a forward hook on it")
     after = "" if last is None else last.name
@@ -295,13 +295,15 @@ def _between(
     name = around.name
     before = calls.before(called, around)
     unwatched = around.watch.modules.unwatched_in(around.call.module)
-    unwatched += [
-        other.name
+    hiding = [
+        other
         for other in calls.within(around)
         if other.call.order < called.call.order and _may_hide(other)
         if called not in calls.chain(other)
     ]
-    candidates = list(dict.fromkeys([name, *writers, *unwatched]))
+    names = [*unwatched, *(other.name for other in hiding)]
+    candidates = list(dict.fromkeys([name, *writers, *names]))
+    unwatched += map(_hidden_by, hiding)
     after = "" if before is None else before.name
     given = (
         None if frame is None else origin_of_minus_infs(around, frame, name, bad, calls)
@@ -336,6 +338,13 @@ def _may_hide(called: Called) -> bool:
     """True if a call may have returned something bad that was not seen."""
     module = called.watch.module_at(called.call.module)
     return called.call.has_unseen or has_later_hooks(module)
+
+
+def _hidden_by(called: Called) -> str:
+    """Names what was not seen of a call whose frame may be listed."""
+    if called.call.has_unseen:
+        return f"a part of what {called.name} was given or returned"
+    return f"a forward hook on {called.name}"
 
 
 def _bad_buffer_of(first: BadFrame, bad: Bad) -> str | None:

@@ -139,7 +139,8 @@ class Verdict:
             tensor of functional_call()".
         after: The module whose call, or the gradient of whose output, was the last one
             seen before it where that is of use, or "".
-        unwatched: The modules within the maker that the guard does not watch.
+        unwatched: What the guard does not watch within the maker: modules, hooks, and
+            parts of what modules are given or return.
         batch_places: Its places in the batch, or in other inputs that the training loop
             gave the model, such as "`input.labels`, sample 3 of 8".
         nonfinite_state: The weights, buffers and attributes of modules that were

@@ -280,7 +280,8 @@ def test_what_came_near_the_end_of_its_dtype_is_told():
     assert report.least_headroom.abs_max == 6e4
     assert (
         "The finite value nearest to the end of its dtype: output of 0, "
-        "0.1 bits below." in flat(report)
+        "which could grow 1.09-fold (0.1 bits) before float16 overflows."
+        in flat(report)
     )
 
 

@@ -25,7 +25,12 @@ from overflow_fast.page.grid import (
     block_of,
     downsampled,
 )
-from overflow_fast.page.incidents import Incident, failure_path, read_incidents
+from overflow_fast.page.incidents import (
+    Incident,
+    failure_path,
+    histogram_of,
+    read_incidents,
+)
 from overflow_fast.page.render import page_of, write_page
 from overflow_fast.text import printable
 
@@ -182,7 +187,7 @@ def test_a_table_names_the_step_of_the_least_headroom():
     assert found == [("1.0", "3.275e+04", "1"), ("all 0", "0", "0"), never]
 
 
-def named(name):
+def named(name, file):
     """A record and an incident that have a name wherever one can stand."""
     entries = [entry(name), entry("h.0", label=name), entry("h.1", kind="weight")]
     ones = torch.ones(2, 3)
@@ -193,17 +198,18 @@ def named(name):
         "not_covered": [name],
         "verdict": {"source": "module", "maker": name},
     }
-    op = {"name": name, "code": name, "file": name, "line": 3}
+    op = {"name": name, "code": name, "file": file or name, "line": 3}
     explanation = {"cause": name, "op": op, "evidence": [name], "chain": [name]}
     return [record], [Incident(1, report, explanation)]
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_names_are_text_wherever_they_stand(name, tmp_path):
-    page, plain = parsed(*named(name)), parsed(*named("plain"))
+    file = "model.py" if "/" in name else ""  # of a path, the headline has the end
+    page, plain = parsed(*named(name, file)), parsed(*named("plain", file))
     assert page.tags == plain.tags
     assert page.text.count(printable(name)) == plain.text.count("plain")
-    written = write_page(tmp_path / "run.html", *named(name)).read_text("utf-8")
+    written = write_page(tmp_path / "run.html", *named(name, file)).read_text("utf-8")
     assert written.count("</script>") == plain.tags.count("script")
 
 
@@ -245,6 +251,56 @@ def test_a_folder_of_evidence_becomes_a_card(tmp_path):
         assert "nan" in page.text and "The offending tensor" in page.text
 
 
+CURE = {
+    "file": "",
+    "loss": None,
+    "text": "1e-8 below",
+    "code": "x / (s +\n    1e-8)",
+    "tried": True,
+}
+
+
+def test_a_card_begins_with_cause_and_cure_and_the_code_to_copy():
+    first = {"label": "output", "class_name": "Norm", "fqn": "norm"}
+    report = {"sentences": ["Step 3 is not finite."], "verdict": {"first": first}}
+    op = {"name": "div", "file": "/a/model.py", "line": 5, "code": "x / s"}
+    failed = {**CURE, "text": "no cure", "is_finite": False}
+    remedies = [failed, {**CURE, "is_finite": True, "loss": 0.5}]
+    found = {"cause": "undefined", "op": op, "remedies": remedies}
+    incident = Incident(3, report, found)
+    cause, cure = incident.headline.split(". ")
+    assert cause == "Cause: undefined at model.py:5"
+    assert cure == "The step is finite with this change: 1e-8 below."
+    text = page_of([], [incident])
+    assert "<pre>x / (s +\n    1e-8)</pre><button" in text
+    assert (
+        text.index("<h3>Cause: undefined") < text.index("x / (s") < text.index("<dl>")
+    )
+    assert "<p>Step 3 is not finite.</p>" in text
+    found = {"cause": "bad data", "tensor": "x[0]", "remedies": [failed]}
+    assert Incident(3, report, found).headline == "Cause: bad data of x[0]"
+    # No cause is known: the headline says what happened.
+    found = {"cause": "unknown", "tensor": "x[0]"}
+    assert Incident(3, report, found).headline == "Step 3 is not finite."
+
+
+@pytest.mark.parametrize("label", ["output", "output.loss", "input[0]"])
+def test_the_tensor_that_is_shown_is_that_of_the_headline(label, tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    bad = torch.tensor([1.0, 2.0, NAN])
+    names = {"output": "[2]", "output.loss": "[2].loss", "input[0]": "[0][0]"}
+    tensors = {f"['call']{name}": bad.clone() for name in names.values()}
+    tensors[f"['call']{names[label]}"] = torch.tensor([NAN])  # the least finite one
+    save_file(tensors, tmp_path / "tensors.safetensors")
+    report = {"verdict": {"first": {"label": label}}}
+    assert histogram_of(Incident(0, report, {}, tmp_path)).name == label
+
+
+def test_a_strip_that_is_always_0_is_not_drawn():
+    meta = parsed([record_of(torch.ones(3, 2))]).meta
+    assert "learning_rate" in meta["strips"] and "skips" not in meta["strips"]
+
+
 def test_the_line_that_failed_has_its_neighbours(tmp_path):
     path = tmp_path / "model.py"
     path.write_text("\n".join(f"line_{i}" for i in range(1, 10)))
@@ -280,7 +336,7 @@ def test_the_way_names_what_was_bad_and_counts_what_was_not():
     assert list(h.children) == ["1"] and (h.num_finite, h.num_unseen) == (2, 0)
     assert h.children["1"].num_unseen == 1
     marks = h.children["1"].children["b"].marks
-    assert marks == ["made here, by the frames", "non-finite: output"]
+    assert marks == ["introduced here, by the frames", "non-finite: output"]
 
 
 # The guard's page.

@@ -5,6 +5,7 @@ import torch
 from browser import OpenPage, browser
 from page_records import HOSTILE, LIMIT, entry, record_of
 
+from overflow_fast.page.incidents import Incident
 from overflow_fast.page.render import write_page
 
 pytestmark = pytest.mark.slow
@@ -23,8 +24,8 @@ def opened(chromium, tmp_path):
     """Opens a page of records; no page may have had any trouble when it is closed."""
     pages = []
 
-    def open_(records, **options):
-        path = write_page(tmp_path / f"{len(pages)}.html", records)
+    def open_(records, incidents=(), **options):
+        path = write_page(tmp_path / f"{len(pages)}.html", records, incidents)
         tab = chromium.new_page(viewport={"width": 1200, "height": 900}, **options)
         pages.append(OpenPage(tab, path))
         if options.get("java_script_enabled", True):
@@ -62,6 +63,30 @@ def test_pointing_at_a_cell_tells_module_step_and_magnitude(opened):
     assert page.colour(0.55, 1) == BLACK
     assert page.colour(0.05, 2) == GREY
     assert page.colour(0.35, 2) == (239, 138, 98)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_cure_is_in_the_first_screen_of_a_phone_to_be_copied(opened, scheme):
+    op = {"name": "div", "file": "/gone/model.py", "line": 5, "code": "y = x / s"}
+    code = "y = x / torch.where(s == 0, 1e-8, s)"
+    cure = {"text": "1e-8 for 0", "code": code, "tried": True, "is_finite": True}
+    cure |= {"file": "/gone/model.py", "line": 5, "loss": 0.5}
+    found = {"cause": "undefined", "op": op, "remedies": [cure]}
+    incident = Incident(3, {"sentences": ["Step 3 is not finite."]}, found)
+    page = opened([record_of(*blocks())], [incident], color_scheme=scheme)
+    page.tab.set_viewport_size({"width": 390, "height": 844})
+    assert page.tab.evaluate("document.documentElement.scrollWidth") == 390
+    button = page.tab.get_by_role("button", name="Copy")
+    box = button.bounding_box()
+    assert box["y"] + box["height"] < 844 and box["x"] + box["width"] <= 390
+    button.focus()
+    page.tab.keyboard.press("Enter")
+    page.tab.get_by_role("button", name="Copied").or_(
+        page.tab.get_by_role("button", name="Selected")
+    ).wait_for()
+    assert page.tab.evaluate("getSelection().toString()").strip() == code
+    page.tab.emulate_media(media="print")
+    assert not page.tab.locator("button.copy").is_visible()
 
 
 def test_a_click_and_the_keyboard_unfold_a_block(opened):

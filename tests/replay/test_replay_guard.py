@@ -148,7 +148,7 @@ def test_what_happens_once_is_not_reproducible():
     FAULT["factor"] = NAN
     found = explained(guard, model, optimizer, data())
     assert place(found) == ("forward", "not reproducible", None, "1")
-    assert found.replays == 3
+    assert found.replays == 4
     assert "0 of 3 replays" in str(found)
 
 

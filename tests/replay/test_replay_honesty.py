@@ -198,3 +198,34 @@ def test_gradients_that_are_kept_over_good_steps_are_no_excuse():
         optimizer.step()
     found = error.value.report.explanation
     assert (found.cause, found.tensor) == ("not reproducible", "0.weight")
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("call", ["the model", "a part of it"])
+def test_an_overflow_that_the_loss_hides_is_explained_in_either_direction(sign, call):
+    """The loss and all gradients are finite: exp(-inf) is 0."""
+
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(2, 1, bias=False)
+            self.body.weight.data.fill_(-3e38 * sign)
+
+        def forward(self, x):
+            return (self.body(x) * sign).exp().mean()
+
+        def compute(self, x):
+            return Hidden.forward(self, x)
+
+    model = Hidden()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    method = model if call == "the model" else model.compute
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        loss = guard.run(lambda: method(torch.full((3, 2), 5.0)))
+        assert float(loss.detach()) == 0
+        loss.backward()
+        optimizer.step()
+    report = guard.last_report
+    assert report.explanation.cause == "range overflow"
+    assert report.explanation.op.name == "aten.mm"
+    assert "What to try" not in str(report)

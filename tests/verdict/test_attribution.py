@@ -681,6 +681,33 @@ def test_what_is_not_watched_within_is_said():
     assert "not watched within it: 0.fc1, 0.fc2" in str(guard.last_report)
 
 
+def test_a_module_whose_frames_are_printed_is_watched():
+    class Returned:
+        """An object whose parts are not scanned."""
+
+    class Body(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), Returned()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = Body(3, 3), nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.head(self.body(x)[0]) / 0
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
+        model(inputs()).mean().backward()
+        optimizer.step()
+    assert guard.last_report.verdict.maker == "the model"
+    text = " ".join(str(guard.last_report).split())
+    assert "body Body" in text and "not watched within it: body" not in text
+    assert "a part of what body was given or returned" in text
+
+
 def test_the_batch_is_not_blamed_for_what_is_not_watched():
     verdict = verdict_of(
         nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)),

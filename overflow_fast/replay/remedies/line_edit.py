@@ -46,6 +46,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 # Codes of a file, each with the place of the one around it.
 _Nested = list[tuple[CodeType, int | None]]
+_AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT  # cells of notebooks may await
 
 
 class NotEditableError(Exception):
@@ -60,11 +61,13 @@ class CodePlace:
         file: The file.
         index: Its place among the file's code objects; see `_nested()`.
         digest: Of the file's text.
+        in_parts: Whether each statement was compiled alone, as notebooks do with cells.
     """
 
     file: str
     index: int
     digest: str
+    in_parts: bool = False
 
     @classmethod
     def of(cls, code: CodeType) -> CodePlace:
@@ -74,12 +77,14 @@ class CodePlace:
             NotEditableError: If the file is not what runs.
         """
         file = code.co_filename
-        own, text = _own_code(code), "".join(linecache.getlines(file))
-        codes = _nested(_compiled(text, file))
-        places = [i for i, (each, _) in enumerate(codes) if _is_same(each, own)]
-        if len(places) != 1:
-            raise NotEditableError("the file is not the code that runs")
-        return cls(file, places[0], _digest(text))
+        own, text = _own_code(code), _text_of(file)
+        # The code of a function depends on the imports that are compiled with it.
+        for in_parts in sorted((False, True), reverse=not os.path.exists(file)):
+            codes = _nested(_compiled(text, file, in_parts))
+            places = [i for i, (each, _) in enumerate(codes) if _is_same(each, own)]
+            if len(places) == 1:
+                return cls(file, places[0], _digest(text), in_parts)
+        raise NotEditableError("the file is not the code that runs")
 
 
 def marked(text: str, number: int) -> str:
@@ -322,7 +327,8 @@ class _Edit:
     """
 
     def __init__(self, file: str, places: Sequence[CodePlace], text: str) -> None:
-        known = _Known.of(file, _text_of(file))
+        in_parts = places[0].in_parts
+        known = _Known.of(file, _text_of(file), in_parts)
         wanted = {k for place in places for k in known.functions_at(place.index)}
         own, new = _functions_in(_parsed(known.text)), _parsed(text)
         functions = _functions_in(new)
@@ -333,7 +339,7 @@ class _Edit:
         self._own = {known.codes[known.index_of[k]][0]: k for k in wanted}
         self._new = {
             k: code
-            for code, _ in _nested(_compiled(ast.fix_missing_locations(new), file))
+            for code, _ in _nested(_compiled(new, file, in_parts))
             for k in wanted
             if _SWITCH.format(k) in code.co_consts
         }
@@ -356,7 +362,7 @@ class _Edit:
         if new.co_freevars != own.co_freevars:
             raise NotEditableError("the edit changes more than a line")
         # What its own body makes are functions with the very code that they had.
-        inner = {code: code for code, _ in _nested(own)}
+        inner = {code: code for code, _ in _nested([own])}
         return self._with_objects(new, own, inner, swap)
 
     def _with_objects(
@@ -402,12 +408,12 @@ class _Known:
         index_of: The place among them of each function's, in the order of the text.
     """
 
-    def __init__(self, file: str, text: str) -> None:
-        self.text, self.codes = text, _nested(_compiled(text, file))
+    def __init__(self, file: str, text: str, in_parts: bool) -> None:
+        self.text, self.codes = text, _nested(_compiled(text, file, in_parts))
         tree = _parsed(text)
         for k, function in enumerate(_functions_in(tree)):
             _join(function, None, _SWITCH.format(k))
-        tagged = _nested(_compiled(ast.fix_missing_locations(tree), file))
+        tagged = _nested(_compiled(tree, file, in_parts))
         if len(tagged) != len(self.codes):
             raise NotEditableError("the functions of the file cannot be told apart")
         tags = {_SWITCH.format(k): k for k in range(len(tagged))}
@@ -421,9 +427,9 @@ class _Known:
 
     @staticmethod
     @functools.lru_cache(maxsize=4)
-    def of(file: str, text: str) -> _Known:
-        """The functions of a file with a text."""
-        return _Known(file, text)
+    def of(file: str, text: str, in_parts: bool) -> _Known:
+        """The functions of a file with a text; `in_parts` as in `CodePlace`."""
+        return _Known(file, text, in_parts)
 
     def functions_at(self, index: int) -> Iterator[int]:
         """Yields the functions around a code, and its own, by their numbers."""
@@ -504,9 +510,12 @@ def _parsed(text: str) -> ast.Module:
         raise NotEditableError(f"the line does not compile: {error}") from error
 
 
-def _compiled(code: str | ast.Module, file: str) -> CodeType:
+def _compiled(code: str | ast.Module, file: str, in_parts: bool) -> list[CodeType]:
+    """The code objects of a file: one, or one for each of its statements."""
+    tree = _parsed(code) if isinstance(code, str) else ast.fix_missing_locations(code)
+    parts = [ast.Module([each], []) for each in tree.body] if in_parts else [tree]
     try:
-        return compile(code, file, "exec", dont_inherit=True)
+        return [compile(each, file, "exec", _AWAIT, True) for each in parts]
     except (SyntaxError, ValueError) as error:
         raise NotEditableError(f"the line does not compile: {error}") from error
 
@@ -519,9 +528,9 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _nested(module: CodeType) -> _Nested:
+def _nested(outermost: Sequence[CodeType]) -> _Nested:
     """A file's code objects in order, each with the place of the one around it."""
-    found: _Nested = [(module, None)]
+    found: _Nested = [(each, None) for each in outermost]
     for place, (code, _) in enumerate(found):  # it grows meanwhile
         inner = [each for each in code.co_consts if isinstance(each, CodeType)]
         found += [(each, place) for each in inner]

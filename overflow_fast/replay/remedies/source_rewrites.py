@@ -8,6 +8,7 @@ import linecache
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ...text import source_name
 from ..places import Span
 from .line_edit import marked
 
@@ -33,10 +34,14 @@ class SourceFile:
     Args:
         name: Its path, or what `linecache` knows a cell of a notebook by.
         lines: Its lines with the edits; None for those of the file.
+
+    Attributes:
+        shown: The name that remedies have for it.
     """
 
     def __init__(self, name: str, lines: Sequence[str] | None = None) -> None:
         self.name = name
+        self.shown = source_name(name)
         self.lines = list(linecache.getlines(name) if lines is None else lines)
 
     @property

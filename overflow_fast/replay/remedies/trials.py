@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...text import source_name
 from ..capture import KeptCall
 from ..explanation import Explanation, Remedy
 from ..finding import mask_of, named_row
@@ -65,7 +66,7 @@ class AppliedPatches:
 
     def source(self, name: str) -> SourceFile:
         """A file as it reads now."""
-        return self.sources.get(name) or SourceFile(name)
+        return self.sources.get(source_name(name)) or SourceFile(name)
 
     def line_patch(self, patch: LinePatch) -> LinePatch:
         """A further edit of a file, which holds those that are in place."""
@@ -87,7 +88,7 @@ class AppliedPatches:
         ]
         sources = dict(self.sources)
         if trial.source is not None:
-            sources[trial.source.name] = trial.source
+            sources[trial.source.shown] = trial.source
         return AppliedPatches(
             (*self.remedies, trial.remedy), (*kept, trial.patch), sources
         )
@@ -116,9 +117,9 @@ def edited_remedy(text: str, edits: Sequence[Edit], after: SourceFile) -> Remedy
     parts: list[Remedy] = []
     for first, last, _, _ in sorted(span_in(edit.node) for edit in edits):
         code = after.block(first, last)
-        part = Remedy(text, code, file=after.name, line=first, last_line=last)
-        _add(parts, part, {after.name: after})
-    return _whole(text, parts, {after.name: after})
+        part = Remedy(text, code, file=after.shown, line=first, last_line=last)
+        _add(parts, part, {after.shown: after})
+    return _whole(text, parts, {after.shown: after})
 
 
 def joined(remedies: Sequence[Remedy], sources: Mapping[str, SourceFile]) -> Remedy:
@@ -126,7 +127,7 @@ def joined(remedies: Sequence[Remedy], sources: Mapping[str, SourceFile]) -> Rem
 
     Args:
         remedies: The remedies, in the order in which they were found.
-        sources: The files as they read with all of them, by name.
+        sources: The files as they read with all of them, by the names shown.
     """
     if len(remedies) == 1:
         return remedies[0]
