@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import io
 import itertools
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -153,7 +154,12 @@ def _apply(code: str, run: Run) -> None:
             change = functools.partial(pytree.tree_map_only, torch.Tensor, cast)
             run.batch = lambda step: change(make(step))
     else:
-        space = {"torch": torch, "overflow_fast": overflow_fast, "model": run.model}
+        space = {
+            "torch": torch,
+            "re": re,
+            "overflow_fast": overflow_fast,
+            "model": run.model,
+        }
         exec(code, space)
 
 

@@ -258,7 +258,7 @@ class Search:
         if difference is not None:
             found.notes.append(f"The replay is not the same as the step: {difference}.")
         try:
-            if found.cause == "range overflow":
+            if found.is_overflow:
                 self._test_growth(found)
             find(found, root_op, self._replayer, place, self.may_run)
             self._try_remedies(found, root_op, traced, place)

@@ -63,7 +63,7 @@ def advice_for(
 def answers(explanation: Explanation | None, first: BadEntry) -> bool:
     """True if -inf, as masks have it, is known to be an overflow."""
     is_mask = first.signs == "-" and not first.num_nan
-    is_overflow = explanation is not None and explanation.cause == "range overflow"
+    is_overflow = explanation is not None and explanation.is_overflow
     return is_overflow and is_mask
 
 

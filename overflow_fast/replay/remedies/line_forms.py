@@ -138,7 +138,7 @@ def forms_of(written: Written, op: Op, cause: str) -> Iterator[Form]:
     dtype = op.inputs[0].dtype if op.inputs else "float32"
     if not written.name or not written.operands or dtype not in _EPS:
         return
-    if cause == "range overflow":
+    if cause in ("range overflow", "gradient explosion"):
         yield from overflow_forms(written, dtype)
         return
     if written.name in _MEAN_LOSSES:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..call_growth import CallGrowth, growth_of
 from ..capture import KeptCall
 from ..explanation import Explanation, Remedy
 from ..finding import mask_of, named_row
@@ -331,6 +332,7 @@ class Failure:
         modules: The names of the modules that ran from the operation on, in order.
         mask: The operation that made the infs of a mask which the operation was given.
         lost: The operation whose rounding made it undefined, or None.
+        growth: How results grew up to it, where it is an overflow, or None.
         checkpoints: Files of weights that the user gave, the newest last.
         is_compiled: True if the step calls code that was compiled.
     """
@@ -342,6 +344,7 @@ class Failure:
     modules: Sequence[str] = ()
     mask: Row | None = None
     lost: Row | None = None
+    growth: CallGrowth | None = None
     checkpoints: Sequence[str | os.PathLike[str]] = ()
     is_compiled: bool = False
 
@@ -367,6 +370,7 @@ class Failure:
             *(found, row, place),
             modules=rows.modules_from(row),
             mask=made if isinstance(made, Row) else None,
+            growth=growth_of(root_op.source, rows) if found.is_overflow else None,
             is_compiled=table.is_compiled,
         )
 
