@@ -126,6 +126,15 @@ def _apply(code: str, run: Run) -> None:
             return _kept(whole, code)
 
         run.batch = batch
+    elif ".masked_fill(" in code:  # of the batch, which is one tensor
+        make_all = run.batch
+
+        def filled(step: int) -> Any:
+            space = {"batch": make_all(step)}
+            exec(code, space)
+            return space["batch"]
+
+        run.batch = filled
     elif "(..., " in code:
         key, value = code.split("(..., ")[1].rstrip(")").split("=")
         assert run.optimizer is not None

@@ -11,7 +11,7 @@ from .op_trace import Leaf, Row, Source
 from .places import op_at, place_text, programs_line
 from .root_op import EMPTY, INTERMEDIATE, RANGE, UNDEFINED, Details
 from .slice import ForwardRows, RootOp
-from .without_operation import explain_leaf
+from .without_operation import explain_leaf, looked_up
 
 _CAUSES = {
     RANGE: "range overflow",
@@ -23,6 +23,7 @@ _NOT_CLIPPED = (
     "Clipping gradients by their norm after backward does not help: it makes nan of an "
     "inf."
 )
+_LOOKUPS = ("aten.embedding", "aten._embedding_bag", "aten.index", "aten.gather")
 _IN_HOOK = "it ran in a hook that backward called"
 _UNWRITTEN = (
     "it reads memory of {} that nothing has written to: its values are those of "
@@ -46,7 +47,10 @@ def explain_root_op(
     """
     source = root_op.source
     if isinstance(source, Leaf):
+        reader = root_op.first_reader
         found = explain_leaf(source, _read_by(root_op), call)
+        if reader is not None and reader.name.startswith(_LOOKUPS) and call is not None:
+            found.evidence += looked_up(source.tensor, call)
     else:
         found = _explain_row(source, forward_rows, in_gradients)
         if found.op is not None and call is not None:

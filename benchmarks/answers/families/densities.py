@@ -231,7 +231,7 @@ def factorial_of_a_large_count(cured):
     return Run(model, loss, batch)
 
 
-@failure("ryanchankh/mcr2#1", *UNDEFINED, "aten._linalg_slogdet|aten.log|aten.logdet")
+@failure("ryanchankh/mcr2#1", *UNDEFINED, "aten.scalar_tensor")
 def volume_of_features(cured):
     """The matrix whose logarithm of a determinant is taken has a negative one. Make it
     positive definite: add the product to the identity.
@@ -341,3 +341,44 @@ def cosine_with_a_product_of_epsilons(cured):
         return one, other
 
     return Run(model, loss, batch)
+
+
+@failure("NVIDIA-NeMo/Automodel#3850", "backward", "singular gradient", "aten.div")
+def temperature_over_masked_negatives(cured):
+    """Padded negatives are -inf before they are divided by a learned temperature, whose
+    derivative is 0 times -inf. Divide first, and mask then.
+    """
+    torch.manual_seed(0)
+    model = Chain(encoder=nn.Linear(4, 4))
+    model.temperature = nn.Parameter(torch.tensor(0.1))
+
+    def loss(model, x):
+        scores = model.encoder(x) @ x.T
+        padded = torch.arange(5) >= 4
+        if cured:
+            scores = (scores / model.temperature).masked_fill(padded, float("-inf"))
+        else:
+            scores = scores.masked_fill(padded, float("-inf"))
+            scores = scores / model.temperature  # <-
+        return F.cross_entropy(scores, torch.arange(5) % 4)
+
+    return Run(model, loss, lambda step: randn(5, 4, seed=step))
+
+
+@failure("openai/CLIP#46", *RANGE, "aten.exp")
+def logit_scale_that_is_not_clipped(cured):
+    """The learned logarithm of the logits' scale has grown, and its exponential is
+    beyond float16. Clip it to the logarithm of 100.
+    """
+    torch.manual_seed(0)
+    model = Chain(image=nn.Linear(4, 4, bias=False)).half()
+    model.logit_scale = nn.Parameter(torch.tensor(12.0, dtype=torch.half))
+
+    def loss(model, x):
+        features = F.normalize(model.image(x).float(), dim=-1).half()
+        log_scale = model.logit_scale
+        log_scale = log_scale.clamp(max=4.6) if cured else log_scale
+        logits = log_scale.exp() * features @ features.T  # <-
+        return F.cross_entropy(logits.float(), torch.arange(4))
+
+    return Run(model, loss, lambda step: randn(4, 4, seed=step).half())

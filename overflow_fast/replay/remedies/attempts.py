@@ -22,6 +22,7 @@ from ..finding import explain_root_op
 from ..op_trace import Row
 from ..places import code_at, module_of_parameter, names_of, place_text
 from ..replayer import Patch, Replayer, StepPart
+from ..sentinel import Sentinel
 from ..slice import ForwardRows, find_root_op
 from ..tensor_kinds import is_float
 from .line_edit import NotEditableError
@@ -40,6 +41,7 @@ from .patches import (
     ScaledGradients,
     ScaledWeights,
     SomeSamples,
+    WithoutNumber,
 )
 from .trials import Attempts, Failure, Trial, Trials, loss_of
 
@@ -432,6 +434,8 @@ def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
         trials.notes.append(_INSTALLED)
     if cause == "bad data":
         yield _drop_bad_samples(failure, trials)
+    if failure.sentinel is not None:
+        yield _replace_sentinel(failure.sentinel, failure, trials)
     if cause in ("bad weights", "divergence"):
         yield try_checkpoints(failure.checkpoints, trials)
     if cause in _LINES and is_own_line:
@@ -475,6 +479,16 @@ def _drop_bad_samples(failure: Failure, trials: Trials) -> Attempts:
         f"keep = torch.isfinite({name}).reshape({size}, -1).all(1)",
     )
     yield Trial(remedy, SomeSamples(failure.place, tuple(rows)))
+
+
+def _replace_sentinel(sentinel: Sentinel, failure: Failure, trials: Trials) -> Attempts:
+    """The step with 0 in place of a number that looks like a placeholder."""
+    if not sentinel.is_in_one or not trials.replayer.ranks.is_alone:
+        return
+    name, number = sentinel.name, sentinel.number
+    code = f"{name} = {name}.masked_fill({name} == {number!r}, 0)"
+    remedy = Remedy(f"0 for {number:.6g} in `{name}`", code)
+    yield Trial(remedy, WithoutNumber(failure.place, number))
 
 
 def _try_smaller_weights(failure: Failure, trials: Trials) -> Attempts:

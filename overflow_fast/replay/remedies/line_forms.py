@@ -180,6 +180,8 @@ def _root_forms(written: Written, dtype: str) -> Iterator[Form]:
 
 def _log_forms(written: Written, dtype: str) -> Iterator[Form]:
     eps, wide = _EPS[dtype], _WIDE_EPS[dtype]
+    if written.name == "poisson_nll_loss":
+        yield Form("a rate of at least 0", written.with_clamp("min=0"))
     if written.name in _LOGS:
         yield Form(
             f"the logarithm of at least {eps}",
