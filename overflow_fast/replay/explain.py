@@ -20,6 +20,7 @@ from ..files.reading import is_regular
 from ..state.step_start import StepStart
 from .capture import GRAPH, Ambient, KeptCall
 from .explanation import Artifact, BadStep, Explanation
+from .loss_line import loss_line
 from .optimizer_step import explain_update
 from .places import module_of_parameter, names_of
 from .rank_coordinator import BEGIN, NotJoined, RankCoordinator, text_of
@@ -33,6 +34,7 @@ from .tensor_kinds import bad_names
 from .without_operation import first_bad_weight, looked_up
 
 BUDGET = 8
+_ASKS = "guard.run(lambda: loss)"
 _NOT_ALONE = (
     "The step was not replayed: there are several ranks, which do not decide together. "
     "Collectives in it would wait for the others. Give the guard process_group=."
@@ -108,6 +110,7 @@ def investigate(
         found.notes.append(str(error))
     except Exception as error:
         found.notes.append(f"The explanation ended early: {text_of(error)}.")
+    _add_loss_line(found, models)
     own = found.artifacts
     if artifact_bytes and calls:
         own += _saved(models, calls, start, artifact_bytes, found)
@@ -117,6 +120,19 @@ def investigate(
     result = ranks.finish(found)
     result.artifacts = own
     return result
+
+
+def _add_loss_line(found: Explanation, models: Mapping[str, nn.Module]) -> None:
+    """Adds the program's own line to a note that asks for the loss."""
+    for place, note in enumerate(found.notes):
+        if _ASKS not in note:
+            continue
+        try:
+            line = loss_line(list(models.values()))
+        except Exception:
+            line = ""  # of source code that is not like Python's
+        found.notes[place] = f"{note} {line}".rstrip()
+        return
 
 
 def _saved(
