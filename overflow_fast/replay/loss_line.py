@@ -80,10 +80,12 @@ def _assignment(around: ast.AST, line: int) -> ast.Assign | None:
     for each in reversed(before):
         if not _writes(each, name.id) or each.lineno > name.lineno:
             continue
-        is_plain = isinstance(each, ast.Assign) and len(each.targets) == 1
-        if not is_plain or not isinstance(each.targets[0], ast.Name):
+        if not isinstance(each, ast.Assign) or not isinstance(
+            each.targets[0], ast.Name
+        ):
             return None
-        if name.id not in {n.id for n in ast.walk(each.value) if _is_name(n)}:
+        reads = {n.id for n in ast.walk(each.value) if isinstance(n, ast.Name)}
+        if len(each.targets) == 1 and name.id not in reads:
             return each
     return None
 
@@ -107,10 +109,6 @@ def _writes(node: ast.AST, name: str) -> bool:
         targets = [node.target]
     inner = [n for target in targets for n in ast.walk(target)]
     return any(isinstance(n, ast.Name) and n.id == name for n in inner)
-
-
-def _is_name(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name)
 
 
 def _text(

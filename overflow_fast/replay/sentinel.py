@@ -25,13 +25,14 @@ class Sentinel:
         name: The tensor of the batch that holds it.
         number: The number.
         text: It with its place, in words.
-        is_in_one: Whether no other tensor of the batch holds it.
+        can_be_replaced: Whether the program can put 0 there: no other tensor of the
+            batch holds it, and it is not that of a mask, whose other numbers are 0.
     """
 
     name: str
     number: float
     text: str
-    is_in_one: bool
+    can_be_replaced: bool
 
 
 def sentinel_in(call: KeptCall, sample: int) -> Sentinel | None:
@@ -57,17 +58,18 @@ def sentinel_in(call: KeptCall, sample: int) -> Sentinel | None:
         if what is not None:
             index = torch.unravel_index(torch.tensor(place), own.shape)
             at = [sample, *(int(i) for i in index)]
-            rest = f"its other numbers are at most {most:.3g} in magnitude"
+            size = f"at most {most:.3g} in magnitude" if most else "0"
+            rest = f"its other numbers are {size}"
             text = f"`{name}` holds {number:.6g} at {at}{what}; {rest}"
             floats = [each for _, each in call.leaves() if is_float(each)]
             num = sum(bool((each == number).any()) for each in floats)
-            return Sentinel(name, number, text, num == 1)
+            return Sentinel(name, number, text, num == 1 and most > 0)
     return None
 
 
 def _what(number: float, most: float, dtype: torch.dtype) -> str | None:
     """What a number looks like; None for one that is like the others."""
-    size = abs(number)
+    size, most = abs(number), max(most, 1.0)  # a 1 among zeros is a label
     if size == torch.finfo(dtype).max and size > _APART * most:
         return f", {str(dtype)[6:]}'s {'largest' if number > 0 else 'lowest'} number"
     known = {float(torch.tensor(each, dtype=dtype)) for each in (*_KNOWN, *_NINES)}

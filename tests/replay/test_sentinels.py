@@ -84,6 +84,32 @@ def test_the_same_number_in_two_tensors_is_not_replaced():
     assert not any("1e+30" in each.text for each in found.remedies)
 
 
+@pytest.mark.parametrize("most", [1.0, 50.0])
+def test_labels_are_no_placeholders(most):
+    batch = torch.zeros(4, 3)
+    batch[2, 1] = most
+    model = Squared(3, 1)
+    found = explain(model, batch, lambda batch: (model(batch) / (50 - batch)).mean())
+    assert "holds" not in str(found.evidence)
+    found = explain(model, batch, lambda batch: (model(batch) / (1 - batch)).mean())
+    assert "holds" not in str(found.evidence)
+
+
+def test_a_mask_is_named_and_not_removed():
+    lowest = torch.finfo(torch.float32).min
+    mask = torch.zeros(4, 3)
+    mask[2, 1] = lowest
+
+    class Scores(nn.Linear):
+        def forward(self, mask):
+            return super().forward(torch.ones_like(mask)) + mask + 1e38 * mask.sign()
+
+    found = explained(mask, Scores(3, 3))
+    assert "holds -3.40282e+38 at [2, 1], float32's lowest" in found.evidence[1]
+    assert found.evidence[1].endswith("its other numbers are 0")
+    assert not any("0 for" in each.text for each in found.remedies)
+
+
 # Tables.
 
 

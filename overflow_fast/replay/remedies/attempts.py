@@ -483,7 +483,7 @@ def _drop_bad_samples(failure: Failure, trials: Trials) -> Attempts:
 
 def _replace_sentinel(sentinel: Sentinel, failure: Failure, trials: Trials) -> Attempts:
     """The step with 0 in place of a number that looks like a placeholder."""
-    if not sentinel.is_in_one or not trials.replayer.ranks.is_alone:
+    if not sentinel.can_be_replaced or not trials.replayer.ranks.is_alone:
         return
     name, number = sentinel.name, sentinel.number
     code = f"{name} = {name}.masked_fill({name} == {number!r}, 0)"
