@@ -16,7 +16,7 @@ MARK = "# <-"
 PHASES = ("forward", "backward", "optimizer", "data", "weights")
 CAUSES = (
     *("range overflow", "undefined", "singular gradient", "empty reduction"),
-    *("underflow", "rounding", "bad setting"),
+    *("underflow", "rounding", "gradient explosion", "bad setting"),
     *("bad data", "bad weights", "divergence", "not reproducible"),
     "only in compiled code",
 )

@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import io
 import itertools
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -125,6 +126,15 @@ def _apply(code: str, run: Run) -> None:
             return _kept(whole, code)
 
         run.batch = batch
+    elif ".masked_fill(" in code:  # of the batch, which is one tensor
+        make_all = run.batch
+
+        def filled(step: int) -> Any:
+            space = {"batch": make_all(step)}
+            exec(code, space)
+            return space["batch"]
+
+        run.batch = filled
     elif "(..., " in code:
         key, value = code.split("(..., ")[1].rstrip(")").split("=")
         assert run.optimizer is not None
@@ -153,7 +163,12 @@ def _apply(code: str, run: Run) -> None:
             change = functools.partial(pytree.tree_map_only, torch.Tensor, cast)
             run.batch = lambda step: change(make(step))
     else:
-        space = {"torch": torch, "overflow_fast": overflow_fast, "model": run.model}
+        space = {
+            "torch": torch,
+            "re": re,
+            "overflow_fast": overflow_fast,
+            "model": run.model,
+        }
         exec(code, space)
 
 

@@ -58,6 +58,11 @@ fails was given the rounded number. Use the form that never makes it, such as
 The forward is finite, and its derivative is not: a root or a power below 1 at 0,
 `acos` at 1, or the branch that `torch.where` leaves out. Bound the input of the
 operation, so that backward cannot reach the singular place.""",
+    "gradient explosion": """\
+The forward is finite, and the gradient grows by a factor with each call or module
+that it goes back through, until the dtype cannot hold it. Smaller or orthogonal
+weights, normalizations or residual connections keep the factor near 1. Clipping by the
+norm afterwards comes too late for an inf.""",
     "empty reduction": """\
 A mean, or a division by a count, of no elements. Divide by at least 1, or return 0.""",
     "divergence": """\

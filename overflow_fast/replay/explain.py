@@ -14,14 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..core.modules import gradient_taker, step_of
+from ..core.modules import gradient_taker, named_modules, step_of
 from ..core.tensors import devices_of
 from ..files.reading import is_regular
 from ..state.step_start import StepStart
 from .capture import GRAPH, Ambient, KeptCall
 from .explanation import Artifact, BadStep, Explanation
+from .loss_line import loss_line
 from .optimizer_step import explain_update
-from .places import names_of
+from .places import module_of_parameter, names_of
 from .rank_coordinator import BEGIN, NotJoined, RankCoordinator, text_of
 from .remedies.attempts import find_remedies
 from .remedies.trials import Failure
@@ -30,9 +31,10 @@ from .replayer import Replayer
 from .saved_step import STEP, SavedStep, UnreadableStepError, saved_step
 from .search import Search
 from .tensor_kinds import bad_names
-from .without_operation import first_bad_weight
+from .without_operation import first_bad_weight, looked_up
 
 BUDGET = 8
+_ASKS = "guard.run(lambda: loss)"
 _NOT_ALONE = (
     "The step was not replayed: there are several ranks, which do not decide together. "
     "Collectives in it would wait for the others. Give the guard process_group=."
@@ -90,6 +92,8 @@ def investigate(
             known = (
                 None if incident is None else _without_replay(models, incident, start)
             )
+            if known is not None and known.phase == "weights":
+                known.evidence += _lookups(models, known.tensor, calls)
             known = known or _not_replayable(calls, incident, ranks)
             known = known or _without_backward(models, incident)
             if known is None:
@@ -106,6 +110,7 @@ def investigate(
         found.notes.append(str(error))
     except Exception as error:
         found.notes.append(f"The explanation ended early: {text_of(error)}.")
+    _add_loss_line(found, models)
     own = found.artifacts
     if artifact_bytes and calls:
         own += _saved(models, calls, start, artifact_bytes, found)
@@ -115,6 +120,19 @@ def investigate(
     result = ranks.finish(found)
     result.artifacts = own
     return result
+
+
+def _add_loss_line(found: Explanation, models: Mapping[str, nn.Module]) -> None:
+    """Adds the program's own line to a note that asks for the loss."""
+    for place, note in enumerate(found.notes):
+        if _ASKS not in note:
+            continue
+        try:
+            line = loss_line(list(models.values()))
+        except Exception:
+            line = ""  # of source code that is not like Python's
+        found.notes[place] = f"{note} {line}".rstrip()
+        return
 
 
 def _saved(
@@ -132,6 +150,19 @@ def _saved(
     except Exception as error:
         found.notes.append(f"The step was not saved: {text_of(error)}.")
         return []
+
+
+def _lookups(
+    models: Mapping[str, nn.Module], name: str, calls: Sequence[KeptCall]
+) -> list[str]:
+    """Describes where batches hold the indices of a bad embedding's bad rows."""
+    for prefix, model in models.items():
+        owner = dict(named_modules(model)).get(
+            module_of_parameter(name.removeprefix(prefix))
+        )
+        if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
+            return [text for call in calls for text in looked_up(owner.weight, call)]
+    return []
 
 
 def _not_replayable(

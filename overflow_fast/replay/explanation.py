@@ -108,7 +108,7 @@ class Sample(int):
 PHASES = ("forward", "backward", "optimizer", "data", "weights")
 CAUSES = (
     *("range overflow", "undefined", "singular gradient", "empty reduction"),
-    *("underflow", "rounding", "bad setting"),
+    *("underflow", "rounding", "gradient explosion", "bad setting"),
     *("bad data", "bad weights", "left-over gradients", "divergence"),
     *("not reproducible", "only in compiled code", "unknown"),
 )
@@ -155,6 +155,8 @@ class Remedy:
             relative to them (L2 norms over all parameters); None where that was not
             measured.
         losses: The loss of the other samples without it and with it, likewise.
+        hides: The operation that overflows with it where the loss does not show it, as
+            of a divisor, in words; "" where none was seen.
         file: The file of the line that it replaces, or "".
         line: The number of the first line that it replaces, or 0.
         last_line: That of the last one.
@@ -175,6 +177,7 @@ class Remedy:
     why: str = ""
     moved: float | None = None
     losses: tuple[float, float] | None = None
+    hides: str = ""
 
     @property
     def is_recommended(self) -> bool:
@@ -188,6 +191,8 @@ class Remedy:
         outcome = outcome if self.tried else "not tried"
         if self.moved is not None:
             outcome += f"; {self._moved_text()}"
+        if self.hides:
+            outcome += f"; but {self.hides}"
         if self.parts:
             codes = "; ".join(f"{part._prefix}{part.code}" for part in self.parts)
             return f"{self.text}: {codes} - {outcome}"
@@ -280,6 +285,11 @@ class Explanation:
         return self.cause == "not reproducible" and NOT_REPLAYED not in self.notes
 
     @property
+    def is_overflow(self) -> bool:
+        """True if a number was too large for its dtype."""
+        return self.cause in ("range overflow", "gradient explosion")
+
+    @property
     def names_maker(self) -> bool:
         """True if it is known what made the first bad value."""
         is_vague = self.cause in ("unknown", "not reproducible")
@@ -349,7 +359,7 @@ class Explanation:
 
     def _what(self) -> str:
         cause = self.cause
-        if cause == "range overflow" and self.op is not None and self.op.outputs:
+        if self.is_overflow and self.op is not None and self.op.outputs:
             cause += f" ({self.op.outputs[0].dtype})"
         in_phase = (
             f" in {self.phase}" if self.phase in ("backward", "optimizer") else ""

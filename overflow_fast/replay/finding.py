@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import math
 
+from .call_growth import CallGrowth, growth_of
 from .capture import KeptCall
 from .explanation import Explanation, Op, TensorSummary
 from .op_trace import Leaf, Row, Source
 from .places import op_at, place_text, programs_line
 from .root_op import EMPTY, INTERMEDIATE, RANGE, UNDEFINED, Details
 from .slice import ForwardRows, RootOp
-from .without_operation import explain_leaf
+from .without_operation import explain_leaf, looked_up
 
 _CAUSES = {
     RANGE: "range overflow",
@@ -19,6 +19,11 @@ _CAUSES = {
     UNDEFINED: "undefined",
     EMPTY: "empty reduction",
 }
+_NOT_CLIPPED = (
+    "Clipping gradients by their norm after backward does not help: it makes nan of an "
+    "inf."
+)
+_LOOKUPS = ("aten.embedding", "aten._embedding_bag", "aten.index", "aten.gather")
 _IN_HOOK = "it ran in a hook that backward called"
 _UNWRITTEN = (
     "it reads memory of {} that nothing has written to: its values are those of "
@@ -42,7 +47,10 @@ def explain_root_op(
     """
     source = root_op.source
     if isinstance(source, Leaf):
+        reader = root_op.first_reader
         found = explain_leaf(source, _read_by(root_op), call)
+        if reader is not None and reader.name.startswith(_LOOKUPS) and call is not None:
+            found.evidence += looked_up(source.tensor, call)
     else:
         found = _explain_row(source, forward_rows, in_gradients)
         if found.op is not None and call is not None:
@@ -90,37 +98,22 @@ def _explain_row(
         found.cause = _cause_of(details, is_backward and not row.in_hook)
         found.evidence += _evidence(details, found.op)
         if found.cause == "range overflow":
-            found.evidence[-1] += _growth_text(row, forward_rows)
+            _add_growth(found, growth_of(row, forward_rows))
     if row.masks:
         found.evidence.append(_mask_text(row))
     return found
 
 
-_FEW_CALLS = 6
-_GROWS = 1.01
-
-
-def _growth_text(row: Row, forward_rows: ForwardRows) -> str:
-    """Describes how the results of one line's calls have grown up to an overflow."""
-    before = [each.abs_max for each in forward_rows.calls_before(row)]
-    sizes = [size or 0.0 for size in before]
-    first = len(sizes) - 1
-    while (
-        first > 0
-        and math.isfinite(sizes[first])
-        and sizes[first] > sizes[first - 1] > 0
-    ):
-        first -= 1
-    num = len(sizes) - 1 - first
-    if num < _FEW_CALLS:
-        return ""
-    factor = (sizes[-1] / sizes[first]) ** (1 / num)
-    if not factor > _GROWS:
-        return ""
-    return (
-        f"; it is call {len(sizes) + 1} at this line, and the largest result grew by a "
-        f"factor of {factor:.3g} a call since call {first + 1}"
-    )
+def _add_growth(found: Explanation, growth: CallGrowth | None) -> None:
+    """Adds how results grew up to an overflow; of gradients it is the cause."""
+    if growth is None:
+        return
+    if not growth.explodes:
+        found.evidence[-1] += f"; {growth.text}"
+        return
+    found.cause = "gradient explosion"
+    found.evidence.insert(0, growth.text)
+    found.notes.append(_NOT_CLIPPED)
 
 
 def _mask_text(row: Row) -> str:

@@ -104,6 +104,7 @@ _DIVIDES = {"div", "true_divide", "floor_divide", "remainder", "fmod", "addcdiv"
 _MADE_OF_NUMBERS = (
     "the code makes this tensor of values that torch has not computed, such as NumPy's"
 )
+_GIVEN = "it is given the number {}, by the code of this line or by torch within it"
 _BY_NOTHING = "it divides by a sum that is 0, such as how many elements a mask selects"
 _NO_LABEL_COUNTS = (
     "no label of the batch counts: all are ignored, those of every sample; labels come "
@@ -213,7 +214,7 @@ def _classify(
     if op.is_constant or (op.numbers and not found.has_bad_inputs):
         found.why, found.reason = UNDEFINED, _MADE_OF_NUMBERS
         if not op.is_constant:
-            found.reason = f"the code gives it the number {op.numbers[0]}"
+            found.reason = _GIVEN.format(op.numbers[0])
         return
     reference, written = in_float64(op)
     results = [t for t in tensors_in(output) if is_float(t)]

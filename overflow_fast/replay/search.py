@@ -26,6 +26,7 @@ from .replayer import Replayer, ReplayResult, StepPart
 from .repro import module_repro_of, repro_of
 from .root_op import UNDEFINED
 from .rounding import Tape, explain_lost, lost_value, rows_before
+from .sentinel import Sentinel, sentinel_in
 from .slice import OF_LEAVES, ForwardRows, RootOp, find_root_op, trace_back
 from .tensor_kinds import as_wide, is_float
 from .without_operation import Answers, find_growth
@@ -33,6 +34,7 @@ from .without_operation import Answers, find_growth
 # Which sample of the batch the bad value comes from.
 
 
+_COMPUTED = ("forward", "backward")
 _INDEX_KEYS = ("index", "indices", "idx", "sample_index", "sample_id", "id", "ids")
 
 
@@ -192,6 +194,7 @@ class Search:
         self._begin = time.perf_counter()
         self._first: ReplayResult | None = None
         self._lost: Row | None = None
+        self._sentinel: Sentinel | None = None
         self._answers = Answers(replayer, incident, self.may_run, replay_check)
 
     def may_run(self, forwards: int = 1) -> bool:
@@ -261,9 +264,10 @@ class Search:
         if difference is not None:
             found.notes.append(f"The replay is not the same as the step: {difference}.")
         try:
-            if found.cause == "range overflow":
+            if found.is_overflow:
                 self._test_growth(found)
             find(found, root_op, self._replayer, place, self.may_run)
+            self._find_sentinel(found, place)
             self._try_remedies(found, root_op, traced, place)
         except NotJoined as error:  # the operation is known all the same
             self._ranks.is_broken = True
@@ -309,6 +313,15 @@ class Search:
                 None,
             )
 
+    def _find_sentinel(self, found: Explanation, place: int) -> None:
+        """Finds a number of the failing sample that looks like a placeholder."""
+        if found.sample is None or found.phase not in _COMPUTED:
+            return
+        sentinel = sentinel_in(self._replayer.calls[place], int(found.sample))
+        if sentinel is not None:
+            self._sentinel = sentinel
+            found.evidence.insert(1, sentinel.text)
+
     def _test_growth(self, found: Explanation) -> None:
         """Tests whether it is the size of the weights: they are scaled back."""
         growth = find_growth(self._replayer.models, self._incident)
@@ -348,6 +361,7 @@ class Search:
         failure = Failure.of(found, root_op, traced.table, place)
         failure.checkpoints = self._checkpoints
         failure.lost = self._lost
+        failure.sentinel = self._sentinel
         find_remedies(failure, self._replayer, self._budget, self._first.seconds)
         changed = self._answers.changed
         found_remedy = any(each.is_recommended for each in found.remedies)

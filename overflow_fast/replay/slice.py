@@ -161,18 +161,33 @@ class ForwardRows:
             row = found
         return None
 
-    def calls_before(self, row: Row) -> list[Row]:
-        """The calls of the same operation at the same line before one, in order.
+    def calls_like(self, row: Row) -> list[Row]:
+        """The calls of the same operation at the same line, in order, with the own one.
 
-        In backward, those of the derivatives of one line's operation.
+        In backward, those of the derivatives of one line's operation: of each node of
+        autograd's the one at the same place, such as its gradient of a weight.
         """
         own = self._line_of(row)
-        return [
+        if own is None:
+            return [row]
+        alike = [
             each
-            for each in self._rows[: row.index]
+            for each in self._rows
             if each.name == row.name and each.in_backward == row.in_backward
-            if own is not None and self._line_of(each) == own
+            if not row.in_backward or each.node == row.node
+            if self._line_of(each) == own
         ]
+        if not row.in_backward:
+            return alike
+        of_node: dict[tuple[int, int], list[Row]] = {}
+        for each in alike:
+            of_node.setdefault((each.thread, each.node_sequence), []).append(each)
+        place = of_node[row.thread, row.node_sequence].index(row)
+        return [rows[place] for rows in of_node.values() if len(rows) > place]
+
+    def rows_before(self, row: Row) -> list[Row]:
+        """The operations that ran before one, in order."""
+        return self._rows[: row.index]
 
     def _line_of(self, row: Row) -> tuple[object, int] | None:
         named = self.of(row) if row.in_backward else row

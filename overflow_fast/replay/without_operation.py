@@ -140,7 +140,44 @@ def _counts(tensor: torch.Tensor | None) -> str:
         return "non-finite values"
     num_nan, num_inf = int(values.isnan().sum()), int(values.isinf().sum())
     parts = [f"{n} {k}" for n, k in ((num_nan, "nan"), (num_inf, "inf")) if n]
-    return f"{' and '.join(parts)} of {values.numel()} values"
+    rows = _bad_rows(values)
+    names = ", ".join(map(str, rows))
+    at = f" (all in row{'s' * (len(rows) > 1)} {names})" if rows else ""
+    return f"{' and '.join(parts)} of {values.numel()} values{at}"
+
+
+_FEW_ROWS = 4
+
+
+def _bad_rows(values: torch.Tensor) -> list[int]:
+    """The rows that hold all non-finite values, where they are few of many, or none."""
+    if values.dim() < 2 or len(values) <= 2 * _FEW_ROWS:
+        return []
+    is_bad = ~values.isfinite().flatten(1).all(1)
+    rows = is_bad.nonzero().flatten().tolist()
+    return rows if len(rows) <= _FEW_ROWS else []
+
+
+def looked_up(table: torch.Tensor | None, call: KeptCall) -> list[str]:
+    """Describes where a call's batch holds the indices of a table's bad rows.
+
+    Args:
+        table: The table, such as an embedding.
+        call: The call.
+    """
+    values = None if table is None else as_wide(table)
+    rows = [] if values is None else _bad_rows(values)
+    found = []
+    for name, tensor in call.leaves():
+        if tensor.dtype not in (torch.int32, torch.int64) or not tensor.dim():
+            continue
+        for row in rows:
+            places = (tensor == row).nonzero()
+            if len(places):
+                text = f"`{name}` holds {row} at {places[0].tolist()}"
+                more = f" and {len(places) - 1} more" * (len(places) > 1)
+                found.append(f"{text}{more}")
+    return found
 
 
 _RATE = 3

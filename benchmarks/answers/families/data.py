@@ -165,3 +165,31 @@ def table_that_loading_left_out(cured):
     layers = nn.Sequential(layer(1.0), layer(1.0 if cured else torch.inf), layer(1.0))
     model = Chain(embed=nn.Linear(4, 4), layers=layers, head=nn.Linear(4, 1))
     return Run(model, square, lambda step: randn(2, 5, 4, seed=step))
+
+
+@failure(
+    "chengtan9907/OpenSTL#137",
+    "forward",
+    "range overflow",
+    "aten.pow",
+    "anomaly",
+    sample=2,
+)
+def fill_value_of_a_file(cured):
+    """A file's number for what is missing, 9.97e36, is read like any other, and its
+    square overflows. Replace it as the file is read.
+    """
+    torch.manual_seed(0)
+
+    def anomaly(self, x):
+        return x.pow(2).mean(-1, keepdim=True).sqrt()  # <-
+
+    model = Chain(anomaly=Fn(anomaly), head=nn.Linear(1, 1))
+
+    def batch(step):
+        field = randn(4, 6, seed=step)
+        if not cured:
+            field[2, 3] = 9.969209968386869e36
+        return field
+
+    return Run(model, lambda m, x: m(x).mean(), batch)

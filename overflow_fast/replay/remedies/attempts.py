@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,8 +20,9 @@ from ..capture import batch_size
 from ..explanation import Remedy
 from ..finding import explain_root_op
 from ..op_trace import Row
-from ..places import code_at, names_of
+from ..places import code_at, module_of_parameter, names_of, place_text
 from ..replayer import Patch, Replayer, StepPart
+from ..sentinel import Sentinel
 from ..slice import ForwardRows, find_root_op
 from ..tensor_kinds import is_float
 from .line_edit import NotEditableError
@@ -37,7 +39,9 @@ from .patches import (
     Float32Modules,
     OtherWeights,
     ScaledGradients,
+    ScaledWeights,
     SomeSamples,
+    WithoutNumber,
 )
 from .trials import Attempts, Failure, Trial, Trials, loss_of
 
@@ -279,13 +283,14 @@ def _is_same(failure: Failure, after: Failure, trials: Trials, trial: Trial) -> 
 
 _LINES = (
     *("range overflow", "undefined", "singular gradient", "empty reduction"),
-    *("underflow", "rounding"),
+    *("underflow", "rounding", "gradient explosion"),
 )
 _INSTALLED = "Changes of the line were not tried: it is in an installed package."
 _EAGERLY = (
     "Remedies were tried with compiled code run eagerly; with the compiled code itself "
     "they were not tried."
 )
+_FEW_NAMES = 4
 _MOST_TOGETHER = 3  # changes that are needed at once
 
 
@@ -310,8 +315,10 @@ def find_remedies(
         _go_on(failure, trials, _MOST_TOGETHER - 1)
     found = failure.found
     _measure_others(failure, trials)
+    _find_hidden(failure, trials)
     found.remedies = sorted(
-        trials.remedies, key=lambda each: (not each.is_finite, each.changes_others)
+        trials.remedies,
+        key=lambda e: (not e.is_finite, bool(e.hides), e.changes_others),
     )
     if failure.is_compiled and any(each.tried for each in found.remedies):
         found.notes.insert(0, _EAGERLY)
@@ -337,12 +344,38 @@ def _measure_others(failure: Failure, trials: Trials) -> None:
         if any(type(patch).calls is not Patch.calls for patch in patches):
             continue  # a part of a call is run without such changes
         changed = trials.run_part(others, patches)
-        if changed is not None and remedy in trials.remedies:
-            place = trials.remedies.index(remedy)
+        if changed is not None:
             moved = _distance(changed.gradients, plain.gradients)
             before, after = loss_of(plain), loss_of(changed)
             both = None if before is None or after is None else (before, after)
-            trials.remedies[place] = replace(remedy, moved=moved, losses=both)
+            _replace(trials, remedy, moved=moved, losses=both)
+
+
+def _find_hidden(failure: Failure, trials: Trials) -> None:
+    """Finds overflows that are left with a remedy, where the loss does not show them.
+
+    Such as that of a divisor: 1 / inf is 0.
+    """
+    for patches, remedy in trials.helped if failure.found.is_overflow else ():
+        if remedy.text not in {each.text for each in trials.remedies}:
+            continue
+        if not trials.may_run():
+            return
+        table = trials.run(patches, traced=failure.place).table
+        rows = [] if table is None else table.rows
+        for row in rows:
+            is_made = row.kinds and not row.parents and not row.is_meant
+            if is_made and row.details is not None and row.details.is_overflow:
+                place = f"{row.name}{place_text(row.frames)}"
+                _replace(trials, remedy, hides=f"{place} still overflows")
+                break
+
+
+def _replace(trials: Trials, remedy: Remedy, **changes: Any) -> None:
+    """Changes facts of a remedy that was tried."""
+    for i, each in enumerate(trials.remedies):
+        if (each.text, each.code, each.line) == (remedy.text, remedy.code, remedy.line):
+            trials.remedies[i] = replace(each, **changes)
 
 
 def _distance(
@@ -401,21 +434,31 @@ def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
         trials.notes.append(_INSTALLED)
     if cause == "bad data":
         yield _drop_bad_samples(failure, trials)
+    if failure.sentinel is not None:
+        yield _replace_sentinel(failure.sentinel, failure, trials)
     if cause in ("bad weights", "divergence"):
         yield try_checkpoints(failure.checkpoints, trials)
     if cause in _LINES and is_own_line:
         yield exact_rewrites(failure, trials)
-    if cause == "range overflow":
+    is_of_loss = is_own_line and not failure.found.module
+    if failure.found.is_overflow:
         if is_own_line:
             yield product_rewrites(failure, trials)
+        if is_of_loss:  # a line of the loss changes less than the model's dtype
+            yield line_rewrites(failure, trials)
         yield try_wider_dtypes(failure, trials)
+        yield _try_smaller_weights(failure, trials)
     if failure.mask is not None and _is_own(failure.mask):
         yield mask_rewrites(failure, trials)
     if failure.lost is not None and _is_own(failure.lost):
         yield lost_value_rewrites(failure, trials)
-    if cause in _LINES and is_own_line:
+    if (
+        cause in _LINES
+        and is_own_line
+        and not (failure.found.is_overflow and is_of_loss)
+    ):
         yield line_rewrites(failure, trials)
-    if cause == "range overflow" and failure.found.phase == "backward":
+    if failure.found.is_overflow and failure.found.phase == "backward":
         yield _try_loss_scales(failure, trials)
 
 
@@ -436,6 +479,55 @@ def _drop_bad_samples(failure: Failure, trials: Trials) -> Attempts:
         f"keep = torch.isfinite({name}).reshape({size}, -1).all(1)",
     )
     yield Trial(remedy, SomeSamples(failure.place, tuple(rows)))
+
+
+def _replace_sentinel(sentinel: Sentinel, failure: Failure, trials: Trials) -> Attempts:
+    """The step with 0 in place of a number that looks like a placeholder."""
+    if not sentinel.can_be_replaced or not trials.replayer.ranks.is_alone:
+        return
+    name, number = sentinel.name, sentinel.number
+    code = f"{name} = {name}.masked_fill({name} == {number!r}, 0)"
+    remedy = Remedy(f"0 for {number:.6g} in `{name}`", code)
+    yield Trial(remedy, WithoutNumber(failure.place, number))
+
+
+def _try_smaller_weights(failure: Failure, trials: Trials) -> Attempts:
+    """Smaller weights where results grow with each call, as another init gives them."""
+    growth = failure.growth
+    if growth is None:
+        return
+    names = [
+        name
+        for kind, name, tensor in names_of(trials.replayer.models)
+        if kind == "parameter" and tensor.dim() > 1
+        if module_of_parameter(name) in growth.modules
+    ]
+    if not names or len(trials.replayer.models) > 1:
+        return
+    factor = float(f"{0.95 / growth.factor:.2g}")
+    weights = names[0] if len(names) == 1 else f"{len(names)} weights"
+    remedy = Remedy(
+        f"{weights} times {factor:g}, as with a smaller initialization",
+        _scaling_code(names, factor, trials),
+    )
+    yield Trial(remedy, ScaledWeights(dict.fromkeys(names, factor)))
+
+
+def _scaling_code(names: list[str], factor: float, trials: Trials) -> str:
+    """The code that multiplies weights: by a pattern, where there are many."""
+    patterns = {re.sub(r"\d+", r"\\d+", re.escape(name)) for name in names}
+    pattern = "|".join(sorted(patterns))
+    all_names = [name for _, name, _ in names_of(trials.replayer.models)]
+    alike = [name for name in all_names if re.fullmatch(pattern, name)]
+    if len(names) > _FEW_NAMES and sorted(alike) == sorted(names):
+        return (
+            "for name, weight in model.named_parameters(): "
+            f'weight.data.mul_({factor:g} if re.fullmatch(r"{pattern}", name) else 1)'
+        )
+    scale = f".data.mul_({factor:g})"
+    if len(names) == 1:
+        return f'model.get_parameter("{names[0]}"){scale}'
+    return f"for name in {names}: model.get_parameter(name){scale}"
 
 
 def _try_loss_scales(failure: Failure, trials: Trials) -> Attempts:

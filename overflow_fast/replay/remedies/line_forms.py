@@ -138,7 +138,7 @@ def forms_of(written: Written, op: Op, cause: str) -> Iterator[Form]:
     dtype = op.inputs[0].dtype if op.inputs else "float32"
     if not written.name or not written.operands or dtype not in _EPS:
         return
-    if cause == "range overflow":
+    if cause in ("range overflow", "gradient explosion"):
         yield from overflow_forms(written, dtype)
         return
     if written.name in _MEAN_LOSSES:
@@ -180,6 +180,8 @@ def _root_forms(written: Written, dtype: str) -> Iterator[Form]:
 
 def _log_forms(written: Written, dtype: str) -> Iterator[Form]:
     eps, wide = _EPS[dtype], _WIDE_EPS[dtype]
+    if written.name == "poisson_nll_loss":
+        yield Form("a rate of at least 0", written.with_clamp("min=0"))
     if written.name in _LOGS:
         yield Form(
             f"the logarithm of at least {eps}",

@@ -247,6 +247,33 @@ class SomeSamples(Patch):
 
 
 @dataclass(frozen=True)
+class WithoutNumber(Patch):
+    """A call's batch has 0 in place of a number.
+
+    Attributes:
+        place: The call's place.
+        number: The number.
+    """
+
+    place: int
+    number: float
+
+    def calls(self, calls: Sequence[KeptCall]) -> list[KeptCall]:
+        """See `Patch`."""
+
+        def replaced(tensor: torch.Tensor) -> torch.Tensor:
+            is_there = tensor.is_floating_point() and bool(
+                (tensor == self.number).any()
+            )
+            return tensor.masked_fill(tensor == self.number, 0) if is_there else tensor
+
+        return [
+            call.with_batch(replaced) if place == self.place else call
+            for place, call in enumerate(calls)
+        ]
+
+
+@dataclass(frozen=True)
 class ScaledGradients(Patch):
     """Backward begins with other gradients.
 

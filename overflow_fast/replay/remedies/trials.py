@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from ...text import source_name
+from ..call_growth import CallGrowth, growth_of
 from ..capture import KeptCall
 from ..explanation import Explanation, Remedy
 from ..finding import mask_of, named_row
 from ..op_trace import OpTable, Row
 from ..rank_coordinator import text_of
 from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
+from ..sentinel import Sentinel
 from ..slice import ForwardRows, RootOp
 from ..tensor_kinds import kinds_of
 from .line_edit import NotEditableError
@@ -332,6 +334,8 @@ class Failure:
         modules: The names of the modules that ran from the operation on, in order.
         mask: The operation that made the infs of a mask which the operation was given.
         lost: The operation whose rounding made it undefined, or None.
+        sentinel: A number of the failing sample that looks like a placeholder, or None.
+        growth: How results grew up to it, where it is an overflow, or None.
         checkpoints: Files of weights that the user gave, the newest last.
         is_compiled: True if the step calls code that was compiled.
     """
@@ -343,6 +347,8 @@ class Failure:
     modules: Sequence[str] = ()
     mask: Row | None = None
     lost: Row | None = None
+    sentinel: Sentinel | None = None
+    growth: CallGrowth | None = None
     checkpoints: Sequence[str | os.PathLike[str]] = ()
     is_compiled: bool = False
 
@@ -368,6 +374,7 @@ class Failure:
             *(found, row, place),
             modules=rows.modules_from(row),
             mask=made if isinstance(made, Row) else None,
+            growth=growth_of(root_op.source, rows) if found.is_overflow else None,
             is_compiled=table.is_compiled,
         )
 

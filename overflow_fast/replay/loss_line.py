@@ -1,0 +1,148 @@
+"""The line of the program that computes the loss, where it was not replayed."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from ..text import installed_name, is_own, short_name
+
+_MOST_FRAMES = 64
+_MOST_CODE = 200
+_DIRECT = "Write it as `{name} = guard.run(lambda: {code})` ({place})."
+_INDIRECT = (
+    "The loss is computed at {place}: `{line}`. Call the model and that line in one "
+    "function, and that by `{name} = guard.run(function)`."
+)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def loss_line(models: Sequence[nn.Module]) -> str:
+    """Describes what to change for the loss to be replayed, or returns "".
+
+    Looks for `loss.backward()` in the functions of the program that run now, and for
+    the line that assigns to that variable before. Nothing of the program is called.
+
+    Args:
+        models: The models that are watched.
+    """
+    for frame in _program_frames():
+        code = frame.f_code
+        source = "".join(linecache.getlines(code.co_filename, frame.f_globals))
+        try:
+            around = _function_at(ast.parse(source), frame.f_lineno)
+        except SyntaxError:
+            continue
+        found = _assignment(around, frame.f_lineno)
+        if found is not None:
+            return _text(found, source, frame, models)
+    return ""
+
+
+def _program_frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe()
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return
+        name = frame.f_code.co_filename
+        if not is_own(name) and not installed_name(name):
+            yield frame
+        frame = frame.f_back
+
+
+def _function_at(tree: ast.Module, line: int) -> ast.AST:
+    """The innermost function around a line, or the whole file."""
+    found: ast.AST = tree
+    for node in ast.walk(tree):  # the outer ones come first
+        is_around = isinstance(node, _FUNCTIONS) and node.lineno <= line
+        if is_around and line <= (getattr(node, "end_lineno", None) or 0):
+            found = node
+    return found
+
+
+def _assignment(around: ast.AST, line: int) -> ast.Assign | None:
+    """The last assignment to what backward was called on before a line."""
+    nodes = [each for each in ast.walk(around) if hasattr(each, "lineno")]
+    before = sorted(
+        (each for each in nodes if each.lineno <= line), key=lambda each: each.lineno
+    )
+    losses = [_loss_of(each) for each in before if isinstance(each, ast.Call)]
+    name = next((each for each in reversed(losses) if each is not None), None)
+    if name is None:
+        return None
+    for each in reversed(before):
+        if not _writes(each, name.id) or each.lineno > name.lineno:
+            continue
+        if not isinstance(each, ast.Assign) or not isinstance(
+            each.targets[0], ast.Name
+        ):
+            return None
+        reads = {n.id for n in ast.walk(each.value) if isinstance(n, ast.Name)}
+        if len(each.targets) == 1 and name.id not in reads:
+            return each
+    return None
+
+
+def _loss_of(call: ast.Call) -> ast.Name | None:
+    """The variable that `x.backward()` or `f(x).backward()` is called on, or None."""
+    function = call.func
+    if not isinstance(function, ast.Attribute) or function.attr != "backward":
+        return None
+    of = function.value
+    of = of.args[0] if isinstance(of, ast.Call) and len(of.args) == 1 else of
+    if isinstance(of, ast.Name) and not call.args:
+        return of
+    first = call.args[0] if call.args else None  # accelerator.backward(loss)
+    return first if isinstance(first, ast.Name) else None
+
+
+def _writes(node: ast.AST, name: str) -> bool:
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    if isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.NamedExpr)):
+        targets = [node.target]
+    inner = [n for target in targets for n in ast.walk(target)]
+    return any(isinstance(n, ast.Name) and n.id == name for n in inner)
+
+
+def _text(
+    found: ast.Assign, source: str, frame: FrameType, models: Sequence[nn.Module]
+) -> str:
+    code = ast.get_source_segment(source, found.value) or ""
+    target = found.targets[0]
+    assert isinstance(target, ast.Name)
+    place = f"{short_name(frame.f_code.co_filename)}:{found.lineno}"
+    is_short = bool(code) and "\n" not in code and len(code) <= _MOST_CODE
+    if not is_short or ".run(" in code:
+        return ""
+    if any(_is_call_of(n, frame, models) for n in ast.walk(found.value)):
+        return _DIRECT.format(name=target.id, code=code, place=place)
+    return _INDIRECT.format(name=target.id, line=f"{target.id} = {code}", place=place)
+
+
+def _is_call_of(node: ast.AST, frame: FrameType, models: Sequence[nn.Module]) -> bool:
+    """True if a node is a call of a model, or of one that holds it."""
+    called = _value(node.func, frame) if isinstance(node, ast.Call) else None
+    if not isinstance(called, nn.Module):
+        return False
+    own = set(map(id, models))
+    return any(id(each) in own for each in nn.Module.modules(called))
+
+
+def _value(node: ast.AST, frame: FrameType) -> Any:
+    """The value of a name or of an attribute, without running code of the program."""
+    if isinstance(node, ast.Name):
+        held: Mapping[str, Any] = {**frame.f_globals, **frame.f_locals}
+        return held.get(node.id)
+    if not isinstance(node, ast.Attribute):
+        return None
+    of = _value(node.value, frame)
+    if isinstance(of, nn.Module):
+        return of.__dict__.get("_modules", {}).get(node.attr)
+    return inspect.getattr_static(of, node.attr, None)

@@ -1,0 +1,170 @@
+"""How results and gradients grow from call to call, up to an overflow."""
+
+import pytest
+import torch
+from torch import nn
+
+from overflow_fast import explain
+
+
+class Recurrent(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.inner = nn.Linear(3, 3, bias=False)
+        with torch.no_grad():
+            self.inner.weight.copy_(factor * torch.eye(3))
+
+    def forward(self, x):
+        for _ in range(200):
+            x = self.inner(x)
+        return x
+
+
+@pytest.mark.parametrize("factor", [2.0, 10.0])
+def test_the_growth_of_a_recurrence(factor):
+    model = Recurrent(factor)
+    found = explain(model, torch.ones(4, 3), lambda x: model(x).sum())
+    assert found.cause == "range overflow"
+    num = {2.0: 128, 10.0: 39}[factor]
+    assert found.evidence[1].endswith(
+        f"it is call {num} at this line, and the largest result grew by a factor of "
+        f"{factor:.3g} a call since call 1"
+    )
+
+
+def test_one_large_step_is_no_growth():
+    class Loud(Recurrent):
+        def forward(self, x):
+            for i in range(20):
+                x = self.inner(x * (1e39 if i == 15 else 1.0))
+            return x
+
+    model = Loud(1.0)
+    found = explain(model, torch.ones(4, 3), lambda x: model(x).sum())
+    assert "grew by" not in str(found.evidence)
+
+
+def test_a_growth_that_turns_from_call_to_call():
+    model = Recurrent(1.0)
+    turn = torch.linalg.qr(torch.randn(3, 3, generator=torch.manual_seed(1)))[0]
+    model.inner.weight.data = 3 * turn
+    found = explain(model, torch.ones(4, 3), lambda x: model(x).sum())
+    text = found.evidence[1].split("grew by a factor of ")[1]
+    factor, _, since = text.partition(" a call since call ")
+    assert float(factor) == pytest.approx(3, rel=0.02) and int(since) <= 3
+
+
+def test_growth_begins_where_it_begins():
+    class Late(Recurrent):
+        def forward(self, x):
+            for i in range(200):
+                x = self.inner(x * (1.0 if i > 60 else 0.5))
+            return x
+
+    model = Late(2.0)
+    found = explain(model, torch.ones(4, 3), lambda x: model(x).sum())
+    text = found.evidence[1].split("grew by a factor of ")[1]
+    factor, _, since = text.partition(" a call since call ")
+    assert float(factor) == pytest.approx(2, rel=0.1)
+    assert 50 <= int(since) <= 63
+
+
+def test_the_growth_of_what_an_operation_was_given():
+    model = Recurrent(2.0)
+
+    def loss(x):
+        for _ in range(100):
+            x = model.inner(x)
+        return x.pow(4).sum()
+
+    found = explain(model, torch.ones(4, 3), loss)
+    assert found.op.name == "aten.pow.Tensor_Scalar"
+    assert "the largest result of aten.mm" in found.evidence[1]
+    assert found.evidence[1].endswith(
+        "by a factor of 2 a call over the 100 calls before"
+    )
+
+
+class Folded(nn.Module):
+    """Its state stays small, and its gradient grows with each call."""
+
+    def __init__(self, factor, num=200):
+        super().__init__()
+        self.weight = nn.Parameter(factor * torch.eye(3))
+        self.num = num
+
+    def forward(self, x):
+        for _ in range(self.num):
+            x = torch.remainder(x @ self.weight, 1.0)
+        return x
+
+
+@pytest.mark.parametrize("factor", [2.0, 7.0])
+def test_a_gradient_that_explodes_through_time(factor):
+    model = Folded(factor)
+    found = explain(model, torch.rand(4, 3), lambda x: model(x).sum())
+    assert (found.cause, found.phase) == ("gradient explosion", "backward")
+    assert f"grew by a factor of {factor:g} a call back through" in found.evidence[0]
+    assert "gradient explosion (float32) in backward" in str(found)
+    assert "by their norm" in found.notes[-1]
+    (remedy,) = found.remedies
+    assert remedy.is_recommended
+    exec(remedy.code, {"model": model})
+    model(torch.rand(4, 3)).sum().backward()
+    assert model.weight.grad.isfinite().all()
+
+
+def test_clipping_by_norm_makes_nan_of_an_inf():
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.tensor([1.0, torch.inf])
+    torch.nn.utils.clip_grad_norm_([weight], 1.0)
+    assert weight.grad[1].isnan()
+
+
+def test_one_large_derivative_is_no_explosion():
+    class Loud(Folded):
+        def forward(self, x):
+            for i in range(20):
+                x = torch.remainder(x @ self.weight * (1e39 if i == 5 else 1.0), 1.0)
+            return x
+
+    model = Loud(1.0)
+    found = explain(model, torch.rand(4, 3), lambda x: model(x).sum())
+    assert found.cause != "gradient explosion" and "grew" not in str(found.evidence)
+
+
+def test_a_gradient_that_explodes_through_modules():
+    class Block(nn.Module):
+        def __init__(self, line):
+            super().__init__()
+            space = {}
+            code = "\n" * line + "def run(x): return (1e4 * x).remainder(1.0)"
+            exec(compile(code, __file__, "exec"), space)
+            self.run = space["run"]
+
+        def forward(self, x):
+            return self.run(x)
+
+    model = nn.Sequential(nn.Linear(3, 3), *(Block(i) for i in range(12)))
+    found = explain(model, torch.rand(4, 3), lambda x: model(x).sum())
+    assert found.cause == "gradient explosion"
+    assert "a factor of 1e+04 a module over" in found.evidence[0]
+    assert found.evidence[0].endswith("from 12 on")
+
+
+def test_a_remedy_that_hides_an_overflow_says_so():
+    model = nn.Linear(1, 1, bias=False).half()
+    model.weight.data.fill_(1.0)
+    x = torch.ones(100_000, 1, dtype=torch.half)
+
+    def loss(x):
+        y = model(x)
+        above = y.sum()
+        below = y.sum()
+        return above / below
+
+    found = explain(model, x, loss)
+    texts = [str(each) for each in found.remedies if each.is_recommended]
+    in_float32 = next(each for each in texts if "in float32" in each)
+    assert "but aten.sum" in in_float32 and "still overflows" in in_float32
+    assert "still overflows" not in texts[0]

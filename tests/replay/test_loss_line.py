@@ -1,0 +1,98 @@
+"""The program's own line is shown, where the loss was not replayed."""
+
+import pytest
+import torch
+from torch import nn
+
+from overflow_fast import NonFiniteError, OverflowGuard
+
+
+class Training:
+    def __init__(self):
+        self.model = nn.Linear(2, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def plain(self, x):
+        loss = torch.log(self.model(x) * 0).mean()
+        loss.backward()
+        self.optimizer.step()
+
+    def scaled(self, x):
+        for _ in range(2):
+            total = torch.log(self.model(x) * 0).mean()
+            total = total / 4
+            (total).backward()
+        self.optimizer.step()
+
+    def with_output(self, x):
+        output = self.model(x)
+        loss = torch.log(output * 0).mean()
+        loss.backward()
+        self.optimizer.step()
+
+    def in_two_functions(self, x):
+        loss = torch.log(self.model(x) * 0).mean()
+        loss.backward()
+        self.step()
+
+    def step(self):
+        self.optimizer.step()
+
+    def of_a_tuple(self, x):
+        loss, _ = torch.log(self.model(x) * 0).mean(), 1
+        loss.backward()
+        self.optimizer.step()
+
+    def without_a_name(self, x):
+        torch.log(self.model(x) * 0).mean().backward()
+        self.optimizer.step()
+
+
+CODE = "torch.log(self.model(x) * 0).mean()"
+SAID = {
+    "plain": f"Write it as `loss = guard.run(lambda: {CODE})` (test_loss_line.py:16).",
+    "scaled": (
+        f"Write it as `total = guard.run(lambda: {CODE})` (test_loss_line.py:22)."
+    ),
+    "with_output": (
+        "The loss is computed at test_loss_line.py:29: `loss = torch.log(output * "
+        "0).mean()`. Call the model and that line in one function, and that by `loss = "
+        "guard.run(function)`."
+    ),
+    "in_two_functions": (
+        f"Write it as `loss = guard.run(lambda: {CODE})` (test_loss_line.py:34)."
+    ),
+}
+
+
+def notes_of(way):
+    training = Training()
+    guard = OverflowGuard(training.model, training.optimizer, explain=True)
+    try:
+        with pytest.raises(NonFiniteError) as caught:
+            getattr(training, way)(torch.ones(3, 2))
+    finally:
+        guard.remove()
+    return " ".join(caught.value.report.explanation.notes)
+
+
+@pytest.mark.parametrize("way", SAID)
+def test_the_line_of_the_loss(way):
+    assert notes_of(way).endswith(SAID[way])
+
+
+@pytest.mark.parametrize("way", ["of_a_tuple", "without_a_name"])
+def test_no_line_is_guessed(way):
+    text = notes_of(way)
+    assert "guard.run(lambda: loss)" in text and "Write it as" not in text
+    assert "computed at" not in text
+
+
+def test_code_without_a_source_is_no_matter():
+    space = {"training": Training(), "torch": torch, "x": torch.ones(3, 2)}
+    lines = "loss = torch.log(training.model(x) * 0).mean()\nloss.backward()\n"
+    training = space["training"]
+    with OverflowGuard(training.model, training.optimizer, explain=True):
+        with pytest.raises(NonFiniteError) as caught:
+            exec(compile(f"{lines}training.optimizer.step()", "<cell>", "exec"), space)
+    assert "guard.run(lambda: loss)" in str(caught.value.report.explanation)

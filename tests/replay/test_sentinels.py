@@ -1,0 +1,162 @@
+"""Numbers of a batch that stand for something else, and rows of tables that are bad."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from overflow_fast import NonFiniteError, OverflowGuard, explain
+
+LARGEST = torch.finfo(torch.float32).max
+
+
+class Squared(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.pow(2))
+
+
+def explained(batch, model=None):
+    model = model or Squared(3, 1)
+    return explain(model, batch, lambda batch: model(batch).mean())
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (LARGEST, ", float32's largest number"),
+        (-LARGEST, ", float32's lowest number"),
+        (9.969209968386869e36, ", as programs write for a missing value"),
+        (1e20, ", as programs write for a missing value"),
+        (3e25, ""),
+    ],
+)
+def test_a_number_of_one_row_that_is_like_no_other(number, text):
+    batch = torch.ones(4, 3)
+    batch[2, 1] = number
+    found = explained(batch)
+    assert found.cause == "range overflow" and found.sample == 2
+    assert f"`batch` holds {number:.6g} at [2, 1]{text}; its other" in found.evidence[1]
+    first = found.remedies[0]
+    assert first.is_recommended
+    space = {"batch": batch}
+    exec(first.code, space)
+    assert space["batch"].equal(
+        torch.ones(4, 3).index_put_(
+            (torch.tensor(2), torch.tensor(1)), torch.tensor(0.0)
+        )
+    )
+
+
+def test_a_missing_value_that_is_not_large():
+    class Root(nn.Linear):
+        def forward(self, x):
+            return super().forward((x + 100).log())
+
+    batch = torch.ones(4, 3)
+    batch[1, 0] = -9999
+    found = explained(batch, Root(3, 1))
+    assert "holds -9999 at [1, 0], as programs write" in found.evidence[1]
+
+
+def test_large_numbers_in_all_rows_are_none():
+    batch = 1e25 * torch.rand(4, 3)
+    batch[2, 1] = 1e30
+    assert "holds" not in str(explained(batch).evidence)
+    batch = torch.full((4, 3), 30.0)
+    batch[2] = -999  # no more than the others, for a missing value
+    assert "holds" not in str(explained(batch, Logarithm(3, 1)).evidence)
+
+
+class Logarithm(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.log())
+
+
+def test_the_same_number_in_two_tensors_is_not_replaced():
+    class Two(nn.Linear):
+        def forward(self, batch):
+            return super().forward(batch[0].pow(2) + batch[1])
+
+    batch = torch.ones(4, 3), torch.ones(4, 3)
+    batch[0][2, 1] = batch[1][2, 1] = 1e30
+    found = explained(batch, Two(3, 1))
+    assert "holds 1e+30 at [2, 1]" in str(found.evidence)
+    assert not any("1e+30" in each.text for each in found.remedies)
+
+
+@pytest.mark.parametrize("most", [1.0, 50.0])
+def test_labels_are_no_placeholders(most):
+    batch = torch.zeros(4, 3)
+    batch[2, 1] = most
+    model = Squared(3, 1)
+    found = explain(model, batch, lambda batch: (model(batch) / (50 - batch)).mean())
+    assert "holds" not in str(found.evidence)
+    found = explain(model, batch, lambda batch: (model(batch) / (1 - batch)).mean())
+    assert "holds" not in str(found.evidence)
+
+
+def test_a_mask_is_named_and_not_removed():
+    lowest = torch.finfo(torch.float32).min
+    mask = torch.zeros(4, 3)
+    mask[2, 1] = lowest
+
+    class Scores(nn.Linear):
+        def forward(self, mask):
+            return super().forward(torch.ones_like(mask)) + mask + 1e38 * mask.sign()
+
+    found = explained(mask, Scores(3, 3))
+    assert "holds -3.40282e+38 at [2, 1], float32's lowest" in found.evidence[1]
+    assert found.evidence[1].endswith("its other numbers are 0")
+    assert not any("0 for" in each.text for each in found.remedies)
+
+
+# Tables.
+
+
+def test_the_bad_row_of_an_embedding_and_its_place_in_the_batch():
+    model = nn.Sequential(nn.Embedding(32, 4), nn.Linear(4, 1))
+    with torch.no_grad():
+        model[0].weight[[7, 30]] = torch.nan
+    ids = torch.tensor([[1, 2], [3, 7]])
+    found = explain(model, ids, lambda batch: model(batch).mean())
+    assert "8 nan of 128 values (all in rows 7, 30)" in found.evidence[0]
+    assert found.evidence[1:] == ["`batch` holds 7 at [1, 1]"]
+    optimizer = torch.optim.SGD(model.parameters())
+    with OverflowGuard(model, optimizer) as guard:
+        with pytest.raises(NonFiniteError) as caught:
+            loss = guard.run(lambda: model(ids).mean())
+            loss.backward()
+            optimizer.step()
+    assert "holds 7 at [1, 1]" in str(caught.value.report.explanation)
+
+
+def test_a_weight_that_is_no_table_has_no_place_in_the_batch():
+    model = nn.Linear(2, 32)
+    with torch.no_grad():
+        model.weight[1] = torch.nan
+    found = explain(model, torch.ones(3, 2), lambda batch: model(batch).mean())
+    assert "(all in row 1)" in found.evidence[0] and len(found.evidence) == 1
+
+
+# Numbers and rates.
+
+
+def test_a_nan_that_torch_itself_gives_is_not_said_to_be_the_programs():
+    model = nn.Linear(3, 3, bias=False)
+    model.weight.data = -torch.eye(3)
+    loss = lambda batch: torch.logdet(model(batch))  # noqa: E731
+    found = explain(model, torch.eye(3), loss)
+    assert found.cause == "undefined"
+    assert "by the code of this line or by torch within it" in found.evidence[1]
+
+
+def test_a_negative_rate_is_clamped():
+    model = nn.Linear(2, 2, bias=False)
+    model.weight.data = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+
+    def loss(batch):
+        return F.poisson_nll_loss(model(batch), torch.ones(3, 2), log_input=False)
+
+    found = explain(model, torch.ones(3, 2), loss)
+    assert found.remedies[0].text == "a rate of at least 0"
+    assert found.remedies[0].is_recommended
