@@ -68,7 +68,7 @@ def sentinel_in(call: KeptCall, sample: int) -> Sentinel | None:
 
 
 def _what(number: float, most: float, dtype: torch.dtype) -> str | None:
-    """What a number looks like; None for one that is like the others."""
+    """Describes a number, with ", " in front; None for one that is like the others."""
     size, most = abs(number), max(most, 1.0)  # a 1 among zeros is a label
     if size == torch.finfo(dtype).max and size > _APART * most:
         return f", {str(dtype)[6:]}'s {'largest' if number > 0 else 'lowest'} number"

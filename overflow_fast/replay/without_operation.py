@@ -54,12 +54,13 @@ def explain_leaf(leaf: Leaf, read_by: str, call: KeptCall | None) -> Explanation
         read_by: What read it first, as the end of a sentence, or "".
         call: What was replayed; None if it is not known to be the step's own.
     """
-    what = _counts(leaf.tensor)
+    is_weight = leaf.kind in ("parameter", "buffer")
+    what = _counts(leaf.tensor, names_rows=is_weight)
     if isinstance(leaf, HeldTensor):
         return _explain_held(leaf, what, read_by)
     if leaf.kind == "batch":
         return _explain_batch(leaf, what, read_by, call)
-    if leaf.kind in ("parameter", "buffer"):
+    if is_weight:
         return _explain_weight(leaf.kind, leaf.name, what, read_by)
     if leaf.kind == "gradient":
         text = f"the gradient that the model's output was given holds {what}"
@@ -130,17 +131,17 @@ def first_bad_weight(
     bad = bad_names([(name, tensor) for _, name, tensor in named], masks=False)
     for kind, name, tensor in named:
         if name in bad:
-            return _explain_weight(kind, name, _counts(tensor))
+            return _explain_weight(kind, name, _counts(tensor, names_rows=True))
     return None
 
 
-def _counts(tensor: torch.Tensor | None) -> str:
+def _counts(tensor: torch.Tensor | None, names_rows: bool) -> str:
     values = None if tensor is None else as_wide(tensor)
     if values is None:
         return "non-finite values"
     num_nan, num_inf = int(values.isnan().sum()), int(values.isinf().sum())
     parts = [f"{n} {k}" for n, k in ((num_nan, "nan"), (num_inf, "inf")) if n]
-    rows = _bad_rows(values)
+    rows = _bad_rows(values) if names_rows else []
     names = ", ".join(map(str, rows))
     at = f" (all in row{'s' * (len(rows) > 1)} {names})" if rows else ""
     return f"{' and '.join(parts)} of {values.numel()} values{at}"
