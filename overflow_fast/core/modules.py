@@ -70,6 +70,19 @@ def parameters_of(model: nn.Module) -> list[nn.Parameter]:
     return [tensor for _, tensor in _named_once(model, PARAMETERS)]
 
 
+def first_parameter_of(model: nn.Module) -> nn.Parameter | None:
+    """The first of `parameters_of()`, or None; what follows it is not looked at."""
+    waiting, seen = [model], set[int]()
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            for each in own_parameters_of(module).values():
+                return each
+            waiting += reversed(children_of(module).values())
+    return None
+
+
 def buffers_of(model: nn.Module) -> list[torch.Tensor]:
     """Lists all buffers of a model, each once."""
     return [tensor for _, tensor in _named_once(model, BUFFERS)]

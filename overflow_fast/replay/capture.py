@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..core.modules import parameters_of, set_shares_buffers
+from ..core.modules import first_parameter_of, parameters_of, set_shares_buffers
 from ..core.tensors import devices_of, dtype_named, has_memory, loss_in
 from ..state.random import RandomStates
 from ..state.step_start import StepStart
@@ -534,7 +534,7 @@ class Capture:
 
     def _devices_of(self, model: nn.Module) -> list[torch.device]:
         """The devices of a model, looked up again when its first parameter moves."""
-        first = next(iter(parameters_of(model)), None)
+        first = first_parameter_of(model)
         device = None if first is None else first.device
         known = self._devices.get(id(model))
         if known is None or known[0] != device:
