@@ -13,7 +13,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -148,21 +148,34 @@ def summary(rows: list[dict[str, Any]], tools: list[str]) -> list[dict[str, Any]
 
 
 def table_of(rows: list[dict[str, Any]]) -> str:
-    """The summary in Markdown: a tool a row."""
+    """The summary in Markdown: a tool a row.
+
+    Of a tool that was asked about some failures alone, each cell says of how many.
+    """
     tools = list(dict.fromkeys(row["tool"] for row in rows))
-    own = FAILURES.values()
-    most = {
-        "op": sum(bool(failure.op) for failure in own),
-        "sample": sum(failure.sample is not None for failure in own),
-        "module": sum(failure.has_module for failure in own),
-    }
-    heads = [f"{name} (of {most.get(name, len(own))})" for name in _COLUMNS.values()]
+    most = _counts(FAILURES)
+    heads = [f"{name} (of {most[column]})" for column, name in _COLUMNS.items()]
     lines = ["| named rightly | " + " | ".join(heads) + " |"]
     lines.append("|" + "---|" * (len(_COLUMNS) + 1))
     for each in summary(rows, tools):
-        cells = [str(each[column]) for column in _COLUMNS]
+        asked = _counts(r["failure"] for r in rows if r["tool"] == each["tool"])
+        cells = [
+            f"{each[column]}" + f" of {asked[column]}" * (asked != most)
+            for column in _COLUMNS
+        ]
         lines.append(f"| {_NAMES[each['tool']]} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _counts(names: Iterable[str]) -> dict[str, int]:
+    """How many failures have what a column counts."""
+    own = [FAILURES[name] for name in names]
+    has = {
+        "op": [bool(failure.op) for failure in own],
+        "sample": [failure.sample is not None for failure in own],
+        "module": [failure.has_module for failure in own],
+    }
+    return {column: sum(has.get(column, [True] * len(own))) for column in _COLUMNS}
 
 
 def machine() -> dict[str, Any]:
