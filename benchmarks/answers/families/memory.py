@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import types
 
 import torch
 import torch.nn.functional as F
@@ -28,15 +29,16 @@ def strike(tensor, place=0):
     word.value |= 0x7F800000
 
 
-MACHINE = itertools.count(), {}  # its faults: no replay restores what it counts
+MACHINE = types.ModuleType("machine")  # its faults: no replay restores what it counts
+MACHINE.keys, MACHINE.calls = itertools.count(), {}
 
 
 def once(when=0):
     """A function that is true in one call alone, also where steps are run again."""
-    key = next(MACHINE[0])
+    key = next(MACHINE.keys)
 
     def is_now():
-        calls = MACHINE[1]
+        calls = MACHINE.calls
         calls[key] = calls.get(key, 0) + 1
         return calls[key] == when + 1
 
