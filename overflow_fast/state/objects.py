@@ -218,6 +218,7 @@ class KeptObjects:
         self.lost: list[str] = []
         self.is_whole = True
         self._is_around = False
+        self._data_alone: set[int] = set()
         self._code: list[Any] = []  # functions and classes
         self._code_ids: set[int] = set()
 
@@ -317,13 +318,12 @@ class KeptObjects:
         self, name: str, value: Any, access: _Access
     ) -> Iterator[tuple[str, Any]]:
         before = self._keep(name, value, access)
+        parts: Iterable[tuple[str, Any]] = _indexed(name, before)
         if access.form == _KEY:
-            pairs = zip(before[::2], before[1::2], strict=True)
-            for key, each in pairs:
-                yield f"{name}[{key!r}]" if type(key) in ATOMS else name, each
-                yield name, key
-        else:
-            yield from _indexed(name, before)
+            parts = _of_pairs(name, before)
+        if id(value) in self._data_alone:
+            parts = self._only_data(parts)
+        yield from parts
         yield from self._of_object(name, value)  # of a subclass
 
     def _of_module(self, name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -362,9 +362,15 @@ class KeptObjects:
             return
         self._keep(name, value, _ATTRIBUTES)
         self._note_code(type(value))
-        for key, each in own:
-            if type(each) not in ATOMS and not (holds_model and not _is_data(each)):
-                yield f"{name}.{key}", each
+        parts = ((f"{name}.{key}", e) for key, e in own if type(e) not in ATOMS)
+        yield from self._only_data(parts) if holds_model else parts
+
+    def _only_data(self, parts: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """Yields those that are data, in which no other objects will be entered."""
+        for name, value in parts:
+            if _is_data(value):
+                self._data_alone.add(id(value))
+                yield name, value
 
     def _of_function(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, weakref.ReferenceType):
@@ -687,6 +693,12 @@ def _functions_of(value: Any) -> tuple[Any, ...]:
 def _plain_items(value: Any) -> Iterator[Any]:
     kind = tuple if isinstance(value, tuple) else frozenset
     return kind.__iter__(value)
+
+
+def _of_pairs(name: str, flat: list[Any]) -> Iterator[tuple[str, Any]]:
+    for key, each in zip(flat[::2], flat[1::2], strict=True):
+        yield f"{name}[{key!r}]" if type(key) in ATOMS else name, each
+        yield name, key
 
 
 def _indexed(name: str, items: list[Any]) -> Iterator[tuple[str, Any]]:
