@@ -669,10 +669,11 @@ _WRITES = {"STORE_GLOBAL", "DELETE_GLOBAL"}
 def _is_of_program(value: Any) -> bool:
     """True for a function or a class that no installed package has."""
     if isinstance(value, type):
-        module = sys.modules.get(value.__module__)
-        file = getattr(module, "__file__", None) or ""
-        is_builtin = module is None or (not file and value.__module__ != "__main__")
-        return not is_builtin and is_of_program(file)
+        name = value.__module__
+        module = sys.modules.get(name) if isinstance(name, str) else None
+        file = getattr(module, "__file__", None) or ""  # a notebook has none
+        is_known = module is not None and (file or name == "__main__")
+        return bool(is_known) and is_of_program(file)
     return is_of_program(value.__code__.co_filename)
 
 
