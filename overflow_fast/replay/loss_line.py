@@ -68,7 +68,10 @@ def _function_at(tree: ast.Module, line: int) -> ast.AST:
 
 
 def _assignment(around: ast.AST, line: int) -> ast.Assign | None:
-    """The last assignment to what backward was called on before a line."""
+    """The last assignment to what backward was called on before a line.
+
+    None if it is not certain that backward was called on what it has assigned.
+    """
     nodes = [each for each in ast.walk(around) if hasattr(each, "lineno")]
     before = sorted(
         (each for each in nodes if each.lineno <= line), key=lambda each: each.lineno
@@ -77,6 +80,7 @@ def _assignment(around: ast.AST, line: int) -> ast.Assign | None:
     name = next((each for each in reversed(losses) if each is not None), None)
     if name is None:
         return None
+    branches = _branches(around)
     for each in reversed(before):
         if not _writes(each, name.id) or each.lineno > name.lineno:
             continue
@@ -86,8 +90,37 @@ def _assignment(around: ast.AST, line: int) -> ast.Assign | None:
             return None
         reads = {n.id for n in ast.walk(each.value) if isinstance(n, ast.Name)}
         if len(each.targets) == 1 and name.id not in reads:
-            return each
+            own, its = branches[id(each)], branches[id(name)]
+            between = set(its[len(own) :])
+            later = (n for n in nodes if n.lineno > name.lineno and _writes(n, name.id))
+            is_alone = not any(between & set(branches[id(n)]) for n in later)
+            return each if its[: len(own)] == own and is_alone else None
     return None
+
+
+_Branch = tuple[int, str]
+
+
+def _branches(around: ast.AST) -> dict[int, tuple[_Branch, ...]]:
+    """The blocks around each node, by its id, that may run or not, outermost first.
+
+    Those are of branches, loops, handlers and functions, but not of `with`.
+    """
+    found: dict[int, tuple[_Branch, ...]] = {}
+    waiting: list[tuple[ast.AST, tuple[_Branch, ...]]] = [(around, ())]
+    while waiting:
+        node, path = waiting.pop()
+        found[id(node)] = path
+        is_certain = node is around or isinstance(node, (ast.With, ast.AsyncWith))
+        for field, value in ast.iter_fields(node):
+            parts = value if isinstance(value, list) else [value]
+            is_block = any(isinstance(each, _IN_BLOCKS) for each in parts)
+            inner = (*path, (id(node), field)) if is_block and not is_certain else path
+            waiting += [(each, inner) for each in parts if isinstance(each, ast.AST)]
+    return found
+
+
+_IN_BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 
 
 def _loss_of(call: ast.Call) -> ast.Name | None:

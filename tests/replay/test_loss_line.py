@@ -43,6 +43,34 @@ class Training:
         loss.backward()
         self.optimizer.step()
 
+    def of_a_branch(self, x, is_first=True):
+        if is_first:
+            loss = torch.log(self.model(x) * 0).mean()
+        else:
+            loss = torch.log(self.model(x) * 0).sum()
+        loss.backward()
+        self.optimizer.step()
+
+    def of_a_branch_later(self, x, is_first=False):
+        loss = torch.log(self.model(x) * 0).mean()
+        if is_first:
+            loss = torch.log(self.model(x) * 0).sum()
+        loss.backward()
+        self.optimizer.step()
+
+    def under_a_context(self, x):
+        with torch.autocast("cpu", enabled=False):
+            loss = torch.log(self.model(x) * 0).mean()
+        loss.backward()
+        self.optimizer.step()
+
+    def of_the_turn_before(self, x):
+        loss = torch.log(self.model(x) * 0).mean()
+        for _ in range(2):
+            loss.backward()
+            self.optimizer.step()
+            loss = torch.log(self.model(x) * 0).sum()
+
     def without_a_name(self, x):
         torch.log(self.model(x) * 0).mean().backward()
         self.optimizer.step()
@@ -62,7 +90,14 @@ SAID = {
     "in_two_functions": (
         f"Write it as `loss = guard.run(lambda: {CODE})` (test_loss_line.py:34)."
     ),
+    "under_a_context": (
+        f"Write it as `loss = guard.run(lambda: {CODE})` (test_loss_line.py:63)."
+    ),
 }
+NONE_IS_KNOWN = [
+    *("of_a_tuple", "without_a_name"),
+    *("of_a_branch", "of_a_branch_later", "of_the_turn_before"),
+]
 
 
 def notes_of(way):
@@ -81,7 +116,7 @@ def test_the_line_of_the_loss(way):
     assert notes_of(way).endswith(SAID[way])
 
 
-@pytest.mark.parametrize("way", ["of_a_tuple", "without_a_name"])
+@pytest.mark.parametrize("way", NONE_IS_KNOWN)
 def test_no_line_is_guessed(way):
     text = notes_of(way)
     assert "guard.run(lambda: loss)" in text and "Write it as" not in text
