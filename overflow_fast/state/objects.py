@@ -97,9 +97,8 @@ class _Access(NamedTuple):
         """The name of the first number that is another one now, or ""."""
         pairs: Iterable[tuple[Any, Any, Any]]
         if self.form in (_KEY, _ATTRIBUTE, _NAME):
-            held = {id(k): v for k, v in zip(now[::2], now[1::2], strict=True)}
-            keys = zip(before[::2], before[1::2], strict=True)
-            pairs = ((key, each, held.get(id(key))) for key, each in keys)
+            held = {id(key): each for key, each in _pairs(now)}
+            pairs = ((key, each, held.get(id(key))) for key, each in _pairs(before))
         else:
             own = itertools.zip_longest(before, now[: len(before)])
             pairs = ((place, *both) for place, both in enumerate(own))
@@ -397,7 +396,7 @@ class KeptObjects:
                 yield from ((key, each) for each in self._keep(key, cell, _CELL))
 
     def _note_code(self, value: Any) -> None:
-        """Notes a function or a class, for `add_code()`."""
+        """Notes a function, or a class with its bases, for `add_around()`."""
         for each in value.__mro__ if isinstance(value, type) else (value,):
             if id(each) not in self._code_ids:
                 self._code_ids.add(id(each))
@@ -462,35 +461,45 @@ def _is_identical(a: list[Any], b: list[Any]) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
-def _read_dict(value: Any) -> list[Any]:
+def _flat(pairs: Iterable[tuple[Any, Any]]) -> list[Any]:
+    """Keys and values in turn, as contents are kept."""
     flat: list[Any] = []
-    for pair in dict.items(value):
+    for pair in pairs:
         flat += pair
     return flat
+
+
+def _pairs(flat: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """The keys and values that `_flat()` was given."""
+    return zip(flat[::2], flat[1::2], strict=True)
+
+
+def _read_dict(value: Any) -> list[Any]:
+    return _flat(dict.items(value))
 
 
 def _fill_dict(value: Any, flat: list[Any]) -> None:
     if not _is_identical(list(dict.keys(value)), flat[::2]):
         dict.clear(value)
-    dict.update(value, zip(flat[::2], flat[1::2], strict=True))
+    dict.update(value, _pairs(flat))
 
 
 def _read_attributes(value: Any) -> list[Any]:
-    return [part for pair in attributes(value) for part in pair]
+    return _flat(attributes(value))
 
 
 def _fill_attributes(value: Any, flat: list[Any]) -> None:
-    set_attributes(value, list(zip(flat[::2], flat[1::2], strict=True)))
+    set_attributes(value, list(_pairs(flat)))
 
 
 def _read_ordered(value: Any) -> list[Any]:
-    return [part for pair in collections.OrderedDict.items(value) for part in pair]
+    return _flat(collections.OrderedDict.items(value))
 
 
 def _fill_ordered(value: Any, flat: list[Any]) -> None:
     kind = collections.OrderedDict
     kind.clear(value)
-    for key, each in zip(flat[::2], flat[1::2], strict=True):
+    for key, each in _pairs(flat):
         kind.__setitem__(value, key, each)
 
 
@@ -535,14 +544,12 @@ def _own_parts(kind: type) -> list[tuple[str, Any]]:
 
 def _read_class(kind: type) -> list[Any]:
     """Reads data, and no methods: a replay's patches may stand in their place."""
-    own = (pair for pair in _own_parts(kind) if not isinstance(pair[1], _METHODS))
-    return [part for pair in own for part in pair]
+    return _flat((k, v) for k, v in _own_parts(kind) if not isinstance(v, _METHODS))
 
 
 def _fill_class(kind: type, flat: list[Any]) -> None:
-    before = dict(zip(flat[::2], flat[1::2], strict=True))
-    now = _read_class(kind)
-    for key, value in zip(now[::2], now[1::2], strict=True):
+    before = dict(_pairs(flat))
+    for key, value in _pairs(_read_class(kind)):
         if key not in before:
             type.__delattr__(kind, key)
         elif before[key] is value:
@@ -553,15 +560,14 @@ def _fill_class(kind: type, flat: list[Any]) -> None:
 
 def _read_globals(value: tuple[dict[str, Any], tuple[str, ...]]) -> list[Any]:
     around, names = value
-    pairs = ((name, around[name]) for name in names if name in around)
-    return [part for pair in pairs for part in pair]
+    return _flat((name, around[name]) for name in names if name in around)
 
 
 def _fill_globals(
     value: tuple[dict[str, Any], tuple[str, ...]], flat: list[Any]
 ) -> None:
     around, names = value
-    before = dict(zip(flat[::2], flat[1::2], strict=True))
+    before = dict(_pairs(flat))
     for name in names:
         if name not in before:
             around.pop(name, None)
@@ -697,7 +703,7 @@ def _plain_items(value: Any) -> Iterator[Any]:
 
 
 def _of_pairs(name: str, flat: list[Any]) -> Iterator[tuple[str, Any]]:
-    for key, each in zip(flat[::2], flat[1::2], strict=True):
+    for key, each in _pairs(flat):
         yield f"{name}[{key!r}]" if type(key) in ATOMS else name, each
         yield name, key
 
