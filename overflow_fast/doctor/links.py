@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import collections
 import os
 import random
@@ -496,12 +495,8 @@ def _ratios(
     found: dict[int, list[tuple[float, float]]] = {r: [] for r in ranks if ranks[1:]}
     for number in range(_PASSES):
         medians = {r: statistics.median(data[r].product[number]) for r in ranks}
-        in_order = sorted(medians.values())
         for rank, ratios in found.items():
-            at = bisect.bisect_left(in_order, medians[rank])
-            half, is_even = divmod(len(in_order) - 1, 2)
-            middle = range(half - 1 + is_even, half + 1)
-            usual = statistics.mean(in_order[k + (k >= at)] for k in middle)
+            usual = statistics.median(medians[r] for r in ranks if r != rank)
             fastest = min(data[rank].product[number])
             ratios.append((fastest / usual, medians[rank] / usual))
     return found
