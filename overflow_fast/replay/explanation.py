@@ -112,6 +112,7 @@ CAUSES = (
     *("bad data", "bad weights", "left-over gradients", "divergence"),
     *("not reproducible", "only in compiled code", "unknown"),
 )
+OVERFLOWS = ("range overflow", "gradient explosion")  # a number was too large
 # Of gradients: what stands between backward and the optimizer is not run again.
 NOT_REPLAYED = (
     "Code between backward and the optimizer's step (clipping, unscaling, "
@@ -287,7 +288,7 @@ class Explanation:
     @property
     def is_overflow(self) -> bool:
         """True if a number was too large for its dtype."""
-        return self.cause in ("range overflow", "gradient explosion")
+        return self.cause in OVERFLOWS
 
     @property
     def names_maker(self) -> bool:

@@ -357,7 +357,7 @@ def _find_hidden(failure: Failure, trials: Trials) -> None:
     Such as that of a divisor: 1 / inf is 0.
     """
     for patches, remedy in trials.helped if failure.found.is_overflow else ():
-        if remedy.text not in {each.text for each in trials.remedies}:
+        if _key(remedy) not in map(_key, trials.remedies):
             continue
         if not trials.may_run():
             return
@@ -374,8 +374,12 @@ def _find_hidden(failure: Failure, trials: Trials) -> None:
 def _replace(trials: Trials, remedy: Remedy, **changes: Any) -> None:
     """Changes facts of a remedy that was tried."""
     for i, each in enumerate(trials.remedies):
-        if (each.text, each.code, each.line) == (remedy.text, remedy.code, remedy.line):
+        if _key(each) == _key(remedy):
             trials.remedies[i] = replace(each, **changes)
+
+
+def _key(remedy: Remedy) -> tuple[str, str, int]:
+    return remedy.text, remedy.code, remedy.line
 
 
 def _distance(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..explanation import Explanation, Op, Remedy
+from ..explanation import OVERFLOWS, Explanation, Op, Remedy
 from ..op_trace import Row
 from ..places import span_of
 from .exact_forms import exact_forms
@@ -138,7 +138,7 @@ def forms_of(written: Written, op: Op, cause: str) -> Iterator[Form]:
     dtype = op.inputs[0].dtype if op.inputs else "float32"
     if not written.name or not written.operands or dtype not in _EPS:
         return
-    if cause in ("range overflow", "gradient explosion"):
+    if cause in OVERFLOWS:
         yield from overflow_forms(written, dtype)
         return
     if written.name in _MEAN_LOSSES:
