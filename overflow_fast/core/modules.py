@@ -31,7 +31,10 @@ _ENGINES_METHODS = ("__getattr__", "state_dict", "load_state_dict", "step", "bac
 
 def walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Lists what `nn.Module.named_modules()` does, of any module."""
-    walked: list[tuple[str, nn.Module]] = []
+    return list(_walk(model))
+
+
+def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     seen: set[int] = set()
     waiting = [("", model)]
     while waiting:
@@ -39,13 +42,12 @@ def walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
         if id(module) in seen:
             continue
         seen.add(id(module))
-        walked.append((fqn, module))
+        yield fqn, module
         prefix = f"{fqn}." if fqn else ""
         waiting += [
             (f"{prefix}{key}", child)
             for key, child in reversed(children_of(module).items())
         ]
-    return walked
 
 
 def modules_in(model: nn.Module) -> list[nn.Module]:
@@ -72,15 +74,8 @@ def parameters_of(model: nn.Module) -> list[nn.Parameter]:
 
 def first_parameter_of(model: nn.Module) -> nn.Parameter | None:
     """The first of `parameters_of()`, or None; what follows it is not looked at."""
-    waiting, seen = [model], set[int]()
-    while waiting:
-        module = waiting.pop()
-        if id(module) not in seen:
-            seen.add(id(module))
-            for each in own_parameters_of(module).values():
-                return each
-            waiting += reversed(children_of(module).values())
-    return None
+    own = (own_parameters_of(module).values() for _, module in _walk(model))
+    return next((each for values in own for each in values), None)
 
 
 def buffers_of(model: nn.Module) -> list[torch.Tensor]:

@@ -419,7 +419,7 @@ def _codes_at(step: int, grid: Grid, path: FailurePath) -> list[int]:
 def _reported(incident: Incident) -> list[tuple[str, str]]:
     """The marks of modules by the report and the explanation, the last in front."""
     verdict = incident.report.get("verdict") or {}
-    first, found = verdict.get("first") or {}, list[tuple[str, str]]()
+    first, found = incident.first, list[tuple[str, str]]()
     if first.get("class_name"):
         found.append((first["fqn"], f"seen here first: {first['label']}"))
     if verdict.get("source") == "module" and verdict.get("maker"):

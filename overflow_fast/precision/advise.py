@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..core.modules import named_modules, step_of
+from ..core.modules import children_of, named_modules, step_of
 from ..core.ops import scan
 from ..torch_internals.running import graph_task_id
 from .copies import HALF, check_model
@@ -224,7 +224,7 @@ class Verifier:
         self.reference = steps.run(watch)
         self._usual = frozenset(watch.bad)
         self._has_inner = {
-            name: any(True for _ in module.children())
+            name: bool(children_of(module))
             for name, module in named_modules(steps.model)
         }
 

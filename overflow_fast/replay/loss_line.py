@@ -5,14 +5,15 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 from torch import nn
 
-from ..text import installed_name, is_own, short_name
+from ..core.modules import children_of, modules_in
+from ..text import is_of_program, short_name
+from ..torch_internals.registry import stack
 
 _MOST_FRAMES = 64
 _MOST_CODE = 200
@@ -33,8 +34,10 @@ def loss_line(models: Sequence[nn.Module]) -> str:
     Args:
         models: The models that are watched.
     """
-    for frame in _program_frames():
+    for frame in stack()[:_MOST_FRAMES]:
         code = frame.f_code
+        if not is_of_program(code.co_filename):
+            continue
         source = "".join(linecache.getlines(code.co_filename, frame.f_globals))
         try:
             around = _function_at(ast.parse(source), frame.f_lineno)
@@ -44,17 +47,6 @@ def loss_line(models: Sequence[nn.Module]) -> str:
         if found is not None:
             return _text(found, source, frame, models)
     return ""
-
-
-def _program_frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe()
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            return
-        name = frame.f_code.co_filename
-        if not is_own(name) and not installed_name(name):
-            yield frame
-        frame = frame.f_back
 
 
 def _function_at(tree: ast.Module, line: int) -> ast.AST:
@@ -165,7 +157,7 @@ def _is_call_of(node: ast.AST, frame: FrameType, models: Sequence[nn.Module]) ->
     if not isinstance(called, nn.Module):
         return False
     own = set(map(id, models))
-    return any(id(each) in own for each in nn.Module.modules(called))
+    return any(id(each) in own for each in modules_in(called))
 
 
 def _value(node: ast.AST, frame: FrameType) -> Any:
@@ -177,5 +169,5 @@ def _value(node: ast.AST, frame: FrameType) -> Any:
         return None
     of = _value(node.value, frame)
     if isinstance(of, nn.Module):
-        return of.__dict__.get("_modules", {}).get(node.attr)
+        return children_of(of).get(node.attr)
     return inspect.getattr_static(of, node.attr, None)
