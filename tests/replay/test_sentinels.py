@@ -47,6 +47,17 @@ def test_a_number_of_one_row_that_is_like_no_other(number, text):
     )
 
 
+@pytest.mark.parametrize("make", [lambda x: (x, 1), lambda x: [x], lambda x: {0: x}])
+def test_the_change_of_a_part_of_the_batch_can_be_pasted(make):
+    x = torch.ones(4, 3)
+    x[2, 1] = 1e30
+    batch, model = make(x), Squared(3, 1)
+    first = explain(model, batch, lambda b: model(b[0]).mean()).remedies[0]
+    assert first.is_recommended and "masked_fill" in first.code
+    exec(first.code, {"batch": batch})
+    assert batch[0][2, 1] == 0 and float(batch[0].sum()) == 11
+
+
 def test_a_missing_value_that_is_not_large():
     class Root(nn.Linear):
         def forward(self, x):

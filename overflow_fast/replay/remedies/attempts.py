@@ -490,7 +490,9 @@ def _replace_sentinel(sentinel: Sentinel, failure: Failure, trials: Trials) -> A
     if not sentinel.can_be_replaced or not trials.replayer.ranks.is_alone:
         return
     name, number = sentinel.name, sentinel.number
-    code = f"{name} = {name}.masked_fill({name} == {number!r}, 0)"
+    code = f"{name}.masked_fill_({name} == {number!r}, 0)"  # in a tuple, too
+    if name.isidentifier():
+        code = f"{name} = {name}.masked_fill({name} == {number!r}, 0)"
     remedy = Remedy(f"0 for {number:.6g} in `{name}`", code)
     yield Trial(remedy, WithoutNumber(failure.place, number))
 
