@@ -370,5 +370,6 @@ class _Search:
         return has_own and not self._history.has_room_in(name, module)
 
     def _children(self, name: str) -> Iterator[tuple[str, nn.Module]]:
-        for key, child in children_of(self._modules[name]).items():
+        module = self._modules[name]
+        for key, child in children_of(module).items():
             yield f"{name}.{key}".lstrip("."), child
