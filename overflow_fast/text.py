@@ -209,12 +209,14 @@ def installed_name(file: str) -> str:
     return path.removeprefix(_STANDARD) if is_standard else ""
 
 
+@functools.cache
 def is_of_program(file: str) -> bool:
     """True for a file that is the program's own: no package's, and not ours."""
     is_frozen = file.startswith("<frozen")
     return not (is_frozen or is_own(file) or installed_name(file))
 
 
+@functools.cache
 def is_own(file: str) -> bool:
     """True for a file of this package, but not of its demonstration."""
     path = os.path.abspath(file)

@@ -106,11 +106,9 @@ def tensors_in(value: Any, depth: int = MAX_DEPTH) -> list[torch.Tensor]:
     """Lists the tensors of a value, as `tensors()` does; also in compiled code."""
     if torch.compiler.is_compiling():
         return _traced_tensors(value, depth)
-    if type(value) in _PLAIN:
-        return []
-    parts = _parts_of_call(value)
-    if parts and all(type(each) is torch.Tensor for each in parts):  # most calls
-        return list({id(each): each for each in parts}.values())
+    parts = _parts_of_call(value) or (value,)
+    if depth > 2 and all(map(_is_flat, parts)):  # most calls, and what they return
+        return _of_flat(parts)
     walk = Walk((torch.Tensor,), depth)
     walk.visit(value)
     return walk.values
@@ -216,9 +214,21 @@ def copied_call(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]
 
 def _is_flat(value: Any) -> bool:
     kind = type(value)
-    if kind is dict:
-        return _LEAVES.issuperset(map(type, value.values()))
-    return kind in _LEAVES or (kind is list and _LEAVES.issuperset(map(type, value)))
+    if kind in _LEAVES:
+        return True
+    held = value.values() if kind is dict else value if kind is list else None
+    return held is not None and _LEAVES.issuperset(map(type, held))
+
+
+def _of_flat(values: Iterable[Any]) -> list[torch.Tensor]:
+    leaves, opened = [], set[int]()
+    for value in values:
+        if type(value) in _LEAVES:
+            leaves.append(value)
+        elif id(value) not in opened:
+            opened.add(id(value))
+            leaves += value.values() if type(value) is dict else value
+    return [leaf for leaf in leaves if type(leaf) is torch.Tensor]
 
 
 def _shallow(value: Any) -> Any:
@@ -697,7 +707,7 @@ class Walk:
         self.unknown: list[tuple[Path, type]] = []
         self.lists: set[int] = set()
         self._kinds = kinds
-        self._skipped = _PLAIN if kinds == (torch.Tensor,) else _PLAIN.difference(kinds)
+        self._skipped = _skipped_for(kinds)
         self._is_for_tensors = torch.Tensor in kinds
         self._depth = depth
         self._num_left = most
@@ -819,6 +829,11 @@ class Walk:
                     self._add(child, there)
             else:
                 self._visit(child, there, depth, is_of_object)
+
+
+@functools.cache
+def _skipped_for(kinds: tuple[type, ...]) -> frozenset[object]:
+    return _PLAIN - set(kinds)
 
 
 # Where a value is: the spot of what holds it, the style and the key; () for the root.

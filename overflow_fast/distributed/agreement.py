@@ -65,7 +65,7 @@ class Participants:
     @property
     def is_shadowing(self) -> bool:
         """True if `Join` makes the step at hand for a rank that has no batch."""
-        return self.joins and is_shadowing()
+        return world_size() > 1 and self.joins and is_shadowing()
 
     @property
     def joins(self) -> bool:

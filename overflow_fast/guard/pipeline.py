@@ -341,7 +341,7 @@ class Pipeline:
             self.judge_late(is_lagged)
             # Ranks decide together, once for each step.
             waits = is_lagged and self.agreement.is_needed
-            found = dataclasses.replace(step, skipped_by="")
+            found = dataclasses.replace(step, skipped_by="") if is_lagged else step
             if not waits:
                 found.frames = self._frames.take(step.last_frame)
             self._leave_to_scaler(found, hook, level)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .. import _C
 from ..core.modules import first_parameter_of, parameters_of, set_shares_buffers
 from ..core.tensors import devices_of, dtype_named, has_memory, loss_in
 from ..state.random import RandomStates
@@ -169,8 +170,9 @@ class KeptCall:
         self.is_part_of_compiled = False
         self.has_stand_ins = False
         self._is_overwritten: bool | None = None
-        found = tensors_in(batch, CALL_DEPTH)
-        self._versions = [(t, _version(t), _sample(t)) for t in found]
+        self._tensors = tensors_in(batch, CALL_DEPTH)
+        self._versions = _C.versions_of(self._tensors)
+        self._samples = _C.samples_of(self._tensors, _NUM_SAMPLED)
 
     @property
     def awaits_backward(self) -> bool:
@@ -233,15 +235,16 @@ class KeptCall:
         """
         if self._is_overwritten is not None:
             return self._is_overwritten
-        return any(
-            _version(tensor) != before or not _is_equal(_sample(tensor), sample)
-            for tensor, before, sample in self._versions
-        )
+        tensors = self._tensors
+        if _C.versions_of(tensors) != self._versions:
+            return True
+        return _C.samples_of(tensors, _NUM_SAMPLED) != self._samples
 
     def was_written(self, tensor: torch.Tensor) -> bool:
         """True if a tensor of the batch was written to since, by torch."""
-        before = [version for each, version, _ in self._versions if each is tensor]
-        return any(_version(tensor) != version for version in before)
+        now = _C.versions_of(self._tensors)
+        both = zip(self._tensors, self._versions, now, strict=True)
+        return any(before != after for each, before, after in both if each is tensor)
 
     def hold_gradients(self, output: Any, loss: torch.Tensor | None) -> None:
         """Holds the gradients of the output, by reference, once they are there.
@@ -319,26 +322,6 @@ def parameter_names(function: Callable[..., Any]) -> list[str]:
 
 def _hold(held: dict[int, torch.Tensor], place: int, gradient: torch.Tensor) -> None:
     held[place] = gradient
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else version_of(tensor)
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A few values of a tensor on the CPU, evenly spaced; None elsewhere."""
-    is_plain = type(tensor) is torch.Tensor and has_memory(tensor)
-    if not is_plain or not tensor.is_cpu or not tensor.is_contiguous():
-        return None
-    values = tensor.detach().view(-1)
-    return values[:: max(1, len(values) // _NUM_SAMPLED)].clone()
-
-
-def _is_equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """True if two samples have the same bits."""
-    if a is None or b is None:
-        return a is b
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def call_model(model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:

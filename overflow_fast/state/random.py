@@ -51,9 +51,9 @@ class RandomStates:
             module: Any = torch.get_device_module(device)
             self._states[str(device)] = module.get_rng_state(device)
         self._states["python"] = random.getstate()
-        if loads_numpys and "numpy" in sys.modules:
-            importlib.import_module("numpy.random")
         numpys: Any = sys.modules.get("numpy.random")
+        if numpys is None and loads_numpys and "numpy" in sys.modules:
+            numpys = importlib.import_module("numpy.random")
         if numpys is not None:
             self._states["numpy"] = _numpys_state(numpys)
 
