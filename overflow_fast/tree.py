@@ -6,6 +6,8 @@ code (`capture/traced_walk.py`) follow, too:
 - Opened are tuples (also named ones), lists, deques, dicts (also ordered ones,
   defaultdicts and `ModelOutput`), and all other objects that hold something in
   attributes: dataclasses, attrs classes, caches, batches of graphs, plain objects.
+- Behind its items, a container of a subclass shows its attributes, as other objects do,
+  but for those that are the items of the same names.
 - A wrapper of a dict (a UserDict such as `BatchEncoding`; a Mapping whose `__getitem__`
   does nothing but read a dict in one attribute) shows that dict's items as its own.
 - Another Mapping, or a class registered with torch's pytree, is opened as the object
@@ -569,6 +571,7 @@ class _Contents(NamedTuple):
         values: What is there.
         wrapped: The dict whose items are shown as the value's own.
         is_object: The attributes of an object.
+        beside: The attributes of a container, which are not among the parts above.
     """
 
     styles: Iterable[Style]
@@ -576,10 +579,18 @@ class _Contents(NamedTuple):
     values: list[Any] | tuple[Any, ...]
     wrapped: dict[Any, Any] | None = None
     is_object: bool = False
+    beside: _Contents | None = None
 
     def parts(self) -> Iterator[tuple[Style, Any, Any]]:
         """Yields the style, the key and the value of each part."""
-        return zip(self.styles, self.keys, self.values, strict=False)  # styles: endless
+        own = zip(self.styles, self.keys, self.values, strict=False)  # styles: endless
+        return own if self.beside is None else itertools.chain(own, self.beside.parts())
+
+    def groups(self) -> tuple[_Contents, ...]:
+        """The parts as one: of an object, or not; or as two."""
+        if self.beside is None:
+            return (self,)
+        return self._replace(beside=None), self.beside
 
 
 def _contents(value: Any) -> _Contents | None:
@@ -593,15 +604,16 @@ def _contents(value: Any) -> _Contents | None:
     if issubclass(kind, tuple):
         if kind is torch.Size:
             return None
-        return _indexed(tuple.__getitem__(value, slice(None)))
+        return _with_attributes(value, _indexed(tuple.__getitem__(value, slice(None))))
     if issubclass(kind, list):
-        return _indexed(list.__getitem__(value, slice(None)))
+        return _with_attributes(value, _indexed(list.__getitem__(value, slice(None))))
     if issubclass(kind, dict):
         items = _items(value)
         is_model_output = kind is not dict and _is_dataclass(kind)
-        return _keyed(items, ATTRIBUTE if is_model_output else KEY)
+        found = _keyed(items, ATTRIBUTE if is_model_output else KEY)
+        return _with_attributes(value, found)
     if issubclass(kind, deque):
-        return _indexed(list(deque.__iter__(value)))
+        return _with_attributes(value, _indexed(list(deque.__iter__(value))))
     known = layout(kind)
     if not known.is_open:
         return None
@@ -618,6 +630,16 @@ def _indexed(values: list[Any] | tuple[Any, ...]) -> _Contents:
 def _keyed(items: list[tuple[Any, Any]], style: Style) -> _Contents:
     keys, values = [key for key, _ in items], [child for _, child in items]
     return _Contents(itertools.repeat(style), keys, values)
+
+
+def _with_attributes(value: Any, found: _Contents) -> _Contents:
+    """Adds the attributes of a container that are not plain, nor its items."""
+    own = [(key, each) for key, each in attributes(value) if type(each) not in _PLAIN]
+    if own and issubclass(type(value), dict):  # as a ModelOutput's
+        own = [(key, each) for key, each in own if dict.get(value, key) is not each]
+    if not own:
+        return found
+    return found._replace(beside=_keyed(own, ATTRIBUTE)._replace(is_object=True))
 
 
 def _items(value: dict[Any, Any]) -> list[tuple[Any, Any]]:
@@ -769,12 +791,13 @@ class Walk:
                 self.unknown.append((_path_of(spot), kind))
             return
         if depth >= self._depth:
-            if any(type(child) not in _PLAIN for child in contents.values):
+            if any(type(child) not in _PLAIN for _, _, child in contents.parts()):
                 self.opaque.append((_path_of(spot), kind))
             return
         num_found = len(self.values)
         if self._opens(value, contents, is_of_object):
-            self._visit_all(value, contents, spot, depth + 1, is_of_object)
+            for own in contents.groups():
+                self._visit_all(value, own, spot, depth + 1, is_of_object)
         is_silent = contents.is_object and len(self.values) == num_found
         if is_silent and not is_of_object and not _is_declared(value):
             self.unknown.append((_path_of(spot), kind))

@@ -358,10 +358,10 @@ def _run_export(parsed: argparse.Namespace) -> int:
     output = Path(parsed.output)
     if output.suffix not in _SUFFIXES:
         return fail(f"output must end in .csv or .parquet, got {output.name}")
-    if len({*map(os.path.realpath, parsed.paths)}) < len(parsed.paths):
-        return fail(f"a record is given twice: {' '.join(parsed.paths)}")
     try:
         records = [read_record(path) for path in parsed.paths]
+        if len({*map(os.path.realpath, parsed.paths)}) < len(parsed.paths):
+            return fail(f"a record is given twice: {' '.join(parsed.paths)}")
         make = _step_rows if parsed.steps else _value_rows
         rows = itertools.chain.from_iterable(map(make, records))
         total = None if not parsed.steps else sum(map(len, records))

@@ -35,8 +35,9 @@ def view_of(found: Numbers) -> RenderableType:
 def _title(found: Numbers) -> Text:
     models = ", ".join(found["models"]) or "a run"
     ranks = f"{len(found['ranks'])} of {found['world_size']} ranks"
-    title = f"{models} on {found['host']}, {ranks}, on_overflow={found['policy']}"
-    return Text(printable(title), style="bold")
+    host = "" if found["host"] is None else f" on {found['host']}"
+    policy = "" if found["policy"] is None else f", on_overflow={found['policy']}"
+    return Text(printable(f"{models}{host}, {ranks}{policy}"), style="bold")
 
 
 def _ranks(ranks: Sequence[Numbers]) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -579,7 +580,11 @@ def _run_both(
         ):
             sides[1].run(lockstep.sink(1))
 
-    other = threading.Thread(target=lockstep.run, args=(1, run_reference), daemon=True)
+    # Its code reads the program's context variables, which a thread has not.
+    run = contextvars.copy_context().run
+    other = threading.Thread(
+        target=run, args=(lockstep.run, 1, run_reference), daemon=True
+    )
     other.start()
     lockstep.run(0, lambda: sides[0].run(lockstep.sink(0)))
     other.join()

@@ -46,7 +46,7 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
             )
         if not stat.S_ISREG(mode):
             raise _unreadable(path, "it is not a regular file")
-        return open(number, "rb")
+        return open(path, "rb", opener=lambda *_: number)  # errors name the file
     except BaseException:
         os.close(number)
         raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import linecache
 from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -14,6 +13,7 @@ from torch import nn
 from ..core.modules import children_of, modules_in
 from ..text import is_of_program, short_name
 from ..torch_internals.registry import stack
+from .places import source_lines
 
 _MOST_FRAMES = 64
 _MOST_CODE = 200
@@ -38,7 +38,7 @@ def loss_line(models: Sequence[nn.Module]) -> str:
         code = frame.f_code
         if not is_of_program(code.co_filename):
             continue
-        source = "".join(linecache.getlines(code.co_filename, frame.f_globals))
+        source = "".join(source_lines(code, frame.f_globals))
         try:
             around = _function_at(ast.parse(source), frame.f_lineno)
         except SyntaxError:

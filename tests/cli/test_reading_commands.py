@@ -99,6 +99,14 @@ def test_an_empty_record_is_one_sentence(command, tmp_path, capsys, monkeypatch)
     assert not (tmp_path / "o.html").exists()
 
 
+def test_watch_does_not_name_what_a_record_does_not_say(tmp_path, capsys):
+    path = tmp_path / "run.ofr"
+    path.write_text('{"kind": "flight_record", "schema": 1}\n')
+    assert main(["watch", "--once", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("a run, 1 of 1 ranks\n") and "None" not in shown
+
+
 def test_watch_without_rich_says_what_to_install(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert main(["watch", write_record(tmp_path / "run.ofr")]) == 2
