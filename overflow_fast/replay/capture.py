@@ -104,6 +104,20 @@ class Ambient:
         ambient._shares_buffers = None
         return ambient
 
+    def with_autocast_of_now(self) -> Ambient:
+        """The same, with autocast as it is at this moment."""
+        copy = Ambient.__new__(Ambient)
+        vars(copy).update(vars(self))
+        copy._autocast = [
+            (type, torch.is_autocast_enabled(type), torch.get_autocast_dtype(type))
+            for type, _, _ in self._autocast
+        ]
+        return copy
+
+    def has_drawn(self) -> bool:
+        """True if a random state is another one now."""
+        return bool(self._random.drawn())
+
     @contextmanager
     def applied(self, models: Iterable[nn.Module]) -> Iterator[None]:
         """Sets all of it; autocast is as it was afterwards, the rest is not."""

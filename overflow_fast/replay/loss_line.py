@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -23,16 +25,46 @@ _INDIRECT = (
     "function, and that by `{name} = guard.run(function)`."
 )
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_OWN_REFERENCES = 3  # of the frame, of a local variable, and of getrefcount()
 
 
-def loss_line(models: Sequence[nn.Module]) -> str:
-    """Describes what to change for the loss to be replayed, or returns "".
+@dataclass(frozen=True)
+class LossLine:
+    """The line of the program that computes what backward was called on.
+
+    Attributes:
+        frame: The running code that called backward.
+        variables: Its local variables, as they are now.
+        source: The text of its file.
+        around: Its function in that text, or the whole file.
+        assignment: The line.
+    """
+
+    frame: FrameType
+    variables: Mapping[str, Any]
+    source: str
+    around: ast.AST
+    assignment: ast.Assign
+
+    @property
+    def name(self) -> str:
+        """The variable that backward was called on."""
+        target = self.assignment.targets[0]
+        assert isinstance(target, ast.Name)
+        return target.id
+
+    @property
+    def place(self) -> str:
+        """Its file and line, such as "train.py:12"."""
+        file = self.frame.f_code.co_filename
+        return f"{short_name(file)}:{self.assignment.lineno}"
+
+
+def find_loss_line() -> LossLine | None:
+    """Finds the line that computed the loss, or returns None.
 
     Looks for `loss.backward()` in the functions of the program that run now, and for
     the line that assigns to that variable before. Nothing of the program is called.
-
-    Args:
-        models: The models that are watched.
     """
     for frame in stack()[:_MOST_FRAMES]:
         code = frame.f_code
@@ -45,8 +77,19 @@ def loss_line(models: Sequence[nn.Module]) -> str:
             continue
         found = _assignment(around, frame.f_lineno)
         if found is not None:
-            return _text(found, source, frame, models)
-    return ""
+            return LossLine(frame, _variables(frame), source, around, found)
+    return None
+
+
+def _variables(frame: FrameType) -> dict[str, Any]:
+    """The local variables of a frame, which keeps no reference to them afterwards."""
+    held = frame.f_locals
+    found = dict(held)
+    is_copy = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
+    # Before Python 3.13 the frame keeps a dict of them, which locals() returns, too.
+    if is_copy and type(held) is dict and sys.getrefcount(held) <= _OWN_REFERENCES:
+        held.clear()
+    return found
 
 
 def _function_at(tree: ast.Module, line: int) -> ast.AST:
@@ -136,38 +179,39 @@ def _writes(node: ast.AST, name: str) -> bool:
     return any(isinstance(n, ast.Name) and n.id == name for n in inner)
 
 
-def _text(
-    found: ast.Assign, source: str, frame: FrameType, models: Sequence[nn.Module]
-) -> str:
-    code = ast.get_source_segment(source, found.value) or ""
-    target = found.targets[0]
-    assert isinstance(target, ast.Name)
-    place = f"{short_name(frame.f_code.co_filename)}:{found.lineno}"
+def advice(line: LossLine, models: Sequence[nn.Module]) -> str:
+    """Describes what to change for the loss to be replayed, or returns "".
+
+    Args:
+        line: The line of the loss.
+        models: The models that are watched.
+    """
+    value, name = line.assignment.value, line.name
+    code = ast.get_source_segment(line.source, value) or ""
     is_short = bool(code) and "\n" not in code and len(code) <= _MOST_CODE
     if not is_short or ".run(" in code:
         return ""
-    if any(_is_call_of(n, frame, models) for n in ast.walk(found.value)):
-        return _DIRECT.format(name=target.id, code=code, place=place)
-    return _INDIRECT.format(name=target.id, line=f"{target.id} = {code}", place=place)
+    if any(_is_call_of(n, line, models) for n in ast.walk(value)):
+        return _DIRECT.format(name=name, code=code, place=line.place)
+    return _INDIRECT.format(name=name, line=f"{name} = {code}", place=line.place)
 
 
-def _is_call_of(node: ast.AST, frame: FrameType, models: Sequence[nn.Module]) -> bool:
+def _is_call_of(node: ast.AST, line: LossLine, models: Sequence[nn.Module]) -> bool:
     """True if a node is a call of a model, or of one that holds it."""
-    called = _value(node.func, frame) if isinstance(node, ast.Call) else None
+    called = _value(node.func, line) if isinstance(node, ast.Call) else None
     if not isinstance(called, nn.Module):
         return False
     own = set(map(id, models))
     return any(id(each) in own for each in modules_in(called))
 
 
-def _value(node: ast.AST, frame: FrameType) -> Any:
+def _value(node: ast.AST, line: LossLine) -> Any:
     """The value of a name or of an attribute, without running code of the program."""
     if isinstance(node, ast.Name):
-        held: Mapping[str, Any] = {**frame.f_globals, **frame.f_locals}
-        return held.get(node.id)
+        return {**line.frame.f_globals, **line.variables}.get(node.id)
     if not isinstance(node, ast.Attribute):
         return None
-    of = _value(node.value, frame)
+    of = _value(node.value, line)
     if isinstance(of, nn.Module):
         return children_of(of).get(node.attr)
     return inspect.getattr_static(of, node.attr, None)
