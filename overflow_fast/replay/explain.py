@@ -186,7 +186,6 @@ class _LossStep:
         with contextlib.suppress(Exception):
             own = self._replayed(line)
             if own is not None:
-                own.notes.append(_OWN_LINES.format(line.place))
                 return own
         for place, note in enumerate(found.notes):
             if _ASKS in note:
@@ -213,6 +212,7 @@ class _LossStep:
         )
         found = search.run()
         self.num_forwards += replayer.num_forwards
+        found.notes.append(_OWN_LINES.format(loss_call.place))
         return None if found.cause == "unknown" else found
 
     def _may_run(self) -> bool:

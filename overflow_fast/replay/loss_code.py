@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,12 +26,14 @@ from ..torch_internals.replay_internals import no_dispatch
 from ..tree import CALL_DEPTH, is_container, tensors_in
 from .capture import Ambient, KeptCall, ModelCall
 from .functions import Captured
-from .loss_line import LossLine
+from .loss_line import LossLine, losses_in
+from .remedies.line_edit import NotEditableError, is_mark, let_edit
 from .replayer import Observer
 from .tensor_kinds import floats_in, is_float, kinds_of
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+_BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _UNSUITABLE = (
     *(ast.Yield, ast.YieldFrom, ast.Await, ast.Return, ast.Delete, ast.Global),
@@ -49,6 +52,10 @@ class UncertainError(Exception):
 # Picks the statements that compute the loss.
 
 
+# A statement; of `with`, also those within it that are picked.
+_Picked = tuple[ast.stmt, "list[_Picked] | None"]
+
+
 class _Statements:
     """The statements that are run again, and what they read.
 
@@ -65,15 +72,15 @@ class _Statements:
 
     def __init__(self, line: LossLine) -> None:
         self._line = line
-        self._again: set[str] = set()  # names that are computed again
+        self._again = {line.backward.id}  # names that are computed again
         self._bad: set[str] = set()  # names that hold non-finite values
-        self._need(line.assignment)
-        blocks = _blocks_to(line.around, line.assignment)
-        body: list[ast.stmt] = [line.assignment]
-        for owner, statements, place in reversed(blocks):
+        body: list[_Picked] = []
+        for owner, statements, place in reversed(_blocks_to(line)):
             body = self._picked(statements[:place]) + body
             if isinstance(owner, (ast.With, ast.AsyncWith)) and not self._runs(owner):
-                body = [_with(owner, body)]
+                body = [(owner, body)] if body else []
+            if isinstance(owner, ast.If) and not self._runs(owner):
+                self._check_branch(owner)
             if isinstance(owner, (*_LOOPS, ast.ExceptHandler, ast.match_case)):
                 self._check_loop(owner)
                 break
@@ -81,19 +88,24 @@ class _Statements:
         self.held = self._read_from_outside()
         self._check()
 
-    def _picked(self, statements: Sequence[ast.stmt]) -> list[ast.stmt]:
+    @property
+    def last_line(self) -> int:
+        """The number of their last line."""
+        return max(each.end_lineno or 0 for each in _flat(self.body))
+
+    def _picked(self, statements: Sequence[ast.stmt]) -> list[_Picked]:
         """Those of a block that write to what is computed again, in order."""
-        found: list[ast.stmt] = []
+        found: list[_Picked] = []
         for each in reversed(statements):
             if isinstance(each, ast.With):
                 inner = self._picked(each.body)
                 if inner:
-                    found.append(_with(each, inner))
+                    found.append((each, inner))
                     self._need(*(item.context_expr for item in each.items))
                 continue
             if not (_written(each) & self._again or self._makes_bad(each)):
                 continue
-            found.append(each)
+            found.append((each, None))
             if isinstance(each, (ast.Assign, ast.AnnAssign)):
                 self._again -= _assigned(each)
                 self._bad -= _assigned(each)
@@ -125,6 +137,11 @@ class _Statements:
         first: int = block.lineno  # type: ignore[attr-defined]
         return first <= self._line.frame.f_lineno <= end
 
+    def _check_branch(self, branch: ast.AST) -> None:
+        """Another branch may have called backward on another loss."""
+        if {each.id for each in losses_in(branch)} != {self._line.backward.id}:
+            raise UncertainError("which branch ran is not known")
+
     def _check_loop(self, loop: ast.AST) -> None:
         """A loop that goes on may have given names other values than the loss had."""
         leaves = any(isinstance(n, (ast.Break, ast.Continue)) for n in ast.walk(loop))
@@ -148,14 +165,16 @@ class _Statements:
 
     def _check(self) -> None:
         held = set(self.held)
+        if not self.body:
+            raise UncertainError("the loss is assigned elsewhere")
         if held & self._written or any(_is_followed(self._value(n)) for n in held):
             raise UncertainError("a variable is read before it is assigned")
-        nodes = [node for each in self.body for node in ast.walk(each)]
+        nodes = [node for each in _flat(self.body) for node in ast.walk(each)]
         for node in nodes:
             if isinstance(node, _UNSUITABLE) or _has_effects(node):
                 raise UncertainError("a statement has effects")
-        first = min(each.lineno for each in self.body)
-        last = self._line.assignment.end_lineno or 0
+        first = min(each.lineno for each, _ in self.body)
+        last = self.last_line
         for each in ast.walk(self._line.around):
             line = getattr(each, "lineno", 0)
             if not isinstance(each, ast.stmt) or not first <= line:
@@ -167,33 +186,31 @@ class _Statements:
                 raise UncertainError("a variable was assigned since")
 
 
-def _blocks_to(
-    owner: ast.AST, target: ast.stmt
-) -> list[tuple[ast.AST, list[ast.stmt], int]]:
-    """The blocks around a statement, the outermost first, with the place in each."""
-    for _, value in ast.iter_fields(owner):
-        for place, each in enumerate(value if isinstance(value, list) else []):
-            if each is target:
-                return [(owner, value, place)]
-            if isinstance(each, (ast.stmt, ast.ExceptHandler, ast.match_case)):
-                below = _blocks_to(each, target)
-                if below:
-                    return [(owner, value, place), *below]
-    return []
+def _blocks_to(line: LossLine) -> list[tuple[ast.AST, list[ast.stmt], int]]:
+    """The blocks around the call of backward, the outermost first, with its places."""
+    found: list[tuple[ast.AST, list[ast.stmt], int]] = []
+    owner: ast.AST | None = line.around
+    while owner is not None:
+        inner = None
+        for _, value in ast.iter_fields(owner):
+            for place, each in enumerate(value if isinstance(value, list) else []):
+                is_block = isinstance(each, _BLOCKS)
+                if is_block and any(n is line.backward for n in ast.walk(each)):
+                    found.append((owner, value, place))
+                    inner = each
+        owner = inner
+    return found
 
 
-def _with(owner: Any, body: list[ast.stmt]) -> ast.With:
-    return ast.copy_location(ast.With(items=owner.items, body=body), owner)
-
-
-def _flat(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+def _flat(body: Sequence[_Picked]) -> Iterator[ast.stmt]:
     """Yields statements in order; of `with` its items, then those within it."""
-    for each in body:
-        if isinstance(each, ast.With):
-            yield ast.copy_location(ast.With(items=each.items, body=[]), each)
-            yield from _flat(each.body)
-        else:
+    for each, inner in body:
+        if inner is None:
             yield each
+        else:
+            assert isinstance(each, (ast.With, ast.AsyncWith))
+            yield ast.copy_location(type(each)(items=each.items, body=[]), each)
+            yield from _flat(inner)
 
 
 def _read(node: ast.AST) -> set[str]:
@@ -268,27 +285,83 @@ def _has_effects(node: ast.AST) -> bool:
 # Makes a function of them, and a call that can be replayed.
 
 
-def _function_of(line: LossLine) -> Callable[[], Any]:
-    """The function that computes the loss again from what the frame holds now."""
-    statements = _Statements(line)
-    code = line.frame.f_code
-    is_module = isinstance(line.around, ast.Module)
-    own_name = "<module>" if is_module else getattr(line.around, "name", "")
-    if code.co_name != own_name:
-        raise UncertainError("the file is not the code that runs")
-    names = [] if is_module else statements.held
-    inner = _definition("loss", [], statements.body, returns=line.name)
-    outer = _definition("outer", names, [inner], returns="loss")
-    tree = ast.Module([outer], [])
-    ast.fix_missing_locations(tree)
-    flags = code.co_flags & _FUTURE
-    whole = compile(tree, code.co_filename, "exec", flags, dont_inherit=True)
-    own = next(e for e in whole.co_consts if isinstance(e, types.CodeType))
-    made = types.FunctionType(own, line.frame.f_globals)
-    function = made(*(line.variables[name] for name in names))
-    function.__code__ = function.__code__.replace(co_name=code.co_name)
-    loss: Callable[[], Any] = function
-    return loss
+_numbers = itertools.count(1)
+# The place among the statements of the file in place of the statement.
+_Place = tuple[int, "list[_Place] | None"]
+
+
+class _LossCode:
+    """The code of the statements, also of an edited file: see `MadeCode`.
+
+    Args:
+        line: The line of the loss.
+
+    Attributes:
+        number: Tells it from others.
+        place: The file and the number of the last line.
+    """
+
+    def __init__(self, line: LossLine) -> None:
+        code, statements = line.frame.f_code, _Statements(line)
+        is_module = isinstance(line.around, ast.Module)
+        own_name = "<module>" if is_module else getattr(line.around, "name", "")
+        if code.co_name != own_name:
+            raise UncertainError("the file is not the code that runs")
+        modules = [
+            name
+            for name, value in line.variables.items()
+            if isinstance(value, types.ModuleType)  # for what an edit calls
+        ]
+        names = dict.fromkeys([*statements.held, *modules])
+        self.number = next(_numbers)
+        self._names = [] if is_module else list(names)
+        self._file, self._name, self._returns = (
+            code.co_filename,
+            own_name,
+            line.backward.id,
+        )
+        self._flags = code.co_flags & _FUTURE
+        numbers = {id(each): i for i, (each, _) in enumerate(_numbered(line.tree))}
+        self._num_statements = len(numbers)
+        self._body = _places_of(statements.body, numbers)
+        self._whole = self._compiled(line.tree)
+        self.place = line.place_of(statements.last_line)
+
+    def function(self, line: LossLine) -> Callable[[], Any]:
+        """The function that computes the loss again from what the frame holds now."""
+        made = types.FunctionType(self._whole, line.frame.f_globals)
+        function = made(*(line.variables[name] for name in self._names))
+        function.__code__ = own = self._inner(self._whole)
+        let_edit(own, self)
+        loss: Callable[[], Any] = function
+        return loss
+
+    def code_of(self, text: str) -> types.CodeType:
+        """See `MadeCode`."""
+        return self._inner(self._compiled(ast.parse(text)))
+
+    def _inner(self, whole: types.CodeType) -> types.CodeType:
+        inner = next(e for e in whole.co_consts if isinstance(e, types.CodeType))
+        return inner.replace(co_name=self._name)
+
+    def _compiled(self, tree: ast.Module) -> types.CodeType:
+        """The code of a function that makes the one with the statements of a tree."""
+        found = _numbered(tree)
+        if len(found) != self._num_statements:
+            raise NotEditableError("the edit changes more than a line")
+        body = _statements_at(self._body, found)
+        # All names are read, lest an edit changes which those are.
+        names = f"lambda: ({', '.join(self._names)},)" if self._names else "None"
+        inner = _definition(
+            "loss", [], [ast.parse(names).body[0], *body], self._returns
+        )
+        outer = _definition("outer", self._names, [inner], "loss")
+        for each in (inner, outer):
+            ast.copy_location(each, body[-1])
+        module = ast.fix_missing_locations(ast.Module([outer], []))
+        flags = self._flags
+        code = compile(module, self._file, "exec", flags, dont_inherit=True)
+        return next(e for e in code.co_consts if isinstance(e, types.CodeType))
 
 
 def _definition(
@@ -298,9 +371,49 @@ def _definition(
     assert isinstance(empty, ast.FunctionDef)
     empty.args.args = [ast.arg(each) for each in names]
     for node in ast.walk(empty):
-        ast.copy_location(node, body[0])
+        ast.copy_location(node, body[-1])
     empty.body = [*body, *empty.body]
     return empty
+
+
+_Marked = tuple[ast.stmt, "list[ast.stmt]"]
+
+
+def _numbered(tree: ast.Module) -> list[_Marked]:
+    """The statements of a file, each with the marks of an edit before it."""
+    found: list[_Marked] = []
+    marks: dict[int, list[ast.stmt]] = {}
+    for node in ast.walk(tree):
+        for _, value in ast.iter_fields(node):
+            block = value if isinstance(value, list) else []
+            for one, following in itertools.pairwise(block):
+                if isinstance(one, ast.stmt) and is_mark(one):
+                    marks[id(following)] = [one]
+        if isinstance(node, ast.stmt) and not is_mark(node):
+            found.append((node, marks.get(id(node), [])))
+    return found
+
+
+def _places_of(body: Sequence[_Picked], numbers: Mapping[int, int]) -> list[_Place]:
+    return [
+        (numbers[id(each)], None if inner is None else _places_of(inner, numbers))
+        for each, inner in body
+    ]
+
+
+def _statements_at(
+    places: Sequence[_Place], found: Sequence[_Marked]
+) -> list[ast.stmt]:
+    """The statements at some places, with their marks."""
+    body: list[ast.stmt] = []
+    for place, inner in places:
+        each, marks = found[place]
+        if inner is not None:
+            assert isinstance(each, (ast.With, ast.AsyncWith))
+            block = _statements_at(inner, found)
+            each = ast.copy_location(type(each)(items=each.items, body=block), each)
+        body += [*marks, each]
+    return body
 
 
 class LossCall:
@@ -314,6 +427,7 @@ class LossCall:
     Attributes:
         calls: The calls before those that the lines make, and that of the lines.
         check: Sees whether a replay of them is the step.
+        place: The file and the number of the last of the lines.
 
     Raises:
         UncertainError: If it is not certain what ran.
@@ -322,13 +436,15 @@ class LossCall:
     def __init__(
         self, line: LossLine, models: Mapping[str, nn.Module], calls: Sequence[KeptCall]
     ) -> None:
-        loss = line.variables.get(line.name)
+        loss = line.variables.get(line.backward.id)
         if not isinstance(loss, torch.Tensor) or loss.grad_fn is None:
             raise UncertainError("the loss is not held")
         self._forwards = [each for each in calls if isinstance(each, ModelCall)]
         if len(self._forwards) != len(calls):
             raise UncertainError("another function was kept")
-        self._captured = Captured(_function_of(line))
+        code = _LossCode(line)
+        self.place = code.place
+        self._captured = Captured(code.function(line))
         self._models, self._loss = models, loss
         self._begin(0)
 

@@ -30,34 +30,29 @@ _OWN_REFERENCES = 3  # of the frame, of a local variable, and of getrefcount()
 
 @dataclass(frozen=True)
 class LossLine:
-    """The line of the program that computes what backward was called on.
+    """The code that computes what backward was called on.
 
     Attributes:
         frame: The running code that called backward.
         variables: Its local variables, as they are now.
         source: The text of its file.
+        tree: That text, parsed.
         around: Its function in that text, or the whole file.
-        assignment: The line.
+        backward: The variable where backward is called on it.
+        assignment: The line that computes it, if that is certain.
     """
 
     frame: FrameType
     variables: Mapping[str, Any]
     source: str
+    tree: ast.Module
     around: ast.AST
-    assignment: ast.Assign
+    backward: ast.Name
+    assignment: ast.Assign | None
 
-    @property
-    def name(self) -> str:
-        """The variable that backward was called on."""
-        target = self.assignment.targets[0]
-        assert isinstance(target, ast.Name)
-        return target.id
-
-    @property
-    def place(self) -> str:
-        """Its file and line, such as "train.py:12"."""
-        file = self.frame.f_code.co_filename
-        return f"{short_name(file)}:{self.assignment.lineno}"
+    def place_of(self, line: int) -> str:
+        """A line of its file, such as "train.py:12"."""
+        return f"{short_name(self.frame.f_code.co_filename)}:{line}"
 
 
 def find_loss_line() -> LossLine | None:
@@ -72,12 +67,14 @@ def find_loss_line() -> LossLine | None:
             continue
         source = "".join(linecache.getlines(code.co_filename, frame.f_globals))
         try:
-            around = _function_at(ast.parse(source), frame.f_lineno)
+            tree = ast.parse(source)
         except SyntaxError:
             continue
-        found = _assignment(around, frame.f_lineno)
-        if found is not None:
-            return LossLine(frame, _variables(frame), source, around, found)
+        around = _function_at(tree, frame.f_lineno)
+        name = _backward_on(around, frame.f_lineno)
+        if name is not None and any(_writes(n, name.id) for n in ast.walk(around)):
+            found = _assignment(around, name)
+            return LossLine(frame, _variables(frame), source, tree, around, name, found)
     return None
 
 
@@ -102,22 +99,32 @@ def _function_at(tree: ast.Module, line: int) -> ast.AST:
     return found
 
 
-def _assignment(around: ast.AST, line: int) -> ast.Assign | None:
-    """The last assignment to what backward was called on before a line.
+def losses_in(around: ast.AST) -> list[ast.Name]:
+    """The variables that backward is called on, in the order of lines."""
+    calls = [n for n in ast.walk(around) if isinstance(n, ast.Call)]
+    calls.sort(key=lambda each: each.lineno)
+    return [name for name in map(_loss_of, calls) if name is not None]
+
+
+def _backward_on(around: ast.AST, line: int) -> ast.Name | None:
+    """The variable that backward was called on last before a line."""
+    before = [each for each in losses_in(around) if each.lineno <= line]
+    return before[-1] if before else None
+
+
+def _assignment(around: ast.AST, name: ast.Name) -> ast.Assign | None:
+    """The last assignment to what backward was called on.
 
     None if it is not certain that backward was called on what it has assigned.
     """
     nodes = [each for each in ast.walk(around) if hasattr(each, "lineno")]
     before = sorted(
-        (each for each in nodes if each.lineno <= line), key=lambda each: each.lineno
+        (each for each in nodes if each.lineno <= name.lineno),
+        key=lambda each: each.lineno,
     )
-    losses = [_loss_of(each) for each in before if isinstance(each, ast.Call)]
-    name = next((each for each in reversed(losses) if each is not None), None)
-    if name is None:
-        return None
     branches = _branches(around)
     for each in reversed(before):
-        if not _writes(each, name.id) or each.lineno > name.lineno:
+        if not _writes(each, name.id):
             continue
         if not isinstance(each, ast.Assign) or not isinstance(
             each.targets[0], ast.Name
@@ -186,14 +193,17 @@ def advice(line: LossLine, models: Sequence[nn.Module]) -> str:
         line: The line of the loss.
         models: The models that are watched.
     """
-    value, name = line.assignment.value, line.name
+    if line.assignment is None:
+        return ""
+    value, name = line.assignment.value, line.backward.id
+    place = line.place_of(line.assignment.lineno)
     code = ast.get_source_segment(line.source, value) or ""
     is_short = bool(code) and "\n" not in code and len(code) <= _MOST_CODE
     if not is_short or ".run(" in code:
         return ""
     if any(_is_call_of(n, line, models) for n in ast.walk(value)):
-        return _DIRECT.format(name=name, code=code, place=line.place)
-    return _INDIRECT.format(name=name, line=f"{name} = {code}", place=line.place)
+        return _DIRECT.format(name=name, code=code, place=place)
+    return _INDIRECT.format(name=name, line=f"{name} = {code}", place=place)
 
 
 def _is_call_of(node: ast.AST, line: LossLine, models: Sequence[nn.Module]) -> bool:
