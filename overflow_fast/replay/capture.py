@@ -160,6 +160,7 @@ class KeptCall:
         ambient: What was set when it began.
         held: The gradients of what it returned, by their places among its tensors.
         not_held: How many bytes of gradients were too many to be held; 0 for none.
+        num_held: How many gradients have come to it, of several backwards, too.
         returns_loss: Whether backward is called on what it returned.
         is_part_of_compiled: Whether it ran in code that was compiled together with
             others', and runs eagerly when it is called alone.
@@ -178,7 +179,7 @@ class KeptCall:
         self.batch = batch
         self.ambient = ambient
         self.held: dict[int, torch.Tensor] = {}
-        self.not_held = 0
+        self.not_held = self.num_held = 0
         self.returns_loss = False
         self.is_part_of_compiled = False
         self.has_stand_ins = False
@@ -273,8 +274,12 @@ class KeptCall:
             self.not_held = size
             return
         for place, tensor in asked:
-            hook = functools.partial(_hold, self.held, place)
+            hook = functools.partial(self._hold, place)
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _hold(self, place: int, gradient: torch.Tensor) -> None:
+        self.held[place] = gradient
+        self.num_held += 1
 
 
 class ModelCall(KeptCall):
@@ -329,10 +334,6 @@ def parameter_names(function: Callable[..., Any]) -> list[str]:
         return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return []
-
-
-def _hold(held: dict[int, torch.Tensor], place: int, gradient: torch.Tensor) -> None:
-    held[place] = gradient
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -212,6 +212,10 @@ class _LossStep:
         )
         found = search.run()
         self.num_forwards += replayer.num_forwards
+        if found.cause == "not reproducible" and not loss_call.is_only_loss:
+            return None  # another loss may have been bad
+        if len(loss_call.calls) > 1:  # others' gradients are as bad with any remedy
+            found.remedies = [each for each in found.remedies if each.is_recommended]
         found.notes.append(_OWN_LINES.format(loss_call.place))
         return None if found.cause == "unknown" else found
 

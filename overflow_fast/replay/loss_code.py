@@ -23,9 +23,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replay_internals import no_dispatch
-from ..tree import CALL_DEPTH, is_container, tensors_in
+from ..tree import CALL_DEPTH, tensors_in
 from .capture import Ambient, KeptCall, ModelCall
-from .functions import Captured
+from .functions import Captured, data_in
 from .loss_line import LossLine, losses_in
 from .remedies.line_edit import NotEditableError, is_mark, let_edit
 from .replayer import Observer
@@ -64,7 +64,8 @@ class _Statements:
 
     Attributes:
         body: The statements, in order.
-        held: The names of the variables that they read, and do not assign.
+        held: The names of the variables that they read, and do not assign, each with
+            the first line that reads it.
 
     Raises:
         UncertainError: If it is not certain that they are what ran.
@@ -125,8 +126,8 @@ class _Statements:
         if not isinstance(each, ast.Assign) or not _assigned(each) & self._bad:
             return False
         values = [self._value(name) for name in _read(each) - _assigned(each)]
-        read = [value for value in values if is_container(value) and floats_in(value)]
-        return bool(read) and not any(map(_is_bad, read))
+        read = any(floats_in([t for _, t in data_in(value)]) for value in values)
+        return read and not any(map(_is_bad, values))
 
     def _value(self, name: str) -> Any:
         return self._line.variables.get(name)
@@ -148,9 +149,9 @@ class _Statements:
         if leaves and not self._runs(loop):
             raise UncertainError("the loop around the loss was left")
 
-    def _read_from_outside(self) -> list[str]:
-        """The names that are read and were not assigned by a statement before."""
-        found: dict[str, None] = {}
+    def _read_from_outside(self) -> dict[str, int]:
+        """The names that are read and were not assigned before, with the first line."""
+        found: dict[str, int] = {}
         written: set[str] = set()
         for each in _flat(self.body):
             own = _assigned(each)
@@ -158,10 +159,12 @@ class _Statements:
             reads = _read(each) - (set() if is_simple else own)
             if isinstance(each, ast.AugAssign):
                 reads |= own
-            found |= dict.fromkeys(sorted(reads - written))
+            for name in sorted(reads - written):
+                found.setdefault(name, each.lineno)
             written |= own
         self._written = written
-        return [name for name in found if name in self._line.variables]
+        held = self._line.variables
+        return {name: line for name, line in found.items() if name in held}
 
     def _check(self) -> None:
         held = set(self.held)
@@ -173,17 +176,13 @@ class _Statements:
         for node in nodes:
             if isinstance(node, _UNSUITABLE) or _has_effects(node):
                 raise UncertainError("a statement has effects")
-        first = min(each.lineno for each, _ in self.body)
-        last = self.last_line
         for each in ast.walk(self._line.around):
-            line = getattr(each, "lineno", 0)
-            if not isinstance(each, ast.stmt) or not first <= line:
+            if not isinstance(each, ast.stmt) or isinstance(each, _SCOPES):
                 continue
-            if isinstance(each, _SCOPES):
-                continue
-            is_later = last < line <= self._line.frame.f_lineno
-            if (_assigned(each) | (_changed(each) if is_later else set())) & held:
-                raise UncertainError("a variable was assigned since")
+            line, names = each.lineno, (_assigned(each) | _changed(each)) & held
+            is_over = line <= self._line.frame.f_lineno
+            if is_over and any(line > self.held[name] for name in names):
+                raise UncertainError("a variable was written to since")
 
 
 def _blocks_to(line: LossLine) -> list[tuple[ast.AST, list[ast.stmt], int]]:
@@ -262,15 +261,13 @@ def _written(statement: ast.stmt) -> set[str]:
 
 
 def _is_followed(value: Any) -> bool:
-    """True for tensors that autograd has computed, and containers that hold some."""
-    if not is_container(value):
-        return False
-    return any(each.grad_fn is not None for each in tensors_in(value, CALL_DEPTH))
+    """True for tensors that autograd has computed, and data that holds some."""
+    return any(each.grad_fn is not None for _, each in data_in(value))
 
 
 def _is_bad(value: Any) -> bool:
-    """True for tensors, and containers of some, that are non-finite."""
-    return is_container(value) and any(map(kinds_of, floats_in(value)))
+    """True for tensors, and data that holds some, that are non-finite."""
+    return any(map(kinds_of, floats_in([each for _, each in data_in(value)])))
 
 
 def _has_effects(node: ast.AST) -> bool:
@@ -428,6 +425,7 @@ class LossCall:
         calls: The calls before those that the lines make, and that of the lines.
         check: Sees whether a replay of them is the step.
         place: The file and the number of the last of the lines.
+        is_only_loss: No other loss can be seen in the function.
 
     Raises:
         UncertainError: If it is not certain what ran.
@@ -444,6 +442,7 @@ class LossCall:
             raise UncertainError("another function was kept")
         code = _LossCode(line)
         self.place = code.place
+        self.is_only_loss = not line.others
         self._captured = Captured(code.function(line))
         self._models, self._loss = models, loss
         self._begin(0)

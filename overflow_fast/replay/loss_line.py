@@ -50,6 +50,11 @@ class LossLine:
     backward: ast.Name
     assignment: ast.Assign | None
 
+    @property
+    def others(self) -> set[str]:
+        """The other variables that the function calls backward on."""
+        return {each.id for each in losses_in(self.around)} - {self.backward.id}
+
     def place_of(self, line: int) -> str:
         """A line of its file, such as "train.py:12"."""
         return f"{short_name(self.frame.f_code.co_filename)}:{line}"
@@ -61,6 +66,7 @@ def find_loss_line() -> LossLine | None:
     Looks for `loss.backward()` in the functions of the program that run now, and for
     the line that assigns to that variable before. Nothing of the program is called.
     """
+    loss: Any = None
     for frame in stack()[:_MOST_FRAMES]:
         code = frame.f_code
         if not is_of_program(code.co_filename):
@@ -71,10 +77,31 @@ def find_loss_line() -> LossLine | None:
         except SyntaxError:
             continue
         around = _function_at(tree, frame.f_lineno)
-        name = _backward_on(around, frame.f_lineno)
-        if name is not None and any(_writes(n, name.id) for n in ast.walk(around)):
+        if loss is None:
+            name = _backward_on(around, frame.f_lineno)
+        else:
+            name = _given_in(around, frame, loss)
+        if name is None:
+            continue
+        variables = _variables(frame)
+        if any(_writes(each, name.id) for each in ast.walk(around)):
             found = _assignment(around, name)
-            return LossLine(frame, _variables(frame), source, tree, around, name, found)
+            return LossLine(frame, variables, source, tree, around, name, found)
+        loss = variables.get(name.id)  # an argument: its caller computed it
+    return None
+
+
+def _given_in(around: ast.AST, frame: FrameType, loss: Any) -> ast.Name | None:
+    """The variable with the loss in the call of a frame that runs."""
+    line = frame.f_lineno
+    for each in ast.walk(around):
+        end = getattr(each, "end_lineno", None) or 0
+        if isinstance(each, ast.Call) and each.lineno <= line <= end:
+            names = [n for n in each.args if isinstance(n, ast.Name)]
+            own = _variables(frame) if names else {}
+            for name in names:
+                if own.get(name.id) is loss:
+                    return name
     return None
 
 
@@ -193,8 +220,8 @@ def advice(line: LossLine, models: Sequence[nn.Module]) -> str:
         line: The line of the loss.
         models: The models that are watched.
     """
-    if line.assignment is None:
-        return ""
+    if line.assignment is None or line.others:
+        return ""  # which loss was bad is not known
     value, name = line.assignment.value, line.backward.id
     place = line.place_of(line.assignment.lineno)
     code = ast.get_source_segment(line.source, value) or ""

@@ -149,6 +149,48 @@ def test_the_operation_is_named(way):
     assert best.is_finite and "log_softmax" in best.code and best.file == __file__
 
 
+def test_accumulated_batches():
+    found = report_of(in_parts)
+    assert (found.cause, found.op.name) == ("underflow", "aten.log")
+    assert not found.remedies  # the other batch has its bad gradients with them, too
+
+
+def test_of_two_losses_nothing_is_said():
+    def way(t, x):
+        outputs = t.model(x)
+        bad, good = t.negative_logarithm(outputs), outputs[:, 1].mean()
+        bad.backward(retain_graph=True)
+        good.backward()
+        t.optimizer.step()
+
+    found = report_of(way)
+    assert found.cause == "unknown" and "good" not in str(found)
+
+
+def test_a_loss_that_a_function_is_given():
+    def way(t, x):
+        loss = t.negative_logarithm(t.model(x))
+        update(t, loss)
+
+    def update(t, loss):
+        loss.backward()
+        t.optimizer.step()
+
+    assert report_of(way).op.name == "aten.log"
+
+
+def test_a_loss_of_an_object_that_holds_data():
+    def way(t, x):
+        outputs = torch.distributions.Categorical(probs=t.model(x).softmax(-1))
+        action = outputs.sample()
+        probability = outputs.probs[:, 0]
+        loss = -(probability.log() * (action + 1)).mean()
+        loss.backward()
+        t.optimizer.step()
+
+    assert report_of(way).op.name == "aten.log"
+
+
 def test_what_is_said_is_what_guard_run_says():
     def with_the_guard(t, x):
         loss = t.guard.run(lambda: t.negative_logarithm(t.model(x)))
