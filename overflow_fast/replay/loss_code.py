@@ -14,7 +14,7 @@ import ast
 import contextlib
 import itertools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -176,10 +176,16 @@ class _Statements:
         for node in nodes:
             if isinstance(node, _UNSUITABLE) or _has_effects(node):
                 raise UncertainError("a statement has effects")
+        attributes = {
+            (node.value.id, node.attr)
+            for node in nodes
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        }
         for each in ast.walk(self._line.around):
             if not isinstance(each, ast.stmt) or isinstance(each, _SCOPES):
                 continue
-            line, names = each.lineno, (_assigned(each) | _changed(each)) & held
+            names = (_assigned(each) | _changed(each, attributes)) & held
+            line = each.lineno
             is_over = line <= self._line.frame.f_lineno
             if is_over and any(line > self.held[name] for name in names):
                 raise UncertainError("a variable was written to since")
@@ -232,13 +238,23 @@ def _assigned(node: ast.AST) -> set[str]:
     return found
 
 
-def _changed(node: ast.AST) -> set[str]:
-    """The names whose objects a statement writes to: by an item, or in place."""
+def _changed(
+    node: ast.AST, attributes: Collection[tuple[str, str]] | None = None
+) -> set[str]:
+    """The names whose objects a statement writes to: by an item, or in place.
+
+    Args:
+        node: The statement.
+        attributes: The attributes of names that count; None for all.
+    """
     found: set[str] = set()
     for each in ast.walk(node):
         is_stored = isinstance(each, (ast.Subscript, ast.Attribute)) and not isinstance(
             each.ctx, ast.Load
         )
+        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name):
+            is_other = (each.value.id, each.attr) not in (attributes or ())
+            is_stored = is_stored and not (is_other and attributes is not None)
         called = each.func if isinstance(each, ast.Call) else None
         if isinstance(called, ast.Attribute) and called.attr.endswith("_"):
             is_stored, each = True, called

@@ -301,6 +301,14 @@ def filled_since(t, x):
     t.optimizer.step()
 
 
+def attribute_since(t, x):
+    t.factor = torch.zeros(())
+    loss = (t.model(x) / t.factor).mean()
+    loss.backward()
+    t.factor = torch.ones(())
+    t.optimizer.step()
+
+
 def counted(t, x):
     loss = count(t, x)
     loss.backward()
@@ -367,7 +375,7 @@ def take_of(t, batches):
 
 UNCERTAIN = [
     *(drawn_before_the_model, rebound, written_since, filled_since, counted, left),
-    *(with_a_step, read_of_an_iterator, taken, shared),
+    *(with_a_step, read_of_an_iterator, taken, shared, attribute_since),
 ]
 
 
