@@ -105,6 +105,20 @@ class Ambient:
         ambient._shares_buffers = None
         return ambient
 
+    def with_autocast_of_now(self) -> Ambient:
+        """The same, with autocast as it is at this moment."""
+        copy = Ambient.__new__(Ambient)
+        vars(copy).update(vars(self))
+        copy._autocast = [
+            (type, torch.is_autocast_enabled(type), torch.get_autocast_dtype(type))
+            for type, _, _ in self._autocast
+        ]
+        return copy
+
+    def has_drawn(self) -> bool:
+        """True if a random state is another one now."""
+        return bool(self._random.drawn())
+
     @contextmanager
     def applied(self, models: Iterable[nn.Module]) -> Iterator[None]:
         """Sets all of it; autocast is as it was afterwards, the rest is not."""
@@ -147,6 +161,7 @@ class KeptCall:
         ambient: What was set when it began.
         held: The gradients of what it returned, by their places among its tensors.
         not_held: How many bytes of gradients were too many to be held; 0 for none.
+        num_held: How many gradients have come to it, of several backwards, too.
         returns_loss: Whether backward is called on what it returned.
         is_part_of_compiled: Whether it ran in code that was compiled together with
             others', and runs eagerly when it is called alone.
@@ -165,7 +180,7 @@ class KeptCall:
         self.batch = batch
         self.ambient = ambient
         self.held: dict[int, torch.Tensor] = {}
-        self.not_held = 0
+        self.not_held = self.num_held = 0
         self.returns_loss = False
         self.is_part_of_compiled = False
         self.has_stand_ins = False
@@ -262,8 +277,12 @@ class KeptCall:
             self.not_held = size
             return
         for place, tensor in asked:
-            hook = functools.partial(_hold, self.held, place)
+            hook = functools.partial(self._hold, place)
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _hold(self, place: int, gradient: torch.Tensor) -> None:
+        self.held[place] = gradient
+        self.num_held += 1
 
 
 class ModelCall(KeptCall):
@@ -318,10 +337,6 @@ def parameter_names(function: Callable[..., Any]) -> list[str]:
         return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return []
-
-
-def _hold(held: dict[int, torch.Tensor], place: int, gradient: torch.Tensor) -> None:
-    held[place] = gradient
 
 
 def call_model(model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:

@@ -241,6 +241,8 @@ class Answers:
             return Explanation("backward", notes=[notes.NOT_REDUCED])
         if incident.kind == "gradient" and self._replayer.state.has_hooks:
             return Explanation("backward", notes=[notes.NOT_CALLED])
+        if not self._replayer.returns_loss and self._has_several_gradients():
+            return Explanation(notes=[self._outside()])
         doubt = self._doubt(incident)
         if doubt:
             return Explanation(notes=[f"The replay is finite, but {doubt}."])
@@ -372,6 +374,10 @@ class Answers:
         if any(call.is_overwritten() for call in self._replayer.calls):
             return "the batch was written to in the step"
         return ""
+
+    def _has_several_gradients(self) -> bool:
+        """True if several backwards came to an output: the last one's is replayed."""
+        return any(call.num_held > len(call.held) for call in self._replayer.calls)
 
     def _outside(self) -> str:
         return (
