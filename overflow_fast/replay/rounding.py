@@ -417,8 +417,8 @@ def explain_lost(lost: Lost, found: Explanation) -> None:
     if lost.as_they_were:
         on += f", but for {', '.join(lost.as_they_were)}"
     if lost.row is None:
-        is_sure = ": float64 would not help" * lost.is_whole
-        found.evidence[1:2] = [f"{on}, it is {lost.value:g}, too{is_sure}"]
+        is_sure = "; a wider dtype would not help" * lost.is_whole
+        found.evidence[1:2] = [f"{on}, it is {lost.value:g} as well{is_sure}"]
         return
     found.cause = lost.cause
     if lost.is_beyond:

@@ -254,7 +254,7 @@ def test_a_folder_of_evidence_becomes_a_card(tmp_path):
 CURE = {
     "file": "",
     "loss": None,
-    "text": "1e-8 below",
+    "text": "add 1e-8 to the divisor",
     "code": "x / (s +\n    1e-8)",
     "tried": True,
 }
@@ -270,7 +270,7 @@ def test_a_card_begins_with_cause_and_cure_and_the_code_to_copy():
     incident = Incident(3, report, found)
     cause, cure = incident.headline.split(". ")
     assert cause == "Cause: undefined at model.py:5"
-    assert cure == "The step is finite with this change: 1e-8 below."
+    assert cure == "The step is finite with this change: add 1e-8 to the divisor."
     text = page_of([], [incident])
     assert "<pre>x / (s +\n    1e-8)</pre><button" in text
     assert (

@@ -228,7 +228,7 @@ def test_labels_that_are_all_ignored():
     assert found.cause == "empty reduction"
     assert "all are ignored" in found.evidence[1]
     first = next(each for each in found.remedies if each.is_finite)
-    assert first.text == "the sum divided by a count of at least 1"
+    assert first.text == "divide the sum by a count of at least 1"
 
 
 def test_a_nan_that_a_masks_infs_made_is_what_is_explained():

@@ -169,5 +169,5 @@ def test_a_negative_rate_is_clamped():
         return F.poisson_nll_loss(model(batch), torch.ones(3, 2), log_input=False)
 
     found = explain(model, torch.ones(3, 2), loss)
-    assert found.remedies[0].text == "a rate of at least 0"
+    assert found.remedies[0].text == "clamp the rate to at least 0"
     assert found.remedies[0].is_recommended
