@@ -307,7 +307,7 @@ class Explanation:
 
     @property
     def is_of_loss(self) -> bool:
-        """True if a replay that does not include the loss was given its bad gradient."""
+        """True if the bad gradient came from the loss, which was not replayed."""
         return any(note.startswith(OUTSIDE_LOSS) for note in self.notes)
 
     @property
