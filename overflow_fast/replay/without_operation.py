@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -467,14 +468,17 @@ def find_growth(
 
 
 def _jump_text(name: str, recent: Sequence[float]) -> str:
-    """Names the update that made a weight large, if one alone did; "" otherwise."""
-    for place in range(1, len(recent)):
-        before, after = recent[place - 1], recent[place]
-        if after > _MANY * max(before, 1.0 / _MANY):
-            number = len(recent) - place
-            when = "step before" if number == 1 else f"step {number} steps before"
-            return f", {name} from {before:.3g} to {after:.3g} in the {when}"
-    return ""
+    """Names the step that made a weight large, if one alone did; "" otherwise."""
+    jumps = [
+        (before, after, len(recent) - place)
+        for place, (before, after) in enumerate(itertools.pairwise(recent), 1)
+        if after > max(1.0, _MANY * before)
+    ]
+    if len(jumps) != 1:
+        return ""
+    ((before, after, number),) = jumps
+    when = "in the step before" if number == 1 else f"{number} steps before this one"
+    return f", {name} from {before:.3g} to {after:.3g} {when}"
 
 
 def _magnitudes(
