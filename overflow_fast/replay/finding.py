@@ -177,7 +177,7 @@ def _why_text(details: Details, dtype: str) -> str:
         is_beyond = value in (float("inf"), float("-inf"))
         true = "beyond its maximum as well" if is_beyond else _number(value)
         return f"computed in float64: {true}; {dtype}'s maximum is {limit:.5g}"
-    if details.why == INTERMEDIATE:
+    if details.why == INTERMEDIATE and value is not None:
         return (
             f"computed in float64: {_number(value)}, which fits {dtype}: an "
             "intermediate value overflowed"

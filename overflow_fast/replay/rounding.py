@@ -425,7 +425,7 @@ def explain_lost(lost: Lost, found: Explanation) -> None:
         found.lost_by = op_at(lost.row.name, lost.row.frames)
         verb = "underflowed" if lost.cause == UNDERFLOW else "was rounded"
         found.evidence[1:2] = [
-            f"{_place(lost.row)} {verb} to {lost.own:g}, in float64, too: of finite "
+            f"{_place(lost.row)} {verb} to {lost.own:g}, in float64 as well: of finite "
             "numbers it is never that",
             f"with the float64 number next to {lost.own:g} instead, it is finite",
         ]

@@ -134,4 +134,4 @@ def test_float32_as_far_as_the_end_of_the_expression(tmp_path):
         return F.normalize(q @ k.mT, dim=-1) @ v
         """,
     )
-    assert good[0].text == "float32 as far as its end"
+    assert good[0].text == "compute the expression in float32 to its end"
