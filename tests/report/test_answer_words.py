@@ -99,18 +99,19 @@ def test_a_run_that_diverges_is_answered_with_the_step_that_did_it_and_what_to_d
 
 
 @pytest.mark.parametrize(
-    ("loss_of", "code"),
+    "loss_of",
     [
-        (lambda x, w: (1 / (x * 1e-6) + w).mean(), "float()"),
-        (lambda x, w: torch.exp(x * 12 + 0 * w).mean(), "float()"),
+        lambda x, w: (1 / (x * 1e-6) + w).mean(),
+        lambda x, w: torch.exp(x * 12 + 0 * w).mean(),
     ],
 )
-def test_a_number_beyond_float16_is_computed_in_float32(loss_of, code):
+def test_a_number_beyond_float16_is_computed_in_float32(loss_of):
     model = nn.Linear(1, 1).half()
     x = torch.ones(4, 1, dtype=torch.float16)
     found = explain(model, x, lambda x: loss_of(x, model.weight))
     assert found.cause == "range overflow"
-    assert any(e.is_recommended and code in e.code for e in found.remedies), found
+    tried = [each.text for each in found.remedies if each.is_recommended]
+    assert "compute it in float32" in tried, found
 
 
 def test_a_divisor_that_is_too_small_is_made_larger():
