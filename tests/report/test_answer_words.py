@@ -26,7 +26,7 @@ class Gated(nn.Module):
         self.up, self.down = nn.Linear(3, 3), nn.Linear(3, 3)
 
     def forward(self, x):
-        return self.down(self.up(x) / 0)
+        return self.down(self.up(x).abs() / 0)
 
 
 def test_the_reader_and_the_code_that_produced_it_are_told_apart():
@@ -102,10 +102,10 @@ def test_a_run_that_diverges_is_answered_with_the_step_that_did_it_and_what_to_d
     "loss_of",
     [
         lambda x, w: (1 / (x * 1e-6) + w).mean(),
-        lambda x, w: torch.exp(x * 12 + 0 * w).mean(),
+        lambda x, w: ((x * 1e-6).reciprocal() + w).mean(),
     ],
 )
-def test_a_number_beyond_float16_is_computed_in_float32(loss_of):
+def test_a_quotient_beyond_float16_is_computed_in_float32(loss_of):
     model = nn.Linear(1, 1).half()
     x = torch.ones(4, 1, dtype=torch.float16)
     found = explain(model, x, lambda x: loss_of(x, model.weight))

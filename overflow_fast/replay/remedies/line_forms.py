@@ -101,8 +101,7 @@ def overflow_forms(written: Written, dtype: str) -> Iterator[Form]:
             else:
                 text = f"clamp the argument to {largest}"
                 yield Form(text, written.with_clamp(f"max={largest}"))
-    is_half = dtype == "float16" and not written.is_in_place
-    if is_half and (written.name in _PRODUCTS or written.name in _EXPS):
+    if dtype == "float16" and written.name in _PRODUCTS and not written.is_in_place:
         yield in_float32(written)
     if written.name in _QUOTIENTS and len(written.operands) == 2:
         yield _larger_divisor(written, dtype)
