@@ -80,7 +80,7 @@ void examine(PyTypeObject* type, TypeLayout& layout) {
   }
 }
 
-// The layouts of types, by their addresses. A weak reference tells whether the type at an address
+// The layouts of types, by their addresses. A weak reference shows if the type at an address
 // is still the one that was examined.
 class Layouts {
  public:

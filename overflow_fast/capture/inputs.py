@@ -319,6 +319,7 @@ class ForwardInputs:
             (`functional_call`).
         loop_batches: The batches that the trainer took from its loader.
         capture: Keeps whole forwards for a replay; None for none.
+        caller: The code that calls the models, in words.
     """
 
     def __init__(self, is_listed: bool, is_held: bool) -> None:
@@ -331,6 +332,7 @@ class ForwardInputs:
         self.have_stand_ins: set[int] = set()
         self.loop_batches = LoopBatches()
         self.capture: ForwardCapture | None = None
+        self.caller = "the training loop"
 
     def begin(self, module: object, args: object, kwargs: object) -> None:
         """Notes what a forward is given, before it can write to it."""

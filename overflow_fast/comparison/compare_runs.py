@@ -60,7 +60,7 @@ def run_remarks(run: RecordedRun, reference: RecordedRun) -> Iterator[str]:
         if mine.get(name) != its.get(name):
             yield f"{name}: {mine.get(name, 'none')} against {its.get(name, 'none')}."
     if run.num_ranks != reference.num_ranks:
-        yield f"{run.num_ranks} against {reference.num_ranks} ranks."
+        yield f"{counted(run.num_ranks, 'rank')} against {reference.num_ranks}."
     only = sorted({*run.steps} ^ {*reference.steps})
     if only:
         yield f"Steps of one run only, not compared: {_some(map(str, only))}."

@@ -133,7 +133,7 @@ class Participants:
         )
         _log.warning(
             "%s If one rank raises or skips a step, other ranks may still make it. "
-            "Give process_group=torch.distributed.group.WORLD for all ranks to decide "
+            "Pass process_group=torch.distributed.group.WORLD for all ranks to decide "
             "together, or process_group=False for each rank to decide alone.",
             who,
         )

@@ -1,4 +1,4 @@
-"""The way of a guarded step, from what was scanned to what is done about it.
+"""A guarded step, from its stats to the action taken.
 
 collect   stats of what has run come from all devices; bad frames are taken
 detect    the first bad value is found among them, and who made it
@@ -472,7 +472,7 @@ class Pipeline:
         self.tensors.forget()
         self._frames.end(is_lagged)
 
-    # The way of a step from its bad frames on.
+    # A step from its bad frames on.
 
     def _decide(self, step: Step) -> Report | None:
         """Decides on a step, and reports it if it is bad.

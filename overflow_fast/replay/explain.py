@@ -44,15 +44,15 @@ _OWN_LINES = (
 )
 _NOT_ALONE = (
     "The step was not replayed: there are several ranks, which do not decide together. "
-    "Collectives in it would wait for the others. Give the guard process_group=."
+    "Collectives in it would wait for the others. Pass process_group= to the guard."
 )
 _TAKEN = (
     "The step was not replayed: its forward was finite, and a second backward would "
     "write to the gradients that {} keeps."
 )
 _NO_CALLS = (
-    "The step was not replayed: no forward of it was kept{}. Call the model and the "
-    "loss within `guard.run(lambda: loss)`."
+    "The step was not replayed: no forward of this step was captured{}. Call the model "
+    "and the loss within `guard.run(lambda: loss)`."
 )
 
 

@@ -78,7 +78,7 @@ def test_watch_lists_the_worst_entries_of_all_ranks(tmp_path, capsys):
 
 def test_watch_draws_it_where_there_is_no_terminal(tmp_path, capsys):
     shown = output_of(capsys, "watch", write_record(tmp_path / "run.ofr"))
-    assert "Net on a, 1 of 1 ranks, on_overflow=skip" in shown
+    assert "Net on a, 1 of 1 rank, on_overflow=skip" in shown
     assert "h.0: output[0]" in shown and "(output)" not in shown
     assert "12.0" in shown and "-1.00" in shown and "skip" in shown
 

@@ -226,7 +226,7 @@ def test_a_number_of_python_that_is_zero():
     found = explained(model, loss)
     codes = [each.code for each in found.remedies if each.is_recommended]
     assert any("(count or 1e-8)" in code for code in codes)
-    assert "where it divides by 0" not in str(found)  # it raises
+    assert "where the divisor is 0" not in str(found)  # it raises
 
 
 def test_a_sum_that_is_0_is_not_said_to_count_a_mask():
