@@ -54,7 +54,8 @@ def test_a_loss_that_was_not_replayed_is_named_instead_of_all_who_read_the_outpu
     model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 1), nn.Sigmoid())
     optimizer = sgd(model)
     guard = OverflowGuard(model, optimizer)
-    first, second = model(torch.ones(4, 2)), model(torch.zeros(4, 2))
+    batches = iter([torch.ones(4, 2), torch.zeros(4, 2)])  # cannot be asked again
+    first, second = model(next(batches)), model(next(batches))
     loss = (first - first.detach()).sqrt().mean() + second.mean()
     loss.backward()
     said = flat(raised(optimizer.step))
