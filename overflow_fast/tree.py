@@ -1056,16 +1056,22 @@ def traced_parts(
 
     Returns:
         The style, the key and the value of each part, and whether it is an attribute
-        beside the items of a wrapped dict; None for a leaf.
+        beside the items of a container or a wrapped dict; None for a leaf.
     """
     if isinstance(value, (tuple, list, deque)):
         if type(value) is torch.Size:
             return None
-        return [(INDEX, i, child, False) for i, child in enumerate(value)]
+        items = [(INDEX, i, child, False) for i, child in enumerate(value)]
+        return items + traced_attributes(value)
     if isinstance(value, dict):
         is_model_output = hasattr(type(value), "__dataclass_fields__")
         style: Style = ATTRIBUTE if is_model_output else KEY
-        return [(style, key, child, False) for key, child in dict.items(value)]
+        items = [(style, key, child, False) for key, child in dict.items(value)]
+        return items + [
+            part
+            for part in traced_attributes(value)
+            if dict.get(value, part[1]) is not part[2]
+        ]
     if not _is_declared(value) and wraps == "":
         return None
     names = _traced_names(value)
@@ -1075,6 +1081,15 @@ def traced_parts(
     items = [(KEY, key, child, False) for key, child in dict.items(wrapped)]
     return items + [
         (ATTRIBUTE, name, getattr(value, name), True) for name in names if name != wraps
+    ]
+
+
+def traced_attributes(value: Any) -> list[tuple[Style, Any, Any, bool]]:
+    """Lists what a container of a subclass holds beside its items."""
+    if type(value) in (tuple, list, deque, dict):
+        return []
+    return [
+        (ATTRIBUTE, name, getattr(value, name), True) for name in _traced_names(value)
     ]
 
 

@@ -104,7 +104,7 @@ def test_watch_does_not_name_what_a_record_does_not_say(tmp_path, capsys):
     path.write_text('{"kind": "flight_record", "schema": 1}\n')
     assert main(["watch", "--once", str(path)]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("a run, 1 of 1 ranks\n") and "None" not in shown
+    assert shown.startswith("a run, 1 of 1 rank\n") and "None" not in shown
 
 
 def test_watch_without_rich_says_what_to_install(tmp_path, capsys, monkeypatch):
