@@ -75,7 +75,7 @@ def test_the_cure_is_in_the_first_screen_of_a_phone_to_be_copied(opened, scheme)
     incident = Incident(3, {"sentences": ["Step 3 is not finite."]}, found)
     page = opened([record_of(*blocks())], [incident], color_scheme=scheme)
     page.tab.set_viewport_size({"width": 390, "height": 844})
-    assert page.tab.evaluate("document.documentElement.scrollWidth") == 390
+    page.tab.wait_for_function("document.documentElement.scrollWidth == 390")
     button = page.tab.get_by_role("button", name="Copy")
     box = button.bounding_box()
     assert box["y"] + box["height"] < 844 and box["x"] + box["width"] <= 390
