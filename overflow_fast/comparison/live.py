@@ -43,7 +43,7 @@ from .judged_rows import (
     PROPAGATED,
     TensorDifference,
     coarser,
-    difference_of,
+    differences_of,
     epsilon,
     error_of_layer,
 )
@@ -595,11 +595,10 @@ def _conclude(
     rest = match(*lockstep.left, names)
     pairs = [*lockstep.pairs, *((pair, None) for pair in rest.pairs)]
     pairs.sort(key=lambda each: each[0].entry.order)
-    for pair, measures in pairs:
-        row = difference_of(pair, 0)
+    result.rows += differences_of([pair for pair, _ in pairs], 0)
+    for row, (_, measures) in zip(result.rows, pairs, strict=True):
         if measures is not None and row.measures is not None:
             row.measures = measures
-        result.rows.append(row)
     judge_all(result.rows, [pair for pair, _ in pairs], has_tf32)
     matched = Matched([], rest.only, rest.only_reference, rest.renamed, rest.is_coarse)
     result.num_alone = len(rest.only) + len(rest.only_reference)

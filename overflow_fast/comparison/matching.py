@@ -51,6 +51,8 @@ class StepTensor:
     @property
     def requires_grad(self) -> bool | None:
         """True if it required gradients on any rank; None if that is not known."""
+        if len(self.sources) == 1:
+            return self.sources[0].row.requires_grad
         known = [source.row.requires_grad for source in self.sources]
         return None if None in known else any(known)
 
@@ -82,7 +84,7 @@ def entries_of_rank(step: RankStep) -> list[StepTensor]:
 def entries_of_ranks(ranks: Sequence[RankStep]) -> list[StepTensor]:
     """The tensors of all ranks: parts put together, equal ones once."""
     if len(ranks) == 1 and all(s.row.part is None for s in ranks[0].sources):
-        return [dataclasses.replace(e, rank=None) for e in entries_of_rank(ranks[0])]
+        return [_entry_of(source, None) for source in ranks[0].sources]
     groups: dict[Key, list[Source]] = {}
     for step in ranks:
         for source in step.sources:
