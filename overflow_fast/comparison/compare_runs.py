@@ -681,16 +681,18 @@ class EarlierSteps:
     def __init__(self) -> None:
         self._steps: list[int] = []
         self._with_gradients: list[int] = []  # of parameters, which were compared
-        self._has_equal_gradients = True
+        self._has_equal_gradients = self._is_equal = True
         self._last: set[str] = set()  # the parameters that had one in the last of them
 
     def add(self, rows: Sequence[TensorDifference]) -> None:
         """Adds the rows of a step."""
-        if not rows:
+        compared = [row for row in rows if row.measures is not None]
+        if not compared:
             return
-        step = rows[0].step
+        step = compared[0].step
         self._steps.append(step)
-        found = [r for r in rows if r.place.role == "parameter_gradient" and r.measures]
+        self._is_equal &= all(row.verdict == EQUAL for row in compared)
+        found = [r for r in compared if r.place.role == "parameter_gradient"]
         if found:
             self._with_gradients.append(step)
             self._last = {each.place.fqn for each in found}
@@ -699,7 +701,9 @@ class EarlierSteps:
     def described(self, first: RootDifference) -> RootDifference:
         """Adds what is known of these steps to the first difference."""
         row, steps = first.row, self._with_gradients
-        first = dataclasses.replace(first, earlier=tuple(self._steps))
+        first = dataclasses.replace(
+            first, earlier=tuple(self._steps), is_equal_before=self._is_equal
+        )
         is_update = first.kind == "weights" and row.place.role == "parameter"
         is_next = bool(steps) and steps[-1] == row.step - 1
         if not is_update or not is_next or row.place.fqn not in self._last:

@@ -55,7 +55,9 @@ class RootDifference:
         remark: What it may be, in a sentence, or "".
         unknown: The places of what it was computed from that could not be compared; the
             difference may come from there, and `module` is not to blame then.
-        earlier: The steps before, in which nothing differed that was compared.
+        earlier: The steps before, in which nothing that was compared differed more than
+            rounding explains.
+        is_equal_before: Whether all of that was equal.
         gradients: The steps before up to the one before, in which the gradients of
             parameters were compared, and how they were: "equal", or that but for
             rounding; of an update alone.
@@ -70,6 +72,7 @@ class RootDifference:
     remark: str = ""
     unknown: tuple[str, ...] = ()
     earlier: tuple[int, ...] = ()
+    is_equal_before: bool = True
     gradients: tuple[tuple[int, ...], str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,7 +107,8 @@ class RootDifference:
         if self.gradients is not None:
             steps, how = self.gradients
             return f"{text}with gradients {how} in {steps_text(steps)}: the update. "
-        return f"{text}with no difference in {steps_text(self.earlier)}: "
+        what = "no difference" if self.is_equal_before else "no more than rounding"
+        return f"{text}with {what} in {steps_text(self.earlier)}: "
 
     def _sentence(self) -> str:
         row = self.row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -233,6 +234,7 @@ def coarser(*dtypes: str) -> str:
     return max(dtypes, key=epsilon)
 
 
+@functools.lru_cache(maxsize=256)
 def epsilon(dtype: str) -> float:
     """The epsilon of a dtype; 0 for integers."""
     kind = dtype_named(dtype)

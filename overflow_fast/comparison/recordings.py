@@ -252,8 +252,9 @@ class StoredStep:
         from ..files.schema import decode
         from .recording_schema import RecordedStepLine
 
+        data = self._bytes([self.end])
         try:
-            return decode(self._bytes([self.end]), RecordedStepLine)
+            return decode(data, RecordedStepLine)
         except FileError as error:
             why = f"{self.file} was changed while it was read"
             raise RecordingError(why) from error
