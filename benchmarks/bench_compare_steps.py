@@ -20,7 +20,7 @@ import overflow_fast
 
 BLOCKS = 250  # of four modules each, the block included
 RECORDED = 10  # steps, in the middle of which the learning rates part
-COUNTS = (10, 100) if QUICK else (10, 100, 500)
+COUNTS = (10, 100) if QUICK else (10, 100, 2000)
 COLUMNS = [
     *("runs", "steps", "pairs", "bytes of a run", "seconds", "CPU time", "a step"),
     "peak",
@@ -140,6 +140,8 @@ def main() -> None:
         for folder, rate in (("a", 1e-4), ("b", 1e-3)):
             progress(f"records run {folder}")
             record(top / folder, rate)
+        found = overflow_fast.compare(top / "a", top / "b")  # and loads what it needs
+        assert found.first is not None and found.first.kind == "update"
         for num in COUNTS:
             rows += rows_of(top, num)
     notes = f"{NOTES}{size_text(rows[0]['before'])} before the comparison."

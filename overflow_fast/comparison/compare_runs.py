@@ -9,7 +9,7 @@ import gc
 import itertools
 import math
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,23 +72,52 @@ def step_remarks(
     step: int, mine: Sequence[RankStep], its: Sequence[RankStep]
 ) -> list[Remark]:
     """Sentences on a step: settings, dropout, random states, failures."""
-    own, other = mine[0].modes, its[0].modes
-    found = [
-        f"{name}: {_text(own.get(key))} against {_text(other.get(key))}"
-        for key, name in _SETTINGS.items()
-        if key in own and key in other and own[key] != other[key]
-    ]
-    dropout = own.get("dropout") or other.get("dropout")
-    if dropout:
-        on = counted(len(dropout), "module")
-        found.append(f"dropout is on in {on}, such as {dropout[0] or 'the model'}")
-    found += _compiled_remarks(mine[0], its[0])
-    found += _random_state_remarks(own, other)
+    found = of_ranks([(a.rank, _rank_remarks(a, b)) for a, b in rank_pairs(mine, its)])
     for side in (*mine, *its):
         found += [f"not recorded: {text}" for text in side.modes.get("failures", [])]
         if side.modes.get("raised"):
             found.append(f"rank {side.rank} raised {side.modes['raised']} in this step")
-    return [(step, text) for text in (*_tie_remarks(mine[0], its[0]), *found)]
+    return [(step, text) for text in found]
+
+
+def _rank_remarks(mine: RankStep, its: RankStep) -> Iterator[str]:
+    yield from _tie_remarks(mine, its)
+    own, other = mine.modes, its.modes
+    for key, name in _SETTINGS.items():
+        if key in own and key in other and own[key] != other[key]:
+            yield f"{name}: {_text(own.get(key))} against {_text(other.get(key))}"
+    dropout = own.get("dropout") or other.get("dropout")
+    if dropout:
+        on = counted(len(dropout), "module")
+        yield f"dropout is on in {on}, such as {dropout[0] or 'the model'}"
+    yield from _compiled_remarks(mine, its)
+    yield from _random_state_remarks(own, other)
+
+
+def rank_pairs(
+    mine: Sequence[RankStep], its: Sequence[RankStep]
+) -> list[tuple[RankStep, RankStep]]:
+    """Each rank's step in both runs; the first ranks' where a run has other ranks."""
+    if [step.rank for step in mine] != [step.rank for step in its]:
+        return [(mine[0], its[0])]
+    return list(zip(mine, its, strict=True))
+
+
+def of_ranks(texts: Sequence[tuple[int, Iterable[str]]]) -> list[str]:
+    """The texts of ranks, each once, with the ranks where not all have it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, found in texts:
+        for text in found:
+            ranks.setdefault(text, []).append(rank)
+    return [
+        text if len(of) == len(texts) else f"{text} ({_ranks_text(of)})"
+        for text, of in ranks.items()
+    ]
+
+
+def _ranks_text(ranks: Iterable[int]) -> str:
+    found = list(map(str, sorted(ranks)))
+    return f"rank{'s' * (len(found) > 1)} {_some(found)}"
 
 
 def as_sentences(remarks: Sequence[Remark]) -> list[str]:
@@ -202,17 +231,34 @@ def _match_remarks(matched: Matched) -> Iterator[str]:
 
 
 def differing_settings(
-    mine: Mapping[str, Any], its: Mapping[str, Any], pairs: Sequence[Pair]
+    steps: Sequence[tuple[RankStep, RankStep]], pairs: Sequence[Pair]
 ) -> dict[str, list[str]]:
-    """Describes the plain attributes and arguments that differ, by module."""
-    own, other = mine.get("settings", {}), its.get("settings", {})
+    """Describes the plain attributes and arguments that differ, by module.
+
+    Args:
+        steps: The step of each rank in both runs, see `rank_pairs()`.
+        pairs: The tensors that belong together, for the modules that do.
+    """
     twins = {p.entry.place.module: p.reference.place.module for p in pairs}
+    found = [(a.rank, _differing(a.modes, b.modes, twins)) for a, b in steps]
+    modules = dict.fromkeys(module for _, own in found for module in own)
+    return {
+        module: of_ranks([(rank, own.get(module, ())) for rank, own in found])
+        for module in modules
+    }
+
+
+def _differing(
+    mine: Mapping[str, Any], its: Mapping[str, Any], twins: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """What `differing_settings()` returns, of one rank."""
+    own, other = mine.get("settings", {}), its.get("settings", {})
     found: dict[str, list[str]] = {}
     for key, values in own.items():
         module, _, call = key.partition(" #")
         twin = twins.get(module, module)
         its_values = other.get(f"{twin} #{call}" if call else twin)
-        if its_values is None:
+        if its_values is None or its_values == values:
             continue
         texts = [
             f"{name} is {values.get(name, 'not there')}, against "
@@ -270,9 +316,9 @@ def _missing(entries: Sequence[StepTensor]) -> str:
     roles = collections.Counter(e.place.role.replace("_", " ") for e in entries)
     counts = ", ".join(counted(count, role) for role, count in roles.most_common())
     ranks = {entry.rank for entry in entries if entry.rank is not None}
-    of_ranks = f" (ranks {_some(map(str, sorted(ranks)))})" if ranks else ""
+    on = f" ({_ranks_text(ranks)})" if ranks else ""
     modules = list(dict.fromkeys(e.place.module or "the model" for e in entries))
-    return f"not compared: {counts} of {_some(modules)}{of_ranks},"
+    return f"not compared: {counts} of {_some(modules)}{on},"
 
 
 def _some(names: Any) -> str:
@@ -748,7 +794,7 @@ def _compare_step(
     result.num_alone += len(matched.only) + len(matched.only_reference)
     remarks += left_out_remarks(step, rows, matched)
     remarks += [*copies, *step_remarks(step, own, other)]
-    differing = differing_settings(own[0].modes, other[0].modes, matched.pairs)
+    differing = differing_settings(rank_pairs(own, other), matched.pairs)
     remarks += [(step, text) for text in setting_remarks(differing)]
     known = _known(own, other, matched)
     known.differing = differing
@@ -788,7 +834,7 @@ def _known(
     own: Sequence[RankStep], other: Sequence[RankStep], matched: Matched
 ) -> StepContext:
     return StepContext(
-        list(zip(own, other, strict=False)),
+        rank_pairs(own, other),
         matched.missing_modules(),
         any(step.modes.get("had_gradients") for step in (*own, *other)),
         matched.lone_sources(),

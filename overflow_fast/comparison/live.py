@@ -509,9 +509,8 @@ def compare_models(
         step.modes["settings"] |= side.arguments
     has_tf32 = any(step.modes["tf32"] for step in steps)
     known = _conclude(result, lockstep, names, has_tf32)
-    own, other = (step.modes for step in steps)
     pairs = [pair for pair, _ in lockstep.pairs]
-    known.differing = differing_settings(own, other, pairs)
+    known.differing = differing_settings([(steps[0], steps[1])], pairs)
     remarks = step_remarks(0, *([step] for step in steps))
     remarks += [(0, text) for text in setting_remarks(known.differing)]
     result.said += as_sentences(remarks)

@@ -508,6 +508,9 @@ def inner_tensors(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 
 def _identity(tensor: torch.Tensor) -> Any:
     """A key that tensors with the same unchanged memory have in common, or None."""
+    local = local_tensor(tensor)
+    if local is not None:  # what writes to it leaves the wrapper's version as it was
+        return *tensor.shape, "of", _identity(local)
     is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
     if not is_plain or tensor.layout is not torch.strided or tensor.is_inference():
         return (id(tensor), version_of(tensor)) if not tensor.is_inference() else None
