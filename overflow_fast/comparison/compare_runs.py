@@ -35,7 +35,13 @@ from .matching import (
     match,
 )
 from .msprobe_dump import find_dumps, read_dumps
-from .recordings import RankStep, RecordedRun, has_unequal_states, read_run
+from .recordings import (
+    RankStep,
+    RecordedRun,
+    RecordedTensor,
+    has_unequal_states,
+    read_run,
+)
 from .tensor_hooks import BACKWARD, FORWARD, STATE
 
 # Remarks before anything is compared: how the two runs were unlike.
@@ -148,15 +154,16 @@ def left_out_remarks(
 
 def _tie_remarks(mine: RankStep, its: RankStep) -> Iterator[str]:
     """Names parameters that are one tensor with another in one run alone."""
-    ties, others = _ties(mine), _ties(its)
+    ties, others = (_ties([s.row for s in side.sources]) for side in (mine, its))
     for found, rest, whose in ((ties, others, "first"), (others, ties, "reference")):
         names = [f"{name} = {found[name]}" for name in found if name not in rest]
         if names:
             yield f"tied in the {whose} run alone: {_some(names)}"
 
 
-def _ties(step: RankStep) -> dict[str, str]:
-    rows = [s.row for s in step.sources if s.row.place.role == "parameter"]
+def _ties(tensors: Sequence[RecordedTensor | StepTensor]) -> dict[str, str]:
+    """The parameters of one rank that are one tensor with an earlier one: its name."""
+    rows = [each for each in tensors if each.place.role == "parameter"]
     names = {row.order: row.place.fqn for row in rows}
     return {
         row.place.fqn: names[row.same]
@@ -220,9 +227,10 @@ def _match_remarks(matched: Matched) -> Iterator[str]:
     if matched.renamed:
         pairs = [f"{a} = {b}" for a, b in matched.renamed.items() if a != b]
         if pairs:
-            yield (
-                f"{len(pairs)} modules were paired by order and shape: {_some(pairs)}"
+            were = (
+                f"{counted(len(pairs), 'module')} w{'as' if len(pairs) == 1 else 'ere'}"
             )
+            yield f"{were} paired by order and shape: {_some(pairs)}"
     if matched.is_coarse:
         yield (
             "too many modules have other names to align each with each: they were "
@@ -357,6 +365,7 @@ class StepContext:
         differing: The plain attributes and arguments of modules that differ.
         without_gradients: The modules that no gradient reaches in the first run, and
             those in the reference, that one reaches in the other; from the loss on.
+        ties: The parameters of each run that are one tensor with an earlier one.
         lone_sources: The inputs, parameters and buffers of modules that one run lacks.
     """
 
@@ -365,6 +374,7 @@ class StepContext:
     had_gradients: bool = False
     lone_sources: Mapping[str, Sequence[str]] = field(default_factory=dict)
     differing: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    ties: Sequence[Mapping[str, str]] = ()
     without_gradients: tuple[list[str], list[str]] = field(
         default_factory=lambda: ([], [])
     )
@@ -382,7 +392,10 @@ def find_root_difference(
     known = known or StepContext()
     first = _first_difference(rows, known)
     texts = [] if first is None else known.differing.get(first.module, ())
-    if first is None or not texts or first.kind not in ("forward", "backward"):
+    if first is None or not texts:
+        return first
+    is_computed = first.kind in ("forward", "backward")
+    if not is_computed and first.row.place.role != "buffer":
         return first
     remark = f"{first.remark} Its {'; its '.join(texts)}."
     return dataclasses.replace(first, remark=remark.strip())
@@ -530,6 +543,9 @@ def _in_backward(
         remark = _between(row, rows)
         if remark is not None:
             return RootDifference("", "", "gradients", row, remark=remark)
+        tie = _describe_tie(place.fqn, known)
+        if tie:
+            return RootDifference("", "", "gradients", row, remark=tie)
         is_known = not known.had_gradients and _has_compared(row, rows, known)
         kind = "backward" if is_known else "gradients"
         older = "Parameters had gradients before the step began."
@@ -560,6 +576,28 @@ def _in_backward(
     code = f", or code of {code} itself" * bool(code)
     remark = f"One of {', '.join(names)}{code}." if names else ""
     return RootDifference(module, kind, "backward", row, remark=remark)
+
+
+def ties_of(*runs: Sequence[StepTensor]) -> list[dict[str, str]]:
+    """The ties of the first rank of both runs."""
+    return [_ties([each for each in run if each.rank == run[0].rank]) for run in runs]
+
+
+def _describe_tie(fqn: str, known: StepContext) -> str:
+    """Describes whose gradients are added to a parameter's, if it is a shared one."""
+    found = []
+    for ties in known.ties:
+        first = ties.get(fqn, fqn)
+        names = (first, *(name for name in ties if ties[name] == first))
+        found.append(_some(name for name in names if name != fqn))
+    if not any(found):
+        return ""
+    if all(found):
+        return f"It is one tensor with {found[0]}: the backward of each adds to it."
+    run, name = _RUNS[not found[0]], found[0] or found[1]
+    return (
+        f"In {run} alone it is one tensor with {name}, whose gradient is added to it."
+    )
 
 
 _BETWEEN = "clipping, unscaling, accumulation or an all-reduce"
@@ -599,7 +637,10 @@ def _common_factor(rows: Sequence[TensorDifference]) -> str:
     middle = sorted(known)[len(known) // 2]
     if any(abs(each - middle) > 1e-2 * abs(middle) for each in known):
         return ""
-    text = f"All {len(rows)} that differ are {middle:.6g} times the reference's"
+    which = "The one that differs is"
+    if len(rows) > 1:
+        which = f"All {len(rows)} that differ are"
+    text = f"{which} {middle:.6g} times the reference's"
     whole = 1 / middle if 0 < abs(middle) < 1 else middle
     if whole > 1.5 and abs(whole - round(whole)) < 1e-3:
         text += f", as where {round(whole)} ranks or micro-batches are summed in one "
@@ -668,10 +709,11 @@ def compare_runs(
             other = [each.read(own) for each in its.steps[step]]
             mine.has_forward |= _has_forward(own)
             its.has_forward |= _has_forward(other)
+            before = result.num_alone
             rows, first = _compare_step(result, remarks, step, own, other, names, known)
             if first is not None and result.first is None:
                 result.first = earlier.described(first)
-            earlier.add(rows)
+            earlier.add(rows, result.num_alone - before)
             mark(rows, threshold, cosine)
             result.add_step(rows)
     result.said += [*run_remarks(mine, its), *as_sentences(remarks)]
@@ -727,17 +769,18 @@ class EarlierSteps:
     def __init__(self) -> None:
         self._steps: list[int] = []
         self._with_gradients: list[int] = []  # of parameters, which were compared
-        self._has_equal_gradients = self._is_equal = True
+        self._has_equal_gradients = self._is_equal = self._is_whole = True
         self._last: set[str] = set()  # the parameters that had one in the last of them
 
-    def add(self, rows: Sequence[TensorDifference]) -> None:
-        """Adds the rows of a step."""
+    def add(self, rows: Sequence[TensorDifference], num_alone: int) -> None:
+        """Adds the rows of a step, and how many tensors of it one run alone has."""
         compared = [row for row in rows if row.measures is not None]
         if not compared:
             return
         step = compared[0].step
         self._steps.append(step)
         self._is_equal &= all(row.verdict == EQUAL for row in compared)
+        self._is_whole &= len(compared) == len(rows) and not num_alone
         found = [r for r in compared if r.place.role == "parameter_gradient"]
         if found:
             self._with_gradients.append(step)
@@ -748,7 +791,10 @@ class EarlierSteps:
         """Adds what is known of these steps to the first difference."""
         row, steps = first.row, self._with_gradients
         first = dataclasses.replace(
-            first, earlier=tuple(self._steps), is_equal_before=self._is_equal
+            first,
+            earlier=tuple(self._steps),
+            is_equal_before=self._is_equal,
+            is_whole_before=self._is_whole,
         )
         is_update = first.kind == "weights" and row.place.role == "parameter"
         is_next = bool(steps) and steps[-1] == row.step - 1
@@ -798,6 +844,7 @@ def _compare_step(
     remarks += [(step, text) for text in setting_remarks(differing)]
     known = _known(own, other, matched)
     known.differing = differing
+    known.ties = ties_of(entries, references)
     known.without_gradients = modules_without_gradients(entries, references)
     return rows, find_root_difference(rows, known)
 

@@ -26,6 +26,7 @@ from .judged_rows import (
     TensorDifference,
     coarser,
     epsilon,
+    has_other_counts,
 )
 
 # The first difference of a comparison, as a sentence.
@@ -58,6 +59,7 @@ class RootDifference:
         earlier: The steps before, in which nothing that was compared differed more than
             rounding explains.
         is_equal_before: Whether all of that was equal.
+        is_whole_before: Whether all tensors of those steps were compared.
         gradients: The steps before up to the one before, in which the gradients of
             parameters were compared, and how they were: "equal", or that but for
             rounding; of an update alone.
@@ -73,6 +75,7 @@ class RootDifference:
     unknown: tuple[str, ...] = ()
     earlier: tuple[int, ...] = ()
     is_equal_before: bool = True
+    is_whole_before: bool = True
     gradients: tuple[tuple[int, ...], str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,11 +107,14 @@ class RootDifference:
             return ""
         before = "Before" if self.kind in ("weights", "update") else "In"
         text = f"{before} step {self.row.step}, "
+        but = "" if self.is_whole_before else ", as far as they were compared"
         if self.gradients is not None:
             steps, how = self.gradients
-            return f"{text}with gradients {how} in {steps_text(steps)}: the update. "
+            how = f"{how} in {steps_text(steps)}{but}"
+            return f"{text}with gradients {how}: the update. "
         what = "no difference" if self.is_equal_before else "no more than rounding"
-        return f"{text}with {what} in {steps_text(self.earlier)}: "
+        but = but.replace("they were", "it was") if len(self.earlier) == 1 else but
+        return f"{text}with {what} in {steps_text(self.earlier)}{but}: "
 
     def _sentence(self) -> str:
         row = self.row
@@ -176,7 +182,7 @@ def _amount(row: TensorDifference) -> str:
         return f", of shapes {row.shapes[0]} and {row.shapes[1]}"
     if row.measures is None:
         return ""
-    if row.num_nan[0] != row.num_nan[1] or row.num_inf[0] != row.num_inf[1]:
+    if has_other_counts(row):
         (nan, its_nan), (inf, its_inf) = row.num_nan, row.num_inf
         return f", by {nan} nan and {inf} inf against {its_nan} and {its_inf}"
     text = f", by {row.relative:.2g} of its norm"

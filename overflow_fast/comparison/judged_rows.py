@@ -213,8 +213,15 @@ def _row_of(pair: Pair, step: int) -> TensorDifference:
 def _factor_of(row: TensorDifference, factor: float, rest: float) -> float | None:
     if math.prod(row.shapes[1]) < _LEAST_OF_FACTOR:  # a lone number always is one
         return None
+    if has_other_counts(row):  # of the finite values alone
+        return None
     is_all = rest <= 1e-6 + epsilon(coarser(*row.dtypes))
     return factor if is_all and row.relative > FLAGGED * rest else None
+
+
+def has_other_counts(row: TensorDifference) -> bool:
+    """True if the two do not have the same numbers of nan and of inf."""
+    return row.num_nan[0] != row.num_nan[1] or row.num_inf[0] != row.num_inf[1]
 
 
 _LEAST_OF_FACTOR = 4  # elements

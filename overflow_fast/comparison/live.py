@@ -34,6 +34,7 @@ from .compare_runs import (
     left_out_remarks,
     setting_remarks,
     step_remarks,
+    ties_of,
 )
 from .comparison import Comparison, RootDifference
 from .error_bounds import judge_all
@@ -510,6 +511,7 @@ def compare_models(
     has_tf32 = any(step.modes["tf32"] for step in steps)
     known = _conclude(result, lockstep, names, has_tf32)
     pairs = [pair for pair, _ in lockstep.pairs]
+    known.ties = ties_of([p.entry for p in pairs], [p.reference for p in pairs])
     known.differing = differing_settings([(steps[0], steps[1])], pairs)
     remarks = step_remarks(0, *([step] for step in steps))
     remarks += [(0, text) for text in setting_remarks(known.differing)]
