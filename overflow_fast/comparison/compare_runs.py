@@ -259,7 +259,7 @@ def differing_settings(
 def _differing(
     mine: Mapping[str, Any], its: Mapping[str, Any], twins: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """What `differing_settings()` returns, of one rank."""
+    """Describes those of one rank, see `differing_settings()`."""
     own, other = mine.get("settings", {}), its.get("settings", {})
     found: dict[str, list[str]] = {}
     for key, values in own.items():

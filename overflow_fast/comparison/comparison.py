@@ -431,7 +431,7 @@ MAX_ROWS = 50_000  # before the step of the first difference, and from it on
 
 @dataclass
 class UnlistedRows:
-    """What is counted of the rows that a comparison does not list."""
+    """Counts of the rows that a comparison does not list."""
 
     verdicts: collections.Counter[str] = field(default_factory=collections.Counter)
     num_compared: int = 0
