@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ..files.json_text import SCHEMA, dumps, parse_object
 from ..files.reading import FileError, lines_of, open_regular
 from ..record.record_lines import KIND as RECORD
-from ..text import counted, printable
+from ..text import counted, printable, with_progress
 from .subcommand import (
     Commands,
     add_command,
@@ -28,7 +28,6 @@ from .subcommand import (
     reason,
     require_content,
     warn,
-    with_progress,
 )
 
 if TYPE_CHECKING:

@@ -359,8 +359,10 @@ def test_a_chain_of_shared_tensors_is_followed_once(whole, tmp_path):
     found = [lines[0], *chain, {**row, "order": 0}, lines[-1]]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in found))
     (step,) = read_run(tmp_path / "a").steps.values()
-    assert all(source.row.same in (None, 0) for source in step[0].sources)
-    assert all(source.row.file == "" for source in step[0].sources)
+    sources = step[0].read().sources
+    assert len(sources) == num + 1
+    assert all(source.row.same in (None, 0) for source in sources)
+    assert all(source.row.file == "" for source in sources)
 
 
 DOTS = """
