@@ -268,7 +268,7 @@ def name_of(entry: RecordEntry, has_models: bool = False) -> str:
     return f"{where}{entry.path}"
 
 
-# The strips above the heatmap: loss, gradients, learning rate, scale, skips.
+# The strips above the heatmap, from top to bottom, with the words in front of them.
 
 
 Strip = list[float | None]
@@ -278,7 +278,10 @@ STRIPS = {
     "largest_gradient": "largest gradient",
     "learning_rate": "learning rate",
     "loss_scale": "loss scale",
+    "spikes": "spikes",
+    "skips": "skips",
 }
+_OF_STEPS = ("loss", "grad_norm", "learning_rate", "loss_scale")  # as `RecordStep` has
 
 
 _GRADIENT = "largest_gradient"  # stands for the norm where nobody gave that
@@ -290,13 +293,13 @@ def strips_of(
     """The numbers of each column: the largest of its steps and of all ranks.
 
     Returns:
-        Lists by the names of `STRIPS` (only those of which a number is known), and
-        "skips", the most that a rank has skipped, and "spikes", if there were any.
+        Lists by the names of `STRIPS`, in their order: those of which a number is
+        known, "skips", the most that a rank has skipped, and "spikes", if there were
+        any.
     """
     found: dict[str, Strip] = {
         name: [_largest(getattr(s, name) for s in _steps(records, c)) for c in columns]
-        for name in STRIPS
-        if name != _GRADIENT
+        for name in _OF_STEPS
     }
     if not any_known(found["grad_norm"]):
         largest = [_largest_gradients(record) for record in records]
@@ -306,7 +309,8 @@ def strips_of(
         "spikes": [_spikes(records, column) for column in columns],
         "skips": [_skips(records, column) for column in columns],
     }
-    return known | {name: strip for name, strip in events.items() if any(strip)}
+    known |= {name: strip for name, strip in events.items() if any(strip)}
+    return {name: known[name] for name in STRIPS if name in known}
 
 
 def _largest_gradients(record: FlightRecord) -> Strip:
@@ -392,6 +396,7 @@ def payloads(sheet: Sheet) -> dict[str, str]:
         ],
         "columns": [[c.first, c.last] for c in columns],
         "strips": strips_of(records, columns),
+        "stripNames": STRIPS,
         "ranks": [str(record.run.get("rank", "?")) for record in records],
         "rankColumns": [],
         "families": list(FAMILIES),

@@ -9,9 +9,7 @@
     open: new Set(), shut: new Set(), all: false, from: 0, to: data.width,
     row: -1, column: -1, drag: null};
   const scroller = by("rows"), heat = by("heat"), strips = by("strips");
-  const STRIP_NAMES = {loss: "loss", grad_norm: "gradient norm", largest_gradient: "largest gradient",
-    learning_rate: "learning rate", loss_scale: "loss scale", spikes: "spikes", skips: "skips"};
-  const shownStrips = Object.keys(STRIP_NAMES).filter((name) => data.strips[name]);
+  const shownStrips = Object.keys(data.strips);
   let rows = [], spread = null;
   const fixedScale = by("bits").innerHTML;
 
@@ -71,7 +69,7 @@
     const bottom = top + STRIP - 6, room = STRIP - 12;
     const yOf = (v) => high > low ? bottom - (scale(v) - scale(low)) / (scale(high) - scale(low)) * room : bottom - room / 2;
     pen.fillStyle = colour("--ink");
-    pen.fillText(STRIP_NAMES[name] + (isLog ? " (log)" : ""), 4, top + 14);
+    pen.fillText(data.stripNames[name] + (isLog ? " (log)" : ""), 4, top + 14);
     pen.fillStyle = colour("--soft");
     if (known.length) pen.fillText(`${short(low)} to ${short(high)}`, 4, top + 30);
     pen.strokeStyle = colour("--accent");
@@ -157,7 +155,7 @@
       row.isGroup ? `${row.name}; the worst here is ${name}` : name];
     lines.push(shownStrips.map((name) => [name, data.strips[name][state.column]])
       .filter(([, value]) => value !== null)
-      .map(([name, value]) => `${STRIP_NAMES[name]} ${short(value)}`)
+      .map(([name, value]) => `${data.stripNames[name]} ${short(value)}`)
       .join(", "));
     by("readout").textContent = lines.join("\n");
   }

@@ -163,14 +163,14 @@ def step_table(sheet: Sheet) -> Table:
     if not grid.columns:
         return Table([], [])
     strips = strips_of(records, grid.columns)
-    shown = [name for name in (*STRIPS, "skips") if name in strips]
+    shown = [name for name in strips if name != "spikes"]
     names = [name_of(entry) for entry in sheet.entries]
     rows = []
     for i, column in enumerate(grid.columns):
         numbers = [_number(strips[name][i]) for name in shown]
         done = _actions(records, column)
         rows.append([str(column), *numbers, done, *_worst(grid, i, names)])
-    heads = ["step", *(STRIPS.get(name, name) for name in shown), "guard"]
+    heads = ["step", *(STRIPS[name] for name in shown), "guard"]
     return _without_empty(Table([*heads, "non-finite", "least bits", "at"], rows))
 
 
