@@ -45,7 +45,7 @@ import torch
 from torch import nn
 
 from . import _C
-from .torch_internals.tensor_internals import pytree, version_of
+from .torch_internals.tensor_internals import pytree
 
 MAX_DEPTH = 16
 # The arguments of a call, (args, kwargs), are two levels around the values given.
@@ -256,7 +256,7 @@ class Loan:
         self, value: Any, change: Callable[[Any], Any], depth: int = MAX_DEPTH
     ) -> None:
         self._lent: list[tuple[Any, Any, _State]] = []
-        self._tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor, int | None]] = []
         self._back: dict[int, Any] = {}
         if torch.compiler.is_compiling():
             self.value = _traced_mapped(value, change, depth)
@@ -268,7 +268,7 @@ class Loan:
             if not issubclass(type(original), torch.Tensor):
                 self._lent.append((original, copy, _state(copy)))
             elif id(original) in made.walk.of_objects:
-                self._tensors.append((original, copy, _version(copy)))
+                self._tensors.append((original, copy, _C.version_of(copy)))
 
     def give_back(self) -> None:
         """Writes to the value what the call has written to what it was lent."""
@@ -280,7 +280,7 @@ class Loan:
                 if not any(name == n and each is old for n, old in before.attributes):
                     _set(original, name, self._own(each))
         for tensor, copy, version in self._tensors:
-            is_written = copy.is_inference() or _version(copy) != version
+            is_written = copy.is_inference() or _C.version_of(copy) != version
             if is_written and not (tensor.requires_grad or copy.requires_grad):
                 tensor.copy_(copy)
 
@@ -344,10 +344,6 @@ def _set(value: Any, name: str, each: Any) -> None:
         _slot(value, name, slots[name]).__set__(value, each)
     elif known.has_dict:
         object.__getattribute__(value, "__dict__")[name] = each
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def at(value: Any, path: Path) -> Any:

@@ -34,6 +34,12 @@ bool hold(const py::list& dicts, const py::list& values) {
   return at == size;
 }
 
+// The number of writes to a tensor; None for an inference tensor, which counts none.
+py::object version(const py::handle& tensor) {
+  const std::optional<uint32_t> found = version_of(checked(tensor));
+  return found ? py::object(py::int_(*found)) : py::none();
+}
+
 // The number of writes to each tensor; 0 for an inference tensor, which counts none.
 py::list versions_of(const py::list& tensors) {
   py::list versions(tensors.size());
@@ -79,6 +85,7 @@ py::list require_grad(const py::list& tensors) {
 
 void bind_state(py::module_& m) {
   m.def("hold", &hold);
+  m.def("version_of", &version);
   m.def("versions_of", &versions_of);
   m.def("samples_of", &samples_of);
   m.def("require_grad", &require_grad);

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 
+from .. import _C
 from ..core.modules import modules_in
 from ..torch_internals.running import is_functional_call
-from ..torch_internals.tensor_internals import version_of
 from ..tree import INDEX, Part, Path, Walk, at, layout, path_text
 
 _FEW = 4
@@ -38,15 +38,14 @@ class WeakTensor(NamedTuple):
     def unchanged(self) -> torch.Tensor | None:
         """Returns the tensor; None if it is gone or may have been written to since."""
         tensor = self.tensor()
-        if tensor is None or self.version is None or version_of(tensor) != self.version:
+        if tensor is None or self.version is None:
             return None
-        return tensor
+        return tensor if _C.version_of(tensor) == self.version else None
 
 
 def hold(tensor: torch.Tensor) -> WeakTensor:
     """Holds a tensor weakly, as it is now."""
-    version = None if tensor.is_inference() else version_of(tensor)
-    return WeakTensor(weakref.ref(tensor), version)
+    return WeakTensor(weakref.ref(tensor), _C.version_of(tensor))
 
 
 class Given:

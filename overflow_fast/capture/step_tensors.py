@@ -13,14 +13,14 @@ from .. import _C, tree
 from ..core.engines import engine_gradients
 from ..core.nested_optimizers import optimizers_in
 from ..core.selection import Named
-from ..torch_internals.tensor_internals import is_wrapper, version_of
+from ..torch_internals.tensor_internals import is_wrapper
 from ..torch_internals.wrappers import local_tensor
 from .schedule import ScanLevel
 from .watch import ModelWatch
 
 _Listed = list[tuple[ModelWatch, Named]]
 # A gradient that was scanned, and its version then.
-_Seen = tuple[weakref.ref[torch.Tensor] | None, int]
+_Seen = tuple[weakref.ref[torch.Tensor] | None, int | None]
 
 
 class StepTensors:
@@ -178,7 +178,8 @@ class StepTensors:
         if gradient is None:
             return False
         last, version = self._last_gradients.get(id(parameter), (None, -1))
-        return last is None or last() is not gradient or version != version_of(gradient)
+        is_last = last is not None and last() is gradient
+        return not is_last or version != _C.version_of(gradient)
 
     def _gradients(
         self, named: Iterable[tuple[str, torch.Tensor]], covered: Container[int]
@@ -317,7 +318,7 @@ def _seen(parameter: torch.Tensor) -> tuple[int, _Seen]:
     gradient = parameter.grad
     if gradient is None:
         return id(parameter), (None, -1)
-    return id(parameter), (weakref.ref(gradient), version_of(gradient))
+    return id(parameter), (weakref.ref(gradient), _C.version_of(gradient))
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

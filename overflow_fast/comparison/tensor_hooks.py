@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from .. import _C
 from ..core.modules import named_modules, unwrapped_class
 from ..core.tensors import NotScanned, resolve
 from ..torch_internals.compiler import (
@@ -28,7 +29,7 @@ from ..torch_internals.compiler import (
 )
 from ..torch_internals.module_internals import own_buffers, own_parameters
 from ..torch_internals.running import graph_task_id, is_recorded
-from ..torch_internals.tensor_internals import is_wrapper, version_of
+from ..torch_internals.tensor_internals import is_wrapper
 from ..torch_internals.wrappers import local_tensor
 from ..tree import Path, call_tensors, path_text, tensors, tensors_in
 from ..types import TensorPath
@@ -288,7 +289,7 @@ class TensorHooks:
         self._number = 0
         self.arguments: dict[str, dict[str, str]] = {}
         self._known: dict[Any, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._watched: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._watched: dict[int, tuple[weakref.ref[torch.Tensor], int | None]] = {}
 
     @property
     def _stack(self) -> list[_Running]:
@@ -459,7 +460,7 @@ class TensorHooks:
         known = self._watched.get(id(tensor))
         if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
             return
-        version = version_of(tensor)  # what is written in place has another gradient
+        version = _C.version_of(tensor)  # what is written in place has another gradient
         is_known = known is not None and known[0]() is tensor
         if is_known and known is not None and known[1] == version:
             return
@@ -513,9 +514,10 @@ def _identity(tensor: torch.Tensor) -> Any:
         return *tensor.shape, "of", _identity(local)
     is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
     if not is_plain or tensor.layout is not torch.strided or tensor.is_inference():
-        return (id(tensor), version_of(tensor)) if not tensor.is_inference() else None
+        version = _C.version_of(tensor)
+        return None if version is None else (id(tensor), version)
     where = tensor.data_ptr(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
-    return *where, tuple(tensor.shape), tensor.stride(), version_of(tensor)
+    return *where, tuple(tensor.shape), tensor.stride(), _C.version_of(tensor)
 
 
 def _has_parts(output: Any) -> bool:

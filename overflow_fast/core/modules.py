@@ -400,12 +400,6 @@ _DDP = {"DistributedDataParallel"}
 _FSDP2 = {"FSDPModule"}
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; any other tensor as it is."""
-    local = local_tensor(tensor)
-    return tensor if local is None else local
-
-
 @contextlib.contextmanager
 def without_reduction(models: Iterable[nn.Module]) -> Iterator[None]:
     """Makes DDP leave gradients as each rank computes them.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing import reductions
 
 from .. import _C
-from ..torch_internals.replay_internals import storage_id
+from ..torch_internals.replay_internals import storages
 from ..torch_internals.tensor_internals import (
     copy_all,
     has_holes,
@@ -239,57 +238,10 @@ def digest_of(tensor: torch.Tensor) -> torch.Tensor:
     return digest
 
 
-# Facts about memory, which hold for every tensor that shares it.
-
-
-_Fact = TypeVar("_Fact")
-_weakly: Any = reductions.StorageWeakRef
-
-
-def storages(tensor: torch.Tensor | None) -> list[torch.UntypedStorage]:
-    """Lists the memory of a tensor's values, in a wrapper such as DTensor too."""
-    if tensor is None:
-        return []
-    if type(tensor) is not torch.Tensor:
-        local = local_tensor(tensor)
-        tensor = tensor if local is None else local
-    if tensor.layout is torch.sparse_coo:
-        tensor = sparse_values(tensor)
-    try:
-        return [tensor.untyped_storage()]
-    except (NotImplementedError, RuntimeError):  # a layout without one
-        return []
-
-
-class StorageMap(Generic[_Fact]):
-    """Maps memory to a fact, until it is freed; given out again, it is other memory."""
-
-    def __init__(self) -> None:
-        self._facts: dict[int, tuple[Any, _Fact]] = {}
-
-    def get(self, tensor: torch.Tensor) -> _Fact | None:
-        """The fact about a tensor's memory, or None."""
-        for storage in storages(tensor):
-            known = self._facts.get(storage_id(storage))
-            if known is not None and not known[0].expired():
-                return known[1]
-        return None
-
-    def put(self, tensor: torch.Tensor, fact: _Fact) -> None:
-        """Notes a fact in place of what there was."""
-        for storage in storages(tensor):
-            self._facts[storage_id(storage)] = _weakly(storage), fact
-
-    def drop(self, tensor: torch.Tensor) -> None:
-        """Forgets the fact about a tensor's memory."""
-        for storage in storages(tensor):
-            self._facts.pop(storage_id(storage), None)
-
-
 def is_whole(tensor: torch.Tensor) -> bool:
     """True if a tensor has an element for all of its memory."""
     size = tensor.numel() * tensor.element_size()
-    return all(storage.nbytes() == size for storage in storages(tensor))
+    return all(storage.nbytes() == size for storage in storages(tensor).values())
 
 
 # Copies of many tensors, in the memory of earlier copies.

@@ -17,7 +17,7 @@ from .. import _C
 from ..capture.schedule import ScanLevel
 from ..capture.step_tensors import StepTensors
 from ..capture.watch import ModelWatch
-from ..core.modules import gradient_taker, local_part, named_parameters, why_not
+from ..core.modules import gradient_taker, named_parameters, why_not
 from ..core.tensors import loss_in
 from ..distributed.agreement import Agreed
 from ..distributed.store_channel import StoreChannel
@@ -29,6 +29,7 @@ from ..replay.replay_check import ReplayCheck
 from ..replay.replayer import Observer, Replayer, StepPart
 from ..state.step_start import StepStart
 from ..torch_internals.compiler import has_compiled
+from ..torch_internals.wrappers import local_part
 from ..verdict.verdict import GRADIENTS, BadFrame, Verdict, is_of_flag, take_bad
 from .config import GuardConfig
 from .options import NORM

@@ -20,7 +20,6 @@ from ..state.random import RandomStates
 from ..state.step_start import StepStart
 from ..torch_internals.compiler import compiled_call_of, has_compiled, uncompiled
 from ..torch_internals.running import is_recorded
-from ..torch_internals.tensor_internals import version_of
 from ..tree import (
     CALL_DEPTH,
     NotRebuilt,
@@ -490,9 +489,9 @@ class Capture:
         """
         self._is_bad = True
         self._bad = {
-            name: (self.left_over.get(name, step), weakref.ref(each), version_of(each))
+            name: (self.left_over.get(name, step), weakref.ref(each), version)
             for name, each in gradients.items()
-            if not each.is_inference()  # whose writes nobody counts
+            if (version := _C.version_of(each)) is not None
         }
 
     def _look_for_gradients(self, model: nn.Module) -> None:
@@ -505,7 +504,7 @@ class Capture:
             gradient = reference()
             if gradient is None or id(gradient) not in there:
                 continue
-            if version_of(gradient) == version:
+            if _C.version_of(gradient) == version:
                 self.left_over[name] = step
 
     def clear(self) -> None:

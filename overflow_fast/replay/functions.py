@@ -14,10 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from .. import _C
 from ..core.modules import modules_in, named_buffers, named_modules, named_parameters
 from ..core.selection import full_name
 from ..state.objects import global_names
-from ..torch_internals.tensor_internals import version_of
 from ..tree import (
     Path,
     at,
@@ -273,14 +273,14 @@ class HeldTensor(Leaf):
     ) -> None:
         super().__init__(kind, name, tensor)
         self._look = look
-        self._version = _version(tensor)
+        self._version = _C.version_of(tensor)
 
     def note_written(self) -> None:
         """Compares it with what it was when this was made."""
         tensor = self.tensor
         assert tensor is not None
         is_other = self._look() is not tensor
-        self.is_written = is_other or _version(tensor) != self._version
+        self.is_written = is_other or _C.version_of(tensor) != self._version
 
     @property
     def is_carried(self) -> bool:
@@ -345,7 +345,3 @@ def _at(owner: Any, key: str, path: Path) -> Any:
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else version_of(tensor)

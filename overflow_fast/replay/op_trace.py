@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from ..core.tensors import StorageMap, is_whole, storages
+from ..core.tensors import is_whole
 from ..torch_internals.compiler import is_in_compiled_call
 from ..torch_internals.replay_internals import (
     TorchDispatchMode,
@@ -18,12 +18,20 @@ from ..torch_internals.replay_internals import (
     next_sequence,
     no_dispatch,
     sequence_of,
-    storage_id,
+    storages,
 )
 from ..tree import tensors_in
 from .places import Frames, ModuleCall, ModuleStack, runs_in_hook, users_frames
 from .root_op import Details, OpCall, Sums, details_of
-from .tensor_kinds import NAN, NEGATIVE_INF, Kinds, floats_in, is_float, kinds_of
+from .tensor_kinds import (
+    NAN,
+    NEGATIVE_INF,
+    Kinds,
+    StorageMap,
+    floats_in,
+    is_float,
+    kinds_of,
+)
 
 # The one dispatch mode: it shows each operation to an observer.
 
@@ -268,8 +276,8 @@ class OpTable:
         self._leaves: dict[int, Leaf] = {}
         self._num_details = 0
         for leaf in leaves:
-            for storage in storages(leaf.tensor):
-                self._leaves.setdefault(storage_id(storage), leaf)
+            for key in storages(leaf.tensor):
+                self._leaves.setdefault(key, leaf)
 
     def sources(self, tensor: torch.Tensor) -> list[Source]:
         """The sources of the non-finite values of a tensor."""
@@ -278,7 +286,7 @@ class OpTable:
             return known
         if empty is not None:
             return [empty]
-        leaves = [self._leaves.get(storage_id(each)) for each in storages(tensor)]
+        leaves = [self._leaves.get(key) for key in storages(tensor)]
         found = [each for each in leaves if each] or [Leaf("unknown", "", tensor)]
         for leaf in found:
             leaf.is_read = True

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _C
 from ..core.modules import named_buffers, named_modules, named_parameters
 from ..core.selection import full_name
 from ..text import (
@@ -25,7 +26,6 @@ from ..text import (
     source_name,
 )
 from ..torch_internals.replay_internals import autograd_node
-from ..torch_internals.tensor_internals import version_of
 from ..tree import CALL_DEPTH, tensors_in
 from .explanation import Op
 
@@ -52,7 +52,8 @@ class ModuleCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     autocast: list[tuple[str, torch.dtype]] = field(default_factory=list)
-    _versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    _given: list[torch.Tensor] = field(default_factory=list)
+    _versions: list[int] = field(default_factory=list)
 
     @classmethod
     def begun(
@@ -65,17 +66,14 @@ class ModuleCall:
             for device in devices
             if torch.is_autocast_enabled(device)
         ]
-        versions = [
-            (tensor, version_of(tensor))
-            for tensor in tensors_in((args, kwargs), CALL_DEPTH)
-            if not tensor.is_inference()
-        ]
-        return cls(module, name, args, kwargs, autocast, versions)
+        given = tensors_in((args, kwargs), CALL_DEPTH)
+        versions = _C.versions_of(given)
+        return cls(module, name, args, kwargs, autocast, given, versions)
 
     @property
     def is_as_it_was(self) -> bool:
         """True if nobody has written to its arguments since it began."""
-        return all(version_of(tensor) == before for tensor, before in self._versions)
+        return _C.versions_of(self._given) == self._versions
 
 
 _MAX_FRAMES = 12

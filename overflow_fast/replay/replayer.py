@@ -22,7 +22,6 @@ from ..capture.hooks import unseen
 from ..core.force_eager import run_eagerly
 from ..core.modules import (
     gradient_taker,
-    local_part,
     named_parameters,
     without_reduction,
 )
@@ -31,6 +30,7 @@ from ..state.snapshot import Snapshot
 from ..state.step_start import StepStart
 from ..torch_internals.replay_internals import no_dispatch
 from ..torch_internals.tensor_internals import sparse_values
+from ..torch_internals.wrappers import local_part
 from .capture import KeptCall, loss_and_gradients, part_of
 from .functions import held_leaves
 from .op_trace import Leaf, OpTable, OpTape, OpTrace

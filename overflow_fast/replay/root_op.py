@@ -9,17 +9,24 @@ from typing import Any
 
 import torch
 
-from ..core.tensors import StorageMap, storages
+from .. import _C
 from ..torch_internals.replay_internals import (
     attention_by_definition,
     schema_names,
     schema_of,
-    storage_id,
+    storages,
 )
-from ..torch_internals.tensor_internals import version_of
 from ..tree import find, mapped, tensors_in
 from .explanation import TensorSummary
-from .tensor_kinds import NAN, Kinds, first_bad, is_float, kinds_of, summary_of
+from .tensor_kinds import (
+    NAN,
+    Kinds,
+    StorageMap,
+    first_bad,
+    is_float,
+    kinds_of,
+    summary_of,
+)
 
 # Computes an operation again in float64.
 
@@ -449,7 +456,8 @@ class OpCall:
         self.written: list[torch.Tensor] = []
         self._overwritten: list[torch.Tensor] = []
         self.kept: dict[int, torch.Tensor] = {}
-        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._only_read: list[torch.Tensor] = []
+        self._versions: list[int] = []
         schema = schema_of(func)
         if schema is not None and (schema.is_mutable or "batch_norm" in self.base):
             self._note_written(schema)
@@ -500,28 +508,28 @@ class OpCall:
 
     def note_versions(self) -> None:
         """Notes how often what it reads alone was written to."""
-        self._versions = [
-            (tensor, version_of(tensor))
+        self._only_read = [
+            tensor
             for tensor in tensors_in((self.args, self.kwargs))
-            if not tensor.is_inference()
             if not any(tensor is each for each in self.written)
         ]
+        self._versions = _C.versions_of(self._only_read)
 
     @property
     def is_as_it_was(self) -> bool:
         """True if nobody has written to its arguments since it ran."""
-        return all(version_of(tensor) == before for tensor, before in self._versions)
+        return _C.versions_of(self._only_read) == self._versions
 
     def fresh(self, output: Any) -> list[torch.Tensor]:
         """The results that it returns in memory of their own."""
         if self.base == CONSTANT:
             return tensors_in(output)
         arguments = tensors_in((self.args, self.kwargs))
-        given = {storage_id(each) for tensor in arguments for each in storages(tensor)}
+        given = {key for tensor in arguments for key in storages(tensor)}
         return [
             tensor
             for tensor in tensors_in(output)
-            if not given.intersection(storage_id(each) for each in storages(tensor))
+            if not given.intersection(storages(tensor))
         ]
 
     @property

@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 
-from ..core.tensors import StorageMap
 from ..tree import find, mapped, tensors_in
 from .explanation import Explanation
 from .op_trace import OpTable, Row
 from .places import op_at, place_text
 from .replayer import Observer
 from .root_op import OpCall, first_new, run_in_float64
-from .tensor_kinds import is_float
+from .tensor_kinds import StorageMap, is_float
 
 UNDERFLOW, ROUNDING = "underflow", "rounding"
 _MOST_ROWS = 96

@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch.multiprocessing import reductions
 
-from ..core.modules import local_part
+from .. import _C
 from ..core.ops import Stat, scan
-from ..core.tensors import storages
-from ..torch_internals.replay_internals import storage_id
-from ..torch_internals.tensor_internals import is_in_transform, version_of
+from ..torch_internals.replay_internals import storages
+from ..torch_internals.tensor_internals import is_in_transform
+from ..torch_internals.wrappers import local_part
 from ..tree import tensors_in
 from .explanation import TensorSummary
 
-NAN, POSITIVE_INF, NEGATIVE_INF = 1, 2, 4
+NAN, POSITIVE_INF, NEGATIVE_INF = _C.NAN, _C.POSITIVE_INF, _C.NEGATIVE_INF
 INF = POSITIVE_INF | NEGATIVE_INF
-_State = tuple[int, int, tuple[int, ...], int]
+_State = tuple[int | None, int, tuple[int, ...], int]
 
 
 def is_float(tensor: torch.Tensor) -> bool:
@@ -70,7 +71,7 @@ class Kinds:
         not raise it.
         """
         for tensor in tensors:
-            for key in map(storage_id, storages(tensor)):
+            for key in storages(tensor):
                 self._num_writes[key] = self._num_writes.get(key, 0) + 1
 
     def _look_up(self, tensor: torch.Tensor) -> tuple[int, Stat] | None:
@@ -90,8 +91,8 @@ class Kinds:
         """Identifies the contents of a tensor until somebody writes to it."""
         is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
         pointer = tensor.data_ptr() if is_plain else 0
-        writes = [self._num_writes.get(storage_id(s), 0) for s in storages(tensor)]
-        return version_of(tensor), pointer, tuple(tensor.shape), sum(writes)
+        writes = [self._num_writes.get(key, 0) for key in storages(tensor)]
+        return _C.version_of(tensor), pointer, tuple(tensor.shape), sum(writes)
 
 
 def kinds_of(tensor: torch.Tensor, stat: Stat | None = None) -> int:
@@ -160,3 +161,35 @@ def bad_names(named: Iterable[tuple[str, torch.Tensor]], masks: bool) -> list[st
         if stat.has_nan or stat.has_inf
         if masks or kinds_of(tensor, stat) != NEGATIVE_INF
     ]
+
+
+# Facts about memory, which hold for every tensor that shares it.
+
+
+_Fact = TypeVar("_Fact")
+_weakly: Any = reductions.StorageWeakRef
+
+
+class StorageMap(Generic[_Fact]):
+    """Maps memory to a fact, until it is freed; given out again, it is other memory."""
+
+    def __init__(self) -> None:
+        self._facts: dict[int, tuple[Any, _Fact]] = {}
+
+    def get(self, tensor: torch.Tensor) -> _Fact | None:
+        """The fact about a tensor's memory, or None."""
+        for key in storages(tensor):
+            known = self._facts.get(key)
+            if known is not None and not known[0].expired():
+                return known[1]
+        return None
+
+    def put(self, tensor: torch.Tensor, fact: _Fact) -> None:
+        """Notes a fact in place of what there was."""
+        for key, storage in storages(tensor).items():
+            self._facts[key] = _weakly(storage), fact
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        """Forgets the fact about a tensor's memory."""
+        for key in storages(tensor):
+            self._facts.pop(key, None)

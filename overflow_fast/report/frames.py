@@ -54,9 +54,10 @@ def get_abs_min_max(var: torch.Tensor, ctx: str) -> str:
 def _entry_line(entry: _C.Entry) -> str | None:
     if entry.only_if_bad and not entry.is_bad:
         return None
-    label, stat = printable(entry_label(entry.place)), entry.stat
+    label, stat = entry_label(entry.place), entry.stat
     if stat is not None:
         return stat_line(stat.abs_min, stat.abs_max, label)
+    label = printable(label)
     if entry.kind == _C.EntryKind.NONE:
         return f"{'None':>17} {label}"
     if entry.kind == _C.EntryKind.NOT_SCANNED:

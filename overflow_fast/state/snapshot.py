@@ -21,9 +21,10 @@ from ..core.nested_optimizers import is_optimizer
 from ..core.tensors import devices_of, is_whole
 from ..torch_internals.replay_internals import gradient_hooks
 from ..torch_internals.tensor_internals import may_step_in_backward
+from ..torch_internals.wrappers import local_tensor
 from .objects import KeptObjects
 from .random import RandomStates
-from .tensors import SMALL, KeptTensor, is_wrapped, num_bytes
+from .tensors import SMALL, KeptTensor, num_bytes
 
 _MAX_WEIGHTS = 2**28  # bytes of weights that are copied without a known reason
 _MAX_AROUND = 2**20  # bytes of a tensor in a variable; larger ones are data
@@ -234,7 +235,7 @@ class Snapshot:
         saved = dict(hooks)
         self.has_hooks |= bool(hooks)
         hooks.clear()
-        is_plain = gradient is not None and not is_wrapped(gradient)
+        is_plain = gradient is not None and local_tensor(gradient) is None
         if gradient is not None and is_plain and not is_whole(gradient):
             # DDP may reduce others in there.
             self._tensors.append(("a gradient", KeptTensor(gradient, True)))

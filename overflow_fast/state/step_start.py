@@ -25,11 +25,10 @@ from ..core.modules import is_sharded, modules_in, walk
 from ..core.tensors import copy_tensors
 from ..torch_internals.module_internals import BUFFERS, MODULES, PARAMETERS
 from ..torch_internals.running import graph_task_id, is_recorded
-from ..torch_internals.tensor_internals import copy_all, version_of
+from ..torch_internals.tensor_internals import copy_all
 from .objects import KeptAttributes
 from .tensors import (
     SMALL,
-    counted_version,
     is_at,
     is_same_bits,
     memory_of,
@@ -547,10 +546,11 @@ class _Weights:
         """The places of those that were written to; by `.data`, no version tells."""
         if not self._versions:  # no forward has begun
             return []
+        versions = _C.versions_of(self._weights) if self._copies else []
         silent = {
             place
             for place, copy in self._copies.items()
-            if version_of(self._weights[place]) == self._versions[place]
+            if versions[place] == self._versions[place]
             and not is_same_bits(copy, self._weights[place])
         }
         return sorted(self._written | silent)
@@ -642,7 +642,7 @@ class _Entry:
         if tensor is None or self._was_lazy or tensor.is_meta:
             self.copy = self._copied = None
             return False
-        version = counted_version(tensor)
+        version = _C.version_of(tensor)
         if not self.is_certain:
             is_known = self._copied is not None and self._copied() is tensor
             if is_known and version is not None and version == self.version:
@@ -661,7 +661,7 @@ class _Entry:
     def end_forward(self) -> None:
         """Notes whether a forward has written to the tensor."""
         if self.tensor is not None and not self._was_lazy:
-            self.is_written |= counted_version(self.tensor) != self.version
+            self.is_written |= _C.version_of(self.tensor) != self.version
 
     def end(self, compares: bool) -> None:
         """Notes whether a step has changed it, and lets go of the tensor.
@@ -682,7 +682,7 @@ class _Entry:
         tensor = self.tensor
         if tensor is None or self._changes or self._was_lazy or tensor.is_meta:
             return
-        is_written = counted_version(tensor) != self.version
+        is_written = _C.version_of(tensor) != self.version
         self._changes = is_written or (compares and not self._is_same(tensor))
 
     def restore(self) -> str:
@@ -706,7 +706,7 @@ class _Entry:
         return self._restore_contents(module, before)
 
     def _restore_contents(self, module: nn.Module, before: torch.Tensor) -> str:
-        is_written = counted_version(before) != self.version
+        is_written = _C.version_of(before) != self.version
         if self.copy is None:
             return "it is large, and had not changed before" if is_written else ""
         if self._is_same(before):
@@ -717,7 +717,7 @@ class _Entry:
             write(before, self.copy)
         except Exception:  # a layout that cannot be written to
             module.__dict__[self.table][self.name] = _like(before, self.copy.clone())
-        self._remember(counted_version(before))
+        self._remember(_C.version_of(before))
         return ""
 
     def _put_in_place(
@@ -761,7 +761,7 @@ class _Entry:
             return
         if self._is_replaced or now.is_meta:
             return
-        if self.is_certain or counted_version(now) != self.version:
+        if self.is_certain or _C.version_of(now) != self.version:
             is_bad = flag.to(now.device, non_blocking=True) != 0
             now.data.copy_(torch.where(is_bad, self.copy, now))
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from .. import _C
 from ..core.tensors import has_memory
 from ..torch_internals.replay_internals import set_version
-from ..torch_internals.tensor_internals import version_of
 from ..torch_internals.wrappers import local_tensor
 
 SMALL = 2**16  # bytes of a tensor that is copied without being asked
@@ -32,10 +32,10 @@ class KeptTensor:
         self._requires_grad = tensor.requires_grad
         self._is_lazy = is_lazy(tensor)
         self._memory = memory_of(tensor)
-        self._version = counted_version(tensor)
+        self._version = _C.version_of(tensor)
         self._copy: torch.Tensor | None = None
         is_readable = not (tensor.is_meta or self._is_lazy)
-        if is_readable and is_strided(tensor) and not is_wrapped(tensor):
+        if is_readable and is_strided(tensor) and local_tensor(tensor) is None:
             is_readable = has_memory(tensor)
         if is_copied and is_readable:
             with contextlib.suppress(Exception):  # a layout without clone(), no memory
@@ -76,7 +76,7 @@ class KeptTensor:
 
     def is_written(self) -> bool:
         """True if torch has counted a write since."""
-        return counted_version(self.tensor) != self._version
+        return _C.version_of(self.tensor) != self._version
 
     def has_changed(self) -> bool:
         """True if the contents differ in a bit; without a copy, if it was written to.
@@ -90,7 +90,7 @@ class KeptTensor:
 
 def write(tensor: torch.Tensor, copy: torch.Tensor) -> None:
     """Copies into a tensor unseen by autograd, once where it is expanded."""
-    if not is_wrapped(tensor) and is_strided(tensor):
+    if local_tensor(tensor) is None and is_strided(tensor):
         for dim, stride in enumerate(tensor.stride()):
             if stride == 0 and tensor.shape[dim] > 1:
                 tensor, copy = tensor.narrow(dim, 0, 1), copy.narrow(dim, 0, 1)
@@ -121,19 +121,9 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return None if is_lazy(tensor) else tensor.data
 
 
-def counted_version(tensor: torch.Tensor) -> int | None:
-    """How often a tensor was written to; None for inference tensors."""
-    return None if tensor.is_inference() else version_of(tensor)
-
-
 def is_strided(tensor: torch.Tensor) -> bool:
     """True for a tensor with a shape and strides; a nested one has none."""
     return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def is_wrapped(tensor: torch.Tensor) -> bool:
-    """True for a DTensor, and other wrappers of a rank's own part."""
-    return local_tensor(tensor) is not None
 
 
 def num_bytes(tensor: torch.Tensor) -> int:

@@ -12,6 +12,8 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from .registry import INTERNALS, Internal, internal, listed
+from .tensor_internals import sparse_values
+from .wrappers import local_tensor
 
 _overrides: Any = torch.overrides
 _torch: Any = torch._C
@@ -179,9 +181,25 @@ def sequence_of(node: Any) -> int:
     "two Python objects may stand for one storage",
     _NO_REPLAY,
 )
-def storage_id(storage: torch.UntypedStorage) -> int:
-    """Returns a number that no other storage has which is alive."""
-    return int(storage._cdata)
+def storages(tensor: torch.Tensor | None) -> dict[int, torch.UntypedStorage]:
+    """The memory of a tensor's values, in a wrapper such as DTensor too.
+
+    Returns:
+        The storage by its number, which no other storage has that is alive; empty for a
+        layout without one.
+    """
+    if tensor is None:
+        return {}
+    if type(tensor) is not torch.Tensor:
+        local = local_tensor(tensor)
+        tensor = tensor if local is None else local
+    if tensor.layout is torch.sparse_coo:
+        tensor = sparse_values(tensor)
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # a layout without one
+        return {}
+    return {int(storage._cdata): storage}
 
 
 def schema_of(function: Any) -> Any:

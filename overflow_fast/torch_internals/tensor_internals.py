@@ -9,17 +9,6 @@ from .registry import INTERNALS, MISSING, Internal, internal, listed, note_missi
 
 
 @internal(
-    "torch.Tensor._version",
-    "whether a tensor was written to since",
-    "Writes are not noticed",
-    0,
-)
-def version_of(tensor: torch.Tensor) -> int:
-    """The number of writes to a tensor; inference tensors have none and raise."""
-    return tensor._version
-
-
-@internal(
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
     "the inner tensors of wrapper subclasses",
     "Wrapper subclasses are not scanned",

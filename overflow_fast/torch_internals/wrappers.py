@@ -58,6 +58,12 @@ def local_tensor(tensor: object) -> torch.Tensor | None:
     return local if isinstance(local, torch.Tensor) else None
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    local = local_tensor(tensor)
+    return tensor if local is None else local
+
+
 @internal(
     "torch.distributed._functional_collectives.AsyncCollectiveTensor",
     "a collective's result that has not been waited for",
