@@ -28,7 +28,7 @@ from overflow_fast import (
 )
 from overflow_fast.cli.command_line import main as command
 
-STEPS = 2_000 if QUICK else 50_000
+STEPS = 2_000 if QUICK else 100_000
 ROWS = 10
 BAD_EVERY = 1_000
 LOG_MIB, RECORD_MIB, EVIDENCE = 2, 4, 4

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -151,16 +152,14 @@ class StepTensors:
             num_kept = self._scan_kept(engine)
             optimizer = None  # it steps copies: all gradients are the engine's
         for watch, (names, parameters) in listed:
-            pairs = [
-                (name, parameter)
-                for name, parameter in zip(names, parameters, strict=True)
-                if optimizer is None or owned.pop(id(parameter), None) is not None
-            ]
-            named = self._gradients(pairs, covered)
+            if optimizer is not None:
+                is_own = [owned.pop(id(p), None) is not None for p in parameters]
+                names = list(itertools.compress(names, is_own))
+                parameters = list(itertools.compress(parameters, is_own))
+            named = self._gradients(names, parameters, covered)
             self._record(watch, _C.FrameKind.GRADIENTS, named)
         if optimizer is not None and owned:
-            foreign = self._foreign(optimizer, set(owned))
-            named = self._gradients(foreign, covered)
+            named = self._gradients(*self._foreign(optimizer, set(owned)), covered)
             self._record(self._watches[0], _C.FrameKind.GRADIENTS, named)
         if num_kept:  # here, or in the part of another rank
             self.without_gradient = 0
@@ -182,36 +181,37 @@ class StepTensors:
         return not is_last or version != _C.version_of(gradient)
 
     def _gradients(
-        self, named: Iterable[tuple[str, torch.Tensor]], covered: Container[int]
+        self,
+        names: list[str],
+        parameters: Sequence[torch.Tensor],
+        covered: Container[int],
     ) -> Named:
         """Lists gradients, but for those of the parameters of these identities."""
-        names: list[str] = []
-        gradients: list[torch.Tensor] = []
-        for name, parameter in named:
-            gradient = _gradient_of(parameter)
-            if gradient is not None:
-                self.num_gradients += 1
-                if id(parameter) not in covered:
-                    names.append(name)
-                    gradients.append(gradient)
-            elif parameter.requires_grad:
-                self.without_gradient += 1
-        return names, gradients
+        # No tuples: enough of them would start a garbage collection in each step.
+        gradients = list(map(_gradient_of, parameters))
+        both = zip(parameters, gradients, strict=True)
+        missing = [p.requires_grad for p, gradient in both if gradient is None]
+        self.num_gradients += len(gradients) - len(missing)
+        self.without_gradient += sum(missing)
+        both = zip(parameters, gradients, strict=True)
+        is_taken = [g is not None and id(p) not in covered for p, g in both]
+        found = itertools.compress(gradients, is_taken)
+        taken = [gradient for gradient in found if gradient is not None]
+        return list(itertools.compress(names, is_taken)), taken
 
-    def _foreign(
-        self, optimizer: Optimizer, unlisted: set[int]
-    ) -> list[tuple[str, torch.Tensor]]:
+    def _foreign(self, optimizer: Optimizer, unlisted: set[int]) -> Named:
         """Lists an optimizer's parameters outside of the models, or new in one."""
         for watch in self._watches:
             watch.tensors.refresh()
         known = self._names()
         selected = self._names(all_modules=False)
-        return [
+        found = [
             (selected.get(id(p), f"param_groups[{i}]['params'][{j}]"), p)
             for i, group in enumerate(optimizer.param_groups)
             for j, p in enumerate(group["params"])
             if id(p) in unlisted and (id(p) in selected or id(p) not in known)
         ]
+        return [name for name, _ in found], [parameter for _, parameter in found]
 
     def _names(self, all_modules: bool = True) -> dict[int, str]:
         """Returns the names of the models' parameters, by identity."""
@@ -239,8 +239,9 @@ class StepTensors:
 
 def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """Returns a parameter's gradient; Megatron's are in a buffer, as `main_grad`."""
-    if parameter.grad is not None:
-        return parameter.grad
+    gradient = parameter.grad
+    if gradient is not None:
+        return gradient
     main = getattr(parameter, "main_grad", None)
     return main if isinstance(main, torch.Tensor) else None
 
