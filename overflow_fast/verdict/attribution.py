@@ -304,9 +304,8 @@ def _between(
     unwatched = around.watch.modules.unwatched_in(around.call.module)
     hiding = [
         other
-        for other in calls.within(around)
-        if other.call.order < called.call.order and _may_hide(other)
-        if called not in calls.chain(other)
+        for other in calls.within(around, called.call.order)
+        if _may_hide(other) and called not in calls.chain(other)
     ]
     names = [*unwatched, *(other.name for other in hiding)]
     candidates = list(dict.fromkeys([name, *writers, *names]))
@@ -841,9 +840,8 @@ def origin_of_unsearched(
     outside = [BATCH, caller] if labels or not given else []
     hidden = [
         each.name
-        for each in calls.within(outermost)
-        if each.call.has_unseen and each.call.order < called.call.order
-        if called not in calls.chain(each)
+        for each in calls.within(outermost, called.call.order)
+        if each.call.has_unseen and called not in calls.chain(each)
     ]
     givers = [each.name for each in around]
     candidates = list(dict.fromkeys([name, *givers, *hidden, *outside]))
@@ -1214,13 +1212,17 @@ def _buffers(bad: Bad, calls: Calls) -> Iterator[_Kept]:
         yield _Kept(name, (name, words), was_bad, is_buffer=True)
 
 
+_NUMBERS = (bool, int, float, str)  # most attributes
+
+
 def _attributes(owners: Mapping[str, _Owner]) -> Iterator[_Kept]:
     """Yields the attributes that hold a nan or an inf in what is no buffer."""
     for owner, (watch, index) in owners.items():
         module = watch.module_at(index)
         for key, value in () if module is None else vars(module).items():
-            tensors = [] if key.startswith("_") else tensors_in(value)
-            worst = set(_worst(tensors))
+            if key.startswith("_") or value is None or isinstance(value, _NUMBERS):
+                continue
+            worst = set(_worst(tensors_in(value)))
             for what in ("nan", "inf"):
                 if what in worst:
                     name = f"{owner}.{key}".lstrip(".")

@@ -177,9 +177,11 @@ class Calls:
                 return other
         return None
 
-    def within(self, called: Called) -> Iterator[Called]:
-        """Lists all calls that ran within one."""
-        return (c for c in self._all if c != called and called in self.chain(c))
+    def within(self, called: Called, before: int | None = None) -> Iterator[Called]:
+        """Yields the calls that ran within one, up to a frame with an order."""
+        end = called.call.order if before is None else before
+        place = bisect.bisect_left(self._all, end, key=_order)
+        return (c for c in self._all[:place] if called in self.chain(c))
 
     def users(self, called: Called) -> list[str]:
         """Lists the modules that can have used a call's output, as they ended."""
