@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -456,6 +457,11 @@ class OpCall:
         if self.name.startswith("c10d.") and self._has_output_first():
             self._overwritten += tensors_in(args[0])
 
+    @functools.cached_property
+    def _arguments(self) -> list[torch.Tensor]:
+        """The tensors that it is given."""
+        return tensors_in((self.args, self.kwargs))
+
     def run(self) -> Any:
         """Runs it, and returns what it returned."""
         return self.func(*self.args, **self.kwargs)
@@ -487,7 +493,7 @@ class OpCall:
             return []
         return [
             tensor
-            for tensor in tensors_in((self.args, self.kwargs))
+            for tensor in self._arguments
             if not any(tensor is each for each in self._overwritten)
             if not floats or (is_float(tensor) and tensor.numel())
         ]
@@ -502,7 +508,7 @@ class OpCall:
         """Notes how often what it reads alone was written to."""
         self._versions = [
             (tensor, version_of(tensor))
-            for tensor in tensors_in((self.args, self.kwargs))
+            for tensor in self._arguments
             if not tensor.is_inference()
             if not any(tensor is each for each in self.written)
         ]
@@ -516,8 +522,7 @@ class OpCall:
         """The results that it returns in memory of their own."""
         if self.base == CONSTANT:
             return tensors_in(output)
-        arguments = tensors_in((self.args, self.kwargs))
-        given = {storage_id(each) for tensor in arguments for each in storages(tensor)}
+        given = {storage_id(s) for tensor in self._arguments for s in storages(tensor)}
         return [
             tensor
             for tensor in tensors_in(output)
