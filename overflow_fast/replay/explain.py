@@ -28,6 +28,7 @@ from .optimizer_step import explain_update
 from .places import module_of_parameter, names_of
 from .rank_coordinator import BEGIN, NotJoined, RankCoordinator, text_of
 from .remedies.attempts import find_remedies
+from .remedies.line_edit import functions_are_found_once
 from .remedies.trials import Failure
 from .replay_check import ReplayCheck
 from .replayer import Observer, Replayer, StepPart
@@ -61,6 +62,7 @@ def _has_peers() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+@functions_are_found_once()
 def investigate(
     models: Mapping[str, nn.Module],
     calls: Sequence[KeptCall],
@@ -246,8 +248,6 @@ class _LossStep:
             changed = replayer.state.changed_around()
         self.num_forwards += replayer.num_forwards
         is_alike = check.is_given_alike and check.has_same_graph
-        if os.environ.get("DBG"):
-            print("DBG", repr(result.error), changed, vars(check), file=sys.stderr)
         if result.error is not None or changed or not is_alike:
             return False
         if check.has_same_loss:

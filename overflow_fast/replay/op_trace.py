@@ -36,6 +36,7 @@ from .tensor_kinds import (
 # The one dispatch mode: it shows each operation to an observer.
 
 
+@runtime_checkable
 class OpObserver(Protocol):
     """Sees the operations of a trace, and what modules return."""
 
@@ -215,17 +216,6 @@ def is_meant(source: Source, kinds: int) -> bool:
     return source.is_mask
 
 
-@runtime_checkable
-class OpTape(Protocol):
-    """Keeps what some operations of a table read and write."""
-
-    def begin(self, op: OpCall, row: Row) -> Any:
-        """Keeps what an operation is about to read; returns what `end()` is given."""
-
-    def end(self, kept: Any, op: OpCall, output: Any) -> None:
-        """Keeps what it has returned and written to."""
-
-
 _EMPTY = {
     *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"),
     *("empty_permuted", "empty_quantized", "resize_"),
@@ -248,7 +238,6 @@ class OpTable:
     Args:
         leaves: The tensors that are there before, by what they are.
         keeps_calls: Keep the arguments of operations that made bad values.
-        tape: Keeps what some operations read and write, or None.
 
     Attributes:
         rows: The operations, in order.
@@ -257,14 +246,8 @@ class OpTable:
         is_compiled: True if an operation ran in a call of what was compiled.
     """
 
-    def __init__(
-        self,
-        leaves: Sequence[Leaf],
-        keeps_calls: bool = False,
-        tape: OpTape | None = None,
-    ) -> None:
+    def __init__(self, leaves: Sequence[Leaf], keeps_calls: bool = False) -> None:
         self._keeps_calls = keeps_calls
-        self._tape = tape
         self.rows: list[Row] = []
         self.bad_modules: list[tuple[str, torch.Tensor]] = []
         self.is_compiled = False
@@ -308,13 +291,11 @@ class OpTable:
         ]
         op.keep_written()
         self._note_read(row, read)
-        kept = None if self._tape is None else self._tape.begin(op, row)
         output = op.run()
         with torch.no_grad():
-            self._note_written(op, row, output)
-            if self._tape is not None:
-                self._tape.end(kept, op, output)
-            self._end(op, row, output, bad)
+            fresh = op.fresh(output)
+            self._note_written(op, row, fresh)
+            self._end(op, row, output, fresh, bad)
         if row.call is not None and not row.in_backward:
             row.module_call = modules.call()
         return output
@@ -324,8 +305,10 @@ class OpTable:
         rows = [each for t in read for each in self._writers.get(t) or ()]
         row.read_from = tuple(dict.fromkeys(rows))
 
-    def _note_written(self, op: OpCall, row: Row, output: Any) -> None:
-        for tensor in op.fresh(output):
+    def _note_written(
+        self, op: OpCall, row: Row, fresh: Sequence[torch.Tensor]
+    ) -> None:
+        for tensor in fresh:
             self._writers.put(tensor, (row,))
         for tensor in op.written:  # of many writers to the same memory the last ones
             before = self._writers.get(tensor) or ()
@@ -357,12 +340,18 @@ class OpTable:
         self.is_compiled = self.is_compiled or is_in_compiled_call()
         return row
 
-    def _end(self, op: OpCall, row: Row, output: Any, read: _Read) -> None:
+    def _end(
+        self,
+        op: OpCall,
+        row: Row,
+        output: Any,
+        fresh: Sequence[torch.Tensor],
+        read: _Read,
+    ) -> None:
         self.kinds.forget(op.written)
         if op.is_communication:
             self._note_communication(op, row, output, read)
             return
-        fresh = op.fresh(output)
         if op.base in _EMPTY:
             row.is_empty = True
             for tensor in fresh:

@@ -33,7 +33,7 @@ from ..torch_internals.tensor_internals import sparse_values
 from ..torch_internals.wrappers import local_part
 from .capture import KeptCall, loss_and_gradients, part_of
 from .functions import held_leaves
-from .op_trace import Leaf, OpTable, OpTape, OpTrace
+from .op_trace import Leaf, OpObserver, OpTable, OpTrace
 from .places import names_of
 from .rank_coordinator import (
     BAD,
@@ -398,13 +398,20 @@ class Replayer:
     def _traced(
         self, result: ReplayResult, call: KeptCall, observers: Sequence[Observer]
     ) -> Iterator[None]:
-        """Runs eagerly, and records all operations in the result's table."""
-        tape = next((each for each in observers if isinstance(each, OpTape)), None)
+        """Runs eagerly, and records all operations in the result's table.
+
+        An observer of operations sees them in the place of a table.
+        """
+        own = next((each for each in observers if isinstance(each, OpObserver)), None)
+        if own is not None:
+            with run_eagerly(), OpTrace({}, own):
+                yield
+            return
         leaves = [Leaf("batch", name, tensor) for name, tensor in call.leaves()]
         leaves += [Leaf(*found) for found in names_of(self.models)]
         leaves += [Leaf("gradient", "", held) for held in call.held.values()]
         others = held_leaves(self.models, call.around())
-        result.table = OpTable([*leaves, *others], self._keeps_calls, tape)
+        result.table = OpTable([*leaves, *others], self._keeps_calls)
         with run_eagerly(), OpTrace(self.models, result.table):
             yield
         for leaf in others:

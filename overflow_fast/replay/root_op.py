@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -464,6 +465,11 @@ class OpCall:
         if self.name.startswith("c10d.") and self._has_output_first():
             self._overwritten += tensors_in(args[0])
 
+    @functools.cached_property
+    def _arguments(self) -> list[torch.Tensor]:
+        """The tensors that it is given."""
+        return tensors_in((self.args, self.kwargs))
+
     def run(self) -> Any:
         """Runs it, and returns what it returned."""
         return self.func(*self.args, **self.kwargs)
@@ -495,7 +501,7 @@ class OpCall:
             return []
         return [
             tensor
-            for tensor in tensors_in((self.args, self.kwargs))
+            for tensor in self._arguments
             if not any(tensor is each for each in self._overwritten)
             if not floats or (is_float(tensor) and tensor.numel())
         ]
@@ -510,7 +516,7 @@ class OpCall:
         """Notes how often what it reads alone was written to."""
         self._only_read = [
             tensor
-            for tensor in tensors_in((self.args, self.kwargs))
+            for tensor in self._arguments
             if not any(tensor is each for each in self.written)
         ]
         self._versions = _C.versions_of(self._only_read)
@@ -524,8 +530,7 @@ class OpCall:
         """The results that it returns in memory of their own."""
         if self.base == CONSTANT:
             return tensors_in(output)
-        arguments = tensors_in((self.args, self.kwargs))
-        given = {key for tensor in arguments for key in storages(tensor)}
+        given = {key for tensor in self._arguments for key in storages(tensor)}
         return [
             tensor
             for tensor in tensors_in(output)

@@ -17,8 +17,8 @@ import torch
 
 from ..tree import find, mapped, tensors_in
 from .explanation import Explanation
-from .op_trace import OpTable, Row
-from .places import op_at, place_text
+from .op_trace import Row
+from .places import ModuleStack, op_at, place_text
 from .replayer import Observer
 from .root_op import OpCall, first_new, run_in_float64
 from .tensor_kinds import StorageMap, is_float
@@ -98,29 +98,49 @@ class Tape(Observer):
     """Keeps what some operations of a traced run read and write.
 
     Args:
-        places: The places of the operations in the order of execution.
+        rows: The operations, of the table of another run.
+
+    Attributes:
+        calls: What was kept, by the places of the operations in the order of execution.
+        is_same: Up to the last of them this run had the same operations there.
     """
 
-    def __init__(self, places: Sequence[int]) -> None:
-        self._places = frozenset(places)
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = {row.index: row for row in rows}
         self._numbers: StorageMap[int] = StorageMap()
-        self._count = self._numel = 0
+        self._num_run = self._count = self._numel = 0
         self.calls: dict[int, _KeptCall] = {}
+        self.is_same = True
 
-    def begin(self, op: OpCall, row: Row) -> _KeptCall | None:
-        """Keeps what an operation is about to read, if it is one of those to keep."""
-        if row.index not in self._places:
-            return None
+    def run(self, op: OpCall, modules: ModuleStack) -> Any:
+        """Runs an operation, and keeps what it reads and writes; see `OpObserver`."""
+        if op.waits:
+            return op.run()
+        row = self._rows.get(self._num_run)
+        self._num_run += 1
+        if row is None:
+            return op.run()
+        self.is_same &= op.name == row.name
+        kept = self._begin(op, row)
+        output = op.run()
+        if kept is not None:
+            with torch.no_grad():
+                self._end(kept, op, output)
+        return output
+
+    def on_module(self, name: str, output: Any) -> None:
+        """Takes in nothing; see `OpObserver`."""
+
+    def _begin(self, op: OpCall, row: Row) -> _KeptCall | None:
+        """Keeps what an operation is about to read."""
         try:
             args, kwargs = mapped((op.args, op.kwargs), self._read)
         except (_TooLarge, RuntimeError, TypeError):
             return None
         return _KeptCall(op.func, op.base, row, args, kwargs)
 
-    def end(self, kept: _KeptCall | None, op: OpCall, output: Any) -> None:
+    def _end(self, kept: _KeptCall, op: OpCall, output: Any) -> None:
         """Keeps what it has returned and written to."""
-        if kept is None:
-            return
         results = [t for t in [*tensors_in(output), *op.written] if is_float(t)]
         try:
             kept.results = [self._written(tensor) for tensor in results]
@@ -285,23 +305,19 @@ class Lost:
         return UNDERFLOW if self.own == 0 and abs(self.true) < self.least else ROUNDING
 
 
-def lost_value(tape: Tape, table: OpTable, rows: Sequence[Row]) -> Lost | None:
+def lost_value(tape: Tape, rows: Sequence[Row]) -> Lost | None:
     """Finds which operation's rounding made the last of some operations undefined.
 
     Args:
         tape: Has kept them in a replay.
-        table: The table of that replay.
         rows: The operations; see `rows_before()`.
 
     Returns:
         None if it is not known.
     """
     last = rows[-1]
-    by_index = {row.index: row for row in table.rows}
     calls = [tape.calls[row.index] for row in rows if row.index in tape.calls]
-    names = [by_index[r.index].name if r.index in by_index else "" for r in rows]
-    is_same = names == [row.name for row in rows]
-    if not is_same or not calls or calls[-1].row.index != last.index:
+    if not tape.is_same or not calls or calls[-1].row is not last:
         return None  # the replay was another one
     bad = [each for each in calls[-1].results if not each.value.isfinite().all()]
     if not bad:

@@ -299,12 +299,11 @@ class Search:
         if not is_own or not self._ranks.is_alone or not self.may_run():
             return
         rows = rows_before(row)
-        tape = Tape([each.index for each in rows])
-        result = self._replayer.run(StepPart(place), observers=[tape])
-        if result.error is not None or result.table is None:
+        tape = Tape(rows)
+        if self._replayer.run(StepPart(place), observers=[tape]).error is not None:
             return
         with no_dispatch(), torch.no_grad():
-            lost = lost_value(tape, result.table, rows)
+            lost = lost_value(tape, rows)
         if lost is not None:
             explain_lost(lost, found)
             self._lost = next(

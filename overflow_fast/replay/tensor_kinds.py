@@ -96,10 +96,17 @@ class Kinds:
 
 
 def kinds_of(tensor: torch.Tensor, stat: Stat | None = None) -> int:
-    """The kinds in a tensor, counted by torch's own operations."""
+    """The kinds in a tensor, counted by torch's own operations.
+
+    Args:
+        tensor: The tensor.
+        stat: Its stat, if it is known: only the sign of infs is not in it.
+    """
     values = as_wide(tensor)
     if values is None:
         return 0 if stat is None else NAN * stat.has_nan | INF * stat.has_inf
+    if stat is not None and not (stat.has_inf or stat.not_scanned):
+        return NAN * stat.has_nan
     parts = torch.view_as_real(values) if values.is_complex() else values
     flags = torch.stack(
         [parts.isnan().any(), (parts == math.inf).any(), (parts == -math.inf).any()]

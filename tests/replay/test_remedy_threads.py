@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from overflow_fast.replay.remedies.line_edit import (
     CodePlace,
     NotEditableError,
     edited_code,
+    functions_are_found_once,
     marked,
 )
 
@@ -315,6 +317,64 @@ def loss_of(x, w):
     thread.join()
     assert explanation.remedies[0].is_recommended
     assert (found[0] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("name", ["function", "method", "generator", "recursion"])
+def test_an_explanation_looks_for_functions_once(name, tmp_path, monkeypatch):
+    """However many replays it edits: that reads all objects of the program."""
+    looks, edits = [], []
+
+    def referrers(*objects):
+        looks.append(objects)
+        return gc.get_referrers(*objects)
+
+    def begin(*args):
+        edits.append(args)
+        return own_begin(*args)
+
+    own_begin = line_edit._begin
+    monkeypatch.setattr(line_edit, "_begin", begin)
+    monkeypatch.setattr(line_edit, "gc", types.SimpleNamespace(get_referrers=referrers))
+    module, _ = module_of(tmp_path, SOURCE.format(KINDS[name]))
+    x = torch.ones(3, 2)
+    x[1] = 0
+    found = explained(module.loss_of, x)
+    assert found.remedies[0].moved is not None  # the others ran with it, too
+    assert len(edits) > 1 and len(looks) == 1
+
+
+def test_a_function_that_was_made_since_is_edited(logs):
+    module, edit = logs
+    zero, path = torch.zeros(()), module.__file__
+    with functions_are_found_once():
+        with edited_code(*edit):
+            assert module.log(zero).isfinite()
+        exec(compile(Path(path).read_text(), path, "exec"), vars(module))
+        with edited_code(*edit):
+            assert module.log(zero).isfinite()
+    assert module.log(zero).isinf()
+
+
+def test_a_function_that_a_replay_leaves_is_edited_in_the_next(tmp_path):
+    text = """import torch
+known = []
+def make():
+    def log(x):
+        return torch.log(x)
+    return log
+def log(x):
+    known[:] = known or [make()]
+    return known[0](x)
+"""
+    module, path = module_of(tmp_path, text)
+    place, zero = CodePlace.of(module.make().__code__), torch.zeros(())
+    new = marked("(torch.log(x.clamp(min=1e-8)))", 0)
+    edit = path.read_text().replace("torch.log(x)", new)
+    with functions_are_found_once():
+        for _ in range(3):
+            with edited_code((place,), edit):
+                assert module.log(zero).isfinite()
+            assert module.log(zero).isinf()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, GeneratorExit])

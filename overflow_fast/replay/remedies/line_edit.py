@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import builtins
 import collections
+import contextvars
 import copy
 import functools
 import gc
@@ -85,7 +86,7 @@ class CodePlace:
             return cls(file, -1, _digest(text), made=_made_codes[own].number)
         # The code of a function depends on the imports that are compiled with it.
         for in_parts in sorted((False, True), reverse=not os.path.exists(file)):
-            codes = _nested(_compiled(text, file, in_parts))
+            codes = _codes_of(file, text, in_parts)
             places = [i for i, (each, _) in enumerate(codes) if _is_same(each, own)]
             if len(places) == 1:
                 return cls(file, places[0], _digest(text), in_parts)
@@ -178,12 +179,23 @@ class _Swap:
         """Finds the functions, and makes their code."""
         if _digest(_text_of(self.file)) != self.places[0].digest:
             raise NotEditableError("the file is another one here")
-        edit = _Edit(self.file, [e for e in self.places if not e.made], self.text)
+        places = tuple(each for each in self.places if not each.made)
+        edit = _Edit.of(self.file, _text_of(self.file), places, self.text)
         self._has_inner = edit.has_inner
+        known = _known_functions(self.file)
+        self._find_in(known, edit, others)
+        if not self._changes:  # it may have been made since
+            self._find_in(_functions_of(self.file), edit, others)
+        if not self._changes:
+            raise NotEditableError("no function with that line was found")
+
+    def _find_in(
+        self, functions: Sequence[FunctionType], edit: _Edit, others: Collection[_Swap]
+    ) -> None:
         numbers = {each.made for each in self.places}
         held = {code for other in others for code in other.own}
         made: dict[int, CodeType] = {}
-        for function in _functions_of(self.file):
+        for function in functions:
             code = function.__code__
             statements = _made_codes.get(_own_code(code))
             is_made = statements is not None and statements.number in numbers
@@ -197,8 +209,6 @@ class _Swap:
             elif id(code) not in made and statements is not None:
                 made[id(code)] = self._code_of(statements, code)
             self._changes.append((function, made[id(code)]))
-        if not self._changes:
-            raise NotEditableError("no function with that line was found")
 
     def _code_of(self, statements: MadeCode, own: CodeType) -> CodeType:
         """Makes the edited code of statements, which replays alone run."""
@@ -231,9 +241,13 @@ class _Swap:
 
     def undo(self) -> None:
         """Gives them, and functions that they have made since, their own code."""
-        functions = [each for each, _ in self._changes]
+        self._undo_in([each for each, _ in self._changes])
         if self._has_inner:
-            functions += _functions_of(self.file)
+            left = _functions_with([code for code, _ in self.own.values()])
+            _remember(self.file, left)
+            self._undo_in(left)
+
+    def _undo_in(self, functions: Sequence[FunctionType]) -> None:
         _set_codes(
             [
                 (each, self.own[id(each.__code__)][1])
@@ -336,6 +350,9 @@ _made_codes = weakref.WeakKeyDictionary()
 def let_edit(code: CodeType, statements: MadeCode) -> None:
     """Lets the code that was made of some statements of a file be edited."""
     _made_codes[code] = statements
+    known = _found.get()
+    if known is not None:
+        known.pop(code.co_filename, None)
 
 
 def is_mark(statement: ast.stmt) -> bool:
@@ -350,17 +367,61 @@ def _own_code(code: CodeType) -> CodeType:
     return _own_codes.get(code, code)
 
 
+_Functions = list["weakref.ref[FunctionType]"]
+_found: contextvars.ContextVar[dict[str, _Functions] | None]
+_found = contextvars.ContextVar("functions of files, by name", default=None)
+
+
+@contextmanager
+def functions_are_found_once() -> Iterator[None]:
+    """Lets edits within look for the functions of a file once, not in each replay.
+
+    That takes as long as the program has objects. What a replay makes of edited code is
+    edited, and is looked for afterwards if any is left. An edit of what else was made
+    since is not run, which is noticed.
+    """
+    token = _found.set({})
+    try:
+        yield
+    finally:
+        _found.reset(token)
+
+
+def _known_functions(file: str) -> list[FunctionType]:
+    """The live functions of a file, as they were last found."""
+    known = _found.get()
+    if known is None or file not in known:
+        return _functions_of(file)
+    return [each for reference in known[file] if (each := reference()) is not None]
+
+
 def _functions_of(file: str) -> list[FunctionType]:
     """The live functions of a file.
 
     All that refer to Python's built-ins, not `gc.get_objects()`: that holds tuples that
     other threads are about to make, and `tuple(generator)` raises a SystemError there.
     """
-    return [
+    functions = [
         each
         for each in gc.get_referrers(vars(builtins))
         if type(each) is FunctionType and each.__code__.co_filename == file
     ]
+    known = _found.get()
+    if known is not None:
+        known[file] = list(map(weakref.ref, functions))
+    return functions
+
+
+def _functions_with(codes: Sequence[CodeType]) -> list[FunctionType]:
+    """The live functions with one of some codes."""
+    return [each for each in gc.get_referrers(*codes) if type(each) is FunctionType]
+
+
+def _remember(file: str, functions: Sequence[FunctionType]) -> None:
+    """Lets further functions of a file be known to the edits that follow."""
+    known = _found.get()
+    if known is not None and file in known:
+        known[file] += map(weakref.ref, functions)
 
 
 # Code with two bodies.
@@ -371,6 +432,7 @@ class _Edit:
 
     Args:
         file: The file.
+        own: Its text.
         places: The codes that are edited.
         text: The file with the edits.
 
@@ -381,21 +443,23 @@ class _Edit:
         NotEditableError: If the edit cannot be made.
     """
 
-    def __init__(self, file: str, places: Sequence[CodePlace], text: str) -> None:
+    def __init__(
+        self, file: str, own: str, places: Sequence[CodePlace], text: str
+    ) -> None:
         self.has_inner = False
         self._own: dict[CodeType, int] = {}
         self._new: dict[int, CodeType] = {}
         if not places:
             return
         in_parts = places[0].in_parts
-        known = _Known.of(file, _text_of(file), in_parts)
+        known = _Known.of(file, own, in_parts)
         wanted = {k for place in places for k in known.functions_at(place.index)}
-        own, new = _functions_in(_parsed(known.text)), _parsed(text)
+        new = _parsed(text)
         functions = _functions_in(new)
-        if len(own) != len(functions):
+        if len(known.functions) != len(functions):
             raise NotEditableError("the edit changes more than a line")
         for k in wanted:
-            _join(functions[k], own[k], _SWITCH.format(k))
+            _join(functions[k], known.functions[k], _SWITCH.format(k))
         self._own |= {known.codes[known.index_of[k]][0]: k for k in wanted}
         self._new |= {
             k: code
@@ -404,6 +468,12 @@ class _Edit:
             if _SWITCH.format(k) in code.co_consts
         }
         self.has_inner = len(wanted) > len(places)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4)
+    def of(file: str, own: str, places: tuple[CodePlace, ...], text: str) -> _Edit:
+        """The edit, which several replays make."""
+        return _Edit(file, own, places, text)
 
     def function_of(self, code: CodeType) -> int | None:
         """The number of the edited function that has a code, or None."""
@@ -463,13 +533,14 @@ class _Known:
     """The functions of a file and their code objects.
 
     Attributes:
-        text: The file's text.
         codes: The code objects; see `_nested()`.
+        functions: The functions, in the order of the text.
         index_of: The place among them of each function's, in the order of the text.
     """
 
     def __init__(self, file: str, text: str, in_parts: bool) -> None:
-        self.text, self.codes = text, _nested(_compiled(text, file, in_parts))
+        self.codes = _codes_of(file, text, in_parts)
+        self.functions = _functions_in(_parsed(text))
         tree = _parsed(text)
         for k, function in enumerate(_functions_in(tree)):
             _join(function, None, _SWITCH.format(k))
@@ -595,6 +666,12 @@ def _nested(outermost: Sequence[CodeType]) -> _Nested:
         inner = [each for each in code.co_consts if isinstance(each, CodeType)]
         found += [(each, place) for each in inner]
     return found
+
+
+@functools.lru_cache(maxsize=4)
+def _codes_of(file: str, text: str, in_parts: bool) -> _Nested:
+    """The code objects of a file with a text; see `_nested()`."""
+    return _nested(_compiled(text, file, in_parts))
 
 
 def _is_same(a: CodeType, b: CodeType) -> bool:

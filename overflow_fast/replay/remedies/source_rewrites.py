@@ -44,6 +44,11 @@ class SourceFile:
         self.shown = source_name(name)
         self.lines = list(linecache.getlines(name) if lines is None else lines)
 
+    @classmethod
+    def of(cls, name: str) -> SourceFile:
+        """A file without edits, read once as long as its text is the same."""
+        return _unedited(name, tuple(linecache.getlines(name)))
+
     @property
     def text(self) -> str:
         """The whole text."""
@@ -104,7 +109,9 @@ class SourceFile:
 
     def text_of(self, node: ast.AST) -> str:
         """The source of a node."""
-        return ast.get_source_segment(self.text, node) or ""
+        if getattr(node, "end_lineno", None) is None:
+            return ""
+        return self.text[self._offset(node) : self._offset(node, is_end=True)]
 
     def text_with(self, node: ast.AST, inner: ast.AST, text: str) -> str:
         """The source of a node with another text in place of one within it."""
@@ -144,6 +151,11 @@ class SourceFile:
             line = head + text_of(edit) + tail
             lines[first - 1 : last] = [line, *["\n"] * (last - first)]
         return lines
+
+
+@functools.lru_cache(maxsize=4)
+def _unedited(name: str, lines: tuple[str, ...]) -> SourceFile:
+    return SourceFile(name, lines)
 
 
 def span_in(node: ast.AST) -> Span:

@@ -68,7 +68,7 @@ class AppliedPatches:
 
     def source(self, name: str) -> SourceFile:
         """A file as it reads now."""
-        return self.sources.get(source_name(name)) or SourceFile(name)
+        return self.sources.get(source_name(name)) or SourceFile.of(name)
 
     def line_patch(self, patch: LinePatch) -> LinePatch:
         """A further edit of a file, which holds those that are in place."""
