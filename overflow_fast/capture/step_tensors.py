@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from ..torch_internals.wrappers import local_tensor
 from .schedule import ScanLevel
 from .watch import ModelWatch
 
+NORM = "grad_norm"  # what `record()` calls the norm of all gradients
+_MOST_CLIPPINGS = 1000  # in a step; where nothing is judged, they are not kept
 _Listed = list[tuple[ModelWatch, Named]]
 # A gradient that was scanned, and its version then.
 _Seen = tuple[weakref.ref[torch.Tensor] | None, int | None]
@@ -46,6 +50,7 @@ class StepTensors:
         self._scanned: list[tuple[_C.FrameKind, Named]] = []
         self._last_gradients: dict[int, _Seen] = {}
         self._norm: _Norm | None = None
+        self._clippings: deque[_Clipping] = deque(maxlen=_MOST_CLIPPINGS)
         self.without_gradient = self.num_gradients = 0
         self._weights_every = weights_every
         self._num_rounds = 0
@@ -61,6 +66,7 @@ class StepTensors:
         """Releases the tensors."""
         self._scanned = []
         self._norm = None
+        self._clippings.clear()
 
     def note_norm(self, optimizers: Sequence[Optimizer]) -> None:
         """Notes that the norm of all gradients is known, which need no scan then.
@@ -72,6 +78,18 @@ class StepTensors:
         if not optimizers:
             parameters = [p for _, (_, listed) in self._listed() for p in listed]
         self._norm = _Norm(parameters)
+
+    def note_clipping(
+        self, parameters: Sequence[torch.Tensor], norm: torch.Tensor
+    ) -> None:
+        """Notes a norm that was computed. The scan looks at it.
+
+        Args:
+            parameters: The parameters whose gradients were clipped.
+            norm: The norm that they had.
+        """
+        if type(norm) is torch.Tensor and not norm.is_inference():
+            self._clippings.append(_Clipping(parameters, norm))
 
     def find(self, kind: _C.FrameKind, name: str) -> torch.Tensor | None:
         """Returns a tensor of the last scan, until `forget()`."""
@@ -87,7 +105,7 @@ class StepTensors:
         others: Sequence[Optimizer] = (),
         engine: Sequence[Any] = (),
     ) -> None:
-        """Scans the wanted tensors. Does not incur a CPU-GPU sync.
+        """Scans the wanted tensors. Incurs a CPU-GPU sync for a norm of clipping only.
 
         Args:
             optimizer: The optimizer whose parameters' gradients and state to scan;
@@ -140,7 +158,6 @@ class StepTensors:
         engine: Sequence[Any],
     ) -> None:
         self.without_gradient = self.num_gradients = 0
-        covered = set() if self._norm is None else self._norm.covered()
         # Those that are left in the end are no parameters of selected modules.
         owned = {} if optimizer is None else {id(p): p for p in _parameters(optimizer)}
         for other in others:
@@ -151,6 +168,11 @@ class StepTensors:
         if engine and not any(id(p) in owned for _, (_, own) in listed for p in own):
             num_kept = self._scan_kept(engine)
             optimizer = None  # it steps copies: all gradients are the engine's
+        covered = self._covered(
+            [p for _, (_, own) in listed for p in own]
+            if optimizer is None
+            else owned.values()
+        )
         for watch, (names, parameters) in listed:
             if optimizer is not None:
                 is_own = [owned.pop(id(p), None) is not None for p in parameters]
@@ -163,6 +185,26 @@ class StepTensors:
             self._record(self._watches[0], _C.FrameKind.GRADIENTS, named)
         if num_kept:  # here, or in the part of another rank
             self.without_gradient = 0
+
+    def _covered(self, parameters: Iterable[torch.Tensor]) -> set[int]:
+        """Returns the identities of parameters whose gradients a norm stands for.
+
+        Norms of clipping count where they stand for all that is to be scanned: they
+        are recorded, and spikes are looked for in them then.
+
+        Args:
+            parameters: Those whose gradients are to be scanned.
+        """
+        covered = set() if self._norm is None else self._norm.covered()
+        rest = {id(p) for p in parameters if _gradient_of(p) is not None} - covered
+        clipped = [(c.norm, c.covered() & rest) for c in self._clippings if rest]
+        if not rest or not rest <= set().union(*(found for _, found in clipped)):
+            return covered
+        for norm, found in clipped:
+            if found:
+                named = [NORM], [norm]
+                self._record(self._watches[0], _C.FrameKind.RECORDED, named)
+        return covered | rest
 
     def _scan_kept(self, engine: Sequence[Any]) -> int:
         """Scans the gradients that an engine's optimizer keeps; returns how many."""
@@ -281,6 +323,31 @@ class _Norm:
             for (parameter, before, _), now in zip(same, versions, strict=False)
             if before == now
         }
+
+
+class _Clipping:
+    """A norm that clipping has computed, and the gradients that it has clipped.
+
+    Args:
+        parameters: The parameters whose gradients they are.
+        norm: The norm of all of them before.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor) -> None:
+        self.norm = norm
+        self._version = _C.version_of(norm)
+        self._clipped = _Norm(parameters)
+
+    def covered(self) -> set[int]:
+        """Returns what the norm stands for; nothing if it is not finite.
+
+        Incurs a CPU-GPU sync.
+        """
+        # A replay of a graph that is captured would not look again.
+        is_captured = self.norm.is_cuda and torch.cuda.is_current_stream_capturing()
+        if is_captured or _C.version_of(self.norm) != self._version:
+            return set()
+        return self._clipped.covered() if math.isfinite(self.norm.item()) else set()
 
 
 def _memory_of(gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -9,8 +9,11 @@ from typing import Any, ClassVar, Literal, TypeVar
 from ..core.selection import Wanted
 from ..report.report import Report
 from ..verdict.rules import Allow
+from .monitors.layer_audit import LayerAudit
+from .monitors.magnitudes import Saturation
 from .monitors.masked_ops import MaskedOps
 from .monitors.monitor import Monitor
+from .monitors.replicas import Replicas
 from .monitors.running import DEFAULT_MONITORS
 from .monitors.spikes import Spikes
 from .options import (
@@ -270,6 +273,18 @@ class GuardConfig(Options):
     def is_tripwire(self) -> bool:
         """True if modules are watched only when a bad step is run again."""
         return self.watch == TRIPWIRE
+
+    @property
+    def hears_clipping(self) -> bool:
+        """True if the norm of clipping tells all that is asked of gradients.
+
+        A record, exporters and some monitors take the magnitude of each. A lagged guard
+        does not wait for a norm.
+        """
+        blind = (Spikes, Saturation, MaskedOps, LayerAudit, Replicas)
+        asks_more = not all(type(each) in blind for each in self.monitors)
+        asks_more |= self.record is not None or self.metrics is not None
+        return self.is_tripwire and self.sync != "lagged" and not asks_more
 
     @property
     def weights_every(self) -> int | None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from .. import _C
 from ..capture.schedule import ScanLevel
-from ..capture.step_tensors import StepTensors
+from ..capture.step_tensors import NORM, StepTensors
 from ..capture.watch import ModelWatch
 from ..core.modules import gradient_taker, named_parameters, why_not
 from ..core.tensors import loss_in
@@ -32,7 +32,6 @@ from ..torch_internals.compiler import has_compiled
 from ..torch_internals.wrappers import local_part
 from ..verdict.verdict import GRADIENTS, BadFrame, Verdict, is_of_flag, take_bad
 from .config import GuardConfig
-from .options import NORM
 from .step import Step
 
 # All ranks replay a step together, or none does, as they agree on its verdict.

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from .. import _C
 from ..capture.inputs import LoopBatch
 from ..capture.schedule import ScanLevel, WatchSchedule
-from ..capture.step_tensors import StepTensors
+from ..capture.step_tensors import NORM, StepTensors
 from ..capture.watch import ModelWatch
 from ..core.modules import modules_in, named_modules, parameters_of
 from ..core.selection import Selection, check_patterns, full_name
@@ -27,6 +27,7 @@ from ..distributed.joinable import GuardJoinable
 from ..replay.capture import Capture
 from ..report.report import Report
 from ..state.step_start import StepStart
+from ..torch_internals import clipping
 from ..verdict.rules import Rules
 from .archive import Measurements
 from .config import EVERYTHING, GuardConfig
@@ -37,7 +38,6 @@ from .learning import Learning
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors
 from .optimizers import OptimizerHook, innermost, living, stepper_of
-from .options import NORM
 from .pipeline import Pipeline
 from .step import StepClock
 
@@ -120,6 +120,16 @@ class LoopInputs:
         if self._config.is_tripwire and NORM in tensors:
             self._tensors.note_norm(living(self._hooks))
         watch.record(_C.FrameKind.RECORDED, (list(tensors), list(tensors.values())))
+
+    def on_clipped(
+        self, parameters: Sequence[torch.Tensor], norm: torch.Tensor
+    ) -> None:
+        """Notes a norm that `clip_grad_norm_` has computed; see `clipping.listen`."""
+        if self._clock.level is not ScanLevel.OFF:
+            with self._isolation.measured():
+                # Of float16 it is counted how many stand at its largest number.
+                wider = [p for p in parameters if p.dtype is not torch.float16]
+                self._tensors.note_clipping(wider, norm)
 
 
 # The models that a guard is given, and the watches that it puts on them.
@@ -367,6 +377,8 @@ class GuardLoop:
         if self._start is not None:
             self._start.begin()
         self.pipeline.attach()
+        if self.config.hears_clipping:
+            clipping.listen(self.inputs)
         self.timer.restart()
         self.clock.start()
 
@@ -375,6 +387,7 @@ class GuardLoop:
         if not self.is_enabled:
             return
         self.is_enabled = False
+        clipping.stop_listening(self.inputs)
         self.pipeline.detach()
         self.clock.stop()
         self.pipeline.forget()

@@ -26,7 +26,6 @@ from .policy import ACTIONS
 
 
 TRIPWIRE = "tripwire"
-NORM = "grad_norm"  # what `record()` calls the norm of all gradients
 Path = str | os.PathLike[str]
 
 

@@ -12,11 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ... import _C
+from ...capture.step_tensors import NORM
 from ...capture.watch import ModelWatch
 from ...replay.capture import Capture
 from ...tree import label_text
 from ...verdict.verdict import where_of
-from ..options import NORM, Options
+from ..options import Options
 
 _LOSSES = ("output.loss", "output['loss']")
 

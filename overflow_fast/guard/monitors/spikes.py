@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ... import _C
+from ...capture.step_tensors import NORM
 from ...capture.watch import ModelWatch
-from ..options import NORM, one_of, option
+from ..options import one_of, option
 from .monitor import Guarded, Monitor, MonitoredStep, Notice, scalar_places
 
 SPIKE = "spike"  # the kind of its notices, which mark the step in the flight record
@@ -121,8 +122,9 @@ class Spikes(Monitor):
     """Finite steps whose loss or gradients are far above their last 200 values.
 
     The loss is what the model returns or `record(loss=...)` gives. For gradients it is
-    the norm that `record(grad_norm=...)` gives, else the largest magnitude of a
-    gradient (not with a GradScaler). Not with `sync="lagged"`.
+    the norm that `record(grad_norm=...)` gives, or that stands for them in a tripwire,
+    else the largest magnitude of a gradient (not with a GradScaler). Not with
+    `sync="lagged"`.
     """
 
     action: Literal["warn", "skip"] = field(
