@@ -246,8 +246,6 @@ class _LossStep:
             changed = replayer.state.changed_around()
         self.num_forwards += replayer.num_forwards
         is_alike = check.is_given_alike and check.has_same_graph
-        if os.environ.get("DBG"):
-            print("DBG", repr(result.error), changed, vars(check), file=sys.stderr)
         if result.error is not None or changed or not is_alike:
             return False
         if check.has_same_loss:
