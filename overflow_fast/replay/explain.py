@@ -93,7 +93,9 @@ def investigate(
     ranks = RankCoordinator() if ranks is None else ranks
     found, replayer = Explanation(), None
     try:
-        replayer = Replayer(models, calls, start, ranks, keeps_calls=artifact_bytes > 0)
+        inner = _inner_of(incident) if ranks.is_alone else None
+        keeps_calls = artifact_bytes > 0
+        replayer = Replayer(models, calls, start, ranks, keeps_calls, inner)
         search = Search(
             *(replayer, incident, budget, checkpoints, artifact_bytes, replay_check)
         )
@@ -134,6 +136,13 @@ def investigate(
     result = ranks.finish(found)
     result.artifacts = own
     return result
+
+
+def _inner_of(incident: BadStep | None) -> str | None:
+    """The module at whose outputs a bad gradient arrived, if that was the alarm."""
+    is_gradient = incident is not None and incident.kind == "grad_output"
+    # Hooks would have compiled code compiled anew.
+    return incident.module if incident and is_gradient and not has_compiled() else None
 
 
 def _asks_for_loss(found: Explanation, calls: Sequence[KeptCall]) -> bool:
@@ -230,10 +239,9 @@ class _LossStep:
         return not (is_partial or has_stand_ins)
 
     def _replayer(self, loss_call: LossCall) -> Replayer:
-        keeps_calls = self._limits[2] > 0
-        return Replayer(
-            self._models, loss_call.calls, self._start, keeps_calls=keeps_calls
-        )
+        keeps_calls, inner = self._limits[2] > 0, _inner_of(self._incident)
+        given = self._models, loss_call.calls, self._start
+        return Replayer(*given, keeps_calls=keeps_calls, inner=inner)
 
     def _is_same(self, loss_call: LossCall) -> bool:
         """Replays the lines, and tells whether that was the step."""

@@ -122,12 +122,11 @@ class _Statements:
                 self._bad.add(name)
 
     def _makes_bad(self, each: ast.stmt) -> bool:
-        """True for an assignment that makes non-finite values of finite tensors."""
+        """True for an assignment of non-finite values that are computed of tensors."""
         if not isinstance(each, ast.Assign) or not _assigned(each) & self._bad:
             return False
         values = [self._value(name) for name in _read(each) - _assigned(each)]
-        read = any(floats_in([t for _, t in data_in(value)]) for value in values)
-        return read and not any(map(_is_bad, values))
+        return any(floats_in([t for _, t in data_in(value)]) for value in values)
 
     def _value(self, name: str) -> Any:
         return self._line.variables.get(name)

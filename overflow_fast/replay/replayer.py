@@ -22,9 +22,11 @@ from ..capture.hooks import unseen
 from ..core.force_eager import run_eagerly
 from ..core.modules import (
     gradient_taker,
+    named_modules,
     named_parameters,
     without_reduction,
 )
+from ..core.selection import full_name
 from ..core.tensors import loss_in
 from ..state.snapshot import Snapshot
 from ..state.step_start import StepStart
@@ -123,6 +125,8 @@ class ReplayResult:
         bad_outputs: What was returned and is non-finite; a loss comes first.
         bad_held: Whether the gradient that came from outside is non-finite.
         bad_gradients: The names of parameters whose gradients are non-finite.
+        bad_inner: The non-finite gradients that arrived at the outputs of the module
+            whose gradients are looked at.
         bad_buffers: Those of buffers that became non-finite.
         has_backward: Whether there was a backward.
         has_mask: Whether an output that is no loss has a -inf, which may be meant.
@@ -140,6 +144,7 @@ class ReplayResult:
     bad_outputs: list[torch.Tensor] = field(default_factory=list)
     bad_held: bool = False
     bad_gradients: list[str] = field(default_factory=list)
+    bad_inner: list[torch.Tensor] = field(default_factory=list)
     bad_buffers: list[str] = field(default_factory=list)
     has_backward: bool = False
     has_mask: bool = False
@@ -155,15 +160,19 @@ class ReplayResult:
     @property
     def is_clean(self) -> bool:
         """True if outputs, gradients and buffers are finite, on all ranks."""
+        return not (self._is_bad or self.bad_ranks or self.error)
+
+    @property
+    def _is_bad(self) -> bool:
         is_bad = self.bad_outputs or self.bad_gradients or self.bad_buffers
-        return not (is_bad or self.bad_ranks or self.error)
+        return bool(is_bad or self.bad_inner)
 
     @property
     def state(self) -> int:
         """The state of this rank: CLEAN, GIVEN, BAD or FAILED."""
         if self.error is not None:
             return FAILED
-        if not (self.bad_outputs or self.bad_gradients or self.bad_buffers):
+        if not self._is_bad:
             return CLEAN
         return GIVEN if self.bad_held and not self.is_forward else BAD
 
@@ -175,7 +184,48 @@ class ReplayResult:
     @property
     def is_in_gradients(self) -> bool:
         """True if gradients alone are bad."""
-        return not self.bad_outputs and bool(self.bad_gradients)
+        is_in_gradients = self.bad_gradients or self.bad_inner
+        return not self.bad_outputs and bool(is_in_gradients)
+
+
+class OutputGradients(Observer):
+    """Keeps the non-finite gradients that arrive at the outputs of one module.
+
+    Args:
+        name: The module's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.bad: list[torch.Tensor] = []
+
+    @contextmanager
+    def observing(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Sees the module's outputs, and the gradients of these."""
+        modules = {
+            full_name(prefix, name): module
+            for prefix, model in models.items()
+            for name, module in named_modules(model)
+        }
+        module = modules.get(self._name)
+        if module is None or isinstance(module, torch.jit.ScriptModule):
+            yield
+            return
+        handle = module.register_forward_hook(self._on_output)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _on_output(self, module: nn.Module, args: object, output: Any) -> None:
+        for tensor in floats_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._on_gradient)
+
+    def _on_gradient(self, gradient: torch.Tensor) -> None:
+        with no_dispatch():
+            if any(map(kinds_of, floats_in(gradient))):
+                self.bad.append(gradient)
 
 
 class Replayer:
@@ -188,6 +238,7 @@ class Replayer:
         ranks: The ranks that run them together, each of which enters its own; None for
             this one alone.
         keeps_calls: Keep the arguments of operations that make bad values.
+        inner: The module whose outputs' gradients are looked at, too; None for none.
 
     Attributes:
         state: All that a run may change, kept.
@@ -201,7 +252,9 @@ class Replayer:
         start: StepStart | None = None,
         ranks: RankCoordinator | None = None,
         keeps_calls: bool = False,
+        inner: str | None = None,
     ) -> None:
+        self._inner = None if inner is None else OutputGradients(inner)
         self.models, self.calls = models, list(calls)
         self.ranks = RankCoordinator() if ranks is None else ranks
         self._keeps_calls = keeps_calls
@@ -299,7 +352,7 @@ class Replayer:
             stack.enter_context(without_reduction(self.models.values()))
             for patch in order.patches:
                 stack.enter_context(patch.applied(self.models))
-            for observer in observers:
+            for observer in (*observers, *([self._inner] if self._inner else [])):
                 stack.enter_context(observer.observing(self.models))
             step = order.step
             if step.rows is not None:
@@ -370,6 +423,8 @@ class Replayer:
     ) -> int:
         """Runs a call; returns the worst of what it has come to on any rank."""
         self.num_forwards += 1
+        if self._inner is not None:
+            self._inner.bad = []
         if id(call) in self._written:  # the user's batch is written to once
             call = call.with_own_batch()
         try:
@@ -451,6 +506,7 @@ class Replayer:
                 if gradient.layout is torch.strided:
                     result.gradients[f"{prefix}{name}"] = gradient
         result.bad_gradients = bad_names(result.gradients.items(), masks=True)
+        result.bad_inner = [] if self._inner is None else self._inner.bad
         bad = bad_names(self._buffers(), masks=False)
         result.bad_buffers = [name for name in bad if name not in self._bad_before]
 

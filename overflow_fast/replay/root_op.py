@@ -308,6 +308,8 @@ def _outside_of_domain(op: OpCall, index: tuple[int, ...] | None) -> str:
         return _negative_variance(op)
     if index is None or not op.args:
         return ""
+    if base == "_ctc_loss" and len(index) == 1:
+        return _too_few_frames(op, index[0])
     first = op.kept.get(id(op.args[0]), op.args[0])
     value = _value_at(first, index)
     if base in _DOMAINS and value is not None and math.isfinite(value):
@@ -322,6 +324,13 @@ def _outside_of_domain(op: OpCall, index: tuple[int, ...] | None) -> str:
             return f"its input is {_at(first, value, index)}, the exponent {power:g}"
     if base in _SOFTMAXES and isinstance(first, torch.Tensor) and first.dim():
         return _masked_row(first, op.args[1], index)
+    if base == "logsumexp" and isinstance(first, torch.Tensor) and first.dim():
+        (dim, *others), place = op.args[1], list(index)
+        if len(place) < first.dim():  # that dimension is gone from the result
+            place.insert(dim % first.dim(), 0)
+        return "" if others else _masked_row(first, dim, tuple(place))
+    if base == "_weight_norm_interface" and isinstance(first, torch.Tensor):
+        return _row_of_zeros(first, op.args[2] if len(op.args) > 2 else 0, index)
     if base in _DIVIDES and len(op.args) > 1 and _value_at(op.args[1], index) == 0:
         if isinstance(op.args[1], torch.Tensor):
             return f"the divisor is {_at(op.args[1], 0.0, index)}"
@@ -341,6 +350,26 @@ def _masked_row(scores: torch.Tensor, dim: Any, index: tuple[int, ...]) -> str:
         return ""
     at = ", ".join(":" if i == dim else str(n) for i, n in enumerate(index))
     return f"all {row.numel()} scores at [{at}] are -inf"
+
+
+def _row_of_zeros(tensor: torch.Tensor, dim: int, index: tuple[int, ...]) -> str:
+    """Names a row of a weight that has no direction: it is 0 throughout."""
+    if bool(tensor.select(dim, index[dim]).any()):
+        return ""
+    at = ", ".join(str(n) if i == dim else ":" for i, n in enumerate(index))
+    return f"all of its input at [{at}] is 0, whose norm it divides by"
+
+
+def _too_few_frames(op: OpCall, sample: int) -> str:
+    """Names a sample whose labels no alignment has: there are too few frames."""
+    targets, frames, lengths = op.args[1], list(op.args[2]), list(op.args[3])
+    num, before = int(lengths[sample]), sum(map(int, lengths[:sample]))
+    own = targets[sample] if targets.dim() == 2 else targets[before:]
+    num_repeated = int((own[1:num] == own[: num - 1]).sum()) if num > 1 else 0
+    if int(frames[sample]) >= num + num_repeated:
+        return ""
+    more = f", {num_repeated} of them the same as the one before" * (num_repeated > 0)
+    return f"sample {sample} has {int(frames[sample])} frames for {num} labels{more}"
 
 
 def _at(value: Any, number: float, index: tuple[int, ...]) -> str:

@@ -130,7 +130,7 @@ def _fails(
     result = replayer.run(StepPart(place, tuple(rows)))
     if source is None:
         return result.error is not None or not result.is_clean
-    is_bad = result.bad_outputs or result.bad_gradients
+    is_bad = result.is_forward or result.is_in_gradients
     if result.error is not None or result.table is None or not is_bad:
         return False
     again = find_root_op(result, replayer.models)
@@ -157,6 +157,7 @@ _NOT_TRIED = (
     "it was before, and holds non-finite values."
 )
 _BY_ITSELF = "A replay is finite without a remedy, too: {}."
+_REACHES_NO_WEIGHT = "The gradients of all parameters are finite all the same."
 # How well a rank can say where bad values began, by what it found.
 _NOTHING, _FROM_OTHERS, _FROM_OUTSIDE, _HELD, _IN_BACKWARD, _IN_FORWARD = range(6)
 
@@ -256,6 +257,8 @@ class Search:
             return self._answers.not_in_eager(self._first, traced)
         found = self._explain_origin(root_op, traced, self._replayer.calls[place])
         self._find_lost_value(found, root_op, place)
+        if traced.is_in_gradients and not traced.bad_gradients:
+            found.notes.append(_REACHES_NO_WEIGHT)
         self._name_ranks(found)
         self._keep_call(found, root_op)
         check = self._replay_check

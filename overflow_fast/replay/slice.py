@@ -107,7 +107,7 @@ def find_root_op(
     if result.bad_gradients:
         targets = [result.gradients[name] for name in result.bad_gradients]
     else:
-        targets = [tensor for _, tensor in table.bad_modules[:1]]
+        targets = result.bad_inner or [t for _, t in table.bad_modules[:1]]
         if not targets and result.bad_buffers:
             named = {name: tensor for _, name, tensor in names_of(models)}
             targets = [named[name] for name in result.bad_buffers]

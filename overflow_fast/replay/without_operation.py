@@ -255,9 +255,7 @@ class Answers:
             return self.clean(first)
         if not traced.is_clean and first.is_forward == traced.is_forward:
             return Explanation(
-                "backward"
-                if traced.bad_gradients and not traced.bad_outputs
-                else "forward",
+                "backward" if traced.is_in_gradients else "forward",
                 notes=["The infs come only from constants and may be intentional."],
             )
         again = self._replayer.run() if self._may_run(1) else first

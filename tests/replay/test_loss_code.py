@@ -250,6 +250,20 @@ def test_targets_that_the_loop_computes():
     assert found.op.name == "aten.div.Tensor" and "returns.std()" in found.op.code
 
 
+def test_weights_that_the_loop_computes_of_what_is_not_finite():
+    def way(t, x):
+        noise = torch.tensor([0.0, 0.1, 0.2, 0.3])
+        ratio = (1 - noise) / noise
+        weight = ratio / (ratio + 1)
+        loss = (weight * t.model(x)[:, 0].square()).mean()
+        loss.backward()
+        t.optimizer.step()
+
+    found = report_of(way)
+    assert (found.cause, found.op.name) == ("undefined", "aten.div.Tensor")
+    assert "/ noise" in found.op.code
+
+
 def test_targets_that_the_loop_was_given():
     def way(t, x):
         targets = torch.tensor([1.0, float("nan"), 1.0, 1.0])

@@ -1,5 +1,7 @@
 """Results that are undefined because an operation before them has lost a value."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -93,6 +95,42 @@ def test_the_operation_that_lost_it(case):
     loss.backward()
     assert loss.isfinite()
     assert wide.weight.grad.isfinite().all()
+
+
+def likelihood_of_a_mixture(model, x):
+    mean, y = model(x), torch.tensor([[0.0, 1.0, 2.0]])
+    weight = torch.full((3,), 1 / 3)
+    density = torch.exp(-((y - mean) ** 2)) / (2 * weight.sum())
+    return -torch.log((weight * density).sum(-1)).mean()
+
+
+def test_a_sum_of_densities_is_a_logsumexp_of_logarithms():
+    model = model_of(40.0)
+    found = explain(
+        model, torch.ones(4, 2), lambda x: likelihood_of_a_mixture(model, x)
+    )
+    best = found.remedies[0]
+    assert (found.cause, best.is_finite) == ("underflow", True)
+    assert "weight.log()" in best.code and ".logsumexp(-1)" in best.code
+    assert best.loss == pytest.approx(38**2 + math.log(6), rel=1e-3)
+
+
+def entropy(model, x):
+    p = F.softmax(model(x), dim=-1)
+    return (p * torch.log(p)).sum(-1).mean()
+
+
+def test_a_remedy_calls_nothing_twice():
+    model = model_of(400.0)
+    with torch.no_grad():
+        model.weight[1:] = 0
+    num_called = []
+    model.register_forward_hook(lambda *_: num_called.append(1))
+    found = explain(model, torch.ones(4, 2), lambda x: entropy(model, x))
+    best = found.remedies[0]
+    assert best.is_finite and "log_softmax" in best.code
+    assert best.code.count("model(x)") == 1
+    assert len(num_called) == found.replays
 
 
 # What float64 does not help.
@@ -193,6 +231,36 @@ OUTSIDE = {
     "one for all": (lambda x: x / (x + 1)[:, :1], "the divisor is 0 at [0, 0]"),
     "a number": (lambda x: x / 0.0, "the divisor is the number 0"),
 }
+
+
+OUTSIDE |= {
+    "scores": (
+        lambda x: x.masked_fill(x < 9, -torch.inf).logsumexp(1, keepdim=True),
+        "all 3 scores at [0, :] are -inf",
+    ),
+    "scores, the first dimension": (
+        lambda x: x.masked_fill(x < 9, -torch.inf).logsumexp(0),
+        "all 4 scores at [:, 0] are -inf",
+    ),
+    "a transcript": (
+        lambda x: transcript(x, [9, 4], [2, 4]),
+        "sample 1 has 4 frames for 4 labels, 3 of them the same as the one before",
+    ),
+    "a longer transcript": (
+        lambda x: transcript(x, [9, 3], [2, 4]),
+        "sample 1 has 3 frames for 4 labels",
+    ),
+    "a direction": (
+        lambda x: torch._weight_norm(x * torch.tensor([1.0, 0, 1]), x[:1], 1),
+        "all of its input at [:, 1] is 0, whose norm it divides by",
+    ),
+}
+
+
+def transcript(x, frames, lengths):
+    logs = x.mean() + torch.zeros(9, 2, 3).log_softmax(-1)
+    labels = torch.ones(2, 4, dtype=torch.long)
+    return F.ctc_loss(logs, labels, torch.tensor(frames), torch.tensor(lengths))
 
 
 @pytest.mark.parametrize("case", OUTSIDE)

@@ -84,6 +84,31 @@ class Uses(nn.Module):
         return self.function(self.layer(x))
 
 
+def guarded_log(y):
+    return torch.where(y > 0, torch.log(y), y - 1)
+
+
+def test_gradients_that_reach_no_parameter():
+    torch.manual_seed(0)
+    last = nn.Linear(4, 1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Fn(guarded_log), last)
+    found = explained(model, lambda: model(x()).mean())
+    assert (found.phase, found.cause) == ("backward", "singular gradient")
+    assert (found.op.name, found.module) == ("aten.log", "2")
+    assert any("all parameters are finite all the same" in e for e in found.notes)
+    (best,) = [each for each in found.remedies if each.is_finite]
+    assert "y.clamp(min=1e-8)" in best.code
+
+
+class Fn(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, y):
+        return self.function(y)
+
+
 def test_a_custom_function_is_no_hook():
     model = nn.Sequential(nn.Linear(4, 4), Uses(Flipped.apply))
     found = explained(model, lambda: model(x()).mean())

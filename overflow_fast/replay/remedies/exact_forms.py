@@ -36,30 +36,37 @@ def exact_forms(source: SourceFile, node: ast.AST) -> Forms:
             break
         found = _closed_form(source, each, node)
         if found is not None:
-            yield found[0], [Edit(each, found[1])]
+            text, code, edits = found
+            yield text, [*edits, Edit(each, code)]
             return
     yield from _less_its_maximum(source, node)
 
 
 def _closed_form(
     source: SourceFile, whole: ast.AST, node: ast.AST
-) -> tuple[str, str] | None:
-    """An equal form of an expression: in words, and as code; None if none is known."""
+) -> tuple[str, str, list[Edit]] | None:
+    """An equal form of an expression: in words, as code, and what else changes.
+
+    None if none is known.
+    """
     written = Written(source, whole)
     if written.is_in_place or not written.nodes:
         return None
     if written.name in ("log", "log1p"):
-        inner = _Inner(source, written.nodes[0])
         for form in _OF_LOG if written.name == "log" else _OF_LOG1P:
+            inner = _Inner(source, written.nodes[0])
             found = form(source, inner)
             if found is not None:
-                return found
+                return *found, inner.edits
     if written.name in ("atanh", "arctanh"):
-        of = _Inner(source, written.nodes[0]).argument_of("tanh")
-        return ("use the argument of tanh itself", f"({of})") if of else None
+        inner = _Inner(source, written.nodes[0])
+        of = inner.argument_of("tanh")
+        return (
+            ("use the argument of tanh itself", f"({of})", inner.edits) if of else None
+        )
     if written.name in _DIVISIONS and len(written.nodes) == 2:
-        found = _of_quotient(source, written, node)
-        return found or _of_norm(source, written)
+        found = _of_quotient(source, written, node) or _of_norm(source, written)
+        return None if found is None else (*found, [])
     return None
 
 
@@ -69,18 +76,44 @@ class _Inner:
     Args:
         source: The file.
         node: The argument.
+        outer: The expression that it is of, or None.
+
+    Attributes:
+        node: The argument, or the expression that gave it its value.
+        written: The same, as it is written.
+        edits: They give a name to what another line calls: it is not called twice.
     """
 
-    def __init__(self, source: SourceFile, node: ast.AST) -> None:
+    def __init__(
+        self, source: SourceFile, node: ast.AST, outer: _Inner | None = None
+    ) -> None:
         self._source = source
         self.node = _defined(source, node)
         self.written = Written(source, self.node)
+        self._given = node
+        self._comes_elsewhere = outer is not None and outer._is_elsewhere
+        self._is_elsewhere: bool = self._comes_elsewhere or self.node is not node
+        self.edits: list[Edit] = [] if outer is None else outer.edits
 
     def argument_of(self, name: str) -> str:
         """The argument of a function that this is a call of, or ""."""
         is_it = self.written.name == name and bool(self.written.nodes)
-        of = self._source.text_of(self.written.nodes[0]) if is_it else ""
-        return "" if of == "self" else of  # that is a module
+        if not is_it or self._source.text_of(self.written.nodes[0]) == "self":
+            return ""  # that is a module
+        return self._text_of(self.written.nodes[0], self._is_elsewhere)
+
+    @property
+    def text(self) -> str:
+        """Its code, as it was given."""
+        return self._text_of(self._given, self._comes_elsewhere)
+
+    def _text_of(self, node: ast.AST, is_elsewhere: bool) -> str:
+        text = self._source.text_of(node)
+        if not is_elsewhere or not any(map(_is_call, ast.walk(node))):
+            return text
+        name = f"{_OF_VALUE}_{len(self.edits) + 1}" if self.edits else _OF_VALUE
+        self.edits.append(Edit(node, f"({name} := {text})"))
+        return name
 
     def operands_of(self, name: str) -> tuple[ast.AST, ast.AST] | None:
         """The two operands of an operator that this is, or None."""
@@ -88,6 +121,12 @@ class _Inner:
             return None
         left, right = self.written.nodes
         return left, right
+
+
+def _is_call(node: ast.AST) -> bool:
+    """True for a call, but of a function of Python's own `math`."""
+    of = getattr(getattr(node, "func", None), "value", None)
+    return isinstance(node, ast.Call) and getattr(of, "id", "") != "math"
 
 
 def _defined(source: SourceFile, node: ast.AST) -> ast.AST:
@@ -179,14 +218,14 @@ def _log_of_sigmoid(source: SourceFile, inner: _Inner) -> tuple[str, str] | None
     of, function = inner.argument_of("sigmoid"), _function(source, "logsigmoid")
     pair = inner.operands_of("sub")
     if pair is not None and _is_number(pair[0], 1):
-        of = _Inner(source, pair[1]).argument_of("sigmoid")
+        of = _Inner(source, pair[1], inner).argument_of("sigmoid")
         of = f"-{atom(of)}" if of else ""
     return ("use logsigmoid", f"{function}({of})") if of and function else None
 
 
 def _log_of_sum(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
     total = _sum_of(source, inner.node)
-    of = "" if total is None else _Inner(source, total.of).argument_of("exp")
+    of = "" if total is None else _logarithm(source, _Inner(source, total.of, inner))
     if total is None or not of:
         return None
     if not total.dim:
@@ -195,13 +234,43 @@ def _log_of_sum(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
     return "use logsumexp", f"{atom(of)}.logsumexp({total.dim}{keeps})"
 
 
+def _logarithm(source: SourceFile, inner: _Inner) -> str:
+    """The logarithm of an exp, or of a product with one, such as a density; or ""."""
+    of = inner.argument_of("exp")
+    if of:
+        return of
+    for name, sign in (("mul", "+"), ("div", "-")):
+        pair = inner.operands_of(name)
+        factors = [_Inner(source, each, inner) for each in pair or ()]
+        if not any(_has_exp(source, each) for each in factors):
+            continue
+        logs = [_logarithm(source, each) or _log_of_factor(each) for each in factors]
+        return f"{atom(logs[0])} {sign} {atom(logs[1])}" if all(logs) else ""
+    return ""
+
+
+def _has_exp(source: SourceFile, inner: _Inner) -> bool:
+    if inner.written.name == "exp":
+        return True
+    pair = inner.operands_of("mul") or inner.operands_of("div") or ()
+    return any(_has_exp(source, _Inner(source, each)) for each in pair)
+
+
+def _log_of_factor(inner: _Inner) -> str:
+    """The logarithm of a tensor, or "" for what may be a number."""
+    names = {n.id for n in ast.walk(inner.node) if isinstance(n, ast.Name)}
+    return f"{atom(inner.text)}.log()" if names - {"math"} else ""
+
+
 def _log_of_one_and_exp(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
     for name in ("add", "sub"):
         pair = inner.operands_of(name)
         for side in (0, 1) if pair is not None else ():
             assert pair is not None
-            of = _Inner(source, pair[1 - side]).argument_of("exp")
-            if not of or not _is_number(pair[side], 1):
+            if not _is_number(pair[side], 1):
+                continue
+            of = _Inner(source, pair[1 - side], inner).argument_of("exp")
+            if not of:
                 continue
             if name == "add":
                 return _softplus(source, of)
@@ -240,7 +309,7 @@ def _log_of_tanh(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
     is_two = len(power.nodes) == 2 and _is_number(power.nodes[1], 2)
     if power.name != "square" and not (power.name == "pow" and is_two):
         return None
-    of = _Inner(source, power.nodes[0]).argument_of("tanh")
+    of = _Inner(source, power.nodes[0], inner).argument_of("tanh")
     if not of:
         return None
     first, again = _twice(of)
