@@ -79,7 +79,7 @@ def attempt(device_type: str, function: Callable[[], object]) -> object:
     except Exception as error:
         unregister(device_type)
         _log.warning(
-            "The overflow flag of %s is not asked any more: %s: %s.",
+            "The overflow flag of %s is no longer read: %s: %s.",
             device_type,
             type(error).__name__,
             error,

@@ -32,7 +32,8 @@ detector means in practice is in [arguments](arguments.md).
 """
 _INTEGRATIONS = (
     *("trainer.GuardCallback", "lightning.GuardCallback", "accelerate.guard_with"),
-    *("transformers.install", "tensorboard.TensorBoardMetrics"),
+    *("deepspeed.guard_with", "transformers.install", "torch_npu.install"),
+    *("tensorboard.TensorBoardMetrics",),
     *("prometheus.PrometheusMetrics", "wandb.WandbMetrics", "mlflow.MlflowMetrics"),
 )
 _FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)

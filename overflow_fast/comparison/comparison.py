@@ -8,7 +8,7 @@ import io
 import math
 import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -402,10 +402,29 @@ def _text_of(plain: Mapping[str, Any]) -> str:
         rows=rows[:_MOST_ROWS],
         num_more=sum(counts.values()) - counts[EQUAL] - len(rows[:_MOST_ROWS]),
         num_equal=counts[EQUAL],
+        empty={head for head, holds in _OPTIONAL.items() if not any(map(holds, rows))},
         generator=Markup(GENERATOR),
         style=Markup(page_style()),
     )
     return text
+
+
+def _is_number(name: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda row: _short_number(row.get(name)) != ""
+
+
+# Columns that are left out where no row has anything in them.
+_OPTIONAL: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    "reference": lambda row: bool(row.get("reference_name") != row["name"]),
+    "propagated": lambda row: bool(row.get("propagated")),
+    "amplified": _is_number("amplification"),
+    "max abs": _is_number("max_abs"),
+    "ULP median": _is_number("ulp_median"),
+    "ULP 99 %": _is_number("ulp_p99"),
+    "nan": lambda row: bool(row.get("num_nan") or row.get("reference_num_nan")),
+    "inf": lambda row: bool(row.get("num_inf") or row.get("reference_num_inf")),
+    "remarks": lambda row: any((row["why"], row["highlight"], *row["notes"])),
+}
 
 
 def _short_number(value: Any, form: str = ".3g") -> str:

@@ -279,8 +279,8 @@ class Agreement:
             if len(groups) != 1:
                 raise RuntimeError(
                     "joinable needs a guard whose ranks decide together in one process "
-                    f"group, got {len(groups)}: initialize torch.distributed, and give "
-                    "process_group="
+                    f"group, got {len(groups)}: initialize torch.distributed, and pass "
+                    "process_group= to the guard"
                 )
             self._participants.joinable = GuardJoinable(
                 groups[0],

@@ -458,11 +458,7 @@ class Evidence(Options):
     )
 
 
-_WRITING_RANKS = option(
-    'The ranks that write: "all", a file each; "node", the first of each host '
-    '(`LOCAL_RANK` 0); or "rank0".',
-    one_of("all", "node", "rank0"),
-)
+_SOME_RANKS = one_of("all", "node", "rank0")
 
 
 @dataclass(frozen=True)
@@ -488,7 +484,12 @@ class Log(Options):
         ),
     )
     ranks: Literal["all", "node", "rank0"] = field(
-        default="all", metadata=_WRITING_RANKS
+        default="all",
+        metadata=option(
+            'The ranks that write: "all", a file each; "node", the first of each host '
+            '(`LOCAL_RANK` 0); or "rank0".',
+            _SOME_RANKS,
+        ),
     )
 
 
@@ -524,7 +525,12 @@ class Record(Options):
         ),
     )
     ranks: Literal["all", "node", "rank0"] = field(
-        default="all", metadata=_WRITING_RANKS
+        default="all",
+        metadata=option(
+            'The ranks that write: "all", a file each; "node", the first of each host '
+            '(`LOCAL_RANK` 0); or "rank0".',
+            _SOME_RANKS,
+        ),
     )
 
 

@@ -42,7 +42,7 @@ def install(module: Any = None) -> bool:
         import torch_npu as module  # type: ignore[import-not-found,no-redef]
     functions = _functions_of(module)
     if functions is None:
-        _log.info("torch_npu has no functions for an overflow flag: none is asked.")
+        _log.info("torch_npu has no functions for an overflow flag: none is read.")
         return False
     if _has_inf_and_nan(module):
         _log.info("The NPU is in inf and nan mode: it has no overflow flag.")

@@ -11,7 +11,7 @@ async function inflated(name) {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
-// Sums up the differences that packing.py has made; see payloads() there.
+// Sums up the differences that grid.py has made; see payloads() there.
 function summed(bytes, columns, Kind) {
   if (!bytes) return null;
   const wide = Kind === Int16Array, size = bytes.length / (wide ? 2 : 1);

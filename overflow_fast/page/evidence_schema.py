@@ -55,6 +55,7 @@ class SavedRemedy(Struct):
     tried: bool = True
     why: str = ""
     is_finite: bool = False
+    outcome: str = ""
     loss: Number | None = None
     file: str = ""
     line: Count = 0

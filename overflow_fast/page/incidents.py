@@ -431,12 +431,12 @@ def _reported(incident: Incident) -> list[tuple[str, str]]:
     first, found = incident.first, list[tuple[str, str]]()
     if first.get("class_name"):
         found.append((first["fqn"], f"seen here first: {first['label']}"))
-    if verdict.get("source") == "module" and verdict.get("maker"):
-        maker = "" if verdict["maker"] == "the model" else verdict["maker"]
-        found.append((maker, "introduced here, by the frames"))
     module = incident.explanation.get("module")
     if module:
-        found.append((module, "introduced here, by the replay"))
+        found.append((module, "introduced here (found by replay)"))
+    elif verdict.get("source") == "module" and verdict.get("maker"):
+        maker = "" if verdict["maker"] == "the model" else verdict["maker"]
+        found.append((maker, "introduced here (by the inputs and outputs of modules)"))
     return found
 
 

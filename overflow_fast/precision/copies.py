@@ -119,7 +119,7 @@ def check_model(model: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
                 "model must not be scripted: modules inside of "
-                f"{name or 'it'} cannot be looked at; give what was scripted"
+                f"{name or 'it'} cannot be hooked; pass the module that was scripted"
             )
     if is_sharded(model):
         raise ValueError(

@@ -480,7 +480,7 @@ class FlightRecorder:
             if not self._has_warned:
                 self._has_warned = True
                 _log.warning(
-                    "Steps of the flight record %s are lost: %s. Said once.",
+                    "Steps of the flight record %s are lost: %s. This is logged once.",
                     self._path,
                     error,
                 )

@@ -26,6 +26,7 @@ class TensorSummary:
         abs_max: The largest one.
         num_nan: How many of its elements are nan.
         num_inf: How many are inf or -inf.
+        signs: Those of the infs: "+", "-", "+-", or "" if there are none.
         name: The argument of the operation that it was, or "".
     """
 
@@ -36,6 +37,7 @@ class TensorSummary:
     num_nan: int
     num_inf: int
     name: str = ""
+    signs: str = ""
 
     @property
     def numel(self) -> int:
@@ -194,18 +196,24 @@ class Remedy:
 
     def __str__(self) -> str:
         """The remedy, where it belongs and what came of it, in one line."""
-        loss = "" if self.loss is None else f", loss {self.loss:.4g}"
-        outcome = f"finite{loss}" if self.is_finite else "not finite"
-        outcome = outcome if self.tried else "not tried"
-        if self.moved is not None:
-            outcome += f"; {self._moved_text()}"
-        if self.hides:
-            outcome += f"; but {self.hides}"
         if self.parts:
             codes = "; ".join(f"{part._prefix}{part.code}" for part in self.parts)
-            return f"{self.text}: {codes} - {outcome}"
+            return f"{self.text}: {codes} - {self.outcome}"
         code = f": {self.code}" if self.code else ""
-        return f"{self._prefix}{self.text}{code} - {outcome}"
+        return f"{self._prefix}{self.text}{code} - {self.outcome}"
+
+    @property
+    def outcome(self) -> str:
+        """The result of the trial, and what it costs the other samples."""
+        if not self.tried:
+            return "not tried"
+        loss = "" if self.loss is None else f", loss {self.loss:.4g}"
+        clauses = [f"finite{loss}" if self.is_finite else "not finite"]
+        if self.moved is not None:
+            clauses.append(self._moved_text())
+        if self.hides:
+            clauses.append(f"but {self.hides}")
+        return "; ".join(clauses)
 
     @property
     def place(self) -> str:
@@ -325,6 +333,9 @@ class Explanation:
         sample = self.sample
         return {
             **{k: v for k, v in asdict(whole).items() if k != "artifacts"},
+            "remedies": [
+                {**asdict(each), "outcome": each.outcome} for each in self.remedies
+            ],
             "sample": None if sample is None else int(sample),
             "dataset_index": None if sample is None else sample.dataset,
             "sample_outlier": "" if sample is None else sample.outlier,
@@ -402,9 +413,10 @@ class Explanation:
             return ": " + " ".join(names) if names else ""
         code = self.op.code
         code = code if len(code) <= _MAX_CODE else f"{code[: _MAX_CODE - 4]} ..."
-        where = f" in {self.module}" if self.module else ""
-        places = [self.op.place, f"{self.op.name}{where}"]
-        return f": {code}{'   ' * bool(code)}({', '.join(filter(None, places))})"
+        module = f" in {self.module}" if self.module else ""
+        places = [self.op.place, f"{self.op.name}{module}"]
+        where = f"({', '.join(filter(None, places))})"
+        return f": {code}   {where}" if code else f" {where}"
 
     def _sample_text(self) -> str:
         assert self.sample is not None
@@ -558,7 +570,7 @@ NOT_CALLED = (
     "The replayed backward is finite. Hooks of `register_post_accumulate_grad_hook` "
     "were not called in it, and may have made the gradients non-finite."
 )
-MASKED = "An output holds -inf, and nothing worse: a mask may be meant by it."
+MASKED = "An output holds -inf alone: it may be an intended mask."
 NO_LOSS = (
     "The forward is finite. Backward was not run: neither `loss` nor the model "
     "returned a number that requires a gradient."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+from ..text import nonfinite_text
 from .call_growth import CallGrowth, growth_of
 from .capture import KeptCall
 from .explanation import Explanation, Op, TensorSummary
@@ -26,8 +27,8 @@ _NOT_CLIPPED = (
 _LOOKUPS = ("aten.embedding", "aten._embedding_bag", "aten.index", "aten.gather")
 _IN_HOOK = "it ran in a hook that backward called"
 _UNWRITTEN = (
-    "it reads memory of {} that nothing has written to: its values are those of "
-    "whoever had the memory before"
+    "it reads memory of {} that nothing has written to: its values are left over from "
+    "an earlier use of that memory"
 )
 
 
@@ -193,8 +194,7 @@ def _number(value: float) -> str:
 
 
 def _bad_text(each: TensorSummary) -> str:
-    kinds = [f"{n} {k}" for n, k in ((each.num_nan, "nan"), (each.num_inf, "inf")) if n]
-    return f"{' and '.join(kinds)} of {each.numel} values"
+    return nonfinite_text(each.num_nan, each.num_inf, each.signs, each.numel)
 
 
 def _range_text(each: TensorSummary) -> str:

@@ -141,7 +141,15 @@ def summary_of(tensor: torch.Tensor, name: str = "") -> TensorSummary:
     least = float(finite.min()) if finite.numel() else None
     most = float(finite.max()) if finite.numel() else None
     num_nan, num_inf = int(values.isnan().sum()), int(values.isinf().sum())
-    return TensorSummary(dtype, shape, least, most, num_nan, num_inf, name)
+    signs = inf_signs(values)
+    return TensorSummary(dtype, shape, least, most, num_nan, num_inf, name, signs)
+
+
+def inf_signs(values: torch.Tensor) -> str:
+    """The signs of the infs: "+", "-", "+-", or "". Incurs a CPU-GPU sync."""
+    values = torch.view_as_real(values) if values.is_complex() else values
+    infs = {"+": values.isposinf(), "-": values.isneginf()}
+    return "".join(sign for sign, are in infs.items() if are.any())
 
 
 def first_bad(tensor: torch.Tensor, nan_alone: bool = False) -> tuple[int, ...] | None:

@@ -13,7 +13,7 @@ from torch import nn
 from ..core.modules import parameters_of, reduces
 from ..core.ops import scan
 from ..core.tensors import place_of
-from ..text import counted
+from ..text import counted, nonfinite_text
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replay_internals import active_modes
 from . import explanation as notes
@@ -27,7 +27,7 @@ from .rank_coordinator import OnRank, text_of
 from .replay_check import ReplayCheck
 from .replayer import Replayer, ReplayResult
 from .root_op import gradient_of_payload
-from .tensor_kinds import as_wide, bad_names
+from .tensor_kinds import as_wide, bad_names, inf_signs
 
 # Explains values that were bad before the replay: data, weights and what was kept.
 
@@ -137,11 +137,11 @@ def _counts(tensor: torch.Tensor | None, names_rows: bool) -> str:
     if values is None:
         return "non-finite values"
     num_nan, num_inf = int(values.isnan().sum()), int(values.isinf().sum())
-    parts = [f"{n} {k}" for n, k in ((num_nan, "nan"), (num_inf, "inf")) if n]
+    what = nonfinite_text(num_nan, num_inf, inf_signs(values), values.numel())
     rows = _bad_rows(values) if names_rows else []
     names = ", ".join(map(str, rows))
     at = f" (all in row{'s' * (len(rows) > 1)} {names})" if rows else ""
-    return f"{' and '.join(parts)} of {values.numel()} values{at}"
+    return f"{what}{at}"
 
 
 _FEW_ROWS = 4

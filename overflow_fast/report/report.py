@@ -10,7 +10,7 @@ from typing import Any
 
 from ..files.json_text import SCHEMA, dumps, to_plain
 from ..replay.explanation import Explanation
-from ..text import as_lines, text_html
+from ..text import as_lines, nonfinite_text, text_html
 from ..verdict.remedy import Float32Region
 from ..verdict.verdict import (
     BadEntry,
@@ -112,13 +112,7 @@ def place_of(entry: BadEntry) -> str:
 
 def what_of(entry: BadEntry) -> str:
     """Writes how many bad values an entry holds, and which entry it is."""
-    infs = {"-": "-inf", "+-": "infinite values"}.get(entry.signs, "inf")
-    kinds = [
-        f"{count} {name}"
-        for count, name in ((entry.num_nan, "nan"), (entry.num_inf, infs))
-        if count
-    ]
-    holds = f"holds {' and '.join(kinds)}"
+    holds = f"holds {nonfinite_text(entry.num_nan, entry.num_inf, entry.signs)}"
     if entry.class_name:
         return f"{entry.path.of_module('`')} ({entry.class_name}) {holds}"
     return f"the {entry.kind.replace('_', ' ')} `{entry.label}` {holds}"
@@ -191,10 +185,14 @@ def headroom_sentences(headroom: EntryHeadroom | None) -> list[str]:
     """Writes how large the first bad entry was when it was last finite."""
     if headroom is None or headroom.abs_max == 0:
         return []
+    could = (
+        f", which could grow {headroom.growth} before it overflows "
+        f"{headroom.dtype} ({headroom.limit:.5g})"
+    )
+    near = could if headroom.bits <= _FEW_BITS else ""
     return [
-        f"When it was last finite, its largest magnitude was {headroom.abs_max:.3g}, "
-        f"which could grow {headroom.growth} before it overflows "
-        f"{headroom.dtype} ({headroom.limit:.5g})."
+        "When it was last finite, its largest magnitude was "
+        f"{headroom.abs_max:.3g}{near}."
     ]
 
 
@@ -229,6 +227,8 @@ def _sentence(first: BadEntry, verdict: Verdict) -> str:
     if verdict.origin == "given" and verdict.source == "unclear":
         return f"It was non-finite when the model received it: it came from {maker}."
     if verdict.source == "weight" and len(verdict.candidates) > 1:
+        if not first.class_name:  # it is the weight itself
+            return f"{maker[0].upper()}{maker[1:]}."
         return f"It was already non-finite when {place_of(first)} read it: {maker}."
     if verdict.origin == "given":
         return f"It was non-finite before the step: it came from {maker}."
@@ -490,8 +490,10 @@ class Report:
             return _OF_LOSS  # fewer candidates than the hooks have
         if not self._is_told:
             return who_made_it(first, self.verdict)
+        if found is not None and found.phase == "optimizer":
+            return ""  # its step was made again: what it may come from was tried
         is_given = self.verdict.origin == "given" and not self._is_written_in_step
-        if is_given and not self._is_bad_before:
+        if is_given and not self._is_settled:
             return who_made_it(first, self.verdict)
         # The masks are those of the first bad call: not of another maker.
         but = _exceptions(self.verdict) if self.verdict.origin == "made" else ""
@@ -510,11 +512,14 @@ class Report:
         return self.explanation is not None and self.explanation.names_maker
 
     @property
-    def _is_bad_before(self) -> bool:
-        """True if a replay settles what hooks leave open: a weight was bad before."""
+    def _is_settled(self) -> bool:
+        """True if a replay settles what hooks leave open: who made a bad input.
+
+        Bad data may still be the batch's, or computed by the loop.
+        """
         is_open = len(self.verdict.candidates) > 1
         found = self.explanation
-        return is_open and found is not None and found.cause == "bad weights"
+        return is_open and found is not None and found.cause != "bad data"
 
     @property
     def _is_written_in_step(self) -> bool:

@@ -169,7 +169,7 @@ def replicate_sharing(module: nn.Module) -> tuple[Any, Any] | None:
 
 @internal(
     "torch.distributed.distributed_c10d._get_default_store",
-    "what ranks tell one another in a replay waits for no collective of a model",
+    "messages between ranks in a replay wait for no collective of a model",
     "Steps on several ranks are not replayed",
 )
 def default_store() -> Any:

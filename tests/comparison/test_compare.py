@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 
 import pytest
 import torch
@@ -260,6 +261,10 @@ def test_it_is_written_in_all_formats(compared, tmp_path):
     page = diff.to_html(tmp_path / "diff.html").read_text()
     assert page.count("blocks.1.norm (LayerNorm) computes differently") == 1
     assert "http" not in page.lower() and page.count("<tr") > 20
+    heads = re.findall('<th scope="col">([^<]*)', page)
+    assert "max abs" in heads and not {"nan", "inf", "reference"} & set(heads)
+    first_row = page[page.index("<tbody>") : page.index("</tr>", page.index("<tbody>"))]
+    assert first_row.count("<td>") == len(heads)
     frame = pytest.importorskip("pandas") and diff.to_dataframe()
     assert len(frame) == len(diff.rows) and "introduced" in set(frame.verdict)
 

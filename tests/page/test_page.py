@@ -336,7 +336,15 @@ def test_the_way_names_what_was_bad_and_counts_what_was_not():
     assert list(h.children) == ["1"] and (h.num_finite, h.num_unseen) == (2, 0)
     assert h.children["1"].num_unseen == 1
     marks = h.children["1"].children["b"].marks
-    assert marks == ["introduced here, by the frames", "non-finite: output"]
+    assert marks == [
+        "introduced here (by the inputs and outputs of modules)",
+        "non-finite: output",
+    ]
+    explained = Incident(0, report, {"module": "h.1"})
+    path = failure_path(explained, sheet, sheet.grid(9))
+    h = path.tree.children["h"].children["1"]
+    assert h.marks == ["introduced here (found by replay)"]
+    assert h.children["b"].marks == ["non-finite: output"]  # one voice
 
 
 # The guard's page.

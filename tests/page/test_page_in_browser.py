@@ -89,6 +89,21 @@ def test_the_cure_is_in_the_first_screen_of_a_phone_to_be_copied(opened, scheme)
     assert not page.tab.locator("button.copy").is_visible()
 
 
+def test_a_printed_page_is_no_wider_than_the_paper(opened):
+    code = "overflow_fast.keep_in_fp32(model, ['encoder.layers.0.ffn.down'], until=[])"
+    cure = {"text": "run it in float32", "code": code, "tried": True, "file": "/m.py"}
+    cure |= {"is_finite": True, "line": 5, "loss": 0.5}
+    cure |= {"outcome": "finite, loss 0.5; the other samples stay as they are"}
+    incident = Incident(3, {}, {"cause": "undefined", "remedies": [cure, cure]})
+    page = opened([record_of(*blocks(100))], [incident])
+    page.tab.set_viewport_size({"width": 720, "height": 1000})
+    page.tab.emulate_media(media="print")
+    page.wait()
+    assert page.tab.evaluate("document.documentElement.scrollWidth") <= 720
+    # What a change costs stands beside the code to copy, and in the table.
+    assert page.tab.get_by_text("the other samples stay as they are").count() == 3
+
+
 def test_a_click_and_the_keyboard_unfold_a_block(opened):
     page = opened([record_of(*blocks())])
     page.click_name(1)

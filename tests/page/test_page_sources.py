@@ -103,7 +103,7 @@ def test_the_histogram_counts_by_exponent(tmp_path):
     rows = [[r["from"], r["values"]] for r in found.table("Finite values")]
     assert rows[0] == ["2^-23 (subnormal)", "1"] and rows[-1] == ["2^2", "1"]
     assert ["2^0", "3"] in rows and ["2^-3", "0"] in rows
-    assert "0 nan, 1 inf, 2 zeros. First at [1, 0]." in found.text
+    assert "0 nan, 1 infinite, 2 zeros. First at [1, 0]." in found.text
     assert "2^-14 to below 2^16" in page.read_text()
     assert "<h3><code>output</code>, float16, 2 x 4</h3>" in page.read_text()
 

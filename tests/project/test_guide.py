@@ -58,7 +58,7 @@ def test_cuda_graph(code):
         detector.check()
 
 
-@runs("why-it-happened")
+@runs("a-loss-outside-of-the-model")
 def test_run(code):
     model, x, y = nn.Linear(2, 1), torch.ones(3, 2), torch.zeros(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -546,7 +546,7 @@ class _Known:
             _join(function, None, _SWITCH.format(k))
         tagged = _nested(_compiled(tree, file, in_parts))
         if len(tagged) != len(self.codes):
-            raise NotEditableError("the functions of the file cannot be told apart")
+            raise NotEditableError("the functions of the file cannot be distinguished")
         tags = {_SWITCH.format(k): k for k in range(len(tagged))}
         self._function_at = {
             place: tags[each]
