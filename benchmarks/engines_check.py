@@ -16,9 +16,23 @@ from facts import commit, write_json, write_whole
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "support"))
-from engine_runs import DEEPSPEED, Case, megatron, problems, run, with_bare  # noqa: E402
+from engine_runs import (  # noqa: E402
+    DEEPSPEED,
+    TRAINERS,
+    Case,
+    megatron,
+    problems,
+    run,
+    with_bare,
+)
 
-PACKAGES = {"deepspeed": "deepspeed", "megatron": "megatron-core"}
+PACKAGES = {
+    "deepspeed": "deepspeed",
+    "trainers": "deepspeed",
+    "megatron": "megatron-core",
+}
+# Shown with the versions, where one is installed.
+BESIDE = {"trainers": ["transformers", "accelerate"]}
 FAULTS = ["none", "search", "input", "overflow", "backward", "persistent"]
 COLUMNS = ["engine", "layout", "dtype", "ranks", *FAULTS]
 NOTES = """\
@@ -37,14 +51,16 @@ run which leaves the step out. Policies are "skip" and "raise", watched are all 
 and `watch="tripwire"`.
 
 Not run: GPUs, NCCL, more than 4 ranks, offloading, DeepSpeed's pipelines, expert
-parallelism. In stage 0 DeepSpeed 0.19.8 does not scale the loss of fp16, so there is no
-search; "1 fp32 sums" is its BF16_Optimizer.
+parallelism. "trainers" is DeepSpeed under transformers' Trainer and Accelerate. In
+stage 0 DeepSpeed 0.19.8 does not scale the loss of fp16, so there is no search; "1 fp32
+sums" is its BF16_Optimizer.
 """
 
 
 def cases_of(engine: str, world: int) -> list[Case]:
     """The guarded runs on some ranks; on four, those of one policy."""
-    cases = DEEPSPEED if engine == "deepspeed" else megatron(world)
+    known = {"deepspeed": DEEPSPEED, "trainers": TRAINERS}
+    cases = known[engine] if engine in known else megatron(world)
     if world < 4:
         return cases
     return [c for c in cases if c.watch == "all" and c.policy == "skip"]
@@ -85,7 +101,10 @@ def main() -> int:
         except importlib.metadata.PackageNotFoundError:
             versions.append(f"{PACKAGES[engine]} not installed: not run")
             continue
-        versions.append(f"{PACKAGES[engine]} {version}")
+        said = [f"{PACKAGES[engine]} {version}"]
+        beside = BESIDE.get(engine, [])
+        said += [f"{each} {importlib.metadata.version(each)}" for each in beside]
+        versions += [each for each in said if each not in versions]
         engines.append(engine)
     for world in arguments.ranks:
         for engine in engines:

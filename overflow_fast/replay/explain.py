@@ -110,7 +110,8 @@ def investigate(
         found.notes.append(str(error))
     except Exception as error:
         found.notes.append(f"The explanation ended early: {text_of(error)}.")
-    _add_loss_line(found, models)
+    if found is not ranks.result:  # it has the line of the rank that led
+        _add_loss_line(found, models)
     own = found.artifacts
     if artifact_bytes and calls:
         own += _saved(models, calls, start, artifact_bytes, found)

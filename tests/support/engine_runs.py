@@ -14,6 +14,7 @@ import logging
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ class Case:
     """A run.
 
     Attributes:
-        layout: A stage of ZeRO, or how Megatron shares the model.
+        layout: A stage of ZeRO, behind the trainer's name where one uses DeepSpeed, or
+            how Megatron shares the model.
         dtype: bf16, fp16 or fp32.
         fault: In step BAD of the last rank: an input, an overflow within a layer, a nan
             in backward alone. "none" plants nothing; "search" has a loss scale that is
@@ -76,6 +78,21 @@ class Training:
     step: Callable[[int, str], list[float]]
     state: Callable[[], list[Any]]
     facts: Callable[[], dict[str, Any]]
+
+    def train(
+        self, case: Case, losses: list[float], after_step: Callable[[], None]
+    ) -> None:
+        """Makes the steps of a case on this rank, and notes their losses."""
+        for number in range(STEPS):
+            if number != BAD or case.fault != "left out":
+                losses += self.step(number, fault_of(case, number, dist.get_rank()))
+            after_step()
+
+
+def fault_of(case: Case, number: int, rank: int) -> str:
+    """The fault in a step of a rank, or ""."""
+    is_bad = number == BAD or (number > BAD and case.fault == "persistent")
+    return case.fault if is_bad and rank == dist.get_world_size() - 1 else ""
 
 
 class Broken(torch.autograd.Function):
@@ -136,9 +153,11 @@ def cases_of(layout: str, dtype: str, *, searches: bool = True) -> list[Case]:
     return cases
 
 
-# ZeRO's stages; "fp32 sums" is BF16_Optimizer. In stage 0 DeepSpeed 0.19.8 does not
-# scale the loss, so nothing makes its scale search.
+# ZeRO's stages; in fp32 stage 0 steps torch's optimizer. "fp32 sums" is BF16_Optimizer.
+# In stage 0 DeepSpeed 0.19.8 does not scale the loss of fp16, so nothing makes its
+# scale search.
 DEEPSPEED = [
+    *cases_of("0", "fp32"),
     *(case for stage in "0123" for case in cases_of(stage, "bf16")),
     *cases_of("1 fp32 sums", "bf16"),
     *(
@@ -146,6 +165,15 @@ DEEPSPEED = [
         for stage in "0123"
         for case in cases_of(stage, "fp16", searches=stage != "0")
     ),
+]
+
+
+# Trainers that use DeepSpeed.
+TRAINERS = [
+    case
+    for trainer in ("Trainer", "Accelerate")
+    for stage, dtype in (("0", "fp32"), ("1", "bf16"), ("3", "bf16"), ("2", "fp16"))
+    for case in cases_of(f"{trainer} {stage}", dtype)
 ]
 
 
@@ -173,10 +201,14 @@ def play_all(make: Callable[[Case], Training]) -> None:
     """
     folder = Path(sys.argv[1])
     for number, values in json.loads((folder / "cases.json").read_text()):
-        faulthandler.dump_traceback_later(90, exit=True)
+        faulthandler.dump_traceback_later(300, exit=True)
         case, rank = Case(**values), dist.get_rank()
         torch.manual_seed(0)
-        found = play(case, make(case), rank == dist.get_world_size() - 1)
+        try:
+            found = play(case, make(case))
+        except Exception:
+            (folder / "error").write_text(traceback.format_exc())
+            raise
         part = folder / f"part.{rank}"
         part.write_text(json.dumps(found))
         part.rename(folder / f"{number}.{rank}.json")
@@ -184,7 +216,7 @@ def play_all(make: Callable[[Case], Training]) -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-def play(case: Case, training: Training, is_bad_rank: bool) -> dict[str, Any]:
+def play(case: Case, training: Training) -> dict[str, Any]:
     """Trains, and returns what this rank saw."""
     from overflow_fast import NonFiniteError
 
@@ -197,19 +229,17 @@ def play(case: Case, training: Training, is_bad_rank: bool) -> dict[str, Any]:
         options = {} if case.watch == "all" else {"watch": case.watch}
         guard = training.make_guard(on_overflow=case.policy, **options)
     digests, losses = [_digest(training.state())], []
-    for step in range(STEPS):
-        is_bad = step == BAD or (step > BAD and case.fault == "persistent")
-        try:
-            if step != BAD or case.fault != "left out":
-                losses += training.step(
-                    step, case.fault if is_bad and is_bad_rank else ""
-                )
-        except NonFiniteError as error:
-            raised, report = step, error.report
+
+    def after_step():
         digests.append(_digest(training.state()))
-        if raised is not None:
-            break
+
+    try:
+        training.train(case, losses, after_step)
+    except NonFiniteError as error:
+        raised, report = len(digests) - 1, error.report
+        after_step()
     if guard is not None:
+        guard = getattr(guard, "guard", guard)  # a trainer's callback makes it
         report = report or guard.last_report
         guard.remove()
     logging.getLogger("overflow_fast").removeHandler(handler)
@@ -271,7 +301,9 @@ def run(engine: str, world: int, cases: list[Case]) -> dict[Case, Seen | str]:
             for i, case in enumerate(left):
                 files = [folder / f"{i}.{rank}.json" for rank in range(world)]
                 if not all(each.exists() for each in files):
-                    results[case] = f"no end: {done.stderr[-3000:]}"
+                    error = folder / "error"
+                    said = error.read_text() if error.exists() else done.stderr
+                    results[case] = f"no end: {said[-3000:]}"
                     break
                 results[case] = [json.loads(each.read_text()) for each in files]
     return results
