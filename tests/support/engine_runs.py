@@ -37,7 +37,8 @@ class Case:
         dtype: bf16, fp16 or fp32.
         fault: In step BAD of the last rank: an input, an overflow within a layer, a nan
             in backward alone. "none" plants nothing; "search" has a loss scale that is
-            too large, "persistent" a nan in backward from step BAD on; "left out"
+            too large, "persistent" a nan in backward from step BAD on, "generation" a
+            nan in a forward without autograd that a trainer samples from; "left out"
             leaves the step out.
         policy: The guard's; "none" for no guard.
         watch: The guard's.
@@ -117,7 +118,7 @@ def faulty(x: torch.Tensor, mark: torch.Tensor, fault: str) -> torch.Tensor:
         mark: 1, or much more in a bad batch, or nan.
         fault: The case's.
     """
-    if fault == "input":
+    if fault in ("input", "generation"):
         return x * mark
     if fault == "overflow":
         return x * (1 + (mark - 1) * (torch.finfo(x.dtype).max / 4))
@@ -174,6 +175,17 @@ TRAINERS = [
     for trainer in ("Trainer", "Accelerate")
     for stage, dtype in (("0", "fp32"), ("1", "bf16"), ("3", "bf16"), ("2", "fp16"))
     for case in cases_of(f"{trainer} {stage}", dtype)
+]
+
+
+# TRL's trainers.
+TRL = [
+    *(
+        case
+        for kind, dtype in (("SFT", "fp32"), ("DPO", "bf16"), ("GRPO", "fp32"))
+        for case in cases_of(kind, dtype)
+    ),
+    Case("GRPO", "fp32", "generation", "raise"),
 ]
 
 
@@ -318,7 +330,8 @@ def with_bare(cases: list[Case]) -> list[Case]:
 def _compared(case: Case) -> dict[str, Case]:
     if case.plants:
         return {"left out": case.bare("left out")}
-    return {"same": case.bare(case.fault)} if case.fault != "persistent" else {}
+    is_alone = case.fault in ("persistent", "generation")
+    return {} if is_alone else {"same": case.bare(case.fault)}
 
 
 def problems(case: Case, results: dict[Case, Seen | str]) -> list[str]:
@@ -346,6 +359,9 @@ def problems(case: Case, results: dict[Case, Seen | str]) -> list[str]:
             expect("step", seen["step"], seen["raised"])
             expect("raised", seen["raised"], ended[0]["raised"])
             expect("a later step", (seen["raised"] or 0) > BAD, True)
+        elif case.fault == "generation":  # before torch.multinomial's own error
+            expect("step", (seen["step"], seen["raised"]), (BAD, BAD))
+            expect("a name of the model", seen["fqn"] in seen["modules"], True)
         elif not case.plants:
             for key in ("digests", "losses", "engine_skipped", "global_steps"):
                 expect(key, seen[key], compared["same"][rank][key])
@@ -376,4 +392,5 @@ def _compare_bad(case, rank, ended, left_out, expect):
     is_explained = "cause " in text and "cause unknown" not in text
     if case.watch == "all":
         expect("an explanation, or why there is none", is_explained or says_why, True)
-        expect("an explanation", is_explained, case.fault != "backward")
+        if case.fault != "backward":
+            expect("an explanation", is_explained, True)

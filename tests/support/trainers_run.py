@@ -13,11 +13,11 @@ from accelerate.utils import DeepSpeedPlugin
 from deepspeed.accelerator import get_accelerator
 from deepspeed_run import Net, config_of, groups_of, state_of
 from engine_runs import BAD, HALF, MICRO, STEPS, Training, fault_of, play_all
-from torch.utils.data import Dataset, SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from torch.utils.data import Dataset
+from trainer_training import QUIET, SCHEDULE, TrainerTraining, in_order
+from transformers import Trainer, TrainingArguments
 
 from overflow_fast.integrations.accelerate import guard_with
-from overflow_fast.integrations.trainer import GuardCallback
 
 SAMPLES = 4  # of a micro-batch
 
@@ -110,40 +110,6 @@ def counts(engine):
 # Trainer.
 
 
-class Run(Trainer):
-    """A Trainer that takes its samples in order."""
-
-    def _get_train_sampler(self, *args):
-        return SequentialSampler(self.train_dataset)
-
-    def training_step(self, *args, **kwargs):
-        loss = super().training_step(*args, **kwargs)
-        self.losses.append(loss.item())
-        return loss
-
-
-class AfterStep(TrainerCallback):
-    """Calls a function after each step, twice where a case leaves the next one out."""
-
-    def __init__(self, case, function):
-        self.case = case
-        self.function = function
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.function()
-        if self.case.fault == "left out" and state.global_step == BAD:
-            self.function()
-
-
-class TrainerTraining(Training):
-    """The Trainer has the loop."""
-
-    def train(self, case, losses, after_step):
-        self.trainer.losses = losses
-        self.trainer.add_callback(AfterStep(case, after_step))
-        self.trainer.train()
-
-
 def make_trainer(case):
     model, optimizer, _ = make_model(case)
     is_left_out = case.fault == "left out"
@@ -156,24 +122,13 @@ def make_trainer(case):
         bf16=case.dtype == "bf16",
         fp16=case.dtype == "fp16",
         accelerator_config={"use_configured_state": True},
-        report_to=[],
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
         remove_unused_columns=False,
-        # DeepSpeed's Trainer makes its own schedule: one that a pause shows in.
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=20,
-        learning_rate=1e-2,
+        **SCHEDULE,
+        **QUIET,
     )
-    trainer = Run(
+    trainer = in_order(Trainer)(
         model, arguments, train_dataset=Batches(case), optimizers=(optimizer, None)
     )
-
-    def make_guard(**options):
-        callback = GuardCallback(**options)
-        trainer.add_callback(callback)
-        return callback
 
     def state():
         engine = trainer.deepspeed
@@ -186,9 +141,7 @@ def make_trainer(case):
         skipped = counts(trainer.deepspeed)
         return {**skipped, "global_steps": trainer.state.global_step}
 
-    training = TrainerTraining(model, make_guard, None, state, facts)
-    training.trainer = trainer
-    return training
+    return TrainerTraining.of(trainer, model, state, facts)
 
 
 def make(case):
