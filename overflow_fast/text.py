@@ -21,8 +21,9 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape as escape_html
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
+_T = TypeVar("_T")
 _WIDTH = 84  # with what each logged line begins with: 100
 _LONGEST = 1003  # characters of a name in a file
 _CODE = re.compile(r"`[^`]*`|\{[^}]*\}")
@@ -209,12 +210,14 @@ def installed_name(file: str) -> str:
     return path.removeprefix(_STANDARD) if is_standard else ""
 
 
+@functools.cache
 def is_of_program(file: str) -> bool:
     """True for a file that is the program's own: no package's, and not ours."""
     is_frozen = file.startswith("<frozen")
     return not (is_frozen or is_own(file) or installed_name(file))
 
 
+@functools.cache
 def is_own(file: str) -> bool:
     """True for a file of this package, but not of its demonstration."""
     path = os.path.abspath(file)
@@ -238,3 +241,21 @@ def _entries(entry: TracebackType | None) -> Iterator[TracebackType]:
     while entry is not None:
         yield entry
         entry = entry.tb_next
+
+
+def with_progress(items: Iterable[_T], unit: str, total: int | None) -> Iterable[_T]:
+    """Iterates, with a progress bar on a terminal from the third second on.
+
+    Args:
+        items: The items.
+        unit: The word for several of them.
+        total: How many there are, or None.
+    """
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return items
+    shown: Iterable[_T] = tqdm(
+        items, total=total, unit=f" {unit}", delay=2, disable=None
+    )
+    return shown

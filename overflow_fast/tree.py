@@ -6,6 +6,8 @@ code (`capture/traced_walk.py`) follow, too:
 - Opened are tuples (also named ones), lists, deques, dicts (also ordered ones,
   defaultdicts and `ModelOutput`), and all other objects that hold something in
   attributes: dataclasses, attrs classes, caches, batches of graphs, plain objects.
+- Behind its items, a container of a subclass shows its attributes, as other objects do,
+  but for those that are the items of the same names.
 - A wrapper of a dict (a UserDict such as `BatchEncoding`; a Mapping whose `__getitem__`
   does nothing but read a dict in one attribute) shows that dict's items as its own.
 - Another Mapping, or a class registered with torch's pytree, is opened as the object
@@ -106,11 +108,9 @@ def tensors_in(value: Any, depth: int = MAX_DEPTH) -> list[torch.Tensor]:
     """Lists the tensors of a value, as `tensors()` does; also in compiled code."""
     if torch.compiler.is_compiling():
         return _traced_tensors(value, depth)
-    if type(value) in _PLAIN:
-        return []
-    parts = _parts_of_call(value)
-    if parts and all(type(each) is torch.Tensor for each in parts):  # most calls
-        return list({id(each): each for each in parts}.values())
+    parts = _parts_of_call(value) or (value,)
+    if depth > 2 and all(map(_is_flat, parts)):  # most calls, and what they return
+        return _of_flat(parts)
     walk = Walk((torch.Tensor,), depth)
     walk.visit(value)
     return walk.values
@@ -216,9 +216,21 @@ def copied_call(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]
 
 def _is_flat(value: Any) -> bool:
     kind = type(value)
-    if kind is dict:
-        return _LEAVES.issuperset(map(type, value.values()))
-    return kind in _LEAVES or (kind is list and _LEAVES.issuperset(map(type, value)))
+    if kind in _LEAVES:
+        return True
+    held = value.values() if kind is dict else value if kind is list else None
+    return held is not None and _LEAVES.issuperset(map(type, held))
+
+
+def _of_flat(values: Iterable[Any]) -> list[torch.Tensor]:
+    leaves, opened = [], set[int]()
+    for value in values:
+        if type(value) in _LEAVES:
+            leaves.append(value)
+        elif id(value) not in opened:
+            opened.add(id(value))
+            leaves += value.values() if type(value) is dict else value
+    return [leaf for leaf in leaves if type(leaf) is torch.Tensor]
 
 
 def _shallow(value: Any) -> Any:
@@ -559,6 +571,7 @@ class _Contents(NamedTuple):
         values: What is there.
         wrapped: The dict whose items are shown as the value's own.
         is_object: The attributes of an object.
+        beside: The attributes of a container, which are not among the parts above.
     """
 
     styles: Iterable[Style]
@@ -566,10 +579,18 @@ class _Contents(NamedTuple):
     values: list[Any] | tuple[Any, ...]
     wrapped: dict[Any, Any] | None = None
     is_object: bool = False
+    beside: _Contents | None = None
 
     def parts(self) -> Iterator[tuple[Style, Any, Any]]:
         """Yields the style, the key and the value of each part."""
-        return zip(self.styles, self.keys, self.values, strict=False)  # styles: endless
+        own = zip(self.styles, self.keys, self.values, strict=False)  # styles: endless
+        return own if self.beside is None else itertools.chain(own, self.beside.parts())
+
+    def groups(self) -> tuple[_Contents, ...]:
+        """The parts as one: of an object, or not; or as two."""
+        if self.beside is None:
+            return (self,)
+        return self._replace(beside=None), self.beside
 
 
 def _contents(value: Any) -> _Contents | None:
@@ -583,15 +604,16 @@ def _contents(value: Any) -> _Contents | None:
     if issubclass(kind, tuple):
         if kind is torch.Size:
             return None
-        return _indexed(tuple.__getitem__(value, slice(None)))
+        return _with_attributes(value, _indexed(tuple.__getitem__(value, slice(None))))
     if issubclass(kind, list):
-        return _indexed(list.__getitem__(value, slice(None)))
+        return _with_attributes(value, _indexed(list.__getitem__(value, slice(None))))
     if issubclass(kind, dict):
         items = _items(value)
         is_model_output = kind is not dict and _is_dataclass(kind)
-        return _keyed(items, ATTRIBUTE if is_model_output else KEY)
+        found = _keyed(items, ATTRIBUTE if is_model_output else KEY)
+        return _with_attributes(value, found)
     if issubclass(kind, deque):
-        return _indexed(list(deque.__iter__(value)))
+        return _with_attributes(value, _indexed(list(deque.__iter__(value))))
     known = layout(kind)
     if not known.is_open:
         return None
@@ -608,6 +630,16 @@ def _indexed(values: list[Any] | tuple[Any, ...]) -> _Contents:
 def _keyed(items: list[tuple[Any, Any]], style: Style) -> _Contents:
     keys, values = [key for key, _ in items], [child for _, child in items]
     return _Contents(itertools.repeat(style), keys, values)
+
+
+def _with_attributes(value: Any, found: _Contents) -> _Contents:
+    """Adds the attributes of a container that are not plain, nor its items."""
+    own = [(key, each) for key, each in attributes(value) if type(each) not in _PLAIN]
+    if own and issubclass(type(value), dict):  # as a ModelOutput's
+        own = [(key, each) for key, each in own if dict.get(value, key) is not each]
+    if not own:
+        return found
+    return found._replace(beside=_keyed(own, ATTRIBUTE)._replace(is_object=True))
 
 
 def _items(value: dict[Any, Any]) -> list[tuple[Any, Any]]:
@@ -697,7 +729,7 @@ class Walk:
         self.unknown: list[tuple[Path, type]] = []
         self.lists: set[int] = set()
         self._kinds = kinds
-        self._skipped = _PLAIN if kinds == (torch.Tensor,) else _PLAIN.difference(kinds)
+        self._skipped = _skipped_for(kinds)
         self._is_for_tensors = torch.Tensor in kinds
         self._depth = depth
         self._num_left = most
@@ -759,12 +791,13 @@ class Walk:
                 self.unknown.append((_path_of(spot), kind))
             return
         if depth >= self._depth:
-            if any(type(child) not in _PLAIN for child in contents.values):
+            if any(type(child) not in _PLAIN for _, _, child in contents.parts()):
                 self.opaque.append((_path_of(spot), kind))
             return
         num_found = len(self.values)
         if self._opens(value, contents, is_of_object):
-            self._visit_all(value, contents, spot, depth + 1, is_of_object)
+            for own in contents.groups():
+                self._visit_all(value, own, spot, depth + 1, is_of_object)
         is_silent = contents.is_object and len(self.values) == num_found
         if is_silent and not is_of_object and not _is_declared(value):
             self.unknown.append((_path_of(spot), kind))
@@ -819,6 +852,11 @@ class Walk:
                     self._add(child, there)
             else:
                 self._visit(child, there, depth, is_of_object)
+
+
+@functools.cache
+def _skipped_for(kinds: tuple[type, ...]) -> frozenset[object]:
+    return _PLAIN - set(kinds)
 
 
 # Where a value is: the spot of what holds it, the style and the key; () for the root.
@@ -1018,16 +1056,22 @@ def traced_parts(
 
     Returns:
         The style, the key and the value of each part, and whether it is an attribute
-        beside the items of a wrapped dict; None for a leaf.
+        beside the items of a container or a wrapped dict; None for a leaf.
     """
     if isinstance(value, (tuple, list, deque)):
         if type(value) is torch.Size:
             return None
-        return [(INDEX, i, child, False) for i, child in enumerate(value)]
+        items = [(INDEX, i, child, False) for i, child in enumerate(value)]
+        return items + traced_attributes(value)
     if isinstance(value, dict):
         is_model_output = hasattr(type(value), "__dataclass_fields__")
         style: Style = ATTRIBUTE if is_model_output else KEY
-        return [(style, key, child, False) for key, child in dict.items(value)]
+        items = [(style, key, child, False) for key, child in dict.items(value)]
+        return items + [
+            part
+            for part in traced_attributes(value)
+            if dict.get(value, part[1]) is not part[2]
+        ]
     if not _is_declared(value) and wraps == "":
         return None
     names = _traced_names(value)
@@ -1037,6 +1081,15 @@ def traced_parts(
     items = [(KEY, key, child, False) for key, child in dict.items(wrapped)]
     return items + [
         (ATTRIBUTE, name, getattr(value, name), True) for name in names if name != wraps
+    ]
+
+
+def traced_attributes(value: Any) -> list[tuple[Style, Any, Any, bool]]:
+    """Lists what a container of a subclass holds beside its items."""
+    if type(value) in (tuple, list, deque, dict):
+        return []
+    return [
+        (ATTRIBUTE, name, getattr(value, name), True) for name in _traced_names(value)
     ]
 
 

@@ -135,6 +135,16 @@ def test_a_tensor_is_listed_at_each_place_and_a_container_once():
     assert paths([wrapper, wrapper.data]) == ["[0]['a']"]
 
 
+def test_an_attribute_that_is_an_item_is_listed_once():
+    both, other = x(), x()
+    output = Output(x=both)
+    assert vars(output)["x"] is both
+    assert paths(output) == [".x"]
+    own = type("OwnList", (list,), {})([both])
+    own.first, own.second = both, other
+    assert paths(own) == ["[0]", ".first", ".second"]
+
+
 def test_paths_are_expressions_and_keys_that_are_no_plain_values_are_named_by_type():
     value = {"it's": x(), 0: x(), ("a", 1): x(), (1.5,): x(), 2.5: x(), Plain: x()}
     assert paths(value) == [

@@ -1,6 +1,10 @@
 // What a step reads of each weight and of each table of a model, in one pass without Python code.
 #include "bind_state.h"
 
+#include <algorithm>
+#include <string>
+
+#include "../scan/tensor_view.h"
 #include "../torch_internals/python_tensor.h"
 #include "../torch_internals/tensor_state.h"
 
@@ -39,6 +43,30 @@ py::list versions_of(const py::list& tensors) {
   return versions;
 }
 
+// The bytes of a few values of each tensor, evenly spaced: of about `num`. None for one whose
+// memory is not on the CPU, cannot be read, or is not contiguous.
+py::list samples_of(const py::list& tensors, int64_t num) {
+  py::list samples(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = checked(tensors[i]);
+    View view{};
+    if (!tensor.is_cpu() || view_of(tensor, view) != Readability::kReadable ||
+        !tensor.is_contiguous()) {
+      samples[i] = py::none();
+      continue;
+    }
+    const int64_t step = std::max<int64_t>(1, tensor.numel() / num);
+    const auto size = static_cast<size_t>(tensor.itemsize());
+    const auto* base = static_cast<const char*>(view.data);
+    std::string bytes;
+    for (int64_t place = 0; place < tensor.numel(); place += step) {
+      bytes.append(base + place * size, size);
+    }
+    samples[i] = py::bytes(bytes);
+  }
+  return samples;
+}
+
 py::list require_grad(const py::list& tensors) {
   py::list answers(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -52,6 +80,7 @@ py::list require_grad(const py::list& tensors) {
 void bind_state(py::module_& m) {
   m.def("hold", &hold);
   m.def("versions_of", &versions_of);
+  m.def("samples_of", &samples_of);
   m.def("require_grad", &require_grad);
 }
 

@@ -53,6 +53,7 @@ void examine(PyTypeObject* type, TypeLayout& layout) {
   const auto is = [&](const char* name) { return known.attr(name).cast<bool>(); };
   layout.may_hide = is("may_hide");
   layout.is_asked = is("is_asked");
+  layout.has_dict = is("has_dict");
   if (is("is_plain")) {
     layout.shape = type == Py_TYPE(Py_None) ? Shape::kNone : Shape::kPlain;
   } else if (is_tensor_type(type)) {
@@ -69,17 +70,17 @@ void examine(PyTypeObject* type, TypeLayout& layout) {
   } else if (is("is_open")) {
     layout.shape = Shape::kObject;
     layout.is_declared = declares(type);
-    layout.has_dict = is("has_dict");
     if (known.attr("wraps").cast<std::string_view>() != "") layout.wraps = known.attr("wraps");
-    for (const py::handle slot : known.attr("slots")) {
-      const Py_ssize_t offset = offset_of(type, slot);
-      const py::object name = py::reinterpret_borrow<py::tuple>(slot)[0];
-      if (offset >= 0) layout.fields.push_back({name, offset});
-    }
+  }
+  if (!is_container(layout.shape)) return;
+  for (const py::handle slot : known.attr("slots")) {
+    const Py_ssize_t offset = offset_of(type, slot);
+    const py::object name = py::reinterpret_borrow<py::tuple>(slot)[0];
+    if (offset >= 0) layout.fields.push_back({name, offset});
   }
 }
 
-// The layouts of types, by their addresses. A weak reference tells whether the type at an address
+// The layouts of types, by their addresses. A weak reference shows if the type at an address
 // is still the one that was examined.
 class Layouts {
  public:
@@ -163,12 +164,12 @@ bool hides_tensors(PyObject* value, const TypeLayout& layout) {
 }
 
 Parts::Parts(PyObject* value, const TypeLayout& layout) : value_(value), layout_(layout) {
+  if (is_container(layout.shape)) find_attributes();
   if (layout.shape == Shape::kDeque) {
     const auto items = py::reinterpret_steal<py::object>(deque_type()->tp_iter(value));
     if (items) listed_ = py::reinterpret_steal<py::object>(PySequence_List(items.ptr()));
     if (!listed_) throw py::error_already_set();
   } else if (layout.shape == Shape::kObject) {
-    find_attributes();
     if (!attributes_ && !has_fields_) ask();
   } else {
     exist_ = is_container(layout.shape);
@@ -195,6 +196,11 @@ void Parts::find_attributes() {
   if (wrapped != nullptr && PyDict_Check(wrapped)) {
     wrapped_ = py::reinterpret_borrow<py::object>(wrapped);
   }
+}
+
+bool Parts::is_item(PyObject* name, PyObject* child) const {
+  const bool is_dict = layout_.shape == Shape::kDict || layout_.shape == Shape::kOrderedDict;
+  return is_dict && PyDict_GetItem(value_, name) == child;  // ignores errors
 }
 
 void Parts::ask() {

@@ -83,12 +83,13 @@ class Parts {
 
   // False if the value holds nothing that can be opened.
   bool exist() const { return exist_; }
-  bool are_of_object() const { return attributes_ || has_fields_; }
+  bool are_of_object() const { return layout_.shape == Shape::kObject && !listed_; }
   // The dict whose items the value shows as its own, or null.
   PyObject* wrapped() const { return wrapped_.ptr(); }
 
   // Calls visit(style, key, index, child, is_declared) for each part until it returns false. The
-  // key is null where there is an index. With `skips_plain` it may leave out plain values.
+  // key is null where there is an index. Of a container its items are declared, and not what it has
+  // in attributes. With `skips_plain` it may leave out plain values.
   template <class Visit>
   void for_each(bool skips_plain, Visit visit) const;
 
@@ -105,6 +106,11 @@ class Parts {
   static bool for_each_item(PyObject* dict, bool is_ordered, bool skips_plain, Visit visit);
   template <class Visit>
   bool for_each_asked(Visit visit) const;
+  // Likewise for the parts of a container, without its attributes.
+  template <class Visit>
+  bool for_each_own(bool skips_plain, Visit visit) const;
+  // True if an attribute is an item of a dict by the same name, as those of a ModelOutput are.
+  bool is_item(PyObject* name, PyObject* child) const;
 
   PyObject* value_;
   const TypeLayout& layout_;
@@ -170,35 +176,35 @@ bool Parts::for_each_asked(Visit visit) const {
 }
 
 template <class Visit>
-void Parts::for_each(bool skips_plain, Visit visit) const {
+bool Parts::for_each_own(bool skips_plain, Visit visit) const {
+  const auto item = [&](LabelStyle style) {
+    return [&visit, style](PyObject* key, PyObject* child) {
+      return visit(style, key, 0, child, true);
+    };
+  };
   switch (layout_.shape) {
-    case Shape::kSequence: for_each_in(value_, skips_plain, visit); return;
-    case Shape::kDeque: for_each_in(listed_.ptr(), skips_plain, visit); return;
+    case Shape::kSequence: return for_each_in(value_, skips_plain, visit);
+    case Shape::kDeque: return for_each_in(listed_.ptr(), skips_plain, visit);
     case Shape::kDict:
     case Shape::kOrderedDict:
-      for_each_item(value_, layout_.shape == Shape::kOrderedDict, skips_plain,
-                    [&](PyObject* key, PyObject* child) {
-                      return visit(layout_.key_style, key, 0, child, true);
-                    });
-      return;
+      return for_each_item(value_, layout_.shape == Shape::kOrderedDict, skips_plain,
+                           item(layout_.key_style));
     default: break;
   }
-  if (listed_) {
-    for_each_asked(visit);
-    return;
-  }
-  if (wrapped_) {
-    const bool goes_on = for_each_item(wrapped_.ptr(), PyODict_Check(wrapped_.ptr()), skips_plain,
-                                       [&](PyObject* key, PyObject* child) {
-                                         return visit(LabelStyle::kKey, key, 0, child, true);
-                                       });
-    if (!goes_on) return;
-  }
-  // Attributes beside the items of a wrapper are its own business.
+  if (listed_) return for_each_asked(visit);
+  return !wrapped_ || for_each_item(wrapped_.ptr(), PyODict_Check(wrapped_.ptr()), skips_plain,
+                                    item(LabelStyle::kKey));
+}
+
+template <class Visit>
+void Parts::for_each(bool skips_plain, Visit visit) const {
+  if (!for_each_own(skips_plain, visit)) return;
+  // Attributes beside the items of a container or a wrapper are its own business.
   const bool is_declared = layout_.is_declared && !wrapped_;
   const auto attribute = [&](PyObject* name, PyObject* child) {
     const bool is_wrapped = wrapped_ && layout_.wraps.equal(py::handle(name));
-    return is_wrapped || visit(LabelStyle::kAttribute, name, 0, child, is_declared);
+    return is_wrapped || is_item(name, child) ||
+           visit(LabelStyle::kAttribute, name, 0, child, is_declared);
   };
   if (attributes_ && !for_each_item(attributes_.ptr(), false, skips_plain, attribute)) return;
   for (const TypeLayout::Field& each : layout_.fields) {

@@ -60,6 +60,20 @@ class Walk {
     waiting_.clear();  // not empty only if there is no tensor
   }
 
+  // Lists the attributes of a tuple whose items the caller lists.
+  void list_attributes(PyObject* tuple, Part part, LabelId label, int depth) {
+    if (PyTuple_CheckExact(tuple)) return;
+    part_ = part;
+    const Spot holder = spot_at(label);
+    const Parts parts(tuple, layout_of(tuple));
+    parts.for_each(true, [&](LabelStyle style, PyObject* key, Py_ssize_t index, PyObject* child,
+                             bool is_declared) {
+      if (is_declared || is_plain_value(child)) return true;
+      visit(child, Spot{&holder, style, key, index}, depth, true, true);
+      return true;
+    });
+  }
+
   // Lists a keyword argument, if it is a tensor or a container, and what is within it.
   void list_named(PyObject* value, PyObject* name) {
     if (is_plain_value(value)) return;
@@ -301,6 +315,9 @@ void record_outputs(Recorder& recorder, Frame& frame, PyObject* output) {
                                      : walk.list(value, Part::kOutput, label, depth);
   };
   if (!PyTuple_Check(output)) return list(output, kOutputLabel, 1);
+  const auto list_attributes = [&](PyObject* tuple, LabelId label, int depth) {
+    if (!recorder.options().strict_compat) walk.list_attributes(tuple, Part::kOutput, label, depth);
+  };
   walk.open(output);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(output); ++i) {
     PyObject* part = PyTuple_GET_ITEM(output, i);
@@ -313,7 +330,9 @@ void record_outputs(Recorder& recorder, Frame& frame, PyObject* output) {
     for (Py_ssize_t j = 0; j < PyTuple_GET_SIZE(part); ++j) {
       list(PyTuple_GET_ITEM(part, j), labels.index(label, j), 3);
     }
+    list_attributes(part, label, 3);
   }
+  list_attributes(output, kOutputLabel, 2);
 }
 
 }  // namespace overflow_fast

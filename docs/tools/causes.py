@@ -37,8 +37,8 @@ here? Look at [my run is nan](my-run-is-nan.md) for where to begin.
 # Of a cause: what it means and what helps in general.
 CLASSES = {
     "range overflow": """\
-The result is a number, and the dtype cannot hold it: float16 ends at 65504, bfloat16
-and float32 at 3.4e38. Use a wider dtype for that module
+The result is a number, and the dtype cannot hold it: float16's maximum is 65504,
+that of bfloat16 and float32 3.4e38. Use a wider dtype for that module
 ([`keep_in_fp32`](guides/precision.md#parts-of-a-model-in-float32)), change the order of
 operations so that numbers stay small, or bound the argument of an `exp`.""",
     "undefined": """\

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cmath
+import contextlib
 import enum
 import functools
 import operator
@@ -17,7 +18,7 @@ import torch
 from ..core.modules import modules_in
 from ..torch_internals.running import is_functional_call
 from ..torch_internals.tensor_internals import version_of
-from ..tree import INDEX, Part, Path, Walk, path_text
+from ..tree import INDEX, Part, Path, Walk, at, layout, path_text
 
 _FEW = 4
 _HARMLESS = (
@@ -73,7 +74,11 @@ class Given:
         has_numbers = any(issubclass(each, _NUMBERS) for each in walk.leaves)
         hidden = _nonfinite_numbers(args, kwargs) if has_numbers else []
         hidden += [path for path, _ in walk.opaque]
-        hidden += [path for path, of in walk.unknown if not issubclass(of, _HARMLESS)]
+        hidden += [
+            path
+            for path, of in walk.unknown
+            if not issubclass(of, _HARMLESS) or _is_bound(args, kwargs, path, of)
+        ]
         for path, found in walk.found:
             if isinstance(found, torch.Tensor):
                 self._held.append((path, hold(found)))
@@ -89,6 +94,19 @@ class Given:
     def find(self, label: str) -> WeakTensor:
         """Returns the tensor of an input's label; one that is gone if there is none."""
         return self.tensors.get(label, WeakTensor(lambda: None, None))
+
+
+def _is_bound(args: Any, kwargs: Any, path: Path, kind: type) -> bool:
+    """True for a function that has variables or defaults which may hold tensors."""
+    if kind is not types.FunctionType:
+        return False
+    first, rest = path[0], path[1:]
+    function = at((args if first.style == INDEX else kwargs)[first.value], rest)
+    own = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # it is empty
+            own.append(cell.cell_contents)
+    return any(layout(type(each)).may_hide for each in own)
 
 
 def _arrays() -> tuple[type, ...]:
@@ -301,6 +319,7 @@ class ForwardInputs:
             (`functional_call`).
         loop_batches: The batches that the trainer took from its loader.
         capture: Keeps whole forwards for a replay; None for none.
+        caller: The code that calls the models, in words.
     """
 
     def __init__(self, is_listed: bool, is_held: bool) -> None:
@@ -313,6 +332,7 @@ class ForwardInputs:
         self.have_stand_ins: set[int] = set()
         self.loop_batches = LoopBatches()
         self.capture: ForwardCapture | None = None
+        self.caller = "the training loop"
 
     def begin(self, module: object, args: object, kwargs: object) -> None:
         """Notes what a forward is given, before it can write to it."""

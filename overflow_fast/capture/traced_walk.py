@@ -16,7 +16,14 @@ import torch
 
 from ..tree import ATTRIBUTE as _ATTRIBUTE
 from ..tree import KEY as _KEY
-from ..tree import MAX_DEPTH, layout, plain_key, traced_parts, type_name
+from ..tree import (
+    MAX_DEPTH,
+    layout,
+    plain_key,
+    traced_attributes,
+    traced_parts,
+    type_name,
+)
 
 # A traced call as the constant of its operator; see `csrc/record/traced_text.h`.
 
@@ -186,6 +193,25 @@ def _walk_outputs(plan: int, output: Any, entries: Entries) -> None:
             continue
         for j, inner in enumerate(part):
             _walk_output(plan, inner, (*label, (INDEX, j)), 3, entries, opened)
+        _walk_beside(plan, part, label, 3, entries, opened)
+    _walk_beside(plan, output, _OUTPUT, 2, entries, opened)
+
+
+def _walk_beside(
+    plan: int,
+    output: tuple[Any, ...],
+    label: Label,
+    depth: int,
+    entries: Entries,
+    opened: list[Any],
+) -> None:
+    """Lists the tensors in the attributes of a tuple whose items are listed."""
+    if plan & STRICT:
+        return
+    for _, name, value, _ in traced_attributes(output):
+        part = ((QUIET_OUTPUT, ""), *label[1:], (ATTRIBUTE, name))
+        found, _ = _walk_value(value, part, depth, entries, opened, True)
+        entries += [each for each in found if each[1] is not None]
 
 
 def _walk_output(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ..files.json_text import SCHEMA, dumps, parse_object
 from ..files.reading import FileError, lines_of, open_regular
 from ..record.record_lines import KIND as RECORD
-from ..text import counted, printable
+from ..text import counted, printable, with_progress
 from .subcommand import (
     Commands,
     add_command,
@@ -28,7 +28,6 @@ from .subcommand import (
     reason,
     require_content,
     warn,
-    with_progress,
 )
 
 if TYPE_CHECKING:
@@ -358,10 +357,10 @@ def _run_export(parsed: argparse.Namespace) -> int:
     output = Path(parsed.output)
     if output.suffix not in _SUFFIXES:
         return fail(f"output must end in .csv or .parquet, got {output.name}")
-    if len({*map(os.path.realpath, parsed.paths)}) < len(parsed.paths):
-        return fail(f"a record is given twice: {' '.join(parsed.paths)}")
     try:
         records = [read_record(path) for path in parsed.paths]
+        if len({*map(os.path.realpath, parsed.paths)}) < len(parsed.paths):
+            return fail(f"a record is given twice: {' '.join(parsed.paths)}")
         make = _step_rows if parsed.steps else _value_rows
         rows = itertools.chain.from_iterable(map(make, records))
         total = None if not parsed.steps else sum(map(len, records))

@@ -7,7 +7,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from ..files.reading import is_regular
 from ..text import printable
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 else:
     Commands = object
 
-_T = TypeVar("_T")
 Run = Callable[[argparse.Namespace], int]
 
 
@@ -44,24 +43,6 @@ def add_command(
     parser.epilog = "\n".join(["example:", *(f"  {prog}{line}" for line in lines)])
     parser.set_defaults(run=run)
     return parser
-
-
-def with_progress(items: Iterable[_T], unit: str, total: int | None) -> Iterable[_T]:
-    """Iterates, with a progress bar on a terminal from the third second on.
-
-    Args:
-        items: The items.
-        unit: The word for several of them.
-        total: How many there are, or None.
-    """
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return items
-    shown: Iterable[_T] = tqdm(
-        items, total=total, unit=f" {unit}", delay=2, disable=None
-    )
-    return shown
 
 
 def require_content(paths: Iterable[str]) -> None:

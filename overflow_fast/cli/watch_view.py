@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..text import printable
+from ..text import counted, printable
 from ..types import TensorPath
 
 Numbers = Mapping[str, Any]
@@ -34,9 +34,10 @@ def view_of(found: Numbers) -> RenderableType:
 
 def _title(found: Numbers) -> Text:
     models = ", ".join(found["models"]) or "a run"
-    ranks = f"{len(found['ranks'])} of {found['world_size']} ranks"
-    title = f"{models} on {found['host']}, {ranks}, on_overflow={found['policy']}"
-    return Text(printable(title), style="bold")
+    ranks = f"{len(found['ranks'])} of {counted(found['world_size'], 'rank')}"
+    host = "" if found["host"] is None else f" on {found['host']}"
+    policy = "" if found["policy"] is None else f", on_overflow={found['policy']}"
+    return Text(printable(f"{models}{host}, {ranks}{policy}"), style="bold")
 
 
 def _ranks(ranks: Sequence[Numbers]) -> Table:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import gc
 import itertools
 import math
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..text import counted
+from ..text import counted, with_progress
 from .comparison import Comparison, RootDifference, has_other_shape, steps_text
 from .error_bounds import judge_all
 from .judged_rows import (
@@ -22,7 +24,7 @@ from .judged_rows import (
     PROPAGATED,
     ROUNDING,
     TensorDifference,
-    difference_of,
+    differences_of,
 )
 from .matching import (
     Matched,
@@ -33,7 +35,13 @@ from .matching import (
     match,
 )
 from .msprobe_dump import find_dumps, read_dumps
-from .recordings import RankStep, RecordedRun, has_unequal_states, read_run
+from .recordings import (
+    RankStep,
+    RecordedRun,
+    RecordedTensor,
+    has_unequal_states,
+    read_run,
+)
 from .tensor_hooks import BACKWARD, FORWARD, STATE
 
 # Remarks before anything is compared: how the two runs were unlike.
@@ -54,13 +62,13 @@ _SETTINGS = {
 
 def run_remarks(run: RecordedRun, reference: RecordedRun) -> Iterator[str]:
     """Sentences on two runs: damage, versions, ranks, steps."""
-    yield from (*run.damaged, *reference.damaged)
+    yield from (*run.damage(), *reference.damage())
     mine, its = run.heads[0].get("versions", {}), reference.heads[0].get("versions", {})
     for name in sorted({*mine, *its}):
         if mine.get(name) != its.get(name):
             yield f"{name}: {mine.get(name, 'none')} against {its.get(name, 'none')}."
     if run.num_ranks != reference.num_ranks:
-        yield f"{run.num_ranks} against {reference.num_ranks} ranks."
+        yield f"{counted(run.num_ranks, 'rank')} against {reference.num_ranks}."
     only = sorted({*run.steps} ^ {*reference.steps})
     if only:
         yield f"Steps of one run only, not compared: {_some(map(str, only))}."
@@ -70,23 +78,52 @@ def step_remarks(
     step: int, mine: Sequence[RankStep], its: Sequence[RankStep]
 ) -> list[Remark]:
     """Sentences on a step: settings, dropout, random states, failures."""
-    own, other = mine[0].modes, its[0].modes
-    found = [
-        f"{name}: {_text(own.get(key))} against {_text(other.get(key))}"
-        for key, name in _SETTINGS.items()
-        if key in own and key in other and own[key] != other[key]
-    ]
-    dropout = own.get("dropout") or other.get("dropout")
-    if dropout:
-        on = counted(len(dropout), "module")
-        found.append(f"dropout is on in {on}, such as {dropout[0] or 'the model'}")
-    found += _compiled_remarks(mine[0], its[0])
-    found += _random_state_remarks(own, other)
+    found = of_ranks([(a.rank, _rank_remarks(a, b)) for a, b in rank_pairs(mine, its)])
     for side in (*mine, *its):
         found += [f"not recorded: {text}" for text in side.modes.get("failures", [])]
         if side.modes.get("raised"):
             found.append(f"rank {side.rank} raised {side.modes['raised']} in this step")
-    return [(step, text) for text in (*_tie_remarks(mine[0], its[0]), *found)]
+    return [(step, text) for text in found]
+
+
+def _rank_remarks(mine: RankStep, its: RankStep) -> Iterator[str]:
+    yield from _tie_remarks(mine, its)
+    own, other = mine.modes, its.modes
+    for key, name in _SETTINGS.items():
+        if key in own and key in other and own[key] != other[key]:
+            yield f"{name}: {_text(own.get(key))} against {_text(other.get(key))}"
+    dropout = own.get("dropout") or other.get("dropout")
+    if dropout:
+        on = counted(len(dropout), "module")
+        yield f"dropout is on in {on}, such as {dropout[0] or 'the model'}"
+    yield from _compiled_remarks(mine, its)
+    yield from _random_state_remarks(own, other)
+
+
+def rank_pairs(
+    mine: Sequence[RankStep], its: Sequence[RankStep]
+) -> list[tuple[RankStep, RankStep]]:
+    """Each rank's step in both runs; the first ranks' where a run has other ranks."""
+    if [step.rank for step in mine] != [step.rank for step in its]:
+        return [(mine[0], its[0])]
+    return list(zip(mine, its, strict=True))
+
+
+def of_ranks(texts: Sequence[tuple[int, Iterable[str]]]) -> list[str]:
+    """The texts of ranks, each once, with the ranks where not all have it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, found in texts:
+        for text in found:
+            ranks.setdefault(text, []).append(rank)
+    return [
+        text if len(of) == len(texts) else f"{text} ({_ranks_text(of)})"
+        for text, of in ranks.items()
+    ]
+
+
+def _ranks_text(ranks: Iterable[int]) -> str:
+    found = list(map(str, sorted(ranks)))
+    return f"rank{'s' * (len(found) > 1)} {_some(found)}"
 
 
 def as_sentences(remarks: Sequence[Remark]) -> list[str]:
@@ -117,15 +154,16 @@ def left_out_remarks(
 
 def _tie_remarks(mine: RankStep, its: RankStep) -> Iterator[str]:
     """Names parameters that are one tensor with another in one run alone."""
-    ties, others = _ties(mine), _ties(its)
+    ties, others = (_ties([s.row for s in side.sources]) for side in (mine, its))
     for found, rest, whose in ((ties, others, "first"), (others, ties, "reference")):
         names = [f"{name} = {found[name]}" for name in found if name not in rest]
         if names:
             yield f"tied in the {whose} run alone: {_some(names)}"
 
 
-def _ties(step: RankStep) -> dict[str, str]:
-    rows = [s.row for s in step.sources if s.row.place.role == "parameter"]
+def _ties(tensors: Sequence[RecordedTensor | StepTensor]) -> dict[str, str]:
+    """The parameters of one rank that are one tensor with an earlier one: its name."""
+    rows = [each for each in tensors if each.place.role == "parameter"]
     names = {row.order: row.place.fqn for row in rows}
     return {
         row.place.fqn: names[row.same]
@@ -189,9 +227,10 @@ def _match_remarks(matched: Matched) -> Iterator[str]:
     if matched.renamed:
         pairs = [f"{a} = {b}" for a, b in matched.renamed.items() if a != b]
         if pairs:
-            yield (
-                f"{len(pairs)} modules were paired by order and shape: {_some(pairs)}"
+            were = (
+                f"{counted(len(pairs), 'module')} w{'as' if len(pairs) == 1 else 'ere'}"
             )
+            yield f"{were} paired by order and shape: {_some(pairs)}"
     if matched.is_coarse:
         yield (
             "too many modules have other names to align each with each: they were "
@@ -200,17 +239,34 @@ def _match_remarks(matched: Matched) -> Iterator[str]:
 
 
 def differing_settings(
-    mine: Mapping[str, Any], its: Mapping[str, Any], pairs: Sequence[Pair]
+    steps: Sequence[tuple[RankStep, RankStep]], pairs: Sequence[Pair]
 ) -> dict[str, list[str]]:
-    """Describes the plain attributes and arguments that differ, by module."""
-    own, other = mine.get("settings", {}), its.get("settings", {})
+    """Describes the plain attributes and arguments that differ, by module.
+
+    Args:
+        steps: The step of each rank in both runs, see `rank_pairs()`.
+        pairs: The tensors that belong together, for the modules that do.
+    """
     twins = {p.entry.place.module: p.reference.place.module for p in pairs}
+    found = [(a.rank, _differing(a.modes, b.modes, twins)) for a, b in steps]
+    modules = dict.fromkeys(module for _, own in found for module in own)
+    return {
+        module: of_ranks([(rank, own.get(module, ())) for rank, own in found])
+        for module in modules
+    }
+
+
+def _differing(
+    mine: Mapping[str, Any], its: Mapping[str, Any], twins: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """Describes those of one rank, see `differing_settings()`."""
+    own, other = mine.get("settings", {}), its.get("settings", {})
     found: dict[str, list[str]] = {}
     for key, values in own.items():
         module, _, call = key.partition(" #")
         twin = twins.get(module, module)
         its_values = other.get(f"{twin} #{call}" if call else twin)
-        if its_values is None:
+        if its_values is None or its_values == values:
             continue
         texts = [
             f"{name} is {values.get(name, 'not there')}, against "
@@ -268,9 +324,9 @@ def _missing(entries: Sequence[StepTensor]) -> str:
     roles = collections.Counter(e.place.role.replace("_", " ") for e in entries)
     counts = ", ".join(counted(count, role) for role, count in roles.most_common())
     ranks = {entry.rank for entry in entries if entry.rank is not None}
-    of_ranks = f" (ranks {_some(map(str, sorted(ranks)))})" if ranks else ""
+    on = f" ({_ranks_text(ranks)})" if ranks else ""
     modules = list(dict.fromkeys(e.place.module or "the model" for e in entries))
-    return f"not compared: {counts} of {_some(modules)}{of_ranks},"
+    return f"not compared: {counts} of {_some(modules)}{on},"
 
 
 def _some(names: Any) -> str:
@@ -309,6 +365,7 @@ class StepContext:
         differing: The plain attributes and arguments of modules that differ.
         without_gradients: The modules that no gradient reaches in the first run, and
             those in the reference, that one reaches in the other; from the loss on.
+        ties: The parameters of each run that are one tensor with an earlier one.
         lone_sources: The inputs, parameters and buffers of modules that one run lacks.
     """
 
@@ -317,6 +374,7 @@ class StepContext:
     had_gradients: bool = False
     lone_sources: Mapping[str, Sequence[str]] = field(default_factory=dict)
     differing: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    ties: Sequence[Mapping[str, str]] = ()
     without_gradients: tuple[list[str], list[str]] = field(
         default_factory=lambda: ([], [])
     )
@@ -334,7 +392,10 @@ def find_root_difference(
     known = known or StepContext()
     first = _first_difference(rows, known)
     texts = [] if first is None else known.differing.get(first.module, ())
-    if first is None or not texts or first.kind not in ("forward", "backward"):
+    if first is None or not texts:
+        return first
+    is_computed = first.kind in ("forward", "backward")
+    if not is_computed and first.row.place.role != "buffer":
         return first
     remark = f"{first.remark} Its {'; its '.join(texts)}."
     return dataclasses.replace(first, remark=remark.strip())
@@ -482,6 +543,9 @@ def _in_backward(
         remark = _between(row, rows)
         if remark is not None:
             return RootDifference("", "", "gradients", row, remark=remark)
+        tie = _describe_tie(place.fqn, known)
+        if tie:
+            return RootDifference("", "", "gradients", row, remark=tie)
         is_known = not known.had_gradients and _has_compared(row, rows, known)
         kind = "backward" if is_known else "gradients"
         older = "Parameters had gradients before the step began."
@@ -512,6 +576,28 @@ def _in_backward(
     code = f", or code of {code} itself" * bool(code)
     remark = f"One of {', '.join(names)}{code}." if names else ""
     return RootDifference(module, kind, "backward", row, remark=remark)
+
+
+def ties_of(*runs: Sequence[StepTensor]) -> list[dict[str, str]]:
+    """The ties of the first rank of both runs."""
+    return [_ties([each for each in run if each.rank == run[0].rank]) for run in runs]
+
+
+def _describe_tie(fqn: str, known: StepContext) -> str:
+    """Describes whose gradients are added to a parameter's, if it is a shared one."""
+    found = []
+    for ties in known.ties:
+        first = ties.get(fqn, fqn)
+        names = (first, *(name for name in ties if ties[name] == first))
+        found.append(_some(name for name in names if name != fqn))
+    if not any(found):
+        return ""
+    if all(found):
+        return f"It is one tensor with {found[0]}: the backward of each adds to it."
+    run, name = _RUNS[not found[0]], found[0] or found[1]
+    return (
+        f"In {run} alone it is one tensor with {name}, whose gradient is added to it."
+    )
 
 
 _BETWEEN = "clipping, unscaling, accumulation or an all-reduce"
@@ -551,7 +637,10 @@ def _common_factor(rows: Sequence[TensorDifference]) -> str:
     middle = sorted(known)[len(known) // 2]
     if any(abs(each - middle) > 1e-2 * abs(middle) for each in known):
         return ""
-    text = f"All {len(rows)} that differ are {middle:.6g} times the reference's"
+    which = "The one that differs is"
+    if len(rows) > 1:
+        which = f"All {len(rows)} that differ are"
+    text = f"{which} {middle:.6g} times the reference's"
     whole = 1 / middle if 0 < abs(middle) < 1 else middle
     if whole > 1.5 and abs(whole - round(whole)) < 1e-3:
         text += f", as where {round(whole)} ranks or micro-batches are summed in one "
@@ -612,14 +701,22 @@ def compare_runs(
     mine, its = _read(run), _read(reference)
     result = Comparison(mine.name, its.name, [], threshold=threshold)
     remarks, known = list[Remark](), dict[tuple[int | None, str], float]()
-    for step in sorted({*mine.steps} & {*its.steps}):
-        own, other = mine.steps[step], its.steps[step]
-        rows, first = _compare_step(result, remarks, step, own, other, names, known)
-        if first is not None and result.first is None:
-            result.first = _after_steps(first, result.rows)
-        result.rows += rows
+    earlier = EarlierSteps()
+    shared = sorted({*mine.steps} & {*its.steps})
+    for step in with_progress(shared, "steps", len(shared)):
+        with _without_collection():
+            own = [each.read() for each in mine.steps[step]]
+            other = [each.read(own) for each in its.steps[step]]
+            mine.has_forward |= _has_forward(own)
+            its.has_forward |= _has_forward(other)
+            before = result.num_alone
+            rows, first = _compare_step(result, remarks, step, own, other, names, known)
+            if first is not None and result.first is None:
+                result.first = earlier.described(first)
+            earlier.add(rows, result.num_alone - before)
+            mark(rows, threshold, cosine)
+            result.add_step(rows)
     result.said += [*run_remarks(mine, its), *as_sentences(remarks)]
-    mark(result.rows, threshold, cosine)
     result.said += [
         f"{path} cannot be read ({why}): its tensors were compared by fingerprints."
         for path, why in {**mine.unread, **its.unread}.items()
@@ -629,9 +726,35 @@ def compare_runs(
     result.said += [
         f"{each.name}: no forward of the model was recorded."
         for each in (mine, its)
-        if each.steps and not _has_forward(each)
+        if each.steps and not each.has_forward and not _has_other_forward(each, shared)
     ]
     return result
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Pauses the garbage collector: of a step's many objects it finds none to free.
+
+    It takes 45 % of the time otherwise. A step is short enough for other threads.
+    """
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
+
+
+def _has_forward(ranks: Sequence[RankStep]) -> bool:
+    sources = (source for rank in ranks for source in rank.sources)
+    return any(each.row.place.phase == FORWARD for each in sources)
+
+
+def _has_other_forward(run: RecordedRun, compared: Sequence[int]) -> bool:
+    """True if a step that was not compared has a forward."""
+    others = (run.steps[step] for step in sorted({*run.steps} - {*compared}))
+    return any(_has_forward([each.read() for each in ranks]) for ranks in others)
 
 
 _UPDATE = (
@@ -640,30 +763,50 @@ _UPDATE = (
 )
 
 
-def _after_steps(
-    first: RootDifference, rows: Sequence[TensorDifference]
-) -> RootDifference:
-    """Adds what is known of the steps before: the rows of those, all without one."""
-    row = first.row
-    earlier = tuple(dict.fromkeys(each.step for each in rows))
-    first = dataclasses.replace(first, earlier=earlier)
-    found = [r for r in rows if r.place.role == "parameter_gradient" and r.measures]
-    own = {r.step for r in found if r.place.fqn == row.place.fqn}
-    is_update = first.kind == "weights" and row.place.role == "parameter"
-    if not is_update or row.step - 1 not in own or has_other_shape(row):
-        return first
-    is_equal = all(each.verdict == EQUAL for each in found)
-    steps = tuple(dict.fromkeys(each.step for each in found))
-    how = "equal" if is_equal else "equal but for rounding"
-    remark = f"{first.remark} {_UPDATE}"
-    return dataclasses.replace(
-        first, kind="update", gradients=(steps, how), remark=remark
-    )
+class EarlierSteps:
+    """Keeps what is to be known of the steps before that of the first difference."""
 
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+        self._with_gradients: list[int] = []  # of parameters, which were compared
+        self._has_equal_gradients = self._is_equal = self._is_whole = True
+        self._last: set[str] = set()  # the parameters that had one in the last of them
 
-def _has_forward(run: RecordedRun) -> bool:
-    sources = (s for ranks in run.steps.values() for r in ranks for s in r.sources)
-    return any(each.row.place.phase == FORWARD for each in sources)
+    def add(self, rows: Sequence[TensorDifference], num_alone: int) -> None:
+        """Adds the rows of a step, and how many tensors of it one run alone has."""
+        compared = [row for row in rows if row.measures is not None]
+        if not compared:
+            return
+        step = compared[0].step
+        self._steps.append(step)
+        self._is_equal &= all(row.verdict == EQUAL for row in compared)
+        self._is_whole &= len(compared) == len(rows) and not num_alone
+        found = [r for r in compared if r.place.role == "parameter_gradient"]
+        if found:
+            self._with_gradients.append(step)
+            self._last = {each.place.fqn for each in found}
+            self._has_equal_gradients &= all(each.verdict == EQUAL for each in found)
+
+    def described(self, first: RootDifference) -> RootDifference:
+        """Adds what is known of these steps to the first difference."""
+        row, steps = first.row, self._with_gradients
+        first = dataclasses.replace(
+            first,
+            earlier=tuple(self._steps),
+            is_equal_before=self._is_equal,
+            is_whole_before=self._is_whole,
+        )
+        is_update = first.kind == "weights" and row.place.role == "parameter"
+        is_next = bool(steps) and steps[-1] == row.step - 1
+        if not is_update or not is_next or row.place.fqn not in self._last:
+            return first
+        if has_other_shape(row):
+            return first
+        how = "equal" if self._has_equal_gradients else "equal but for rounding"
+        remark = f"{first.remark} {_UPDATE}"
+        return dataclasses.replace(
+            first, kind="update", gradients=(tuple(steps), how), remark=remark
+        )
 
 
 def _read(folder: str | os.PathLike[str]) -> RecordedRun:
@@ -691,16 +834,17 @@ def _compare_step(
         copies.append((step, _NO_INPUT_GRADIENTS))
         entries, references = map(_without_input_gradients, (entries, references))
     matched = match(entries, references, names)
-    rows = [difference_of(pair, step) for pair in matched.pairs]
+    rows = differences_of(matched.pairs, step)
     judge_all(rows, matched.pairs, _has_tf32(own) or _has_tf32(other))
     _explain_by_gradients(rows, gradients)
     result.num_alone += len(matched.only) + len(matched.only_reference)
     remarks += left_out_remarks(step, rows, matched)
     remarks += [*copies, *step_remarks(step, own, other)]
-    differing = differing_settings(own[0].modes, other[0].modes, matched.pairs)
+    differing = differing_settings(rank_pairs(own, other), matched.pairs)
     remarks += [(step, text) for text in setting_remarks(differing)]
     known = _known(own, other, matched)
     known.differing = differing
+    known.ties = ties_of(entries, references)
     known.without_gradients = modules_without_gradients(entries, references)
     return rows, find_root_difference(rows, known)
 
@@ -737,7 +881,7 @@ def _known(
     own: Sequence[RankStep], other: Sequence[RankStep], matched: Matched
 ) -> StepContext:
     return StepContext(
-        list(zip(own, other, strict=False)),
+        rank_pairs(own, other),
         matched.missing_modules(),
         any(step.modes.get("had_gradients") for step in (*own, *other)),
         matched.lone_sources(),

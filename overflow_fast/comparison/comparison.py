@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import heapq
 import io
 import math
 import os
@@ -24,6 +26,7 @@ from .judged_rows import (
     TensorDifference,
     coarser,
     epsilon,
+    has_other_counts,
 )
 
 # The first difference of a comparison, as a sentence.
@@ -53,7 +56,10 @@ class RootDifference:
         remark: What it may be, in a sentence, or "".
         unknown: The places of what it was computed from that could not be compared; the
             difference may come from there, and `module` is not to blame then.
-        earlier: The steps before, in which nothing differed that was compared.
+        earlier: The steps before, in which nothing that was compared differed more than
+            rounding explains.
+        is_equal_before: Whether all of that was equal.
+        is_whole_before: Whether all tensors of those steps were compared.
         gradients: The steps before up to the one before, in which the gradients of
             parameters were compared, and how they were: "equal", or that but for
             rounding; of an update alone.
@@ -68,6 +74,8 @@ class RootDifference:
     remark: str = ""
     unknown: tuple[str, ...] = ()
     earlier: tuple[int, ...] = ()
+    is_equal_before: bool = True
+    is_whole_before: bool = True
     gradients: tuple[tuple[int, ...], str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -99,10 +107,14 @@ class RootDifference:
             return ""
         before = "Before" if self.kind in ("weights", "update") else "In"
         text = f"{before} step {self.row.step}, "
+        but = "" if self.is_whole_before else ", as far as they were compared"
         if self.gradients is not None:
             steps, how = self.gradients
-            return f"{text}with gradients {how} in {steps_text(steps)}: the update. "
-        return f"{text}with no difference in {steps_text(self.earlier)}: "
+            how = f"{how} in {steps_text(steps)}{but}"
+            return f"{text}with gradients {how}: the update. "
+        what = "no difference" if self.is_equal_before else "no more than rounding"
+        but = but.replace("they were", "it was") if len(self.earlier) == 1 else but
+        return f"{text}with {what} in {steps_text(self.earlier)}{but}: "
 
     def _sentence(self) -> str:
         row = self.row
@@ -170,7 +182,7 @@ def _amount(row: TensorDifference) -> str:
         return f", of shapes {row.shapes[0]} and {row.shapes[1]}"
     if row.measures is None:
         return ""
-    if row.num_nan[0] != row.num_nan[1] or row.num_inf[0] != row.num_inf[1]:
+    if has_other_counts(row):
         (nan, its_nan), (inf, its_inf) = row.num_nan, row.num_inf
         return f", by {nan} nan and {inf} inf against {its_nan} and {its_inf}"
     text = f", by {row.relative:.2g} of its norm"
@@ -383,12 +395,13 @@ def _text_of(plain: Mapping[str, Any]) -> str:
     from markupsafe import Markup
 
     pages = html_templates(_HERE, number=_short_number, bar=_bar)
-    rows = [row for row in plain["rows"] if row["verdict"] != "equal"]
+    rows = [row for row in plain["rows"] if row["verdict"] != EQUAL]
+    counts = plain["counts"]
     text: str = pages.get_template("diff.html").render(
         it=plain,
         rows=rows[:_MOST_ROWS],
-        num_more=max(0, len(rows) - _MOST_ROWS),
-        num_equal=len(plain["rows"]) - len(rows),
+        num_more=sum(counts.values()) - counts[EQUAL] - len(rows[:_MOST_ROWS]),
+        num_equal=counts[EQUAL],
         generator=Markup(GENERATOR),
         style=Markup(page_style()),
     )
@@ -413,6 +426,31 @@ _MAX_SAID = 12
 VERDICTS = (INTRODUCED, PROPAGATED, ROUNDING, EQUAL, NOT_COMPARED)
 
 
+MAX_ROWS = 50_000  # before the step of the first difference, and from it on
+
+
+@dataclass
+class UnlistedRows:
+    """Counts of the rows that a comparison does not list."""
+
+    verdicts: collections.Counter[str] = field(default_factory=collections.Counter)
+    num_compared: int = 0
+    num_computed: int = 0
+    is_highlighted: bool = False
+    differs: bool = False
+    steps: set[int] = field(default_factory=set)
+
+    def add(self, rows: Sequence[TensorDifference]) -> None:
+        """Adds rows."""
+        compared = [row for row in rows if row.measures is not None]
+        self.verdicts.update(row.verdict for row in rows)
+        self.num_compared += len(compared)
+        self.num_computed += sum(row.place.is_computed for row in compared)
+        self.is_highlighted |= any(row.highlight for row in rows)
+        self.differs |= any(row.relative for row in rows)
+        self.steps.update(row.step for row in rows)
+
+
 @dataclass
 class Comparison:
     """Two runs, layer by layer.
@@ -420,13 +458,17 @@ class Comparison:
     Attributes:
         name: The first run.
         reference: The run that it is compared with.
-        rows: A row for each pair of tensors, in the order of execution of the steps.
+        rows: A row for each pair of tensors, in the order of execution of the steps. Of
+            more than 100,000 rows these are the 50,000 with the largest differences of
+            the steps before the first difference, the rows of its step, and up to
+            50,000 the ones that differ in the steps behind; all are counted.
         said: What is to be known first: how the runs were unlike, and what could not be
             compared, in sentences.
         first: The first layer that computes differently from equal inputs; None if
             nothing differs more than rounding explains.
         threshold: The user's own threshold, or None.
         num_alone: How many tensors one run alone has.
+        unlisted: What is counted of the rows that are not listed.
     """
 
     name: str
@@ -436,26 +478,53 @@ class Comparison:
     first: RootDifference | None = None
     threshold: float | None = None
     num_alone: int = 0
+    unlisted: UnlistedRows = field(default_factory=UnlistedRows)
+
+    def add_step(self, rows: Sequence[TensorDifference]) -> None:
+        """Adds the rows of a step, whose first difference is known."""
+        self.rows += rows
+        if len(self.rows) <= 2 * MAX_ROWS:
+            return
+        step = math.inf if self.first is None else self.first.row.step
+        before = [row for row in self.rows if row.step < step]
+        own = [row for row in self.rows if row.step == step]
+        behind = [row for row in self.rows if row.step > step and row.verdict != EQUAL]
+        if len(before) > MAX_ROWS:
+            largest = heapq.nlargest(MAX_ROWS, before, key=_size_of)
+            before = sorted(largest, key=lambda row: (row.step, row.order))
+        listed = [*before, *own, *behind[: max(0, MAX_ROWS - len(own))]]
+        kept = set(map(id, listed))
+        self.unlisted.add([row for row in self.rows if id(row) not in kept])
+        self.rows = listed
+
+    @property
+    def num_pairs(self) -> int:
+        """How many pairs of tensors there are."""
+        return len(self.rows) + self.unlisted.verdicts.total()
 
     @property
     def differs(self) -> bool:
         """True if a difference is more than rounding, or above the threshold."""
-        return self.first is not None or any(row.highlight for row in self.rows)
+        is_highlighted = any(row.highlight for row in self.rows)
+        return self.first is not None or is_highlighted or self.unlisted.is_highlighted
 
     @property
     def num_compared(self) -> int:
         """How many pairs of tensors were compared."""
-        return sum(row.measures is not None for row in self.rows)
+        compared = sum(row.measures is not None for row in self.rows)
+        return compared + self.unlisted.num_compared
 
     @property
     def num_computed(self) -> int:
         """How many of these the models have computed: no weights, and no batch."""
         compared = (row.place for row in self.rows if row.measures is not None)
-        return sum(each.is_computed for each in compared)
+        listed = sum(each.is_computed for each in compared)
+        return listed + self.unlisted.num_computed
 
     def counts(self) -> dict[str, int]:
         """How many rows have each verdict."""
-        return {v: sum(row.verdict == v for row in self.rows) for v in VERDICTS}
+        found = collections.Counter(row.verdict for row in self.rows)
+        return {v: found[v] + self.unlisted.verdicts[v] for v in VERDICTS}
 
     def __str__(self) -> str:
         """The remarks, the first difference, and the rows around it."""
@@ -466,7 +535,7 @@ class Comparison:
         lines += [as_lines(said)] if said else []
         lines += [as_lines([self.verdict()])]
         rows = self._rows_to_print()
-        if rows and len({row.step for row in self.rows}) > 1:
+        if rows and len({row.step for row in self.rows} | self.unlisted.steps) > 1:
             lines.append(self._head(rows))
         return "\n".join([*lines, *_table(rows)])
 
@@ -482,7 +551,7 @@ class Comparison:
         """The verdict in a sentence."""
         counts = self.counts()
         text = ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n)
-        text = f"{counted(len(self.rows), 'pair')} of tensors: {text or 'none'}."
+        text = f"{counted(self.num_pairs, 'pair')} of tensors: {text or 'none'}."
         if self.num_alone:
             text += f" {counted(self.num_alone, 'tensor')} of one run alone."
         if self.first is not None:
@@ -496,7 +565,7 @@ class Comparison:
             )
         left_out = counts[NOT_COMPARED] + self.num_alone
         but = f"{counted(left_out, 'tensor')} could not be compared; " * bool(left_out)
-        if any(row.relative for row in self.rows):
+        if self.unlisted.differs or any(row.relative for row in self.rows):
             of_rest = " of the rest" if left_out else ""
             found = f"{but}no layer{of_rest} differs more than rounding explains."
         else:
@@ -525,6 +594,7 @@ class Comparison:
             "counts": self.counts(),
             "threshold": self.threshold,
             "num_alone": self.num_alone,
+            "num_unlisted": self.num_pairs - len(self.rows),
             "said": self.said,
             "first": None if self.first is None else self.first.to_dict(),
             "rows": [row.to_dict() for row in self.rows],
@@ -579,6 +649,11 @@ class Comparison:
         """
 
         return write_diff_page(self.to_dict(), path)
+
+
+def _size_of(row: TensorDifference) -> tuple[float, bool, bool]:
+    """How large a difference is, beside others that are no more than rounding."""
+    return row.times or 0.0, bool(row.highlight), bool(row.relative)
 
 
 HEADS = (

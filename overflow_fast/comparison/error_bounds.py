@@ -26,6 +26,7 @@ from .judged_rows import (
     TensorDifference,
     coarser,
     epsilon,
+    has_other_counts,
 )
 from .matching import Pair
 from .tensor_hooks import BACKWARD, STATE
@@ -81,8 +82,7 @@ def underflow(row: TensorDifference, dtype: str) -> float:
 def is_odd(row: TensorDifference) -> bool:
     """True if the two do not have the same numbers of nan and inf."""
     one_sided = row.measures is not None and bool(row.measures.num_one_sided)
-    is_same = row.num_nan[0] == row.num_nan[1] and row.num_inf[0] == row.num_inf[1]
-    return one_sided or not is_same
+    return one_sided or has_other_counts(row)
 
 
 def is_mask(row: TensorDifference) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from ..core.tensors import dtype_named
 from ..precision.layers import expected_error
 from .matching import Pair, StepTensor
-from .measures import Measures, estimated, factor_of, measured
+from .measures import Measures, estimated_all, factors_of, measured
 from .tensor_hooks import StepPath, Summary
 
 EQUAL, ROUNDING, INTRODUCED = "equal", "rounding", "introduced"
@@ -154,13 +156,36 @@ _MEASURES = (
 )
 
 
-def difference_of(pair: Pair, step: int) -> TensorDifference:
-    """Measures a pair, by its values where both were kept."""
+def differences_of(pairs: Sequence[Pair], step: int) -> list[TensorDifference]:
+    """Measures pairs, by their values where both were kept."""
+    rows = [_row_of(pair, step) for pair in pairs]
+    known = [each for each in zip(rows, pairs, strict=True) if not each[0].why]
+    estimates = estimated_all([_summaries(pair) for _, pair in known])
+    for (row, _), measures in zip(known, estimates, strict=True):
+        row.measures = measures
+    unequal = [each for each in known if each[0].relative]
+    factors = factors_of([_summaries(pair) for _, pair in unequal])
+    for (row, pair), found in zip(unequal, factors, strict=True):
+        row.measures = _exact(pair.entry, pair.reference) or row.measures
+        row.factor = _factor_of(row, *found)
+        if row.factor is not None and row.measures and not row.measures.is_exact:
+            row.measures = replace(row.measures, relative=abs(row.factor - 1))
+    return rows
+
+
+def _summaries(pair: Pair) -> tuple[Summary, Summary]:
+    mine, its = pair.entry.summary, pair.reference.summary
+    assert mine is not None and its is not None
+    return mine, its
+
+
+def _row_of(pair: Pair, step: int) -> TensorDifference:
+    """The row of a pair, not measured yet; its `why` is set if it cannot be."""
     mine, its = pair.entry, pair.reference
-    other = "" if str(its.place) == str(mine.place) else str(its.place)
+    other = "" if mine.place == its.place else str(its.place)
     row = TensorDifference(
         mine.place,
-        other,
+        "" if other == str(mine.place) else other,
         mine.order,
         step,
         mine.rank if mine.rank is not None else its.rank,
@@ -175,30 +200,28 @@ def difference_of(pair: Pair, step: int) -> TensorDifference:
         reference_norm=0.0 if its.summary is None else its.summary.norm,
         requires_grad=(mine.requires_grad, its.requires_grad),
     )
-    if not row.why and math.prod(mine.shape) != math.prod(its.shape):
+    is_flat = mine.shape != its.shape
+    if is_flat and not row.why and math.prod(mine.shape) != math.prod(its.shape):
         row.why = "the shapes differ"
-    if row.why or mine.summary is None or its.summary is None:
+    if mine.summary is None or its.summary is None:
         row.why = row.why or "it was not recorded"
-        return row
-    if mine.shape != its.shape:
+    if is_flat and not row.why:
         row.notes.append("the shapes differ; compared as flat tensors")
-    row.measures = estimated(mine.summary, its.summary)
-    if row.relative:
-        row.measures = _exact(mine, its) or row.measures
-        row.factor = _factor_of(row, mine.summary, its.summary)
-        if row.factor is not None and not row.measures.is_exact:
-            row.measures = replace(row.measures, relative=abs(row.factor - 1))
     return row
 
 
-def _factor_of(
-    row: TensorDifference, mine: Summary, reference: Summary
-) -> float | None:
+def _factor_of(row: TensorDifference, factor: float, rest: float) -> float | None:
     if math.prod(row.shapes[1]) < _LEAST_OF_FACTOR:  # a lone number always is one
         return None
-    factor, rest = factor_of(mine, reference)
+    if has_other_counts(row):  # of the finite values alone
+        return None
     is_all = rest <= 1e-6 + epsilon(coarser(*row.dtypes))
     return factor if is_all and row.relative > FLAGGED * rest else None
+
+
+def has_other_counts(row: TensorDifference) -> bool:
+    """True if the two do not have the same numbers of nan and of inf."""
+    return row.num_nan[0] != row.num_nan[1] or row.num_inf[0] != row.num_inf[1]
 
 
 _LEAST_OF_FACTOR = 4  # elements
@@ -218,6 +241,7 @@ def coarser(*dtypes: str) -> str:
     return max(dtypes, key=epsilon)
 
 
+@functools.lru_cache(maxsize=256)
 def epsilon(dtype: str) -> float:
     """The epsilon of a dtype; 0 for integers."""
     kind = dtype_named(dtype)

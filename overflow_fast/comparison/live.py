@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +35,7 @@ from .compare_runs import (
     left_out_remarks,
     setting_remarks,
     step_remarks,
+    ties_of,
 )
 from .comparison import Comparison, RootDifference
 from .error_bounds import judge_all
@@ -43,7 +45,7 @@ from .judged_rows import (
     PROPAGATED,
     TensorDifference,
     coarser,
-    difference_of,
+    differences_of,
     epsilon,
     error_of_layer,
 )
@@ -509,9 +511,9 @@ def compare_models(
         step.modes["settings"] |= side.arguments
     has_tf32 = any(step.modes["tf32"] for step in steps)
     known = _conclude(result, lockstep, names, has_tf32)
-    own, other = (step.modes for step in steps)
     pairs = [pair for pair, _ in lockstep.pairs]
-    known.differing = differing_settings(own, other, pairs)
+    known.ties = ties_of([p.entry for p in pairs], [p.reference for p in pairs])
+    known.differing = differing_settings([(steps[0], steps[1])], pairs)
     remarks = step_remarks(0, *([step] for step in steps))
     remarks += [(0, text) for text in setting_remarks(known.differing)]
     result.said += as_sentences(remarks)
@@ -579,7 +581,11 @@ def _run_both(
         ):
             sides[1].run(lockstep.sink(1))
 
-    other = threading.Thread(target=lockstep.run, args=(1, run_reference), daemon=True)
+    # Its code reads the program's context variables, which a thread has not.
+    run = contextvars.copy_context().run
+    other = threading.Thread(
+        target=run, args=(lockstep.run, 1, run_reference), daemon=True
+    )
     other.start()
     lockstep.run(0, lambda: sides[0].run(lockstep.sink(0)))
     other.join()
@@ -595,11 +601,10 @@ def _conclude(
     rest = match(*lockstep.left, names)
     pairs = [*lockstep.pairs, *((pair, None) for pair in rest.pairs)]
     pairs.sort(key=lambda each: each[0].entry.order)
-    for pair, measures in pairs:
-        row = difference_of(pair, 0)
+    result.rows += differences_of([pair for pair, _ in pairs], 0)
+    for row, (_, measures) in zip(result.rows, pairs, strict=True):
         if measures is not None and row.measures is not None:
             row.measures = measures
-        result.rows.append(row)
     judge_all(result.rows, [pair for pair, _ in pairs], has_tf32)
     matched = Matched([], rest.only, rest.only_reference, rest.renamed, rest.is_coarse)
     result.num_alone = len(rest.only) + len(rest.only_reference)

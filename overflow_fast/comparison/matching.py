@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +51,8 @@ class StepTensor:
     @property
     def requires_grad(self) -> bool | None:
         """True if it required gradients on any rank; None if that is not known."""
+        if len(self.sources) == 1:
+            return self.sources[0].row.requires_grad
         known = [source.row.requires_grad for source in self.sources]
         return None if None in known else any(known)
 
@@ -82,7 +84,7 @@ def entries_of_rank(step: RankStep) -> list[StepTensor]:
 def entries_of_ranks(ranks: Sequence[RankStep]) -> list[StepTensor]:
     """The tensors of all ranks: parts put together, equal ones once."""
     if len(ranks) == 1 and all(s.row.part is None for s in ranks[0].sources):
-        return [dataclasses.replace(e, rank=None) for e in entries_of_rank(ranks[0])]
+        return [_entry_of(source, None) for source in ranks[0].sources]
     groups: dict[Key, list[Source]] = {}
     for step in ranks:
         for source in step.sources:
@@ -232,7 +234,9 @@ def match(
     its = {id(e): _plain_name(e, references) for e in references}
     matched = Matched([], [], [], {})
     left = _pair_by_key(matched, entries, references, mine, its)
-    calls, others = _calls(left[0], mine), _calls(left[1], its)
+    # A module that both runs have is its own twin, also where one did not call it.
+    known = {*mine.values()} & {*its.values()}
+    calls, others = _calls(left[0], mine, known), _calls(left[1], its, known)
     matched.is_coarse = len(calls) * len(others) > _MAX_CELLS
     renamed = _aligned(list(calls), list(others), calls, others)
     if renamed:
@@ -441,13 +445,14 @@ def _traced_back(
 
 
 def _calls(
-    entries: Sequence[StepTensor], names: Mapping[int, str]
+    entries: Sequence[StepTensor], names: Mapping[int, str], known: Container[str]
 ) -> dict[Call, list[StepTensor]]:
-    """The outputs of each call, in the order in which the calls return."""
+    """The outputs of each call of other modules, in the order in which they return."""
     found: dict[Call, list[StepTensor]] = {}
     for entry in entries:
-        if entry.place.role == "output" and not entry.rank:
-            found.setdefault((names[id(entry)], entry.place.call), []).append(entry)
+        name = names[id(entry)]
+        if entry.place.role == "output" and not entry.rank and name not in known:
+            found.setdefault((name, entry.place.call), []).append(entry)
     return found
 
 

@@ -67,7 +67,7 @@ class RowLine(Struct, tag_field="kind", tag="row"):
             raise ValueError(f"no tensor has the shape {self.shape}")
         if self.same is not None and self.same >= self.order:
             raise ValueError("a tensor cannot be the same as a later one")
-        if self.file != self.file.replace("\\", "/").rpartition("/")[2]:
+        if self.file and self.file != self.file.replace("\\", "/").rpartition("/")[2]:
             raise ValueError("a file of tensors must lie beside its recording")
         print_ = self.fingerprint
         if print_ is not None and len(print_) not in (4 * WIDTH, 8 * WIDTH):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import functools
 import logging
 import math
+import operator
 import os
 import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +29,7 @@ from ..files.json_text import dumps
 from ..files.reading import FileError, lines_of, open_regular, open_tensors
 from ..files.writing import make_folder, open_appending, write_all, write_new
 from ..state.random import RandomStates
-from ..text import counted
+from ..text import counted, with_progress
 from ..torch_internals.compiler import uncompiled
 from ..torch_internals.module_internals import is_dropout
 from .tensor_hooks import (
@@ -39,11 +43,12 @@ from .tensor_hooks import (
     part_of,
     scalars_in,
     summarize,
+    sums_of,
     values_of,
 )
 
 if TYPE_CHECKING:
-    from .recording_schema import HeadLine, RowLine
+    from .recording_schema import HeadLine, RecordedStepLine, RowLine
 
 
 # Rows of a recording: what was known of one tensor at one place.
@@ -106,14 +111,14 @@ class RecordedTensor:
         return {k: v for k, v in plain.items() if k == "module" or v not in empty}
 
     @classmethod
-    def from_line(cls, line: RowLine) -> RecordedTensor:
-        """Makes one of a line of a recording."""
+    def from_line(cls, line: RowLine, summary: Summary | None) -> RecordedTensor:
+        """Makes one of a line of a recording, and of the numbers in it."""
         return cls(
-            StepPath(**{name: getattr(line, name) for name in _PLACE}),
+            _place_of(*_place_fields(line)),
             line.order,
             line.dtype,
             line.shape,
-            None if line.fingerprint is None else Summary.from_line(line),
+            summary,
             line.same,
             None if line.part is None else Shard(*line.part),
             line.why,
@@ -121,6 +126,11 @@ class RecordedTensor:
             line.shape if line.local is None else line.local,
             line.requires_grad,
         )
+
+
+# Each step has the same places: they are made once. Bounded, as any file may be read.
+_place_of = functools.lru_cache(maxsize=2**17)(StepPath)
+_place_fields = operator.attrgetter(*(f.name for f in dataclasses.fields(StepPath)))
 
 
 class RecordingError(FileError):
@@ -168,11 +178,156 @@ class Source:
 
 @dataclass
 class RankStep:
-    """A step of one rank: its rows in the order of execution, and its settings."""
+    """A step of one rank: its rows in the order of execution, and its settings.
+
+    Attributes:
+        rank: The rank.
+        modes: The settings.
+        sources: The rows.
+        data: The bytes of the rows in their file; empty if they are of none.
+    """
 
     rank: int
     modes: dict[str, Any]
     sources: list[Source]
+    data: bytes = b""
+
+    def read(self, twins: Sequence[RankStep] = ()) -> RankStep:
+        """The step itself: of a dump, all steps are read at once."""
+        return self
+
+
+Span = tuple[int, int]  # where bytes of a file begin and end
+
+
+@dataclass
+class StoredStep:
+    """A step of one rank, of which only the place in its file is kept.
+
+    Attributes:
+        rank: The rank.
+        file: Its file.
+        spans: Where the step's rows are.
+        end: Where its last line is.
+        settings: What the lines of all steps of the file say of modules.
+        number: How many of these lines there are up to its own.
+        run: The run.
+        num_bad: How many of its rows were damaged, once it has been read.
+    """
+
+    rank: int
+    file: Path
+    spans: list[Span]
+    end: Span
+    settings: SettingsHistory
+    number: int
+    run: RecordedRun
+    num_bad: int = 0
+
+    def read(self, twins: Sequence[RankStep] = ()) -> RankStep:
+        """Decodes the step.
+
+        Args:
+            twins: The same step of another run: rows of equal bytes are not decoded
+                again.
+
+        Raises:
+            RecordingError: If the file is not what it was when the step was found.
+        """
+        from ..files.schema import plain
+
+        line, data = self._line(), self._bytes(self.spans)
+        modes = {**plain(line), "settings": self.settings.up_to(self.number)}
+        twin = next((each for each in twins if each.data == data != b""), None)
+        if twin is None:
+            rows, self.num_bad = _rows_of(data, line.step)
+            _share_summaries(rows)
+        else:
+            rows = [source.row for source in twin.sources]
+        folder, unread = self.file.parent, self.run.unread
+        sources = [Source(self.rank, row, folder, unread) for row in rows]
+        return RankStep(self.rank, modes, sources, data)
+
+    def _line(self) -> RecordedStepLine:
+        from ..files.schema import decode
+        from .recording_schema import RecordedStepLine
+
+        data = self._bytes([self.end])
+        try:
+            return decode(data, RecordedStepLine)
+        except FileError as error:
+            why = f"{self.file} was changed while it was read"
+            raise RecordingError(why) from error
+
+    def _bytes(self, spans: Sequence[Span]) -> bytes:
+        try:
+            with open_regular(self.file) as file:
+                return b"".join([_read_at(file, *span) for span in spans])
+        except OSError as error:
+            why = f"{self.file} cannot be read: {error.strerror}"
+            raise RecordingError(why) from error
+
+
+def _read_at(file: BufferedReader, begin: int, end: int) -> bytes:
+    file.seek(begin)
+    return file.read(end - begin)
+
+
+def _rows_of(data: bytes, step: int) -> tuple[list[RecordedTensor], int]:
+    """Decodes the rows of a step, and counts the lines that are none."""
+    from .recording_schema import RowLine
+
+    texts = data.split(b"\n")
+    if not texts[-1]:
+        texts.pop()
+    decoded = [_decoded(text) for text in texts]
+    lines = [x for x in decoded if isinstance(x, RowLine) and x.step == step]
+    prints = sums_of([x.fingerprint for x in lines if x.fingerprint is not None])
+    rows = []
+    for line in lines:
+        has_numbers = line.fingerprint is not None
+        summary = Summary.from_line(line, next(prints)) if has_numbers else None
+        rows.append(RecordedTensor.from_line(line, summary))
+    return rows, len(texts) - len(rows)
+
+
+_DAMAGED = object()
+
+
+def _decoded(text: bytes | None) -> Any:
+    """A line of a recording: None if it is passed over, or `_DAMAGED`."""
+    from .recording_schema import LINES
+
+    try:
+        return _DAMAGED if text is None else LINES.decode(text)
+    except FileError:
+        return _DAMAGED
+
+
+class SettingsHistory:
+    """The plain values of a rank's modules: each step's line has those that changed."""
+
+    def __init__(self) -> None:
+        self._changes: list[dict[str, dict[str, str]]] = []
+        self._merged: dict[str, dict[str, str]] = {}
+        self._number = 0
+
+    def add(self, changes: dict[str, dict[str, str]]) -> int:
+        """Adds those of a step's line, and returns how many lines there are."""
+        self._changes.append(changes)
+        return len(self._changes)
+
+    def up_to(self, number: int) -> dict[str, dict[str, str]]:
+        """Merges those of the first so many lines; asked in order, each once."""
+        if number < self._number:
+            self._merged, self._number = {}, 0
+        changes = [each for each in self._changes[self._number : number] if each]
+        if changes:
+            self._merged = self._merged.copy()
+        for each in changes:
+            self._merged |= each
+        self._number = number
+        return self._merged
 
 
 @dataclass
@@ -185,22 +340,44 @@ class RecordedRun:
         steps: The ranks' parts of each step, by its number.
         damaged: Sentences on what could not be read.
         unread: The files whose tensors could not be read so far, and why.
+        bad_lines: How many lines of each file are damaged, beside rows of its steps;
+            of steps that are not whole there is 0.
+        has_forward: Whether a forward was in the steps that were read so far.
     """
 
     name: str
     heads: list[dict[str, Any]]
-    steps: dict[int, list[RankStep]]
+    steps: dict[int, list[RankStep | StoredStep]]
     damaged: list[str] = field(default_factory=list)
     unread: dict[str, str] = field(default_factory=dict)
+    bad_lines: dict[Path, int] = field(default_factory=dict)
+    has_forward: bool = False
 
     @property
     def num_ranks(self) -> int:
         """How many ranks have recorded."""
         return len(self.heads)
 
+    def damage(self) -> Iterator[str]:
+        """Sentences on what could not be read so far: rows count once decoded."""
+        found = dict(self.bad_lines)
+        for step in (each for ranks in self.steps.values() for each in ranks):
+            if isinstance(step, StoredStep) and step.num_bad:
+                found[step.file] = found.get(step.file, 0) + step.num_bad
+        for file, num_bad in found.items():
+            what = counted(num_bad, "damaged line") if num_bad else _NOT_WHOLE
+            verb = "are" if num_bad > 1 else "is"
+            yield f"{file} has {what}, which {verb} left out."
+        yield from self.damaged
+
+
+_NOT_WHOLE = "a step that is not whole"
+
 
 def read_run(folder: str | os.PathLike[str]) -> RecordedRun:
-    """Reads the folder of a recording. A rank's file that is damaged is left out.
+    """Finds the steps of a recording. A rank's file that is damaged is left out.
+
+    A step is decoded when it is compared, so that memory is bounded by one step.
 
     Args:
         folder: The folder.
@@ -218,7 +395,7 @@ def read_run(folder: str | os.PathLike[str]) -> RecordedRun:
     run, left_out = RecordedRun(str(path), [], {}), list[str]()
     for file in files:
         try:
-            _read_rank(run, file)
+            _find_steps(run, file)
         except OSError as error:
             left_out.append(f"{file} cannot be read: {error.strerror}")
         except RecordingError as error:
@@ -240,54 +417,97 @@ def _rank_of(path: Path) -> tuple[int, str]:
     return (int(number) if is_number else 1 << 30), path.name
 
 
-def _read_rank(run: RecordedRun, file: Path) -> None:
-    """Adds a rank to a run.
+_MOST = 2**38  # bytes of a rank's file: two minutes of reading
+
+
+def _find_steps(run: RecordedRun, file: Path) -> None:
+    """Adds a rank to a run: where its steps are in its file.
 
     Raises:
         OSError: If its file cannot be read.
         RecordingError: If it is no recording; nothing is added then.
     """
     from ..files.schema import plain
-    from .recording_schema import LINES, HeadLine, RecordedStepLine, RowLine
 
-    rows: dict[int, list[RecordedTensor]] = {}
-    settings: dict[str, dict[str, str]] = {}
-    steps, head, num_bad = list[tuple[int, RankStep]](), None, 0
-    with open_regular(file) as lines:
-        for text in lines_of(lines):
-            if head is None:
-                head = _head_of(text, file)
-                continue
-            try:
-                line = LINES.decode(text) if text is not None else None
-                num_bad += text is None
-            except FileError:
-                num_bad += 1
-                continue
-            if isinstance(line, RowLine):
-                rows.setdefault(line.step, []).append(RecordedTensor.from_line(line))
-            elif isinstance(line, RecordedStepLine):
-                sources = _sources(rows.pop(line.step, []), head.rank, file.parent, run)
-                modes = plain(line)
-                settings = {**settings, **modes.get("settings", {})}
-                step = RankStep(head.rank, {**modes, "settings": settings}, sources)
-                steps.append((line.step, step))
-            else:
-                num_bad += isinstance(line, HeadLine)
-    if head is None:
-        raise RecordingError(f"{file} is empty")
-    if any(head.rank == other["rank"] for other in run.heads):
-        raise RecordingError(f"{file} is of rank {head.rank}, as is another file")
+    with open_regular(file) as opened:
+        lines = lines_of(opened, _MOST)
+        first = next(lines, b"")
+        if first == b"":
+            raise RecordingError(f"{file} is empty")
+        head = _head_of(first, file)
+        if any(head.rank == other["rank"] for other in run.heads):
+            raise RecordingError(f"{file} is of rank {head.rank}, as is another file")
+        found = StepIndex(run, file, head.rank)
+        steps = list(with_progress(found.steps(opened, lines), "steps found", None))
     run.heads.append(plain(head))
     for number, step in steps:
         run.steps.setdefault(number, []).append(step)
-    if num_bad or rows:
-        what = counted(num_bad, "damaged line") if num_bad else _NOT_WHOLE
-        verb = "are" if num_bad > 1 else "is"
-        run.damaged.append(f"{file} has {what}, which {verb} left out.")
+    if found.num_bad or found.num_open:
+        run.bad_lines[file] = found.num_bad
 
 
-_NOT_WHOLE = "a step that is not whole"
+class StepIndex:
+    """Finds the steps of a rank's file; a row is decoded when its step is read.
+
+    Args:
+        run: The run.
+        file: The file.
+        rank: The rank.
+
+    Attributes:
+        num_bad: How many lines are of no step.
+        num_open: How many steps have rows, but no end.
+    """
+
+    def __init__(self, run: RecordedRun, file: Path, rank: int) -> None:
+        self._run, self._file, self._rank = run, file, rank
+        self._spans: dict[int, list[Span]] = {}  # of rows whose step has no end yet
+        self._settings = SettingsHistory()
+        self.num_bad = 0
+
+    @property
+    def num_open(self) -> int:
+        """How many steps have rows, but no end so far."""
+        return len(self._spans)
+
+    def steps(
+        self, file: BufferedReader, lines: Iterator[bytes | None]
+    ) -> Iterator[tuple[int, StoredStep]]:
+        """Yields the steps with their numbers, as they end."""
+        from .recording_schema import RecordedStepLine, RowLine
+
+        begin, start, number = file.tell(), b"", 0
+        for text in lines:
+            end = file.tell() if text is None else begin + len(text)
+            span, begin = (begin, end), end
+            if start and text is not None and text.startswith(start):
+                self._add_row(number, span)  # as the row before; checked when decoded
+                continue
+            line = _decoded(text)
+            if isinstance(line, RowLine):
+                number = line.step
+                start = f'{{"kind": "row", "step": {number}, '.encode()
+                self._add_row(number, span)
+            elif isinstance(line, RecordedStepLine):
+                yield line.step, self._ended(line, span)
+            elif line is not None:
+                self.num_bad += 1
+
+    def _add_row(self, number: int, span: Span) -> None:
+        spans = self._spans.setdefault(number, [])
+        if spans and spans[-1][1] == span[0]:
+            spans[-1] = spans[-1][0], span[1]
+        else:
+            spans.append(span)
+
+    def _ended(self, line: RecordedStepLine, span: Span) -> StoredStep:
+        from ..files.schema import plain
+
+        number = self._settings.add(plain(line).get("settings", {}))
+        spans = self._spans.pop(line.step, [])
+        return StoredStep(
+            self._rank, self._file, spans, span, self._settings, number, self._run
+        )
 
 
 def _head_of(text: bytes | None, file: Path) -> HeadLine:
@@ -316,9 +536,8 @@ def _head_of(text: bytes | None, file: Path) -> HeadLine:
         raise RecordingError(f"{file}: its first line is damaged: {error}") from error
 
 
-def _sources(
-    rows: Sequence[RecordedTensor], rank: int, folder: Path, run: RecordedRun
-) -> list[Source]:
+def _share_summaries(rows: Sequence[RecordedTensor]) -> None:
+    """Gives rows of a tensor that an earlier row has the numbers of that row."""
     by_order = {row.order: row for row in rows}
     # From the first on: what a row shares has no further one to look for then.
     for row in sorted(rows, key=lambda row: row.order):
@@ -327,7 +546,6 @@ def _sources(
             shared = by_order.get(shared.same)
         if shared is not None:
             row.summary, row.file, row.same = shared.summary, shared.file, shared.order
-    return [Source(rank, row, folder, run.unread) for row in rows]
 
 
 # Versions, random states and modes, which may make two runs differ.

@@ -8,9 +8,10 @@ import functools
 import logging
 import math
 import struct
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -507,6 +508,9 @@ def inner_tensors(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 
 def _identity(tensor: torch.Tensor) -> Any:
     """A key that tensors with the same unchanged memory have in common, or None."""
+    local = local_tensor(tensor)
+    if local is not None:  # what writes to it leaves the wrapper's version as it was
+        return *tensor.shape, "of", _identity(local)
     is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
     if not is_plain or tensor.layout is not torch.strided or tensor.is_inference():
         return (id(tensor), version_of(tensor)) if not tensor.is_inference() else None
@@ -567,15 +571,23 @@ class Summary:
         }
 
     @classmethod
-    def from_line(cls, line: RowLine) -> Summary:
-        """Makes one of a line that has a fingerprint."""
-        data = line.fingerprint
-        assert data is not None
-        form = "f" if len(data) == 4 * WIDTH else "d"
-        numbers = struct.unpack(f"<{WIDTH}{form}", data)
-        sums = torch.tensor(numbers, dtype=torch.float64)
+    def from_line(cls, line: RowLine, sums: torch.Tensor) -> Summary:
+        """Makes one of a line that has a fingerprint, which `sums_of()` has read."""
         low, high, squares = map(float, (line.low, line.high, line.squares))
         return cls(low, high, squares, line.num_nan, line.num_inf, sums)
+
+
+def sums_of(prints: Sequence[bytes]) -> Iterator[torch.Tensor]:
+    """Reads the bytes of fingerprints, all at once: a tensor for each."""
+    found: dict[int, Iterator[torch.Tensor]] = {}
+    for size, dtype in ((4, torch.float32), (8, torch.float64)):
+        data = bytearray().join(p for p in prints if len(p) == size * WIDTH)
+        if data:
+            raw = torch.frombuffer(data, dtype=torch.uint8).view(-1, size)
+            raw = raw if sys.byteorder == "little" else raw.flip(1)
+            table = raw.contiguous().view(dtype).view(-1, WIDTH).double()
+            found[size * WIDTH] = iter(table.unbind())
+    return (next(found[len(each)]) for each in prints)
 
 
 def fetch(numbers: list[torch.Tensor]) -> list[Summary]:

@@ -74,8 +74,18 @@ def parameters_of(model: nn.Module) -> list[nn.Parameter]:
 
 def first_parameter_of(model: nn.Module) -> nn.Parameter | None:
     """The first of `parameters_of()`, or None; what follows it is not looked at."""
-    own = (own_parameters_of(module).values() for _, module in _walk(model))
-    return next((each for values in own for each in values), None)
+    seen, waiting = set[int](), [model]
+    while waiting:
+        module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        for each in own_tensors(module, PARAMETERS).values():
+            if each is not None:
+                found: nn.Parameter = each
+                return found
+        waiting += reversed(children_of(module).values())
+    return None
 
 
 def buffers_of(model: nn.Module) -> list[torch.Tensor]:

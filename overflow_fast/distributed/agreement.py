@@ -65,7 +65,7 @@ class Participants:
     @property
     def is_shadowing(self) -> bool:
         """True if `Join` makes the step at hand for a rank that has no batch."""
-        return self.joins and is_shadowing()
+        return world_size() > 1 and self.joins and is_shadowing()
 
     @property
     def joins(self) -> bool:
@@ -133,7 +133,7 @@ class Participants:
         )
         _log.warning(
             "%s If one rank raises or skips a step, other ranks may still make it. "
-            "Give process_group=torch.distributed.group.WORLD for all ranks to decide "
+            "Pass process_group=torch.distributed.group.WORLD for all ranks to decide "
             "together, or process_group=False for each rank to decide alone.",
             who,
         )

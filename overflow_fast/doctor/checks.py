@@ -389,7 +389,12 @@ def _judge_collectives(
     found = list[Finding]()
     for pair in sorted(wrong.pop(_UNTIMED, set()))[:1]:
         size = examples[_UNTIMED, pair].partition(":")[0]
-        text = f"Messages of {size} bytes and more were not checked: no time was left."
+        more = " and more" * (size != str(SIZES[-1]))
+        share = f"{_OF_LIMIT:.0%} of a stage's {settings.limit:g} seconds"
+        text = (
+            f"Messages of {size} bytes{more} were not checked: at the speed of smaller "
+            f"ones they would not fit into {share}."
+        )
         found.append(Finding(COLLECTIVES_NAME, NOTE, (), text))
     for operation, pairs in wrong.items():
         if operation in _REDUCING:

@@ -46,7 +46,7 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
             )
         if not stat.S_ISREG(mode):
             raise _unreadable(path, "it is not a regular file")
-        return open(number, "rb")
+        return open(path, "rb", opener=lambda *_: number)  # errors name the file
     except BaseException:
         os.close(number)
         raise
@@ -73,16 +73,20 @@ def read_bytes(path: str | os.PathLike[str], most: int = MAX_DOCUMENT) -> bytes:
     return data
 
 
-def lines_of(file: BufferedReader) -> Iterator[bytes | None]:
+def lines_of(file: BufferedReader, most: int = _MAX_LINES) -> Iterator[bytes | None]:
     """Yields the rest of a file by lines, with their ends; the last one may lack it.
 
     A line that is longer than any that is written is None. Memory is bounded by it.
 
+    Args:
+        file: The file.
+        most: How many bytes it may have.
+
     Raises:
         OSError: If the file cannot be read, or is larger than any that is written.
     """
-    if os.fstat(file.fileno()).st_size > _MAX_LINES:
-        raise _unreadable(file.name, f"it is larger than {_MAX_LINES // 2**30} GiB")
+    if os.fstat(file.fileno()).st_size > most:
+        raise _unreadable(file.name, f"it is larger than {most // 2**30} GiB")
     while line := file.readline(MAX_LINE):
         if len(line) < MAX_LINE or line.endswith(b"\n"):
             yield line

@@ -34,7 +34,7 @@ from .config import GuardConfig
 from .options import NORM
 from .step import Step
 
-# Tells whether all ranks can replay a step together, as they agree on its verdict.
+# All ranks replay a step together, or none does, as they agree on its verdict.
 
 
 _Shape = tuple[bool, bool]
@@ -370,7 +370,7 @@ _NOT_ALONE = (
 _TOO_LATE = (
     "The step was not run again: its weights had been stepped when it was judged."
 )
-_NOTHING = "The step was not run again: no forward of it was kept."
+_NOTHING = "The step was not run again: no forward of this step was captured."
 
 
 class SecondLook:

@@ -87,6 +87,11 @@ class LoopInputs:
                 number, num_calls = watch.batch_number, watch.total_calls
                 watch.inputs.loop_batches.note(number, num_calls, noted)
 
+    def name_caller(self, name: str) -> None:
+        """Names the code that calls the models, for reports: "training_step"."""
+        for watch in self._watches:
+            watch.inputs.caller = name
+
     def run(self, function: Callable[[], Any], records_loss: bool = True) -> Any:
         """Calls a function that calls the models; keeps it until the step is judged."""
         model = self._watches[0].model

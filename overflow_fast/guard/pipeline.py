@@ -1,4 +1,4 @@
-"""The way of a guarded step, from what was scanned to what is done about it.
+"""A guarded step, from its stats to the action taken.
 
 collect   stats of what has run come from all devices; bad frames are taken
 detect    the first bad value is found among them, and who made it
@@ -341,7 +341,7 @@ class Pipeline:
             self.judge_late(is_lagged)
             # Ranks decide together, once for each step.
             waits = is_lagged and self.agreement.is_needed
-            found = dataclasses.replace(step, skipped_by="")
+            found = dataclasses.replace(step, skipped_by="") if is_lagged else step
             if not waits:
                 found.frames = self._frames.take(step.last_frame)
             self._leave_to_scaler(found, hook, level)
@@ -472,7 +472,7 @@ class Pipeline:
         self.tensors.forget()
         self._frames.end(is_lagged)
 
-    # The way of a step from its bad frames on.
+    # A step from its bad frames on.
 
     def _decide(self, step: Step) -> Report | None:
         """Decides on a step, and reports it if it is bad.

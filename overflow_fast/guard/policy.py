@@ -13,9 +13,9 @@ _BEYOND_REPAIR = (
 )
 _APART = (
     "The step is not skipped: other ranks may make it, and their weights would differ "
-    "from then on. Give the guard process_group=torch.distributed.group.WORLD, or the "
-    "group of the ranks that share the model; process_group=False lets each rank skip "
-    "alone."
+    "from then on. Pass process_group=torch.distributed.group.WORLD to the guard, or "
+    "the group of the ranks that share the model; process_group=False lets each rank "
+    "skip alone."
 )
 
 

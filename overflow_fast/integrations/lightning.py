@@ -156,6 +156,7 @@ class _Fit:
         self.has_optimizer = bool(real)
         self.guard = attach_guard(self._models, real)
         self.guard.disable()
+        self.guard._loop.inputs.name_caller("training_step")
         self._replaced_methods = [
             StandIn(trainer, "save_checkpoint", self._check_before_saving),
             StandIn(pl_module, "lr_scheduler_step", self._may_schedule),

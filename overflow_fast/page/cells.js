@@ -26,7 +26,9 @@ function summed(bytes, columns, Kind) {
 const BIT_STOPS = [[0, 178, 24, 43], [1, 239, 138, 98], [4, 247, 247, 247],
   [8, 146, 197, 222], [16, 67, 147, 195], [32, 33, 102, 172]];
 const SHARE_STOPS = [[-6, 239, 237, 245], [-3, 158, 154, 200], [0, 63, 0, 125]];
-const BLACK = [0, 0, 0], GREY = [153, 153, 153], PALE = [255, 255, 255];
+// Where nothing is near its maximum: from the least headroom of all to the most.
+const SPREAD_STOPS = [[0, 198, 219, 239], [0.5, 107, 174, 214], [1, 8, 48, 107]];
+const GREY = [153, 153, 153], PALE = [255, 255, 255];
 
 function between(stops, value) {
   let i = 1;
@@ -36,12 +38,30 @@ function between(stops, value) {
   return [1, 2, 3].map((k) => Math.round(a[k] + part * (b[k] - a[k])));
 }
 
-const BIT_COLOURS = Array.from({length: 32 * BITS + 1}, (_, i) => between(BIT_STOPS, i / BITS));
+const SATURATED = 32 * BITS;
+const BIT_COLOURS = Array.from({length: SATURATED + 1}, (_, i) => between(BIT_STOPS, i / BITS));
 
-function bitColour(code) {
-  if (code === NONFINITE) return BLACK;
+// The least and the greatest headroom of entries, if all is beyond the fixed scale.
+function spreadOf(data, entries) {
+  let [low, high] = [NOT_SEEN, NONFINITE];
+  for (const entry of entries) {
+    for (let i = entry.index * data.width; i < (entry.index + 1) * data.width; i++) {
+      const code = data.headroom[i];
+      if (code === NONFINITE || code >= ALL_ZERO) continue;
+      if (code < SATURATED) return null;
+      if (code < low) low = code;
+      if (code > high) high = code;
+    }
+  }
+  return high > low ? [low, high] : null;
+}
+
+// A colour; null for what is not finite, whose colour depends on the scheme.
+function bitColour(code, spread) {
+  if (code === NONFINITE) return null;
   if (code === NOT_SEEN) return GREY;
-  return BIT_COLOURS[Math.min(code, 32 * BITS)];
+  if (spread) return between(SPREAD_STOPS, (code - spread[0]) / (spread[1] - spread[0]));
+  return BIT_COLOURS[Math.min(code, SATURATED)];
 }
 
 function countOf(code) {
@@ -56,7 +76,7 @@ function shareColour(code, numel) {
 
 function bitText(code, entry, isRank) {
   if (code === NONFINITE) return "non-finite (nan or inf)";
-  if (code === NOT_SEEN) return "not looked at";
+  if (code === NOT_SEEN) return "not checked";
   if (code === ALL_ZERO) return "all values were 0";
   const bits = code / BITS;
   const magnitude = (entry.limit / 2 ** bits).toPrecision(2);

@@ -71,6 +71,7 @@ class SavedExplanation(Struct):
     sample: Count | None = None
     num_samples: Count = 0
     dataset_index: StepNumber | None = None
+    sample_outlier: str = ""
     rank: Count | None = None
     chain: list[str] = field(default_factory=list)
     evidence: list[str] = field(default_factory=list)

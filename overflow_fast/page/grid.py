@@ -268,16 +268,20 @@ def name_of(entry: RecordEntry, has_models: bool = False) -> str:
     return f"{where}{entry.path}"
 
 
-# The strips above the heatmap: loss, gradient norm, learning rate, scale, skips.
+# The strips above the heatmap: loss, gradients, learning rate, scale, skips.
 
 
 Strip = list[float | None]
 STRIPS = {
     "loss": "loss",
     "grad_norm": "gradient norm",
+    "largest_gradient": "largest gradient",
     "learning_rate": "learning rate",
     "loss_scale": "loss scale",
 }
+
+
+_GRADIENT = "largest_gradient"  # stands for the norm where nobody gave that
 
 
 def strips_of(
@@ -292,13 +296,36 @@ def strips_of(
     found: dict[str, Strip] = {
         name: [_largest(getattr(s, name) for s in _steps(records, c)) for c in columns]
         for name in STRIPS
+        if name != _GRADIENT
     }
+    if not any_known(found["grad_norm"]):
+        largest = [_largest_gradients(record) for record in records]
+        found[_GRADIENT] = [_largest(_of_column(largest, c)) for c in columns]
     known = {name: strip for name, strip in found.items() if any_known(strip)}
     events: dict[str, Strip] = {
         "spikes": [_spikes(records, column) for column in columns],
         "skips": [_skips(records, column) for column in columns],
     }
     return known | {name: strip for name, strip in events.items() if any(strip)}
+
+
+def _largest_gradients(record: FlightRecord) -> Strip:
+    """The largest magnitude of all gradients of weights, for each step of a record."""
+    rows = [i for i, each in enumerate(record.entries) if each.kind == "gradient"]
+    values = record.values["abs_max"]
+    if values is None or not rows or not len(record):
+        return [None] * len(record.steps)
+    bad = record.is_nonfinite()[:, rows].any(1).tolist()
+    seen = values[:, rows].double().nan_to_num(-1.0).amax(1).tolist()
+    return [
+        math.nan if is_bad else None if most < 0 else most
+        for is_bad, most in zip(bad, seen, strict=True)
+    ]
+
+
+def _of_column(strips: Sequence[Strip], column: Column) -> Iterator[float | None]:
+    for strip, lines in zip(strips, column.lines, strict=True):
+        yield from (strip[i] for i in lines)
 
 
 def any_known(strip: Strip) -> bool:

@@ -9,10 +9,11 @@
     open: new Set(), shut: new Set(), all: false, from: 0, to: data.width,
     row: -1, column: -1, drag: null};
   const scroller = by("rows"), heat = by("heat"), strips = by("strips");
-  const STRIP_NAMES = {loss: "loss", grad_norm: "gradient norm",
+  const STRIP_NAMES = {loss: "loss", grad_norm: "gradient norm", largest_gradient: "largest gradient",
     learning_rate: "learning rate", loss_scale: "loss scale", spikes: "spikes", skips: "skips"};
   const shownStrips = Object.keys(STRIP_NAMES).filter((name) => data.strips[name]);
-  let rows = [];
+  let rows = [], spread = null;
+  const fixedScale = by("bits").innerHTML;
 
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name);
   const plotWidth = () => Math.max(50, scroller.clientWidth - gutter() - MARGIN);
@@ -125,8 +126,8 @@
       const to = Math.max(from + 1, state.from + Math.floor(next * columns / width));
       const end = Math.min(width, next);
       const {code, entry} = cellOf(data, row, state.show, from, Math.min(to, state.to));
-      const [r, g, b] = state.show === "headroom" ? bitColour(code) : shareColour(code, entry.numel);
-      pen.fillStyle = `rgb(${r},${g},${b})`;
+      const rgb = state.show === "headroom" ? bitColour(code, spread) : shareColour(code, entry.numel);
+      pen.fillStyle = rgb ? `rgb(${rgb})` : colour("--nonfinite");
       pen.fillRect(gutter() + x, top, end - x, ROW - (row.isGroup ? 2 : 1));
       x = end;
     }
@@ -173,10 +174,27 @@
     rows = rowsOf(data, state);
     state.row = rows.findIndex((row) => row.id === id);
     if (state.row < 0 && rows.length) state.row = state.column < 0 ? -1 : 0;
+    drawScale();
     by("fold").textContent = state.all ? "Fold all" : "Unfold all";
     by("legend-bits").hidden = state.show !== "headroom";
     by("legend-share").hidden = state.show === "headroom";
     draw();
+  }
+
+  // A run far from any maximum has a scale of its own, so that differences are seen.
+  function drawScale() {
+    spread = spreadOf(data, rows.flatMap((row) => row.depth ? [] : row.entries));
+    by("bits").className = `scale ${spread ? "spread" : "bits"}`;
+    if (!spread) { by("bits").innerHTML = fixedScale; return; }
+    const [low, high] = spread.map((code) => (code / BITS).toFixed(1));
+    by("bits").replaceChildren(tick("0", low), tick("100%", `${high} bits`));
+  }
+
+  function tick(left, text) {
+    const mark = Object.assign(document.createElement("i"), {textContent: text});
+    mark.style.left = left;
+    if (left === "0") mark.style.transform = "none";  // no part of what stands before it
+    return mark;
   }
 
   function toggle(row) {

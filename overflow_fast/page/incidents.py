@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,7 +148,15 @@ class Code:
             return cls(place, alone, number, "The file has changed since.")
         begin = max(0, number - 1 - _CONTEXT)
         around = list(enumerate(lines[begin : number + _CONTEXT], begin + 1))
-        return cls(place, around, number)
+        return cls(place, _dedented(around), number)
+
+
+def _dedented(lines: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Lines without the indentation that all have, and without blank ones around."""
+    full = [i for i, (_, text) in enumerate(lines) if text.strip()]
+    lines = lines[full[0] : full[-1] + 1]
+    texts = textwrap.dedent("\n".join(text for _, text in lines)).split("\n")
+    return [(number, text) for (number, _), text in zip(lines, texts, strict=True)]
 
 
 def read_incidents(path: str | os.PathLike[str]) -> tuple[list[Incident], list[str]]:

@@ -66,7 +66,7 @@ class _Nearest:
 
     bits: float = math.inf
     abs_max: float = math.nan
-    where: str = "never looked at"
+    where: str = "never checked"
     rank: str = ""
     num_bad: int = 0
     first_bad: str = ""
@@ -84,7 +84,7 @@ def entry_table(sheet: Sheet, grid: Grid) -> Table:
     ranks = ["rank"] if len(records) > 1 else []
     counts = [name for name in _COUNTS if name in grid.counts]
     last = "non-finite steps", "first", *(_COUNTS[name] for name in counts)
-    return Table(
+    whole = Table(
         [*_HEADS, *ranks, *last],
         [
             [
@@ -101,6 +101,7 @@ def entry_table(sheet: Sheet, grid: Grid) -> Table:
         if left_out
         else "",
     )
+    return _without_empty(whole)
 
 
 def _need(nearest: _Nearest) -> tuple[int, float]:
@@ -170,7 +171,16 @@ def step_table(sheet: Sheet) -> Table:
         done = _actions(records, column)
         rows.append([str(column), *numbers, done, *_worst(grid, i, names)])
     heads = ["step", *(STRIPS.get(name, name) for name in shown), "guard"]
-    return Table([*heads, "non-finite", "least bits", "at"], rows)
+    return _without_empty(Table([*heads, "non-finite", "least bits", "at"], rows))
+
+
+def _without_empty(table: Table) -> Table:
+    """The table without the columns in which no row has anything."""
+    if not table.rows:
+        return table
+    shown = [i for i in range(len(table.heads)) if any(row[i] for row in table.rows)]
+    rows = [[row[i] for i in shown] for row in table.rows]
+    return Table([table.heads[i] for i in shown], rows, table.remark)
 
 
 def _number(value: float | None) -> str:
@@ -195,7 +205,7 @@ def _worst(grid: Grid, column: int, names: Sequence[str]) -> list[str]:
     row = int(codes.argmin())
     code = int(codes[row])
     if code == NOT_SEEN:
-        return ["", "not looked at", ""]
+        return ["", "not checked", ""]
     texts = {NONFINITE: "non-finite", ALL_ZERO: "all 0"}
     bits = texts.get(code, f"{code / BITS:.1f}")
     return [str(num_bad or ""), bits, names[row]]
@@ -291,6 +301,7 @@ def page_of(
         histograms=[each for each in map(histogram_of, reversed(incidents)) if each],
         entries=entry_table(sheet, grid),
         steps=step_table(sheet),
+        healthy=_healthy(sheet, grid),
         gaps=list(dict.fromkeys([*gaps, *_reported(incidents), *_gaps(sheet, grid)])),
         versions=_versions(records),
     )
@@ -340,6 +351,29 @@ def _first_bad(sheet: Sheet, grid: Grid) -> dict[str, Any] | None:
     return {"steps": str(grid.columns[column]), "entry": name_of(sheet.entries[row])}
 
 
+def _healthy(sheet: Sheet, grid: Grid) -> list[str]:
+    """Sentences on a record without a non-finite value: loss and least headroom."""
+    sentences = list[str]()
+    for name, strip in strips_of(sheet.records, grid.columns).items():
+        known = [(i, value) for i, value in enumerate(strip) if value is not None]
+        if name in ("loss", "grad_norm", "largest_gradient") and len(known) > 1:
+            (first, before), (last, after) = known[0], known[-1]
+            sentences.append(
+                f"{STRIPS[name]}: {before:.4g} in step {grid.columns[first]}, "
+                f"{after:.4g} in step {grid.columns[last]}"
+            )
+    codes = grid.headroom
+    if codes.numel() and int(codes.min()) < ALL_ZERO:
+        row, column = divmod(int(codes.argmin()), codes.shape[1])
+        bits = int(codes[row, column]) / BITS
+        entry = sheet.entries[row]
+        sentences.append(
+            f"nearest to its dtype's maximum: {name_of(entry)} ({entry.dtype}) in step "
+            f"{grid.columns[column]}, which could double {bits:.1f} times"
+        )
+    return sentences
+
+
 def _short(value: object) -> str:
     """A number of a file with four digits; nothing for one that is not known."""
     if value is None:
@@ -386,7 +420,7 @@ def _gaps(sheet: Sheet, grid: Grid) -> list[str]:
         share = unseen.mean().item()
         never = int(unseen.all(1).sum())
         sentences.append(
-            f"{share:.1%} of the heatmap was not looked at or had no values; "
+            f"{share:.1%} of the heatmap was not checked or had no values; "
             f"{never} of {len(entries)} entries never."
         )
     kinds = {entry.kind for entry in entries}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .. import _C
 from ..core.modules import first_parameter_of, parameters_of, set_shares_buffers
 from ..core.tensors import devices_of, dtype_named, has_memory, loss_in
 from ..state.random import RandomStates
@@ -104,6 +105,20 @@ class Ambient:
         ambient._shares_buffers = None
         return ambient
 
+    def with_autocast_of_now(self) -> Ambient:
+        """The same, with autocast as it is at this moment."""
+        copy = Ambient.__new__(Ambient)
+        vars(copy).update(vars(self))
+        copy._autocast = [
+            (type, torch.is_autocast_enabled(type), torch.get_autocast_dtype(type))
+            for type, _, _ in self._autocast
+        ]
+        return copy
+
+    def has_drawn(self) -> bool:
+        """True if a random state is another one now."""
+        return bool(self._random.drawn())
+
     @contextmanager
     def applied(self, models: Iterable[nn.Module]) -> Iterator[None]:
         """Sets all of it; autocast is as it was afterwards, the rest is not."""
@@ -146,6 +161,7 @@ class KeptCall:
         ambient: What was set when it began.
         held: The gradients of what it returned, by their places among its tensors.
         not_held: How many bytes of gradients were too many to be held; 0 for none.
+        num_held: How many gradients have come to it, of several backwards, too.
         returns_loss: Whether backward is called on what it returned.
         is_part_of_compiled: Whether it ran in code that was compiled together with
             others', and runs eagerly when it is called alone.
@@ -164,13 +180,14 @@ class KeptCall:
         self.batch = batch
         self.ambient = ambient
         self.held: dict[int, torch.Tensor] = {}
-        self.not_held = 0
+        self.not_held = self.num_held = 0
         self.returns_loss = False
         self.is_part_of_compiled = False
         self.has_stand_ins = False
         self._is_overwritten: bool | None = None
-        found = tensors_in(batch, CALL_DEPTH)
-        self._versions = [(t, _version(t), _sample(t)) for t in found]
+        self._tensors = tensors_in(batch, CALL_DEPTH)
+        self._versions = _C.versions_of(self._tensors)
+        self._samples = _C.samples_of(self._tensors, _NUM_SAMPLED)
 
     @property
     def awaits_backward(self) -> bool:
@@ -233,15 +250,16 @@ class KeptCall:
         """
         if self._is_overwritten is not None:
             return self._is_overwritten
-        return any(
-            _version(tensor) != before or not _is_equal(_sample(tensor), sample)
-            for tensor, before, sample in self._versions
-        )
+        tensors = self._tensors
+        if _C.versions_of(tensors) != self._versions:
+            return True
+        return _C.samples_of(tensors, _NUM_SAMPLED) != self._samples
 
     def was_written(self, tensor: torch.Tensor) -> bool:
         """True if a tensor of the batch was written to since, by torch."""
-        before = [version for each, version, _ in self._versions if each is tensor]
-        return any(_version(tensor) != version for version in before)
+        now = _C.versions_of(self._tensors)
+        both = zip(self._tensors, self._versions, now, strict=True)
+        return any(before != after for each, before, after in both if each is tensor)
 
     def hold_gradients(self, output: Any, loss: torch.Tensor | None) -> None:
         """Holds the gradients of the output, by reference, once they are there.
@@ -259,8 +277,12 @@ class KeptCall:
             self.not_held = size
             return
         for place, tensor in asked:
-            hook = functools.partial(_hold, self.held, place)
+            hook = functools.partial(self._hold, place)
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _hold(self, place: int, gradient: torch.Tensor) -> None:
+        self.held[place] = gradient
+        self.num_held += 1
 
 
 class ModelCall(KeptCall):
@@ -315,30 +337,6 @@ def parameter_names(function: Callable[..., Any]) -> list[str]:
         return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return []
-
-
-def _hold(held: dict[int, torch.Tensor], place: int, gradient: torch.Tensor) -> None:
-    held[place] = gradient
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else version_of(tensor)
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A few values of a tensor on the CPU, evenly spaced; None elsewhere."""
-    is_plain = type(tensor) is torch.Tensor and has_memory(tensor)
-    if not is_plain or not tensor.is_cpu or not tensor.is_contiguous():
-        return None
-    values = tensor.detach().view(-1)
-    return values[:: max(1, len(values) // _NUM_SAMPLED)].clone()
-
-
-def _is_equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """True if two samples have the same bits."""
-    if a is None or b is None:
-        return a is b
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def call_model(model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:

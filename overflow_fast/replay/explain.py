@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import sys
@@ -18,16 +19,18 @@ from ..core.modules import gradient_taker, named_modules, step_of
 from ..core.tensors import devices_of
 from ..files.reading import is_regular
 from ..state.step_start import StepStart
+from ..torch_internals.compiler import has_compiled
 from .capture import GRAPH, Ambient, KeptCall
 from .explanation import Artifact, BadStep, Explanation
-from .loss_line import loss_line
+from .loss_code import LossCall
+from .loss_line import LossLine, advice, find_loss_line
 from .optimizer_step import explain_update
 from .places import module_of_parameter, names_of
 from .rank_coordinator import BEGIN, NotJoined, RankCoordinator, text_of
 from .remedies.attempts import find_remedies
 from .remedies.trials import Failure
 from .replay_check import ReplayCheck
-from .replayer import Replayer
+from .replayer import Observer, Replayer, StepPart
 from .saved_step import STEP, SavedStep, UnreadableStepError, saved_step
 from .search import Search
 from .tensor_kinds import bad_names
@@ -35,17 +38,21 @@ from .without_operation import first_bad_weight, looked_up
 
 BUDGET = 8
 _ASKS = "guard.run(lambda: loss)"
+_OWN_LINES = (
+    "The program's own lines of the loss, up to {}, were run again, too, since it lies "
+    "outside of the models."
+)
 _NOT_ALONE = (
     "The step was not replayed: there are several ranks, which do not decide together. "
-    "Collectives in it would wait for the others. Give the guard process_group=."
+    "Collectives in it would wait for the others. Pass process_group= to the guard."
 )
 _TAKEN = (
     "The step was not replayed: its forward was finite, and a second backward would "
     "write to the gradients that {} keeps."
 )
 _NO_CALLS = (
-    "The step was not replayed: no forward of it was kept{}. Call the model and the "
-    "loss within `guard.run(lambda: loss)`."
+    "The step was not replayed: no forward of this step was captured{}. Call the model "
+    "and the loss within `guard.run(lambda: loss)`."
 )
 
 
@@ -110,30 +117,143 @@ def investigate(
         found.notes.append(str(error))
     except Exception as error:
         found.notes.append(f"The explanation ended early: {text_of(error)}.")
-    if found is not ranks.result:  # it has the line of the rank that led
-        _add_loss_line(found, models)
+    num_replays = 0 if replayer is None else replayer.num_forwards
+    # The result of the rank that led has its line.
+    if found is not ranks.result and _asks_for_loss(found, calls):
+        limits = budget, checkpoints, artifact_bytes
+        step = _LossStep(models, calls, incident, start, limits, replay_check)
+        found = step.explained(found, may_run=ranks.is_alone and not _has_peers())
+        num_replays += step.num_forwards
     own = found.artifacts
     if artifact_bytes and calls:
         own += _saved(models, calls, start, artifact_bytes, found)
     if found is not ranks.result:  # which has the numbers of the rank that led
-        found.replays = 0 if replayer is None else replayer.num_forwards
+        found.replays = num_replays
         found.seconds = time.perf_counter() - begin
     result = ranks.finish(found)
     result.artifacts = own
     return result
 
 
-def _add_loss_line(found: Explanation, models: Mapping[str, nn.Module]) -> None:
-    """Adds the program's own line to a note that asks for the loss."""
-    for place, note in enumerate(found.notes):
-        if _ASKS not in note:
-            continue
+def _asks_for_loss(found: Explanation, calls: Sequence[KeptCall]) -> bool:
+    """True if the loss may tell more, and was not replayed."""
+    if any(call.returns_loss for call in calls):
+        return False
+    is_unknown = any(_ASKS in note for note in found.notes)
+    return is_unknown or (found.phase == "backward" and bool(calls))
+
+
+class _LossStep:
+    """A step whose loss is computed by the program's own lines, which are replayed.
+
+    Args:
+        models: See `investigate()`, as all others.
+        calls: The calls of the step.
+        incident: What a guard saw.
+        start: The models as they were when the step began.
+        limits: The budget, the checkpoints and the bytes of artifacts.
+        replay_check: Compares a replay with the step.
+
+    Attributes:
+        num_forwards: How many forwards were run.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        calls: Sequence[KeptCall],
+        incident: BadStep | None,
+        start: StepStart | None,
+        limits: tuple[int, Sequence[str | os.PathLike[str]], int],
+        replay_check: ReplayCheck | None,
+    ) -> None:
+        self._models, self._calls, self._start = models, calls, start
+        self._incident, self._replay_check = incident, replay_check
+        self._limits = limits
+        self.num_forwards = 0
+
+    def explained(self, found: Explanation, *, may_run: bool) -> Explanation:
+        """The explanation with those lines; else what was found, with what to change.
+
+        Args:
+            found: What was found without them.
+            may_run: False if other ranks would not run the lines, too.
+        """
         try:
-            line = loss_line(list(models.values()))
+            line = find_loss_line()
         except Exception:
-            line = ""  # of source code that is not like Python's
-        found.notes[place] = f"{note} {line}".rstrip()
-        return
+            line = None  # of source code that is not like Python's
+        if line is None:
+            return found
+        with contextlib.suppress(Exception):
+            own = self._replayed(line) if may_run else None
+            if own is not None:
+                return own
+        for place, note in enumerate(found.notes):
+            if _ASKS in note:
+                text = advice(line, list(self._models.values()))
+                found.notes[place] = f"{note} {text}".rstrip()
+                break
+        return found
+
+    def _replayed(self, line: LossLine) -> Explanation | None:
+        """The explanation of a replay of the lines, if that is seen to be the step."""
+        if not self._may_run() or not self._models:
+            return None
+        loss_call = LossCall(line, self._models, self._calls)
+        is_same = self._is_same(loss_call)
+        if not is_same and loss_call.leave_out(loss_call.check.num_forwards):
+            is_same = self._is_same(loss_call)
+        if not is_same:
+            return None
+        budget, checkpoints, artifact_bytes = self._limits
+        replayer = self._replayer(loss_call)
+        search = Search(
+            *(replayer, self._incident, budget, checkpoints, artifact_bytes),
+            self._replay_check,
+        )
+        found = search.run()
+        self.num_forwards += replayer.num_forwards
+        if found.cause == "not reproducible" and not loss_call.is_only_loss:
+            return None  # another loss may have been bad
+        if len(loss_call.calls) > 1:  # others' gradients are as bad with any remedy
+            found.remedies = [each for each in found.remedies if each.is_recommended]
+        found.notes.append(_OWN_LINES.format(loss_call.place))
+        return None if found.cause == "unknown" else found
+
+    def _may_run(self) -> bool:
+        incident = self._incident
+        if self._start is None or incident is None:
+            return False
+        is_partial = incident.hidden_by or incident.num_dropped or incident.is_late
+        has_stand_ins = any(call.has_stand_ins for call in self._calls)
+        return not (is_partial or has_stand_ins)
+
+    def _replayer(self, loss_call: LossCall) -> Replayer:
+        keeps_calls = self._limits[2] > 0
+        return Replayer(
+            self._models, loss_call.calls, self._start, keeps_calls=keeps_calls
+        )
+
+    def _is_same(self, loss_call: LossCall) -> bool:
+        """Replays the lines, and tells whether that was the step."""
+        replayer, check = self._replayer(loss_call), loss_call.check
+        observers: list[Observer] = [check]
+        if self._replay_check is not None:
+            observers.append(self._replay_check)
+        with replayer:
+            last = len(loss_call.calls) - 1 if has_compiled() else -1
+            part = StepPart(traced=last)  # compiled code runs without hooks
+            result = replayer.run(part, observers=observers)
+            changed = replayer.state.changed_around()
+        self.num_forwards += replayer.num_forwards
+        is_alike = check.is_given_alike and check.has_same_graph
+        if result.error is not None or changed or not is_alike:
+            return False
+        if check.has_same_loss:
+            return True
+        is_other = self._replay_check is not None and self._replay_check.difference()
+        return bool(is_other) and bool(self._calls)
 
 
 def _saved(

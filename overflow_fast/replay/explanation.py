@@ -93,15 +93,18 @@ class Sample(int):
 
     Attributes:
         dataset: Its index in the dataset, where the batch holds one; else None.
+        outlier: How much larger its values are than those of the other samples, in
+            words, where that is a hundredfold; else "".
     """
 
     dataset: int | None = None
+    outlier: str = ""
 
     @classmethod
-    def of(cls, index: int, dataset: int | None = None) -> Sample:
+    def of(cls, index: int, dataset: int | None = None, outlier: str = "") -> Sample:
         """Makes one of its index in the batch and that in the dataset."""
         sample = cls(index)
-        sample.dataset = dataset
+        sample.dataset, sample.outlier = dataset, outlier
         return sample
 
 
@@ -117,6 +120,10 @@ OVERFLOWS = ("range overflow", "gradient explosion")  # a number was too large
 NOT_REPLAYED = (
     "Code between backward and the optimizer's step (clipping, unscaling, "
     "communication) was not replayed."
+)
+OUTSIDE_LOSS = (
+    "The loss outside of the model was not replayed: call it within "
+    "`guard.run(lambda: loss)`."
 )
 _MAX_LINES = 8
 _MAX_CODE = 60
@@ -144,7 +151,7 @@ class Remedy:
     """A change that was tried on the very step that is explained.
 
     Attributes:
-        text: What is changed, in words, such as "1e-8 inside the sqrt".
+        text: What is changed, in words, such as "add 1e-8 inside the sqrt".
         code: The code of the change. It replaces the lines `line` to `last_line` of
             `file` where there is a file; else it is called before the run. Lines from
             the second on have their indentation.
@@ -234,6 +241,14 @@ class Remedy:
         return f"{self.place}: " if self.place else ""
 
 
+# Of runs that diverge: the step that is replayed comes after the one that did it.
+SLOWER = Remedy(
+    "lower the learning rate, warm it up, or clip gradients",
+    tried=False,
+    why="the weights before the last step are not held (a copy of the model)",
+)
+
+
 @dataclass
 class Explanation:
     """The findings of a replay of a non-finite step.
@@ -291,6 +306,11 @@ class Explanation:
         return self.cause in OVERFLOWS
 
     @property
+    def is_of_loss(self) -> bool:
+        """True if the bad gradient came from the loss, which was not replayed."""
+        return any(note.startswith(OUTSIDE_LOSS) for note in self.notes)
+
+    @property
     def names_maker(self) -> bool:
         """True if it is known what made the first bad value."""
         is_vague = self.cause in ("unknown", "not reproducible")
@@ -307,6 +327,7 @@ class Explanation:
             **{k: v for k, v in asdict(whole).items() if k != "artifacts"},
             "sample": None if sample is None else int(sample),
             "dataset_index": None if sample is None else sample.dataset,
+            "sample_outlier": "" if sample is None else sample.outlier,
         }
 
     def __str__(self) -> str:
@@ -335,7 +356,7 @@ class Explanation:
         recommended = [each for each in self.remedies if each.is_recommended]
         failed = [each for each in self.remedies if each.tried and not each.is_finite]
         if failed:
-            yield "no help", "; ".join(dict.fromkeys(map(self._label, failed)))
+            yield "did not help:", "; ".join(dict.fromkeys(map(self._label, failed)))
         not_tried = [each for each in self.remedies if not each.tried]
         if not_tried and not recommended:
             labels = [f"{self._label(e)}{': ' * bool(e.why)}{e.why}" for e in not_tried]
@@ -390,7 +411,8 @@ class Explanation:
         of = f" of {self.num_samples}" if self.num_samples else ""
         dataset = self.sample.dataset
         index = "" if dataset is None else f", index {dataset} of the dataset"
-        return f"{int(self.sample)}{of} (counted from 0){index}"
+        outlier = f": {self.sample.outlier}" if self.sample.outlier else ""
+        return f"{int(self.sample)}{of} (counted from 0){index}{outlier}"
 
 
 def _shortened(chain: list[str]) -> str:

@@ -81,7 +81,7 @@ def _explain_row(
     elif row.variable is None:
         found.notes.append(f"Which line of the forward {row.node} is of is not known.")
     if row.in_backward and row.variable is not None and not row.in_hook:
-        found.evidence.append("it arose where gradients are added up")
+        found.evidence.append("produced where gradients are added up")
     found.op = _op_of(named, row)
     details = row.details
     if row.is_communication:
@@ -175,13 +175,21 @@ def _why_text(details: Details, dtype: str) -> str:
     value, limit = details.true_value, details.limit
     if details.why == RANGE and value is not None:
         is_beyond = value in (float("inf"), float("-inf"))
-        true = "beyond float64, too" if is_beyond else f"{value:.3g}"
-        return f"the true result is {true}; {dtype} ends at {limit:.5g}"
-    if details.why == INTERMEDIATE:
-        return f"the true result {value:.3g} fits {dtype}: it overflowed inside"
+        true = "beyond its maximum as well" if is_beyond else _number(value)
+        return f"computed in float64: {true}; {dtype}'s maximum is {limit:.5g}"
+    if details.why == INTERMEDIATE and value is not None:
+        return (
+            f"computed in float64: {_number(value)}, which fits {dtype}: an "
+            "intermediate value overflowed"
+        )
     if details.why == UNDEFINED and value is not None:
-        return f"computed in float64 from the same inputs, it is {value:g}, too"
+        return f"computed in float64 from the same inputs, it is {value:g} as well"
     return details.reason or "it was not computed again"
+
+
+def _number(value: float) -> str:
+    """Three digits of a number, in plain figures below ten million: 175000."""
+    return f"{float(f'{value:.3g}'):.7g}"
 
 
 def _bad_text(each: TensorSummary) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
-import linecache
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from ..core.modules import children_of, modules_in
 from ..text import is_of_program, short_name
 from ..torch_internals.registry import stack
+from .places import source_lines
 
 _MOST_FRAMES = 64
 _MOST_CODE = 200
@@ -23,30 +25,95 @@ _INDIRECT = (
     "function, and that by `{name} = guard.run(function)`."
 )
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_OWN_REFERENCES = 3  # of the frame, of a local variable, and of getrefcount()
 
 
-def loss_line(models: Sequence[nn.Module]) -> str:
-    """Describes what to change for the loss to be replayed, or returns "".
+@dataclass(frozen=True)
+class LossLine:
+    """The code that computes what backward was called on.
+
+    Attributes:
+        frame: The running code that called backward.
+        variables: Its local variables, as they are now.
+        source: The text of its file.
+        tree: That text, parsed.
+        around: Its function in that text, or the whole file.
+        backward: The variable where backward is called on it.
+        assignment: The line that computes it, if that is certain.
+    """
+
+    frame: FrameType
+    variables: Mapping[str, Any]
+    source: str
+    tree: ast.Module
+    around: ast.AST
+    backward: ast.Name
+    assignment: ast.Assign | None
+
+    @property
+    def others(self) -> set[str]:
+        """The other variables that the function calls backward on."""
+        return {each.id for each in losses_in(self.around)} - {self.backward.id}
+
+    def place_of(self, line: int) -> str:
+        """A line of its file, such as "train.py:12"."""
+        return f"{short_name(self.frame.f_code.co_filename)}:{line}"
+
+
+def find_loss_line() -> LossLine | None:
+    """Finds the line that computed the loss, or returns None.
 
     Looks for `loss.backward()` in the functions of the program that run now, and for
     the line that assigns to that variable before. Nothing of the program is called.
-
-    Args:
-        models: The models that are watched.
     """
+    loss: Any = None
     for frame in stack()[:_MOST_FRAMES]:
         code = frame.f_code
         if not is_of_program(code.co_filename):
             continue
-        source = "".join(linecache.getlines(code.co_filename, frame.f_globals))
+        source = "".join(source_lines(code, frame.f_globals))
         try:
-            around = _function_at(ast.parse(source), frame.f_lineno)
+            tree = ast.parse(source)
         except SyntaxError:
             continue
-        found = _assignment(around, frame.f_lineno)
-        if found is not None:
-            return _text(found, source, frame, models)
-    return ""
+        around = _function_at(tree, frame.f_lineno)
+        if loss is None:
+            name = _backward_on(around, frame.f_lineno)
+        else:
+            name = _given_in(around, frame, loss)
+        if name is None:
+            continue
+        variables = _variables(frame)
+        if any(_writes(each, name.id) for each in ast.walk(around)):
+            found = _assignment(around, name)
+            return LossLine(frame, variables, source, tree, around, name, found)
+        loss = variables.get(name.id)  # an argument: its caller computed it
+    return None
+
+
+def _given_in(around: ast.AST, frame: FrameType, loss: Any) -> ast.Name | None:
+    """The variable with the loss in the call of a frame that runs."""
+    line = frame.f_lineno
+    for each in ast.walk(around):
+        end = getattr(each, "end_lineno", None) or 0
+        if isinstance(each, ast.Call) and each.lineno <= line <= end:
+            names = [n for n in each.args if isinstance(n, ast.Name)]
+            own = _variables(frame) if names else {}
+            for name in names:
+                if own.get(name.id) is loss:
+                    return name
+    return None
+
+
+def _variables(frame: FrameType) -> dict[str, Any]:
+    """The local variables of a frame, which keeps no reference to them afterwards."""
+    held = frame.f_locals
+    found = dict(held)
+    is_copy = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
+    # Before Python 3.13 the frame keeps a dict of them, which locals() returns, too.
+    if is_copy and type(held) is dict and sys.getrefcount(held) <= _OWN_REFERENCES:
+        held.clear()
+    return found
 
 
 def _function_at(tree: ast.Module, line: int) -> ast.AST:
@@ -59,22 +126,32 @@ def _function_at(tree: ast.Module, line: int) -> ast.AST:
     return found
 
 
-def _assignment(around: ast.AST, line: int) -> ast.Assign | None:
-    """The last assignment to what backward was called on before a line.
+def losses_in(around: ast.AST) -> list[ast.Name]:
+    """The variables that backward is called on, in the order of lines."""
+    calls = [n for n in ast.walk(around) if isinstance(n, ast.Call)]
+    calls.sort(key=lambda each: each.lineno)
+    return [name for name in map(_loss_of, calls) if name is not None]
+
+
+def _backward_on(around: ast.AST, line: int) -> ast.Name | None:
+    """The variable that backward was called on last before a line."""
+    before = [each for each in losses_in(around) if each.lineno <= line]
+    return before[-1] if before else None
+
+
+def _assignment(around: ast.AST, name: ast.Name) -> ast.Assign | None:
+    """The last assignment to what backward was called on.
 
     None if it is not certain that backward was called on what it has assigned.
     """
     nodes = [each for each in _own_nodes(around) if hasattr(each, "lineno")]
     before = sorted(
-        (each for each in nodes if each.lineno <= line), key=lambda each: each.lineno
+        (each for each in nodes if each.lineno <= name.lineno),
+        key=lambda each: each.lineno,
     )
-    losses = [_loss_of(each) for each in before if isinstance(each, ast.Call)]
-    name = next((each for each in reversed(losses) if each is not None), None)
-    if name is None:
-        return None
     branches = _branches(around)
     for each in reversed(before):
-        if not _writes(each, name.id) or each.lineno > name.lineno:
+        if not _writes(each, name.id):
             continue
         if not isinstance(each, ast.Assign) or not isinstance(
             each.targets[0], ast.Name
@@ -146,38 +223,42 @@ def _writes(node: ast.AST, name: str) -> bool:
     return any(isinstance(n, ast.Name) and n.id == name for n in inner)
 
 
-def _text(
-    found: ast.Assign, source: str, frame: FrameType, models: Sequence[nn.Module]
-) -> str:
-    code = ast.get_source_segment(source, found.value) or ""
-    target = found.targets[0]
-    assert isinstance(target, ast.Name)
-    place = f"{short_name(frame.f_code.co_filename)}:{found.lineno}"
+def advice(line: LossLine, models: Sequence[nn.Module]) -> str:
+    """Describes what to change for the loss to be replayed, or returns "".
+
+    Args:
+        line: The line of the loss.
+        models: The models that are watched.
+    """
+    if line.assignment is None or line.others:
+        return ""  # which loss was bad is not known
+    value, name = line.assignment.value, line.backward.id
+    place = line.place_of(line.assignment.lineno)
+    code = ast.get_source_segment(line.source, value) or ""
     is_short = bool(code) and "\n" not in code and len(code) <= _MOST_CODE
     if not is_short or ".run(" in code:
         return ""
-    if any(_is_call_of(n, frame, models) for n in ast.walk(found.value)):
-        return _DIRECT.format(name=target.id, code=code, place=place)
-    return _INDIRECT.format(name=target.id, line=f"{target.id} = {code}", place=place)
+    if any(_is_call_of(n, line, models) for n in ast.walk(value)):
+        return _DIRECT.format(name=name, code=code, place=place)
+    return _INDIRECT.format(name=name, line=f"{name} = {code}", place=place)
 
 
-def _is_call_of(node: ast.AST, frame: FrameType, models: Sequence[nn.Module]) -> bool:
+def _is_call_of(node: ast.AST, line: LossLine, models: Sequence[nn.Module]) -> bool:
     """True if a node is a call of a model, or of one that holds it."""
-    called = _value(node.func, frame) if isinstance(node, ast.Call) else None
+    called = _value(node.func, line) if isinstance(node, ast.Call) else None
     if not isinstance(called, nn.Module):
         return False
     own = set(map(id, models))
     return any(id(each) in own for each in modules_in(called))
 
 
-def _value(node: ast.AST, frame: FrameType) -> Any:
+def _value(node: ast.AST, line: LossLine) -> Any:
     """The value of a name or of an attribute, without running code of the program."""
     if isinstance(node, ast.Name):
-        held: Mapping[str, Any] = {**frame.f_globals, **frame.f_locals}
-        return held.get(node.id)
+        return {**line.frame.f_globals, **line.variables}.get(node.id)
     if not isinstance(node, ast.Attribute):
         return None
-    of = _value(node.value, frame)
+    of = _value(node.value, line)
     if isinstance(of, nn.Module):
         return children_of(of).get(node.attr)
     return inspect.getattr_static(of, node.attr, None)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..core.modules import named_parameters
-from .explanation import BadStep, Explanation, Op, Remedy
+from .explanation import SLOWER, BadStep, Explanation, Op, Remedy
 from .op_trace import OpTable, OpTrace
 from .places import module_of_parameter, op_at
 from .remedies.line_forms import update_remedies
@@ -108,7 +108,7 @@ def _by_settings(
         if "[" not in name and not _bad_settings({name: now[name]})
     ]
     text = f"{' and '.join(texts)} in the last step of {type(optimizer).__name__}"
-    made = "that step made again with gradients of 0 is non-finite, too"
+    made = "that step made again with gradients of 0 is non-finite as well"
     made = f"{made}; {', '.join(since)}" if since else made
     return Explanation(
         "optimizer",
@@ -166,7 +166,7 @@ def _made_again(
         eps = f" (eps={own:g} is 0 there)"
         other = _EPS.get(parameter.dtype, 1e-8)
         remedy = Remedy(
-            f"eps={other:g} instead of {own:g} (with gradients of 0)",
+            f"use eps={other:g} instead of {own:g} (with gradients of 0)",
             f"{type(optimizer).__name__}(..., eps={other:g})",
             is_finite=_is_finite_again(optimizer, {**group, "eps": other}, parameter),
         )
@@ -177,7 +177,7 @@ def _made_again(
     found.remedies.sort(key=lambda each: not each.is_finite)
     found.evidence.append(
         f"the step made again with gradients of 0 makes {num} of these {most} values "
-        f"non-finite; {width or 'in float64 too'}{eps * is_finite}"
+        f"non-finite; {width or 'in float64 as well'}{eps * is_finite}"
     )
     return found
 
@@ -185,7 +185,7 @@ def _made_again(
 def _is_finite_again(
     optimizer: Any, group: dict[str, Any], parameter: torch.Tensor
 ) -> bool:
-    """Makes the step again, and tells whether the weight is finite then."""
+    """True if the weight is finite after the step is made again."""
     twin = _Twin(optimizer, group, parameter, parameter.dtype)
     twin.step()
     return bool(twin.parameter.isfinite().all())
@@ -219,7 +219,7 @@ def _op_of(row: Any) -> Op:
 def _too_large(
     group: Mapping[str, Any], incident: BadStep, found: Explanation
 ) -> Explanation:
-    """True if the learning rate alone takes the weight beyond its dtype."""
+    """Calls it divergence if the learning rate alone takes the weight out of range."""
     learning_rate = group.get("lr")
     gradient = incident.largest_gradient
     if not isinstance(learning_rate, (int, float)) or not gradient:
@@ -236,6 +236,7 @@ def _too_large(
             module_of_parameter(found.tensor),
             tensor=found.tensor,
             evidence=found.evidence,
+            remedies=[SLOWER],
         )
     return found
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
@@ -166,8 +168,45 @@ def code_at(frames: Frames) -> tuple[str, int, str]:
     if not frames:
         return "", 0, ""
     code, line, _ = frames[0]
-    text = linecache.getline(code.co_filename, line).strip()
-    return source_name(code.co_filename), line, text
+    return source_name(code.co_filename), line, line_text(code, line)
+
+
+_LOADED_AT = time.time()
+
+
+def line_text(code: CodeType, line: int) -> str:
+    """The text of a line of a code; "" if its file has another one by now."""
+    lines = source_lines(code)
+    return lines[line - 1].strip() if 0 < line <= len(lines) else ""
+
+
+def source_lines(code: CodeType, around: dict[str, Any] | None = None) -> list[str]:
+    """The lines of a code's file; none if the code was not compiled from these.
+
+    A file may be edited while the program runs.
+
+    Args:
+        code: The code.
+        around: Its global variables, which know where an archive has the file.
+    """
+    lines = linecache.getlines(code.co_filename, around)
+    written_at = 0.0
+    with contextlib.suppress(OSError, ValueError):  # a cell of a notebook
+        written_at = os.stat(code.co_filename).st_mtime
+    is_old = written_at < _LOADED_AT
+    return lines if is_old or _is_compiled_from(code, "".join(lines)) else []
+
+
+def _is_compiled_from(code: CodeType, text: str) -> bool:
+    try:
+        waiting = [compile(text, code.co_filename, "exec", dont_inherit=True)]
+    except (SyntaxError, ValueError):
+        return False
+    for each in waiting:  # it grows meanwhile
+        if each == code:
+            return True
+        waiting += [inner for inner in each.co_consts if isinstance(inner, CodeType)]
+    return False
 
 
 def place_text(frames: Frames) -> str:
@@ -186,10 +225,15 @@ def programs_line(frames: Frames, called_at: tuple[str, int]) -> str:
     files = [code.co_filename for code, _, _ in frames]
     if not files or not installed_name(files[0]):
         return ""
-    own = ((code.co_filename, line) for code, line, _ in frames)
-    found = (each for each in (*own, called_at) if not installed_name(each[0]))
-    file, line = next(found)
-    text = linecache.getline(file, line).strip()
+    own = [(code, line) for code, line, _ in frames]
+    code, line = next(
+        (each for each in own if not installed_name(each[0].co_filename)), (None, 0)
+    )
+    if code is None:
+        file, line = called_at
+        text = linecache.getline(file, line).strip()
+    else:
+        file, text = code.co_filename, line_text(code, line)
     return f"{short_name(file)}:{line}{': ' * bool(text)}{text}" if file else ""
 
 

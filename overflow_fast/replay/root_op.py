@@ -279,6 +279,7 @@ def _value_at(value: Any, index: tuple[int, ...]) -> float | None:
     return float(value[own]) if not value.is_complex() else None
 
 
+_SOFTMAXES = {"_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax"}
 # Of elementwise operations, what their first argument must be.
 _DOMAINS: dict[str, tuple[str, Callable[[float], bool]]] = {
     **dict.fromkeys(("log", "log2", "log10", "rsqrt"), ("above 0", lambda x: x > 0)),
@@ -311,11 +312,27 @@ def _outside_of_domain(op: OpCall, index: tuple[int, ...] | None) -> str:
             return ""
         if (value < 0 and power != int(power)) or (value == 0 and power < 0):
             return f"its input is {_at(first, value, index)}, the exponent {power:g}"
+    if base in _SOFTMAXES and isinstance(first, torch.Tensor) and first.dim():
+        return _masked_row(first, op.args[1], index)
     if base in _DIVIDES and len(op.args) > 1 and _value_at(op.args[1], index) == 0:
         if isinstance(op.args[1], torch.Tensor):
             return f"the divisor is {_at(op.args[1], 0.0, index)}"
         return f"the divisor is the number {op.args[1]:g}"
     return ""
+
+
+def _masked_row(scores: torch.Tensor, dim: Any, index: tuple[int, ...]) -> str:
+    """Names a row of a softmax that is -inf throughout: nothing is left to weigh."""
+    if not isinstance(dim, int) or len(index) != scores.dim():
+        return ""
+    dim %= scores.dim()
+    place: list[Any] = list(index)
+    place[dim] = slice(None)
+    row = scores[tuple(place)]
+    if not bool((row == -math.inf).all()):
+        return ""
+    at = ", ".join(":" if i == dim else str(n) for i, n in enumerate(index))
+    return f"all {row.numel()} scores at [{at}] are -inf"
 
 
 def _at(value: Any, number: float, index: tuple[int, ...]) -> str:

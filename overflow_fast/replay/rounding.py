@@ -417,15 +417,15 @@ def explain_lost(lost: Lost, found: Explanation) -> None:
     if lost.as_they_were:
         on += f", but for {', '.join(lost.as_they_were)}"
     if lost.row is None:
-        is_sure = ": float64 would not help" * lost.is_whole
-        found.evidence[1:2] = [f"{on}, it is {lost.value:g}, too{is_sure}"]
+        is_sure = "; a wider dtype would not help" * lost.is_whole
+        found.evidence[1:2] = [f"{on}, it is {lost.value:g} as well{is_sure}"]
         return
     found.cause = lost.cause
     if lost.is_beyond:
         found.lost_by = op_at(lost.row.name, lost.row.frames)
         verb = "underflowed" if lost.cause == UNDERFLOW else "was rounded"
         found.evidence[1:2] = [
-            f"{_place(lost.row)} {verb} to {lost.own:g}, in float64, too: of finite "
+            f"{_place(lost.row)} {verb} to {lost.own:g}, in float64 as well: of finite "
             "numbers it is never that",
             f"with the float64 number next to {lost.own:g} instead, it is finite",
         ]

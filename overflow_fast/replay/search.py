@@ -12,7 +12,7 @@ import torch
 from ..torch_internals.replay_internals import no_dispatch
 from . import explanation
 from .capture import KeptCall, batch_size, why_whole
-from .explanation import BadStep, Explanation, Sample
+from .explanation import SLOWER, BadStep, Explanation, Sample
 from .finding import explain_root_op
 from .op_trace import Leaf, Row
 from .optimizer_step import explain_update
@@ -26,7 +26,7 @@ from .replayer import Replayer, ReplayResult, StepPart
 from .repro import module_repro_of, repro_of
 from .root_op import UNDEFINED
 from .rounding import Tape, explain_lost, lost_value, rows_before
-from .sentinel import Sentinel, sentinel_in
+from .sentinel import Sentinel, outlier_in, sentinel_in
 from .slice import OF_LEAVES, ForwardRows, RootOp, find_root_op, trace_back
 from .tensor_kinds import as_wide, is_float
 from .without_operation import Answers, find_growth
@@ -72,7 +72,10 @@ def find(
     else:
         index = _halved(source, replayer, place, size, may_run)
     if index is not None:
-        found.sample = Sample.of(index, _dataset_index(call, index, size))
+        dataset, outlier = _dataset_index(call, index, size), ""
+        if found.is_overflow and sentinel_in(call, index) is None:
+            outlier = outlier_in(call, index)
+        found.sample = Sample.of(index, dataset, outlier)
 
 
 def _only_bad(tensor: torch.Tensor | None, size: int) -> int | None:
@@ -149,10 +152,6 @@ def _dataset_index(call: KeptCall, index: int, size: int) -> int | None:
     return None
 
 
-_NO_RATE = (
-    "A smaller learning rate was not tried: the weights before the last step are not "
-    "held (a copy of the model)."
-)
 _NOT_TRIED = (
     "No remedy was tried: the step writes to {}, which could not be put back to what "
     "it was before, and holds non-finite values."
@@ -334,7 +333,7 @@ class Search:
         if result.error is None and not result.bad_outputs:
             found.cause = "divergence"
             found.evidence[0] += "; with weights as large as before it is finite"
-            found.notes.append(_NO_RATE)
+            found.remedies.append(SLOWER)
 
     def _keep_call(self, found: Explanation, root_op: RootOp) -> None:
         """Keeps the operation and its module as scripts, where artifacts are wanted."""

@@ -1,7 +1,8 @@
-"""Numbers of a batch that stand for something else, such as -9999 for "missing"."""
+"""Numbers of a sample unlike the others: placeholders such as -9999, and outliers."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +66,33 @@ def sentinel_in(call: KeptCall, sample: int) -> Sentinel | None:
             num = sum(bool((each == number).any()) for each in floats)
             return Sentinel(name, number, text, num == 1 and most > 0)
     return None
+
+
+def outlier_in(call: KeptCall, sample: int) -> str:
+    """Describes the largest value of a sample, if it is far above the other samples'.
+
+    Args:
+        call: The call that failed because of the sample.
+        sample: The sample.
+
+    Returns:
+        The tensor of the batch, the value and the ratio, in words; "" for none.
+    """
+    for name, tensor in call.leaves():
+        values = as_wide(tensor) if is_float(tensor) else None
+        if values is None or values.dim() < 1 or len(values) <= max(1, sample):
+            continue
+        largest = values.abs().flatten(1).amax(1) if values.dim() > 1 else values.abs()
+        own, others = float(largest[sample]), largest.clone()
+        others[sample] = 0
+        most = float(others.max())
+        if math.isfinite(own) and own > _APART * most > 0:
+            ratio = float(f"{own / most:.2g}")
+            return (
+                f"`{name}` is up to {own:.3g} in magnitude there, {ratio:,.10g} times "
+                "the largest of the other samples"
+            )
+    return ""
 
 
 def _what(number: float, most: float, dtype: torch.dtype) -> str | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,10 +36,6 @@ _IN_LOOP = (
     "Code between the calls was not replayed. Call all of it within "
     "`guard.run(lambda: loss)`."
 )
-_LOSS = (
-    "The loss outside of the model was not replayed: call it within "
-    "`guard.run(lambda: loss)`."
-)
 _NOT_FOUND = "Where the program holds that tensor was not found."
 _CARRIED = (
     "The step writes to {}, which could not be put back to what it was before: the "
@@ -64,7 +61,7 @@ def explain_leaf(leaf: Leaf, read_by: str, call: KeptCall | None) -> Explanation
         return _explain_weight(leaf.kind, leaf.name, what, read_by)
     if leaf.kind == "gradient":
         text = f"the gradient that the model's output was given holds {what}"
-        return Explanation(evidence=[text], notes=[_LOSS])
+        return Explanation(evidence=[text], notes=[notes.OUTSIDE_LOSS])
     text = f"a tensor that no replayed operation has made holds {what}{read_by}"
     return Explanation(evidence=[text], notes=[_NOT_FOUND])
 
@@ -241,6 +238,8 @@ class Answers:
             return Explanation("backward", notes=[notes.NOT_REDUCED])
         if incident.kind == "gradient" and self._replayer.state.has_hooks:
             return Explanation("backward", notes=[notes.NOT_CALLED])
+        if not self._replayer.returns_loss and self._has_several_gradients():
+            return Explanation(notes=[self._outside()])
         doubt = self._doubt(incident)
         if doubt:
             return Explanation(notes=[f"The replay is finite, but {doubt}."])
@@ -259,7 +258,7 @@ class Answers:
                 "backward"
                 if traced.bad_gradients and not traced.bad_outputs
                 else "forward",
-                notes=["Its infs come from constants alone: they may be meant."],
+                notes=["The infs come only from constants and may be intentional."],
             )
         again = self._replayer.run() if self._may_run(1) else first
         if again.is_clean or not has_compiled():
@@ -373,6 +372,10 @@ class Answers:
             return "the batch was written to in the step"
         return ""
 
+    def _has_several_gradients(self) -> bool:
+        """True if several backwards came to an output: the last one's is replayed."""
+        return any(call.num_held > len(call.held) for call in self._replayer.calls)
+
     def _outside(self) -> str:
         return (
             "The models' own forward and backward are finite; the loss outside of them "
@@ -465,7 +468,23 @@ def find_growth(
         f"the largest weight went from {most:.3g} to {now[name]:.3g} ({name}) "
         f"within the last {steps} steps"
     )
+    if incident.steps_between == 1:
+        text += _jump_text(name, history[name])
     return Growth(text, factors)
+
+
+def _jump_text(name: str, recent: Sequence[float]) -> str:
+    """Names the step that made a weight large, if one alone did; "" otherwise."""
+    jumps = [
+        (before, after, len(recent) - place)
+        for place, (before, after) in enumerate(itertools.pairwise(recent), 1)
+        if after > max(1.0, _MANY * before)
+    ]
+    if len(jumps) != 1:
+        return ""
+    ((before, after, number),) = jumps
+    when = "in the step before" if number == 1 else f"{number} steps before this one"
+    return f", {name} from {before:.3g} to {after:.3g} {when}"
 
 
 def _magnitudes(

@@ -112,7 +112,7 @@ def place_of(entry: BadEntry) -> str:
 
 def what_of(entry: BadEntry) -> str:
     """Writes how many bad values an entry holds, and which entry it is."""
-    infs = {"-": "-inf", "+-": "inf and -inf"}.get(entry.signs, "inf")
+    infs = {"-": "-inf", "+-": "infinite values"}.get(entry.signs, "inf")
     kinds = [
         f"{count} {name}"
         for count, name in ((entry.num_nan, "nan"), (entry.num_inf, infs))
@@ -193,24 +193,18 @@ def headroom_sentences(headroom: EntryHeadroom | None) -> list[str]:
         return []
     return [
         f"When it was last finite, its largest magnitude was {headroom.abs_max:.3g}, "
-        f"which could grow {growth_text(headroom.bits)} before it overflows "
+        f"which could grow {headroom.growth} before it overflows "
         f"{headroom.dtype} ({headroom.limit:.5g})."
     ]
 
 
-def growth_text(bits: float) -> str:
-    """Writes headroom as a factor, with its bits: "111-fold (6.8 bits)"."""
-    factor = float(f"{2.0 ** min(bits, 1023.0):.3g}")
-    return f"{factor:,.10g}-fold ({bits:.1f} bits)"
-
-
 def least_sentences(headroom: EntryHeadroom | None) -> list[str]:
-    """Writes which value is nearest to the end of its dtype, if it is near."""
+    """Writes which value is nearest to its dtype's maximum, if it is near."""
     if headroom is None or headroom.bits > _FEW_BITS:
         return []
     return [
-        "The finite value nearest to the end of its dtype: "
-        f"{headroom.where}, which could grow {growth_text(headroom.bits)} before "
+        "The finite value nearest to its dtype's maximum: "
+        f"{headroom.where}, which could grow {headroom.growth} before "
         f"{headroom.dtype} overflows."
     ]
 
@@ -231,20 +225,23 @@ def _sentence(first: BadEntry, verdict: Verdict) -> str:
     if verdict.origin == "made":
         but = _exceptions(verdict)
         given = f"The inputs of {maker} were finite{' except ' * bool(but)}{but}"
-        return f"{given}: it arose in {_code_of(maker, verdict)}."
+        return f"{given}; {_code_of(maker, verdict)} produced it."
     if verdict.origin == "given" and verdict.source == "unclear":
         return f"It was non-finite when the model received it: it came from {maker}."
     if verdict.source == "weight" and len(verdict.candidates) > 1:
-        return f"It was already non-finite when the call read it: {maker}."
+        return f"It was already non-finite when {place_of(first)} read it: {maker}."
     if verdict.origin == "given":
         return f"It was non-finite before the step: it came from {maker}."
     if verdict.origin == "unclear":
-        return f"It is not known who created it: {maker}."
+        return f"Which code produced it is not known: {maker}."
     if first.kind == "input" and verdict.source == "caller":
         name, *others = verdict.candidates
         if not isinstance(name, NonModuleOrigin) and not others:
-            return f"It arrived non-finite. It arose in {_code_of(name, verdict)}."
-    return f"It arrived non-finite. It arose in {maker}."
+            code = _code_of(name, verdict)
+            return f"Module {first.fqn} received it; {code} produced it."
+    if first.class_name and first.fqn and first.kind in ("input", "grad_output"):
+        return f"Module {first.fqn} received it; it came from {maker}."
+    return f"It came from {maker}."
 
 
 def _exceptions(verdict: Verdict) -> str:
@@ -259,19 +256,25 @@ def _exceptions(verdict: Verdict) -> str:
 
 def _code_of(name: str, verdict: Verdict) -> str:
     """Names the code of a module, as near as it is known."""
-    after = f", after {verdict.after}" if verdict.after else ""
+    after = f", after {verdict.after}," if verdict.after else ""
     if not verdict.unwatched:
-        return f"{name}'s own code{after}"
+        return f"code in {_module(name)} itself{after}"
     names = ", ".join(verdict.unwatched[:_FEW])
     more = len(verdict.unwatched) - _FEW
     names += f" and {more} more" if more > 0 else ""
-    return f"{name}{after}; not watched within it: {names}"
+    return f"code in {_module(name)}{after} (not watched within it: {names})"
+
+
+def _module(name: str) -> str:
+    """Names a module so that a number is not taken for another thing."""
+    return name if name == "the model" else f"module {name}"
 
 
 _RECOMPUTED = (
     "It was finite in the forward and arose when backward computed that again "
     "(activation checkpointing)."
 )
+_OF_LOSS = "It came from the code that computes the loss from the model's output."
 _MAY_BE_BAD = "weights may be non-finite now"
 _OUTCOMES = {
     "raise": "The optimizer step is not made: NonFiniteError is raised before it.",
@@ -332,8 +335,8 @@ class Report:
         step: The optimizer's step, counted from 0.
         action: "raise", "warn" or "skip".
         verdict: The first bad entry, and its origin.
-        least_headroom: The finite value of the step that came nearest to the end of its
-            dtype.
+        least_headroom: The finite value of the step that came nearest to its dtype's
+            maximum.
         frames: The last frames up to the first bad one, as text.
         not_covered: What was not checked, in sentences.
         cost: The time that the guard took.
@@ -482,6 +485,9 @@ class Report:
         A replay names the operation; where bad inputs and weights came from, it does
         not know.
         """
+        found = self.explanation
+        if found is not None and found.is_of_loss and self.verdict.origin == "unclear":
+            return _OF_LOSS  # fewer candidates than the hooks have
         if not self._is_told:
             return who_made_it(first, self.verdict)
         is_given = self.verdict.origin == "given" and not self._is_written_in_step

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import array
 import collections
+import contextvars
 import dis
 import enum
 import functools
@@ -36,7 +37,7 @@ from torch import nn
 
 from ..text import is_of_program
 from ..tree import attributes, layout, set_attributes
-from .random import generator_of, is_same_state
+from .random import generator_of, is_same_state, seeds_of
 from .tensors import SMALL, KeptTensor
 
 _MAX_BYTES = 2**28  # of an array that is copied
@@ -55,6 +56,7 @@ _CLOSED = {
 # Of torch and the standard library: objects that hold state of a model, and no more.
 _OPEN_PARTS = ("torch.optim", "torch.amp", "torch.distributions")
 _OPEN_PACKAGES = {"collections", "types", "argparse", "weakref", "_weakrefset"}
+_LEFT: Any = object()  # in the place of a value that is not kept, or not there
 _QUEUES = {"queue", "_queue", "multiprocessing.queues"}  # other threads write to them
 _FUNCTIONS = (
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType),
@@ -296,6 +298,10 @@ class KeptObjects:
             yield from self._of_module(name, value)
         elif generator is not None:
             self.kept.append(_Generator(name, *generator))
+            yield from ((name, each) for each in seeds_of(value))
+            yield from self._of_object(name, value)  # of a subclass
+        elif kind is contextvars.ContextVar:
+            yield from _indexed(name, self._keep(name, value, _VARIABLE))
         elif issubclass(kind, (tuple, frozenset)):
             yield from _indexed(name, list(_plain_items(value)))
             yield from self._of_object(name, value)
@@ -412,14 +418,22 @@ class KeptObjects:
                 for part in _functions_of(each):
                     yield f"{value.__name__}.{key}", part
             return
-        around = value.__globals__
-        self._keep("", (around, _names_set(value.__code__)), _GLOBALS)
-        for name in global_names(value.__code__):
+        names = _names(value.__code__)
+        yield from self._of_variables("", value.__globals__, names.all, names.set)
+        for name, around in _modules_read(names.all, value.__globals__):
+            yield from self._of_variables(f"{name}.", around, names.all, names.given)
+
+    def _of_variables(
+        self, prefix: str, around: dict[str, Any], names: _Names, written: _Names
+    ) -> Iterator[tuple[str, Any]]:
+        """Keeps variables of a module; yields what those of some names hold."""
+        self._keep(prefix, (around, written), _GLOBALS)
+        for name in names:
             each = around.get(name)
             if isinstance(each, type):
                 self._note_code(each)
             for part in _functions_of(each):
-                yield name, part
+                yield f"{prefix}{name}", part
 
     def _of_array(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from self._of_object(name, value)  # of a subclass
@@ -537,6 +551,16 @@ def _fill_cell(cell: Any, items: list[Any]) -> None:
         del cell.cell_contents
 
 
+def _read_variable(variable: contextvars.ContextVar[Any]) -> list[Any]:
+    value = variable.get(_LEFT)
+    return [] if value is _LEFT else [value]
+
+
+def _fill_variable(variable: contextvars.ContextVar[Any], items: list[Any]) -> None:
+    # No value can be taken from it: it gets its default, which an empty context has.
+    variable.set(items[0] if items else contextvars.Context().run(variable.get))
+
+
 def _own_parts(kind: type) -> list[tuple[str, Any]]:
     own = type.__dict__["__dict__"].__get__(kind).items()
     return [(k, v) for k, v in own if not k.startswith(("__", "_abc_"))]
@@ -583,6 +607,7 @@ _ATTRIBUTES = _Access(_ATTRIBUTE, _read_attributes, _fill_attributes)
 _CLASS = _Access(_ATTRIBUTE, _read_class, _fill_class)
 _GLOBALS = _Access(_NAME, _read_globals, _fill_globals)
 _CELL = _Access("", _read_cell, _fill_cell)
+_VARIABLE = _Access("", _read_variable, _fill_variable)
 _CELLS = _Access(_INDEX, lambda value: list(value.flat), _fill_cells)
 _CONTAINERS: tuple[tuple[type, _Access], ...] = (
     (collections.OrderedDict, _Access(_KEY, _read_ordered, _fill_ordered)),
@@ -648,28 +673,56 @@ def _is_array(value: Any) -> bool:
 
 def global_names(code: types.CodeType) -> tuple[str, ...]:
     """Names in a code and in the functions and comprehensions within it."""
-    return _names(code)[0]
+    return _names(code).all
 
 
-def _names_set(code: types.CodeType) -> tuple[str, ...]:
-    """The global variables that a code, or one within it, assigns or deletes."""
-    return _names(code)[1]
+_Names = tuple[str, ...]
+
+
+class _NamesIn(NamedTuple):
+    """Names in a code, and in the functions and comprehensions within it.
+
+    Attributes:
+        all: Of global variables and attributes.
+        set: Of the global variables that it assigns or deletes.
+        given: Of the attributes that it assigns or deletes.
+    """
+
+    all: _Names
+    set: _Names
+    given: _Names
 
 
 @functools.lru_cache(maxsize=1024)
-def _names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    names = dict.fromkeys(code.co_names)
-    own = dis.get_instructions(code)
-    written = dict.fromkeys(e.argval for e in own if e.opname in _WRITES)
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            inner, inner_written = _names(each)
-            names |= dict.fromkeys(inner)
-            written |= dict.fromkeys(inner_written)
-    return tuple(names), tuple(written)
+def _names(code: types.CodeType) -> _NamesIn:
+    own = [(each.opname, each.argval) for each in dis.get_instructions(code)]
+    inner = [_names(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    kinds: tuple[list[str], ...] = (
+        list(code.co_names),
+        [name for kind, name in own if kind in ("STORE_GLOBAL", "DELETE_GLOBAL")],
+        [name for kind, name in own if kind in ("STORE_ATTR", "DELETE_ATTR")],
+    )
+    for each in inner:
+        for names, more in zip(kinds, each, strict=True):
+            names += more
+    return _NamesIn(*(tuple(dict.fromkeys(names)) for names in kinds))
 
 
-_WRITES = {"STORE_GLOBAL", "DELETE_GLOBAL"}
+def _modules_read(
+    names: _Names, around: dict[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the variables of the program's own modules that a code may read."""
+    waiting, seen = [("", around)], {id(around)}
+    while waiting:
+        prefix, held = waiting.pop()
+        for name in names:
+            each = held.get(name)
+            if type(each) is not types.ModuleType or id(vars(each)) in seen:
+                continue
+            seen.add(id(vars(each)))
+            if _is_programs_own(each):
+                yield f"{prefix}{name}", vars(each)
+                waiting.append((f"{prefix}{name}.", vars(each)))
 
 
 def _is_of_program(value: Any) -> bool:
@@ -677,10 +730,14 @@ def _is_of_program(value: Any) -> bool:
     if isinstance(value, type):
         name = value.__module__
         module = sys.modules.get(name) if isinstance(name, str) else None
-        file = getattr(module, "__file__", None) or ""  # a notebook has none
-        is_known = module is not None and (file or name == "__main__")
-        return bool(is_known) and is_of_program(file)
+        return module is not None and _is_programs_own(module)
     return is_of_program(value.__code__.co_filename)
+
+
+def _is_programs_own(module: types.ModuleType) -> bool:
+    file = getattr(module, "__file__", None) or ""
+    # A notebook has no file, and nor has a module that is built in.
+    return bool(file or module.__name__ == "__main__") and is_of_program(file)
 
 
 _METHODS = (types.FunctionType, staticmethod, classmethod, property)
@@ -719,7 +776,6 @@ def _indexed(name: str, items: list[Any]) -> Iterator[tuple[str, Any]]:
 
 _MOST_OBJECTS = 64  # in one attribute
 _MOST_ITEMS = 1000  # of one container
-_LEFT: Any = object()  # in the place of a value that is not kept
 # Wrappers, whose attributes say what they are about to do.
 _WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "torch._")
 

@@ -51,9 +51,9 @@ class RandomStates:
             module: Any = torch.get_device_module(device)
             self._states[str(device)] = module.get_rng_state(device)
         self._states["python"] = random.getstate()
-        if loads_numpys and "numpy" in sys.modules:
-            importlib.import_module("numpy.random")
         numpys: Any = sys.modules.get("numpy.random")
+        if numpys is None and loads_numpys and "numpy" in sys.modules:
+            numpys = importlib.import_module("numpy.random")
         if numpys is not None:
             self._states["numpy"] = _numpys_state(numpys)
 
@@ -157,6 +157,13 @@ def generator_of(value: object) -> tuple[_Getter, _Setter] | None:
         return lambda: old.get_state(legacy=False), old.set_state
     if isinstance(value, numpys.Generator):
         value = value.bit_generator
+    if isinstance(value, numpys.SeedSequence):
+        seeds: Any = value  # counts the generators that were made of it
+
+        def put_seeds_back(state: Any) -> None:
+            seeds.__setstate__(tuple(state.values()))
+
+        return lambda: dict(enumerate(seeds.__reduce__()[2])), put_seeds_back
     if isinstance(value, numpys.BitGenerator):
         bits: Any = value
 
@@ -165,6 +172,12 @@ def generator_of(value: object) -> tuple[_Getter, _Setter] | None:
 
         return lambda: bits.state, put_back
     return None
+
+
+def seeds_of(value: object) -> list[Any]:
+    """The sequence of seeds of a generator of NumPy's, which its `spawn()` counts."""
+    seeds = getattr(getattr(value, "bit_generator", value), "seed_seq", None)
+    return [] if seeds is None else [seeds]
 
 
 def is_same_state(a: Any, b: Any) -> bool:

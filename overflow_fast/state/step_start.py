@@ -215,7 +215,6 @@ class _Point:
         self.is_taken = False
         self.is_firm = False
 
-    @torch.no_grad()
     def take(self, is_firm: bool) -> None:
         """Makes the current state the beginning of the step."""
         self.is_taken = self.is_firm = False  # until all of it is copied
@@ -252,10 +251,12 @@ class _Point:
         if self._steady.take():
             return
         self._steady.settle()
-        for entry in self._entries:
-            entry.begin(entry.current())
-        self._copy()
+        with torch.no_grad():
+            for entry in self._entries:
+                entry.begin(entry.current())
+            self._copy()
 
+    @torch.no_grad()
     def _walk(self, model: nn.Module) -> None:
         """Looks for the tensors of the model."""
         if self._model is None or self._model() is not model:
@@ -447,7 +448,8 @@ class _Steady:
         ):
             return False
         if self._copies:
-            copy_all(self._copies, self._sources)
+            with torch.no_grad():
+                copy_all(self._copies, self._sources)
         self._versions, self._after = versions, versions
         return True
 
@@ -495,11 +497,12 @@ class _Weights:
     def take(self, is_full: bool) -> None:
         """Copies the small ones, or only those that forwards write to."""
         self._written, self._versions = set(), []
+        if not (is_full or self._known):  # most steps
+            self._copies = {}
+            return
         places = [
             place
-            for place, weight in enumerate(
-                self._weights if is_full or self._known else []
-            )
+            for place, weight in enumerate(self._weights)
             if self.is_known(weight) or (is_full and _is_small(weight))
         ]
         earlier = [self._copies.get(place) for place in places]

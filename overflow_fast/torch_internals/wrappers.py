@@ -77,7 +77,7 @@ def arrived(tensor: Any) -> torch.Tensor | None:
 @listed(
     "torch.distributed.tensor.DTensor._spec",
     "the ranks that a DTensor is shared by",
-    "Give process_group= for models of DTensors",
+    "Pass process_group= for models of DTensors",
 )
 def mesh_of(tensor: torch.Tensor) -> Any:
     """The device mesh of a DTensor, or None.
@@ -91,7 +91,7 @@ def mesh_of(tensor: torch.Tensor) -> Any:
 @internal(
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
     "the ranks that a module is sharded over while its parameters are gathered",
-    "Give process_group= for modules under fully_shard()",
+    "Pass process_group= for modules under fully_shard()",
     (),
 )
 def fsdp_meshes(module: Any) -> list[Any]:
@@ -130,7 +130,7 @@ def holds_gradients(module: Any) -> bool:
 @listed(
     "torch.distributed.fsdp._common_utils._FSDPState",
     "the ranks that replicate what FSDP with hybrid sharding shards",
-    "Give process_group= for hybrid sharding",
+    "Pass process_group= for hybrid sharding",
 )
 def inter_node_group(module: nn.Module) -> Any:
     """The second process group of FSDP with hybrid sharding, or None."""
@@ -140,7 +140,7 @@ def inter_node_group(module: nn.Module) -> Any:
 @internal(
     "torch.distributed._composable.replicate.replicate",
     "the ranks that a replicated module is shared by",
-    "Give process_group= for modules under replicate()",
+    "Pass process_group= for modules under replicate()",
 )
 def replicate_sharing(module: nn.Module) -> tuple[Any, Any] | None:
     """The process group and the mesh of a module under composable `replicate()`.

@@ -45,7 +45,6 @@ from .verdict import (
     EARLIER_GRADIENTS,
     FORWARDS,
     HOOK,
-    LOOP,
     LOSS,
     OF_CALLS,
     OF_FLAG,
@@ -55,6 +54,7 @@ from .verdict import (
     EntryHeadroom,
     Origin,
     Verdict,
+    caller_of,
     headroom_of,
     in_order,
     kind_of,
@@ -242,7 +242,7 @@ def _find_by_calls(first: BadFrame, bad: Bad, calls: Calls) -> Origin:
         return _made_within(first, called, bad, calls)
     name = name_of(first.watch, first.frame.module)
     if called is None:
-        candidates = [name, *_names_around(first), BATCH, LOOP]
+        candidates = [name, *_names_around(first), BATCH, caller_of(first.watch)]
         return Origin("unclear", "unclear", "one of those around it", candidates)
     writers = [name] if _may_change_input(first, called) else []
     outermost = called
@@ -409,7 +409,12 @@ def origin_of_state(first: BadFrame, entry: _C.Entry, was_finite: bool) -> Origi
             return Origin("unclear", "unclear", maker, [label, owner])
     if first.is_of_call and not _is_bad_now(first, label):
         maker = f"{label} is finite now: something else stood in for it, or it changed"
-        return Origin("unclear", "unclear", maker, [label, *_writers(first), LOOP])
+        return Origin(
+            "unclear",
+            "unclear",
+            maker,
+            [label, *_writers(first), caller_of(first.watch)],
+        )
     if first.is_of_call and (writers := _writers(first)):
         maker = (
             f"it is not known whether {label} was non-finite before the step, or was "

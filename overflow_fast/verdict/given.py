@@ -29,7 +29,7 @@ from .calls import (
     name_of,
     never_writes,
 )
-from .verdict import BATCH, LOOP, STAND_IN, BadFrame, Origin
+from .verdict import BATCH, STAND_IN, BadFrame, Origin, caller_of
 
 Bad = Mapping[tuple[int, int], BadFrame]  # by watch and order
 
@@ -47,8 +47,9 @@ def origin_of_inputs(outermost: Called, bad: Bad, calls: Calls) -> Origin:
     is_hooked = has_pre_hooks(watch.module_at(call.module))
     if unwatched or is_hooked or (not call.is_traced and _is_written(frame)):
         names = [name_of(watch, index) for index in unwatched] or [outermost.name]
-        maker = f"{_batch_words(frame)}, the training loop, or {joined(names)}"
-        return Origin("unclear", "unclear", maker, [*names, BATCH, LOOP])
+        caller = caller_of(watch)
+        maker = f"{_batch_words(frame)}, {caller}, or {joined(names)}"
+        return Origin("unclear", "unclear", maker, [*names, BATCH, caller])
     return _origin_of_given(outermost, frame, frame.bad_inputs, calls)
 
 
@@ -65,8 +66,9 @@ def _origin_of_given(
     loop = frame.watch.inputs.loop_batches.of(outermost.call.batch)
     if is_computed or (loop is not None and loop.bad_places() == []):
         where = f"between {after} and" if after else "before"
-        maker = f"the training loop, {where} {outermost.name}"
-        return Origin("passed_on", "caller", maker, [LOOP], after)
+        caller = caller_of(outermost.watch)
+        maker = f"{caller}, {where} {outermost.name}"
+        return Origin("passed_on", "caller", maker, [caller], after)
     places = [
         place or _place_in_call(frame, entry.label)
         for place, entry in zip(places, inputs, strict=True)
@@ -105,11 +107,12 @@ def _blame_batch(places: list[str], outermost: Called) -> Origin:
 
 def _blame_batch_or_loop(places: list[str], outermost: Called, after: str) -> Origin:
     """Makes the origin of a loop's input: the batch, or computed from anything."""
-    maker = "the batch or from the training loop"
+    caller = caller_of(outermost.watch)
+    maker = f"the batch or from {caller}"
     maker += f" after {after}" if after else ""
     maker += f", as {outermost.name} received it" if outermost.call.module else ""
     maker += f": {', '.join(places)}"
-    candidates: list[str] = [BATCH, LOOP]
+    candidates: list[str] = [BATCH, caller]
     return Origin("given", "unclear", maker, candidates, after, batch_places=places)
 
 
@@ -153,7 +156,8 @@ def origin_of_unsearched(
     own = [] if frame is None else _unseen_inputs(frame, is_known)
     if not labels and not own:
         return None
-    outside = [BATCH, LOOP] if labels or not given else []
+    caller = caller_of(called.watch)
+    outside = [BATCH, caller] if labels or not given else []
     hidden = [
         each.name
         for each in calls.within(outermost)
@@ -211,7 +215,8 @@ def origin_of_minus_infs(
         ]
     if not places and not givers:
         return None
-    outside = [BATCH, LOOP] if places or root is None else []
+    caller = caller_of(called.watch)
+    outside = [BATCH, caller] if places or root is None else []
     candidates = list(dict.fromkeys([name, *givers, *outside]))
     maker = f"{name}, or {joined(candidates[1:])}, which passed on -inf"
     maker += f" in {', '.join(places)}" if places else ""

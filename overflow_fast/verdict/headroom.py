@@ -269,7 +269,7 @@ class HeadroomTracker:
     Args:
         watches: The watched models.
         bits: Warn of values that have fewer bits left; None for never.
-        underflow_every: Count zeros and subnormals in every so many'th watched step;
+        underflow_every: Count zeros and subnormals in every N-th watched step;
             None for never.
         saturation: Warn if this share of an entry's values equals the largest number of
             its dtype; None for never.
@@ -409,14 +409,15 @@ def _saturation_of(where: str, found: _C.Underflow) -> SaturatedEntry:
 
 def _short_text(row: HeadroomHistory) -> str:
     text = (
-        f"{row.where} has {row.bits:.1f} bits left (its largest magnitude is "
-        f"{row.abs_max:.3g}, {row.dtype} ends at {row.limit:.5g})"
+        f"{row.where} could grow {row.growth} before {row.dtype} overflows (its "
+        f"largest magnitude is {row.abs_max:.3g}, {row.dtype}'s maximum is "
+        f"{row.limit:.5g})"
     )
     if math.isinf(row.steps_left):
         return text
     return (
-        f"{text}, {row.trend:.2f} fewer with each of the last {len(row.recent)} steps: "
-        f"it would overflow in about {math.ceil(row.steps_left)}"
+        f"{text}, {row.trend:.2f} bits fewer with each of the last {len(row.recent)} "
+        f"steps: it would overflow in about {math.ceil(row.steps_left)}"
     )
 
 

@@ -34,12 +34,16 @@ class NonModuleOrigin(str):
 
 BATCH = NonModuleOrigin("the batch")
 LOSS = NonModuleOrigin("the loss")
-LOOP = NonModuleOrigin("the training loop")
 AFTER_BACKWARD = NonModuleOrigin("code after backward")
 HOOK = NonModuleOrigin("a hook")
 EARLIER_GRADIENTS = NonModuleOrigin("gradients from before")
 OTHER_RANK = NonModuleOrigin("another rank")
 STAND_IN = NonModuleOrigin("a tensor of functional_call()")
+
+
+def caller_of(watch: ModelWatch) -> NonModuleOrigin:
+    """Names the code that calls a watched model, such as "the training loop"."""
+    return NonModuleOrigin(watch.inputs.caller)
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,12 @@ class EntryHeadroom:
         """The number of times that it could double: log2(limit / abs_max)."""
         return math.log2(self.limit / self.abs_max) if self.abs_max else math.inf
 
+    @property
+    def growth(self) -> str:
+        """The headroom as a factor, with its bits: "111-fold (6.8 bits)"."""
+        factor = float(f"{2.0 ** min(self.bits, 1023.0):.3g}")
+        return f"{factor:,.10g}-fold ({self.bits:.1f} bits)"
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -134,9 +144,9 @@ class Verdict:
         maker: The maker in words; the qualified name where it is a module.
         candidates: All possible makers: qualified names for modules (their code,
             its backward, or modules within), "the model", "the loss" (code after the
-            model), "the batch" (which includes labels), "the training loop", "code
-            after backward", "a hook", "gradients from before" (this backward), or "a
-            tensor of functional_call()".
+            model), "the batch" (which includes labels), "the training loop" (Lightning:
+            "training_step"), "code after backward", "a hook", "gradients from before"
+            (this backward), or "a tensor of functional_call()".
         after: The module whose call, or the gradient of whose output, was the last one
             seen before it where that is of use, or "".
         unwatched: What the guard does not watch within the maker: modules, hooks, and

@@ -278,7 +278,7 @@ IN_ONE_GRAPH = {"backend": "aot_eager", "fullgraph": True}
 # Dynamo cannot trace these without us, or makes no graph of them.
 UNTRACED = {
     *("own list", "frozen attrs", "frozen slots attrs", "only registered"),
-    *("namespace", "graph"),
+    *("namespace", "graph", "beside a list", "beside a deque"),
 }
 # Objects that do not declare what they hold.
 CLOSED = {

@@ -16,9 +16,9 @@ from overflow_fast.report.frames import BackwardFrame, frames_text
 from overflow_fast.report.report import Report, who_made_it
 from overflow_fast.verdict import headroom, remedy
 from overflow_fast.verdict.verdict import (
-    LOOP,
     BadEntry,
     BadFrame,
+    NonModuleOrigin,
     Verdict,
     bad_settings,
     nonfinite_settings,
@@ -162,13 +162,16 @@ def test_a_report_that_was_pickled_says_the_same():
 def test_the_training_loop_is_no_module_of_that_name():
     first = BadEntry("input", "head", "Linear", "input[0]", "float32", 1, 0, 4)
     found = {"first": first, "origin": "passed_on", "source": "caller"}
-    of_loop = Verdict(**found, maker="the training loop", candidates=[LOOP])
-    of_module = replace(of_loop, candidates=[str(LOOP)])
-    assert "in the training loop." in who_made_it(first, of_loop)
-    assert "in the training loop." in who_made_it(
+    name = "the training loop"
+    of_loop = Verdict(**found, maker=name, candidates=[NonModuleOrigin(name)])
+    of_module = replace(of_loop, candidates=[name])
+    assert "from the training loop." in who_made_it(first, of_loop)
+    assert "from the training loop." in who_made_it(
         first, pickle.loads(pickle.dumps(of_loop))
     )
-    assert "in the training loop's own code." in who_made_it(first, of_module)
+    assert "code in module the training loop itself produced it." in who_made_it(
+        first, of_module
+    )
 
 
 def test_settings_are_not_known_by_their_text():

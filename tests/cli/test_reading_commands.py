@@ -78,7 +78,7 @@ def test_watch_lists_the_worst_entries_of_all_ranks(tmp_path, capsys):
 
 def test_watch_draws_it_where_there_is_no_terminal(tmp_path, capsys):
     shown = output_of(capsys, "watch", write_record(tmp_path / "run.ofr"))
-    assert "Net on a, 1 of 1 ranks, on_overflow=skip" in shown
+    assert "Net on a, 1 of 1 rank, on_overflow=skip" in shown
     assert "h.0: output[0]" in shown and "(output)" not in shown
     assert "12.0" in shown and "-1.00" in shown and "skip" in shown
 
@@ -97,6 +97,14 @@ def test_an_empty_record_is_one_sentence(command, tmp_path, capsys, monkeypatch)
     assert main([*command, "run.ofr"]) == 2
     assert "run.ofr is empty: it has no steps yet." in capsys.readouterr().err
     assert not (tmp_path / "o.html").exists()
+
+
+def test_watch_does_not_name_what_a_record_does_not_say(tmp_path, capsys):
+    path = tmp_path / "run.ofr"
+    path.write_text('{"kind": "flight_record", "schema": 1}\n')
+    assert main(["watch", "--once", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("a run, 1 of 1 rank\n") and "None" not in shown
 
 
 def test_watch_without_rich_says_what_to_install(tmp_path, capsys, monkeypatch):
@@ -314,7 +322,7 @@ def test_env_has_what_a_bug_report_needs(capsys, monkeypatch):
 
 
 def test_progress_is_shown_on_a_terminal_alone_and_late(capsys, monkeypatch):
-    from overflow_fast.cli.subcommand import with_progress
+    from overflow_fast.text import with_progress
 
     assert list(with_progress(range(3), "rows", None)) == [0, 1, 2]
     assert capsys.readouterr().err == ""

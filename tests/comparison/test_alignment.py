@@ -65,3 +65,30 @@ def test_without_equal_results_the_order_decides(few_cells, tmp_path):
 def test_few_are_aligned_each_with_each(tmp_path):
     diff = compared(tmp_path, Chain("abc"), Chain("xyz"))
     assert diff.first is None and "too many" not in str(diff)
+
+
+class Routed(torch.nn.Module):
+    """Calls one of two experts."""
+
+    def __init__(self, which):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+        self._which = which
+
+    def forward(self, x):
+        return self.experts[self._which](x)
+
+
+def test_a_module_of_both_runs_is_no_twin_of_another(tmp_path):
+    diff = compared(tmp_path, Routed(0), Routed(1))
+    said = " ".join(diff.said)
+    assert "paired by order" not in said
+    assert "of experts.0, of the first run alone" in said
+    assert "of experts.1, of the reference run alone" in said
+
+
+def test_one_module_of_another_name_is_counted_as_one(tmp_path):
+    diff = compared(tmp_path, Chain("a"), Chain("x"))
+    (said,) = [each for each in diff.said if "paired by order" in each]
+    assert "1 module was paired by order and shape: layers.a = layers.x" in said

@@ -95,7 +95,7 @@ def test_ranks_are_compared_with_one_process(kind):
     assert diff.first is None, diff
     left_out = [each for each in diff.said if "not compared" in each]
     assert left_out == []
-    assert f"{WORLD} against 1 ranks." in diff.said
+    assert f"{WORLD} ranks against 1." in diff.said
     gradients = [r for r in diff.rows if r.place.role == "parameter_gradient"]
     assert len(gradients) == len(list(tower().parameters()))
     assert all(row.shapes[0] == row.shapes[1] for row in diff.rows)

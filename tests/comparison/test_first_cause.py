@@ -225,6 +225,32 @@ def test_a_tie_that_both_have_is_not_said(compared):
     assert compared(loss_of, loss_of, Tied(True), Tied(True)).said == []
 
 
+def test_the_gradient_of_a_tied_weight_blames_no_layer(compared):
+    diff = compared(backward_of, backward_of, Tied(True), untied())
+    assert (diff.first.module, diff.first.kind) == ("", "gradients"), diff
+    said = str(diff.first)
+    assert "In the first run alone it is one tensor with last.weight" in said
+
+
+def test_of_a_weight_that_both_have_tied_either_layer_may_be_wrong(compared):
+    model = Tied(True)
+    model.first.weight.register_hook(lambda gradient: gradient * 2)
+    diff = compared(backward_of, backward_of, model, Tied(True))
+    assert (diff.first.module, diff.first.kind) == ("", "gradients"), diff
+    said = str(diff.first)
+    assert "It is one tensor with last.weight: the backward of each adds to it." in said
+
+
+def backward_of(model):
+    loss_of(model).backward()
+
+
+def untied():
+    model = Tied(True)
+    model.last.weight = torch.nn.Parameter(model.first.weight.detach().clone())
+    return model
+
+
 def test_what_was_not_compared_is_one_sentence_and_in_the_verdict(compared):
     models = [torch.nn.Sequential(*(Repeat(1) for _ in range(40))) for _ in "ab"]
     diff = compared(

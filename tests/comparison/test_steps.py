@@ -107,3 +107,9 @@ def test_what_all_steps_have_is_said_once(compared):
     diff = compared(sgd(), sgd(), model_of(torch.nn.Dropout(0.0)), model_of())
     said = [each for each in diff.said if "run alone" in each]
     assert 1 <= len(said) <= 2 and said[0].startswith("Steps 0 to 2: ")
+
+
+def test_the_setting_of_a_buffers_module_is_said(compared):
+    norms = (torch.nn.BatchNorm1d(16, momentum=each) for each in (0.1, 0.2))
+    diff = compared(sgd(), sgd(), *map(model_of, norms))
+    assert "Its momentum is 0.1, against 0.2 in the reference." in str(diff.first)

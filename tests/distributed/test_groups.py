@@ -400,14 +400,14 @@ def test_stages_decide_separately_and_say_so():
         for found in stage:
             [line] = found["logged"]
             assert f"Ranks {members} of 4 decide together" in line
-            assert "Give process_group=torch.distributed.group.WORLD" in line
+            assert "Pass process_group=torch.distributed.group.WORLD" in line
 
 
 def test_a_rank_that_decides_alone_says_so_once():
     for rank, found in enumerate(all_of("alone")):
         [line] = found["logged"]
         assert f"Rank {rank} of 4 decides alone" in line
-        assert "Give process_group=torch.distributed.group.WORLD" in line
+        assert "Pass process_group=torch.distributed.group.WORLD" in line
         assert found["skipped"] == 0
         assert ("raised" in found["changed"]) == (rank == BAD_RANK)
 

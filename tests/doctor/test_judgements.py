@@ -593,11 +593,13 @@ def test_the_innermost_calls_are_read_from_a_stack():
     assert innermost_calls("") == ""
 
 
-def test_sizes_without_time_are_noted():
-    data = {rank: ([("sizes without time", "4096", 0, "")], []) for rank in range(2)}
+@pytest.mark.parametrize(("size", "more"), [(4096, " and more"), (2**26, "")])
+def test_sizes_without_time_are_noted(size, more):
+    data = {r: ([("sizes without time", str(size), 0, "")], []) for r in range(2)}
     (found,) = COLLECTIVES.judge(data, ExaminationSettings())
     assert (found.severity, found.ranks) == (0, ())
-    assert found.text.startswith("Messages of 4096 bytes and more were not checked")
+    assert found.text.startswith(f"Messages of {size} bytes{more} were not checked: at")
+    assert found.text.endswith("would not fit into 20% of a stage's 30 seconds.")
 
 
 @pytest.mark.parametrize("number", [2, 3, 8, 1000])

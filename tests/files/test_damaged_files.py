@@ -230,7 +230,9 @@ def test_damaged_evidence_is_said_beside_what_can_be_read(whole, tmp_path, capsy
 # What is no regular file, or larger than memory.
 
 
-@pytest.mark.parametrize("kind", ["fifo", "folder", "absent", "/dev/zero", "name"])
+@pytest.mark.parametrize(
+    "kind", ["fifo", "folder", "absent", "/dev/zero", "name", "nul", "huge"]
+)
 def test_what_is_no_file_is_a_sentence(kind, tmp_path, whole):
     path = tmp_path / "x"
     if kind == "fifo":
@@ -241,6 +243,11 @@ def test_what_is_no_file_is_a_sentence(kind, tmp_path, whole):
         path = kind
     elif kind == "name":
         path = tmp_path / ("n" * 300)
+    elif kind == "nul":
+        path = tmp_path / "a\0b"
+    elif kind == "huge":
+        shutil.copy(whole / "run.ofr", path)
+        os.truncate(path, 2**36)  # takes no room on the disk
     page = tmp_path / "page.html"
     for command in (
         ("log", path),
@@ -352,8 +359,10 @@ def test_a_chain_of_shared_tensors_is_followed_once(whole, tmp_path):
     found = [lines[0], *chain, {**row, "order": 0}, lines[-1]]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in found))
     (step,) = read_run(tmp_path / "a").steps.values()
-    assert all(source.row.same in (None, 0) for source in step[0].sources)
-    assert all(source.row.file == "" for source in step[0].sources)
+    sources = step[0].read().sources
+    assert len(sources) == num + 1
+    assert all(source.row.same in (None, 0) for source in sources)
+    assert all(source.row.file == "" for source in sources)
 
 
 DOTS = """

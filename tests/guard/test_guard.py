@@ -279,7 +279,7 @@ def test_what_came_near_the_end_of_its_dtype_is_told():
     assert report.least_headroom.where == "output of 0"
     assert report.least_headroom.abs_max == 6e4
     assert (
-        "The finite value nearest to the end of its dtype: output of 0, "
+        "The finite value nearest to its dtype's maximum: output of 0, "
         "which could grow 1.09-fold (0.1 bits) before float16 overflows."
         in flat(report)
     )
@@ -302,7 +302,7 @@ def test_a_report_reads_as_text_and_as_json():
     assert paragraph.startswith(
         "1 of its 32 float32 values is non-finite.\nNon-finite gradients: "
     )
-    assert "it arose in" not in paragraph  # the replay has named the operation
+    assert "produced it" not in paragraph  # the replay has named the operation
     assert "What to try: " not in paragraph  # nothing is known that helps
     assert frames.startswith("Detected inf/nan during batch_number=0\nLast 7 forward")
     data = json.loads(report.to_json())

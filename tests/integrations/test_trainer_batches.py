@@ -61,7 +61,7 @@ def test_the_batch_of_training_step_is_named(tmp_path, compute, key, place, valu
 def test_what_training_step_computes_is_not_the_batchs(tmp_path, compute):
     verdict = verdict_of(tmp_path, compute, {})
     assert verdict.source != "batch" and verdict.batch_places == []
-    assert "the training loop" in verdict.candidates
+    assert "training_step" in verdict.candidates
 
 
 def test_a_part_of_the_batch_that_is_gone_is_unclear(tmp_path):
@@ -72,7 +72,7 @@ def test_a_part_of_the_batch_that_is_gone_is_unclear(tmp_path):
         explain=False,  # which would keep it
     )
     assert verdict.source == "unclear"
-    assert verdict.candidates == ["the batch", "the training loop"]
+    assert verdict.candidates == ["the batch", "training_step"]
     assert verdict.remarks == [f"The batch is non-finite: `batch['x']`{SAMPLE}."]
 
 

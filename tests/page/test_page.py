@@ -161,7 +161,7 @@ def test_nothing_at_all():
 
 def test_a_clean_record():
     page = parsed([record_of(torch.ones(2, 1))])
-    assert "No non-finite value is in the record." in page.text
+    assert "all values that were checked are finite." in page.text
 
 
 def test_the_first_bad_entry_is_named_without_evidence():
@@ -183,7 +183,7 @@ def test_a_table_names_the_step_of_the_least_headroom():
     high = torch.tensor([[1.0, 0.0, NAN], [LIMIT / 2, 0.0, NAN], [4.0, 0.0, NAN]])
     rows = parsed([record_of(high)]).table("Entries")
     found = [(r["least bits"], r["magnitude"], r["in step"]) for r in rows]
-    never = ("", "", "never looked at")
+    never = ("", "", "never checked")
     assert found == [("1.0", "3.275e+04", "1"), ("all 0", "0", "0"), never]
 
 
@@ -254,7 +254,7 @@ def test_a_folder_of_evidence_becomes_a_card(tmp_path):
 CURE = {
     "file": "",
     "loss": None,
-    "text": "1e-8 below",
+    "text": "add 1e-8 to the divisor",
     "code": "x / (s +\n    1e-8)",
     "tried": True,
 }
@@ -270,7 +270,7 @@ def test_a_card_begins_with_cause_and_cure_and_the_code_to_copy():
     incident = Incident(3, report, found)
     cause, cure = incident.headline.split(". ")
     assert cause == "Cause: undefined at model.py:5"
-    assert cure == "The step is finite with this change: 1e-8 below."
+    assert cure == "The step is finite with this change: add 1e-8 to the divisor."
     text = page_of([], [incident])
     assert "<pre>x / (s +\n    1e-8)</pre><button" in text
     assert (
@@ -409,4 +409,36 @@ def test_numbers_keep_the_zeros_that_are_digits():
 
 def test_a_page_without_an_incident_is_not_headed_so():
     page = parsed([record_of(torch.ones(2, 2))])
-    assert "No incident was given" in page.text
+    assert "No non-finite value" in page.text and "Incident" not in page.text
+
+
+def test_gradients_stand_for_the_norm_where_nobody_gave_that():
+    entries = [entry("h.0"), entry("", "w", "gradient"), entry("", "b", "gradient")]
+    high = torch.tensor([[9.0, 1.0, 2.0], [9.0, 0.5, NAN], [9.0, 4.0, 1.0]])
+    nans = torch.tensor([[0, 0, 0], [0, 0, 0], [0, 1, 0]])
+    page = parsed([record_of(high, entries, nans)])
+    shown = [row["largest gradient"] for row in page.table("Steps")]
+    assert shown == ["2", "0.5", "nan"]
+
+
+def test_a_clean_record_says_how_far_it_is_from_its_maximum():
+    high = torch.tensor([[1.0, 2.0], [LIMIT / 4, 1.0]])
+    page = parsed([record_of(high)])
+    assert "h.0: output (float16) in step 1, which could double 2.0 times" in page.text
+    assert "Steps 0 to 1: all values" in page.text
+
+
+def test_columns_in_which_nothing_stands_are_left_out():
+    page = parsed([record_of(torch.ones(2, 2))])
+    for name in ("Entries", "Steps"):
+        heads = page.table(name)[0]
+        assert "dtype" in heads or "least bits" in heads
+        assert not {"non-finite", "non-finite steps", "first", "guard"} & set(heads)
+
+
+def test_code_is_shown_without_the_indentation_that_all_lines_have(tmp_path):
+    file = tmp_path / "model.py"
+    file.write_text("\n\n        a = 1\n            b = a / 0\n        \n\n")
+    op = {"file": str(file), "line": 4, "code": "b = a / 0"}
+    shown = Incident(0, {}, {"op": op}).code()
+    assert shown.lines == [(3, "a = 1"), (4, "    b = a / 0")]

@@ -59,7 +59,7 @@ def test_pointing_at_a_cell_tells_module_step_and_magnitude(opened):
     assert "learning rate 0.001" in text
     assert "non-finite (nan or inf)" in page.hover(0.55, 1)
     assert "the worst here is h.1.attn: output" in page.hover(0.55, 1)
-    assert "not looked at" in page.hover(0.05, 2)
+    assert "not checked" in page.hover(0.05, 2)
     assert page.colour(0.55, 1) == BLACK
     assert page.colour(0.05, 2) == GREY
     assert page.colour(0.35, 2) == (239, 138, 98)
@@ -75,7 +75,7 @@ def test_the_cure_is_in_the_first_screen_of_a_phone_to_be_copied(opened, scheme)
     incident = Incident(3, {"sentences": ["Step 3 is not finite."]}, found)
     page = opened([record_of(*blocks())], [incident], color_scheme=scheme)
     page.tab.set_viewport_size({"width": 390, "height": 844})
-    assert page.tab.evaluate("document.documentElement.scrollWidth") == 390
+    page.tab.wait_for_function("document.documentElement.scrollWidth == 390")
     button = page.tab.get_by_role("button", name="Copy")
     box = button.bounding_box()
     assert box["y"] + box["height"] < 844 and box["x"] + box["width"] <= 390
@@ -191,3 +191,22 @@ def test_many_steps(opened):
     page.tab.locator("#heat").focus()
     assert "step 99999: 1.0 bits" in page.press("End")
     assert "step 99998: 0.0 bits" in page.press("ArrowLeft")
+
+
+def test_a_run_far_from_any_maximum_shows_its_differences(opened):
+    high = torch.stack([LIMIT / 2.0 ** torch.tensor([40.0, 50.0])] * 4)
+    high[2:] *= 8
+    page = opened([record_of(high)])
+    assert page.tab.locator("#bits").inner_text().split() == ["37.0", "50.0", "bits"]
+    assert len({page.colour(part, row) for part in (0.1, 0.9) for row in (0, 1)}) == 4
+
+
+def test_a_value_near_its_maximum_has_the_fixed_scale(opened):
+    page = opened([record_of(torch.tensor([[1e-20, 1.0]]))])
+    assert page.tab.locator("#bits").inner_text().split()[-2:] == ["32", "bits"]
+
+
+@pytest.mark.parametrize(("scheme", "rgb"), [("light", BLACK), ("dark", (255, 212, 0))])
+def test_what_is_not_finite_stands_out_from_the_ground(opened, scheme, rgb):
+    page = opened([record_of(*blocks())], color_scheme=scheme)
+    assert page.colour(0.55, 1) == rgb

@@ -36,7 +36,7 @@ SAID = {
         "Step 0 is not finite",
         "cause range overflow (float16): scores = q @ k.transpose(-2, -1) (nanogpt.py:",
         "aten.bmm in blocks.1.attn)",
-        "tried attention in float32: nanogpt.py:",
+        "tried compute attention in float32: nanogpt.py:",
     ],
     "nanogpt healthy": ["step 9: loss"],
     "trainer": [
@@ -56,7 +56,7 @@ SAID = {
         "Step 2 is not finite",
         "aten.convolution in vit.embeddings.patch_embeddings.projection)",
         "sample 1 of 4",
-        "bfloat16 for the model and its inputs",
+        "use bfloat16 for the model and its inputs",
     ],
     "vit skip": ["step 2: loss nan (skipped)", "step 3: loss 0."],
 }

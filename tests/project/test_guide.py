@@ -320,7 +320,7 @@ def test_megatron(code):
     assert names["guard"].enabled
 
 
-@runs("what-is-not-finite-on-purpose")
+@runs("intended-infs-and-nans")
 def test_rules(code):
     class Attention(nn.Linear):
         def forward(self, x, attn_mask=None):

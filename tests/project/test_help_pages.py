@@ -103,7 +103,7 @@ def test_reading_in_a_program(code, tmp_path, capsys):
     run(code, train=lambda: exec(compiled, {}))
     out = capsys.readouterr().out
     assert "2 range overflow aten.pow.Tensor_Scalar 1\n" in out
-    assert "True 1 in float32" in out
+    assert "True run 1 in float32" in out
 
 
 @of_the_pages_torch

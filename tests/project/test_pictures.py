@@ -22,7 +22,7 @@ def test_the_run_of_the_picture_overflows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runpy.run_path("train.py")
     page = (tmp_path / "run.html").read_text()
-    for part in ("range overflow", "train.py:19", "layers.0.0 in float32"):
+    for part in ("range overflow", "train.py:19", "run layers.0.0 in float32"):
         assert part in page
 
 

@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import sys
+import traceback
 
 import pytest
 import torch
@@ -332,6 +333,8 @@ def test_a_process_that_forks_and_trains_has_a_file_of_its_own(path):
         try:
             train(model, optimizer, batches(1))
             os._exit(0)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -90,7 +90,7 @@ def test_a_remedy_of_compiled_code_is_found(wrap, backend, norms):
     found = explanation_of(module.Norm(), wrap, backend)
     good = [each for each in found.remedies if each.is_recommended]
     assert good and good[0].file == str(path), found
-    assert "no help" not in str(found)
+    assert "did not help" not in str(found)
     assert EAGERLY in str(found)
 
 

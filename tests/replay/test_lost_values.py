@@ -109,7 +109,7 @@ def test_what_is_undefined_in_float64_too(case):
     found = explain(model, torch.ones(4, 2), lambda x: UNDEFINED[case](model(x)))
     assert (found.cause, found.lost_by) == ("undefined", None)
     assert "computed in float64 from aten.addmm" in found.evidence[1]
-    assert found.evidence[1].endswith("too: float64 would not help")
+    assert found.evidence[1].endswith("as well; a wider dtype would not help")
 
 
 # What float64 loses, too: of finite numbers the result is never exactly 0 or 1.
@@ -135,7 +135,7 @@ def test_a_value_that_float64_loses_too(case):
     found = explain(model, torch.ones(4, 2), lambda x: function(model(x)))
     assert (found.cause, found.lost_by.name) == (cause, f"aten.{op}")
     verb = "underflowed to 0" if cause == "underflow" else "was rounded to 1"
-    assert f"{verb}, in float64, too" in found.evidence[1]
+    assert f"{verb}, in float64 as well" in found.evidence[1]
     assert "it is finite" in found.evidence[2]
 
 
@@ -168,7 +168,7 @@ def test_random_numbers_are_taken_as_they_were():
     torch.manual_seed(0)
     found = explain(model, torch.ones(4, 2), loss)
     assert (found.cause, found.lost_by.name) == ("underflow", "aten.exp")
-    assert "float64 would not help" not in str(found.evidence)
+    assert "a wider dtype would not help" not in str(found.evidence)
 
 
 def test_a_value_that_is_not_computed_in_float64_is_not_claimed():
@@ -228,7 +228,7 @@ def test_labels_that_are_all_ignored():
     assert found.cause == "empty reduction"
     assert "all are ignored" in found.evidence[1]
     first = next(each for each in found.remedies if each.is_finite)
-    assert first.text == "the sum divided by a count of at least 1"
+    assert first.text == "divide the sum by a count of at least 1"
 
 
 def test_a_nan_that_a_masks_infs_made_is_what_is_explained():
@@ -244,4 +244,4 @@ def test_a_nan_that_a_masks_infs_made_is_what_is_explained():
     found = explain(model, torch.ones(4, 2), lambda x: model(x).sum())
     assert found.op.name == "aten.sub_.Tensor"
     assert found.op.first_index == (2, 0)
-    assert "it is nan, too" in found.evidence[1]
+    assert "it is nan as well" in found.evidence[1]

@@ -85,7 +85,7 @@ def test_scores_are_scaled_before_the_product(name, tmp_path):
     found, good = followed(tmp_path, BODIES[name])
     assert found.cause == "range overflow", found
     assert [each.text.endswith("before the product") for each in good] == [True, False]
-    assert good[1].text == "attention in float32"
+    assert good[1].text == "compute attention in float32"
     assert ".to(q.dtype)" in good[1].code and ".to(" not in good[0].code
 
 
@@ -111,7 +111,7 @@ def test_what_is_scaled_on_a_condition_stays_as_it_is(tmp_path):
         return F.softmax(scores, dim=-1) @ v
         """,
     )
-    assert found.remedies[0].text == "attention in float32"
+    assert found.remedies[0].text == "compute attention in float32"
     assert not any("before the product" in each.text for each in found.remedies)
 
 
@@ -134,4 +134,4 @@ def test_float32_as_far_as_the_end_of_the_expression(tmp_path):
         return F.normalize(q @ k.mT, dim=-1) @ v
         """,
     )
-    assert good[0].text == "float32 as far as its end"
+    assert good[0].text == "compute the expression in float32 to its end"

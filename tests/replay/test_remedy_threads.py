@@ -458,7 +458,7 @@ def test_a_thread_that_the_forward_starts_belongs_to_the_program(tmp_path):
     module, _ = module_of(tmp_path, text)
     found = explained(module.loss_of, torch.zeros(3, 2))
     assert not any(each.tried for each in found.remedies), found
-    assert "no help" not in str(found)
+    assert "did not help" not in str(found)
 
 
 NOT_REACHED = """import functools, torch
@@ -474,7 +474,7 @@ def test_a_line_that_a_cache_stands_for_is_not_tried(tmp_path):
     module, _ = module_of(tmp_path, NOT_REACHED)
     model = Holder()
     found = explain(model, torch.ones(2), lambda x: module.loss_of(x, model.w))
-    assert "no help" not in str(found), found
+    assert "did not help" not in str(found), found
     assert not any(each.is_recommended for each in found.remedies)
 
 
@@ -494,7 +494,7 @@ def test_a_line_that_the_replay_does_not_reach_is_not_tried(tmp_path):
     module, _ = module_of(tmp_path, CHANGES_ITS_WAY.format(2))
     found = explained(module.loss_of, torch.ones(3, 2) * 0)
     assert module.num_calls[0] > 2
-    assert "no help" not in str(found), found
+    assert "did not help" not in str(found), found
     assert any("did not run the changed code" in each for each in found.notes)
 
 
@@ -519,7 +519,9 @@ def test_a_trial_that_raises_is_not_tried(tmp_path):
     # It is listed where nothing else helped.
     alone = dataclasses.replace(found, remedies=raised)
     assert f"{raised[0].text}: the replay raised NameError" in str(alone)
-    assert raised[0].text not in str(found).partition("no help")[2].partition("\n")[0]
+    assert (
+        raised[0].text not in str(found).partition("did not help")[2].partition("\n")[0]
+    )
 
 
 def test_nothing_else_of_a_function_is_touched(logs):

@@ -1,5 +1,7 @@
 """Places that are easily named wrongly: hooks, masks, transforms."""
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -224,7 +226,7 @@ def test_a_number_of_python_that_is_zero():
     found = explained(model, loss)
     codes = [each.code for each in found.remedies if each.is_recommended]
     assert any("(count or 1e-8)" in code for code in codes)
-    assert "where it divides by 0" not in str(found)  # it raises
+    assert "where the divisor is 0" not in str(found)  # it raises
 
 
 def test_a_sum_that_is_0_is_not_said_to_count_a_mask():
@@ -236,3 +238,25 @@ def test_a_sum_that_is_0_is_not_said_to_count_a_mask():
 
     found = explained(model, loss)
     assert "a sum that is 0, such as" in found.evidence[1]
+
+
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_a_line_is_not_read_from_a_file_that_was_edited_since(
+    is_edited, tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"edited_{is_edited}"
+    file = tmp_path / f"{name}.py"
+    text = "def loss(x):\n    return (x * 0 - 1).log().mean()\n"
+    file.write_text(text)
+    module = importlib.import_module(name)
+    if is_edited:
+        file.write_text(
+            text.replace("return", "y = 2\n    return").replace("- 1", "+ 1")
+        )
+    model = net()
+    found = explained(model, lambda: module.loss(model(x())))
+    assert found.op.line == 2
+    assert found.op.code == ("" if is_edited else "return (x * 0 - 1).log().mean()")
+    assert is_edited or found.remedies
+    assert "y = 2" not in str(found)

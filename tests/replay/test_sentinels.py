@@ -169,5 +169,23 @@ def test_a_negative_rate_is_clamped():
         return F.poisson_nll_loss(model(batch), torch.ones(3, 2), log_input=False)
 
     found = explain(model, torch.ones(3, 2), loss)
-    assert found.remedies[0].text == "a rate of at least 0"
+    assert found.remedies[0].text == "clamp the rate to at least 0"
     assert found.remedies[0].is_recommended
+
+
+@pytest.mark.parametrize(("size", "is_named"), [(90.0, False), (250.0, True)])
+def test_a_sample_far_above_the_others_is_said_before_a_clamp_is_offered(
+    size, is_named
+):
+    batch = torch.ones(4, 3)
+    batch[2] = size
+    model = nn.Linear(3, 1, bias=False)
+    nn.init.constant_(model.weight, 1 / 3)
+    found = explain(model, batch, lambda batch: model(batch).exp().mean())
+    assert found.sample == 2 and found.remedies[0].text.startswith("clamp")
+    said = "`batch` is up to 250 in magnitude there, 250 times the largest of the other"
+    lines = str(found).splitlines()
+    where = [i for i, line in enumerate(lines) if said in line]
+    assert bool(where) is is_named is bool(found.to_dict()["sample_outlier"])
+    assert all(lines[i].startswith("sample ") for i in where)
+    assert lines[-1].startswith("tried ")

@@ -159,7 +159,7 @@ def test_the_text_ends_with_the_remedy(num_notes):
     assert lines[0].startswith("Step 3 is not finite: ")
     assert lines[2].startswith("cause     undefined: y = x * x")
     assert lines[-1].startswith("tried     bfloat16: model.to(torch.bfloat16)")
-    assert lines[-2] == "no help   1 in float32" and len(lines) <= 10
+    assert lines[-2] == "did not help: 1 in float32" and len(lines) <= 10
     assert str(report).startswith("Detected inf/nan") and "Linear\n" in str(report)
     assert str(report).endswith(f"\n{text}")
 

@@ -2,6 +2,7 @@
 
 import array
 import collections
+import contextvars
 import copy
 import functools
 import gc
@@ -12,6 +13,7 @@ import weakref
 from typing import ClassVar
 
 import numpy
+import program_state
 import pytest
 import torch
 from torch import nn
@@ -275,7 +277,7 @@ def views(m):
 def mutate_views(m, x):
     m.memory[0] += 1
     m.shown["a"].append(1)
-    m.local.number += 1
+    m.local.number = getattr(m.local, "number", 0) + 1  # threads have their own
     m.add(1)
     m.draw()
     m.weak[m.keys[len(m.weak) - 1]] += 1
@@ -378,6 +380,58 @@ def read_in_code(m):
     return num_calls, globals().get("last_call"), len(history), own, m.newest
 
 
+def in_modules(m):
+    program_state.number = program_state.Settings.total = 0
+    program_state.items.clear()
+    vars(program_state).pop("late", None)
+
+
+def mutate_in_modules(m, x):
+    program_state.advance()
+    program_state.late = program_state.number
+    program_state.items[0] += 1
+
+
+def read_in_modules(m):
+    state = program_state
+    return state.number, state.items, state.Settings.total, getattr(state, "late", 0)
+
+
+variable = contextvars.ContextVar("variable", default=0)
+
+
+def mutate_variable(m, x):
+    variable.set(variable.get() + 1)
+    m.own.set([*m.own.get(), 1])
+
+
+def a_variable(m):
+    variable.set(0)
+    m.own = contextvars.ContextVar("own")
+    m.own.set([0])
+
+
+class Draws(random.Random):
+    """A generator with attributes of its own."""
+
+
+def seeds(m):
+    m.seeds = numpy.random.SeedSequence(3)
+    m.parent, m.draws = numpy.random.default_rng(4), Draws(5)
+    m.draws.items, m.child = [], 0
+
+
+def mutate_seeds(m, x):
+    m.seeds.spawn(1)
+    m.child = m.parent.spawn(1)[0].random()
+    m.draws.items.append(m.draws.random())
+
+
+def read_seeds(m):
+    own = m.seeds, m.parent.bit_generator.seed_seq
+    return own, m.child, m.draws.items, m.draws.getstate()
+
+
 KINDS = {
     "list": (a_list, lambda m, x: m.items.append(1), lambda m: list(m.items)),
     "nested": (nested, mutate_nested, read_nested),
@@ -409,6 +463,13 @@ KINDS = {
     ),
     "python": drawn("python_rng", lambda: random.Random(0), lambda g: g.gauss(0, 1)),
     "in code": (in_code, mutate_in_code, read_in_code),
+    "in modules": (in_modules, mutate_in_modules, read_in_modules),
+    "context variables": (
+        a_variable,
+        mutate_variable,
+        lambda m: (variable.get(), m.own.get()),
+    ),
+    "seeds": (seeds, mutate_seeds, read_seeds),
     "global": (
         lambda m: None,
         lambda m, x: (torch.rand(1), random.random(), numpy.random.randn()),

@@ -260,6 +260,21 @@ def _nested(depth):
     return Container(make, get, "".join("[0]" if i % 2 else "['x']" for i in levels))
 
 
+class OwnPair(Pair):
+    """A named tuple with attributes of its own."""
+
+
+def _beside(container):
+    """A container that holds a tensor in an attribute, and not among its items."""
+
+    def make(x):
+        value = container()
+        object.__setattr__(value, "x", x)
+        return value
+
+    return Container(make, _attribute, ".x")
+
+
 def _defaultdict(x):
     return collections.defaultdict(list, x=x)
 
@@ -302,6 +317,19 @@ CONTAINERS = {
     "registered": Container(Registered, lambda v: v.hidden, ".hidden"),
     "only registered": Container(
         OnlyRegistered, lambda v: OnlyRegistered.held[id(v)], "[0]"
+    ),
+    "beside a list": _beside(OwnList),
+    "beside a named tuple": Container(
+        lambda x: setattr(value := OwnPair(1), "y", x) or value,
+        lambda v: v.y,
+        ".y",
+    ),
+    "beside a dict": _beside(collections.OrderedDict),
+    "beside a deque": _beside(type("OwnDeque", (collections.deque,), {})),
+    "beside a ModelOutput": Container(
+        lambda x: object.__setattr__(value := Output(x=1), "y", x) or value,
+        lambda v: v.y,
+        ".y",
     ),
     "object": Container(Object, _attribute, ".x"),
     "slots object": Container(SlotsObject, _attribute, ".x"),

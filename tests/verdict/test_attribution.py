@@ -2,11 +2,13 @@
 
 import math
 import sys
+import types
 from collections import UserDict
 
 import pytest
 import torch
 import torch.nn.functional as F
+from guarding import flat
 from torch import nn
 
 from overflow_fast import OverflowGuard
@@ -454,6 +456,18 @@ def test_minus_inf_in_a_bias_is_a_possibility(is_root, is_inner):
     assert "which passed on -inf in `input[1]`" in verdict.maker
 
 
+def test_a_function_that_holds_nothing_brings_no_value():
+    class Applies(nn.Linear):
+        def forward(self, x, function):
+            return function(super().forward(x))
+
+    def double(x):
+        return (x * 0).log() * 0
+
+    verdict = verdict_of(Applies(3, 3), lambda m: m(inputs(), double).mean())
+    assert "was not searched" not in verdict.maker
+
+
 class Data:
     """A batch that is looked into."""
 
@@ -482,6 +496,7 @@ class Reads(nn.Module):
 
     def forward(self, d):
         d = d["x"] if isinstance(d, (dict, UserDict)) else d
+        d = d() if isinstance(d, types.FunctionType) else d
         x = inputs() * d if isinstance(d, float) else getattr(d, "x", d)
         x = torch.as_tensor(x) * self.scale
         return x if self.fc is None else self.fc(x)
@@ -490,7 +505,11 @@ class Reads(nn.Module):
 @pytest.mark.parametrize("is_keyword", [False, True])
 @pytest.mark.parametrize("has_layer", [False, True])
 @pytest.mark.parametrize(
-    "wrap", [Hidden, lambda x: {"x": Hidden(x)}, torch.Tensor.numpy, 0]
+    "wrap",
+    [
+        *(Hidden, lambda x: {"x": Hidden(x)}, torch.Tensor.numpy, 0),
+        *(lambda x: lambda: x, lambda x: {"x": lambda held=[x]: held[0]}),
+    ],
 )
 def test_what_nobody_looked_into_is_not_called_finite(wrap, has_layer, is_keyword):
     x = inputs()
@@ -747,9 +766,8 @@ def test_a_container_says_after_which_call():
         model(inputs()).mean().backward()
         optimizer.step()
     assert guard.last_report.verdict.after == "1.qkv"
-    assert "It arose in 1's own code, after 1.qkv" in str(guard.last_report).replace(
-        "it arose", "It arose"
-    )
+    said = flat(guard.last_report)
+    assert "code in module 1 itself, after 1.qkv, produced it." in said
 
 
 def test_running_statistics_of_training_are_not_what_made_it():

@@ -179,7 +179,7 @@ def test_an_overflow_is_announced(said, options):
     grown(values, monitors=[Headroom(bits=2.0)], **options)
     first, second = said()
     assert first.startswith("Step 4 is finite, but close to an overflow: output of")
-    assert "2e+04, float16 ends at 65504), 1.00 fewer with each of the last 5" in first
+    assert "2e+04, float16's maximum is 65504), 1.00 bits fewer with each of" in first
     assert "it would overflow in about 2" in first
     assert "keep_in_fp32" in first
     assert "Step 5" in second  # when half of it is gone
@@ -196,7 +196,7 @@ def test_the_announcement_is_laid_out_in_lines(caplog):
 
 def test_float32_is_not_told_to_go_to_float32(said):
     grown([3e38], monitors=[Headroom(bits=1.0)], dtype=torch.float32)
-    assert "float32 ends at 3.4028e+38" in said()[0]
+    assert "float32's maximum is 3.4028e+38" in said()[0]
     assert "What to try" not in said()[0]
 
 

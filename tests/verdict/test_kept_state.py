@@ -70,7 +70,7 @@ def report_of(net, spoil, explain=False, clean_steps=0, loss_of=None, **argument
 def claims_no_code(report):
     """The report does not say that code alone has made the value."""
     verdict = report.verdict
-    return verdict.origin in ("unclear", "given") and "It arose in" not in str(report)
+    return verdict.origin in ("unclear", "given") and "produced it." not in str(report)
 
 
 SEE_FORWARDS = [

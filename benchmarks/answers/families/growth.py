@@ -111,8 +111,8 @@ def scales_of_a_deep_flow(cured):
 
 @failure("twtygqyy/pytorch-SRDenseNet#2", *RANGE, "aten.addmm", "layer12")
 def depth_without_a_normalization(cured):
-    """Each of 30 linear layers doubles its input, until float16 ends. Normalize, or
-    initialize with smaller weights.
+    """Each of 30 linear layers doubles its input, until float16 overflows. Normalize,
+    or initialize with smaller weights.
     """
     torch.manual_seed(0)
     model = Chain(**{f"layer{i}": nn.Linear(16, 16) for i in range(30)})

@@ -179,7 +179,9 @@ class SpikeWatch(Monitor):
             else:
                 value = 0.0 if step.is_scaled else watch.recorder.largest_gradient
             key = id(step.optimizer), f"{what} {which}"
-            level = self._levels.setdefault(key, Level())
+            level = self._levels.get(key)
+            if level is None:
+                level = self._levels[key] = Level()
             count, spike = len(level), level.add(value)
             if spike is not None:
                 found.append(self._notice_of(Spike(what, value, *spike, count)))

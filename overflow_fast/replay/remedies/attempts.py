@@ -80,7 +80,7 @@ def try_checkpoints(
             trials.notes.append(f"{path.name} is not finite either: {bad[0]}.")
         elif num_tried < _MAX_TRIED:
             num_tried += 1
-            text = f"the weights of {path.name}, which are finite"
+            text = f"load the weights of {path.name}, which are finite"
             remedy = Remedy(text, f"model.load_state_dict({code})")
             yield Trial(remedy, OtherWeights(weights))
 
@@ -159,14 +159,14 @@ def _bfloat16_text(failure: Failure, trials: Trials) -> tuple[str, str]:
     parameters = [each for model in models for each in parameters_of(model)]
     if not any(each.dtype == torch.float16 for each in parameters):
         code = "torch.autocast(device_type, dtype=torch.bfloat16)"
-        return "bfloat16 for autocast", code
+        return "use bfloat16 for autocast", code
     names = [
         name
         for name, tensor in trials.calls[failure.place].leaves()
         if tensor.dtype == torch.float16
     ]
     casts = [f"{name} = {name}.to(torch.bfloat16)" for name in names]
-    text = f"bfloat16 for the model{' and its inputs' * bool(names)}"
+    text = f"use bfloat16 for the model{' and its inputs' * bool(names)}"
     return text, "; ".join(["model.to(torch.bfloat16)", *casts])
 
 
@@ -178,7 +178,7 @@ def _try_modules(model: torch.nn.Module, names: list[str], trials: Trials) -> At
     low, high, place = -1, len(names), len(names) - 1
     while high - low > 1:
         remedy = Remedy(
-            f"{names[place]} in float32",
+            f"run {names[place]} in float32",
             f'overflow_fast.keep_in_fp32(model, ["{names[place]}"])',
         )
         if (yield Trial(remedy, Float32Modules((names[place],)))):
@@ -206,8 +206,9 @@ def _try_up_to_norms(
         return
     names = ran[: ran.index(norms[0])]
     for until in ([norms[0]], _patterns(norms, modules)):
+        more = " ..." * (len(until) > 1)
         remedy = Remedy(
-            f"float32 up to {until[0] if len(until) == 1 else f'{until[0]} ...'}",
+            f"run in float32 up to {until[0]}{more}",
             f"overflow_fast.keep_in_fp32(model, {names}, until={until})",
         )
         yield Trial(remedy, Float32Modules(tuple(names), tuple(until)))
@@ -317,7 +318,7 @@ def find_remedies(
     _measure_others(failure, trials)
     _find_hidden(failure, trials)
     found.remedies = sorted(
-        trials.remedies,
+        [*found.remedies, *trials.remedies],
         key=lambda e: (not e.is_finite, bool(e.hides), e.changes_others),
     )
     if failure.is_compiled and any(each.tried for each in found.remedies):
@@ -479,7 +480,7 @@ def _drop_bad_samples(failure: Failure, trials: Trials) -> Attempts:
         return
     name = found.tensor
     remedy = Remedy(
-        f"without the {size - len(rows)} of {size} samples whose {name} is not finite",
+        f"drop the {size - len(rows)} of {size} samples whose {name} is not finite",
         f"keep = torch.isfinite({name}).reshape({size}, -1).all(1)",
     )
     yield Trial(remedy, SomeSamples(failure.place, tuple(rows)))
@@ -493,7 +494,7 @@ def _replace_sentinel(sentinel: Sentinel, failure: Failure, trials: Trials) -> A
     code = f"{name}.masked_fill_({name} == {number!r}, 0)"  # in a tuple, too
     if name.isidentifier():
         code = f"{name} = {name}.masked_fill({name} == {number!r}, 0)"
-    remedy = Remedy(f"0 for {number:.6g} in `{name}`", code)
+    remedy = Remedy(f"replace {number:.6g} in `{name}` by 0", code)
     yield Trial(remedy, WithoutNumber(failure.place, number))
 
 
@@ -513,7 +514,7 @@ def _try_smaller_weights(failure: Failure, trials: Trials) -> Attempts:
     factor = float(f"{0.95 / growth.factor:.2g}")
     weights = names[0] if len(names) == 1 else f"{len(names)} weights"
     remedy = Remedy(
-        f"{weights} times {factor:g}, as with a smaller initialization",
+        f"multiply {weights} by {factor:g}, as a smaller initialization does",
         _scaling_code(names, factor, trials),
     )
     yield Trial(remedy, ScaledWeights(dict.fromkeys(names, factor)))
@@ -549,7 +550,7 @@ def _try_loss_scales(failure: Failure, trials: Trials) -> Attempts:
     for factor in (2**4, 2**10):
         scale = max(1.0, max(scales) / factor)
         remedy = Remedy(
-            f"a loss scale of {scale:g} instead of {max(scales):g}",
+            f"use a loss scale of {scale:g} instead of {max(scales):g}",
             f"torch.amp.GradScaler(init_scale={scale:g})",
         )
         yield Trial(remedy, ScaledGradients(scale / max(scales)))

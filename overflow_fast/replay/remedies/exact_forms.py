@@ -56,7 +56,7 @@ def _closed_form(
                 return found
     if written.name in ("atanh", "arctanh"):
         of = _Inner(source, written.nodes[0]).argument_of("tanh")
-        return ("the argument of tanh itself", f"({of})") if of else None
+        return ("use the argument of tanh itself", f"({of})") if of else None
     if written.name in _DIVISIONS and len(written.nodes) == 2:
         found = _of_quotient(source, written, node)
         return found or _of_norm(source, written)
@@ -143,7 +143,7 @@ def _function(source: SourceFile, name: str) -> str:
 
 def _log_of_exp(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
     of = inner.argument_of("exp")
-    return ("the argument of exp itself", f"({of})") if of else None
+    return ("use the argument of exp itself", f"({of})") if of else None
 
 
 def _log_of_cosh(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
@@ -154,7 +154,7 @@ def _log_of_cosh(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
     code = (
         f"({atom(first)}.abs() + (-2 * {atom(again)}.abs()).exp().log1p() - {_LOG_2})"
     )
-    return "log cosh x as |x| + log1p(exp(-2 |x|)) - log 2", code
+    return "write log cosh x as |x| + log1p(exp(-2 |x|)) - log 2", code
 
 
 def _log_of_expm1(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
@@ -165,14 +165,14 @@ def _log_of_expm1(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
 def _of_expm1(of: str) -> tuple[str, str]:
     first, again = _twice(of)
     code = f"({atom(first)} + (-(-{atom(again)}).expm1()).log())"
-    return "log expm1 x as x + log(-expm1(-x))", code
+    return "write log expm1 x as x + log(-expm1(-x))", code
 
 
 def _log_of_softmax(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
     of = inner.argument_of("softmax")
     if not of:
         return None
-    return "log_softmax", f"{atom(of)}.log_softmax({inner.written.argument})"
+    return "use log_softmax", f"{atom(of)}.log_softmax({inner.written.argument})"
 
 
 def _log_of_sigmoid(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
@@ -181,7 +181,7 @@ def _log_of_sigmoid(source: SourceFile, inner: _Inner) -> tuple[str, str] | None
     if pair is not None and _is_number(pair[0], 1):
         of = _Inner(source, pair[1]).argument_of("sigmoid")
         of = f"-{atom(of)}" if of else ""
-    return ("logsigmoid", f"{function}({of})") if of and function else None
+    return ("use logsigmoid", f"{function}({of})") if of and function else None
 
 
 def _log_of_sum(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
@@ -190,9 +190,9 @@ def _log_of_sum(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
     if total is None or not of:
         return None
     if not total.dim:
-        return "logsumexp", f"{atom(of)}.flatten().logsumexp(0)"
+        return "use logsumexp", f"{atom(of)}.flatten().logsumexp(0)"
     keeps = ", keepdim=True" * total.keeps
-    return "logsumexp", f"{atom(of)}.logsumexp({total.dim}{keeps})"
+    return "use logsumexp", f"{atom(of)}.logsumexp({total.dim}{keeps})"
 
 
 def _log_of_one_and_exp(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
@@ -206,7 +206,7 @@ def _log_of_one_and_exp(source: SourceFile, inner: _Inner) -> tuple[str, str] | 
             if name == "add":
                 return _softplus(source, of)
             if side == 0:
-                return "-expm1 instead of 1 - exp", f"(-{atom(of)}.expm1()).log()"
+                return "use -expm1 instead of 1 - exp", f"(-{atom(of)}.expm1()).log()"
             return _of_expm1(of)
     return None
 
@@ -218,14 +218,17 @@ def _log1p_of_exp(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
 
 def _softplus(source: SourceFile, of: str) -> tuple[str, str] | None:
     function = _function(source, "softplus")
-    return ("softplus", f"{function}({of})") if function else None
+    return ("use softplus", f"{function}({of})") if function else None
 
 
 def _log_of_product(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
     of = inner.argument_of("prod")
     if not of:
         return None
-    return "the sum of logarithms", f"{atom(of)}.log().sum({inner.written.argument})"
+    return (
+        "use the sum of logarithms",
+        f"{atom(of)}.log().sum({inner.written.argument})",
+    )
 
 
 def _log_of_tanh(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
@@ -242,7 +245,7 @@ def _log_of_tanh(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
         return None
     first, again = _twice(of)
     code = f"(2 * ({_LOG_2} - {atom(first)} - {function}(-2 * {atom(again)})))"
-    return "log(1 - tanh(x)^2) as 2 (log 2 - x - softplus(-2 x))", code
+    return "write log(1 - tanh(x)^2) as 2 (log 2 - x - softplus(-2 x))", code
 
 
 _Form = Callable[[SourceFile, _Inner], tuple[str, str] | None]
@@ -280,7 +283,7 @@ def _of_quotient(
     is_same = source.text_of(above) == source.text_of(total.of)
     if not is_same or not total.keeps or node not in (above, total.of):
         return None
-    return "softmax", f"{atom(source.text_of(power.nodes[0]))}.softmax({total.dim})"
+    return "use softmax", f"{atom(source.text_of(power.nodes[0]))}.softmax({total.dim})"
 
 
 def _of_norm(source: SourceFile, written: Written) -> tuple[str, str] | None:
@@ -297,7 +300,7 @@ def _of_norm(source: SourceFile, written: Written) -> tuple[str, str] | None:
         return None
     dim, text = norm.keyword("dim"), source.text_of(above)
     code = f"{function}({text}, dim={dim})"
-    return ("normalize, which divides by at least 1e-12", code) if dim else None
+    return ("use normalize, which divides by at least 1e-12", code) if dim else None
 
 
 def _less_its_maximum(source: SourceFile, node: ast.AST) -> Forms:
@@ -309,7 +312,7 @@ def _less_its_maximum(source: SourceFile, node: ast.AST) -> Forms:
     if dim:
         of = power.operands[0]
         less = f"({of} - {of}.amax({dim}, keepdim=True))"
-        yield "less its maximum before exp", [Edit(node, power.with_operands(less))]
+        yield "subtract the maximum before exp", [Edit(node, power.with_operands(less))]
 
 
 def _dim_of_later_sum(source: SourceFile, node: ast.AST) -> str:

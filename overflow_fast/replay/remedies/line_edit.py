@@ -29,7 +29,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 from ...core.force_eager import nothing_is_compiled, run_eagerly
 from ...torch_internals.running import inherited, set_inherited
@@ -62,12 +62,15 @@ class CodePlace:
         index: Its place among the file's code objects; see `_nested()`.
         digest: Of the file's text.
         in_parts: Whether each statement was compiled alone, as notebooks do with cells.
+        made: The number of a code that was made of some of its statements, in this
+            process; 0 for the code of a function.
     """
 
     file: str
     index: int
     digest: str
     in_parts: bool = False
+    made: int = 0
 
     @classmethod
     def of(cls, code: CodeType) -> CodePlace:
@@ -78,6 +81,8 @@ class CodePlace:
         """
         file = code.co_filename
         own, text = _own_code(code), _text_of(file)
+        if own in _made_codes:
+            return cls(file, -1, _digest(text), made=_made_codes[own].number)
         # The code of a function depends on the imports that are compiled with it.
         for in_parts in sorted((False, True), reverse=not os.path.exists(file)):
             codes = _nested(_compiled(text, file, in_parts))
@@ -173,22 +178,43 @@ class _Swap:
         """Finds the functions, and makes their code."""
         if _digest(_text_of(self.file)) != self.places[0].digest:
             raise NotEditableError("the file is another one here")
-        edit = _Edit(self.file, self.places, self.text)
+        edit = _Edit(self.file, [e for e in self.places if not e.made], self.text)
         self._has_inner = edit.has_inner
+        numbers = {each.made for each in self.places}
         held = {code for other in others for code in other.own}
         made: dict[int, CodeType] = {}
         for function in _functions_of(self.file):
             code = function.__code__
+            statements = _made_codes.get(_own_code(code))
+            is_made = statements is not None and statements.number in numbers
             number = edit.function_of(_own_code(code))
-            if number is None:
+            if number is None and not is_made:
                 continue
             if id(code) in held:
                 raise NotEditableError("another replay edits that code now")
-            if id(code) not in made:
+            if id(code) not in made and number is not None:
                 made[id(code)] = edit.code(number, code, self)
+            elif id(code) not in made and statements is not None:
+                made[id(code)] = self._code_of(statements, code)
             self._changes.append((function, made[id(code)]))
         if not self._changes:
             raise NotEditableError("no function with that line was found")
+
+    def _code_of(self, statements: MadeCode, own: CodeType) -> CodeType:
+        """Makes the edited code of statements, which replays alone run."""
+        code = self._with_marks(statements.code_of(self.text))
+        _own_codes[code] = own
+        self.own[id(code)] = code, own
+        return code
+
+    def _with_marks(self, code: CodeType) -> CodeType:
+        constants = [
+            self._with_marks(each)
+            if isinstance(each, CodeType)
+            else self.object_of(each)
+            for each in code.co_consts
+        ]
+        return code.replace(co_consts=tuple(constants))
 
     def object_of(self, constant: object) -> Any:
         """The object that stands in code for one of the constants, or the constant."""
@@ -290,6 +316,35 @@ _own_codes: weakref.WeakKeyDictionary[CodeType, CodeType]
 _own_codes = weakref.WeakKeyDictionary()
 
 
+class MadeCode(Protocol):
+    """Some statements of a file that were made a code, which replays alone run.
+
+    Attributes:
+        number: Tells it from others of this process.
+    """
+
+    number: int
+
+    def code_of(self, text: str) -> CodeType:
+        """Makes the code of the same statements of an edited file."""
+
+
+_made_codes: weakref.WeakKeyDictionary[CodeType, MadeCode]
+_made_codes = weakref.WeakKeyDictionary()
+
+
+def let_edit(code: CodeType, statements: MadeCode) -> None:
+    """Lets the code that was made of some statements of a file be edited."""
+    _made_codes[code] = statements
+
+
+def is_mark(statement: ast.stmt) -> bool:
+    """True for what `marked()` puts in front of a statement."""
+    node = statement.value if isinstance(statement, ast.Expr) else None
+    of = node.value if isinstance(node, ast.Attribute) else None
+    return isinstance(of, ast.Constant) and str(of.value).startswith(_MARK.format(""))
+
+
 def _own_code(code: CodeType) -> CodeType:
     """The code that a code with two bodies stands for; any other as it is."""
     return _own_codes.get(code, code)
@@ -327,6 +382,11 @@ class _Edit:
     """
 
     def __init__(self, file: str, places: Sequence[CodePlace], text: str) -> None:
+        self.has_inner = False
+        self._own: dict[CodeType, int] = {}
+        self._new: dict[int, CodeType] = {}
+        if not places:
+            return
         in_parts = places[0].in_parts
         known = _Known.of(file, _text_of(file), in_parts)
         wanted = {k for place in places for k in known.functions_at(place.index)}
@@ -336,8 +396,8 @@ class _Edit:
             raise NotEditableError("the edit changes more than a line")
         for k in wanted:
             _join(functions[k], own[k], _SWITCH.format(k))
-        self._own = {known.codes[known.index_of[k]][0]: k for k in wanted}
-        self._new = {
+        self._own |= {known.codes[known.index_of[k]][0]: k for k in wanted}
+        self._new |= {
             k: code
             for code, _ in _nested(_compiled(new, file, in_parts))
             for k in wanted

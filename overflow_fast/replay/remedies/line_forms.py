@@ -37,8 +37,12 @@ from .trials import AppliedPatches, Attempts, Failure, Trial, Trials, edited_rem
 _LOG_MAX = {"float64": (80, 700), "float16": (10, 5)}
 _EXPS = {"exp", "expm1", "sinh", "cosh", "exp2", "poisson_nll_loss"}
 _BOTH_SIDES = {"sinh", "cosh"}  # large for arguments of either sign
-_OF_TWO = {"matmul", "bmm", "mm", "mul", "add", "sub", "dot", "linear", "mse_loss"}
+_QUOTIENTS = {"div", "true_divide", "divide"}
+_OF_TWO = _QUOTIENTS | {"matmul", "bmm", "mm", "mul", "add", "sub", "dot", "linear"}
+_OF_TWO |= {"mse_loss"}
 _PRODUCTS = {
+    *_QUOTIENTS,
+    "reciprocal",
     "matmul",
     "bmm",
     "mm",
@@ -74,7 +78,7 @@ class Form:
     """Another way to write an expression.
 
     Attributes:
-        text: What it does, such as "1e-8 inside the sqrt".
+        text: What it does, such as "add 1e-8 inside the sqrt".
         code: The expression.
     """
 
@@ -92,13 +96,15 @@ def overflow_forms(written: Written, dtype: str) -> Iterator[Form]:
     if written.name in _EXPS:
         for largest in _LOG_MAX.get(dtype, (20, 80)):
             if written.name in _BOTH_SIDES:
-                text = f"an argument between -{largest} and {largest}"
+                text = f"clamp the argument between -{largest} and {largest}"
                 yield Form(text, written.with_clamp(f"-{largest}, {largest}"))
             else:
-                text = f"an argument of at most {largest}"
+                text = f"clamp the argument to {largest}"
                 yield Form(text, written.with_clamp(f"max={largest}"))
     if dtype == "float16" and written.name in _PRODUCTS and not written.is_in_place:
         yield in_float32(written)
+    if written.name in _QUOTIENTS and len(written.operands) == 2:
+        yield _larger_divisor(written, dtype)
 
 
 def in_float32(written: Written) -> Form:
@@ -108,7 +114,7 @@ def in_float32(written: Written) -> Form:
         None if written.is_constant(i) else f"{atom(each)}.float()"
         for i, each in enumerate(written.operands[:num])
     ]
-    return Form("in float32", written.with_operands(*wide))
+    return Form("compute it in float32", written.with_operands(*wide))
 
 
 # What is added below a root or a logarithm, by dtype.
@@ -148,7 +154,9 @@ def forms_of(written: Written, op: Op, cause: str) -> Iterator[Form]:
     is_number = written.name == "div" and op.name.startswith("aten.div")
     if is_number and len(op.inputs) < len(written.operands) == 2:
         by = f"({written.operands[1]} or {_EPS[dtype]})"  # a number of Python
-        yield Form(f"{_EPS[dtype]} for 0", written.with_operands(None, by))
+        yield Form(
+            f"divide by {_EPS[dtype]} in place of 0", written.with_operands(None, by)
+        )
         return
     for makes in (
         _root_forms,
@@ -168,12 +176,13 @@ def forms_of(written: Written, op: Op, cause: str) -> Iterator[Form]:
 def _root_forms(written: Written, dtype: str) -> Iterator[Form]:
     eps = _EPS[dtype]
     if written.name in _ROOTS:
-        yield Form(f"{eps} inside the {written.name}", written.with_sum(eps))
+        yield Form(f"add {eps} inside the {written.name}", written.with_sum(eps))
     if written.name == "pow":
-        yield Form(f"{eps} below the power", written.with_sum(eps))
+        yield Form(f"add {eps} to the base of the power", written.with_sum(eps))
     if written.name in _ROOTS | {"pow"}:
+        what = "base" if written.name == "pow" else "argument"
         yield Form(
-            f"at least {eps} below the {'power' if written.name == 'pow' else 'root'}",
+            f"clamp the {what} to at least {eps}",
             written.with_clamp(f"min={eps}"),
         )
 
@@ -181,15 +190,15 @@ def _root_forms(written: Written, dtype: str) -> Iterator[Form]:
 def _log_forms(written: Written, dtype: str) -> Iterator[Form]:
     eps, wide = _EPS[dtype], _WIDE_EPS[dtype]
     if written.name == "poisson_nll_loss":
-        yield Form("a rate of at least 0", written.with_clamp("min=0"))
+        yield Form("clamp the rate to at least 0", written.with_clamp("min=0"))
     if written.name in _LOGS:
         yield Form(
-            f"the logarithm of at least {eps}",
+            f"clamp the logarithm's argument to at least {eps}",
             written.with_clamp(f"min={eps}"),
         )
     if written.name == "log1p":
         yield Form(
-            f"the logarithm of at least {wide}",
+            f"clamp the logarithm's argument to at least {wide}",
             written.with_clamp(f"min={wide} - 1"),
         )
     if written.name in (
@@ -202,29 +211,39 @@ def _log_forms(written: Written, dtype: str) -> Iterator[Form]:
         "erfinv",
     ):
         yield Form(
-            f"an argument of at most 1 - {wide}",
+            f"clamp the argument to a magnitude of 1 - {wide}",
             written.with_clamp(f"{wide} - 1, 1 - {wide}"),
         )
     if written.name in ("logit",) and not written.has_keyword("eps"):
-        yield Form(f"eps={wide}", written.with_keyword("eps", wide))
+        yield Form(f"pass eps={wide}", written.with_keyword("eps", wide))
     if written.name in ("acosh", "arccosh"):
         yield Form(
-            f"an argument of at least 1 + {wide}",
+            f"clamp the argument to at least 1 + {wide}",
             written.with_clamp(f"min=1 + {wide}"),
         )
 
 
 def _inverse_forms(written: Written, dtype: str) -> Iterator[Form]:
     eps = _EPS[dtype]
-    if written.name in ("div", "true_divide", "divide") and len(written.operands) == 2:
+    if written.name in _QUOTIENTS and len(written.operands) == 2:
         by = written.operands[1]
         safe = f"torch.where({by} == 0, {eps}, {by})"
-        yield Form(f"{eps} where it divides by 0", written.with_operands(None, safe))
-        yield Form(f"{eps} below", written.with_operands(None, f"({by} + {eps})"))
+        yield Form(
+            f"divide by {eps} where the divisor is 0", written.with_operands(None, safe)
+        )
+        yield _larger_divisor(written, dtype)
     if written.name == "reciprocal" and not written.is_in_place:
         of = written.operands[0]
         safe = f"torch.where({of} == 0, {eps}, {of})"
-        yield Form(f"{eps} where it divides by 0", written.with_operands(safe))
+        yield Form(
+            f"divide by {eps} where the divisor is 0", written.with_operands(safe)
+        )
+
+
+def _larger_divisor(written: Written, dtype: str) -> Form:
+    eps, by = _EPS[dtype], written.operands[1]
+    text = f"add {eps} to the divisor"
+    return Form(text, written.with_operands(None, f"({by} + {eps})"))
 
 
 def _norm_forms(written: Written, dtype: str) -> Iterator[Form]:
@@ -238,12 +257,12 @@ def _norm_forms(written: Written, dtype: str) -> Iterator[Form]:
             if written.has_keyword(key)
         )
         yield Form(
-            f"{eps} inside the root of the norm",
+            f"add {eps} inside the root of the norm",
             f"({first}.square().sum({rest}) + {eps}).sqrt()",
         )
     if written.name == "std":
         yield Form(
-            f"{eps} inside the root of the deviation",
+            f"add {eps} inside the root of the deviation",
             f"({first}.var({written.argument}) + {eps}).sqrt()",
         )
     if written.name in (
@@ -257,14 +276,16 @@ def _norm_forms(written: Written, dtype: str) -> Iterator[Form]:
         "atan2",
         "arctan2",
     ):
-        yield Form(f"{eps} added", written.with_operands(f"({first} + {eps})"))
+        yield Form(
+            f"add {eps} to the input", written.with_operands(f"({first} + {eps})")
+        )
 
 
 def _shifted_softmax_forms(written: Written, dtype: str) -> Iterator[Form]:
     lowest = _LOWEST.get(dtype, "-1e9")
     if written.name in ("softmax", "log_softmax", "logsumexp"):
         yield Form(
-            f"scores of at least {lowest}",
+            f"clamp the scores to at least {lowest}",
             written.with_operands(f"{written.operands[0]}.clamp(min={lowest})"),
         )
     if written.name == _ATTENTION:
@@ -273,11 +294,11 @@ def _shifted_softmax_forms(written: Written, dtype: str) -> Iterator[Form]:
             return
         if mask:
             yield Form(
-                f"a mask of at least {lowest}",
+                f"clamp the mask to at least {lowest}",
                 written.with_keyword("attn_mask", f"{mask}.clamp(min={lowest})"),
             )
             yield Form(
-                "rows without a key see all",
+                "let rows without a key see all keys",
                 written.with_keyword(
                     "attn_mask", f"{mask} | ~{mask}.any(-1, keepdim=True)"
                 ),
@@ -286,26 +307,34 @@ def _shifted_softmax_forms(written: Written, dtype: str) -> Iterator[Form]:
 
 def _empty_forms(written: Written, op: str) -> Iterator[Form]:
     first = written.operands[0]
-    if written.name in ("div", "true_divide", "divide") and len(written.operands) == 2:
+    if written.name in _QUOTIENTS and len(written.operands) == 2:
         by = written.operands[1]
         yield Form(
-            "a count of at least 1", written.with_operands(None, f"{by}.clamp(min=1)")
+            "divide by a count of at least 1",
+            written.with_operands(None, f"{by}.clamp(min=1)"),
         )
     is_free = not written.has_keyword("unbiased", "correction")
     if written.name == "var":
         is_old = written.has_keyword("unbiased")
         keyword = ("unbiased", "False") if is_old else ("correction", "0")
-        yield Form("no correction", written.with_keyword(*keyword))
+        yield Form(
+            "use no correction, which divides by n", written.with_keyword(*keyword)
+        )
     if written.name == "std" and is_free:
         rest = f"{written.argument}, " * bool(written.argument)
         yield Form(
-            "no correction, and 1e-8 inside the root",
+            "use no correction, and add 1e-8 inside the root",
             f"({first}.var({rest}correction=0) + 1e-8).sqrt()",
         )
     if written.name == "ctc_loss":
-        yield Form("zero_infinity=True", written.with_keyword("zero_infinity", "True"))
+        yield Form(
+            "pass zero_infinity=True", written.with_keyword("zero_infinity", "True")
+        )
     if not written.is_in_place and any(base in op for base in _MEANS):
-        yield Form("0 where there is nothing", f"torch.nan_to_num({written.text})")
+        yield Form(
+            "return 0 where there is nothing to average",
+            f"torch.nan_to_num({written.text})",
+        )
 
 
 _MEAN_LOSSES = {"cross_entropy", "nll_loss"}
@@ -318,11 +347,11 @@ def _mean_forms(written: Written) -> Iterator[Form]:
     labels, weight = written.operands[1], written.keyword("weight")
     total = written.with_keyword("reduction", '"sum"')
     if weight:
-        text = "the sum divided by a sum of weights of at least 1e-8"
+        text = "divide the sum by a sum of weights of at least 1e-8"
         yield Form(text, f"{total} / {atom(weight)}[{labels}].sum().clamp(min=1e-8)")
     else:
         ignored = written.keyword("ignore_index") or "-100"
-        text = "the sum divided by a count of at least 1"
+        text = "divide the sum by a count of at least 1"
         yield Form(text, f"{total} / ({labels} != {ignored}).sum().clamp(min=1)")
 
 
@@ -335,10 +364,14 @@ def _inf_forms(written: Written, op: Op, dtype: str) -> Iterator[Form]:
             operands = [low if i == place else None for place in range(2)]
             if each.num_inf and not written.is_constant(i):
                 yield Form(
-                    f"a factor of at least {lowest}", written.with_operands(*operands)
+                    f"clamp the factor to at least {lowest}",
+                    written.with_operands(*operands),
                 )
     if written.name in ("add", "sub", "mul", "sum", "matmul", "bmm"):
-        yield Form("0 for inf - inf and 0 * inf", f"torch.nan_to_num({written.text})")
+        yield Form(
+            "replace the nan of inf - inf and 0 * inf by 0",
+            f"torch.nan_to_num({written.text})",
+        )
 
 
 # Tries guarded forms of the line of an operation.
@@ -387,7 +420,7 @@ def lost_value_rewrites(failure: Failure, trials: Trials) -> Attempts:
     dtype = op.inputs[0].dtype if op.inputs else "float32"
     if dtype in _EPS and written.text and not isinstance(node, ast.AugAssign):
         code = f"{atom(written.text)}.clamp(min={_EPS[dtype]})"
-        text = f"a result of at least {_EPS[dtype]}"
+        text = f"clamp the result to at least {_EPS[dtype]}"
         if failure.found.cause == "underflow":
             yield _trial_of_edits(text, [Edit(node, code)], source, row, trials)
 
@@ -416,7 +449,7 @@ def mask_rewrites(failure: Failure, trials: Trials) -> Attempts:
     ]
     if len(infs) == 1:
         edits = [Edit(infs[0], lowest)]
-        text = f"a mask of {lowest} instead of -inf"
+        text = f"mask with {lowest} instead of -inf"
         yield _trial_of_edits(text, edits, source, row, trials)
 
 
@@ -686,7 +719,7 @@ def product_rewrites(failure: Failure, trials: Trials) -> Attempts:
     if not product.places:
         return
     for scaling in scalings_of(source, node):
-        text = f"{scaling.by} before the product"
+        text = f"move `{scaling.by}` before the product"
         edits = _scaled(source, node, product, scaling)
         yield _trial_of_edits(text, edits, source, row, trials)
     if failure.is_half:
@@ -719,15 +752,18 @@ def _in_float32(
     softmax = softmax_around(source, node)
     if softmax is not None:
         text = source.text_with(softmax, node, wide)
-        yield "attention in float32", [Edit(softmax, f"{text}{product.back}")]
+        yield "compute attention in float32", [Edit(softmax, f"{text}{product.back}")]
         return
     softmax = later_softmax(source, node)
     if softmax is not None:
         text = source.text_of(softmax)
         edits = [Edit(node, wide), Edit(softmax, f"{text}{product.back}")]
-        yield "attention in float32", edits
+        yield "compute attention in float32", edits
         return
     whole = outermost(source, node)
     if whole is not node:
         text = source.text_with(whole, node, wide)
-        yield "float32 as far as its end", [Edit(whole, f"({text}){product.back}")]
+        yield (
+            "compute the expression in float32 to its end",
+            [Edit(whole, f"({text}){product.back}")],
+        )

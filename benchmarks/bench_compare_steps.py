@@ -1,0 +1,152 @@
+"""How long, and in how much memory, are 2,000 steps of 1,000 modules compared?"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import progress, size_text, threads, write
+from forks import in_fork
+from timing import QUICK
+from torch import nn
+
+import overflow_fast
+
+BLOCKS = 250  # of four modules each, the block included
+RECORDED = 10  # steps, in the middle of which the learning rates part
+COUNTS = (10, 100) if QUICK else (10, 100, 2000)
+COLUMNS = [
+    *("runs", "steps", "pairs", "bytes of a run", "seconds", "CPU time", "a step"),
+    "peak",
+]
+NOTES = (
+    f"A model of {4 * BLOCKS + 1} modules (blocks of LayerNorm, Linear, ReLU, width 8) "
+    f"is recorded with fingerprints for {RECORDED} training steps, twice; in the "
+    "second run the learning rate is another one from the middle on. For more steps "
+    "the recorded ones are written again with other numbers: those before the middle "
+    "fill the first half, those behind it the second. `equal`: a run and its copy; "
+    "`parting`: equal in the first half, then all rows differ. `seconds` of the clock, "
+    "on cores that other processes used too; `a step` of `CPU time`, one thread; "
+    "`peak`: what the process holds at most, of which "
+)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, width)
+        self.act = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x + self.act(self.up(self.norm(x)))
+        return result
+
+
+def record(folder: Path, rate: float) -> None:
+    """Records steps; from the middle on with a learning rate of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(BLOCKS)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with overflow_fast.recording(folder, model) as run:
+        for step in range(RECORDED):
+            if step:
+                run.step()
+            if step == RECORDED // 2 - 1:
+                optimizer.param_groups[0]["lr"] = rate
+            optimizer.zero_grad()
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            model(x).square().mean().backward()
+            optimizer.step()
+
+
+def steps_of(folder: Path) -> tuple[bytes, list[list[bytes]]]:
+    """The head of a recording, and the lines of each step behind their number."""
+    head, *lines = (folder / "rank-0.jsonl").read_bytes().splitlines(keepends=True)
+    found: list[list[bytes]] = [[] for _ in range(RECORDED)]
+    for line in lines:
+        start, number, rest = line.split(b" ", 4)[1], *line.split(b" ", 4)[3:]
+        found[int(number.rstrip(b","))].append(start + b" " + rest)
+    return head, found
+
+
+def lengthened(folder: Path, target: Path, num: int) -> None:
+    """Writes a recording of so many steps, of those that a folder has."""
+    head, steps = steps_of(folder)
+    middle = RECORDED // 2
+    halves = itertools.cycle(steps[:middle]), itertools.cycle(steps[middle:])
+    target.mkdir()
+    with open(target / "rank-0.jsonl", "wb") as file:
+        file.write(head)
+        for number in range(num):
+            for line in next(halves[number >= num // 2]):
+                kind, rest = line.split(b" ", 1)
+                file.write(b'{"kind": %s "step": %d, %s' % (kind, number, rest))
+
+
+def measured(run: Path, reference: Path) -> dict[str, Any]:
+    """Compares two runs in a process of its own."""
+
+    def compare() -> dict[str, Any]:
+        before, begin, cpu = peak(), time.perf_counter(), time.process_time()
+        found = overflow_fast.compare(run, reference)
+        spent = time.perf_counter() - begin
+        first = None if found.first is None else found.first.row.step
+        facts = {"seconds": spent, "peak": peak(), "before": before, "first": first}
+        return {**facts, "pairs": found.num_pairs, "cpu": time.process_time() - cpu}
+
+    return dict(in_fork(compare))
+
+
+def peak() -> int:
+    """The bytes that this process has held at most."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def rows_of(top: Path, num: int) -> Iterator[dict[str, Any]]:
+    folders = {"equal": top / f"equal{num}", "parting": top / f"parting{num}"}
+    lengthened(top / "a", top / f"run{num}", num)
+    for name, source in (("equal", "a"), ("parting", "b")):
+        progress(f"{name}, {num} steps")
+        lengthened(top / source, folders[name], num)
+        facts = measured(top / f"run{num}", folders[name])
+        assert facts["first"] == (None if name == "equal" else num // 2), facts
+        (file,) = folders[name].iterdir()
+        yield {
+            "runs": name,
+            "steps": num,
+            "pairs": f"{facts['pairs']:,}",
+            "bytes of a run": size_text(file.stat().st_size),
+            "seconds": f"{facts['seconds']:.1f} s",
+            "CPU time": f"{facts['cpu']:.1f} s",
+            "a step": f"{facts['cpu'] / num:.2f} s",
+            "peak": size_text(facts["peak"]),
+            "before": facts["before"],
+        }
+        file.unlink()
+    (top / f"run{num}" / "rank-0.jsonl").unlink()
+
+
+def main() -> None:
+    rows = []
+    with threads(1), tempfile.TemporaryDirectory() as name:
+        top = Path(name)
+        for folder, rate in (("a", 1e-4), ("b", 1e-3)):
+            progress(f"records run {folder}")
+            record(top / folder, rate)
+        found = overflow_fast.compare(top / "a", top / "b")  # and loads what it needs
+        assert found.first is not None and found.first.kind == "update"
+        for num in COUNTS:
+            rows += rows_of(top, num)
+    notes = f"{NOTES}{size_text(rows[0]['before'])} before the comparison."
+    write("compare-steps", "Comparisons of many steps", notes, rows, COLUMNS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

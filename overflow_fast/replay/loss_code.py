@@ -1,0 +1,602 @@
+"""Runs the program's own lines of the loss again, where no `guard.run()` names them.
+
+The lines are those of the function that called `backward()`: from the first one whose
+result autograd has followed to the one that assigns the loss. They become a function,
+which is replayed as one given to `guard.run()` is. All else that they read is held by
+the running function. What they come to counts only where it is seen to be the step: the
+models are given the same inputs by the same random states, the loss has the same graph,
+and it is the same.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import itertools
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..torch_internals.compiler import has_compiled
+from ..torch_internals.replay_internals import no_dispatch
+from ..tree import CALL_DEPTH, tensors_in
+from .capture import Ambient, KeptCall, ModelCall
+from .functions import Captured, data_in
+from .loss_line import LossLine, losses_in
+from .remedies.line_edit import NotEditableError, is_mark, let_edit
+from .replayer import Observer
+from .tensor_kinds import floats_in, is_float, kinds_of
+
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+_BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_UNSUITABLE = (
+    *(ast.Yield, ast.YieldFrom, ast.Await, ast.Return, ast.Delete, ast.Global),
+    *(ast.Nonlocal, ast.AsyncFor, ast.AsyncWith, ast.NamedExpr),
+)
+_EFFECTS = {"backward", "step", "zero_grad", "next", "input", "exec", "eval", "locals"}
+_FUTURE = annotations.compiler_flag
+_MAX_NODES = 100_000  # of a graph
+_RTOL = 1e-3  # of a loss whose kernels are not deterministic
+
+
+class UncertainError(Exception):
+    """Raised where the lines of the loss cannot be run as they ran in the step."""
+
+
+# Picks the statements that compute the loss.
+
+
+# A statement; of `with`, also those within it that are picked.
+_Picked = tuple[ast.stmt, "list[_Picked] | None"]
+
+
+class _Statements:
+    """The statements that are run again, and what they read.
+
+    Args:
+        line: The line of the loss.
+
+    Attributes:
+        body: The statements, in order.
+        held: The names of the variables that they read, and do not assign, each with
+            the first line that reads it.
+
+    Raises:
+        UncertainError: If it is not certain that they are what ran.
+    """
+
+    def __init__(self, line: LossLine) -> None:
+        self._line = line
+        self._again = {line.backward.id}  # names that are computed again
+        self._bad: set[str] = set()  # names that hold non-finite values
+        body: list[_Picked] = []
+        for owner, statements, place in reversed(_blocks_to(line)):
+            body = self._picked(statements[:place]) + body
+            if isinstance(owner, (ast.With, ast.AsyncWith)) and not self._runs(owner):
+                body = [(owner, body)] if body else []
+            if isinstance(owner, ast.If) and not self._runs(owner):
+                self._check_branch(owner)
+            if isinstance(owner, (*_LOOPS, ast.ExceptHandler, ast.match_case)):
+                self._check_loop(owner)
+                break
+        self.body = body
+        self.held = self._read_from_outside()
+        self._check()
+
+    @property
+    def last_line(self) -> int:
+        """The number of their last line."""
+        return max(each.end_lineno or 0 for each in _flat(self.body))
+
+    def _picked(self, statements: Sequence[ast.stmt]) -> list[_Picked]:
+        """Those of a block that write to what is computed again, in order."""
+        found: list[_Picked] = []
+        for each in reversed(statements):
+            if isinstance(each, ast.With):
+                inner = self._picked(each.body)
+                if inner:
+                    found.append((each, inner))
+                    self._need(*(item.context_expr for item in each.items))
+                continue
+            if not (_written(each) & self._again or self._makes_bad(each)):
+                continue
+            found.append((each, None))
+            if isinstance(each, (ast.Assign, ast.AnnAssign)):
+                self._again -= _assigned(each)
+                self._bad -= _assigned(each)
+            self._need(each)
+        return found[::-1]
+
+    def _need(self, *nodes: ast.AST) -> None:
+        """Takes in the names that are read, by the tensors that they hold."""
+        for name in {name for node in nodes for name in _read(node)}:
+            if _is_followed(self._value(name)):
+                self._again.add(name)
+            elif _is_bad(self._value(name)):
+                self._bad.add(name)
+
+    def _makes_bad(self, each: ast.stmt) -> bool:
+        """True for an assignment that makes non-finite values of finite tensors."""
+        if not isinstance(each, ast.Assign) or not _assigned(each) & self._bad:
+            return False
+        values = [self._value(name) for name in _read(each) - _assigned(each)]
+        read = any(floats_in([t for _, t in data_in(value)]) for value in values)
+        return read and not any(map(_is_bad, values))
+
+    def _value(self, name: str) -> Any:
+        return self._line.variables.get(name)
+
+    def _runs(self, block: ast.AST) -> bool:
+        """True if the running line of the frame is within a block."""
+        end = getattr(block, "end_lineno", None) or 0
+        first: int = block.lineno  # type: ignore[attr-defined]
+        return first <= self._line.frame.f_lineno <= end
+
+    def _check_branch(self, branch: ast.AST) -> None:
+        """Another branch may have called backward on another loss."""
+        if {each.id for each in losses_in(branch)} != {self._line.backward.id}:
+            raise UncertainError("which branch ran is not known")
+
+    def _check_loop(self, loop: ast.AST) -> None:
+        """A loop that goes on may have given names other values than the loss had."""
+        leaves = any(isinstance(n, (ast.Break, ast.Continue)) for n in ast.walk(loop))
+        if leaves and not self._runs(loop):
+            raise UncertainError("the loop around the loss was left")
+
+    def _read_from_outside(self) -> dict[str, int]:
+        """The names that are read and were not assigned before, with the first line."""
+        found: dict[str, int] = {}
+        written: set[str] = set()
+        for each in _flat(self.body):
+            own = _assigned(each)
+            is_simple = isinstance(each, (ast.Assign, ast.AnnAssign, ast.Expr))
+            reads = _read(each) - (set() if is_simple else own)
+            if isinstance(each, ast.AugAssign):
+                reads |= own
+            for name in sorted(reads - written):
+                found.setdefault(name, each.lineno)
+            written |= own
+        self._written = written
+        held = self._line.variables
+        return {name: line for name, line in found.items() if name in held}
+
+    def _check(self) -> None:
+        held = set(self.held)
+        if not self.body:
+            raise UncertainError("the loss is assigned elsewhere")
+        if held & self._written or any(_is_followed(self._value(n)) for n in held):
+            raise UncertainError("a variable is read before it is assigned")
+        nodes = [node for each in _flat(self.body) for node in ast.walk(each)]
+        for node in nodes:
+            if isinstance(node, _UNSUITABLE) or _has_effects(node):
+                raise UncertainError("a statement has effects")
+        attributes = {
+            (node.value.id, node.attr)
+            for node in nodes
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        }
+        for each in ast.walk(self._line.around):
+            if not isinstance(each, ast.stmt) or isinstance(each, _SCOPES):
+                continue
+            names = (_assigned(each) | _changed(each, attributes)) & held
+            line = each.lineno
+            is_over = line <= self._line.frame.f_lineno
+            if is_over and any(line > self.held[name] for name in names):
+                raise UncertainError("a variable was written to since")
+
+
+def _blocks_to(line: LossLine) -> list[tuple[ast.AST, list[ast.stmt], int]]:
+    """The blocks around the call of backward, the outermost first, with its places."""
+    found: list[tuple[ast.AST, list[ast.stmt], int]] = []
+    owner: ast.AST | None = line.around
+    while owner is not None:
+        inner = None
+        for _, value in ast.iter_fields(owner):
+            for place, each in enumerate(value if isinstance(value, list) else []):
+                is_block = isinstance(each, _BLOCKS)
+                if is_block and any(n is line.backward for n in ast.walk(each)):
+                    found.append((owner, value, place))
+                    inner = each
+        owner = inner
+    return found
+
+
+def _flat(body: Sequence[_Picked]) -> Iterator[ast.stmt]:
+    """Yields statements in order; of `with` its items, then those within it."""
+    for each, inner in body:
+        if inner is None:
+            yield each
+        else:
+            assert isinstance(each, (ast.With, ast.AsyncWith))
+            yield ast.copy_location(type(each)(items=each.items, body=[]), each)
+            yield from _flat(inner)
+
+
+def _read(node: ast.AST) -> set[str]:
+    names = (n for n in ast.walk(node) if isinstance(n, ast.Name))
+    return {n.id for n in names if isinstance(n.ctx, ast.Load)}
+
+
+def _assigned(node: ast.AST) -> set[str]:
+    """The names that a statement assigns, but for those of comprehensions."""
+    found: set[str] = set()
+    waiting = [node]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, (*_SCOPES, *_COMPREHENSIONS)):
+            found |= {each.name} if hasattr(each, "name") else set()
+            continue
+        if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load):
+            found.add(each.id)
+        waiting += ast.iter_child_nodes(each)
+    return found
+
+
+def _changed(
+    node: ast.AST, attributes: Collection[tuple[str, str]] | None = None
+) -> set[str]:
+    """The names whose objects a statement writes to: by an item, or in place.
+
+    Args:
+        node: The statement.
+        attributes: The attributes of names that count; None for all.
+    """
+    found: set[str] = set()
+    for each in ast.walk(node):
+        is_stored = isinstance(each, (ast.Subscript, ast.Attribute)) and not isinstance(
+            each.ctx, ast.Load
+        )
+        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name):
+            is_other = (each.value.id, each.attr) not in (attributes or ())
+            is_stored = is_stored and not (is_other and attributes is not None)
+        called = each.func if isinstance(each, ast.Call) else None
+        if isinstance(called, ast.Attribute) and called.attr.endswith("_"):
+            is_stored, each = True, called
+        while is_stored and isinstance(each, (ast.Subscript, ast.Attribute)):
+            each = each.value
+        if is_stored and isinstance(each, ast.Name):
+            found.add(each.id)
+    return found
+
+
+def _written(statement: ast.stmt) -> set[str]:
+    """The names that a statement assigns, or whose objects it may write to."""
+    found = _assigned(statement) | _changed(statement)
+    for each in ast.walk(statement):
+        call = each.value if isinstance(each, ast.Expr) else None
+        function = call.func if isinstance(call, ast.Call) else None
+        if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+            found.add(function.value.id)  # losses.append(x)
+    return found
+
+
+def _is_followed(value: Any) -> bool:
+    """True for tensors that autograd has computed, and data that holds some."""
+    return any(each.grad_fn is not None for _, each in data_in(value))
+
+
+def _is_bad(value: Any) -> bool:
+    """True for tensors, and data that holds some, that are non-finite."""
+    return any(map(kinds_of, floats_in([each for _, each in data_in(value)])))
+
+
+def _has_effects(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute):
+        is_private = node.attr.startswith("__") and not node.attr.endswith("__")
+        return is_private or node.attr in _EFFECTS
+    if isinstance(node, ast.Name):
+        return node.id in _EFFECTS or node.id in ("super", "__class__")
+    return False
+
+
+# Makes a function of them, and a call that can be replayed.
+
+
+_numbers = itertools.count(1)
+# The place among the statements of the file in place of the statement.
+_Place = tuple[int, "list[_Place] | None"]
+
+
+class _LossCode:
+    """The code of the statements, also of an edited file: see `MadeCode`.
+
+    Args:
+        line: The line of the loss.
+
+    Attributes:
+        number: Tells it from others.
+        place: The file and the number of the last line.
+    """
+
+    def __init__(self, line: LossLine) -> None:
+        code, statements = line.frame.f_code, _Statements(line)
+        is_module = isinstance(line.around, ast.Module)
+        own_name = "<module>" if is_module else getattr(line.around, "name", "")
+        if code.co_name != own_name:
+            raise UncertainError("the file is not the code that runs")
+        modules = [
+            name
+            for name, value in line.variables.items()
+            if isinstance(value, types.ModuleType)  # for what an edit calls
+        ]
+        names = dict.fromkeys([*statements.held, *modules])
+        self.number = next(_numbers)
+        self._names = [] if is_module else list(names)
+        self._file, self._name, self._returns = (
+            code.co_filename,
+            own_name,
+            line.backward.id,
+        )
+        self._flags = code.co_flags & _FUTURE
+        numbers = {id(each): i for i, (each, _) in enumerate(_numbered(line.tree))}
+        self._num_statements = len(numbers)
+        self._body = _places_of(statements.body, numbers)
+        self._whole = self._compiled(line.tree)
+        self.place = line.place_of(statements.last_line)
+
+    def function(self, line: LossLine) -> Callable[[], Any]:
+        """The function that computes the loss again from what the frame holds now."""
+        made = types.FunctionType(self._whole, line.frame.f_globals)
+        function = made(*(line.variables[name] for name in self._names))
+        function.__code__ = own = self._inner(self._whole)
+        let_edit(own, self)
+        loss: Callable[[], Any] = function
+        return loss
+
+    def code_of(self, text: str) -> types.CodeType:
+        """See `MadeCode`."""
+        return self._inner(self._compiled(ast.parse(text)))
+
+    def _inner(self, whole: types.CodeType) -> types.CodeType:
+        inner = next(e for e in whole.co_consts if isinstance(e, types.CodeType))
+        return inner.replace(co_name=self._name)
+
+    def _compiled(self, tree: ast.Module) -> types.CodeType:
+        """The code of a function that makes the one with the statements of a tree."""
+        found = _numbered(tree)
+        if len(found) != self._num_statements:
+            raise NotEditableError("the edit changes more than a line")
+        body = _statements_at(self._body, found)
+        # All names are read, lest an edit changes which those are.
+        names = f"lambda: ({', '.join(self._names)},)" if self._names else "None"
+        inner = _definition(
+            "loss", [], [ast.parse(names).body[0], *body], self._returns
+        )
+        outer = _definition("outer", self._names, [inner], "loss")
+        for each in (inner, outer):
+            ast.copy_location(each, body[-1])
+        module = ast.fix_missing_locations(ast.Module([outer], []))
+        flags = self._flags
+        code = compile(module, self._file, "exec", flags, dont_inherit=True)
+        return next(e for e in code.co_consts if isinstance(e, types.CodeType))
+
+
+def _definition(
+    name: str, names: Sequence[str], body: Sequence[ast.stmt], returns: str
+) -> ast.FunctionDef:
+    empty = ast.parse(f"def {name}(): return {returns}").body[0]
+    assert isinstance(empty, ast.FunctionDef)
+    empty.args.args = [ast.arg(each) for each in names]
+    for node in ast.walk(empty):
+        ast.copy_location(node, body[-1])
+    empty.body = [*body, *empty.body]
+    return empty
+
+
+_Marked = tuple[ast.stmt, "list[ast.stmt]"]
+
+
+def _numbered(tree: ast.Module) -> list[_Marked]:
+    """The statements of a file, each with the marks of an edit before it."""
+    found: list[_Marked] = []
+    marks: dict[int, list[ast.stmt]] = {}
+    for node in ast.walk(tree):
+        for _, value in ast.iter_fields(node):
+            block = value if isinstance(value, list) else []
+            for one, following in itertools.pairwise(block):
+                if isinstance(one, ast.stmt) and is_mark(one):
+                    marks[id(following)] = [one]
+        if isinstance(node, ast.stmt) and not is_mark(node):
+            found.append((node, marks.get(id(node), [])))
+    return found
+
+
+def _places_of(body: Sequence[_Picked], numbers: Mapping[int, int]) -> list[_Place]:
+    return [
+        (numbers[id(each)], None if inner is None else _places_of(inner, numbers))
+        for each, inner in body
+    ]
+
+
+def _statements_at(
+    places: Sequence[_Place], found: Sequence[_Marked]
+) -> list[ast.stmt]:
+    """The statements at some places, with their marks."""
+    body: list[ast.stmt] = []
+    for place, inner in places:
+        each, marks = found[place]
+        if inner is not None:
+            assert isinstance(each, (ast.With, ast.AsyncWith))
+            block = _statements_at(inner, found)
+            each = ast.copy_location(type(each)(items=each.items, body=block), each)
+        body += [*marks, each]
+    return body
+
+
+class LossCall:
+    """The calls of a step, with the program's lines of the loss in place of forwards.
+
+    Args:
+        line: The line of the loss.
+        models: The models, by what their modules' names begin with.
+        calls: The calls that were kept: forwards of models.
+
+    Attributes:
+        calls: The calls before those that the lines make, and that of the lines.
+        check: Sees whether a replay of them is the step.
+        place: The file and the number of the last of the lines.
+        is_only_loss: No other loss can be seen in the function.
+
+    Raises:
+        UncertainError: If it is not certain what ran.
+    """
+
+    def __init__(
+        self, line: LossLine, models: Mapping[str, nn.Module], calls: Sequence[KeptCall]
+    ) -> None:
+        loss = line.variables.get(line.backward.id)
+        if not isinstance(loss, torch.Tensor) or loss.grad_fn is None:
+            raise UncertainError("the loss is not held")
+        self._forwards = [each for each in calls if isinstance(each, ModelCall)]
+        if len(self._forwards) != len(calls):
+            raise UncertainError("another function was kept")
+        code = _LossCode(line)
+        self.place = code.place
+        self.is_only_loss = not line.others
+        self._captured = Captured(code.function(line))
+        self._models, self._loss = models, loss
+        self._begin(0)
+
+    def _begin(self, num_before: int) -> None:
+        forwards = self._forwards[num_before:]
+        model = next(iter(self._models.values()))
+        ambient = forwards[0].ambient if forwards else Ambient(model, ())
+        ambient = ambient.with_autocast_of_now()
+        call = KeptCall(self._captured, self._captured.values, ambient)
+        call.returns_loss = True
+        self.calls: list[KeptCall] = [*self._forwards[:num_before], call]
+        self.check = SameStep(call, forwards, self._loss)
+
+    def leave_out(self, num_made: int) -> bool:
+        """Keeps forwards that the lines do not make before them; False if none is."""
+        num_before = len(self._forwards) - num_made
+        if not num_made or num_before <= 0 or len(self.calls) > 1:
+            return False
+        self._begin(num_before)
+        return True
+
+
+# Compares a replay with the step.
+
+
+class SameStep(Observer):
+    """Compares the forwards and the loss of a replay with those of the step.
+
+    Args:
+        call: The call of the lines.
+        forwards: The forwards of the step that it is to make.
+        loss: The loss of the step.
+
+    Attributes:
+        num_forwards: How many forwards it has made.
+        is_given_alike: They are the step's, with the same inputs and random states.
+        has_same_graph: The loss was computed by the same operations of autograd.
+        has_same_loss: The loss is the same.
+    """
+
+    def __init__(
+        self, call: KeptCall, forwards: Sequence[ModelCall], loss: torch.Tensor
+    ) -> None:
+        self._call, self._forwards, self._loss = call, forwards, loss
+        self._forget()
+
+    def _forget(self) -> None:
+        self.num_forwards = self._depth = 0
+        self.is_given_alike = True
+        self.has_same_graph = self.has_same_loss = False
+
+    @contextlib.contextmanager
+    def observing(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Sees the outermost forwards, and keeps optimizers from stepping."""
+        handles: list[Any] = [register_optimizer_step_pre_hook(_refuse)]
+        self._forget()
+        for model in models.values():
+            handles += [
+                model.register_forward_pre_hook(
+                    self._before, prepend=True, with_kwargs=True
+                ),
+                model.register_forward_hook(self._after, always_call=True),
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        if self._depth > 1 or not torch.is_grad_enabled():
+            return
+        place = self.num_forwards
+        self.num_forwards += 1
+        if place >= len(self._forwards):
+            self.is_given_alike = False
+            return
+        kept = self._forwards[place]
+        with no_dispatch():
+            now, then = (
+                tensors_in(e, CALL_DEPTH) for e in ((args, kwargs), kept.batch)
+            )
+            is_alike = len(now) == len(then) and all(map(_is_same, now, then))
+        is_alike = is_alike and not kept.ambient.has_drawn()
+        self.is_given_alike = self.is_given_alike and is_alike
+
+    def _after(self, model: nn.Module, args: Any, output: Any) -> None:
+        self._depth -= 1
+
+    def on_output(self, call: KeptCall, output: Any) -> None:
+        """Compares the loss."""
+        if call.function is not self._call.function:
+            self._forget()  # a call that was made before those lines
+            return
+        self.is_given_alike &= self.num_forwards == len(self._forwards)
+        if isinstance(output, torch.Tensor):
+            self.has_same_graph = has_compiled() or _is_same_graph(output, self._loss)
+            with no_dispatch():
+                self.has_same_loss = _is_same(output, self._loss)
+
+
+def _refuse(optimizer: object, args: object, kwargs: object) -> None:
+    raise UncertainError("the lines of the loss make a step")
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one is other:
+        return True
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    one, other = one.detach(), other.detach()
+    if not is_float(one):
+        return torch.equal(one, other)
+    return torch.allclose(one, other, rtol=_RTOL, atol=0.0, equal_nan=True)
+
+
+def _is_same_graph(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two tensors were computed by the same nodes, of the same parameters."""
+    waiting: list[tuple[Any, Any]] = [(one.grad_fn, other.grad_fn)]
+    seen: dict[Any, Any] = {}
+    while waiting and len(seen) < _MAX_NODES:
+        a, b = waiting.pop()
+        if a is None or b is None or a in seen:
+            if a is not b and seen.get(a) is not b:
+                return False
+            continue
+        seen[a] = b
+        edges, others = a.next_functions, b.next_functions
+        places = [place for _, place in edges], [place for _, place in others]
+        if a.name() != b.name() or places[0] != places[1] or not _is_same_leaf(a, b):
+            return False
+        waiting += [(x, y) for (x, _), (y, _) in zip(edges, others, strict=True)]
+    return not waiting
+
+
+def _is_same_leaf(a: Any, b: Any) -> bool:
+    """True if nodes add up gradients of one parameter, or of tensors made anew."""
+    one, other = getattr(a, "variable", None), getattr(b, "variable", None)
+    return one is other or not isinstance(one, nn.Parameter)

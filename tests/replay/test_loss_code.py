@@ -1,0 +1,436 @@
+"""Losses outside of the models are explained without `guard.run()`."""
+
+import contextlib
+import gc
+import runpy
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from overflow_fast import Explain, NonFiniteError, OverflowGuard
+
+NOTE = "were run again, too"
+
+
+class Training:
+    """A model whose first output is far below the others, and labels of that class."""
+
+    def __init__(self, **options):
+        torch.manual_seed(0)
+        self.model = nn.Linear(2, 3)
+        self.model.weight.data.zero_()
+        self.model.bias.data.copy_(torch.tensor([-300.0, 0.0, 1.0]))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.labels = torch.zeros(4, dtype=torch.long)
+        self.guard = OverflowGuard(self.model, self.optimizer, **options)
+        self.num_called = 0
+
+    def negative_logarithm(self, outputs):
+        return F.nll_loss(outputs.softmax(-1).log(), self.labels)
+
+
+X = torch.ones(4, 2)
+
+
+def in_a_line(t, x):
+    loss = t.negative_logarithm(t.model(x))
+    loss.backward()
+    t.optimizer.step()
+
+
+def in_lines(t, x):
+    outputs = t.model(x)
+    t.num_called += 1
+    probabilities = outputs.softmax(-1)
+    logs = probabilities.log()
+    accuracy = (outputs.argmax(1) == t.labels).float().mean()
+    loss = F.nll_loss(logs, t.labels)
+    loss.backward()
+    t.optimizer.step()
+    return accuracy
+
+
+def under_contexts(t, x):
+    with torch.autocast("cpu", enabled=False):
+        outputs = t.model(x)
+    with contextlib.nullcontext():
+        loss = t.negative_logarithm(outputs)
+    loss.backward()
+    t.optimizer.step()
+
+
+def added_up(t, x):
+    outputs = t.model(x)
+    losses = []
+    for part in outputs.split(2):
+        losses.append(-part.softmax(-1).log()[:, 0].mean())
+    total = 0.0
+    for each in losses:
+        total = total + each
+    total /= len(losses)
+    total.backward()
+    t.optimizer.step()
+
+
+def of_a_tuple(t, x):
+    outputs, scale = t.model(x), 1.0
+    loss = t.negative_logarithm(outputs)
+    loss = loss * scale
+    loss.backward()
+    t.optimizer.step()
+
+
+def in_a_branch(t, x):
+    outputs = t.model(x)
+    if x is not None:
+        loss = t.negative_logarithm(outputs)
+        loss.backward()
+    t.optimizer.step()
+
+
+def in_parts(t, x):
+    for part in (x[:1], x[1:]):
+        labels = t.labels[: len(part)]
+        loss = F.nll_loss(t.model(part).softmax(-1).log(), labels) / 2
+        loss.backward()
+    t.optimizer.step()
+
+
+def scaled(t, x):
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    loss = t.negative_logarithm(t.model(x))
+    scaler.scale(loss).backward()
+    scaler.step(t.optimizer)
+
+
+def stepped_elsewhere(t, x):
+    loss = t.negative_logarithm(t.model(x))
+    loss.backward()
+    step(t)
+
+
+def step(t):
+    t.optimizer.step()
+
+
+def without_the_model(t, x):
+    loss = t.negative_logarithm(x @ t.model.weight.T + t.model.bias)
+    loss.backward()
+    t.optimizer.step()
+
+
+WAYS = [
+    *(in_a_line, in_lines, under_contexts, added_up, of_a_tuple, in_a_branch, scaled),
+    *(stepped_elsewhere, without_the_model),
+]
+
+
+def report_of(way, training=None, x=X):
+    training = training or Training()
+    try:
+        with pytest.raises(NonFiniteError) as caught:
+            way(training, x)
+    finally:
+        training.guard.remove()
+    return caught.value.report.explanation
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_the_operation_is_named(way):
+    found = report_of(way)
+    assert (found.phase, found.cause) == ("forward", "underflow")
+    assert found.op.name == "aten.log" and found.op.file == __file__
+    assert ".log()" in found.op.code
+    assert sum(NOTE in note for note in found.notes) == 1
+    best = found.remedies[0]
+    assert best.is_finite and "log_softmax" in best.code and best.file == __file__
+
+
+def test_accumulated_batches():
+    found = report_of(in_parts)
+    assert (found.cause, found.op.name) == ("underflow", "aten.log")
+    assert not found.remedies  # the other batch has its bad gradients with them, too
+
+
+def test_of_two_losses_nothing_is_said():
+    def way(t, x):
+        outputs = t.model(x)
+        bad, good = t.negative_logarithm(outputs), outputs[:, 1].mean()
+        bad.backward(retain_graph=True)
+        good.backward()
+        t.optimizer.step()
+
+    found = report_of(way)
+    assert found.cause == "unknown" and "good" not in str(found)
+
+
+def test_a_loss_that_a_function_is_given():
+    def way(t, x):
+        loss = t.negative_logarithm(t.model(x))
+        update(t, loss)
+
+    def update(t, loss):
+        loss.backward()
+        t.optimizer.step()
+
+    assert report_of(way).op.name == "aten.log"
+
+
+def test_a_loss_of_an_object_that_holds_data():
+    def way(t, x):
+        outputs = torch.distributions.Categorical(probs=t.model(x).softmax(-1))
+        action = outputs.sample()
+        probability = outputs.probs[:, 0]
+        loss = -(probability.log() * (action + 1)).mean()
+        loss.backward()
+        t.optimizer.step()
+
+    assert report_of(way).op.name == "aten.log"
+
+
+def test_what_is_said_is_what_guard_run_says():
+    def with_the_guard(t, x):
+        loss = t.guard.run(lambda: t.negative_logarithm(t.model(x)))
+        loss.backward()
+        t.optimizer.step()
+
+    own, asked = report_of(in_a_line), report_of(with_the_guard)
+    for part in ("phase", "cause", "module", "chain", "num_samples", "sample"):
+        assert getattr(own, part) == getattr(asked, part)
+    assert own.evidence[:2] == asked.evidence[:2]  # the others name lines
+    assert [each.code for each in own.remedies] == [e.code for e in asked.remedies]
+
+
+def test_code_of_a_file_itself(tmp_path):
+    lines = [
+        "outputs = training.model(x)",
+        "probabilities = outputs.softmax(-1)",
+        "loss = -probabilities.log()[:, 0].mean()",
+        "loss.backward()",
+        "training.optimizer.step()",
+    ]
+    file = tmp_path / "train.py"
+    file.write_text("\n".join(lines))
+    training = Training()
+    with pytest.raises(NonFiniteError) as caught:
+        runpy.run_path(str(file), {"training": training, "x": X})
+    training.guard.remove()
+    found = caught.value.report.explanation
+    assert (found.cause, found.op.line) == ("underflow", 3)
+    assert found.remedies[0].is_finite and found.remedies[0].line == 3
+
+
+def test_two_models():
+    one, two = Training(), nn.Linear(2, 2)
+    one.guard.remove()
+    parameters = [*one.model.parameters(), *two.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    with OverflowGuard({"one": one.model, "two": two}, optimizer):
+        with pytest.raises(NonFiniteError) as caught:
+            made = two(X)
+            loss = one.negative_logarithm(one.model(made))
+            loss.backward()
+            optimizer.step()
+    assert caught.value.report.explanation.op.name == "aten.log"
+
+
+def test_targets_that_the_loop_computes():
+    def way(t, x):
+        returns = torch.ones(4)
+        targets = (returns - returns.mean()) / returns.std()
+        values = t.model(x)[:, 0]
+        loss = (values - targets).square().mean()
+        loss.backward()
+        t.optimizer.step()
+
+    found = report_of(way)
+    assert found.op.name == "aten.div.Tensor" and "returns.std()" in found.op.code
+
+
+def test_targets_that_the_loop_was_given():
+    def way(t, x):
+        targets = torch.tensor([1.0, float("nan"), 1.0, 1.0])
+        loss = (t.model(x)[:, 0] - targets).square().mean()
+        loss.backward()
+        t.optimizer.step()
+
+    found = report_of(way)
+    assert (found.phase, found.cause, found.tensor) == ("data", "bad data", "targets")
+    assert found.sample == 1
+
+
+# Lines that are not certain to be what ran.
+
+
+def drawn_before_the_model(t, x):
+    loss = drawn(t, x)
+    loss.backward()
+    t.optimizer.step()
+
+
+def drawn(t, x):
+    noise = torch.rand(4)
+    return (t.model(x)[:, 0] / (noise - noise)).mean()
+
+
+def rebound(t, x):
+    factor = torch.zeros(())
+    loss = (t.model(x) / factor).mean()
+    loss.backward()
+    factor = torch.ones(())
+    t.optimizer.step()
+    return factor
+
+
+def written_since(t, x):
+    factor = torch.zeros(4)
+    loss = (t.model(x)[:, 0] / factor).mean()
+    loss.backward()
+    factor[0] = 1
+    t.optimizer.step()
+
+
+def filled_since(t, x):
+    factor = torch.zeros(4)
+    loss = (t.model(x)[:, 0] / factor).mean()
+    loss.backward()
+    factor.fill_(1)
+    t.optimizer.step()
+
+
+def attribute_since(t, x):
+    t.factor = torch.zeros(())
+    loss = (t.model(x) / t.factor).mean()
+    loss.backward()
+    t.factor = torch.ones(())
+    t.optimizer.step()
+
+
+def counted(t, x):
+    loss = count(t, x)
+    loss.backward()
+    t.optimizer.step()
+
+
+def count(t, x):
+    t.num_called += 1
+    return t.negative_logarithm(t.model(x)) / t.num_called
+
+
+def left(t, x):
+    factor = torch.zeros(())
+    for each in range(2):
+        if each:
+            factor = factor + 1
+            break
+        loss = (t.model(x) / factor).mean()
+        loss.backward()
+    t.optimizer.step()
+
+
+def with_a_step(t, x):
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    other.param_groups[0]["params"][0].grad = torch.ones(1)
+    loss = stepping(t, x, other)
+    loss.backward()
+    t.optimizer.step()
+
+
+def stepping(t, x, other):
+    other.step()
+    return t.negative_logarithm(t.model(x))
+
+
+def read_of_an_iterator(t, x):
+    batches = iter([X, X])
+    loss = t.negative_logarithm(t.model(next(batches)))
+    loss.backward()
+    t.optimizer.step()
+
+
+def taken(t, x):
+    t.batches = iter([X, X])
+    loss = take(t)
+    loss.backward()
+    t.optimizer.step()
+
+
+def take(t):
+    return t.negative_logarithm(t.model(next(t.batches)))
+
+
+def shared(t, x):
+    batches = (each for each in [X, X])
+    loss = take_of(t, batches)
+    loss.backward()
+    t.optimizer.step()
+
+
+def take_of(t, batches):
+    return t.negative_logarithm(t.model(next(batches)))
+
+
+UNCERTAIN = [
+    *(drawn_before_the_model, rebound, written_since, filled_since, counted, left),
+    *(with_a_step, read_of_an_iterator, taken, shared, attribute_since),
+]
+
+
+@pytest.mark.parametrize("way", UNCERTAIN, ids=lambda way: way.__name__)
+def test_nothing_is_said_of_other_code(way):
+    found = report_of(way)
+    assert found.op is None and found.cause == "unknown"
+    assert not any(NOTE in note for note in found.notes)
+    assert any("guard.run(lambda: loss)" in note for note in found.notes)
+
+
+def test_steps_that_must_not_be_replayed():
+    found = report_of(in_lines, Training(explain=Explain(replay_safe=False)))
+    assert found.replays == 0 and found.op is None
+
+
+# What is run again leaves nothing behind.
+
+
+def test_nothing_is_left_behind(capsys):
+    def way(t, x):
+        outputs = t.model(x)
+        print("called")
+        probabilities = F.dropout(outputs.softmax(-1), 0.01)
+        loss = F.nll_loss(probabilities.log(), t.labels)
+        loss.backward()
+        states.append(torch.get_rng_state())
+        gradients.extend(p.grad.clone() for p in t.model.parameters())
+        t.optimizer.step()
+
+    states, gradients, training = [], [], Training()
+    weights = [p.detach().clone() for p in training.model.parameters()]
+    found = report_of(way, training)
+    assert found.op.name == "aten.log"
+    assert capsys.readouterr().out == "called\n"
+    assert torch.equal(torch.get_rng_state(), states[0])
+    now = list(training.model.parameters())
+    assert all(map(torch.equal, now, weights))
+    for one, own in zip(gradients, now, strict=True):
+        assert torch.equal(one.nan_to_num(), own.grad.nan_to_num())
+    assert not training.model._forward_hooks or not training.guard.is_attached
+    assert training.num_called == 0
+
+
+def test_variables_of_the_loop_are_let_go():
+    training = Training(on_overflow="skip", explain=True)
+    references = []
+    for _ in range(2):
+        outputs = training.model(X)
+        references.append(weakref.ref(outputs))
+        loss = training.negative_logarithm(outputs)
+        loss.backward()
+        training.optimizer.step()
+        assert training.guard.last_report.explanation.op is not None
+        del outputs, loss
+    training.guard.remove()
+    gc.collect()
+    assert [each() for each in references] == [None, None]

@@ -1,0 +1,128 @@
+"""The words of an answer: who produced the value, and what to do about it."""
+
+import pytest
+import torch
+from guarding import flat
+from torch import nn
+
+from overflow_fast import NonFiniteError, OverflowGuard, explain
+
+
+def sgd(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def raised(function):
+    with pytest.raises(NonFiniteError) as error:
+        function()
+    return error.value
+
+
+class Gated(nn.Module):
+    """A layer between whose submodules a value overflows, and one that reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.down(self.up(x).abs() / 0)
+
+
+def test_the_reader_and_the_code_that_produced_it_are_told_apart():
+    model = nn.Sequential(nn.Linear(3, 3), Gated())
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer, explain=False)
+    model(torch.ones(2, 3)).mean().backward()
+    said = flat(raised(optimizer.step))
+    text = "Module 1.down received it; code in module 1 itself, after 1.up, produced it"
+    assert text in said
+    guard.remove()
+
+
+def test_infinities_of_both_signs_are_counted_together():
+    model = nn.Linear(2, 2)
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer, explain=False)
+    model(torch.ones(2, 2)).mean().backward()
+    model.weight.grad[0] = torch.tensor([float("inf"), -float("inf")])
+    assert "holds 2 infinite values." in flat(raised(optimizer.step))
+    guard.remove()
+
+
+def test_a_loss_that_was_not_replayed_is_named_instead_of_all_who_read_the_output():
+    model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 1), nn.Sigmoid())
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer)
+    batches = iter([torch.ones(4, 2), torch.zeros(4, 2)])  # cannot be asked again
+    first, second = model(next(batches)), model(next(batches))
+    loss = (first - first.detach()).sqrt().mean() + second.mean()
+    loss.backward()
+    said = flat(raised(optimizer.step))
+    assert "It came from the code that computes the loss from the model's output" in (
+        said
+    )
+    assert "is not known: code that used the output" not in said
+    assert "guard.run(lambda:" in said
+    guard.remove()
+
+
+def test_a_row_of_scores_that_is_minus_inf_throughout_is_named():
+    model = nn.Linear(4, 4)
+    hidden = torch.zeros(3, 4, dtype=torch.bool)
+    hidden[1] = True
+
+    def loss_of(x):
+        return model(x).masked_fill(hidden, -torch.inf).softmax(-1).mean()
+
+    found = explain(model, torch.ones(3, 4), loss_of)
+    assert "all 4 scores at [1, :] are -inf" in found.evidence[0]
+    hidden[1, 0] = False
+    assert explain(model, torch.ones(3, 4), loss_of).cause == "not reproducible"
+
+
+def test_a_run_that_diverges_is_answered_with_the_step_that_did_it_and_what_to_do():
+    model = nn.Linear(4, 1)
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer)
+    for size in (1.0, 1.0, 3e4):
+        optimizer.zero_grad()
+        guard.run(lambda: model(torch.full((2, 4), size)).pow(2).mean()).backward()  # noqa: B023
+        optimizer.step()
+    optimizer.zero_grad()
+    loss = guard.run(lambda: model(torch.ones(2, 4)).abs().exp().mean())
+    loss.backward()
+    lines = str(raised(optimizer.step)).splitlines()
+    assert lines[2].startswith("cause     divergence: ")
+    assert " in the step before; with weights as large as before" in lines[3]
+    assert lines[-1].startswith("not tried lower the learning rate, warm it up, or")
+    guard.remove()
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda x, w: (1 / (x * 1e-6) + w).mean(),
+        lambda x, w: ((x * 1e-6).reciprocal() + w).mean(),
+    ],
+)
+def test_a_quotient_beyond_float16_is_computed_in_float32(loss_of):
+    model = nn.Linear(1, 1).half()
+    x = torch.ones(4, 1, dtype=torch.float16)
+    found = explain(model, x, lambda x: loss_of(x, model.weight))
+    assert found.cause == "range overflow"
+    tried = [each.text for each in found.remedies if each.is_recommended]
+    assert "compute it in float32" in tried, found
+
+
+def test_a_divisor_that_is_too_small_is_made_larger():
+    weight = nn.Linear(1, 1)
+    x = torch.tensor([[1.0], [1e-39]])
+
+    def loss_of(x):
+        return (weight.weight / x).mean()
+
+    found = explain(weight, x, loss_of)
+    (first, *_) = [each for each in found.remedies if each.is_recommended]
+    assert first.text == "add 1e-8 to the divisor"
+    assert "(x + 1e-8)" in first.code
