@@ -1,4 +1,4 @@
-"""DeepSpeed, also under trainers, and Megatron-core, with planted faults.
+"""DeepSpeed, also under trainers, TRL and Megatron-core, with planted faults.
 
 Where they are installed.
 """
@@ -7,11 +7,12 @@ import functools
 import importlib.util
 
 import pytest
-from engine_runs import DEEPSPEED, TRAINERS, megatron, problems, run, with_bare
+from engine_runs import DEEPSPEED, TRAINERS, TRL, megatron, problems, run, with_bare
 
 ENGINES = {
     "deepspeed": lambda world: DEEPSPEED,
     "trainers": lambda world: TRAINERS,
+    "trl": lambda world: TRL,
     "megatron": megatron,
 }
 PACKAGES = {"trainers": "deepspeed"}
