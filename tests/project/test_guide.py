@@ -2,6 +2,8 @@
 
 import os
 import socket
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -311,6 +313,15 @@ def test_deepspeed_under_accelerate(code):
     names = run(code, accelerator=accelerator, model=model, **named)
     assert names["guard"].enabled
     names["guard"].remove()
+
+
+@runs("trl")
+def test_trl(code, monkeypatch):
+    trl = types.ModuleType("trl")
+    trl.GRPOTrainer = lambda model, reward, train_dataset, callbacks: callbacks
+    monkeypatch.setitem(sys.modules, "trl", trl)
+    (callback,) = run(code, model=None, reward=None, prompts=None)["trainer"]
+    assert callback.raises
 
 
 @runs("megatron-core")
