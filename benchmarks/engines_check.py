@@ -16,35 +16,55 @@ from facts import commit, write_json, write_whole
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "support"))
-from engine_runs import DEEPSPEED, Case, megatron, problems, run, with_bare  # noqa: E402
+from engine_runs import (  # noqa: E402
+    DEEPSPEED,
+    TRAINERS,
+    TRL,
+    Case,
+    megatron,
+    problems,
+    run,
+    with_bare,
+)
 
-PACKAGES = {"deepspeed": "deepspeed", "megatron": "megatron-core"}
-FAULTS = ["none", "search", "input", "overflow", "backward", "persistent"]
+PACKAGES = {
+    "deepspeed": "deepspeed",
+    "trainers": "deepspeed",
+    "trl": "trl",
+    "megatron": "megatron-core",
+}
+# Shown with the versions, where one is installed.
+BESIDE = {"trainers": ["transformers", "accelerate"], "trl": ["transformers"]}
+FAULTS = ["none", "search", "input", "overflow", "backward", "persistent", "generation"]
 COLUMNS = ["engine", "layout", "dtype", "ranks", *FAULTS]
 NOTES = """\
 Runs without a problem, of those that were made. Each has six steps of two micro-
 batches; the fault is in the fourth, on the last rank: a non-finite input, an overflow
 within a layer, a nan in backward alone ("persistent": from that step on, under a loss
 scale that can be lowered once). "none" has no fault, "search" a loss scale that is too
-large at first. With fp16 a nan in one backward alone is the scale's to find.
+large at first, "generation" a nan in the forwards without autograd that GRPO samples
+from. With fp16 a nan in one backward alone is the scale's to find.
 
 Demanded of each run without a fault: losses, weights, master weights, optimizer states,
 loss scale and schedule bit for bit those without a guard, no report and no line in the
 log. With one: the same report on all ranks in the step of the fault, with a module of
 the user's model and the rank of the fault (but for gradients that were reduced before
 they were looked at), a cause or why there is none, and the state bit for bit that of a
-run which leaves the step out. Policies are "skip" and "raise", watched are all tensors
-and `watch="tripwire"`.
+run which leaves the step out. A nan in a generation is raised in its step, before
+`torch.multinomial` raises an error of its own. Policies are "skip" and "raise", watched
+are all tensors and `watch="tripwire"`.
 
 Not run: GPUs, NCCL, more than 4 ranks, offloading, DeepSpeed's pipelines, expert
-parallelism. In stage 0 DeepSpeed 0.19.8 does not scale the loss of fp16, so there is no
-search; "1 fp32 sums" is its BF16_Optimizer.
+parallelism. "trainers" is DeepSpeed under transformers' Trainer and Accelerate, "trl"
+TRL's trainers without it. In stage 0 DeepSpeed 0.19.8 does not scale the loss of fp16,
+so there is no search; "1 fp32 sums" is its BF16_Optimizer.
 """
 
 
 def cases_of(engine: str, world: int) -> list[Case]:
     """The guarded runs on some ranks; on four, those of one policy."""
-    cases = DEEPSPEED if engine == "deepspeed" else megatron(world)
+    known = {"deepspeed": DEEPSPEED, "trainers": TRAINERS, "trl": TRL}
+    cases = known[engine] if engine in known else megatron(world)
     if world < 4:
         return cases
     return [c for c in cases if c.watch == "all" and c.policy == "skip"]
@@ -85,7 +105,10 @@ def main() -> int:
         except importlib.metadata.PackageNotFoundError:
             versions.append(f"{PACKAGES[engine]} not installed: not run")
             continue
-        versions.append(f"{PACKAGES[engine]} {version}")
+        said = [f"{PACKAGES[engine]} {version}"]
+        beside = BESIDE.get(engine, [])
+        said += [f"{each} {importlib.metadata.version(each)}" for each in beside]
+        versions += [each for each in said if each not in versions]
         engines.append(engine)
     for world in arguments.ranks:
         for engine in engines:

@@ -181,8 +181,10 @@ class Recorder {
     opens_batch_ = true;
   }
 
-  // The newest batch that has frames: the running one or, between two, the one before.
-  int64_t last_batch() const { return opens_batch_ && batch_ > 0 ? batch_ - 1 : batch_; }
+  // The running batch, also before its first frame, or between two the one before.
+  int64_t last_batch() const {
+    return opens_batch_ && !in_step && batch_ > 0 ? batch_ - 1 : batch_;
+  }
 
   std::deque<Frame>& history() { return history_; }
   const std::deque<Frame>& history() const { return history_; }

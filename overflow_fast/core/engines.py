@@ -9,6 +9,7 @@ an optimizer is told by its attributes.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -167,6 +168,55 @@ def _at(values: Any, keys: Sequence[Any]) -> Any:
 
 
 # A step that is left out.
+
+
+class OverflowFlag:
+    """Tells DeepSpeed's engine that a step of one of torch's optimizers was skipped.
+
+    The engine, which pauses its schedule then, asks the optimizer for `overflow`, and
+    so does Accelerate's wrapper. DeepSpeed's own optimizers have that attribute.
+
+    Args:
+        optimizer: The optimizer that the engine steps.
+        wrapper: What the training loop has: the same, or Accelerate's wrapper.
+    """
+
+    def __init__(self, optimizer: Any, wrapper: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._wrapper = weakref.ref(wrapper)
+        self._was_asked = _vars(wrapper).get(_ASKS)
+
+    def set(self, is_skipped: bool) -> None:
+        """Sets the flag for one step."""
+        _vars(self._optimizer())["overflow"] = is_skipped
+        if self._was_asked is not None:
+            _vars(self._wrapper())[_ASKS] = True
+
+    def drop(self) -> None:
+        """Removes the flag."""
+        _vars(self._optimizer()).pop("overflow", None)
+        if self._was_asked is not None:
+            _vars(self._wrapper())[_ASKS] = self._was_asked
+
+
+_ASKS = "__has_overflow__"
+
+
+def overflow_flag(
+    optimizer: Any, wrapper: Any, models: Iterable[Any]
+) -> OverflowFlag | None:
+    """Makes the flag of an optimizer that DeepSpeed's engine steps and that has none.
+
+    Args:
+        optimizer: The optimizer.
+        wrapper: What the training loop has.
+        models: The models as they train.
+    """
+    has_flag = _get(optimizer, "overflow") is not None
+    is_stepped = any(has_base(type(each), {"DeepSpeedEngine"}) for each in models)
+    if has_flag or not is_stepped or not hasattr(optimizer, "__dict__"):
+        return None
+    return OverflowFlag(optimizer, wrapper)
 
 
 def leave_out(optimizer: Any, step: Any, last: Any) -> Any:

@@ -316,7 +316,10 @@ class GuardLoop:
         self.watches = watches = make_watches(
             models, config, self.rules, self._on_evaluated, defer
         )
-        self.hooks = hooks = [OptimizerHook(o, config.may_act) for o in optimizers]
+        trained = list(models.values())
+        self.hooks = hooks = [
+            OptimizerHook(each, config.may_act, trained) for each in optimizers
+        ]
         is_restored = config.may_restore and bool(hooks)
         is_kept = is_restored or config.may_replay
         self._start = start = StepStart(watches, bool(hooks)) if is_kept else None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -24,6 +25,7 @@ from ..core.engines import (
     LossScaler,
     engine_scaler,
     leave_out,
+    overflow_flag,
     shape_of,
 )
 from ..core.nested_optimizers import optimizers_in
@@ -407,6 +409,7 @@ class OptimizerHook:
         optimizer: The optimizer, or a wrapper that has it as `optimizer`. It is held
             weakly.
         may_skip: The judge may skip the step or raise.
+        models: The watched models as they train; an engine may step the optimizer.
 
     Attributes:
         found_inf: The flag with which the optimizer's kernels skip a step.
@@ -418,7 +421,9 @@ class OptimizerHook:
         self,
         optimizer: Optimizer,
         may_skip: bool,
+        models: Iterable[nn.Module] = (),
     ) -> None:
+        self._overflow_flag = overflow_flag(stepper_of(optimizer), optimizer, models)
         self._wrapper = weakref.ref(optimizer)
         self._stepper = weakref.ref(stepper_of(optimizer))
         self._optimizer = weakref.ref(innermost(optimizer))
@@ -511,6 +516,8 @@ class OptimizerHook:
         """
         self._is_attached = False
         self._stray_steps.detach()
+        if self._overflow_flag is not None:
+            self._overflow_flag.drop()
         stepper: Any = self._stepper()
         is_there = stepper is not None and self._step is not None
         if is_there and vars(stepper).get("step") is self._step:
@@ -587,9 +594,11 @@ class OptimizerHook:
                 )
             elif self._is_skipped():
                 is_skipped = True
+                self._tell_engine(is_skipped)
                 whole = functools.partial(step, *args, **kwargs)
                 result = leave_out(self._stepper(), whole, self._last)
             else:
+                self._tell_engine(is_skipped)
                 result = step(*args, **kwargs)
                 self._last = shape_of(result)
         finally:
@@ -599,6 +608,10 @@ class OptimizerHook:
         if is_skipped:
             _C.run_paused(_judge_in_other_guards, step)
         return result
+
+    def _tell_engine(self, is_skipped: bool) -> None:
+        if self._overflow_flag is not None:
+            self._overflow_flag.set(is_skipped)
 
     def _is_skipped(self) -> bool:
         return bool(_C.run_paused(self._before_step))

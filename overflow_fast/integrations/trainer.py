@@ -44,10 +44,12 @@ class GuardCallback(GuardOwner, TrainerCallback):
     ) -> None:
         """Attaches a guard, and removes one that an earlier training has left."""
         self.remove_guard()
-        guard = self.attach_guard(kwargs["model"], kwargs["optimizer"])
+        trainer = self._trainer()
+        engine = getattr(trainer, "deepspeed", None)
+        model = kwargs["model"] if engine is None else engine
+        guard = self.attach_guard(model, kwargs["optimizer"])
         guard.step = state.global_step
         self._last_seen, self._has_warned_of_filter = None, False
-        trainer = self._trainer()
         if trainer is not None:
             self._step = KeptStep(
                 *(trainer, "compute_loss", guard, ("log",), _is_training),

@@ -122,10 +122,11 @@ def investigate(
     except Exception as error:
         found.notes.append(f"The explanation ended early: {text_of(error)}.")
     num_replays = 0 if replayer is None else replayer.num_forwards
-    if ranks.is_alone and not _has_peers() and _asks_for_loss(found, calls):
+    # The result of the rank that led has its line.
+    if found is not ranks.result and _asks_for_loss(found, calls):
         limits = budget, checkpoints, artifact_bytes
         step = _LossStep(models, calls, incident, start, limits, replay_check)
-        found = step.explained(found)
+        found = step.explained(found, may_run=ranks.is_alone and not _has_peers())
         num_replays += step.num_forwards
     own = found.artifacts
     if artifact_bytes and calls:
@@ -182,11 +183,12 @@ class _LossStep:
         self._limits = limits
         self.num_forwards = 0
 
-    def explained(self, found: Explanation) -> Explanation:
+    def explained(self, found: Explanation, *, may_run: bool) -> Explanation:
         """The explanation with those lines; else what was found, with what to change.
 
         Args:
             found: What was found without them.
+            may_run: False if other ranks would not run the lines, too.
         """
         try:
             line = find_loss_line()
@@ -195,7 +197,7 @@ class _LossStep:
         if line is None:
             return found
         with contextlib.suppress(Exception):
-            own = self._replayed(line)
+            own = self._replayed(line) if may_run else None
             if own is not None:
                 return own
         for place, note in enumerate(found.notes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -144,7 +144,7 @@ def _assignment(around: ast.AST, name: ast.Name) -> ast.Assign | None:
 
     None if it is not certain that backward was called on what it has assigned.
     """
-    nodes = [each for each in ast.walk(around) if hasattr(each, "lineno")]
+    nodes = [each for each in _own_nodes(around) if hasattr(each, "lineno")]
     before = sorted(
         (each for each in nodes if each.lineno <= name.lineno),
         key=lambda each: each.lineno,
@@ -165,6 +165,16 @@ def _assignment(around: ast.AST, name: ast.Name) -> ast.Assign | None:
             is_alone = not any(between & set(branches[id(n)]) for n in later)
             return each if its[: len(own)] == own and is_alone else None
     return None
+
+
+def _own_nodes(around: ast.AST) -> Iterator[ast.AST]:
+    """Yields the nodes of a function that run when it does, not those of inner ones."""
+    waiting = [around]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if node is around or not isinstance(node, (*_FUNCTIONS, ast.Lambda)):
+            waiting += ast.iter_child_nodes(node)
 
 
 _Branch = tuple[int, str]

@@ -265,6 +265,65 @@ def test_a_megatron_optimizer_returns_three_values_from_the_first_step_on():
     assert train(model, optimizer, 1, bad=[0])[0][0] == (False, None, None)
 
 
+class DeepSpeedEngine(Wrapper):
+    """Steps torch's optimizer and asks it for `overflow`, as DeepSpeed's does."""
+
+    def __init__(self, module, optimizer):
+        super().__init__(module)
+        self.optimizer = optimizer
+        self.skipped = []
+
+    def step(self):
+        self.optimizer.step()
+        self.skipped.append(getattr(self.optimizer, "overflow", False))
+        self.optimizer.zero_grad()
+
+
+class Wrapped:
+    """Looks at `overflow` if the optimizer has it at first: so does Accelerate."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.scaler = None
+        self.__has_overflow__ = hasattr(optimizer, "overflow")
+
+    def step(self):
+        pass
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_an_engine_learns_that_a_plain_optimizer_was_skipped(is_wrapped, policy):
+    model = nn.Linear(4, 1)
+    plain = torch.optim.SGD(model.parameters(), 0.1)
+    engine = DeepSpeedEngine(model, plain)
+    optimizer = Wrapped(plain) if is_wrapped else plain
+    before = set(vars(plain))
+    guard = OverflowGuard(engine, optimizer, policy)
+    for step in range(4):
+        x = torch.ones(2, 4) * (float("nan") if step == 2 else 1.0)
+        engine(x).sum().backward()
+        try:
+            engine.step()
+        except NonFiniteError:
+            plain.zero_grad()
+        if is_wrapped:
+            assert optimizer.__has_overflow__
+    bad = [True] if policy == "skip" else []
+    assert engine.skipped == [False, False, *bad, False]
+    guard.remove()
+    assert set(vars(plain)) == before
+    assert not is_wrapped or not optimizer.__has_overflow__
+
+
+def test_a_plain_optimizer_without_an_engine_has_no_overflow():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    OverflowGuard(model, optimizer, "skip")
+    run(model, optimizer)
+    assert not hasattr(optimizer, "overflow")
+
+
 def test_a_tripwire_sees_the_gradients_that_megatron_keeps():
     class Main(EngineOptimizer):
         def backward(self, loss):

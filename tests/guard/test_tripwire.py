@@ -377,3 +377,38 @@ def test_arguments_are_checked():
         OverflowGuard(model, optimizer, watch="trip")
     with pytest.raises(TypeError, match="checkpoints must be a list of paths"):
         OverflowGuard(model, optimizer, explain=Explain(checkpoints="last.pt"))
+
+
+class WithLoss(nn.Module):
+    """Returns its loss, which is not finite where its batch is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return {"loss": self.last(x).square().mean()}
+
+
+@pytest.mark.parametrize("explain", [False, True])
+@pytest.mark.parametrize("is_bad_in", ["evaluation", "training"])
+def test_a_loss_is_of_the_forward_that_returned_it(is_bad_in, explain):
+    model = WithLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    good, bad = torch.ones(2, 4), torch.full((2, 4), NAN)
+    options = {"on_overflow": "skip", "watch": "tripwire", "explain": explain}
+    with OverflowGuard(model, optimizer, **options) as guard:
+        for step in range(4):
+            is_bad = step == 2
+            with torch.no_grad():  # such as a validation, or a generation
+                model(bad if is_bad and is_bad_in == "evaluation" else good)
+            optimizer.zero_grad()
+            model(bad if is_bad and is_bad_in == "training" else good)[
+                "loss"
+            ].backward()
+            optimizer.step()
+    assert guard.last_report.step == 2
+    assert guard.metrics()["bad_steps_total"] == 1
+    is_evaluation = is_bad_in == "evaluation"
+    assert guard.num_skipped == int(not is_evaluation)
+    assert guard.last_report.moment == ("evaluation" if is_evaluation else "before")

@@ -1,12 +1,21 @@
-"""DeepSpeed and Megatron-core, where they are installed, with planted faults."""
+"""DeepSpeed, also under trainers, TRL and Megatron-core, with planted faults.
+
+Where they are installed.
+"""
 
 import functools
 import importlib.util
 
 import pytest
-from engine_runs import DEEPSPEED, megatron, problems, run, with_bare
+from engine_runs import DEEPSPEED, TRAINERS, TRL, megatron, problems, run, with_bare
 
-ENGINES = {"deepspeed": lambda world: DEEPSPEED, "megatron": megatron}
+ENGINES = {
+    "deepspeed": lambda world: DEEPSPEED,
+    "trainers": lambda world: TRAINERS,
+    "trl": lambda world: TRL,
+    "megatron": megatron,
+}
+PACKAGES = {"trainers": "deepspeed"}
 RUNS = [
     pytest.param(engine, world, case, id=f"{engine}-{world}-{case}")
     for engine, cases in ENGINES.items()
@@ -23,6 +32,7 @@ def seen(engine, world):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine, world, case", RUNS)
 def test_a_run(engine, world, case):
-    if importlib.util.find_spec(engine) is None:
-        pytest.skip(f"needs {engine}")
+    package = PACKAGES.get(engine, engine)
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}")
     assert problems(case, seen(engine, world)) == []

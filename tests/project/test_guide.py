@@ -2,6 +2,8 @@
 
 import os
 import socket
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -284,6 +286,42 @@ def test_deepspeed(code):
     names = run(code, engine=Engine(), loader=[torch.full((1, 2), float("nan"))])
     assert names["guard"].num_skipped == 1
     assert names["guard"].last_report.step == 7
+
+
+@runs("under-trainer-and-accelerate")
+def test_deepspeed_under_trainer(code):
+    def trainer(model, arguments, callbacks):
+        return arguments, callbacks
+
+    names = run(code, model=None, Trainer=trainer, TrainingArguments=dict_of)
+    arguments, (callback,) = names["trainer"]
+    assert arguments["deepspeed"] and not callback.raises
+
+
+def dict_of(folder, **arguments):
+    return arguments
+
+
+@runs("under-trainer-and-accelerate 2")
+def test_deepspeed_under_accelerate(code):
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    model = nn.Linear(2, 1)
+    optimizer = sgd(model)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    loader = torch.utils.data.DataLoader(torch.ones(4, 2))
+    named = {"optimizer": optimizer, "loader": loader, "schedule": schedule}
+    names = run(code, accelerator=accelerator, model=model, **named)
+    assert names["guard"].enabled
+    names["guard"].remove()
+
+
+@runs("trl")
+def test_trl(code, monkeypatch):
+    trl = types.ModuleType("trl")
+    trl.GRPOTrainer = lambda model, reward, train_dataset, callbacks: callbacks
+    monkeypatch.setitem(sys.modules, "trl", trl)
+    (callback,) = run(code, model=None, reward=None, prompts=None)["trainer"]
+    assert callback.raises
 
 
 @runs("megatron-core")

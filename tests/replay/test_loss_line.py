@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import on_ranks
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.replay import explain
@@ -81,6 +84,13 @@ class Training:
             self.optimizer.step()
             loss = torch.log(self.model(x) * 0).sum()
 
+    def of_a_function_that_may_never_run(self, x):
+        def other():
+            loss = torch.log(self.model(x) * 0).sum()
+            loss.backward()
+
+        self.without_a_name(x)
+
     def without_a_name(self, x):
         torch.log(self.model(x) * 0).mean().backward()
         self.optimizer.step()
@@ -88,25 +98,26 @@ class Training:
 
 CODE = "torch.log(self.model(x) * 0).mean()"
 SAID = {
-    "plain": f"Write it as `loss = guard.run(lambda: {CODE})` (test_loss_line.py:26).",
+    "plain": f"Write it as `loss = guard.run(lambda: {CODE})` (test_loss_line.py:29).",
     "scaled": (
-        f"Write it as `total = guard.run(lambda: {CODE})` (test_loss_line.py:32)."
+        f"Write it as `total = guard.run(lambda: {CODE})` (test_loss_line.py:35)."
     ),
     "with_output": (
-        "The loss is computed at test_loss_line.py:39: `loss = torch.log(output * "
+        "The loss is computed at test_loss_line.py:42: `loss = torch.log(output * "
         "0).mean()`. Call the model and that line in one function, and that by `loss = "
         "guard.run(function)`."
     ),
     "in_two_functions": (
-        f"Write it as `loss = guard.run(lambda: {CODE})` (test_loss_line.py:44)."
+        f"Write it as `loss = guard.run(lambda: {CODE})` (test_loss_line.py:47)."
     ),
     "under_a_context": (
-        f"Write it as `loss = guard.run(lambda: {CODE})` (test_loss_line.py:73)."
+        f"Write it as `loss = guard.run(lambda: {CODE})` (test_loss_line.py:76)."
     ),
 }
 NONE_IS_KNOWN = [
     *("of_a_tuple", "without_a_name"),
     *("of_a_branch", "of_a_branch_later", "of_the_turn_before"),
+    "of_a_function_that_may_never_run",
 ]
 
 
@@ -131,6 +142,25 @@ def test_no_line_is_guessed(way):
     text = notes_of(way)
     assert "guard.run(lambda: loss)" in text and "Write it as" not in text
     assert "computed at" not in text
+
+
+def a_rank():
+    training = Training()
+    training.model = DistributedDataParallel(training.model)
+    guard = OverflowGuard(training.model, training.optimizer, "skip")
+    x = torch.ones(3, 2)
+    x[0, 0] = float("nan") if dist.get_rank() == 1 else 1.0
+    training.with_output(x)
+    notes = " ".join(guard.last_report.explanation.notes)
+    guard.remove()
+    return notes
+
+
+@pytest.mark.slow
+def test_ranks_show_the_line_once():
+    notes = on_ranks(2, a_rank)
+    assert [each.count("computed at") for each in notes] == [1, 1]
+    assert notes[0] == notes[1]
 
 
 def test_code_without_a_source_is_no_matter():

@@ -30,7 +30,7 @@ def config_of(case):
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": MICRO,
-        "zero_optimization": {"stage": int(case.layout[0])},
+        "zero_optimization": {"stage": int(next(filter(str.isdigit, case.layout)))},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }
@@ -48,12 +48,30 @@ def config_of(case):
     return config
 
 
-def make(case):
-    model = Net(case.fault)
+def groups_of(model):
     decay = [p for p in model.parameters() if p.dim() > 1]
     other = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": decay}, {"params": other, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    return [{"params": decay}, {"params": other, "weight_decay": 0.0}]
+
+
+def state_of(engine, optimizer):
+    """Weights, master weights, their states and the scale."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    masters = [p for group in inner.param_groups for p in group["params"]]
+    # In stage 3 weights are gathered from these, and let go of again.
+    masters += getattr(optimizer, "fp32_partitioned_groups_flat", [])
+    masters += getattr(optimizer, "fp16_partitioned_groups_flat", [])
+    tensors = [p for p in engine.parameters() if not hasattr(p, "ds_id")]
+    for parameter in masters:
+        states = inner.state.get(parameter, {})
+        tensors += [parameter, *filter(torch.is_tensor, states.values())]
+    scale = getattr(optimizer, "cur_scale", getattr(optimizer, "loss_scale", 1))
+    return [*tensors, scale]
+
+
+def make(case):
+    model = Net(case.fault)
+    optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     engine, optimizer, _, _ = deepspeed.initialize(
         model=model,
@@ -77,20 +95,7 @@ def make(case):
         return losses
 
     def state():
-        """Weights, master weights, their states, the scale and the schedule."""
-        inner = getattr(optimizer, "optimizer", optimizer)
-        masters = [p for group in inner.param_groups for p in group["params"]]
-        # In stage 3 weights are gathered from these, and let go of again.
-        masters += getattr(optimizer, "fp32_partitioned_groups_flat", [])
-        masters += getattr(optimizer, "fp16_partitioned_groups_flat", [])
-        tensors = [p for p in engine.parameters() if not hasattr(p, "ds_id")]
-        for parameter in masters:
-            states = inner.state.get(parameter, {})
-            tensors += [parameter, *filter(torch.is_tensor, states.values())]
-        return [*tensors, scale(), engine.lr_scheduler.state_dict()]
-
-    def scale():
-        return getattr(optimizer, "cur_scale", getattr(optimizer, "loss_scale", 1))
+        return [*state_of(engine, optimizer), engine.lr_scheduler.state_dict()]
 
     def facts():
         return {
@@ -105,5 +110,6 @@ def make(case):
 
 if __name__ == "__main__":
     type(get_accelerator()).is_fp16_supported = lambda self: True  # slow, but there
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles it
     deepspeed.init_distributed(dist_backend="gloo")
     play_all(make)

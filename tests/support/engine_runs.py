@@ -14,6 +14,7 @@ import logging
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,13 @@ class Case:
     """A run.
 
     Attributes:
-        layout: A stage of ZeRO, or how Megatron shares the model.
+        layout: A stage of ZeRO, behind the trainer's name where one uses DeepSpeed, or
+            how Megatron shares the model.
         dtype: bf16, fp16 or fp32.
         fault: In step BAD of the last rank: an input, an overflow within a layer, a nan
             in backward alone. "none" plants nothing; "search" has a loss scale that is
-            too large, "persistent" a nan in backward from step BAD on; "left out"
+            too large, "persistent" a nan in backward from step BAD on, "generation" a
+            nan in a forward without autograd that a trainer samples from; "left out"
             leaves the step out.
         policy: The guard's; "none" for no guard.
         watch: The guard's.
@@ -77,6 +80,21 @@ class Training:
     state: Callable[[], list[Any]]
     facts: Callable[[], dict[str, Any]]
 
+    def train(
+        self, case: Case, losses: list[float], after_step: Callable[[], None]
+    ) -> None:
+        """Makes the steps of a case on this rank, and notes their losses."""
+        for number in range(STEPS):
+            if number != BAD or case.fault != "left out":
+                losses += self.step(number, fault_of(case, number, dist.get_rank()))
+            after_step()
+
+
+def fault_of(case: Case, number: int, rank: int) -> str:
+    """The fault in a step of a rank, or ""."""
+    is_bad = number == BAD or (number > BAD and case.fault == "persistent")
+    return case.fault if is_bad and rank == dist.get_world_size() - 1 else ""
+
 
 class Broken(torch.autograd.Function):
     """A nan in backward alone, where a factor is not 1."""
@@ -100,7 +118,7 @@ def faulty(x: torch.Tensor, mark: torch.Tensor, fault: str) -> torch.Tensor:
         mark: 1, or much more in a bad batch, or nan.
         fault: The case's.
     """
-    if fault == "input":
+    if fault in ("input", "generation"):
         return x * mark
     if fault == "overflow":
         return x * (1 + (mark - 1) * (torch.finfo(x.dtype).max / 4))
@@ -136,9 +154,11 @@ def cases_of(layout: str, dtype: str, *, searches: bool = True) -> list[Case]:
     return cases
 
 
-# ZeRO's stages; "fp32 sums" is BF16_Optimizer. In stage 0 DeepSpeed 0.19.8 does not
-# scale the loss, so nothing makes its scale search.
+# ZeRO's stages; in fp32 stage 0 steps torch's optimizer. "fp32 sums" is BF16_Optimizer.
+# In stage 0 DeepSpeed 0.19.8 does not scale the loss of fp16, so nothing makes its
+# scale search.
 DEEPSPEED = [
+    *cases_of("0", "fp32"),
     *(case for stage in "0123" for case in cases_of(stage, "bf16")),
     *cases_of("1 fp32 sums", "bf16"),
     *(
@@ -146,6 +166,26 @@ DEEPSPEED = [
         for stage in "0123"
         for case in cases_of(stage, "fp16", searches=stage != "0")
     ),
+]
+
+
+# Trainers that use DeepSpeed.
+TRAINERS = [
+    case
+    for trainer in ("Trainer", "Accelerate")
+    for stage, dtype in (("0", "fp32"), ("1", "bf16"), ("3", "bf16"), ("2", "fp16"))
+    for case in cases_of(f"{trainer} {stage}", dtype)
+]
+
+
+# TRL's trainers.
+TRL = [
+    *(
+        case
+        for kind, dtype in (("SFT", "fp32"), ("DPO", "bf16"), ("GRPO", "fp32"))
+        for case in cases_of(kind, dtype)
+    ),
+    Case("GRPO", "fp32", "generation", "raise"),
 ]
 
 
@@ -173,10 +213,14 @@ def play_all(make: Callable[[Case], Training]) -> None:
     """
     folder = Path(sys.argv[1])
     for number, values in json.loads((folder / "cases.json").read_text()):
-        faulthandler.dump_traceback_later(90, exit=True)
+        faulthandler.dump_traceback_later(300, exit=True)
         case, rank = Case(**values), dist.get_rank()
         torch.manual_seed(0)
-        found = play(case, make(case), rank == dist.get_world_size() - 1)
+        try:
+            found = play(case, make(case))
+        except Exception:
+            (folder / "error").write_text(traceback.format_exc())
+            raise
         part = folder / f"part.{rank}"
         part.write_text(json.dumps(found))
         part.rename(folder / f"{number}.{rank}.json")
@@ -184,7 +228,7 @@ def play_all(make: Callable[[Case], Training]) -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-def play(case: Case, training: Training, is_bad_rank: bool) -> dict[str, Any]:
+def play(case: Case, training: Training) -> dict[str, Any]:
     """Trains, and returns what this rank saw."""
     from overflow_fast import NonFiniteError
 
@@ -197,19 +241,17 @@ def play(case: Case, training: Training, is_bad_rank: bool) -> dict[str, Any]:
         options = {} if case.watch == "all" else {"watch": case.watch}
         guard = training.make_guard(on_overflow=case.policy, **options)
     digests, losses = [_digest(training.state())], []
-    for step in range(STEPS):
-        is_bad = step == BAD or (step > BAD and case.fault == "persistent")
-        try:
-            if step != BAD or case.fault != "left out":
-                losses += training.step(
-                    step, case.fault if is_bad and is_bad_rank else ""
-                )
-        except NonFiniteError as error:
-            raised, report = step, error.report
+
+    def after_step():
         digests.append(_digest(training.state()))
-        if raised is not None:
-            break
+
+    try:
+        training.train(case, losses, after_step)
+    except NonFiniteError as error:
+        raised, report = len(digests) - 1, error.report
+        after_step()
     if guard is not None:
+        guard = getattr(guard, "guard", guard)  # a trainer's callback makes it
         report = report or guard.last_report
         guard.remove()
     logging.getLogger("overflow_fast").removeHandler(handler)
@@ -271,7 +313,9 @@ def run(engine: str, world: int, cases: list[Case]) -> dict[Case, Seen | str]:
             for i, case in enumerate(left):
                 files = [folder / f"{i}.{rank}.json" for rank in range(world)]
                 if not all(each.exists() for each in files):
-                    results[case] = f"no end: {done.stderr[-3000:]}"
+                    error = folder / "error"
+                    said = error.read_text() if error.exists() else done.stderr
+                    results[case] = f"no end: {said[-3000:]}"
                     break
                 results[case] = [json.loads(each.read_text()) for each in files]
     return results
@@ -286,7 +330,8 @@ def with_bare(cases: list[Case]) -> list[Case]:
 def _compared(case: Case) -> dict[str, Case]:
     if case.plants:
         return {"left out": case.bare("left out")}
-    return {"same": case.bare(case.fault)} if case.fault != "persistent" else {}
+    is_alone = case.fault in ("persistent", "generation")
+    return {} if is_alone else {"same": case.bare(case.fault)}
 
 
 def problems(case: Case, results: dict[Case, Seen | str]) -> list[str]:
@@ -314,6 +359,9 @@ def problems(case: Case, results: dict[Case, Seen | str]) -> list[str]:
             expect("step", seen["step"], seen["raised"])
             expect("raised", seen["raised"], ended[0]["raised"])
             expect("a later step", (seen["raised"] or 0) > BAD, True)
+        elif case.fault == "generation":  # before torch.multinomial's own error
+            expect("step", (seen["step"], seen["raised"]), (BAD, BAD))
+            expect("a name of the model", seen["fqn"] in seen["modules"], True)
         elif not case.plants:
             for key in ("digests", "losses", "engine_skipped", "global_steps"):
                 expect(key, seen[key], compared["same"][rank][key])
@@ -344,4 +392,5 @@ def _compare_bad(case, rank, ended, left_out, expect):
     is_explained = "cause " in text and "cause unknown" not in text
     if case.watch == "all":
         expect("an explanation, or why there is none", is_explained or says_why, True)
-        expect("an explanation", is_explained, case.fault != "backward")
+        if case.fault != "backward":
+            expect("an explanation", is_explained, True)
