@@ -126,3 +126,44 @@ def test_a_divisor_that_is_too_small_is_made_larger():
     (first, *_) = [each for each in found.remedies if each.is_recommended]
     assert first.text == "add 1e-8 to the divisor"
     assert "(x + 1e-8)" in first.code
+
+
+def test_an_operation_that_a_replay_has_found_is_not_laid_at_the_batch_as_well():
+    model, x = nn.Linear(3, 1), torch.ones(4, 3)
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer)
+    guard.run(lambda: model((x - x) / (x - x)).mean()).backward()
+    said = flat(raised(optimizer.step))
+    assert "cause undefined" in said and "aten.div.Tensor" in said
+    assert "the batch or from the training loop" not in said
+    guard.remove()
+
+
+def test_evidence_counts_infs_by_their_sign():
+    model, x = nn.Linear(3, 1), torch.ones(4, 3)
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer)
+    guard.run(lambda: (model(x) * 0).relu().log().mean()).backward()
+    assert "evidence 4 -inf of 4 values" in flat(raised(optimizer.step))
+    optimizer.zero_grad()
+    x[0, 0], x[1, 1], x[2, 2] = torch.inf, -torch.inf, torch.nan
+    guard.run(lambda: model(x).mean()).backward()
+    said = flat(raised(optimizer.step))
+    assert "`x` of the batch holds 1 nan and 2 infinite of 12 values" in said
+    assert "the batch or from the training loop" in said  # which the replay leaves open
+    guard.remove()
+
+
+def test_a_value_far_from_an_overflow_is_not_said_to_be_near_one():
+    model = nn.Linear(3, 1)
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer, explain=False)
+    model(torch.ones(2, 3)).mean().backward()
+    optimizer.step()
+    with torch.no_grad():
+        model.weight[0, 0] = torch.nan
+    model(torch.ones(2, 3)).mean().backward()
+    said = flat(raised(optimizer.step))
+    assert "When it was last finite, its largest magnitude was" in said
+    assert "-fold" not in said.split("When it was last finite")[1].split(". ")[0]
+    guard.remove()
