@@ -227,8 +227,8 @@ def _too_large(
     limits = [torch.finfo(each.dtype).max for each in group["params"]]
     if abs(learning_rate) * gradient > min(limits, default=float("inf")):
         found.evidence.append(
-            f"the learning rate {learning_rate:.3g} times the largest gradient of the "
-            f"step before, {gradient:.3g}, is beyond the largest number"
+            f"the learning rate {learning_rate:.3g} times the largest gradient that "
+            f"was seen before the step, {gradient:.3g}, is beyond the largest number"
         )
         return Explanation(
             "optimizer",

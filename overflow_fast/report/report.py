@@ -182,7 +182,7 @@ _FEW_BITS = 8
 
 
 def headroom_sentences(headroom: EntryHeadroom | None) -> list[str]:
-    """Writes how large the first bad entry was when it was last finite."""
+    """Writes how large the first bad entry was when it was last seen finite."""
     if headroom is None or headroom.abs_max == 0:
         return []
     could = (
@@ -191,7 +191,7 @@ def headroom_sentences(headroom: EntryHeadroom | None) -> list[str]:
     )
     near = could if headroom.bits <= _FEW_BITS else ""
     return [
-        "When it was last finite, its largest magnitude was "
+        "When it was last seen finite, its largest magnitude was "
         f"{headroom.abs_max:.3g}{near}."
     ]
 
