@@ -220,7 +220,7 @@ class OutputGradients(Observer):
     def _on_output(self, module: nn.Module, args: object, output: Any) -> None:
         for tensor in floats_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(self._on_gradient)
+                tensor.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, gradient: torch.Tensor) -> None:
         with no_dispatch():
