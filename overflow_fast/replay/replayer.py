@@ -506,7 +506,8 @@ class Replayer:
                 if gradient.layout is torch.strided:
                     result.gradients[f"{prefix}{name}"] = gradient
         result.bad_gradients = bad_names(result.gradients.items(), masks=True)
-        result.bad_inner = [] if self._inner is None else self._inner.bad
+        if self._inner is not None and not result.bad_held:
+            result.bad_inner = self._inner.bad  # else it may have come from outside
         bad = bad_names(self._buffers(), masks=False)
         result.bad_buffers = [name for name in bad if name not in self._bad_before]
 
