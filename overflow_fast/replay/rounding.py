@@ -241,6 +241,7 @@ class _InFloat64:
         return None if memory is None else kept.of(memory)
 
 
+_DIFFERENCES = ("sub", "sub_", "rsub")
 # Magnitudes that the results of finite numbers never are.
 _NEVER_EXACT: dict[str, tuple[float, ...]] = {
     **dict.fromkeys(("exp", "exp2", "_softmax", "erfc", "softplus"), (0.0,)),
@@ -351,7 +352,30 @@ def lost_value(tape: Tape, rows: Sequence[Row]) -> Lost | None:
         middle = (low + high) // 2
         is_finite = math.isfinite(result(middle)[0])
         low, high = (middle, high) if is_finite else (low, middle)
+    if _meets_given_numbers(calls[low], calls):
+        return None
     return _lost_at(calls[low], lost, index)
+
+
+def _meets_given_numbers(call: _KeptCall, calls: Sequence[_KeptCall]) -> bool:
+    """True if a result equals numbers that were given, from which it is subtracted.
+
+    Such as a prediction its target. A target that is no whole number was rounded
+    itself: that the difference is not 0 in float64 does not say that it was lost.
+    """
+    own = {kept.memory for kept in call.results}
+    made = {kept.memory for each in calls for kept in each.results}
+    for each in calls:
+        operands = [kept for _, kept in find((each.args, each.kwargs), (_Kept,))]
+        results = [kept for kept in operands if kept.memory in own]
+        given = [kept for kept in operands if kept.memory not in made and kept.is_float]
+        if each.base not in _DIFFERENCES or not results or not given:
+            continue
+        number = given[0].of(given[0].value)
+        is_same = results[0].of(results[0].value) == number
+        if bool((is_same & (number != number.round())).any()):
+            return True
+    return False
 
 
 def _beyond_float64(

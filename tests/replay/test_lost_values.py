@@ -193,6 +193,25 @@ def test_an_exact_result_is_no_loss(case):
     assert found.cause not in ("underflow", "rounding")
 
 
+def test_a_prediction_that_equals_its_target_was_not_lost():
+    model = model_of(0.3)
+    x = torch.ones(4, 2)
+    target = model(x).detach()
+    found = explain(model, x, lambda x: (model(x) - target).pow(2).sum().sqrt())
+    assert (found.cause, found.lost_by) == ("singular gradient", None)
+    assert "rounded" not in str(found)
+
+
+def test_a_whole_number_is_given_as_it_is():
+    model, ones = model_of(30), torch.ones(4, 3)
+    found = explain(
+        model,
+        torch.ones(4, 2),
+        lambda x: torch.log(ones - torch.sigmoid(model(x))).mean(),
+    )
+    assert (found.cause, found.lost_by.name) == ("rounding", "aten.sigmoid")
+
+
 def test_an_exact_result_that_does_no_harm_is_not_blamed():
     model = model_of(1.0)
     loss = lambda x: (torch.exp(-1e4 * model(x)) + (0 * x).sum().log()).mean()  # noqa: E731
