@@ -112,7 +112,13 @@ def place_of(entry: BadEntry) -> str:
 
 def what_of(entry: BadEntry) -> str:
     """Writes how many bad values an entry holds, and which entry it is."""
-    holds = f"holds {nonfinite_text(entry.num_nan, entry.num_inf, entry.signs)}"
+    values = nonfinite_text(entry.num_nan, entry.num_inf, entry.signs)
+    if entry.is_finite_now:
+        return (
+            f"what was read as the weight `{entry.label}` held {values}; the weight is "
+            "finite now"
+        )
+    holds = f"holds {values}"
     if entry.class_name:
         return f"{entry.path.of_module('`')} ({entry.class_name}) {holds}"
     return f"the {entry.kind.replace('_', ' ')} `{entry.label}` {holds}"

@@ -413,7 +413,7 @@ def origin_of_state(first: BadFrame, entry: _C.Entry, was_finite: bool) -> Origi
         if all(entry.label != given.label for given in given_weights(first)):
             maker = f"{label} before the step, or {owner}, which may write to it"
             return Origin("unclear", "unclear", maker, [label, owner])
-    if first.is_of_call and not _is_bad_now(first, label):
+    if first.is_of_call and _is_finite_now(first, entry):
         maker = f"{label} is finite now: something else stood in for it, or it changed"
         return Origin(
             "unclear",
@@ -434,16 +434,12 @@ def origin_of_state(first: BadFrame, entry: _C.Entry, was_finite: bool) -> Origi
     return Origin("given", kind, maker, [label])
 
 
-def _is_bad_now(first: BadFrame, label: str) -> bool:
-    """True if the model's weight of a name is bad; incurs a CPU-GPU sync."""
-    model = first.watch.model
-    if model is None:
-        return False
-    named = dict(zip(*first.watch.tensors.parameters(model, True), strict=True))
-    weight = named.get(label)
-    return weight is not None and not (
-        is_plain(weight) and bool(finite_places(weight).all())
-    )
+def _is_finite_now(first: BadFrame, entry: _C.Entry) -> bool:
+    """True if the weight of a call's module is finite; incurs a CPU-GPU sync."""
+    module = first.watch.module_at(first.frame.module)
+    own = {} if module is None else own_parameters_of(module)
+    weight = own.get(entry.label.name)
+    return is_plain(weight) and bool(finite_places(weight).all())
 
 
 def _writers(first: BadFrame) -> list[str]:
@@ -597,7 +593,8 @@ def _bad_entry(bad: BadFrame, entry: _C.Entry) -> BadEntry:
     label = entry_label(entry.place)
     is_of_call = entry.role in OF_CALLS
     fqn = bad.watch.name_at(bad.frame.module)
-    if entry.role == _C.Role.WEIGHT and bad.is_of_call:
+    is_weight = entry.role == _C.Role.WEIGHT and bad.is_of_call
+    if is_weight:
         label = f"{fqn}.{label}".lstrip(".")
     return BadEntry(
         kind_of(entry.role),
@@ -609,6 +606,7 @@ def _bad_entry(bad: BadFrame, entry: _C.Entry) -> BadEntry:
         stat.num_inf,
         entry.numel,
         _signs(entry.nonfinite_kinds),
+        is_weight and _is_finite_now(bad, entry),
     )
 
 

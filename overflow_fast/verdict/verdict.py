@@ -77,6 +77,8 @@ class BadEntry:
         num_inf: How many are inf or -inf.
         numel: How many it has.
         signs: Those of its infs: "+", "-", "+-", or "" if there are none.
+        is_finite_now: True for a weight that is finite: another tensor stood in for it
+            in the call, as in `functional_call()`, or it has changed since.
     """
 
     kind: str
@@ -88,6 +90,7 @@ class BadEntry:
     num_inf: int
     numel: int
     signs: str = ""
+    is_finite_now: bool = False
 
     @property
     def path(self) -> TensorPath:

@@ -12,6 +12,7 @@ from guarding import flat
 from torch import nn
 
 from overflow_fast import OverflowGuard
+from overflow_fast.report.report import what_of
 
 INF, NAN = math.inf, math.nan
 
@@ -1197,6 +1198,20 @@ def test_a_weight_that_stands_in_for_a_finite_one_was_not_bad_before():
     verdict = verdict_of(model, loss_of)
     assert (verdict.origin, verdict.source) == ("unclear", "unclear")
     assert "0.weight is finite now" in verdict.maker
+    assert verdict.first.is_finite_now
+    assert "held 9 nan; the weight is finite now" in what_of(verdict.first)
+
+
+def test_a_tied_weight_that_is_bad_is_not_called_finite_under_its_other_name():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    del model[0].weight
+    model[0].register_parameter("weight", model[1].weight)
+    model.forward = lambda x: model[1](x)  # by its second name alone
+    with torch.no_grad():
+        model[1].weight[0, 0] = NAN
+    verdict = verdict_of(model, lambda model: model(inputs()).mean())
+    assert (verdict.source, verdict.first.is_finite_now) == ("weight", False)
 
 
 def test_a_weight_that_a_forward_wrote_was_not_bad_before():
