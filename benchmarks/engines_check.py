@@ -19,11 +19,11 @@ sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 from engine_runs import (  # noqa: E402
     DEEPSPEED,
     TRAINERS,
-    TRL,
     Case,
     megatron,
     problems,
     run,
+    trl,
     with_bare,
 )
 
@@ -63,8 +63,9 @@ so there is no search; "1 fp32 sums" is its BF16_Optimizer.
 
 def cases_of(engine: str, world: int) -> list[Case]:
     """The guarded runs on some ranks; on four, those of one policy."""
-    known = {"deepspeed": DEEPSPEED, "trainers": TRAINERS, "trl": TRL}
-    cases = known[engine] if engine in known else megatron(world)
+    known = {"deepspeed": DEEPSPEED, "trainers": TRAINERS}
+    layouts = {"trl": trl, "megatron": megatron}
+    cases = known[engine] if engine in known else layouts[engine](world)
     if world < 4:
         return cases
     return [c for c in cases if c.watch == "all" and c.policy == "skip"]

@@ -7,12 +7,12 @@ import functools
 import importlib.util
 
 import pytest
-from engine_runs import DEEPSPEED, TRAINERS, TRL, megatron, problems, run, with_bare
+from engine_runs import DEEPSPEED, TRAINERS, megatron, problems, run, trl, with_bare
 
 ENGINES = {
     "deepspeed": lambda world: DEEPSPEED,
     "trainers": lambda world: TRAINERS,
-    "trl": lambda world: TRL,
+    "trl": trl,
     "megatron": megatron,
 }
 PACKAGES = {"trainers": "deepspeed"}

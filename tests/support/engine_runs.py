@@ -178,15 +178,19 @@ TRAINERS = [
 ]
 
 
-# TRL's trainers.
-TRL = [
-    *(
+def trl(world: int) -> list[Case]:
+    """TRL's trainers.
+
+    A rank that raises while it generates ends, and the launcher ends the others, which
+    wait for it: only one rank is left to be looked at.
+    """
+    cases = [
         case
         for kind, dtype in (("SFT", "fp32"), ("DPO", "bf16"), ("GRPO", "fp32"))
         for case in cases_of(kind, dtype)
-    ),
-    Case("GRPO", "fp32", "generation", "raise"),
-]
+    ]
+    generation = Case("GRPO", "fp32", "generation", "raise")
+    return [*cases, generation] if world == 1 else cases
 
 
 def megatron(world: int) -> list[Case]:
