@@ -2,13 +2,14 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import python
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -138,16 +139,17 @@ def compiled_frames(folder):
 
 @pytest.mark.slow
 def test_code_out_of_a_cache_in_another_process(tmp_path):
-    script, found = tmp_path / "script.py", []
-    script.write_text(
-        f"import json, sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from test_traced_text import compiled_frames\n"
-        "print(json.dumps(compiled_frames(sys.argv[1])))"
-    )
+    script = "import json, test_traced_text as t, sys; "
+    script += "print(json.dumps(t.compiled_frames(sys.argv[1])))"
+    found = []
     for _ in range(2):
-        done = python(str(script), str(tmp_path / "cache"))
-        assert done.returncode == 0, done.stderr
-        found.append(json.loads(done.stdout.splitlines()[-1]))
+        out = subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path)],
+            cwd=Path(__file__).parent,
+            stdout=subprocess.PIPE,
+            check=True,
+        ).stdout
+        found.append(json.loads(out.splitlines()[-1]))
     (traced, first), (cached, second) = found
     assert (first["miss"], second) == (1, {"hit": 1, "miss": 0})
     assert len(traced) == 6 and cached == traced
