@@ -28,7 +28,7 @@ def first_of_each(failures, kind_of):
     return list(dict.fromkeys(each.name for each in found.values()))
 
 
-# Each cause in each phase, compiled, on ranks, transient and not: 28 of 103.
+# Each cause in each phase: compiled, on ranks, transient, unwritten and none of these.
 ASKED = first_of_each(ALL, lambda f: [(c, f.phase, f.kind) for c in f.causes])
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RUNNER = BENCHMARKS / "answers" / "run.py"
