@@ -1,6 +1,6 @@
 """Runs tools on failures, each pair in a process of its own, and judges them.
 
-python benchmarks/answers/run.py [--only NAME] [--tools ours,detect_anomaly] [--json]
+python benchmarks/answers/run.py [--only NAME,NAME] [--tools ours,transformers] [--json]
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-import torch._dynamo
+import torch._dynamo.backends.debugging  # what forks for compiled failures would import
+import torch._inductor.compile_fx
 import torch.distributed as dist
 from facts import commit
 
@@ -206,14 +207,15 @@ def _show(row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="part of the names of failures")
+    parser.add_argument("--only", default="", help="parts of the names of failures")
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
     parser.add_argument("--text", action="store_true", help="print what was said")
     parser.add_argument("--write", action="store_true", help="keep the result")
     options = parser.parse_args()
     tools = options.tools.split(",")
-    names = [name for name in FAILURES if options.only in name]
+    parts = options.only.split(",")
+    names = [name for name in FAILURES if any(part in name for part in parts)]
 
     def show(row: dict[str, Any]) -> None:
         if not options.json:

@@ -83,8 +83,14 @@ def explanation_of(norm, wrap, backend, x=None, **options):
     return error.value.report.explanation
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("wrap", [whole, method, region, function])
+# How the code is called matters to dynamo, which then hands its graphs to any backend.
+@pytest.mark.parametrize(
+    "wrap, backend",
+    [
+        *((wrap, "aot_eager") for wrap in (whole, method, region, function)),
+        pytest.param(whole, "inductor", marks=pytest.mark.slow),
+    ],
+)
 def test_a_remedy_of_compiled_code_is_found(wrap, backend, norms):
     module, path = norms
     found = explanation_of(module.Norm(), wrap, backend)
