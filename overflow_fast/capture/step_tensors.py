@@ -196,8 +196,10 @@ class StepTensors:
             parameters: Those whose gradients are to be scanned.
         """
         covered = set() if self._norm is None else self._norm.covered()
+        if not self._clippings:  # most guards
+            return covered
         rest = {id(p) for p in parameters if _gradient_of(p) is not None} - covered
-        clipped = [(c.norm, c.covered() & rest) for c in self._clippings if rest]
+        clipped = [(c.norm, c.covered() & rest) for c in self._clippings]
         if not rest or not rest <= set().union(*(found for _, found in clipped)):
             return covered
         for norm, found in clipped:

@@ -171,7 +171,7 @@ def _at(values: Any, keys: Sequence[Any]) -> Any:
 
 
 class OverflowFlag:
-    """Tells DeepSpeed's engine that a step of one of torch's optimizers was skipped.
+    """The flag that DeepSpeed's engine reads where one of torch's optimizers skips.
 
     The engine, which pauses its schedule then, asks the optimizer for `overflow`, and
     so does Accelerate's wrapper. DeepSpeed's own optimizers have that attribute.

@@ -16,7 +16,7 @@ from ..core.modules import is_ddp, named_modules, tensor_name
 from ..core.nested_optimizers import optimizers_in
 from ..core.tensors import digest_of
 from ..torch_internals.module_internals import own_parameters
-from ..torch_internals.wrappers import local_tensor
+from ..torch_internals.wrappers import local_part
 from ..tree import plain_key, tensors
 from .peers import replicating_group
 
@@ -81,7 +81,7 @@ class ReplicaCheck:
             group = replicating_group(parameter, ddp)
             if group is not None and dist.get_world_size(group) > 1:
                 groups[id(parameter)] = name, group
-                yield name, _local(parameter), group
+                yield name, local_part(parameter), group
         for _, optimizer in (p for o in self._optimizers for p in optimizers_in(o)):
             states = getattr(optimizer, "state", {})
             for parameter, state in states.items() if groups else ():
@@ -89,7 +89,7 @@ class ReplicaCheck:
                 for path, value in () if group is None else tensors(state):
                     if value.numel():
                         keys = ".".join(str(plain_key(part.value)) for part in path)
-                        yield f"{name} ({keys})", _local(value), group
+                        yield f"{name} ({keys})", local_part(value), group
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter, Any]]:
         for prefix, model in self._models.items():
@@ -100,11 +100,6 @@ class ReplicaCheck:
                 for key, parameter in own_parameters(module).items():
                     if parameter is not None and parameter.numel():
                         yield f"{prefix}{tensor_name(fqn, key)}", parameter, ddp
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    local = local_tensor(tensor)
-    return tensor if local is None else local
 
 
 def _compare(

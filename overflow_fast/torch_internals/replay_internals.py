@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from .registry import INTERNALS, Internal, internal, listed
 from .tensor_internals import sparse_values
-from .wrappers import local_tensor
+from .wrappers import local_part
 
 _overrides: Any = torch.overrides
 _torch: Any = torch._C
@@ -191,8 +191,7 @@ def storages(tensor: torch.Tensor | None) -> dict[int, torch.UntypedStorage]:
     if tensor is None:
         return {}
     if type(tensor) is not torch.Tensor:
-        local = local_tensor(tensor)
-        tensor = tensor if local is None else local
+        tensor = local_part(tensor)
     if tensor.layout is torch.sparse_coo:
         tensor = sparse_values(tensor)
     try:
