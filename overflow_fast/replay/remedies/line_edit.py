@@ -38,6 +38,7 @@ from ...torch_internals.running import inherited, set_inherited
 # Constants that stand for the objects which functions ask, and for the number of the
 # edit that runs: no name of the user's is used or hidden.
 _SWITCH = "overflow_fast:is_edited:{}"
+_MAKER = "overflow_fast:is_made:{}"
 _MARK = "overflow_fast:edit:{}"
 _MARKS = re.compile('"' + _MARK.format(r"(\d+)") + '"')
 _KEY = "overflow_fast_edits"  # of what threads inherit
@@ -159,6 +160,7 @@ class _Swap:
         ran: The trials, each with the numbers of the edits that it has run.
         num_marks: How many edits must run.
         own: The codes with two bodies, each with the code that it stands for.
+        has_made: An edited body ran that makes functions, edited ones among them.
     """
 
     def __init__(self, places: tuple[CodePlace, ...], text: str) -> None:
@@ -167,8 +169,8 @@ class _Swap:
         self.num_marks = len(set(_MARKS.findall(text)))
         self.ran: dict[_Trial, set[int]] = {}
         self.own: dict[int, tuple[CodeType, CodeType]] = {}
+        self.has_made = False
         self._changes: list[tuple[FunctionType, CodeType]] = []
-        self._has_inner = False
 
     @property
     def is_edited(self) -> bool:
@@ -181,7 +183,6 @@ class _Swap:
             raise NotEditableError("the file is another one here")
         places = tuple(each for each in self.places if not each.made)
         edit = _Edit.of(self.file, _text_of(self.file), places, self.text)
-        self._has_inner = edit.has_inner
         known = _known_functions(self.file)
         self._find_in(known, edit, others)
         if not self._changes:  # it may have been made since
@@ -232,6 +233,8 @@ class _Swap:
             return constant
         if constant.startswith(_SWITCH.format("")):
             return self
+        if constant.startswith(_MAKER.format("")):
+            return _Maker(self)
         number = constant.removeprefix(_MARK.format(""))
         return constant if number == constant else _Mark(self, int(number))
 
@@ -242,7 +245,7 @@ class _Swap:
     def undo(self) -> None:
         """Gives them, and functions that they have made since, their own code."""
         self._undo_in([each for each, _ in self._changes])
-        if self._has_inner:
+        if self.has_made:  # a look at all objects, which takes as long as there are
             left = _functions_with([code for code, _ in self.own.values()])
             _remember(self.file, left)
             self._undo_in(left)
@@ -260,6 +263,19 @@ class _Swap:
         """Lets go of code, which holds this object: Python finds no such circles."""
         self.own.clear()
         self._changes.clear()
+
+
+class _Maker:
+    """Stands for a swap in functions around edited ones; notes that they make these."""
+
+    def __init__(self, swap: _Swap) -> None:
+        self._swap = swap
+
+    @property
+    def is_edited(self) -> bool:
+        is_edited = self._swap.is_edited
+        self._swap.has_made |= is_edited
+        return is_edited
 
 
 class _Mark:
@@ -436,9 +452,6 @@ class _Edit:
         places: The codes that are edited.
         text: The file with the edits.
 
-    Attributes:
-        has_inner: True if edited functions make others that are edited.
-
     Raises:
         NotEditableError: If the edit cannot be made.
     """
@@ -446,28 +459,28 @@ class _Edit:
     def __init__(
         self, file: str, own: str, places: Sequence[CodePlace], text: str
     ) -> None:
-        self.has_inner = False
         self._own: dict[CodeType, int] = {}
         self._new: dict[int, CodeType] = {}
         if not places:
             return
         in_parts = places[0].in_parts
         known = _Known.of(file, own, in_parts)
-        wanted = {k for place in places for k in known.functions_at(place.index)}
+        at_places = [list(known.functions_at(place.index)) for place in places]
+        switches = {k: _SWITCH.format(k) for at_place in at_places for k in at_place}
+        switches |= {k: _MAKER.format(k) for around in at_places for k in around[1:]}
         new = _parsed(text)
         functions = _functions_in(new)
         if len(known.functions) != len(functions):
             raise NotEditableError("the edit changes more than a line")
-        for k in wanted:
-            _join(functions[k], known.functions[k], _SWITCH.format(k))
-        self._own |= {known.codes[known.index_of[k]][0]: k for k in wanted}
+        for k, switch in switches.items():
+            _join(functions[k], known.functions[k], switch)
+        self._own |= {known.codes[known.index_of[k]][0]: k for k in switches}
         self._new |= {
             k: code
             for code, _ in _nested(_compiled(new, file, in_parts))
-            for k in wanted
-            if _SWITCH.format(k) in code.co_consts
+            for k, switch in switches.items()
+            if switch in code.co_consts
         }
-        self.has_inner = len(wanted) > len(places)
 
     @staticmethod
     @functools.lru_cache(maxsize=4)
