@@ -240,10 +240,19 @@ def test_code_that_did_not_run_was_not_tried(logs):
     assert module.log.__code__ is code
 
 
-def test_functions_of_other_threads_keep_their_code(tmp_path):
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import torch\n",
+        "from __future__ import annotations\nimport torch\n",
+        "try:\n    import torch\nexcept ImportError:\n    pass\n",
+    ],
+    ids=["plain", "future", "nested"],
+)
+def test_functions_of_other_threads_keep_their_code(tmp_path, imports):
     """Also those that a function makes while it is edited."""
-    text = "import torch\ndef make():\n    def log(x):\n        return torch.log(x)\n"
-    module, path = module_of(tmp_path, text + "    return log\n")
+    text = "def make():\n    def log(x: int):\n        return torch.log(x)\n"
+    module, path = module_of(tmp_path, f"{imports}{text}    return log\n")
     inner = module.make().__code__
     place = CodePlace.of(inner)
     edit = path.read_text().replace(

@@ -468,19 +468,27 @@ class _Edit:
         at_places = [list(known.functions_at(place.index)) for place in places]
         switches = {k: _SWITCH.format(k) for at_place in at_places for k in at_place}
         switches |= {k: _MAKER.format(k) for around in at_places for k in around[1:]}
-        new = _parsed(text)
-        functions = _functions_in(new)
-        if len(known.functions) != len(functions):
+        statements = _parsed(text).body
+        if len(statements) != len(known.functions_in):
             raise NotEditableError("the edit changes more than a line")
-        for k, switch in switches.items():
-            _join(functions[k], known.functions[k], switch)
+        for statement, numbers in zip(statements, known.functions_in, strict=True):
+            within = {k: switches[k] for k in numbers if k in switches}
+            if not within:
+                continue
+            functions = _functions_in(statement)
+            if len(functions) != len(numbers):
+                raise NotEditableError("the edit changes more than a line")
+            for k, switch in within.items():
+                _join(functions[k - numbers.start], known.functions[k], switch)
+            tree = ast.Module([*known.imports, statement], [])
+            edited = _compiled(tree, file, in_parts=False)
+            self._new |= {
+                k: code
+                for code, _ in _nested(edited)
+                for k, switch in within.items()
+                if switch in code.co_consts
+            }
         self._own |= {known.codes[known.index_of[k]][0]: k for k in switches}
-        self._new |= {
-            k: code
-            for code, _ in _nested(_compiled(new, file, in_parts))
-            for k, switch in switches.items()
-            if switch in code.co_consts
-        }
 
     @staticmethod
     @functools.lru_cache(maxsize=4)
@@ -548,12 +556,20 @@ class _Known:
     Attributes:
         codes: The code objects; see `_nested()`.
         functions: The functions, in the order of the text.
+        functions_in: The numbers of the functions of each outermost statement.
+        imports: The imports outside of functions, on which the code of all depends.
         index_of: The place among them of each function's, in the order of the text.
     """
 
     def __init__(self, file: str, text: str, in_parts: bool) -> None:
         self.codes = _codes_of(file, text, in_parts)
-        self.functions = _functions_in(_parsed(text))
+        self.imports = [] if in_parts else _imports_in(_parsed(text))
+        self.functions: list[_Function] = []
+        self.functions_in: list[range] = []
+        for statement in _parsed(text).body:
+            first = len(self.functions)
+            self.functions += _functions_in(statement)
+            self.functions_in.append(range(first, len(self.functions)))
         tree = _parsed(text)
         for k, function in enumerate(_functions_in(tree)):
             _join(function, None, _SWITCH.format(k))
@@ -644,6 +660,17 @@ def _functions_in(tree: ast.AST) -> list[_Function]:
         if isinstance(node, _FUNCTIONS):
             found.append(node)
         to_do += reversed(list(ast.iter_child_nodes(node)))
+    return found
+
+
+def _imports_in(tree: ast.AST) -> list[ast.stmt]:
+    """The imports outside of functions and classes, in the order of the text."""
+    found: list[ast.stmt] = []
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            found.append(node)
+        elif not isinstance(node, (*_FUNCTIONS, ast.ClassDef, ast.expr)):
+            found += _imports_in(node)
     return found
 
 

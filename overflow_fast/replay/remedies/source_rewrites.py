@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -83,12 +84,21 @@ class SourceFile:
 
     def node_at(self, span: Span) -> ast.AST | None:
         """The expression or augmented assignment that stands at a place, or None."""
-        kinds = (ast.expr, ast.AugAssign)
-        found = None
-        for node in self._nodes:
-            if isinstance(node, kinds) and span in (span_in(node), _call_span(node)):
-                found = node  # the innermost of those that span the same
-        return found
+        return self._nodes_by_span.get(span)
+
+    @functools.cached_property
+    def _nodes_by_span(self) -> dict[Span, ast.AST]:
+        """Expressions and augmented assignments: the innermost where several span it.
+
+        A call is found at the place that Python gives to it, too.
+        """
+        return {
+            span: node
+            for node in self._nodes
+            if isinstance(node, (ast.expr, ast.AugAssign))
+            for span in (span_in(node), _call_span(node))
+            if span is not None
+        }
 
     def statement_at(self, line: int) -> ast.AST | None:
         """The innermost statement that a line is of, or None."""
@@ -158,14 +168,13 @@ def _unedited(name: str, lines: tuple[str, ...]) -> SourceFile:
     return SourceFile(name, lines)
 
 
+_SPAN = operator.attrgetter("lineno", "end_lineno", "col_offset", "end_col_offset")
+
+
 def span_in(node: ast.AST) -> Span:
     """Where a node stands."""
-    place = (
-        getattr(node, key)
-        for key in ("lineno", "end_lineno", "col_offset", "end_col_offset")
-    )
-    first, last, begin, end = place
-    return first, last, begin, end
+    place: Span = _SPAN(node)
+    return place
 
 
 def _call_span(node: ast.AST) -> Span | None:
