@@ -1,6 +1,7 @@
 """A compiled model runs with its guard's hooks beside a twin that shares its code."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from torch import nn
 from overflow_fast import OverflowGuard
 
 INF = float("inf")
-BACKENDS = ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)]
 
 
 class Net(nn.Module):
@@ -90,11 +90,18 @@ def inputs(num):
     return [torch.randn(5, 4) for _ in range(num)]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize("is_late", [True, False])
-@pytest.mark.parametrize("make", [plain, Net])
-@pytest.mark.parametrize("wrap", [whole, method, parts, function])
+WRAPS = [whole, method, parts, function]
+# A boundary is dynamo's: what follows it sees each way of compiling once.
+KINDS = [
+    *itertools.product(WRAPS, [plain, Net], [True, False], [True, False], ["eager"]),
+    *(
+        pytest.param(wrap, Net, is_late, False, "aot_eager", marks=pytest.mark.slow)
+        for wrap, is_late in zip(WRAPS, [True, False] * 2, strict=True)
+    ),
+]
+
+
+@pytest.mark.parametrize(("wrap", "make", "is_late", "is_first", "backend"), KINDS)
 def test_the_guarded_one_keeps_its_boundary(wrap, make, is_late, is_first, backend):
     own, twin = (Run(model_of(make), wrap, backend) for _ in range(2))
     if not is_late:
