@@ -34,10 +34,11 @@ NOTES = (
     "without a guard in turn. `us each`: what the guard adds to a step for each "
     "module, tensor, forward or step. `bad step`: judged, reported and raised, without "
     "an explanation (`explain=False`); `judged`: of it `optimizer.step()`. Modules: "
-    "linear layers of width 8 in blocks of 9, batch 4. Tensors: a list of "
-    "tensors of 16 numbers that one module hands to another. Forwards: of a model of 8 such layers, before one backward. Steps: of "
-    "one layer, with a log and a record of at most 4 MiB each; `guarded step` is the "
-    "last thousand's median, `read`: reading the record back."
+    "linear layers of width 8 in blocks of 9, batch 4. Tensors: a list of tensors of "
+    "16 numbers that one module hands to another. Forwards: of a model of 8 such "
+    "layers, before one backward. Steps: of one layer, with a log and a record of at "
+    "most 4 MiB each; `guarded step` is the last thousand's median, `read`: reading "
+    "the record back."
 )
 
 
