@@ -18,7 +18,7 @@ from torch import nn
 
 from overflow_fast import Log, NonFiniteError, OverflowGuard, Record, read_record
 
-MODULES = (100, 1_000, 10_000, 100_000)
+MODULES = (100, 1_000, 10_000, 20_000, 100_000)
 TENSORS = (10, 1_000, 100_000, 1_000_000)
 FORWARDS = (1, 10, 100, 1_000)
 STEPS = (100, 1_000, 10_000, 100_000)
@@ -27,17 +27,18 @@ REPEATS = 5
 WIDTH = 8
 COLUMNS = [
     *("what", "count", "guard made s", "bare step s", "guarded step s"),
-    *("us each", "bad step s", "log MiB", "record MiB", "read s"),
+    *("us each", "bad step s", "judged s", "log MiB", "record MiB", "read s"),
 ]
 NOTES = (
     "CPU time of the process, one thread, the median of 5 steps of SGD with and "
     "without a guard in turn. `us each`: what the guard adds to a step for each "
     "module, tensor, forward or step. `bad step`: judged, reported and raised, without "
-    "an explanation (`explain=False`). Modules: linear layers of width 8 in blocks of "
-    "9, batch 4. Tensors: a list of tensors of 16 numbers that one module hands to "
-    "another. Forwards: of a model of 8 such layers, before one backward. Steps: of "
-    "one layer, with a log and a record of at most 4 MiB each; `guarded step` is the "
-    "last thousand's median, `read`: reading the record back."
+    "an explanation (`explain=False`); `judged`: of it `optimizer.step()`. Modules: "
+    "linear layers of width 8 in blocks of 9, batch 4. Tensors: a list of tensors of "
+    "16 numbers that one module hands to another. Forwards: of a model of 8 such "
+    "layers, before one backward. Steps: of one layer, with a log and a record of at "
+    "most 4 MiB each; `guarded step` is the last thousand's median, `read`: reading "
+    "the record back."
 )
 
 
@@ -88,7 +89,12 @@ class Training:
         model: The model.
         x: Its input.
         forwards: How many forwards a step has.
+
+    Attributes:
+        judged: The CPU time of the last step of the optimizer, guard included.
     """
+
+    judged: float
 
     def __init__(self, model: nn.Module, x: torch.Tensor, forwards: int = 1) -> None:
         self.model, self.x, self.forwards = model, x, forwards
@@ -98,7 +104,11 @@ class Training:
         x = self.x if x is None else x
         loss = sum(self.model(x).square().mean() for _ in range(self.forwards))
         loss.backward()
-        self.optimizer.step()
+        begin = time.process_time()
+        try:
+            self.optimizer.step()
+        finally:
+            self.judged = time.process_time() - begin
         self.optimizer.zero_grad()
 
     def guard(self, **options: Any) -> OverflowGuard:
@@ -145,6 +155,7 @@ def measured(what: str, count: int, make: Callable[[], Training]) -> dict[str, A
         "guarded step s": f"{guarded:.3g}",
         "us each": f"{(guarded - alone) / count * 1e6:.2f}",
         "bad step s": f"{bad:.3g}",
+        "judged s": f"{training.judged:.3g}",
         "seconds": times | {"made": made, "bad": bad},
     }
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
-import gc
 import itertools
 import math
 import os
@@ -14,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..core.collection import without_collection
 from ..text import counted, with_progress
 from .comparison import Comparison, RootDifference, has_other_shape, steps_text
 from .error_bounds import judge_all
@@ -704,7 +703,7 @@ def compare_runs(
     earlier = EarlierSteps()
     shared = sorted({*mine.steps} & {*its.steps})
     for step in with_progress(shared, "steps", len(shared)):
-        with _without_collection():
+        with without_collection():
             own = [each.read() for each in mine.steps[step]]
             other = [each.read(own) for each in its.steps[step]]
             mine.has_forward |= _has_forward(own)
@@ -729,21 +728,6 @@ def compare_runs(
         if each.steps and not each.has_forward and not _has_other_forward(each, shared)
     ]
     return result
-
-
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Pauses the garbage collector: of a step's many objects it finds none to free.
-
-    It takes 45 % of the time otherwise. A step is short enough for other threads.
-    """
-    is_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_on:
-            gc.enable()
 
 
 def _has_forward(ranks: Sequence[RankStep]) -> bool:

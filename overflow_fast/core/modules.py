@@ -31,23 +31,20 @@ _ENGINES_METHODS = ("__getattr__", "state_dict", "load_state_dict", "step", "bac
 
 def walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Lists what `nn.Module.named_modules()` does, of any module."""
-    return list(_walk(model))
-
-
-def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    seen: set[int] = set()
-    waiting = [("", model)]
+    found = list[tuple[str, nn.Module]]()
+    seen, waiting = set[int](), [("", model)]
     while waiting:
         fqn, module = waiting.pop()
         if id(module) in seen:
             continue
         seen.add(id(module))
-        yield fqn, module
-        prefix = f"{fqn}." if fqn else ""
-        waiting += [
-            (f"{prefix}{key}", child)
-            for key, child in reversed(children_of(module).items())
-        ]
+        found.append((fqn, module))
+        children = children_of(module)
+        if children:
+            prefix = f"{fqn}." if fqn else ""
+            pairs = reversed(children.items())
+            waiting += [(f"{prefix}{key}", child) for key, child in pairs]
+    return found
 
 
 def modules_in(model: nn.Module) -> list[nn.Module]:
@@ -57,8 +54,9 @@ def modules_in(model: nn.Module) -> list[nn.Module]:
 
 def children_of(module: nn.Module) -> dict[str, nn.Module]:
     """The modules that a module itself holds, by name."""
-    held = getattr(module, MODULES).items()
-    return {key: each for key, each in held if each is not None}
+    held = getattr(module, MODULES)
+    # Most modules of a model have none.
+    return {k: each for k, each in held.items() if each is not None} if held else {}
 
 
 def own_parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -69,7 +67,7 @@ def own_parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
     """Lists all parameters of a model, each once."""
-    return [tensor for _, tensor in _named_once(model, PARAMETERS)]
+    return _each_once(model, PARAMETERS)
 
 
 def first_parameter_of(model: nn.Module) -> nn.Parameter | None:
@@ -90,7 +88,7 @@ def first_parameter_of(model: nn.Module) -> nn.Parameter | None:
 
 def buffers_of(model: nn.Module) -> list[torch.Tensor]:
     """Lists all buffers of a model, each once."""
-    return [tensor for _, tensor in _named_once(model, BUFFERS)]
+    return _each_once(model, BUFFERS)
 
 
 def tensors_of(model: nn.Module) -> list[torch.Tensor]:
@@ -116,6 +114,12 @@ def own_tensors(module: Any, kind: str) -> dict[str, Any]:
 def is_scripted(module: object) -> bool:
     """True for a module of TorchScript's."""
     return isinstance(module, torch.jit.ScriptModule)
+
+
+def _each_once(model: nn.Module, kind: str) -> list[Any]:
+    tables = [own_tensors(module, kind) for module in modules_in(model)]
+    found = {id(each): each for table in tables for each in table.values()}
+    return [each for each in found.values() if each is not None]
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

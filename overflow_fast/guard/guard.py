@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..core.collection import without_collection
 from ..core.modules import modules_in
 from ..distributed.joinable import GuardJoinable
 from ..page.incidents import Incident
@@ -177,10 +178,11 @@ class OverflowGuard:
     ) -> None:
         config = GuardConfig.of(locals())
         models, optimizers = named_models(model), optimizers_of(optimizer)
-        warn_foreign_parameters(models, optimizers)
-        self._loop = GuardLoop(config, models, optimizers, _defer)
-        self.enable()
-        log_begin(self._loop.watches, optimizers, on_overflow, self.coverage())
+        with without_collection():
+            warn_foreign_parameters(models, optimizers)
+            self._loop = GuardLoop(config, models, optimizers, _defer)
+            self.enable()
+            log_begin(self._loop.watches, optimizers, on_overflow, self.coverage())
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(

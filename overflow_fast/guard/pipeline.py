@@ -25,6 +25,7 @@ from .. import _C
 from ..capture.schedule import ScanLevel
 from ..capture.step_tensors import StepTensors
 from ..capture.watch import ModelWatch
+from ..core.collection import without_collection
 from ..core.engines import LossScaler
 from ..core.modules import parameters_of
 from ..core.ops import scan
@@ -514,8 +515,11 @@ class Pipeline:
             )
 
     def _detect(self, step: Step) -> Verdict:
+        if not step.frames:
+            return Verdict()
         watches = step.watches or self._watches
-        verdict = attribute(step.frames, watches, step.moment == "check")
+        with without_collection():
+            verdict = attribute(step.frames, watches, step.moment == "check")
         if verdict.source not in ("weight", "optimizer_state"):
             return verdict
         had_finite = all(w.wanted.gradients for w in watches)
@@ -626,7 +630,8 @@ class Pipeline:
     def _make_report(self, step: Step, verdict: Verdict) -> Report:
         """Makes the report of a bad step; without details where these fail."""
         try:
-            return self._report(step, verdict)
+            with without_collection():
+                return self._report(step, verdict)
         except Exception as error:  # the verdict stands, and other ranks wait for it
             self._isolation.note(error)
             policy = self._config.on_overflow

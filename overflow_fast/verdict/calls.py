@@ -69,8 +69,10 @@ class Calls:
             if until is None or call.order < until
         ]
         found.sort(key=_order)
-        self._all = [each for each in found if each.call.kind in FORWARDS]
-        self._gradients = [each for each in found if each.call.kind not in FORWARDS]
+        self._all, self._gradients = list[Called](), list[Called]()
+        for each in found:
+            is_forward = each.call.kind in FORWARDS
+            (self._all if is_forward else self._gradients).append(each)
         self._modules: dict[tuple[int, int], list[Called]] = {}
         for called in self._all:
             watch, call = called

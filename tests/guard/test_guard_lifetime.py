@@ -438,3 +438,62 @@ def test_a_program_ends_without_a_word_from_what_is_left_of_guards():
     command = [sys.executable, "-c", LEFT_ON]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "Exception ignored" not in done.stderr
+
+
+# The garbage collector, which looks through the whole program.
+
+
+@pytest.fixture
+def collections():
+    """The generations of the collections that have run."""
+    found = []
+
+    def note(phase, info):
+        if phase == "start":
+            found.append(info["generation"])
+
+    gc.callbacks.append(note)
+    yield found
+    gc.callbacks.remove(note)
+    gc.enable()
+
+
+def many_layers():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Identity() for _ in range(2000)), nn.Linear(4, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_a_guard_of_many_modules_is_made_without_a_collection(collections):
+    model, optimizer = many_layers()
+    gc.collect()
+    collections.clear()
+    guard = OverflowGuard(model, optimizer)
+    # Those that are due run when it is made: one, of the youngest objects.
+    assert gc.isenabled() and len(collections) <= 1 and 2 not in collections
+    guard.remove()
+
+
+def test_a_policy_runs_with_the_collector():
+    model, optimizer = make()
+    seen = []
+
+    def policy(report):
+        seen.append(gc.isenabled())
+        return "skip"
+
+    guard = OverflowGuard(model, optimizer, policy, explain=False)
+    with guard, plant(model.head, INF):
+        train_step(model, optimizer, batches(1)[0])
+    assert seen == [True]  # as all of the program's own code does
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_guard_leaves_the_collector_as_it_was(collections, is_on):
+    (gc.enable if is_on else gc.disable)()
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, explain=False):
+        with plant(model.head, INF), pytest.raises(NonFiniteError):
+            train_step(model, optimizer, batches(1)[0])
+        assert gc.isenabled() == is_on
+    assert gc.isenabled() == is_on

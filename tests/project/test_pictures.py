@@ -4,17 +4,38 @@ import importlib.util
 import runpy
 import shutil
 
+import pytest
 from pages import ROOT
 
 TOOLS, IMAGES = ROOT / "docs" / "tools", ROOT / "docs" / "images"
 
 
-def test_the_chart_shows_the_results():
-    path = TOOLS / "overhead_chart.py"
-    spec = importlib.util.spec_from_file_location("overhead_chart", path)
-    chart = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(chart)
-    assert chart.CHART.read_text() == chart.chart(), f"run python {path}"
+CHART = TOOLS / "overhead_chart.py"
+
+
+@pytest.fixture
+def chart():
+    spec = importlib.util.spec_from_file_location("overhead_chart", CHART)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_chart_shows_the_results(chart):
+    assert chart.CHART.read_text() == chart.chart(), f"run python {CHART}"
+
+
+def test_the_readme_says_what_the_chart_shows(chart):
+    readme, added = (ROOT / "README.md").read_text(), chart.percents()
+    least, most = sorted(added["guard, everything"].values())
+    assert f"adds {least:g} to {most:g} % (by its own clock)" in readme
+    bars = {
+        "guard": "guard, everything",
+        "detect_anomaly": "torch's detect_anomaly",
+        "transformers": "transformers' detector",
+    }
+    shown = [f"{name} {added[bar]['float32']:g} %" for name, bar in bars.items()]
+    assert f"[Added to a training step: {', '.join(shown)}]" in readme
 
 
 def test_the_run_of_the_picture_overflows(tmp_path, monkeypatch):

@@ -198,24 +198,27 @@ def _places(watch: ModelWatch) -> list[_C.Place]:
 
 def scalar_places(watch: ModelWatch) -> dict[str, _C.Place]:
     """The places of a model's "loss" and "grad_norm", where it has them."""
-    named = [(place, label_text(place.label)) for place in _places(watch)]
-    recorded = {n: p for p, n in named if p.kind == _C.FrameKind.RECORDED}
+    places = _places(watch)
+    recorded = _by_label(p for p in places if p.kind == _C.FrameKind.RECORDED)
     found = {name: recorded[name] for name in ("loss", NORM) if name in recorded}
-    returned = _returned_loss(watch, named)
+    returned = _returned_loss(watch, places)
     return found if returned is None else {"loss": returned, **found}
 
 
-def _returned_loss(
-    watch: ModelWatch, named: Sequence[tuple[_C.Place, str]]
-) -> _C.Place | None:
+def _returned_loss(watch: ModelWatch, places: Sequence[_C.Place]) -> _C.Place | None:
     """The root's loss: the output of that name, or its only one if that is a loss."""
-    own = {
-        name: place
-        for place, name in named
-        if place.kind == _C.FrameKind.FORWARD and place.module == 0
+    own = _by_label(
+        place
+        for place in places
+        if place.module == 0 and place.kind == _C.FrameKind.FORWARD
         if place.label.role == _C.Role.OUTPUT
-    }
+    )
     for name in _LOSSES:
         if name in own:
             return own[name]
     return own.get("output") if watch.has_seen_loss and len(own) == 1 else None
+
+
+def _by_label(places: Iterable[_C.Place]) -> dict[str, _C.Place]:
+    """Places by their labels; to write one takes longer than to look at its place."""
+    return {label_text(place.label): place for place in places}
