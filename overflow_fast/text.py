@@ -65,6 +65,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def rounded(number: float, digits: int = 3) -> str:
+    """Writes a factor as people read it: `53,000`, not `5.3e+04`."""
+    return f"{float(f'{number:.{digits}g}'):,.10g}"
+
+
 def nonfinite_text(num_nan: int, num_inf: int, signs: str, numel: int = 0) -> str:
     """Writes how many values are not finite: `1 nan and 24 -inf of 32 values`.
 

@@ -16,7 +16,7 @@ from typing import Any
 from ..files.json_text import SCHEMA, dumps, parse_object, to_plain
 from ..files.reading import open_regular, read_bytes
 from ..page.render import GENERATOR, html_templates, page_style, save_page
-from ..text import as_lines, counted, printable
+from ..text import as_lines, counted, printable, rounded
 from .judged_rows import (
     EQUAL,
     INTRODUCED,
@@ -191,7 +191,7 @@ def _amount(row: TensorDifference) -> str:
         return f"{text}: it is {row.factor:.6g} times the reference"
     dtype = coarser(*row.dtypes)
     if times is not None and times < 1e6 and epsilon(dtype):
-        text += f", {times:.3g} times what {dtype} rounding explains"
+        text += f", {rounded(times)} times what {dtype} rounding explains"
     return text
 
 
@@ -394,7 +394,7 @@ def write_diff_page(plain: Mapping[str, Any], path: str | os.PathLike[str]) -> P
 def _text_of(plain: Mapping[str, Any]) -> str:
     from markupsafe import Markup
 
-    pages = html_templates(_HERE, number=_short_number, bar=_bar)
+    pages = html_templates(_HERE, number=_short_number, bar=_bar, rounded=rounded)
     rows = [row for row in plain["rows"] if row["verdict"] != EQUAL]
     counts = plain["counts"]
     text: str = pages.get_template("diff.html").render(
@@ -704,7 +704,7 @@ def cells_of(row: TensorDifference) -> list[str]:
         row.name,
         _number(measures.bits, ".1f"),
         estimate + _number(measures.relative, ".2e"),
-        "" if row.times is None else _number(row.times, ".3g"),
+        "" if row.times is None else rounded(row.times),
         _number(row.propagated, ".1e") if row.propagated else "",
         estimate + _number(measures.cosine, f".{measures.cosine_digits}f"),
         "" if measures.max_abs is None else _number(measures.max_abs, ".2e"),

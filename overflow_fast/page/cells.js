@@ -133,7 +133,7 @@ function rowsOf(data, state) {
   for (const {key, entries} of groups) {
     const isGroup = entries.length > 1, id = `${key} ${entries[0].index}`;
     const isOpen = !isGroup || wanted || state.open.has(id) || (state.all && !state.shut.has(id));
-    if (isGroup) rows.push({id, entries, isGroup, isOpen, depth: 0, name: groupName(data, entries)});
+    if (isGroup) rows.push({id, entries, isGroup, isOpen, depth: 0, ...groupName(data, entries)});
     if (isOpen) for (const entry of entries) rows.push(...entryRows(data, state, entry, isGroup));
   }
   return rows;
@@ -142,7 +142,7 @@ function rowsOf(data, state) {
 function groupName(data, entries) {
   const [{model, block, family}] = entries;
   const where = data.hasModels ? `model ${model}: ` : "";
-  return `${where}${block || "the model"} (${entries.length} ${family})`;
+  return {name: `${where}${block || "the model"}`, count: ` (${entries.length} ${family})`};
 }
 
 function entryRows(data, state, entry, isInGroup) {

@@ -105,3 +105,5 @@ class SavedReport(Struct):
     explanation: SavedExplanation | None = None
     not_covered: list[str] | None = None
     frames: list[str] | None = None
+    evidence: str | None = None
+    page: str | None = None

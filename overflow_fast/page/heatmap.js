@@ -107,7 +107,12 @@
       pen.fillStyle = colour("--soft");
       pen.fillText("No entry matches.", 8, ROW);
     }
-    shown.forEach((row, i) => drawRow(pen, row, i * ROW - shift, width, first + i === state.row));
+    const view = [state.show, state.from, state.to, width, spread, colour("--nonfinite")].join();
+    pen.imageSmoothingEnabled = false;
+    shown.forEach((row, i) => {
+      pen.drawImage(cellsOf(row, width, view), gutter(), i * ROW - shift, width, ROW - (row.isGroup ? 2 : 1));
+      drawName(pen, row, i * ROW - shift, width, first + i === state.row);
+    });
     if (state.drag && state.drag.to !== state.drag.from) {
       const [a, b] = [state.drag.from, state.drag.to].sort((p, q) => p - q);
       pen.fillStyle = "rgba(11, 92, 173, 0.35)";
@@ -115,7 +120,19 @@
     }
   }
 
-  function drawRow(pen, row, top, width, isCurrent) {
+  // The cells of a row, one pixel high. They are kept: scrolling then draws new rows alone.
+  const drawn = new Map(), MOST_DRAWN = 600;
+  function cellsOf(row, width, view) {
+    const known = drawn.get(row);
+    if (known && known.view === view) return known.cells;
+    if (drawn.size >= MOST_DRAWN) drawn.clear();
+    const cells = Object.assign(document.createElement("canvas"), {width, height: 1});
+    drawCells(cells.getContext("2d"), row, width);
+    drawn.set(row, {view, cells});
+    return cells;
+  }
+
+  function drawCells(pen, row, width) {
     const columns = state.to - state.from;
     let x = 0;
     while (x < width) {  // one rectangle for neighbours of one colour
@@ -126,14 +143,19 @@
       const {code, entry} = cellOf(data, row, state.show, from, Math.min(to, state.to));
       const rgb = state.show === "headroom" ? bitColour(code, spread) : shareColour(code, entry.numel);
       pen.fillStyle = rgb ? `rgb(${rgb})` : colour("--nonfinite");
-      pen.fillRect(gutter() + x, top, end - x, ROW - (row.isGroup ? 2 : 1));
+      pen.fillRect(x, 0, end - x, 1);
       x = end;
     }
+  }
+
+  function drawName(pen, row, top, width, isCurrent) {
     const sign = row.isGroup || row.canOpen ? (row.isOpen ? "▾ " : "▸ ") : "";
     const left = 4 + row.depth * 14;
     pen.fillStyle = colour("--ink");
     pen.font = `${row.isGroup ? "600 " : ""}12px system-ui, sans-serif`;
-    pen.fillText(sign + cut(pen, row.name, gutter() - left - 24), left, top + ROW / 2);
+    const room = gutter() - left - 24, whole = row.name + (row.count || "");
+    const text = pen.measureText(whole).width <= room ? whole : cut(pen, row.name, room);
+    pen.fillText(sign + text, left, top + ROW / 2);
     if (!isCurrent) return;
     pen.strokeStyle = colour("--accent");
     pen.strokeRect(1, top + 0.5, gutter() + width - 1, ROW - 2);
@@ -152,7 +174,7 @@
       row.rank === undefined ? countText(code, state.show === "num_zero" ? "zero" : "saturated", entry) :
         "counts are not kept by rank";
     const lines = [`${stepText(column)}: ${text}`,
-      row.isGroup ? `${row.name}; the worst here is ${name}` : name];
+      row.isGroup ? `${row.name}${row.count}; the worst here is ${name}` : name];
     lines.push(shownStrips.map((name) => [name, data.strips[name][state.column]])
       .filter(([, value]) => value !== null)
       .map(([name, value]) => `${data.stripNames[name]} ${short(value)}`)
@@ -165,6 +187,13 @@
     if (isAsked) return;
     isAsked = true;
     requestAnimationFrame(() => { isAsked = false; drawHeat(); drawStrips(); tell(); });
+  }
+
+  let isScrolled = false;
+  function drawScrolled() {  // what does not move is not drawn again
+    if (isScrolled || isAsked) return;
+    isScrolled = true;
+    requestAnimationFrame(() => { isScrolled = false; drawHeat(); });
   }
 
   function rebuild() {
@@ -306,7 +335,7 @@
     by("families").append(label);
   }
 
-  scroller.addEventListener("scroll", draw);
+  scroller.addEventListener("scroll", drawScrolled);
   window.addEventListener("resize", draw);
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   by("app").hidden = false;

@@ -57,9 +57,17 @@ class Incident:
 
     @property
     def sentences(self) -> list[str]:
-        """The report's sentences, the headline first, without the explanation."""
+        """The report's sentences, the headline first, without the explanation.
+
+        A page names the folder of the evidence itself, and not where it is itself.
+        """
         if "sentences" in self.report:
-            return [str(each) for each in self.report["sentences"]]
+            paths = [f"`{self.report.get(name)}`" for name in ("evidence", "page")]
+            return [
+                str(each)
+                for each in self.report["sentences"]
+                if not any(path in each for path in paths)
+            ]
         lines = str(self.report.get("summary", "")).splitlines()
         if self.explanation:  # it was last before there were sentences
             lines = list(itertools.takewhile(lambda x: not x.startswith(_CAUSE), lines))

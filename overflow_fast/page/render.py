@@ -15,6 +15,7 @@ import torch
 from ..files.reading import open_regular
 from ..record.table import FlightRecord
 from ..text import printable
+from ..verdict.verdict import growth_text
 from .grid import (
     ALL_ZERO,
     BITS,
@@ -369,7 +370,7 @@ def _healthy(sheet: Sheet, grid: Grid) -> list[str]:
         entry = sheet.entries[row]
         sentences.append(
             f"nearest to its dtype's maximum: {name_of(entry)} ({entry.dtype}) in step "
-            f"{grid.columns[column]}, which could double {bits:.1f} times"
+            f"{grid.columns[column]}, which could grow {growth_text(bits)}"
         )
     return sentences
 
@@ -439,13 +440,17 @@ _VERSIONS = ("dtypes", "policy", "overflow_fast", "torch", "python", "schema")
 
 
 def _versions(records: Sequence[FlightRecord]) -> Table:
-    """A row for each record: its run, and the versions of all that made it."""
+    """A row for each record, or for each field of a single one: its run, versions."""
     names = [*_RUN, *_VERSIONS]
     rows = [
         [record.path.name, *(_text(record.run.get(n)) for n in names)]
         for record in records
     ]
-    return Table(["file", *(name.replace("_", " ") for name in names)], rows)
+    heads = ["file", *(name.replace("_", " ") for name in names)]
+    if len(rows) == 1:
+        pairs = zip(heads, rows[0], strict=True)
+        return Table(["field", "value"], [list(pair) for pair in pairs])
+    return Table(heads, rows)
 
 
 def _text(value: Any) -> str:

@@ -137,6 +137,7 @@ class Details:
         outside: Which input is outside of the operation's domain, and where, or "".
         true_value: The result in float64 at the worst place, or None.
         limit: The largest number of the output's dtype.
+        divides_by_number: Whether it divides by a number of Python, and no tensor.
     """
 
     why: str = NOT_TRIED
@@ -147,6 +148,7 @@ class Details:
     outside: str = ""
     true_value: float | None = None
     limit: float | None = None
+    divides_by_number: bool = False
 
     @property
     def has_bad_inputs(self) -> bool:
@@ -179,6 +181,8 @@ def details_of(
     found.outputs = [summary_of(tensor) for tensor in bad]
     found.first_index = first_new(bad[0], before)
     found.limit = torch.finfo(bad[0].dtype).max
+    is_quotient = op.base.removesuffix("_") in _DIVIDES and bool(op.args)
+    found.divides_by_number = is_quotient and isinstance(op.args[-1], (int, float))
     try:
         found.outside = _outside_of_domain(op, found.first_index)
         _classify(op, found, bad, output, sums)

@@ -354,7 +354,7 @@ def lost_value(tape: Tape, rows: Sequence[Row]) -> Lost | None:
         low, high = (middle, high) if is_finite else (low, middle)
     if _meets_given_numbers(calls[low], calls):
         return None
-    return _lost_at(calls[low], lost, index)
+    return _lost_at(calls[low:], lost, bad[0], index)
 
 
 def _meets_given_numbers(call: _KeptCall, calls: Sequence[_KeptCall]) -> bool:
@@ -404,22 +404,31 @@ def _values(call: _KeptCall) -> list[torch.Tensor]:
     return [each.value for _, each in find((call.args, call.kwargs), (_Kept,))]
 
 
-def _lost_at(call: _KeptCall, lost: Lost, index: tuple[int, ...]) -> Lost | None:
-    """Compares what an operation returned with its results in float64."""
+def _lost_at(
+    calls: Sequence[_KeptCall], lost: Lost, bad: _Kept, index: tuple[int, ...]
+) -> Lost | None:
+    """Compares what an operation returned with its results in float64.
+
+    Args:
+        calls: The operation and those after it.
+        lost: The outcome so far.
+        bad: The undefined result.
+        index: The place in it.
+    """
+    call = calls[0]
     run = _InFloat64()
     run.run(call)
     for kept in call.results:
         true = run.value(kept)
         if true is None or not kept.value.numel():
             continue
-        own = kept.value.double()
-        place = _worst(own, true, index)
+        place = _decisive_place(calls, kept, true, bad, index)
         info = torch.finfo(kept.value.dtype)
         dtype = str(kept.value.dtype)[6:]
         return replace(
             lost,
             row=call.row,
-            own=float(own[place]),
+            own=float(kept.value[place]),
             true=float(true[place]),
             least=float(info.smallest_normal),
             dtype=dtype,
@@ -427,19 +436,62 @@ def _lost_at(call: _KeptCall, lost: Lost, index: tuple[int, ...]) -> Lost | None
     return None
 
 
-def _worst(
-    own: torch.Tensor, true: torch.Tensor, index: tuple[int, ...]
+def _decisive_place(
+    calls: Sequence[_KeptCall],
+    kept: _Kept,
+    true: torch.Tensor,
+    bad: _Kept,
+    index: tuple[int, ...],
 ) -> tuple[int, ...]:
-    """Where a result was changed most by its rounding: what became 0 comes first."""
-    error = (own - true).abs() / true.abs()
-    error = torch.where((own == true) | ~error.isfinite(), 0.0, error)
+    """Finds the element of a result whose rounding makes a later one undefined.
+
+    With the elements up to it as they are in float64 the later result is finite, and
+    without it they do not suffice. The element at the same place is tried first.
+    """
+    own = kept.value.double()
+    changed = ((own != true) & true.isfinite()).flatten().nonzero().flatten()
     is_there = len(index) == own.dim() and all(
         i < n for i, n in zip(index, own.shape, strict=True)
     )
-    if is_there and float(error[index]) > 0:
-        return index
-    place = int(error.flatten().argmax())
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(place), own.shape))
+    if is_there:
+        strides = torch.empty(own.shape, device="meta").stride()
+        is_it = changed == sum(i * n for i, n in zip(index, strides, strict=True))
+        changed = torch.cat([changed[is_it], changed[~is_it]])
+
+    def is_finite(count: int) -> bool:
+        """True if the first of the changed elements suffice."""
+        run, mixed = _InFloat64(), own.flatten().clone()
+        mixed[changed[:count]] = true.flatten()[changed[:count]]
+        run.run(calls[0])
+        value = run.value(kept)
+        if value is None:
+            return False
+        value.copy_(mixed.view_as(own))
+        for call in calls[1:]:
+            run.run(call)
+        later = None if calls[-1].row in run.failed else run.value(bad)
+        return later is not None and math.isfinite(float(later[index]))
+
+    low, high = 0, len(changed)
+    if not high or not is_finite(high):
+        return _most_changed(own, true)
+    if is_there and is_finite(1):
+        high = 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_finite(middle) else (middle, high)
+    return _index_at(int(changed[high - 1]), own)
+
+
+def _most_changed(own: torch.Tensor, true: torch.Tensor) -> tuple[int, ...]:
+    """Where a result was changed most by its rounding: what became 0 comes first."""
+    error = (own - true).abs() / true.abs()
+    error = torch.where((own == true) | ~error.isfinite(), 0.0, error)
+    return _index_at(int(error.flatten().argmax()), own)
+
+
+def _index_at(place: int, of: torch.Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(place), of.shape))
 
 
 # In words.

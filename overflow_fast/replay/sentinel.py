@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..text import rounded
 from .capture import KeptCall
 from .tensor_kinds import as_wide, is_float
 
@@ -87,10 +88,9 @@ def outlier_in(call: KeptCall, sample: int) -> str:
         others[sample] = 0
         most = float(others.max())
         if math.isfinite(own) and own > _APART * most > 0:
-            ratio = float(f"{own / most:.2g}")
             return (
-                f"`{name}` is up to {own:.3g} in magnitude there, {ratio:,.10g} times "
-                "the largest of the other samples"
+                f"`{name}` is up to {own:.3g} in magnitude there, "
+                f"{rounded(own / most, 2)} times the largest of the other samples"
             )
     return ""
 

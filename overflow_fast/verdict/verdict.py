@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from .. import _C
 from ..capture.watch import ModelWatch
 from ..flags import is_label
+from ..text import rounded
 from ..tree import entry_label
 from ..types import TensorPath
 
@@ -124,8 +125,12 @@ class EntryHeadroom:
     @property
     def growth(self) -> str:
         """The headroom as a factor, with its bits: "111-fold (6.8 bits)"."""
-        factor = float(f"{2.0 ** min(self.bits, 1023.0):.3g}")
-        return f"{factor:,.10g}-fold ({self.bits:.1f} bits)"
+        return growth_text(self.bits)
+
+
+def growth_text(bits: float) -> str:
+    """Writes headroom in bits as a factor, with the bits: "111-fold (6.8 bits)"."""
+    return f"{rounded(2.0 ** min(bits, 1023.0))}-fold ({bits:.1f} bits)"
 
 
 @dataclass(frozen=True)

@@ -432,8 +432,17 @@ def test_gradients_stand_for_the_norm_where_nobody_gave_that():
 def test_a_clean_record_says_how_far_it_is_from_its_maximum():
     high = torch.tensor([[1.0, 2.0], [LIMIT / 4, 1.0]])
     page = parsed([record_of(high)])
-    assert "h.0: output (float16) in step 1, which could double 2.0 times" in page.text
+    text = "h.0: output (float16) in step 1, which could grow 4-fold (2.0 bits)"
+    assert text in page.text
     assert "Steps 0 to 1: all values" in page.text
+
+
+def test_a_single_record_s_versions_are_pairs_and_those_of_ranks_rows():
+    records = [record_of(torch.ones(2, 2), rank=i, world_size=2) for i in range(2)]
+    pairs = {row["field"]: row["value"] for row in parsed(records[:1]).table("Runs")}
+    rows = parsed(records).table("Runs")
+    assert pairs["rank"] == "0" and [row["rank"] for row in rows] == ["0", "1"]
+    assert set(pairs) == set(rows[0])
 
 
 def test_columns_in_which_nothing_stands_are_left_out():

@@ -89,6 +89,43 @@ def test_the_cure_is_in_the_first_screen_of_a_phone_to_be_copied(opened, scheme)
     assert not page.tab.locator("button.copy").is_visible()
 
 
+def test_rows_keep_their_colours_when_they_are_scrolled(opened):
+    entries = [entry(f"layers.{i}") for i in range(200)]
+    high = torch.full((2, 200), LIMIT / 2)
+    high[:, 150] = float("nan")
+    nans = torch.zeros_like(high)
+    nans[:, 150] = 1
+    page = opened([record_of(high, entries, nans)])
+    for top in (0, 2000, 2240):
+        page.tab.evaluate(
+            "top => { document.getElementById('rows').scrollTop = top }", top
+        )
+        page.wait()
+        is_seen = top // 16 <= 150 < top // 16 + 20
+        rows = [page.colour(0.5, i) for i in range(20)]
+        assert (BLACK in rows) == is_seen
+        assert not is_seen or rows.index(BLACK) == 150 - top // 16
+
+
+def test_what_is_beside_a_wide_table_stays_on_a_phone_s_screen(opened):
+    page = opened([record_of(*blocks(100))])
+    page.tab.set_viewport_size({"width": 390, "height": 844})
+    page.wait()
+    for caption in page.tab.locator("caption").all():
+        box = caption.bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 390
+
+
+def test_words_of_a_printed_table_stay_whole(opened):
+    page = opened([record_of(*blocks(100))])
+    page.tab.set_viewport_size({"width": 720, "height": 1000})
+    page.tab.emulate_media(media="print")
+    page.wait()
+    cell = page.tab.get_by_role("cell", name="float16", exact=True).first
+    assert cell.bounding_box()["height"] < 30
+    assert page.tab.evaluate("document.documentElement.scrollWidth") <= 720
+
+
 def test_a_printed_page_is_no_wider_than_the_paper(opened):
     code = "overflow_fast.keep_in_fp32(model, ['encoder.layers.0.ffn.down'], until=[])"
     cure = {"text": "run it in float32", "code": code, "tried": True, "file": "/m.py"}

@@ -167,6 +167,10 @@ def test_an_incident_has_a_page_beside_its_evidence(tmp_path):
         if "`" not in sentence:
             assert sentence in shown, sentence
     assert "replays   " not in shown
+    assert "To look at it" not in shown and "page.html" not in shown
+    assert shown.count(str(report.evidence)) == 1
+    main(["report", str(report.evidence), "-o", str(tmp_path / "again.html")])
+    assert "To look at it" not in Parsed((tmp_path / "again.html").read_text()).text
 
 
 @pytest.mark.parametrize("num_clean", [0, 3])

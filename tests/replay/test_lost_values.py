@@ -219,6 +219,23 @@ def test_an_exact_result_that_does_no_harm_is_not_blamed():
     assert (found.cause, found.lost_by) == ("undefined", None)
 
 
+@pytest.mark.parametrize("far", [25.0, 8.0])
+def test_the_element_that_was_lost_is_named_and_no_other(far):
+    """The rounding of other elements is larger, relatively, and does no harm."""
+    rows, label = torch.tensor([[0.3, -0.4], [far, 0.0], [20.0, 0.0]]), [[0], [0], [0]]
+    model = model_of(0.0)
+    model.weight.data[:] = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, -1e4]])
+
+    def loss(x):
+        p = model(x + torch.tensor([0.0, 1.0])).softmax(-1)
+        return ((1 - p.gather(-1, torch.tensor(label)).squeeze(-1)) ** 0.5).mean()
+
+    found = explain(model, rows, loss)
+    assert (found.cause, found.lost_by.name) == ("rounding", "aten._softmax")
+    assert "was rounded: 0.99999999" in found.evidence[1]
+    assert "became 1" in found.evidence[1]
+
+
 def test_random_numbers_are_taken_as_they_were():
     model = model_of(-150)
     loss = lambda x: F.dropout(model(x), 0.5).exp().log().mean()  # noqa: E731

@@ -254,6 +254,16 @@ def test_a_number_of_python_that_is_zero():
     assert "where the divisor is 0" not in str(found)  # it raises
 
 
+@pytest.mark.parametrize("lengths", [[2, 0, 3], [[0, 2, 0, 4]]])
+def test_a_tensor_of_whole_numbers_that_is_zero(lengths):
+    model, lengths = net(4), torch.tensor(lengths)
+    lengths = lengths if lengths.dim() > 1 else lengths[:, None]
+    found = explained(model, lambda: (model(x()) / lengths).mean())
+    assert found.remedies and all(each.tried for each in found.remedies)
+    assert found.remedies[0].text == "divide by 1e-8 where the divisor is 0"
+    assert found.remedies[0].is_recommended
+
+
 def test_a_sum_that_is_0_is_not_said_to_count_a_mask():
     model = net()
 

@@ -133,13 +133,16 @@ _ATTENTION = "scaled_dot_product_attention"
 _MEANS = ("mean", "loss", "cross_entropy", "median")  # in the names of operations
 
 
-def forms_of(written: Written, op: Op, cause: str) -> Iterator[Form]:
+def forms_of(
+    written: Written, op: Op, cause: str, by_number: bool = False
+) -> Iterator[Form]:
     """Yields guarded forms of an expression, the mildest first.
 
     Args:
         written: The expression.
         op: The operation that failed in it.
         cause: Why it failed: see `Explanation.cause`.
+        by_number: Whether it divides by a number of Python.
     """
     dtype = op.inputs[0].dtype if op.inputs else "float32"
     if not written.name or not written.operands or dtype not in _EPS:
@@ -151,9 +154,8 @@ def forms_of(written: Written, op: Op, cause: str) -> Iterator[Form]:
         yield from _mean_forms(written)
     if cause == "empty reduction" or written.name == "ctc_loss":
         yield from _empty_forms(written, op.name)
-    is_number = written.name == "div" and op.name.startswith("aten.div")
-    if is_number and len(op.inputs) < len(written.operands) == 2:
-        by = f"({written.operands[1]} or {_EPS[dtype]})"  # a number of Python
+    if by_number and written.name in _QUOTIENTS and len(written.operands) == 2:
+        by = f"({written.operands[1]} or {_EPS[dtype]})"
         yield Form(
             f"divide by {_EPS[dtype]} in place of 0", written.with_operands(None, by)
         )
@@ -171,6 +173,12 @@ def forms_of(written: Written, op: Op, cause: str) -> Iterator[Form]:
         yield from _inf_forms(written, op, dtype)
     if dtype == "float16" and written.name in _NORMS | {"std", "var"}:
         yield in_float32(written)
+
+
+def _forms_at(row: Row, written: Written, op: Op, cause: str) -> Iterator[Form]:
+    """The forms of the expression that a row of a replay's table is of."""
+    by_number = row.details is not None and row.details.divides_by_number
+    return forms_of(written, op, cause, by_number)
 
 
 def _root_forms(written: Written, dtype: str) -> Iterator[Form]:
@@ -311,7 +319,7 @@ def _empty_forms(written: Written, op: str) -> Iterator[Form]:
         by = written.operands[1]
         yield Form(
             "divide by a count of at least 1",
-            written.with_operands(None, f"{by}.clamp(min=1)"),
+            written.with_operands(None, f"{atom(by)}.clamp(min=1)"),
         )
     is_free = not written.has_keyword("unbiased", "correction")
     if written.name == "var":
@@ -388,7 +396,7 @@ def line_rewrites(failure: Failure, trials: Trials) -> Attempts:
     source, node = expression_of(row, trials.applied)
     if source is None or node is None:
         return
-    forms = forms_of(Written(source, node), op, failure.found.cause)
+    forms = _forms_at(row, Written(source, node), op, failure.found.cause)
     for form in itertools.islice(forms, _MAX_FORMS):
         edits = [Edit(node, form.code)]
         yield _trial_of_edits(form.text, edits, source, row, trials)
@@ -507,7 +515,7 @@ def update_remedies(
     source, node = expression_of(row, AppliedPatches())
     if found.op is None or source is None or node is None:
         return
-    forms = forms_of(Written(source, node), found.op, found.cause)
+    forms = _forms_at(row, Written(source, node), found.op, found.cause)
     for form in itertools.islice(forms, _MAX_FORMS):
         edits = [Edit(node, form.code)]
         try:
