@@ -23,6 +23,7 @@ from engine_runs import (  # noqa: E402
     megatron,
     problems,
     run,
+    torchtitan,
     trl,
     with_bare,
 )
@@ -32,6 +33,7 @@ PACKAGES = {
     "trainers": "deepspeed",
     "trl": "trl",
     "megatron": "megatron-core",
+    "torchtitan": "torchtitan",
 }
 # Shown with the versions, where one is installed.
 BESIDE = {"trainers": ["transformers", "accelerate"], "trl": ["transformers"]}
@@ -64,7 +66,7 @@ so there is no search; "1 fp32 sums" is its BF16_Optimizer.
 def cases_of(engine: str, world: int) -> list[Case]:
     """The guarded runs on some ranks; on four, those of one policy."""
     known = {"deepspeed": DEEPSPEED, "trainers": TRAINERS}
-    layouts = {"trl": trl, "megatron": megatron}
+    layouts = {"trl": trl, "megatron": megatron, "torchtitan": torchtitan}
     cases = known[engine] if engine in known else layouts[engine](world)
     if world < 4:
         return cases

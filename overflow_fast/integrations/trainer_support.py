@@ -64,15 +64,7 @@ class GuardOwner:
 
     def attach_guard(self, model: Any, optimizer: Any) -> OverflowGuard:
         """Attaches a guard for a training."""
-        arguments = self._arguments
-        is_initialized = dist.is_available() and dist.is_initialized()
-        if is_initialized and arguments.get("process_group") is None:
-            # Trainers pass models that are not wrapped yet.
-            acts = arguments.get("on_overflow") != "warn"
-            arguments = {
-                **arguments,
-                "process_group": dist.group.WORLD if acts else None,
-            }
+        arguments = decided_by_all_ranks(self._arguments)
         self.guard = OverflowGuard(model, optimizer, **arguments)
         if self._learn is not None:
             self.guard.learn(self._learn)
@@ -82,6 +74,19 @@ class GuardOwner:
         """Removes the guard, after its last verdict."""
         if self.guard is not None:
             self.guard.remove()
+
+
+def decided_by_all_ranks(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns a guard's arguments, with the group of all ranks if none is given.
+
+    A trainer's ranks train one model, which shows in no parameter while it is not
+    wrapped yet, nor where the stages of a pipeline share none.
+    """
+    is_initialized = dist.is_available() and dist.is_initialized()
+    if not is_initialized or arguments.get("process_group") is not None:
+        return arguments
+    acts = arguments.get("on_overflow") != "warn"
+    return {**arguments, "process_group": dist.group.WORLD if acts else None}
 
 
 def check_before_saving(guard: OverflowGuard) -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed, also under trainers, TRL and Megatron-core, with planted faults.
+"""DeepSpeed, also under trainers, TRL, Megatron-core, torchtitan: planted faults.
 
 Where they are installed.
 """
@@ -7,13 +7,23 @@ import functools
 import importlib.util
 
 import pytest
-from engine_runs import DEEPSPEED, TRAINERS, megatron, problems, run, trl, with_bare
+from engine_runs import (
+    DEEPSPEED,
+    TRAINERS,
+    megatron,
+    problems,
+    run,
+    torchtitan,
+    trl,
+    with_bare,
+)
 
 ENGINES = {
     "deepspeed": lambda world: DEEPSPEED,
     "trainers": lambda world: TRAINERS,
     "trl": trl,
     "megatron": megatron,
+    "torchtitan": torchtitan,
 }
 PACKAGES = {"trainers": "deepspeed"}
 RUNS = [

@@ -33,7 +33,7 @@ class Case:
 
     Attributes:
         layout: A stage of ZeRO, behind the trainer's name where one uses DeepSpeed, or
-            how Megatron shares the model.
+            how Megatron or torchtitan shares the model.
         dtype: bf16, fp16 or fp32.
         fault: In step BAD of the last rank: an input, an overflow within a layer, a nan
             in backward alone. "none" plants nothing; "search" has a loss scale that is
@@ -72,6 +72,7 @@ class Training:
         step: Makes a step of a number, with a fault or "", and returns its losses.
         state: Lists all tensors and values that a skipped step must not change.
         facts: What the engine counts: `engine_skipped` and `global_steps`.
+        first_step: The number that the engine gives its first step.
     """
 
     model: torch.nn.Module
@@ -79,6 +80,7 @@ class Training:
     step: Callable[[int, str], list[float]]
     state: Callable[[], list[Any]]
     facts: Callable[[], dict[str, Any]]
+    first_step: int = 0
 
     def train(
         self, case: Case, losses: list[float], after_step: Callable[[], None]
@@ -206,6 +208,16 @@ def megatron(world: int) -> list[Case]:
     ]
 
 
+def torchtitan(world: int) -> list[Case]:
+    """torchtitan's layouts that fit a number of ranks; it has no fp16."""
+    layouts = {
+        1: [("FSDP2", "fp32"), ("FSDP2", "bf16")],
+        2: [("FSDP2", "fp32"), ("FSDP2", "bf16"), ("TP2", "bf16"), ("PP2", "bf16")],
+        4: [(each, "bf16") for each in ("FSDP2", "HSDP", "FSDP2 TP2", "FSDP2 PP2")],
+    }
+    return [case for layout in layouts[world] for case in cases_of(*layout)]
+
+
 # On each rank.
 
 
@@ -264,7 +276,7 @@ def play(case: Case, training: Training) -> dict[str, Any]:
         "digests": digests,
         "losses": losses,
         "raised": raised,
-        "step": None if report is None else report.step,
+        "step": None if report is None else report.step - training.first_step,
         "fqn": None if report is None else report.verdict.first.fqn,
         "where": None if report is None else report.where,
         "text": "" if report is None else " ".join(str(report).split()),

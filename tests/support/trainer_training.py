@@ -33,7 +33,7 @@ class TrainerTraining(Training):
             trainer.add_callback(callback)
             return callback
 
-        return cls(model, make_guard, None, state, facts, trainer)
+        return cls(model, make_guard, None, state, facts, trainer=trainer)
 
 
 class AfterStep(TrainerCallback):
