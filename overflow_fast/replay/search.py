@@ -352,13 +352,10 @@ class Search:
         self, found: Explanation, root_op: RootOp, traced: ReplayResult, place: int
     ) -> None:
         assert traced.table is not None and self._first is not None
-        if isinstance(root_op.source, Row):
-            if root_op.source.is_meant:
-                return  # a mask that is less deep makes a loss that is finite and huge
-            if traced.carried:
-                names = ", ".join(f"`{name}`" for name in traced.carried)
-                found.notes.append(_NOT_TRIED.format(names))
-                return
+        if isinstance(root_op.source, Row) and traced.carried:
+            names = ", ".join(f"`{name}`" for name in traced.carried)
+            found.notes.append(_NOT_TRIED.format(names))
+            return
         failure = Failure.of(found, root_op, traced.table, place)
         failure.checkpoints = self._checkpoints
         failure.lost = self._lost

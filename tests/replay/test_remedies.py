@@ -78,9 +78,39 @@ LINES |= {
         torch.tensor([[1.0, 2.0], [0.0, 0.0]]),
     ),
 }
+LINES |= {
+    "module, all ignored": (
+        "ENTROPY(x * w, torch.full((3,), -100))",
+        torch.ones(3, 2),
+    ),
+    "module, weights of 0": (
+        "WEIGHTED(x * w, torch.full((3,), 1))",
+        torch.ones(3, 2),
+    ),
+    "module, transcript longer than its audio": (
+        "CTC((x * w).log_softmax(-1)[:, None], torch.ones(1, 3).long(), "
+        "torch.tensor([3]), torch.tensor([3]))",
+        torch.ones(3, 2),
+    ),
+    "all scores masked": (
+        "torch.logsumexp((x * w).masked_fill(x == 0, -torch.inf), -1).mean()",
+        torch.tensor([[1.0, 2.0], [0.0, 0.0]]),
+    ),
+    "matrix that is singular": (
+        "torch.logdet((x * w).T @ (x * w))",
+        torch.ones(3, 2),
+    ),
+    "matrix, as a method": ("((x * w).T @ (x * w)).logdet()", torch.ones(3, 2)),
+    "equal eigenvalues": (
+        "torch.linalg.eigh((x * w).T @ (x * w))[1].square()[0, 0]",
+        torch.eye(2),
+    ),
+}
 HELPED = [name for name in LINES if name != "attention"]  # torch gives 0 there: log(0)
 SOURCE = """import torch
 import torch.nn.functional as F
+ENTROPY, CTC = torch.nn.CrossEntropyLoss(), torch.nn.CTCLoss()
+WEIGHTED = torch.nn.CrossEntropyLoss(torch.tensor([1.0, 0.0]), label_smoothing=0.1)
 def loss_of(x, w):
     y = 1
     return {}
@@ -96,7 +126,7 @@ def test_the_line_that_is_recommended_helps(name, tmp_path):
     assert good, found
     for remedy in good:
         assert remedy.file == str(path)
-        assert 5 <= remedy.line <= 5 + code.count("\n")
+        assert 7 <= remedy.line <= 7 + code.count("\n")
         fresh, _ = module_of(tmp_path, edited(path, remedy))
         model = Holder()
         loss = fresh.loss_of(x, model.w)
@@ -104,6 +134,79 @@ def test_the_line_that_is_recommended_helps(name, tmp_path):
         assert loss.isfinite() and model.w.grad.isfinite().all(), remedy
         assert loss.item() == pytest.approx(remedy.loss)
     assert str(good[0]) in str(found)
+
+
+@pytest.mark.parametrize("labels", [[0, 0, 1], [0, -100, 1], [0, -100, 0]])
+def test_the_function_of_a_loss_module_is_the_same_elsewhere(labels, tmp_path):
+    """Also with its class weights, smoothed labels and ignored ones."""
+    name = "weights of 0" if 1 in labels else "all ignored"
+    code, x = LINES[f"module, {name}"]
+    module, _ = module_of(tmp_path, SOURCE.format(code))
+    remedy = explained(module.loss_of, x).remedies[0]
+    given = code.partition(", ")[2][:-1]
+    fixed = remedy.code.removeprefix("return ").replace(given, "y")
+    space = {**vars(module), "x": torch.randn(3, 2), "w": torch.ones(2)}
+    space["y"] = torch.tensor(labels)
+    criterion = module.WEIGHTED if 1 in labels else module.ENTROPY
+    assert eval(fixed, space).item() == pytest.approx(
+        criterion(space["x"], space["y"]).item()
+    )
+
+
+HALF = """import torch
+def dice(p, t, eps):
+    return 1 - (2 * (p * t).sum() + eps) / (p.sum() + t.sum() + eps)
+def loss_of(x, w):
+    return dice(x.half() * w.half().repeat(2), t=x.half(), eps=1.0)
+"""
+
+
+def test_a_function_of_the_loss_is_given_float32(tmp_path):
+    module, path = module_of(tmp_path, HALF)
+    x = torch.full((40_000, 4), 1.0)
+    remedy = explained(module.loss_of, x).remedies[0]
+    assert remedy.is_recommended and remedy.text == "compute the loss in float32"
+    assert "t=x.half().float(), eps=1.0)" in remedy.code
+    model = Holder()
+    loss = module_of(tmp_path, edited(path, remedy))[0].loss_of(x, model.w)
+    loss.backward()
+    assert loss.dtype == torch.float32 and loss.isfinite()
+    assert model.w.grad.isfinite().all()
+
+
+def normed(make):
+    """A layer with a row of 0, under one of both kinds of weight norm."""
+    layer = nn.Linear(3, 2)
+    layer.weight.data[1] = 0
+    return make(layer)
+
+
+def with_negative_variance():
+    layer = nn.BatchNorm1d(3).eval()
+    layer.running_var[1] = -0.5
+    return layer
+
+
+UNUSABLE = {
+    "weight norm": lambda: normed(nn.utils.parametrizations.weight_norm),
+    "old weight norm": lambda: normed(nn.utils.weight_norm),
+    "negative variance": with_negative_variance,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_what_a_layer_holds_is_repaired(name):
+    model = nn.Sequential(nn.Linear(3, 3), UNUSABLE[name]())
+    before = {key: each.clone() for key, each in model.state_dict().items()}
+    x = torch.randn(4, 3)
+    found = explain(model, x, lambda x: model(x).sum())
+    (remedy,) = [each for each in found.remedies if each.is_recommended]
+    assert all(each.equal(before[key]) for key, each in model.state_dict().items())
+    exec(remedy.code, {"torch": torch, "model": model})
+    assert model(x).isfinite().all()
+    changed = [n for n, each in model.state_dict().items() if not each.equal(before[n])]
+    assert [name for name in changed if name in remedy.text] == changed
 
 
 OWN_SOFTMAX = """import torch
@@ -149,7 +252,7 @@ def test_a_line_over_several_lines_is_replaced_whole(tmp_path):
     code = "torch.sqrt(\n    (x * w).pow(2).sum(\n      -1\n    )\n  ).mean()"
     module, path = module_of(tmp_path, SOURCE.format(code))
     remedy = explained(module.loss_of, torch.zeros(3, 2)).remedies[0]
-    assert (remedy.line, remedy.is_recommended) == (5, True)
+    assert (remedy.line, remedy.is_recommended) == (7, True)
     fresh, _ = module_of(tmp_path, edited(path, remedy))
     assert fresh.loss_of(torch.zeros(3, 2), torch.ones(2)).isfinite()
 

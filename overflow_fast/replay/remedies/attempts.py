@@ -27,9 +27,11 @@ from ..slice import ForwardRows, find_root_op
 from ..tensor_kinds import is_float
 from .line_edit import NotEditableError
 from .line_forms import (
+    empty_row_rewrites,
     exact_rewrites,
     expression_of,
     line_rewrites,
+    loss_in_float32,
     lost_value_rewrites,
     mask_rewrites,
     product_rewrites,
@@ -435,6 +437,9 @@ def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
     """The patches to try, those that change the least first."""
     cause, op = failure.found.cause, failure.found.op
     is_own_line = op is None or not installed_name(op.file)
+    if failure.is_meant:
+        yield empty_row_rewrites(failure, trials)
+        return
     if cause in _LINES and not is_own_line:
         trials.notes.append(_INSTALLED)
     if cause == "bad data":
@@ -450,6 +455,7 @@ def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
         if is_own_line:
             yield product_rewrites(failure, trials)
         if is_of_loss:  # a line of the loss changes less than the model's dtype
+            yield loss_in_float32(failure, trials)
             yield line_rewrites(failure, trials)
         yield try_wider_dtypes(failure, trials)
         yield _try_smaller_weights(failure, trials)
@@ -463,6 +469,8 @@ def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
         and not (failure.found.is_overflow and is_of_loss)
     ):
         yield line_rewrites(failure, trials)
+    if cause == "undefined":
+        yield _repair_weights(failure, trials)
     if failure.found.is_overflow and failure.found.phase == "backward":
         yield _try_loss_scales(failure, trials)
 
@@ -518,6 +526,41 @@ def _try_smaller_weights(failure: Failure, trials: Trials) -> Attempts:
         _scaling_code(names, factor, trials),
     )
     yield Trial(remedy, ScaledWeights(dict.fromkeys(names, factor)))
+
+
+def _repair_weights(failure: Failure, trials: Trials) -> Attempts:
+    """Other values for what a layer holds, and cannot be computed with."""
+    module, op = failure.found.module, failure.found.op
+    if op is None or len(trials.replayer.models) > 1:
+        return
+    for _, name, tensor in names_of(trials.replayer.models):
+        owner, _, own = name.rpartition(".")
+        if "batch_norm" in op.name and owner == module and own == "running_var":
+            is_bad = tensor < 0
+            text = f"set the negative values of {name} to 1, as in a new layer"
+            remedy = Remedy(text, _NEGATIVE.format(name))
+            if bool(is_bad.any()):
+                value = tensor.detach().masked_fill(is_bad, 1)
+                yield Trial(remedy, OtherWeights({name: value}))
+        # A parametrization is a module below what owns the weights.
+        is_near = owner == module or module.startswith(f"{owner}.")
+        if "weight_norm" in op.name and is_near and own in _DIRECTIONS:
+            is_bad = tensor.detach().flatten(1).norm(dim=1) == 0
+            text = f"fill rows of {name} that are 0 with small random numbers"
+            remedy = Remedy(text, _ZERO_ROWS.format(name))
+            if bool(is_bad.any()):
+                value = tensor.detach().clone()
+                steps = torch.linspace(0.01, 0.02, value[0].numel(), dtype=value.dtype)
+                value[is_bad] = steps.reshape(value[0].shape).to(value.device)
+                yield Trial(remedy, OtherWeights({name: value}))
+
+
+_NEGATIVE = 'v = model.get_buffer("{}"); v[v < 0] = 1'
+_DIRECTIONS = ("weight_v", "original1")  # of both kinds of weight_norm
+_ZERO_ROWS = (
+    'v = model.get_parameter("{}").data; is_zero = v.flatten(1).norm(dim=1) == 0; '
+    "v[is_zero] = 0.02 * torch.randn_like(v[is_zero])"
+)
 
 
 def _scaling_code(names: list[str], factor: float, trials: Trials) -> str:

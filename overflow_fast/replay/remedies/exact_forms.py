@@ -161,7 +161,7 @@ def _writes(statement: ast.stmt, names: set[str]) -> bool:
     return is_other
 
 
-def _twice(text: str) -> tuple[str, str]:
+def twice(text: str) -> tuple[str, str]:
     """Code that evaluates an argument, and code that reads its value again."""
     node = ast.parse(text, mode="eval").body
     if isinstance(node, (ast.Name, ast.Attribute, ast.Constant)):
@@ -169,7 +169,7 @@ def _twice(text: str) -> tuple[str, str]:
     return f"({_OF_VALUE} := {text})", _OF_VALUE
 
 
-def _function(source: SourceFile, name: str) -> str:
+def functional_name(source: SourceFile, name: str) -> str:
     """A function of torch.nn.functional, by the names that a file has for it."""
     for prefix in ("F", "nn.functional", "torch.nn.functional"):
         if prefix.partition(".")[0] in source.imports:
@@ -189,7 +189,7 @@ def _log_of_cosh(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
     of = inner.argument_of("cosh")
     if not of:
         return None
-    first, again = _twice(of)
+    first, again = twice(of)
     code = (
         f"({atom(first)}.abs() + (-2 * {atom(again)}.abs()).exp().log1p() - {_LOG_2})"
     )
@@ -202,7 +202,7 @@ def _log_of_expm1(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
 
 
 def _of_expm1(of: str) -> tuple[str, str]:
-    first, again = _twice(of)
+    first, again = twice(of)
     code = f"({atom(first)} + (-(-{atom(again)}).expm1()).log())"
     return "write log expm1 x as x + log(-expm1(-x))", code
 
@@ -215,7 +215,7 @@ def _log_of_softmax(source: SourceFile, inner: _Inner) -> tuple[str, str] | None
 
 
 def _log_of_sigmoid(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
-    of, function = inner.argument_of("sigmoid"), _function(source, "logsigmoid")
+    of, function = inner.argument_of("sigmoid"), functional_name(source, "logsigmoid")
     pair = inner.operands_of("sub")
     if pair is not None and _is_number(pair[0], 1):
         of = _Inner(source, pair[1], inner).argument_of("sigmoid")
@@ -286,7 +286,7 @@ def _log1p_of_exp(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
 
 
 def _softplus(source: SourceFile, of: str) -> tuple[str, str] | None:
-    function = _function(source, "softplus")
+    function = functional_name(source, "softplus")
     return ("use softplus", f"{function}({of})") if function else None
 
 
@@ -302,7 +302,7 @@ def _log_of_product(source: SourceFile, inner: _Inner) -> tuple[str, str] | None
 
 def _log_of_tanh(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
     """Of 1 - tanh(x)^2, as squashed Gaussian policies have it."""
-    pair, function = inner.operands_of("sub"), _function(source, "softplus")
+    pair, function = inner.operands_of("sub"), functional_name(source, "softplus")
     if pair is None or not _is_number(pair[0], 1) or not function:
         return None
     power = Written(source, pair[1])
@@ -312,7 +312,7 @@ def _log_of_tanh(source: SourceFile, inner: _Inner) -> tuple[str, str] | None:
     of = _Inner(source, power.nodes[0], inner).argument_of("tanh")
     if not of:
         return None
-    first, again = _twice(of)
+    first, again = twice(of)
     code = f"(2 * ({_LOG_2} - {atom(first)} - {function}(-2 * {atom(again)})))"
     return "write log(1 - tanh(x)^2) as 2 (log 2 - x - softplus(-2 x))", code
 
@@ -357,7 +357,7 @@ def _of_quotient(
 
 def _of_norm(source: SourceFile, written: Written) -> tuple[str, str] | None:
     """F.normalize, where a tensor is divided by its own norm."""
-    above, function = written.nodes[0], _function(source, "normalize")
+    above, function = written.nodes[0], functional_name(source, "normalize")
     norm = _Inner(source, written.nodes[1]).written
     is_own = norm.name in ("norm", "vector_norm") and bool(norm.nodes)
     is_own = is_own and source.text_of(norm.nodes[0]) == source.text_of(above)

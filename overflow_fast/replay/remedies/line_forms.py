@@ -10,8 +10,8 @@ from typing import Any
 
 from ..explanation import OVERFLOWS, Explanation, Op, Remedy
 from ..op_trace import Row
-from ..places import span_of
-from .exact_forms import exact_forms
+from ..places import Frames, span_of
+from .exact_forms import exact_forms, functional_name, twice
 from .line_edit import CodePlace, NotEditableError, edited_code
 from .patches import LinePatch
 from .source_rewrites import (
@@ -152,6 +152,7 @@ def forms_of(
         return
     if written.name in _MEAN_LOSSES:
         yield from _mean_forms(written)
+    yield from _loss_module_forms(written, op)
     if cause == "empty reduction" or written.name == "ctc_loss":
         yield from _empty_forms(written, op.name)
     if by_number and written.name in _QUOTIENTS and len(written.operands) == 2:
@@ -165,6 +166,7 @@ def forms_of(
         _log_forms,
         _inverse_forms,
         _norm_forms,
+        _matrix_forms,
         _shifted_softmax_forms,
     ):
         yield from makes(written, dtype)
@@ -289,6 +291,28 @@ def _norm_forms(written: Written, dtype: str) -> Iterator[Form]:
         )
 
 
+_JITTER = {"float64": "1e-9", "bfloat16": "1e-2", "float16": "1e-3"}
+_OF_SINGULAR = {"logdet", "slogdet", "det", "inverse", "inv", "cholesky", "cholesky_ex"}
+_OF_EQUAL = {"eigh", "svd", "eig"}  # their gradients divide by differences
+
+
+def _matrix_forms(written: Written, dtype: str) -> Iterator[Form]:
+    """A matrix that is not singular, or has no two equal values."""
+    if written.is_in_place or written.name not in _OF_SINGULAR | _OF_EQUAL:
+        return
+    first, again = twice(written.operands[0])
+    like = f"dtype={again}.dtype, device={again}.device"
+    if written.name in _OF_SINGULAR:
+        eps = _JITTER.get(dtype, "1e-6")
+        text = f"add {eps} to the diagonal"
+        added = f"{eps} * torch.eye({again}.shape[-1], {like})"
+    else:
+        text = "add numbers from 0 to 1e-3 to the diagonal, which no two values share"
+        steps = f"torch.linspace(0, 1e-3, {again}.shape[-1], {like})"
+        added = f"torch.diag({steps})"
+    yield Form(text, written.with_operands(f"({first} + {added})"))
+
+
 def _shifted_softmax_forms(written: Written, dtype: str) -> Iterator[Form]:
     lowest = _LOWEST.get(dtype, "-1e9")
     if written.name in ("softmax", "log_softmax", "logsumexp"):
@@ -352,15 +376,43 @@ def _mean_forms(written: Written) -> Iterator[Form]:
     """The sum of a loss, divided by a count that is not 0."""
     if len(written.operands) != 2 or written.has_keyword("reduction"):
         return
-    labels, weight = written.operands[1], written.keyword("weight")
     total = written.with_keyword("reduction", '"sum"')
+    weight = written.keyword("weight")
+    ignored = written.keyword("ignore_index") or "-100"
+    yield _mean_of(total, written.operands[1], weight, ignored)
+
+
+def _mean_of(total: str, labels: str, weight: str, ignored: str) -> Form:
+    """A sum divided by that of the labels' weights, or by how many labels count."""
     if weight:
         text = "divide the sum by a sum of weights of at least 1e-8"
-        yield Form(text, f"{total} / {atom(weight)}[{labels}].sum().clamp(min=1e-8)")
-    else:
-        ignored = written.keyword("ignore_index") or "-100"
-        text = "divide the sum by a count of at least 1"
-        yield Form(text, f"{total} / ({labels} != {ignored}).sum().clamp(min=1)")
+        counted = f"{labels}[{labels} != {ignored}]"
+        return Form(text, f"{total} / {atom(weight)}[{counted}].sum().clamp(min=1e-8)")
+    text = "divide the sum by a count of at least 1"
+    return Form(text, f"{total} / ({labels} != {ignored}).sum().clamp(min=1)")
+
+
+def _loss_module_forms(written: Written, op: Op) -> Iterator[Form]:
+    """The function of a loss that is called as a module, with its settings."""
+    is_ctc = "ctc_loss" in op.name
+    function = functional_name(
+        written.source, "ctc_loss" if is_ctc else "cross_entropy"
+    )
+    own, given = written.function, written.arguments
+    is_module = written.name not in {*_MEAN_LOSSES, "ctc_loss"} and bool(own)
+    if not is_module or not function or written.has_any_keyword:
+        return
+    if is_ctc and len(given) == 4:
+        own_settings = f"blank={own}.blank, reduction={own}.reduction"
+        code = f"{function}({', '.join(given)}, {own_settings}, zero_infinity=True)"
+        yield Form("pass zero_infinity=True", code)
+    elif op.name.startswith("aten.nll_loss") and len(given) == 2:
+        # What is not a CrossEntropyLoss lacks one of these: nothing is tried then.
+        settings = [f"{key}={own}.{key}" for key in ("ignore_index", "label_smoothing")]
+        weight = f"{own}.weight" if len(op.inputs) > 1 else ""
+        settings += [f"weight={weight}"] * bool(weight)
+        total = f'{function}({", ".join([*given, *settings])}, reduction="sum")'
+        yield _mean_of(total, given[1], weight, f"{own}.ignore_index")
 
 
 def _inf_forms(written: Written, op: Op, dtype: str) -> Iterator[Form]:
@@ -400,6 +452,47 @@ def line_rewrites(failure: Failure, trials: Trials) -> Attempts:
     for form in itertools.islice(forms, _MAX_FORMS):
         edits = [Edit(node, form.code)]
         yield _trial_of_edits(form.text, edits, source, row, trials)
+
+
+def empty_row_rewrites(failure: Failure, trials: Trials) -> Attempts:
+    """A logsumexp of nothing but a mask's -inf, which then counts as 0.
+
+    A mask that is less deep would make a loss that is finite and huge.
+    """
+    row = failure.row
+    source, node = (None, None) if row is None else expression_of(row, trials.applied)
+    if row is None or source is None or node is None:
+        return
+    written = Written(source, node)
+    if written.name == "logsumexp":
+        first, again = twice(written.text)
+        code = f'{first}.masked_fill({again} == float("-inf"), 0)'
+        text = "take 0 where all scores are masked"
+        yield _trial_of_edits(text, [Edit(node, code)], source, row, trials)
+
+
+def loss_in_float32(failure: Failure, trials: Trials) -> Attempts:
+    """A function of the loss that overflows in float16, given float32 instead."""
+    row = failure.row
+    if row is None or not failure.is_half or len(row.frames) < 2:
+        return
+    caller = row.frames[1:]
+    source, span = trials.applied.source(caller[0][0].co_filename), span_of(caller)
+    node = None if span is None else source.node_at(span)
+    if not isinstance(node, ast.Call):
+        return
+    given = [*node.args, *(each.value for each in node.keywords)]
+    wide = [
+        Edit(each, f"{atom(source.text_of(each))}.float()")
+        for each in given
+        if isinstance(each, _TENSORS)
+    ]
+    if wide:
+        text = "compute the loss in float32"
+        yield _trial_of_edits(text, wide, source, row, trials, caller)
+
+
+_TENSORS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.BinOp)
 
 
 def exact_rewrites(failure: Failure, trials: Trials) -> Attempts:
@@ -481,15 +574,28 @@ def expression_of(
 
 
 def _trial_of_edits(
-    text: str, edits: Sequence[Edit], source: SourceFile, row: Row, trials: Trials
+    text: str,
+    edits: Sequence[Edit],
+    source: SourceFile,
+    row: Row,
+    trials: Trials,
+    frames: Frames = (),
 ) -> Trial:
     """The trial of edits of the code that called an operation.
+
+    Args:
+        text: The edits in words.
+        edits: The edits.
+        source: The file that they are of.
+        row: The operation.
+        trials: The trials.
+        frames: The code that is edited; () for that of the operation.
 
     Raises:
         NotEditableError: If the file is not what runs.
     """
     after = source.edited(edits)
-    place = CodePlace.of(row.frames[0][0])
+    place = CodePlace.of((frames or row.frames)[0][0])
     patch = trials.applied.line_patch(LinePatch((place,), source.to_run(edits)))
     texts = tuple(t for edit in edits for t in (source.text_of(edit.node), edit.text))
     return Trial(edited_remedy(text, edits, after), patch, after, texts)

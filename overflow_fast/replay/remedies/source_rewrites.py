@@ -233,13 +233,14 @@ class Written:
         node: The expression.
 
     Attributes:
+        source: The file.
         name: The function's name, such as "sqrt"; of operators, that of the function.
         operands: The texts of the operands; the one of a method call comes first.
         nodes: The operands themselves.
     """
 
     def __init__(self, source: SourceFile, node: ast.AST) -> None:
-        self._source, self._node = source, node
+        self.source, self._node = source, node
         self.name = ""
         self.operands: list[str] = []
         self.nodes: list[ast.AST] = []
@@ -260,14 +261,14 @@ class Written:
         starred = any(isinstance(each, ast.Starred) for each in node.args)
         if starred or any(each.arg is None for each in node.keywords):
             return
-        text_of = self._source.text_of
+        text_of = self.source.text_of
         self._keywords = {str(k.arg): text_of(k.value) for k in node.keywords}
         self.nodes = list(node.args)
         if isinstance(function, ast.Name):
             self.name = function.id
         elif isinstance(function, ast.Attribute):
             self.name = function.attr
-            if self._source.text_of(function.value) not in _NAMESPACES:
+            if self.source.text_of(function.value) not in _NAMESPACES:
                 self._is_method = True
                 self._writes = function.attr.endswith("_")
                 self.name = function.attr.rstrip("_")
@@ -279,7 +280,7 @@ class Written:
                 del self._keywords[name]
 
     def _text(self, node: ast.AST) -> str:
-        text = self._source.text_of(node)
+        text = self.source.text_of(node)
         is_simple = isinstance(
             node,
             (ast.Name, ast.Call, ast.Attribute, ast.Subscript, ast.Constant, ast.Tuple),
@@ -289,9 +290,20 @@ class Written:
     @property
     def argument(self) -> str:
         """The rest of the arguments of a call, such as "dim=-1"."""
-        rest = [self._source.text_of(each) for each in self.nodes[1:]]
+        rest = [self.source.text_of(each) for each in self.nodes[1:]]
         named = [f"{key}={value}" for key, value in self._keywords.items()]
         return ", ".join([*rest, *named])
+
+    @property
+    def function(self) -> str:
+        """What is called, as it is written, such as "self.criterion"; or ""."""
+        is_call = isinstance(self._node, ast.Call)
+        return self.source.text_of(self._node.func) if is_call else ""  # type: ignore[attr-defined]
+
+    @property
+    def arguments(self) -> list[str]:
+        """The texts of a call's arguments without a name."""
+        return self.operands[1:] if self._is_method else self.operands
 
     def is_constant(self, place: int) -> bool:
         """Returns True if an operand is a number that is written there."""
@@ -304,6 +316,11 @@ class Written:
     def has_keyword(self, *names: str) -> bool:
         """Returns True if one of the keywords is given."""
         return any(name in self._keywords for name in names)
+
+    @property
+    def has_any_keyword(self) -> bool:
+        """Returns True if an argument is given by its name."""
+        return bool(self._keywords)
 
     def with_operands(self, *changed: str | None) -> str:
         """The expression with other operands; None leaves one as it is."""
@@ -329,13 +346,13 @@ class Written:
         texts = [
             (new or old)
             if i == 0 and self._is_method
-            else _bare(new or self._source.text_of(each))
+            else _bare(new or self.source.text_of(each))
             for i, (new, old, each) in enumerate(
                 zip(given, self.operands, self.nodes, strict=True)
             )
         ]
         named = [f"{key}={value}" for key, value in keywords.items()]
-        function = self._source.text_of(node.func)
+        function = self.source.text_of(node.func)
         if self._is_method:
             assert isinstance(node.func, ast.Attribute)
             function = f"{texts.pop(0)}.{node.func.attr}"
@@ -344,7 +361,7 @@ class Written:
     @property
     def text(self) -> str:
         """The expression as it is."""
-        return self._source.text_of(self._node)
+        return self.source.text_of(self._node)
 
     @property
     def is_in_place(self) -> bool:

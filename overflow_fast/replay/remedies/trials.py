@@ -352,6 +352,11 @@ class Failure:
     checkpoints: Sequence[str | os.PathLike[str]] = ()
     is_compiled: bool = False
 
+    @property
+    def is_meant(self) -> bool:
+        """True if its infs are those of a mask alone."""
+        return self.row is not None and self.row.is_meant
+
     @classmethod
     def of(
         cls, found: Explanation, root_op: RootOp, table: OpTable, place: int
