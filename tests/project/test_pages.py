@@ -26,6 +26,7 @@ def linking_pages():
         "CONTRIBUTING.md",
         "CHANGELOG.md",
         "benchmarks/README.md",
+        "overflow_fast/torch_internals/README.md",
     ]
     return pages() | {page: (ROOT / page).read_text() for page in others}
 

@@ -136,7 +136,7 @@ def test_the_extensions_room_uses_no_other_folder(path):
     included = re.findall(r'#include "(.+)"', path.read_text())
     assert [each for each in included if not (CPP_ROOM / each).exists()] == []
     named = "\n| `" + path.with_suffix(".h").name + "` |"
-    assert named in (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    assert named in (PACKAGE / "torch_internals" / "README.md").read_text()
 
 
 def test_a_missing_one_is_said_once_and_costs_one_feature(monkeypatch, caplog):
@@ -509,6 +509,6 @@ def test_eager_code_is_watched_where_torch_compile_has_changed():
     assert f"{said}._C._dynamo.eval_frame.set_eval_frame" in done.stderr
 
 
-def test_the_table_in_contributing_is_this_one():
-    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+def test_the_table_beside_the_code_is_this_one():
+    text = (PACKAGE / "torch_internals" / "README.md").read_text()
     assert "\n".join(registry.table()) in text
