@@ -117,7 +117,7 @@ def _instance_of(kind: type) -> Any:
 
 
 def table() -> Iterator[str]:
-    """Yields the rows of the table of internals in Markdown, as `README.md` here has it."""
+    """Yields the rows of the table of internals in Markdown, as in `README.md`."""
     yield "| API | used for | without it |"
     yield "|---|---|---|"
     for api, reason, without in sorted(set(INTERNALS.values())):
