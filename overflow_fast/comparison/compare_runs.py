@@ -584,9 +584,9 @@ def _in_backward(
         if len(known.with_gradients) == 1:
             (run,) = known.with_gradients
             older = (
-                f"In {_RUNS[run]} alone parameters had gradients when backward began, "
-                "to which it adds: not cleared, or of an earlier batch."
+                f"In {_RUNS[run]} alone parameters had gradients when backward began"
             )
+            older += ", to which it adds."
             return RootDifference("", "", "gradients", row, remark=older)
         older = "Parameters had gradients before backward began, to which it adds."
         remark = older if known.with_gradients else _USED_ELSEWHERE

@@ -510,6 +510,13 @@ def test_one_rank_is_one_rank_and_what_was_not_judged_is_not_fine(tmp_path):
     assert "1 ranks" not in text + page and "1 hosts" not in text + page
 
 
+def test_a_stage_with_a_warning_is_not_all_judged_either():
+    stages = [StageResult("links", "warning"), StageResult("memory", "fine")]
+    note = Finding("links", 0, (), "The speed of rank 0 was not judged.")
+    found = Diagnosis(2, [Finding("links", 1, (1,), "Rank 1 straggles."), note], stages)
+    assert found.result == "warning; not all judged: links"
+
+
 def test_the_diagnosis_is_plain_data():
     plain = diagnosis().to_dict()
     assert (plain["kind"], plain["status"], plain["world_size"]) == ("diagnosis", 2, 16)
