@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import itertools
@@ -11,6 +12,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..core.collection import without_collection
 from ..text import counted, with_progress
@@ -35,13 +38,14 @@ from .matching import (
 )
 from .msprobe_dump import find_dumps, read_dumps
 from .recordings import (
+    OPTIMIZER,
     RankStep,
     RecordedRun,
     RecordedTensor,
     has_unequal_states,
     read_run,
 )
-from .tensor_hooks import BACKWARD, FORWARD, STATE
+from .tensor_hooks import BACKWARD, BOUNDS, FORWARD, STATE, Summary
 
 # Remarks before anything is compared: how the two runs were unlike.
 
@@ -247,7 +251,33 @@ def differing_settings(
         pairs: The tensors that belong together, for the modules that do.
     """
     twins = {p.entry.place.module: p.reference.place.module for p in pairs}
-    found = [(a.rank, _differing(a.modes, b.modes, twins)) for a, b in steps]
+    sides = [(a.rank, _settings(a, False), _settings(b, False)) for a, b in steps]
+    return _differing_of_ranks(sides, twins)
+
+
+def differing_optimizers(
+    steps: Sequence[tuple[RankStep, RankStep]],
+) -> dict[str, list[str]] | None:
+    """Describes the settings of optimizers that differ; None if they are not known."""
+    sides = [(a.rank, _settings(a, True), _settings(b, True)) for a, b in steps]
+    if not all(mine and its for _, mine, its in sides):
+        return None
+    return _differing_of_ranks(sides, {})
+
+
+_Settings = Mapping[str, Mapping[str, str]]
+
+
+def _settings(step: RankStep, is_of_optimizer: bool) -> _Settings:
+    """The settings of a rank's modules, or of its optimizers."""
+    found = step.modes.get("settings", {}).items()
+    return {k: v for k, v in found if k.startswith(OPTIMIZER) == is_of_optimizer}
+
+
+def _differing_of_ranks(
+    sides: Sequence[tuple[int, _Settings, _Settings]], twins: Mapping[str, str]
+) -> dict[str, list[str]]:
+    found = [(rank, _differing(mine, its, twins)) for rank, mine, its in sides]
     modules = dict.fromkeys(module for _, own in found for module in own)
     return {
         module: of_ranks([(rank, own.get(module, ())) for rank, own in found])
@@ -256,10 +286,9 @@ def differing_settings(
 
 
 def _differing(
-    mine: Mapping[str, Any], its: Mapping[str, Any], twins: Mapping[str, str]
+    own: _Settings, other: _Settings, twins: Mapping[str, str]
 ) -> dict[str, list[str]]:
     """Describes those of one rank, see `differing_settings()`."""
-    own, other = mine.get("settings", {}), its.get("settings", {})
     found: dict[str, list[str]] = {}
     for key, values in own.items():
         module, _, call = key.partition(" #")
@@ -360,7 +389,7 @@ class StepContext:
     Attributes:
         settings: The settings of both runs' ranks, see `recordings.modes()`.
         missing: The modules of which a run has tensors that the other lacks.
-        had_gradients: Whether parameters had gradients before the step, in a run.
+        with_gradients: Which runs, 0 or 1, had gradients when a step's backward began.
         differing: The plain attributes and arguments of modules that differ.
         without_gradients: The modules that no gradient reaches in the first run, and
             those in the reference, that one reaches in the other; from the loss on.
@@ -370,7 +399,7 @@ class StepContext:
 
     settings: Sequence[tuple[RankStep, RankStep]] = ()
     missing: Container[str] = ()
-    had_gradients: bool = False
+    with_gradients: Sequence[int] = ()
     lone_sources: Mapping[str, Sequence[str]] = field(default_factory=dict)
     differing: Mapping[str, Sequence[str]] = field(default_factory=dict)
     ties: Sequence[Mapping[str, str]] = ()
@@ -390,6 +419,10 @@ def find_root_difference(
     """
     known = known or StepContext()
     first = _first_difference(rows, known)
+    if first is not None and first.row.rank is not None:
+        key = first.row.place.key
+        on = {r.rank for r in rows if r.place.key == key and _begins(r)}
+        first.ranks = tuple(sorted(rank for rank in on if rank is not None))
     texts = [] if first is None else known.differing.get(first.module, ())
     if first is None or not texts:
         return first
@@ -545,10 +578,17 @@ def _in_backward(
         tie = _describe_tie(place.fqn, known)
         if tie:
             return RootDifference("", "", "gradients", row, remark=tie)
-        is_known = not known.had_gradients and _has_compared(row, rows, known)
+        is_known = not known.with_gradients and _has_compared(row, rows, known)
         kind = "backward" if is_known else "gradients"
-        older = "Parameters had gradients before the step began."
-        remark = older if known.had_gradients else _USED_ELSEWHERE
+        if len(known.with_gradients) == 1:
+            (run,) = known.with_gradients
+            older = (
+                f"In {_RUNS[run]} alone parameters had gradients when backward began"
+            )
+            older += ", to which it adds."
+            return RootDifference("", "", "gradients", row, remark=older)
+        older = "Parameters had gradients before backward began, to which it adds."
+        remark = older if known.with_gradients else _USED_ELSEWHERE
         return RootDifference(place.module, place.class_name, kind, row, remark=remark)
     given = [r.place for r in rows if _is_given(r, row, rows)]
     users = [each for each in given if each.role == "input" and each.is_leaf]
@@ -699,8 +739,7 @@ def compare_runs(
     """Compares two folders; see `overflow_fast.compare`."""
     mine, its = _read(run), _read(reference)
     result = Comparison(mine.name, its.name, [], threshold=threshold)
-    remarks, known = list[Remark](), dict[tuple[int | None, str], float]()
-    earlier = EarlierSteps()
+    remarks, earlier = list[Remark](), EarlierSteps()
     shared = sorted({*mine.steps} & {*its.steps})
     for step in with_progress(shared, "steps", len(shared)):
         with without_collection():
@@ -709,10 +748,13 @@ def compare_runs(
             mine.has_forward |= _has_forward(own)
             its.has_forward |= _has_forward(other)
             before = result.num_alone
-            rows, first = _compare_step(result, remarks, step, own, other, names, known)
+            rows, first = _compare_step(
+                result, remarks, step, own, other, names, earlier
+            )
             if first is not None and result.first is None:
                 result.first = earlier.described(first)
             earlier.add(rows, result.num_alone - before)
+            remarks += earlier.add_optimizers(step, rank_pairs(own, other))
             mark(rows, threshold, cosine)
             result.add_step(rows)
     result.said += [*run_remarks(mine, its), *as_sentences(remarks)]
@@ -741,10 +783,42 @@ def _has_other_forward(run: RecordedRun, compared: Sequence[int]) -> bool:
     return any(_has_forward([each.read() for each in ranks]) for ranks in others)
 
 
-_UPDATE = (
-    "The optimizer, its state, its settings, or other code that writes to weights "
-    "makes it."
+_MAKERS = "other code that writes to weights"
+_ROUNDED = (
+    " makes it; or rounding: where an optimizer divides by the size of gradients, as "
+    "Adam does, one that is rounding alone makes a step as long as any other."
 )
+
+
+# Settings that choose an implementation of the same update.
+_IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
+
+
+def _is_same_update(optimizers: Mapping[str, Sequence[str]] | None) -> bool:
+    """True if of the settings that differ none changes what an update is."""
+    texts = (text for found in (optimizers or {}).values() for text in found)
+    return all(text.partition(" is ")[0] in _IMPLEMENTATIONS for text in texts)
+
+
+def _describe_update(
+    optimizers: Mapping[str, Sequence[str]] | None, is_exact: bool
+) -> str:
+    """Describes what can have made an update differ.
+
+    Args:
+        optimizers: The settings of optimizers that differ; None if they are not known.
+        is_exact: Whether the gradients before were equal bit for bit.
+    """
+    found = [f"{name}: {'; '.join(of)}." for name, of in (optimizers or {}).items()]
+    text = " ".join(each[0].upper() + each[1:] for each in found)
+    if found and not _is_same_update(optimizers):
+        return text
+    first = "The optimizer, its state, its settings, or"
+    if found:
+        first = f"{text} That, the optimizer's state, or"
+    elif optimizers is not None:
+        first = "The settings of the optimizers are equal: their state, or"
+    return f"{first} {_MAKERS}" + (" makes it." if is_exact else _ROUNDED)
 
 
 class EarlierSteps:
@@ -755,6 +829,9 @@ class EarlierSteps:
         self._with_gradients: list[int] = []  # of parameters, which were compared
         self._has_equal_gradients = self._is_equal = self._is_whole = True
         self._last: set[str] = set()  # the parameters that had one in the last of them
+        self._optimizers: dict[str, list[str]] | None = None  # what of them differs
+        self._may_divide = True
+        self.errors = UpdateErrors()
 
     def add(self, rows: Sequence[TensorDifference], num_alone: int) -> None:
         """Adds the rows of a step, and how many tensors of it one run alone has."""
@@ -770,6 +847,31 @@ class EarlierSteps:
             self._with_gradients.append(step)
             self._last = {each.place.fqn for each in found}
             self._has_equal_gradients &= all(each.verdict == EQUAL for each in found)
+
+    @property
+    def may_divide(self) -> bool:
+        """True if all optimizers so far had equal settings, and may normalize."""
+        is_known = self._optimizers is not None
+        return is_known and _is_same_update(self._optimizers) and self._may_divide
+
+    def add_optimizers(
+        self, step: int, ranks: Sequence[tuple[RankStep, RankStep]]
+    ) -> list[Remark]:
+        """Adds the settings of a step's optimizers.
+
+        Returns:
+            Remarks on optimizers that differ and did not before: a schedule of learning
+            rates is one difference, not one a step.
+        """
+        found = differing_optimizers(ranks)
+        if found is None:
+            return []
+        for each in (_settings(side, True) for pair in ranks for side in pair):
+            self._may_divide &= all(g["class"] != "'SGD'" for g in each.values())
+        known = self._optimizers or {}
+        new = {name: texts for name, texts in found.items() if name not in known}
+        self._optimizers = {**known, **new}
+        return [(step, text) for text in setting_remarks(new)]
 
     def described(self, first: RootDifference) -> RootDifference:
         """Adds what is known of these steps to the first difference."""
@@ -787,7 +889,8 @@ class EarlierSteps:
         if has_other_shape(row):
             return first
         how = "equal" if self._has_equal_gradients else "equal but for rounding"
-        remark = f"{first.remark} {_UPDATE}"
+        makers = _describe_update(self._optimizers, self._has_equal_gradients)
+        remark = f"{first.remark} {makers}"
         return dataclasses.replace(
             first, kind="update", gradients=(tuple(steps), how), remark=remark
         )
@@ -810,7 +913,7 @@ def _compare_step(
     own: Sequence[RankStep],
     other: Sequence[RankStep],
     names: Mapping[str, str],
-    gradients: dict[tuple[int | None, str], float],
+    earlier: EarlierSteps,
 ) -> tuple[list[TensorDifference], RootDifference | None]:
     entries, references = _entries(own, other)
     copies = []
@@ -820,7 +923,7 @@ def _compare_step(
     matched = match(entries, references, names)
     rows = differences_of(matched.pairs, step)
     judge_all(rows, matched.pairs, _has_tf32(own) or _has_tf32(other))
-    _explain_by_gradients(rows, gradients)
+    earlier.errors.explain(rows, matched.pairs, earlier.may_divide)
     result.num_alone += len(matched.only) + len(matched.only_reference)
     remarks += left_out_remarks(step, rows, matched)
     remarks += [*copies, *step_remarks(step, own, other)]
@@ -833,32 +936,92 @@ def _compare_step(
     return rows, find_root_difference(rows, known)
 
 
-def _explain_by_gradients(
-    rows: Sequence[TensorDifference], known: dict[tuple[int | None, str], float]
-) -> None:
+_DIVIDED = "the rounding of gradients, which the optimizer divides by their size"
+
+
+class UpdateErrors:
     """Finds weights and buffers that differ no more than what they were made with.
 
-    Adam makes of a gradient that is nothing but rounding a step as long as any other.
-
-    Args:
-        rows: The judged rows of a step.
-        known: The largest relative difference, in the steps before, of each parameter's
-            gradient; for buffers, by the name "", of all that was propagated. Gets
-            those of this step.
+    Adam makes of a gradient that is nothing but rounding a step as long as any other:
+    gradients that round differently move those elements of a weight apart that are no
+    larger than their rounding, by two such steps at most.
     """
-    for row in rows:
-        is_buffer = row.place.role == "buffer"
-        at = row.rank, "" if is_buffer else row.place.fqn
-        is_state = row.place.phase == STATE
-        if is_state and row.verdict == INTRODUCED and at in known:
-            row.propagated = known[at]
-            if row.measures is not None and row.relative <= FLAGGED * known[at]:
+
+    def __init__(self) -> None:
+        # Of each rank's parameter, the largest relative difference of its gradient in
+        # the steps before; of buffers, by the name "", of all that was propagated.
+        self._relative = dict[tuple[int | None, str], float]()
+        self._sums = dict[tuple[int | None, str], torch.Tensor]()  # of its last weight
+        self._share = dict[tuple[int | None, str], float]()  # of elements, see below
+        self._moved = dict[tuple[int | None, str], float]()  # apart, at most
+
+    def explain(
+        self,
+        rows: Sequence[TensorDifference],
+        pairs: Sequence[Pair],
+        may_divide: bool,
+    ) -> None:
+        """Explains the weights and buffers of a step, and keeps its gradients.
+
+        Args:
+            rows: The judged rows of the step.
+            pairs: Their tensors.
+            may_divide: Whether both runs have optimizers of equal settings, which may
+                divide gradients by their size.
+        """
+        for row, pair in zip(rows, pairs, strict=True):
+            name = "" if row.place.role == "buffer" else row.place.fqn
+            if row.place.phase == STATE:
+                self._explain(row, (row.rank, name))
+            if row.place.role == "parameter" and pair.reference.summary is not None:
+                self._explain_division(row, pair.reference.summary, may_divide)
+            if row.place.role == "parameter_gradient":
+                at = row.rank, row.place.fqn
+                self._relative[at] = max(self._relative.get(at, 0.0), row.relative)
+                self._add_share(at, row, pair.reference.summary)
+            if row.verdict == PROPAGATED:
+                at = row.rank, ""
+                self._relative[at] = max(self._relative.get(at, 0.0), row.relative)
+
+    def _explain(self, row: TensorDifference, at: tuple[int | None, str]) -> None:
+        if row.verdict == INTRODUCED and at in self._relative:
+            row.propagated = self._relative[at]
+            if row.measures is not None and row.relative <= FLAGGED * row.propagated:
                 row.verdict = PROPAGATED
-        if row.place.role == "parameter_gradient":
-            known[at] = max(known.get(at, 0.0), row.relative)
-        if row.verdict == PROPAGATED:
-            at = row.rank, ""
-            known[at] = max(known.get(at, 0.0), row.relative)
+
+    def _explain_division(
+        self, row: TensorDifference, summary: Summary, may_divide: bool
+    ) -> None:
+        at = row.rank, row.place.fqn
+        before = self._sums.get(at)
+        self._sums[at] = summary.sums
+        if before is None:
+            return
+        step = float((summary.sums - before).norm())
+        moved = 2 * math.sqrt(self._share.get(at, 0.0)) * step
+        moved = self._moved[at] = self._moved.get(at, 0.0) + moved
+        if may_divide and row.verdict == INTRODUCED and row.measures is not None:
+            bound = moved / summary.norm if summary.norm else 0.0
+            if row.relative <= bound:
+                row.propagated = max(row.propagated, bound)
+                row.verdict = PROPAGATED
+                row.notes.append(_DIVIDED)
+
+    def _add_share(
+        self, at: tuple[int | None, str], row: TensorDifference, summary: Summary | None
+    ) -> None:
+        """Adds the share of a gradient that is no larger than what rounding makes."""
+        if summary is None or len(summary.magnitudes) != len(BOUNDS) + 1:
+            return
+        numel = max(1, math.prod(row.shapes[1]))
+        size = FLAGGED * row.relative * summary.norm / math.sqrt(numel)
+        if not size or not math.isfinite(size):
+            return
+        found = summary.magnitudes[bisect.bisect_left(BOUNDS, size)]
+        num = max(1, summary.magnitudes[-1])
+        found += num < numel  # what a sample does not show may be as much as one of it
+        share = min(1.0, found / num)
+        self._share[at] = max(self._share.get(at, 0.0), share)
 
 
 def _known(
@@ -867,7 +1030,11 @@ def _known(
     return StepContext(
         rank_pairs(own, other),
         matched.missing_modules(),
-        any(step.modes.get("had_gradients") for step in (*own, *other)),
+        [
+            i
+            for i, run in enumerate((own, other))
+            if any(step.modes.get("had_gradients") for step in run)
+        ],
         matched.lone_sources(),
     )
 

@@ -60,6 +60,7 @@ class RootDifference:
             rounding explains.
         is_equal_before: Whether all of that was equal.
         is_whole_before: Whether all tensors of those steps were compared.
+        ranks: The ranks of which the same row shows it, if rows are of ranks.
         gradients: The steps before up to the one before, in which the gradients of
             parameters were compared, and how they were: "equal", or that but for
             rounding; of an update alone.
@@ -77,6 +78,7 @@ class RootDifference:
     is_equal_before: bool = True
     is_whole_before: bool = True
     gradients: tuple[tuple[int, ...], str] | None = None
+    ranks: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """It as texts and numbers."""
@@ -87,6 +89,7 @@ class RootDifference:
             "row": self.row.name,
             "step": self.row.step,
             "rank": self.row.rank,
+            "ranks": list(self.ranks),
             "after": self.after,
             "op": self.op,
             "remark": self.remark,
@@ -116,11 +119,16 @@ class RootDifference:
         but = but.replace("they were", "it was") if len(self.earlier) == 1 else but
         return f"{text}with {what} in {steps_text(self.earlier)}{but}: "
 
+    def _ranks_text(self) -> str:
+        if len(self.ranks) < 2:
+            return f"rank {self.row.rank}"
+        return steps_text(self.ranks).replace("step", "rank", 1)
+
     def _sentence(self) -> str:
         row = self.row
         name = self.module or "the model"
         of_class = f" ({self.class_name})" if self.class_name else ""
-        on_rank = "" if row.rank is None else f" on rank {row.rank}"
+        on_rank = "" if row.rank is None else f" on {self._ranks_text()}"
         amount = _amount(row)
         if self.kind in ("weights", "update"):
             text = f"{row.place} of {name}{of_class} differs{on_rank}{amount}."

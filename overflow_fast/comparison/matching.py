@@ -157,14 +157,24 @@ def _sum_of(found: Sequence[Summary]) -> Summary:
         sum(s.num_nan for s in found),
         sum(s.num_inf for s in found),
         torch.stack([s.sums for s in found]).sum(0),
+        _added([s.magnitudes for s in found]),
     )
+
+
+def _added(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The sums of counts of parts; none if a part has others than the rest."""
+    if len({len(each) for each in counts}) != 1:
+        return ()
+    return tuple(map(sum, zip(*counts, strict=True)))
 
 
 def _sum_of_partial(found: Sequence[Summary]) -> Summary:
     """The sum of parts that are added; its range is not known, its norm estimated."""
     total = _sum_of(found)
     squares = float(total.sums.square().sum())
-    return dataclasses.replace(total, low=math.nan, high=math.nan, squares=squares)
+    return dataclasses.replace(
+        total, low=math.nan, high=math.nan, squares=squares, magnitudes=()
+    )
 
 
 _PEFT = "base_model.model."

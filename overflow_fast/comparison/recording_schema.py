@@ -54,6 +54,7 @@ class RowLine(Struct, tag_field="kind", tag="row"):
     squares: Number = 0.0
     num_nan: Count = 0
     num_inf: Count = 0
+    magnitudes: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()
     fingerprint: bytes | None = None
     same: Count | None = None
     why: str = ""

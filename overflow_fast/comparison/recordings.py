@@ -13,7 +13,14 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
@@ -40,6 +47,7 @@ from .tensor_hooks import (
     TensorHooks,
     fetch,
     is_compiled,
+    magnitudes,
     part_of,
     scalars_in,
     summarize,
@@ -616,6 +624,40 @@ def settings_of(module: nn.Module) -> dict[str, str]:
     return scalars_in(vars(uncompiled(module)))
 
 
+OPTIMIZER = "the optimizer"  # begins the names of optimizers among settings
+
+
+def settings_of_optimizer(
+    optimizer: Any, number: int, own: Set[int]
+) -> dict[str, dict[str, str]]:
+    """The plain values of an optimizer's groups, by a name for each, such as lr.
+
+    Args:
+        optimizer: The optimizer.
+        number: How many others of the model have stepped before it.
+        own: The ids of the model's parameters that require gradients; groups without
+            any are left out.
+    """
+    found = dict[str, dict[str, str]]()
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    values: dict[str, Any] = {"class": type(optimizer).__name__}
+    values["parameters left out"] = len(own - held)
+    for i, group in enumerate(optimizer.param_groups):
+        if own.isdisjoint(id(each) for each in group["params"]):
+            continue
+        name = OPTIMIZER + (f" {number + 1}" if number else "")
+        name += f", group {i + 1}" if i else ""
+        values |= {k: _plain(v) for k, v in group.items() if not k.startswith("param")}
+        found[name] = scalars_in(values)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A setting; of one in a tensor on the CPU its number."""
+    is_tensor = isinstance(value, torch.Tensor) and value.device.type == "cpu"
+    return value.item() if is_tensor and value.numel() == 1 else value
+
+
 def _has_tf32(devices: list[torch.device]) -> bool:
     """True if float32 products of a GPU may be rounded to TF32."""
     backends: Any = torch.backends
@@ -733,8 +775,9 @@ class Recording:
         self._has_gradients = False
         self._modes = modes(self._model)
         self._random = RandomStates(devices_of([self._model]))
-        gradients = (each.grad for each in self._model.parameters())
-        self._modes["had_gradients"] = any(each is not None for each in gradients)
+        self._optimizers = set[int]()  # that have stepped
+        parameters = self._model.parameters()
+        self._parameters = {id(each) for each in parameters if each.requires_grad}
         self._tap = TensorHooks(self._model, self._add)
         self._tap.show_state()
         self._tap.__enter__()
@@ -745,14 +788,18 @@ class Recording:
 
         Where one is stepped within backward, most have none yet.
         """
-        self._isolated(lambda: self._add_gradients(optimizer))
+        self._isolated(lambda: self._add_optimizer(optimizer))
 
-    def _add_gradients(self, optimizer: Any) -> None:
-        if self._tap is None or self._has_gradients:
+    def _add_optimizer(self, optimizer: Any) -> None:
+        if self._tap is None or id(optimizer) in self._optimizers:
             return
-        own = {id(each) for each in self._model.parameters()}
-        groups = (group["params"] for group in optimizer.param_groups)
-        if any(id(each) in own for params in groups for each in params):
+        number = len(self._optimizers)
+        found = settings_of_optimizer(optimizer, number, self._parameters)
+        if not found:
+            return
+        self._optimizers.add(id(optimizer))
+        self._modes["settings"] |= found
+        if not self._has_gradients:
             self._has_gradients = True
             self._tap.show_gradients()
 
@@ -783,6 +830,7 @@ class Recording:
         changed = {k: v for k, v in settings.items() if self._settings.get(k) != v}
         self._settings |= changed
         step = {"kind": "step", "step": self._step, **self._modes, "settings": changed}
+        step["had_gradients"] = bool(tap.had_gradients)
         step |= {"has_drawn": bool(drawn), "drawn": drawn}
         end = {"failures": tap.failures, "raised": raised, "rows": len(lines)}
         lines.append(f"{dumps({**step, **end})}\n")
@@ -802,7 +850,10 @@ class Recording:
             return
         row.part, row.local = part, tuple(values.shape)
         if same is None:
-            self._rows[-1] = row, summarize(values, part)
+            numbers = summarize(values, part)
+            if place.role in ("accumulated_gradient", "parameter_gradient"):
+                numbers = torch.cat([numbers, magnitudes(values)])
+            self._rows[-1] = row, numbers
             if self._has_tensors:
                 self._hold(row, values)
 

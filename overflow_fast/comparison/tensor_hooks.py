@@ -266,6 +266,8 @@ class TensorHooks:
     Attributes:
         failures: What the sink raised, as texts.
         arguments: The plain values that modules were called with, by module and call.
+        had_gradients: Whether parameters had gradients when the step's first backward
+            began; None before.
     """
 
     def __init__(
@@ -288,6 +290,7 @@ class TensorHooks:
         self._stacks: dict[int, list[_Running]] = {}  # of each thread
         self._number = 0
         self.arguments: dict[str, dict[str, str]] = {}
+        self.had_gradients: bool | None = None
         self._known: dict[Any, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._watched: dict[int, tuple[weakref.ref[torch.Tensor], int | None]] = {}
 
@@ -322,13 +325,13 @@ class TensorHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        arguments = self.arguments
+        arguments, had_gradients = self.arguments, self.had_gradients
         for module, (call, shown) in self._compiled.items():
             if own_compiled_call(module) is shown:  # not compiled again since
                 set_compiled_call(module, call)
         self._compiled.clear()
         self.begin_step()
-        self.arguments = arguments
+        self.arguments, self.had_gradients = arguments, had_gradients
 
     def _show_compiled(self, module: nn.Module) -> None:
         """Puts hooks around what `compile()` made of a module: it has them inside."""
@@ -470,10 +473,18 @@ class TensorHooks:
 
     def _on_gradient(self, place: StepPath, gradient: torch.Tensor) -> None:
         if self._is_on and gradient is not None:
+            self._isolated(self._begin_backward, None)
             self._isolated(self._show, place, gradient)
+
+    def _begin_backward(self, first: torch.Tensor | None) -> None:
+        """Notes the gradients that were there, but for the one that was just made."""
+        if self.had_gradients is None:
+            others = (each for each in self._model.parameters() if each is not first)
+            self.had_gradients = any(each.grad is not None for each in others)
 
     def _on_accumulated(self, place: StepPath, parameter: torch.Tensor) -> None:
         if self._is_on and parameter.grad is not None:
+            self._isolated(self._begin_backward, parameter)
             place = replace(place, call=self._accumulated[id(parameter)])
             self._accumulated[id(parameter)] += 1
             self._isolated(self._show, place, parameter.grad)
@@ -510,8 +521,8 @@ def inner_tensors(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 def _identity(tensor: torch.Tensor) -> Any:
     """A key that tensors with the same unchanged memory have in common, or None."""
     local = local_tensor(tensor)
-    if local is not None:  # what writes to it leaves the wrapper's version as it was
-        return *tensor.shape, "of", _identity(local)
+    if local is not None:  # a write raises the version of the one that it was made by
+        return id(tensor), _C.version_of(tensor), "of", _identity(local)
     is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
     if not is_plain or tensor.layout is not torch.strided or tensor.is_inference():
         version = _C.version_of(tensor)
@@ -542,6 +553,8 @@ class Summary:
         num_nan: How many are nan.
         num_inf: How many are inf or -inf.
         sums: The fingerprint, 251 float64 on the CPU.
+        magnitudes: Of a parameter's gradient, how many of a sample of its values are
+            no larger than each of `BOUNDS`, and how many the sample has; else empty.
     """
 
     low: float
@@ -550,6 +563,7 @@ class Summary:
     num_nan: int
     num_inf: int
     sums: torch.Tensor
+    magnitudes: tuple[int, ...] = ()
 
     @property
     def norm(self) -> float:
@@ -569,6 +583,7 @@ class Summary:
             "squares": self.squares,
             "num_nan": self.num_nan,
             "num_inf": self.num_inf,
+            "magnitudes": list(self.magnitudes) or None,
             "fingerprint": base64.b64encode(data).decode(),
         }
 
@@ -576,7 +591,8 @@ class Summary:
     def from_line(cls, line: RowLine, sums: torch.Tensor) -> Summary:
         """Makes one of a line that has a fingerprint, which `sums_of()` has read."""
         low, high, squares = map(float, (line.low, line.high, line.squares))
-        return cls(low, high, squares, line.num_nan, line.num_inf, sums)
+        counts = line.num_nan, line.num_inf
+        return cls(low, high, squares, *counts, sums, line.magnitudes)
 
 
 def sums_of(prints: Sequence[bytes]) -> Iterator[torch.Tensor]:
@@ -597,18 +613,21 @@ def fetch(numbers: list[torch.Tensor]) -> list[Summary]:
 
     Incurs a CPU-GPU sync for each.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    groups: dict[tuple[torch.device, torch.dtype, int], list[int]] = {}
     for i, each in enumerate(numbers):
-        groups.setdefault((each.device, each.dtype), []).append(i)
+        groups.setdefault((each.device, each.dtype, len(each)), []).append(i)
     found: dict[int, Summary] = {}
     for indices in groups.values():
         with without_modes():
             table = torch.stack([numbers[i] for i in indices]).cpu().double()
-            rows = [(row[:5].tolist(), row[5:].clone()) for row in table]
-        for i, ((low, high, squares, num_nan, num_inf), sums) in zip(
+            end = 5 + WIDTH
+            rows = [(r[:5].tolist(), r[5:end].clone(), r[end:].tolist()) for r in table]
+        for i, ((low, high, squares, *counts), sums, rest) in zip(
             indices, rows, strict=True
         ):
-            found[i] = Summary(low, high, squares, int(num_nan), int(num_inf), sums)
+            num_nan, num_inf = map(int, counts)
+            sizes = tuple(map(int, rest))
+            found[i] = Summary(low, high, squares, num_nan, num_inf, sums, sizes)
     return [found[i] for i in range(len(numbers))]
 
 
@@ -690,6 +709,30 @@ def _cleaned(chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     num_inf = chunk.numel() - is_finite.sum() - num_nan
     counts = [num_nan.to(chunk.dtype), num_inf.to(chunk.dtype)]
     return torch.stack([low, high, _squared(chunk), *counts]), chunk
+
+
+BOUNDS = tuple(2.0**k for k in range(-62, 18, 2))
+_MAX_SAMPLE = 2**11
+
+
+def magnitudes(values: torch.Tensor) -> torch.Tensor:
+    """Counts the values that are no larger than each of `BOUNDS`, and all: of a sample.
+
+    Does not incur a CPU-GPU sync.
+
+    Args:
+        values: What `values_of()` returned.
+
+    Returns:
+        The counts on the tensor's device, behind those of `summarize()` for `fetch()`.
+    """
+    with without_modes():
+        flat = values.reshape(-1)
+        sample = flat[:: -(-flat.numel() // _MAX_SAMPLE) or 1].to(wide_dtype(values))
+        bounds = torch.tensor(BOUNDS, dtype=sample.dtype, device=sample.device)
+        ordered = sample.abs().sort().values
+        counts = torch.searchsorted(ordered, bounds, right=True)
+        return torch.cat([counts, counts.new_full((1,), len(sample))]).to(sample.dtype)
 
 
 def _squared(values: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from ..page.render import GENERATOR, html_templates, page_style, save_page
 from ..text import as_lines, counted
 from .links import Measured, passes_of
 from .roll_call import RankFacts
-from .stage import STATES, UNJUDGED, Finding, Pair, StageResult
+from .stage import NOTE, STATES, UNJUDGED, Finding, Pair, StageResult
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Diagnosis:
     @property
     def result(self) -> str:
         """The result in words, with the stages that were not judged in full."""
-        unjudged = [each.name for each in self.stages if each.state == UNJUDGED]
+        noted = {each.stage for each in self.findings if each.severity == NOTE}
+        unjudged = [each.name for each in self.stages if each.name in noted]
         if not unjudged:
             return STATES[self.status]
         word = STATES[self.status] if self.status else "no fault found"

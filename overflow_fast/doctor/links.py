@@ -478,8 +478,8 @@ def _stragglers(
             found.append(Finding(NAME, NOTE, (rank,), text))
     if alone:
         text = (
-            f"The speed of {named(alone, hosts)} was not judged: no other rank has a "
-            "device of its kind."
+            f"The speed of {named(alone, hosts)} was not judged: no other rank that "
+            "was examined has a device of its kind."
         )
         found.append(Finding(NAME, NOTE, (), text))
     return found

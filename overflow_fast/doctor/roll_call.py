@@ -266,8 +266,10 @@ def _odd(
     most, ranks = odd
     if most is None:
         counts = collections.Counter(values.values())
+        holders = {v: [r for r in values if values[r] == v] for v in counts}
         shown = ", ".join(
-            f"{value} ({counted(n, 'rank')})" for value, n in counts.most_common(4)
+            f"{value} on {named(holders[value], hosts)}"
+            for value, _ in counts.most_common(4)
         )
         return f"The ranks differ in {name}: {shown}."
     theirs = ", ".join(sorted({str(values[rank]) for rank in ranks}))

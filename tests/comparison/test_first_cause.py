@@ -92,8 +92,17 @@ def test_gradients_from_before_the_step_blame_no_module(compared):
     step = lambda model: loss_of(model).backward()  # noqa: E731
     diff = compared(step, step, model, small())
     assert diff.first.kind == "gradients", diff
+    assert "In the first run alone parameters had gradients when" in str(diff.first)
+
+
+def test_gradients_that_both_had_before_leave_it_open(compared):
+    models = small(), small()
+    for seed, model in enumerate(models):
+        loss_of(model, x=batch(7 + seed)).backward()
+    diff = compared(*[lambda model: loss_of(model).backward()] * 2, *models)
+    assert diff.first.kind == "gradients", diff
     assert "what made them could not be compared" in str(diff.first)
-    assert "before the step began" in str(diff.first)
+    assert "had gradients before backward began" in str(diff.first)
 
 
 def test_a_model_that_is_called_twice_blames_no_module(compared):

@@ -186,7 +186,7 @@ PLANTED = {
     ),
     "batches in the other order of ranks": (
         Run(x=lambda s, r: batch(10 * s + 1 - r)),
-        *(Run(), "batch", "", 0, 0, ["other inputs on rank 0"]),
+        *(Run(), "batch", "", 0, 0, ["other inputs on ranks 0 and 1: "]),
     ),
     "a shorter batch": (
         Run(x=lambda s, r: batch(10 * s + r, rows=4 - (r == s == 1))),
@@ -211,6 +211,10 @@ PLANTED = {
     "a gradient of a shard": (
         Run(fsdp(), gradients=on_rank_1(gradient(f"{UP}.weight", 1.5))),
         *(Run(fsdp()), "gradients", "", 1, 1, ["on rank 1"]),
+    ),
+    "gradients of shards, by an operation of DTensors": (
+        Run(fsdp(), gradients=lambda m, s: [p.grad.mul_(2) for p in m.parameters()]),
+        *(Run(fsdp()), "gradients", "", 0, 0, ["on ranks 0 and 1", "2 times"]),
     ),
     "a backward": (
         Run(model=on_rank_1(wrong_backward)),

@@ -256,12 +256,15 @@ def test_the_roll_call_names_a_rank_that_does_not_fit(change, severity, text):
     assert not text or (5 in found[0].ranks and text in found[0].text)
 
 
-def test_versions_without_a_majority_are_counted():
+def test_versions_without_a_majority_are_named_with_their_ranks():
     data = {rank: facts_of(random.Random(0))[rank] for rank in (0, 1)}
     data[1] = dataclasses.replace(data[1], versions={"torch": "1", "NCCL": "2.29.2"})
     (found,) = ROLL_CALL.judge(data, SETTINGS)
     assert found.ranks == (0, 1)
-    assert found.text == "The ranks differ in torch: 2.13.0 (1 rank), 1 (1 rank)."
+    assert (
+        found.text
+        == "The ranks differ in torch: 2.13.0 on rank 0 (Node-0), 1 on rank 1 (Node-0)."
+    )
 
 
 def test_ranks_that_come_late_have_waited_less():
@@ -505,6 +508,13 @@ def test_one_rank_is_one_rank_and_what_was_not_judged_is_not_fine(tmp_path):
     page = save_diagnosis(tmp_path / "one.html", alone).read_text()
     assert "<h1>1 rank: no fault found; not all judged: links</h1>" in page
     assert "1 ranks" not in text + page and "1 hosts" not in text + page
+
+
+def test_a_stage_with_a_warning_is_not_all_judged_either():
+    stages = [StageResult("links", "warning"), StageResult("memory", "fine")]
+    note = Finding("links", 0, (), "The speed of rank 0 was not judged.")
+    found = Diagnosis(2, [Finding("links", 1, (1,), "Rank 1 straggles."), note], stages)
+    assert found.result == "warning; not all judged: links"
 
 
 def test_the_diagnosis_is_plain_data():
