@@ -98,8 +98,8 @@ gpu-check:
 mps-check: build
 	$(RUN) benchmarks/mps_check.py
 
-# The guard under DeepSpeed and Megatron-core, where these are installed, on CPUs with gloo:
-# pip install deepspeed==0.19.8 megatron-core==0.16.1 (DS_BUILD_OPS=0)
+# The guard under training engines, where these are installed, on CPUs with gloo: pip install
+# deepspeed==0.19.8 megatron-core==0.16.1 trl==1.16.0 torchtitan==0.3.0 triton (DS_BUILD_OPS=0)
 engines-check: build
 	$(RUN) benchmarks/engines_check.py $(ARGS)
 

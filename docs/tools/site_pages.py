@@ -32,7 +32,8 @@ detector means in practice is in [arguments](arguments.md).
 """
 _INTEGRATIONS = (
     *("trainer.GuardCallback", "lightning.GuardCallback", "accelerate.guard_with"),
-    *("deepspeed.guard_with", "transformers.install", "torch_npu.install"),
+    *("deepspeed.guard_with", "torchtitan.guard_with", "transformers.install"),
+    *("torch_npu.install",),
     *("tensorboard.TensorBoardMetrics",),
     *("prometheus.PrometheusMetrics", "wandb.WandbMetrics", "mlflow.MlflowMetrics"),
 )

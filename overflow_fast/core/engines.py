@@ -90,6 +90,21 @@ def engine_scaler(layers: Iterable[Any]) -> EngineScaler | None:
     Args:
         layers: The optimizer that the guard was given, and those inside of it.
     """
+    found = (EngineScaler(each) for each in _scale_holders(layers))
+    return next((scaler for scaler in found if scaler.may_search), None)
+
+
+def has_scale(layers: Iterable[Any]) -> bool:
+    """True if an optimizer has a loss scale that the guard knows, of any kind.
+
+    Args:
+        layers: The optimizer that the guard was given, and those inside of it.
+    """
+    return next(_scale_holders(layers), None) is not None
+
+
+def _scale_holders(layers: Iterable[Any]) -> Iterator[Any]:
+    """Yields the objects that hold an engine's loss scale."""
     for layer in layers:
         holders = [_get(layer, name) for name in _HOLDERS]
         if any(hasattr(type(layer), name) or name in _vars(layer) for name in _FLAGS):
@@ -97,10 +112,8 @@ def engine_scaler(layers: Iterable[Any]) -> EngineScaler | None:
         for holder in holders:
             if holder is None or isinstance(holder, GradScaler):
                 continue
-            found = EngineScaler(holder)
-            if _scale_in(holder) is not None and found.may_search:
-                return found
-    return None
+            if _scale_in(holder) is not None:
+                yield holder
 
 
 def _scale_in(holder: Any) -> float | torch.Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from ..tree import Part, children, is_container, path_text
@@ -42,7 +43,10 @@ def _attributes(holder: Any) -> Iterator[tuple[str, Part | None, Any]]:
 
     A key's text is not made here: the keys of a state are tensors.
     """
-    held = {part.value: value for part, value in children(holder) or ()}
+    if isinstance(holder, Module):  # an engine that is also the model's wrapper
+        held = dict(vars(holder))
+    else:
+        held = {part.value: value for part, value in children(holder) or ()}
     for name in _NAMES:
         held.setdefault(name, _get(holder, name))
     for name, value in held.items():

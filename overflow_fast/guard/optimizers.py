@@ -24,6 +24,7 @@ from ..core.engines import (
     EngineScaler,
     LossScaler,
     engine_scaler,
+    has_scale,
     leave_out,
     overflow_flag,
     shape_of,
@@ -717,6 +718,31 @@ def without_expected(
     if skips(scaler):
         return without_gradients(frames), SCALER
     return [bad for bad in frames if not bad.is_backward], ""
+
+
+def unknown_scale_notes(
+    hook: OptimizerHook | None, frames: Sequence[BadFrame]
+) -> list[str]:
+    """Notes that an engine may have scaled its gradients by a scale nobody knows.
+
+    Args:
+        hook: The hook of the optimizer that makes the step, or None.
+        frames: The step's bad frames.
+    """
+    if hook is None or not hook.is_of_engine or not frames:
+        return []
+    are_gradients = all(bad.is_gradient for bad in frames)
+    entries = [entry for bad in frames for entry in bad.bad_entries]
+    if not are_gradients or not any(each.dtype == "float16" for each in entries):
+        return []
+    if scaler_of(hook.layers) is not None or has_scale(hook.all_layers):
+        return []
+    name = type(hook.layers[1]).__name__
+    return [
+        f"No loss scale was found in {name}. If it scales the loss by itself, the "
+        "scale may be too large, and nothing else wrong. The guard reads the scale "
+        "where an optimizer has the attributes `loss_scale` and `overflow`."
+    ]
 
 
 def without_gradients(frames: Sequence[BadFrame]) -> list[BadFrame]:

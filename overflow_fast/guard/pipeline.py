@@ -62,6 +62,7 @@ from .optimizers import (
     OptimizerHook,
     has_skipped,
     living,
+    unknown_scale_notes,
     will_skip,
     without_expected,
     without_gradients,
@@ -652,7 +653,7 @@ class Pipeline:
             not_covered=self.coverage(watches).gaps(),
             cost=self._measurements.timer.cost,
             num_skipped=self.rounds.num_skipped,
-            notes=list(step.notes),
+            notes=[*step.notes, *unknown_scale_notes(step.hook, step.frames)],
             remedy=_remedy(step.frames, verdict),
         )
         is_of_state = verdict.first is not None and verdict.first.kind in _STATE

@@ -104,10 +104,13 @@ def copy_all(to: list[torch.Tensor], of: list[torch.Tensor]) -> None:
     """Copies tensors into others of the same shapes, in few kernels."""
     try:
         torch._foreach_copy_(to, of)
+        return
+    except NotImplementedError:
+        pass  # of a subclass without this operator, such as DTensor
     except MISSING as error:
         note_missing("copy_all", error)
-        for target, source in zip(to, of, strict=True):
-            target.copy_(source)
+    for target, source in zip(to, of, strict=True):
+        target.copy_(source)
 
 
 pytree = torch.utils._pytree

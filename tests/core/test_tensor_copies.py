@@ -41,3 +41,23 @@ def test_gradients_are_not_recorded():
     parameter = torch.nn.Parameter(torch.ones(2))
     (copy,) = copy_tensors([parameter], [torch.zeros(2)])
     assert not copy.requires_grad and copy.equal(torch.ones(2))
+
+
+class Sharded(torch.Tensor):
+    """A subclass without operators for lists of tensors, as DTensor is."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch._foreach_copy_:
+            raise NotImplementedError
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def test_a_subclass_without_operators_for_lists_is_copied():
+    tensors = [torch.ones(2), torch.ones(2).as_subclass(Sharded)]
+    first = copy_tensors(tensors, [None, None])
+    for tensor in tensors:
+        tensor += 1
+    second = copy_tensors(tensors, first)
+    assert all(a is b for a, b in zip(first, second, strict=True))
+    assert [each.tolist() for each in second] == [[2.0, 2.0]] * 2

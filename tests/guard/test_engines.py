@@ -443,3 +443,123 @@ def test_remedies_cast_weights_that_nobody_has_hooks_on():
     with in_bfloat16([model]):
         assert model.weight.dtype == torch.bfloat16
     assert model.weight.dtype == torch.float16
+
+
+# Engines whose attributes have names that no engine's have.
+
+
+class Hiding(nn.Module):
+    """Is the model's wrapper, and hides its optimizer, its scale and its skips."""
+
+    def __init__(self, scale=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        self.weights = list(self.net.parameters())
+        self.buffers = [1.0, None]
+        self._sgd = torch.optim.SGD(self.weights, 0.1)
+        self._multiplier, self._patience = scale, [0]
+
+    def forward(self, x):
+        return self.net(x)
+
+    def backward(self, loss):
+        (loss * self._multiplier).backward()
+
+    def step(self):
+        gradients = [weight.grad for weight in self.weights]
+        if not all(each.isfinite().all() for each in gradients):
+            self._multiplier /= 2
+            return False, None
+        for each in gradients:
+            each.div_(self._multiplier)
+        self._sgd.step()
+        return True, sum(float(each.norm()) for each in gradients)
+
+    def zero_grad(self, set_to_none=True):
+        self._sgd.zero_grad()
+
+
+class Splitting(Hiding):
+    """Steps each weight by an optimizer of its own, some of them twice."""
+
+    def __init__(self, scale=1.0):
+        super().__init__(scale)
+        del self._sgd
+        self.parts = {
+            str(i): torch.optim.SGD([w], 0.1) for i, w in enumerate(self.weights)
+        }
+
+    def step(self):
+        for number, part in enumerate(self.parts.values()):
+            part.step()
+            if number % 2:
+                part.step()
+        return True, float(len(self.parts))
+
+    def zero_grad(self, set_to_none=True):
+        for part in self.parts.values():
+            part.zero_grad()
+
+
+def run_hidden(make, policy, bad=3, rank=0, **options):
+    """Trains; returns the guard, what steps returned, and whether weights moved."""
+    engine = make()
+    guard = OverflowGuard(engine, engine, policy, **options)
+    results, moved = [], []
+    for step in range(6):
+        x = torch.full((3, 4), 1.0 + step / 8)
+        x[0, 0] = float("nan") if (step, rank) == (bad, 0) else 1.0
+        before = [weight.detach().clone() for weight in engine.weights]
+        engine.backward(engine(x).square().mean())
+        try:
+            is_updated, norm = engine.step()
+            results.append((is_updated, norm is not None))
+        except NonFiniteError as error:
+            results.append(error.report.step)
+        engine.zero_grad()
+        moved.append(not all(map(torch.equal, before, engine.weights)))
+    return guard, results, moved
+
+
+@pytest.mark.parametrize("make", [Hiding, Splitting])
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_an_engine_may_hide_what_it_holds(make, policy, caplog):
+    guard, results, moved = run_hidden(make, policy)
+    assert (guard.step, guard.last_report.step) == (6, 3)
+    assert guard.last_report.verdict.first.fqn == "net.0"
+    assert moved == [step != 3 for step in range(6)]
+    made = (True, True)
+    bad = 3 if policy == "raise" else (False, False)
+    assert results == [made, made, made, bad, made, made]
+    assert not [gap for gap in guard.coverage().gaps() if "failed" in gap]
+
+
+def hidden_on_ranks(make):
+    rank = torch.distributed.get_rank()
+    group = torch.distributed.group.WORLD
+    guard, results, moved = run_hidden(make, "skip", rank=rank, process_group=group)
+    return guard.last_report.step, results, moved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [Hiding, Splitting])
+def test_the_ranks_of_such_an_engine_stay_together(make):
+    first, second = on_ranks(2, hidden_on_ranks, make)
+    assert first == second
+    assert first[0] == 3 and first[2] == [step != 3 for step in range(6)]
+
+
+@pytest.mark.parametrize(
+    "scale, is_half, is_noted", [(2.0**23, True, True), (1e30, False, False)]
+)
+def test_a_report_says_that_a_scale_is_not_known(scale, is_half, is_noted):
+    engine = Hiding(scale)
+    dtype = torch.float16 if is_half else torch.float32
+    engine.net.to(dtype)
+    guard = OverflowGuard(engine, engine, "skip", explain=False)
+    engine.weights[-1].register_hook(lambda gradient: gradient * 1e30)
+    engine.backward(engine(torch.ones(3, 4, dtype=dtype)).square().mean())
+    engine.step()
+    text = " ".join(str(guard.last_report).split())
+    assert ("No loss scale was found in Hiding" in text) == is_noted

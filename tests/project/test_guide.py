@@ -315,6 +315,39 @@ def test_deepspeed_under_accelerate(code):
     names["guard"].remove()
 
 
+@runs("torchtitan")
+def test_torchtitan(code, monkeypatch):
+    class Trainer:
+        def __init__(self):
+            self.model_parts = [nn.Linear(2, 1)]
+            self.optimizers = sgd(self.model_parts[0])
+            self.lr_schedulers = torch.optim.lr_scheduler.StepLR(self.optimizers, 1)
+            self.step = 0
+
+        def train_step(self, batches):
+            self.model_parts[0](next(batches)).sum().backward()
+            self.optimizers.step()
+            self.lr_schedulers.step()
+
+        def train(self):
+            self.step += 1
+            self.train_step(iter([torch.full((1, 2), float("nan"))]))
+
+        def close(self):
+            pass
+
+    def parse_args(self):
+        return types.SimpleNamespace(build=Trainer)
+
+    config = types.ModuleType("torchtitan.config")
+    config.ConfigManager = type("ConfigManager", (), {"parse_args": parse_args})
+    monkeypatch.setitem(sys.modules, "torchtitan", types.ModuleType("torchtitan"))
+    monkeypatch.setitem(sys.modules, "torchtitan.config", config)
+    names = run(code)
+    assert names["guard"].last_report.step == 1
+    assert names["trainer"].lr_schedulers.last_epoch == 0
+
+
 @runs("trl")
 def test_trl(code, monkeypatch):
     trl = types.ModuleType("trl")

@@ -65,7 +65,8 @@ class Batches(BaseDataLoader):
         for number in range(STEPS):
             if number == BAD and self.case.fault == "left out":
                 continue
-            fault = fault_of(self.case, number, dist.get_rank())
+            is_last = self.rank == self.world - 1  # the ranks of a TP group share it
+            fault = fault_of(self.case, number, dist.get_world_size() - 1) * is_last
             for micro in range(MICRO):
                 seed = (number * MICRO + micro) * self.world + self.rank
                 words = torch.Generator().manual_seed(seed)
@@ -143,10 +144,8 @@ def config_of(case):
     for layer in plain["layers"]:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     spec.model = Model.Config(**plain, fault=case.fault)
-    tensor, pipeline, replicas = (
-        2 if name in case.layout else 1 for name in ("TP2", "PP2", "HSDP")
-    )
-    num_batches = dist.get_world_size() // tensor // pipeline * MICRO
+    tensor, replicas = (2 if name in case.layout else 1 for name in ("TP2", "HSDP"))
+    num_batches = dist.get_world_size() // tensor * MICRO
     half = "bfloat16" if case.dtype == "bf16" else "float32"
     return Run.Config(
         model_spec=spec,
@@ -167,8 +166,6 @@ def config_of(case):
         parallelism=ParallelismConfig(
             data_parallel_replicate_degree=replicas,
             tensor_parallel_degree=tensor,
-            pipeline_parallel_degree=pipeline,
-            pipeline_parallel_schedule="1F1B",
             spmd_backend="partial_dtensor",  # torch 2.13 has no other
         ),
         metrics=MetricsProcessor.Config(log_freq=BAD + 1),
@@ -202,10 +199,15 @@ def make(case):
         return [*local, trainer.lr_schedulers.state_dict()]
 
     def facts():
-        return {"engine_skipped": 0, "global_steps": trainer.step}
+        world, sharing = dist.get_world_size(), trainer.parallel_dims.tp
+        return {
+            "engine_skipped": 0,
+            "global_steps": trainer.step,
+            "bad_rank": f"rank {world - sharing} of {world}",
+        }
 
     with torch.device("meta"):
-        model = trainer.model_config.build()  # for its names: a stage has some of them
+        model = trainer.model_config.build()  # for its names
     make_guard = functools.partial(guard_with, trainer)
     return TitanTraining(model, make_guard, None, state, facts, 1, trainer=trainer)
 
