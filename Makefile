@@ -27,7 +27,7 @@ $(VENV)/ready: pyproject.toml
 
 $(VENV)/built: $(VENV)/ready setup.py $(CORE) $(TORCH_SIDE) $(CUDA) $(METAL)
 	@echo "overflow_fast: compiling the extension (about a minute)"
-	$(RUN) -m pip install -q --no-build-isolation --no-deps -e .
+	PYTHONWARNINGS=ignore $(RUN) -m pip install -q --no-build-isolation --no-deps -e .
 	@touch $@
 
 build: $(VENV)/built

@@ -211,7 +211,7 @@ def measure(results: Results, name: str, dtype: torch.dtype) -> None:
 
 
 def shares(times: dict[str, list[float]], kind: str) -> dict[str, Any]:
-    """What a kind of step takes beside the bare ones of the same rounds."""
+    """The time of a kind of step beside the bare ones of the same rounds."""
     pairs = zip(times[kind], times["bare"], strict=True)
     low, middle, high = statistics.quantiles([a / b - 1 for a, b in pairs], n=4)
     fastest = min(times[kind]) / min(times["bare"]) - 1

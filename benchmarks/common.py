@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine, the original, results as JSON and tables."""
+"""Common parts of benchmarks: the machine, the original, results as JSON, tables."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def size_text(num_bytes: float) -> str:
 
 
 def progress(text: str) -> None:
-    """Says on stderr what is being measured."""
+    """Prints on stderr what is being measured."""
     print(f"  {text}", file=sys.stderr, flush=True)
 
 

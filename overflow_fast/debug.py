@@ -64,7 +64,7 @@ class DebugUnderflowOverflow(StepHooks):
         memo: Scan an unchanged tensor only once in a forward. False for models that
             write to activations through `.data` or numpy, unseen by autograd.
         sync: When tensors on a device are judged, and the exception is raised. "step":
-            when the outermost forward ends; the host waits once for each device.
+            when the outermost forward ends; one GPU sync for each device.
             "lagged": when the stats have arrived; the host waits only where it is a
             whole step ahead of the device. The same report, at the latest one step
             later; call `check()` after the last step. "frame": from the hook of the bad
@@ -219,7 +219,7 @@ def _check_arguments(
 
 
 def detect_overflow(var: torch.Tensor, ctx: str) -> bool:
-    """Prints whether a tensor has nan or inf elements, and returns whether it has any.
+    """Prints if a tensor has nan or inf elements; returns True if it has any.
 
     Incurs one CPU-GPU sync if `var` is not on the CPU.
 

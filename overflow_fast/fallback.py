@@ -56,7 +56,7 @@ class Role(Enum):
 
 
 class LabelStyle(IntEnum):
-    """How a part of a label is written."""
+    """The text of a part of a label."""
 
     NAME = 0
     INDEX = 1
@@ -396,15 +396,15 @@ class ScanCounts:
 
     @property
     def not_scanned(self) -> int:
-        """How many tensors were not scanned."""
+        """The number of tensors that were not scanned."""
         return self.counts.total()
 
     def reasons(self) -> dict[str, int]:
-        """How many tensors were not scanned, by the reason."""
+        """The number of tensors that were not scanned, by the reason."""
         return dict(self.counts)
 
     def opaque(self) -> dict[str, int]:
-        """How many values were not looked into: none, since tensors are given."""
+        """The number of values that were not opened: none, since tensors are given."""
         return {}
 
 

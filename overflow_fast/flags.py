@@ -24,7 +24,7 @@ class DeviceFlag:
 
     Attributes:
         clear: Clears the flag.
-        read: Returns whether it is set: a bool, or a tensor of one element on the
+        read: Returns True if it is set: a bool, or a tensor of one element on the
             device, which is read along with the step's other values.
     """
 
@@ -43,7 +43,7 @@ def register(
     Args:
         device_type: The type, such as "npu", as in `torch.device.type`.
         clear: Clears the flag; called when a watched step begins.
-        read: Returns whether the flag is set, as a bool or a tensor of one element;
+        read: Returns True if the flag is set, as a bool or a tensor of one element;
             called once when the step is judged. May incur a CPU-GPU sync.
 
     Raises:

@@ -11,6 +11,7 @@ programs (`to_dict()`, JSON) has the names as they are.
 from __future__ import annotations
 
 import base64
+import difflib
 import functools
 import logging
 import os
@@ -63,6 +64,12 @@ def shortened(name: str) -> str:
 def counted(number: int, noun: str) -> str:
     """Writes a number of things: `1 step`, `2 steps`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """Writes which name was probably meant: `: did you mean skip?`; "" for none."""
+    found = difflib.get_close_matches(word, list(names), n=1)
+    return f": did you mean {found[0]}?" if found else ""
 
 
 def rounded(number: float, digits: int = 3) -> str:

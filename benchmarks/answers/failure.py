@@ -1,4 +1,4 @@
-"""What a failure is: a run that ends non-finite, the same run cured, and the truth."""
+"""A failure: a run that ends non-finite, the same run cured, and the truth."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Failure:
 
     @property
     def has_module(self) -> bool:
-        """Whether a module is to be named: not of bad data or a compiler."""
+        """True if a module is to be named: not of bad data or a compiler."""
         return self.phase != "data" and self.cause != "only in compiled code"
 
     @property

@@ -23,7 +23,7 @@ _EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_stride
 
 @dataclass
 class Seen:
-    """What an experiment has seen first.
+    """The first finding of an experiment.
 
     Attributes:
         how: "made" by an operation of finite inputs, "read" from a tensor that was bad.
@@ -197,7 +197,7 @@ def _kinds(tensor: Tensor) -> set[str]:
 
 
 def _is_mask(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the code itself asks for -inf."""
+    """True if the code itself asks for -inf."""
     numbers = [n for n in tree_leaves((args, kwargs)) if isinstance(n, float)]
     return -torch.inf in numbers or "lift_fresh" in str(func)
 

@@ -42,7 +42,7 @@ class Followed:
 
 
 def can_be_remedied(failure: Failure) -> bool:
-    """Whether a change of the program cures it, and not other hardware or weights."""
+    """True if a change of the program cures it, not other hardware or weights."""
     is_alone = failure.ranks == 1 and failure.kind == ""
     return is_alone and not set(failure.causes) & set(_NONE)
 

@@ -1,4 +1,4 @@
-"""Whether a failure is what its truth says, by experiment."""
+"""Checks by experiment that a failure is what its truth says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .oracle import base_of, look
 
 
 def problems(failure: Failure) -> list[str]:
-    """What an experiment finds wrong with a failure's truth, in sentences."""
+    """Lists what an experiment finds wrong with a failure's truth, in sentences."""
     found = []
     if ends_finite(failure, cured=False):
         found.append("it is finite")
@@ -24,7 +24,7 @@ def problems(failure: Failure) -> list[str]:
 
 
 def _is_finite_wide(failure: Failure) -> bool:
-    """Whether the run is finite with weights and batches in float64."""
+    """True if the run is finite with weights and batches in float64."""
     torch.manual_seed(0)
     run = failure.build(False)
     run.model.double()
@@ -39,7 +39,7 @@ def _wide(value: Any) -> Any:
 
 
 def ends_finite(failure: Failure, cured: bool) -> bool:
-    """Whether a run is finite to its end."""
+    """True if a run is finite to its end."""
     torch.manual_seed(0)
     return is_finite(failure.build(cured))
 

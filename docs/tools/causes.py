@@ -95,7 +95,7 @@ _WORDS = {
 
 
 def tidied(said: str) -> str:
-    """What a guard said, without what differs between two runs."""
+    """The text of a guard, without what differs between two runs."""
     lines = [line for line in said.splitlines() if not line.startswith("replays")]
     text = "\n".join(lines).replace(f"  {MARK}", "")
     return re.sub(r"on cpu of host \S+", "on cpu of host HOST", text)

@@ -25,7 +25,7 @@ _LEFT, _SCALE, _HEIGHT = 205, 4.4, 44  # pixels: of names, of a percent, of a ro
 
 
 def percents() -> dict[str, dict[str, float]]:
-    """What each adds, in percent of the step, by name and dtype.
+    """The overhead of each, in percent of the step, by name and dtype.
 
     The guard's is its own measurement: paired steps vary by more than it takes.
     """

@@ -68,7 +68,7 @@ class WatchSchedule:
     """Decides how much of each step is checked.
 
     Args:
-        every: Check one of every so many steps, from `warmup` on.
+        every: Check every N-th step, from `warmup` on.
         warmup: How many steps are left out at first.
         ranges: Only steps in one of these half-open ranges; None for all.
         budget: The share of a step's time that the guard may take on average, or None.

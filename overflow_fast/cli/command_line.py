@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ..text import printable
+from ..text import nearest, printable
 from .machine_commands import add_demo, add_doctor, add_env
 from .reading_commands import (
     add_compare,
@@ -74,6 +73,8 @@ def _called_as() -> str:
 
 
 _UNKNOWN = re.compile(r"unrecognized arguments: (\S+)")
+_NOT_READ = re.compile(r"argument (\S+): invalid (\S+) value: ('.*')")
+_MISSING = "the following arguments are required: "
 _CHOICE = re.compile(r"argument (\S+): invalid choice: '?(.*?)'? \(choose from (.*)\)")
 
 
@@ -101,24 +102,25 @@ class _Parser(argparse.ArgumentParser):
     def _sentence(self, message: str) -> str:
         if found := _UNKNOWN.match(message):
             word = found[1].partition("=")[0]
-            return f"there is no {word}{_nearest(word, self._option_string_actions)}"
+            return f"there is no {word}{nearest(word, self._option_string_actions)}"
         if found := _CHOICE.match(message):
             names = [each.strip(" '") for each in found[3].split(",")]
-            wrong = f"{found[2]!r}{_nearest(found[2], names)}"
+            wrong = f"{found[2]!r}{nearest(found[2], names)}"
             return f"{found[1]} must be {_either(names)}, got {wrong}"
+        if found := _NOT_READ.match(message):
+            kind = "a whole number" if found[2] == "int" else "a number"
+            return f"{found[1]} must be {kind}, got {found[3]}"
         if message.endswith("required: command"):
             return f"a command is missing: {_either(self.commands)}"
+        if message.startswith(_MISSING):
+            names = message.removeprefix(_MISSING).split(", ")
+            return f"{names[0]} is missing"
         return message
 
 
 def _either(names: Sequence[str]) -> str:
     *others, last = names
     return f"{', '.join(others)} or {last}" if others else last
-
-
-def _nearest(word: str, names: Iterable[str]) -> str:
-    found = difflib.get_close_matches(word, list(names), n=1)
-    return f": did you mean {found[0]}?" if found else ""
 
 
 class _Version(argparse.Action):

@@ -277,4 +277,5 @@ def _run_demo(parsed: argparse.Namespace) -> int:
             parsed.tiny,
         )
     )
+    print(f"\nThe page of the training run: {os.path.abspath(parsed.page)}")
     return status if raised is not None else 1

@@ -21,7 +21,8 @@ from ..guard.config import GuardConfig
 from ..guard.monitors.monitor import Monitor
 from ..guard.monitors.running import DEFAULT_MONITORS, MONITORS
 from ..guard.options import Option, options_of, snake_case, written_name
-from .subcommand import Commands, add_command, fail
+from ..text import nearest
+from .subcommand import Commands, add_command, fail, reason
 
 if TYPE_CHECKING:
     from ..integrations.script_guard import ScriptGuard
@@ -74,7 +75,7 @@ def run_as_main(program: str, arguments: Sequence[str], is_module: bool) -> None
         if is_module:
             raise NoProgramError(str(error), 1) from error
         raise NoProgramError(
-            f"program must be a script or a folder with __main__.py: {error}", 2
+            f"program must be a script or a folder with __main__.py: {reason(error)}", 2
         ) from error
 
 
@@ -308,7 +309,7 @@ def _help(typed: _Typed) -> str:
 
 
 def _form(typed: _Typed) -> dict[str, Any]:
-    """How argparse reads an option."""
+    """The arguments with which argparse reads an option."""
     kind = typed.option.kind
     if kind.is_flag:
         return {"action": argparse.BooleanOptionalAction}
@@ -328,7 +329,9 @@ def _word_of(words: tuple[str, ...]) -> Callable[[str], str | None]:
     def read(text: str) -> str | None:
         if text not in words:
             *others, last = words
-            raise argparse.ArgumentTypeError(f"must be {', '.join(others)} or {last}")
+            choices = f"{', '.join(others)} or {last}"
+            wrong = f"{text!r}{nearest(text, words)}"
+            raise argparse.ArgumentTypeError(f"must be {choices}, got {wrong}")
         return None if text == _NONE else text
 
     return read
@@ -339,7 +342,8 @@ def _number_or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
         try:
             return None if text == _NONE else parse(text)
         except ValueError:
-            raise argparse.ArgumentTypeError("must be a number or none") from None
+            wrong = f"must be a number or none, got {text!r}"
+            raise argparse.ArgumentTypeError(wrong) from None
 
     return read
 

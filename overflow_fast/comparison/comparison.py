@@ -442,7 +442,7 @@ def _short_number(value: Any, form: str = ".3g") -> str:
 
 
 def _bar(bits: Any) -> float:
-    """How long the bar of a number of bits is, from 0 to 100."""
+    """The length of the bar of a number of bits, from 0 to 100."""
     if bits is None:
         return 0.0
     return 100 * min(_MAX_BITS, max(0.0, float(bits))) / _MAX_BITS
@@ -526,7 +526,7 @@ class Comparison:
 
     @property
     def num_pairs(self) -> int:
-        """How many pairs of tensors there are."""
+        """The number of pairs of tensors."""
         return len(self.rows) + self.unlisted.verdicts.total()
 
     @property
@@ -537,19 +537,19 @@ class Comparison:
 
     @property
     def num_compared(self) -> int:
-        """How many pairs of tensors were compared."""
+        """The number of pairs of tensors that were compared."""
         compared = sum(row.measures is not None for row in self.rows)
         return compared + self.unlisted.num_compared
 
     @property
     def num_computed(self) -> int:
-        """How many of these the models have computed: no weights, and no batch."""
+        """The number of these that models have computed: no weights, and no batch."""
         compared = (row.place for row in self.rows if row.measures is not None)
         listed = sum(each.is_computed for each in compared)
         return listed + self.unlisted.num_computed
 
     def counts(self) -> dict[str, int]:
-        """How many rows have each verdict."""
+        """The number of rows of each verdict."""
         found = collections.Counter(row.verdict for row in self.rows)
         return {v: found[v] + self.unlisted.verdicts[v] for v in VERDICTS}
 
@@ -679,7 +679,7 @@ class Comparison:
 
 
 def _size_of(row: TensorDifference) -> tuple[float, bool, bool]:
-    """How large a difference is, beside others that are no more than rounding."""
+    """The size of a difference, beside others that are no more than rounding."""
     return row.times or 0.0, bool(row.highlight), bool(row.relative)
 
 

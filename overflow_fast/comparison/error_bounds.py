@@ -215,7 +215,7 @@ class Yardstick:
         self._gradients[place.module] = max(known, norm)
 
     def _sums_to(self, module: str, row: TensorDifference, norm: float) -> float:
-        """How much smaller a parameter's gradient is than the terms of its sum.
+        """The factor by which a parameter's gradient is below the terms of its sum.
 
         The gradient of a key's bias is 0 but for rounding, however large its terms.
         """
@@ -228,7 +228,7 @@ class Yardstick:
     def _cancellation(
         self, row: TensorDifference, pair: Pair, call: ErrorPropagation
     ) -> float:
-        """How much smaller a product is than random signs would make it."""
+        """The factor by which a product is below what random signs would make it."""
         summary = pair.reference.summary
         shape, norm = self._weights.get(row.place.module, ((), 0.0))
         if len(shape) < 2 or not row.place.is_leaf or summary is None or not call.norm:

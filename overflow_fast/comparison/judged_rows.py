@@ -87,7 +87,7 @@ class TensorDifference:
 
     @property
     def times(self) -> float | None:
-        """How many times the difference is what rounding explains; None: not known."""
+        """The difference as a multiple of what rounding explains; None: not known."""
         if self.measures is None or not self.explained:
             return None
         return self.relative / self.explained

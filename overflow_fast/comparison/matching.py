@@ -467,7 +467,7 @@ def _calls(
 
 
 def _distance(outputs: Sequence[StepTensor], others: Sequence[StepTensor]) -> float:
-    """How little two calls look alike: below 1 if their outputs have equal shapes."""
+    """The distance of two calls: below 1 if their outputs have equal shapes."""
     if [e.shape for e in outputs] != [e.shape for e in others]:
         return 3 * _GAP  # dearer than two gaps
     apart = 0.0

@@ -1,4 +1,4 @@
-"""How far two tensors are apart, from their values or from their fingerprints."""
+"""The distance of two tensors, from their values or from their fingerprints."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Measures:
 
     @property
     def cosine_digits(self) -> int:
-        """How many decimals of the cosine are known, up to 7."""
+        """The number of decimals of the cosine that are known, up to 7."""
         error = 0.0 if self.is_exact else (1 - self.cosine**2) / math.sqrt(WIDTH)
         return 7 if error < 1e-7 else max(1, min(7, math.floor(-math.log10(error))))
 

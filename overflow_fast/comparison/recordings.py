@@ -101,7 +101,7 @@ class RecordedTensor:
 
     @property
     def local_numel(self) -> int:
-        """How many elements this rank's part has."""
+        """The number of elements of this rank's part."""
         return math.prod(self.local)
 
     def to_plain(self) -> dict[str, Any]:
@@ -363,7 +363,7 @@ class RecordedRun:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks have recorded."""
+        """The number of ranks that have recorded."""
         return len(self.heads)
 
     def damage(self) -> Iterator[str]:
@@ -475,7 +475,7 @@ class StepIndex:
 
     @property
     def num_open(self) -> int:
-        """How many steps have rows, but no end so far."""
+        """The number of steps that have rows, but no end so far."""
         return len(self._spans)
 
     def steps(

@@ -289,7 +289,7 @@ def call_with(model: nn.Module, batch: Any) -> Any:
 
 
 def _num_required(function: Callable[..., Any]) -> int:
-    """How many positional arguments a function has to be called with."""
+    """The number of positional arguments that a function needs."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ..core.selection import Wanted
 from ..replay.explain import BUDGET
+from ..text import nearest
 from ..verdict.rules import Rules
 from .metrics import exporters_of
 from .policy import ACTIONS
@@ -165,7 +166,10 @@ def check_watch(name: str, watch: Any) -> None:
     for each in watch:
         if each not in Wanted._fields:
             known = ", ".join(repr(field) for field in Wanted._fields)
-            raise ValueError(f"{name} must hold names out of {known}, got {each!r}")
+            wrong = f"{each!r}{nearest(str(each), [*Wanted._fields, TRIPWIRE])}"
+            raise ValueError(
+                f"{name} must hold names out of {known}, or be 'tripwire', got {wrong}"
+            )
     if not list(watch):
         raise ValueError(f"{name} must hold at least one name, got none")
     if "grad_outputs" in watch and "activations" not in watch:

@@ -305,7 +305,7 @@ def _outermost(optimizers: Sequence[Optimizer], existing: Sequence[Any]) -> list
 
 
 def note_wrappers(hooks: Iterable[OptimizerHook]) -> None:
-    """Tells optimizers' hooks of the wrappers that were made since."""
+    """Passes the wrappers that were made since to optimizers' hooks."""
     of = [(hook, hook.optimizer) for hook in hooks]
     living = [(hook, optimizer) for hook, optimizer in of if optimizer is not None]
     wrappers = find_wrappers([optimizer for _, optimizer in living])

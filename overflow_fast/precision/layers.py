@@ -332,7 +332,7 @@ class Layer:
 
     @property
     def num_roundings(self) -> int:
-        """How many of inputs, weights and output are rounded."""
+        """The number of inputs, weights and outputs that are rounded."""
         return bool(self.inputs.numel) + bool(self.weights.numel) + 1
 
 

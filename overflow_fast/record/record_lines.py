@@ -271,7 +271,7 @@ class RecordStep:
 
 
 def widths_of(steps: Sequence[Line]) -> list[int]:
-    """How many entries each model has, by the widest of its lines."""
+    """The number of entries of each model, by the widest of its lines."""
     models = max((len(line["models"]) for line in steps), default=0)
     widths = [0] * models
     for line in steps:

@@ -40,7 +40,7 @@ _LOSSES = ("output.loss", "output['loss']")
 
 
 def num_cells(steps: Sequence[Line]) -> int:
-    """How many numbers each column of a record has: its lines by its entries."""
+    """The number of values in each column of a record: its lines by its entries."""
     return len(steps) * sum(widths_of(steps))
 
 
@@ -73,7 +73,7 @@ class FlightRecord:
         self.entries: list[RecordEntry] = entries_of(heads, widths)
 
     def __len__(self) -> int:
-        """How many lines of steps there are."""
+        """The number of lines of steps."""
         return len(self._lines)
 
     def __repr__(self) -> str:
@@ -132,7 +132,7 @@ class FlightRecord:
         return {name: self._column(name) for name in COLUMNS}
 
     def headroom_bits(self) -> torch.Tensor:
-        """How often each magnitude could double in its dtype.
+        """The number of times that each magnitude could double in its dtype.
 
         Returns:
             float64 of shape `[len(steps), len(entries)]`; -inf where a value was inf or

@@ -1,4 +1,4 @@
-"""How results grow up to an overflow: in a recurrence, an unrolled loop, by depth."""
+"""The growth of results up to an overflow: in a recurrence, a loop, by depth."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ class _LossStep:
         return Replayer(*given, keeps_calls=keeps_calls, inner=inner)
 
     def _is_same(self, loss_call: LossCall) -> bool:
-        """Replays the lines, and tells whether that was the step."""
+        """Replays the lines; True if that was the step."""
         replayer, check = self._replayer(loss_call), loss_call.check
         observers: list[Observer] = [check]
         if self._replay_check is not None:

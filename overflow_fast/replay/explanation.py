@@ -41,7 +41,7 @@ class TensorSummary:
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of its elements."""
         count = 1
         for size in self.shape:
             count *= size
@@ -494,7 +494,7 @@ class LastSteps:
     def writes_since(
         self, optimizer: torch.optim.Optimizer, weight: torch.Tensor
     ) -> int:
-        """How often a weight was written to since, by its version; 0 if not known."""
+        """The number of writes to a weight since, by its version; 0 if not known."""
         last, weights = self._of.get(optimizer), _weights_of(optimizer)
         if last is None or len(weights) != len(last.versions):
             return 0

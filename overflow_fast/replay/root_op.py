@@ -243,7 +243,7 @@ def _classify(
 def _compare(
     op: OpCall, found: Details, bad: torch.Tensor, reference: torch.Tensor
 ) -> None:
-    """Takes in what the true result is where the operation's own is not finite."""
+    """Adds the result in float64 where the operation's own is not finite."""
     values = reference.detach()[~_wide(bad).isfinite()]
     values = torch.view_as_real(values) if values.is_complex() else values
     assert found.first_index is not None and found.limit is not None

@@ -181,7 +181,7 @@ class SavedStep:
 
     @property
     def notes(self) -> list[str]:
-        """How this process differs from that of the step, in sentences."""
+        """Lists the differences of this process from that of the step, in sentences."""
         others = list(dict.fromkeys(self._others))
         if self._step.torch == torch.__version__:
             return others

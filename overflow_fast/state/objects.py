@@ -86,7 +86,7 @@ class Kept(Protocol):
 
 
 class _Access(NamedTuple):
-    """How the contents of a kind of object are read as a list, and replaced by one.
+    """Reads the contents of a kind of object as a list, and replaces them by one.
 
     `form` is how a part is named: by an attribute, a key, an index, or not at all.
     """
@@ -260,7 +260,7 @@ class KeptObjects:
 
     @property
     def num_items(self) -> int:
-        """How much all containers hold together."""
+        """The number of values that all containers hold together."""
         return sum(len(e.before) for e in self.kept if isinstance(e, _Contents))
 
     def restore(self) -> list[tuple[str, str]]:

@@ -461,7 +461,7 @@ class _Steady:
         self._after = _C.versions_of(self._tensors)
 
     def settle(self) -> None:
-        """Tells the entries what was noted for all of them at once."""
+        """Passes to the entries what was noted for all of them at once."""
         if self._is_plain:
             both = zip(self._entries, self._versions, self._after, strict=True)
             for entry, before, after in both:

@@ -218,6 +218,7 @@ def test_every_field_that_can_be_typed_has_an_option_of_its_own():
         ("--explain-budget 0", "--explain-budget must be at least 1, got 0"),
         ("--headroom-bits=-1", "--headroom-bits must be more than 0, got -1.0"),
         ("--watch wights", "--watch must hold names out of"),
+        ("--watch tripwir", "--watch must hold names out of"),
         (
             "--spikes skip --sync lagged",
             "monitors must hold none that skips",
@@ -271,8 +272,15 @@ def test_help_says_what_is_separated_by_commas(name):
         ("run --xyzzy a.py", "there is no --xyzzy ("),
         ("rnu a.py", "got 'rnu': did you mean run?"),
         ("log --folow a", "there is no --folow: did you mean --follow?"),
-        ("run --headroom-bits much a.py", "--headroom-bits: invalid float value"),
-        ("compare a", "the following arguments are required: reference"),
+        (
+            "run --headroom-bits much a.py",
+            "--headroom-bits must be a number, got 'much'",
+        ),
+        ("watch a --interval soon", "--interval must be a number, got 'soon' ("),
+        ("log a --rank first", "--rank must be a whole number, got 'first' ("),
+        ("compare a", "reference is missing ("),
+        ("run", "program is missing ("),
+        ("run --spikes skp a.py", "got 'skp': did you mean skip?"),
     ],
 )
 def test_a_wrong_argument_is_one_sentence(typed, said, capsys):

@@ -82,5 +82,6 @@ def test_the_training_run_ends_with_cause_remedy_and_page(tmp_path, capsys):
     assert any(each.startswith("cause     range overflow (float16)") for each in said)
     assert said[-1].startswith("tried     ") and "- finite, loss" in said[-1]
     assert f"The page of this run: {page}\n" in out
+    assert out.splitlines()[-1] == f"The page of the training run: {page}"
     assert "keep_in_fp32(model" in page.read_text()
     assert main(["demo", "--page", str(tmp_path)]) == 2

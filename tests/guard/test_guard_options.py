@@ -20,6 +20,7 @@ from overflow_fast.report.report import Cost
         ({"watch": "weights"}, TypeError, "watch must be a list of .* got 'weig"),
         ({"watch": []}, ValueError, "watch must hold at least one name, got none"),
         ({"watch": ["grads"]}, ValueError, "watch must hold names out of .*'grads'"),
+        ({"watch": ["tripwir"]}, ValueError, r"'tripwir': did you mean tripwire\?"),
         ({"watch": ["grad_outputs"]}, ValueError, "must hold 'activations' where"),
         ({"include": "head"}, TypeError, "include must be a list .* got 'head'"),
         ({"include": ["tail"]}, ValueError, "include must hold .*'tail' matches none"),

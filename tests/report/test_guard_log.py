@@ -19,7 +19,7 @@ from overflow_fast.report.run_log import JsonLog
 
 
 def all_lines_of(path):
-    """What a reader sees that takes JSON alone."""
+    """The view of a reader that takes JSON alone."""
     text = path.read_text()
     assert text.endswith("\n")
     return [json.loads(each, parse_constant=pytest.fail) for each in text.splitlines()]

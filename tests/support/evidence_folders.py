@@ -26,7 +26,7 @@ def bad_steps(folder, count=1, spoil=None, mib=256, keep=4, **arguments):
 
 
 def strict(path):
-    """What a reader sees that takes JSON alone."""
+    """The view of a reader that takes JSON alone."""
     return json.loads(path.read_text(), parse_constant=pytest.fail)
 
 

@@ -123,7 +123,7 @@ def flat(text):
 
 
 def hooks_of(model, optimizer=None):
-    """How many hooks there are, of any kind."""
+    """The number of hooks, of any kind."""
     count = sum(
         len(module._forward_hooks)
         + len(module._forward_pre_hooks)

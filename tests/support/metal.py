@@ -73,7 +73,7 @@ class Kernel:
 
 
 class ShaderLibrary:
-    """What the stand-in for compile_shader returns."""
+    """The result of the stand-in for compile_shader."""
 
     def __init__(self, text):
         assert text == source()

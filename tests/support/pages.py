@@ -149,7 +149,7 @@ def _changed(code, diff):
 
 
 def output_of(code, folder):
-    """What a program prints as train.py, and the report that ends it."""
+    """The output of a program as train.py, and the report that ends it."""
     path = Path(tempfile.mkdtemp(dir=folder)) / "train.py"
     path.write_text(code)
     out = io.StringIO()

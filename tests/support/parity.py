@@ -27,7 +27,7 @@ def spoil(module):
 
 
 def printed(function):
-    """What a function prints, and the text of the ValueError it raises, or None."""
+    """The output of a function, and the text of its ValueError, or None."""
     out, error = io.StringIO(), None
     with contextlib.redirect_stdout(out):
         try:

@@ -43,7 +43,7 @@ def _run(rank, world, folder, over, function, arguments):
 
 
 def on_ranks(world, function, *arguments, over=None):
-    """What a function of a test module returns on each rank, in order.
+    """The results of a function of a test module on each rank, in order.
 
     They communicate by the backend `over`, or by the one that backend() names.
 
@@ -87,7 +87,7 @@ def _results():
 
 
 def all_of(module, scenario):
-    """What a scenario of a test module returns on each of four ranks.
+    """The results of a scenario of a test module on each of four ranks.
 
     The traceback of what it raises there.
     """

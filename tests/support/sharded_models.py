@@ -77,7 +77,7 @@ def sgd(model):
 
 @contextlib.contextmanager
 def logged():
-    """What the package logs meanwhile."""
+    """The records that the package logs meanwhile."""
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())

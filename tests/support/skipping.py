@@ -52,7 +52,7 @@ class FirstDevice(torch.optim.Optimizer):
 
 
 class Wrapper:
-    """Has an optimizer as its `optimizer` and is none itself: Lookahead of timm."""
+    """A wrapper of an optimizer that is none itself, as Lookahead of timm."""
 
     def __init__(self, parameters):
         self.optimizer = torch.optim.SGD(parameters, lr=0.1)

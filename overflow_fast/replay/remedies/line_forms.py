@@ -700,7 +700,7 @@ def _shaped(source: SourceFile, node: ast.AST) -> ast.AST:
 
 
 def _in_next(source: SourceFile, after: ast.stmt, name: str) -> Scaling | None:
-    """How the next statement scales a variable."""
+    """Reads by what the next statement scales a variable."""
     if isinstance(after, ast.AugAssign):
         target = after.target
         if isinstance(target, ast.Name) and target.id == name:
@@ -730,7 +730,7 @@ def _is_read_once(source: SourceFile, after: ast.stmt, name: str) -> bool:
 def _scaling(
     source: SourceFile, whole: ast.AST, scaled: ast.AST, rest: str | None
 ) -> Scaling | None:
-    """How an expression scales another one, or None."""
+    """Reads by what an expression scales another one; None if it does not."""
     if isinstance(whole, ast.BinOp):
         symbol = _OPERATORS.get(type(whole.op), "")
         other = whole.right if whole.left is scaled else whole.left
