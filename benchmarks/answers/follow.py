@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from answers.families import FAILURES
-from answers.remedied import can_be_remedied, followed
+from answers.remedied import Followed, can_be_remedied, followed
 from answers.run import machine
 from overflow_fast.replay.remedies import trials
 
@@ -48,11 +48,25 @@ def rows_of(only: str) -> list[dict[str, Any]]:
                 "curable": can_be_remedied(failure),
                 "recommended": len(found),
                 "finite": sum(each.is_finite for each in found),
+                "long": sum(each.lasts is not None for each in found),
+                "lasts": sum(each.lasts is True for each in found),
+                "healthy": sum(each.healthy is not None for each in found),
+                "as_said": sum(
+                    each.healthy is not None and each.keeps_its_word for each in found
+                ),
+                "first_like_cured": found[0].like_cured if found else None,
             }
         )
-        texts = [f"  {'+' * each.is_finite or '!'} {each.text}" for each in found]
+        texts = [f"  {_marks(each)} {each.text}" for each in found]
         print("\n".join([failure.name, *texts]), flush=True)
     return rows
+
+
+def _marks(each: Followed) -> str:
+    """How a remedy did, in a few signs, and by how much losses differ."""
+    signs = [each.is_finite, each.lasts, each.keeps_its_word]
+    marks = "".join({True: "+", False: "!", None: "."}[sign] for sign in signs)
+    return f"{marks} {each.healthy} (said {each.announced}) {each.like_cured}"
 
 
 def table_of(rows: list[dict[str, Any]]) -> str:

@@ -7,14 +7,15 @@ import functools
 import importlib.util
 import io
 import itertools
+import math
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils import _pytree as pytree
@@ -35,10 +36,29 @@ class Followed:
     Attributes:
         text: The remedy.
         is_finite: Whether the run with it is finite all along.
+        lasts: Whether it is for 50 further steps; None where the run that is cured by
+            hand is not, either.
+        healthy: By how much it changes the loss of the batch without the sample that
+            fails, or of another batch that is finite, relative to it; None where there
+            is none.
+        announced: By how much it says that it changes the other samples' loss, or
+            their gradients.
+        like_cured: By how much the loss of the failing step differs from that of the
+            run that is cured by hand, relative to it; None where there is none.
     """
 
     text: str
     is_finite: bool
+    lasts: bool | None = None
+    healthy: float | None = None
+    announced: float | None = None
+    like_cured: float | None = None
+
+    @property
+    def keeps_its_word(self) -> bool:
+        """Whether it raises the loss of a healthy batch by no more than it says."""
+        said = _AS_IT_IS if self.announced is None else max(_AS_IT_IS, self.announced)
+        return self.healthy is None or self.healthy <= said
 
 
 def can_be_remedied(failure: Failure) -> bool:
@@ -52,11 +72,8 @@ def followed(failure: Failure) -> list[Followed]:
     found = _explanation(failure)
     if found is None:
         return []
-    return [
-        Followed(str(remedy), _is_finite_with(remedy, failure))
-        for remedy in found.remedies
-        if remedy.is_recommended
-    ]
+    good = [each for each in found.remedies if each.is_recommended]
+    return [_followed(each, failure) for each in good]
 
 
 def _explanation(failure: Failure) -> Any:
@@ -73,18 +90,117 @@ def _explanation(failure: Failure) -> Any:
     return None
 
 
-def _is_finite_with(remedy: Any, failure: Failure) -> bool:
+def _followed(remedy: Any, failure: Failure) -> Followed:
+    if any(part.file not in ("", failure.file) for part in _parts(remedy)):
+        return Followed(str(remedy), False)  # no file of the failure's own
+    with _remedied(remedy, failure) as build:
+        is_all = is_finite(build())
+        cured = _longer(failure.build(True))
+        lasts = is_finite(_longer(build())) if is_finite(cured) else None
+        healthy = _healthy_batch(failure)
+        plain = _first_loss(failure.build(False), healthy)
+        changed = _first_loss(build(), healthy)
+        own, wanted = _last_loss(build()), _last_loss(failure.build(True))
+    return Followed(
+        str(remedy),
+        is_all,
+        lasts,
+        max(0.0, _difference(changed, plain) or 0.0) if plain is not None else None,
+        _announced(remedy),
+        None if own is None or wanted is None else abs(_difference(own, wanted) or 0.0),
+    )
+
+
+_FURTHER = 50
+_AS_IT_IS = 1e-3  # of a loss: what a report calls the same
+_LEAST = 1e-6
+
+
+def _parts(remedy: Any) -> list[Any]:
     is_one = bool(remedy.file) or not remedy.parts
-    parts = [remedy] if is_one else list(remedy.parts)
+    return [remedy] if is_one else list(remedy.parts)
+
+
+@contextlib.contextmanager
+def _remedied(remedy: Any, failure: Failure) -> Iterator[Callable[[], Run]]:
+    """Yields what builds the failure's run with a remedy."""
+    parts = _parts(remedy)
     edits = [part for part in parts if part.file]
-    if any(part.file != failure.file for part in edits):
-        return False  # no file of the failure's own
     with _edited(edits, failure) as module:
-        run = getattr(module, failure.name)(False) if edits else failure.build(False)
-        for part in parts:
-            if not part.file:
-                _apply(part.code, run)
-        return is_finite(run)
+
+        def build() -> Run:
+            torch.manual_seed(0)
+            plain = failure.build if not edits else getattr(module, failure.name)
+            run: Run = plain(False)
+            for part in parts:
+                if not part.file:
+                    _apply(part.code, run)
+            return run
+
+        yield build
+
+
+def _longer(run: Run) -> Run:
+    run.steps += _FURTHER
+    return run
+
+
+def _difference(value: float | None, of: float | None) -> float | None:
+    if value is None or of is None:
+        return None
+    return (value - of) / max(abs(of), _LEAST)
+
+
+def _announced(remedy: Any) -> float | None:
+    """By how much a remedy says that it changes the other samples."""
+    if remedy.losses is None:
+        return cast("float | None", remedy.moved)
+    before, after = remedy.losses
+    return max(abs(_difference(after, before) or 0.0), remedy.moved or 0.0)
+
+
+def _healthy_batch(failure: Failure) -> Any:
+    """A batch whose loss is finite as the program is: without the sample that fails."""
+    run = failure.build(False)
+    for step in range(run.steps + _FURTHER):
+        batch = run.batch(step)
+        for each in (batch, _without(batch, failure.sample)):
+            if each is not None and _first_loss(failure.build(False), each) is not None:
+                return each
+    return None
+
+
+def _without(batch: Any, sample: int | None) -> Any:
+    """A batch without a sample; None if it is not known which, or how."""
+    if sample is None:
+        return None
+    tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)]
+    sizes = {len(t) if t.dim() else 0 for t in tensors}
+    if len(sizes) != 1 or sizes == {0}:
+        return None
+    kept = [i for i in range(sizes.pop()) if i != sample]
+    return pytree.tree_map_only(torch.Tensor, lambda t: t[kept], batch)
+
+
+def _first_loss(run: Run, batch: Any) -> float | None:
+    """The loss of a batch with the weights that a run begins with, or None."""
+    if batch is None:
+        return None
+    run.batch, run.steps = lambda step: batch, 1
+    return _last_loss(run)
+
+
+def _last_loss(run: Run) -> float | None:
+    """The loss of a run's last step; None unless it and its gradients are finite."""
+    loss = None
+    try:
+        for each in train(run):
+            loss = float(each)
+    except Exception:  # of a batch that the program does not take
+        return None
+    gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
+    is_good = all(bool(each.isfinite().all()) for each in gradients)
+    return loss if loss is not None and math.isfinite(loss) and is_good else None
 
 
 @contextlib.contextmanager

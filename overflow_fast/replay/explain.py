@@ -21,7 +21,8 @@ from ..files.reading import is_regular
 from ..state.step_start import StepStart
 from ..torch_internals.compiler import has_compiled
 from .capture import GRAPH, Ambient, KeptCall
-from .explanation import Artifact, BadStep, Explanation
+from .explanation import ALL_BAD, Artifact, BadStep, Explanation
+from .gradient_code import GradientCode, find_gradient_code
 from .loss_code import LossCall
 from .loss_line import LossLine, advice, find_loss_line
 from .optimizer_step import explain_update
@@ -128,6 +129,11 @@ def investigate(
         step = _LossStep(models, calls, incident, start, limits, replay_check)
         found = step.explained(found, may_run=ranks.is_alone and not _has_peers())
         num_replays += step.num_forwards
+    if found is not ranks.result and ALL_BAD in found.notes and not _has_peers():
+        limits = budget, checkpoints, artifact_bytes
+        behind = _GradientStep(models, calls, incident, start, limits)
+        found = behind.explained() or found
+        num_replays += behind.num_forwards
     own = found.artifacts
     if artifact_bytes and calls:
         own += _saved(models, calls, start, artifact_bytes, found)
@@ -152,6 +158,60 @@ def _asks_for_loss(found: Explanation, calls: Sequence[KeptCall]) -> bool:
         return False
     is_unknown = any(_ASKS in note for note in found.notes)
     return is_unknown or (found.phase == "backward" and bool(calls))
+
+
+class _GradientStep:
+    """A step whose gradients code behind backward has written to.
+
+    Args:
+        models: See `investigate()`, as all others.
+        calls: The calls of the step, which compute the loss.
+        incident: What a guard saw.
+        start: The models as they were when the step began.
+        limits: The budget, the checkpoints and the bytes of artifacts.
+
+    Attributes:
+        num_forwards: How many forwards were run.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        calls: Sequence[KeptCall],
+        incident: BadStep | None,
+        start: StepStart | None,
+        limits: tuple[int, Sequence[str | os.PathLike[str]], int],
+    ) -> None:
+        self._models, self._calls, self._start = models, calls, start
+        self._incident, self._limits = incident, limits
+        self.num_forwards = 0
+
+    def explained(self) -> Explanation | None:
+        """The explanation with the lines behind backward; None if they are not it."""
+        found = None
+        with contextlib.suppress(Exception):
+            code = find_gradient_code()
+            found = None if code is None else self._replayed(code)
+        return found
+
+    def _replayed(self, code: GradientCode) -> Explanation | None:
+        budget, checkpoints, artifact_bytes = self._limits
+        keeps_calls = artifact_bytes > 0
+        given = self._models, self._calls, self._start
+        replayer = Replayer(*given, keeps_calls=keeps_calls, tail=code)
+        with replayer:
+            result = replayer.run()
+        self.num_forwards += replayer.num_forwards
+        names = {} if self._incident is None else self._incident.gradients
+        if result.error is not None or set(result.bad_gradients) != set(names):
+            return None
+        replayer = Replayer(*given, keeps_calls=keeps_calls, tail=code)
+        search = Search(
+            *(replayer, self._incident, budget, checkpoints, artifact_bytes), None
+        )
+        found = search.run()
+        self.num_forwards += replayer.num_forwards
+        return found if found.phase == "optimizer" else None
 
 
 class _LossStep:
@@ -225,6 +285,11 @@ class _LossStep:
         )
         found = search.run()
         self.num_forwards += replayer.num_forwards
+        if ALL_BAD in found.notes:
+            given = self._incident, self._start, self._limits
+            step = _GradientStep(self._models, loss_call.calls, *given)
+            found = step.explained() or found
+            self.num_forwards += step.num_forwards
         if found.cause == "not reproducible" and not loss_call.is_only_loss:
             return None  # another loss may have been bad
         if len(loss_call.calls) > 1:  # others' gradients are as bad with any remedy

@@ -26,8 +26,8 @@ _NOT_CLIPPED = (
 )
 _LOOKUPS = ("aten.embedding", "aten._embedding_bag", "aten.index", "aten.gather")
 _LEFT_OUT = (
-    "it arises in the forward, whose result is finite all the same; backward runs "
-    "through it"
+    "It arises in the forward, whose result is finite all the same; backward runs "
+    "through it."
 )
 _IN_HOOK = "it ran in a hook that backward called"
 _UNWRITTEN = (
@@ -105,7 +105,7 @@ def _explain_row(
         if found.cause == "range overflow":
             _add_growth(found, growth_of(row, forward_rows))
     if in_gradients and not row.in_backward:
-        found.evidence.append(_LEFT_OUT)
+        found.notes.append(_LEFT_OUT)
     if row.masks:
         found.evidence.append(_mask_text(row))
     return found

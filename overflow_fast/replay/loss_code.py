@@ -35,11 +35,12 @@ _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_UNSUITABLE = (
+UNSUITABLE = (
     *(ast.Yield, ast.YieldFrom, ast.Await, ast.Return, ast.Delete, ast.Global),
     *(ast.Nonlocal, ast.AsyncFor, ast.AsyncWith, ast.NamedExpr),
 )
 _EFFECTS = {"backward", "step", "zero_grad", "next", "input", "exec", "eval", "locals"}
+_OF_FRAME = {"next", "input", "exec", "eval", "locals", "super", "__class__"}
 _FUTURE = annotations.compiler_flag
 _MAX_NODES = 100_000  # of a graph
 _RTOL = 1e-3  # of a loss whose kernels are not deterministic
@@ -108,14 +109,14 @@ class _Statements:
                 continue
             found.append((each, None))
             if isinstance(each, (ast.Assign, ast.AnnAssign)):
-                self._again -= _assigned(each)
-                self._bad -= _assigned(each)
+                self._again -= assigned(each)
+                self._bad -= assigned(each)
             self._need(each)
         return found[::-1]
 
     def _need(self, *nodes: ast.AST) -> None:
         """Takes in the names that are read, by the tensors that they hold."""
-        for name in {name for node in nodes for name in _read(node)}:
+        for name in {name for node in nodes for name in read(node)}:
             if _is_followed(self._value(name)):
                 self._again.add(name)
             elif _is_bad(self._value(name)):
@@ -123,9 +124,9 @@ class _Statements:
 
     def _makes_bad(self, each: ast.stmt) -> bool:
         """True for an assignment of non-finite values that are computed of tensors."""
-        if not isinstance(each, ast.Assign) or not _assigned(each) & self._bad:
+        if not isinstance(each, ast.Assign) or not assigned(each) & self._bad:
             return False
-        values = [self._value(name) for name in _read(each) - _assigned(each)]
+        values = [self._value(name) for name in read(each) - assigned(each)]
         return any(floats_in([t for _, t in data_in(value)]) for value in values)
 
     def _value(self, name: str) -> Any:
@@ -153,9 +154,9 @@ class _Statements:
         found: dict[str, int] = {}
         written: set[str] = set()
         for each in _flat(self.body):
-            own = _assigned(each)
+            own = assigned(each)
             is_simple = isinstance(each, (ast.Assign, ast.AnnAssign, ast.Expr))
-            reads = _read(each) - (set() if is_simple else own)
+            reads = read(each) - (set() if is_simple else own)
             if isinstance(each, ast.AugAssign):
                 reads |= own
             for name in sorted(reads - written):
@@ -173,7 +174,7 @@ class _Statements:
             raise UncertainError("a variable is read before it is assigned")
         nodes = [node for each in _flat(self.body) for node in ast.walk(each)]
         for node in nodes:
-            if isinstance(node, _UNSUITABLE) or _has_effects(node):
+            if isinstance(node, UNSUITABLE) or has_effects(node):
                 raise UncertainError("a statement has effects")
         attributes = {
             (node.value.id, node.attr)
@@ -183,7 +184,7 @@ class _Statements:
         for each in ast.walk(self._line.around):
             if not isinstance(each, ast.stmt) or isinstance(each, _SCOPES):
                 continue
-            names = (_assigned(each) | _changed(each, attributes)) & held
+            names = (assigned(each) | _changed(each, attributes)) & held
             line = each.lineno
             is_over = line <= self._line.frame.f_lineno
             if is_over and any(line > self.held[name] for name in names):
@@ -217,12 +218,12 @@ def _flat(body: Sequence[_Picked]) -> Iterator[ast.stmt]:
             yield from _flat(inner)
 
 
-def _read(node: ast.AST) -> set[str]:
+def read(node: ast.AST) -> set[str]:
     names = (n for n in ast.walk(node) if isinstance(n, ast.Name))
     return {n.id for n in names if isinstance(n.ctx, ast.Load)}
 
 
-def _assigned(node: ast.AST) -> set[str]:
+def assigned(node: ast.AST) -> set[str]:
     """The names that a statement assigns, but for those of comprehensions."""
     found: set[str] = set()
     waiting = [node]
@@ -266,7 +267,7 @@ def _changed(
 
 def _written(statement: ast.stmt) -> set[str]:
     """The names that a statement assigns, or whose objects it may write to."""
-    found = _assigned(statement) | _changed(statement)
+    found = assigned(statement) | _changed(statement)
     for each in ast.walk(statement):
         call = each.value if isinstance(each, ast.Expr) else None
         function = call.func if isinstance(call, ast.Call) else None
@@ -285,13 +286,13 @@ def _is_bad(value: Any) -> bool:
     return any(map(kinds_of, floats_in([each for _, each in data_in(value)])))
 
 
-def _has_effects(node: ast.AST) -> bool:
+def has_effects(node: ast.AST) -> bool:
     if isinstance(node, ast.Attribute):
         is_private = node.attr.startswith("__") and not node.attr.endswith("__")
         return is_private or node.attr in _EFFECTS
-    if isinstance(node, ast.Name):
-        return node.id in _EFFECTS or node.id in ("super", "__class__")
-    return False
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return node.func.id in _EFFECTS  # a number may be called `step`
+    return isinstance(node, ast.Name) and node.id in _OF_FRAME
 
 
 # Makes a function of them, and a call that can be replayed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,6 +61,17 @@ class LossLine:
         return f"{short_name(self.frame.f_code.co_filename)}:{line}"
 
 
+def running_code() -> Iterator[tuple[FrameType, str, ast.Module]]:
+    """Yields the program's frames, innermost first, with their files' text and tree."""
+    for frame in stack()[:_MOST_FRAMES]:
+        code = frame.f_code
+        if not is_of_program(code.co_filename):
+            continue
+        source = "".join(source_lines(code, frame.f_globals))
+        with contextlib.suppress(SyntaxError):
+            yield frame, source, ast.parse(source)
+
+
 def find_loss_line() -> LossLine | None:
     """Finds the line that computed the loss, or returns None.
 
@@ -67,23 +79,15 @@ def find_loss_line() -> LossLine | None:
     the line that assigns to that variable before. Nothing of the program is called.
     """
     loss: Any = None
-    for frame in stack()[:_MOST_FRAMES]:
-        code = frame.f_code
-        if not is_of_program(code.co_filename):
-            continue
-        source = "".join(source_lines(code, frame.f_globals))
-        try:
-            tree = ast.parse(source)
-        except SyntaxError:
-            continue
-        around = _function_at(tree, frame.f_lineno)
+    for frame, source, tree in running_code():
+        around = function_at(tree, frame.f_lineno)
         if loss is None:
             name = _backward_on(around, frame.f_lineno)
         else:
             name = _given_in(around, frame, loss)
         if name is None:
             continue
-        variables = _variables(frame)
+        variables = variables_of(frame)
         if any(_writes(each, name.id) for each in ast.walk(around)):
             found = _assignment(around, name)
             return LossLine(frame, variables, source, tree, around, name, found)
@@ -98,14 +102,14 @@ def _given_in(around: ast.AST, frame: FrameType, loss: Any) -> ast.Name | None:
         end = getattr(each, "end_lineno", None) or 0
         if isinstance(each, ast.Call) and each.lineno <= line <= end:
             names = [n for n in each.args if isinstance(n, ast.Name)]
-            own = _variables(frame) if names else {}
+            own = variables_of(frame) if names else {}
             for name in names:
                 if own.get(name.id) is loss:
                     return name
     return None
 
 
-def _variables(frame: FrameType) -> dict[str, Any]:
+def variables_of(frame: FrameType) -> dict[str, Any]:
     """The local variables of a frame, which keeps no reference to them afterwards."""
     held = frame.f_locals
     found = dict(held)
@@ -116,7 +120,7 @@ def _variables(frame: FrameType) -> dict[str, Any]:
     return found
 
 
-def _function_at(tree: ast.Module, line: int) -> ast.AST:
+def function_at(tree: ast.Module, line: int) -> ast.AST:
     """The innermost function around a line, or the whole file."""
     found: ast.AST = tree
     for node in ast.walk(tree):  # the outer ones come first

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -84,6 +84,19 @@ class Observer:
         """Sees what a call has returned, before its backward."""
 
 
+class Tail(Protocol):
+    """Code of the program that ran behind the backward of the last call.
+
+    Attributes:
+        variables: What it reads of the function that it is of.
+    """
+
+    variables: Mapping[str, Any]
+
+    def __call__(self) -> None:
+        """Runs it; the gradients are those of the replay."""
+
+
 @dataclass(frozen=True)
 class StepPart:
     """The part of a step to run: all calls up to the first bad one, if nothing is said.
@@ -137,6 +150,8 @@ class ReplayResult:
         seconds: The time that it took.
         bad_ranks: The ranks whose call was the first bad one.
         losses: What backward was called on, where that is a number.
+        num_before: How many operations of the table ran before the program's lines
+            behind backward; None where those did not run.
         carried: What the replay has read of bad values that the step itself may have
             left, as in an attribute of a module. Known where a call was traced.
     """
@@ -155,6 +170,7 @@ class ReplayResult:
     seconds: float = 0.0
     bad_ranks: list[int] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
+    num_before: int | None = None
     carried: list[str] = field(default_factory=list)
 
     @property
@@ -239,6 +255,7 @@ class Replayer:
             this one alone.
         keeps_calls: Keep the arguments of operations that make bad values.
         inner: The module whose outputs' gradients are looked at, too; None for none.
+        tail: The program's lines behind the last backward, to be run there.
 
     Attributes:
         state: All that a run may change, kept.
@@ -253,7 +270,10 @@ class Replayer:
         ranks: RankCoordinator | None = None,
         keeps_calls: bool = False,
         inner: str | None = None,
+        tail: Tail | None = None,
     ) -> None:
+        self._tail = tail
+        self._last: KeptCall | None = None
         self._inner = None if inner is None else OutputGradients(inner)
         self.models, self.calls = models, list(calls)
         self.ranks = RankCoordinator() if ranks is None else ranks
@@ -263,6 +283,8 @@ class Replayer:
         variables: dict[str, Any] = {}
         for call in calls:
             variables |= call.around() or {"batch": call.batch}
+        if tail is not None:
+            variables |= tail.variables
         self.state = Snapshot(models, start, variables)
 
     def __enter__(self) -> Replayer:
@@ -359,7 +381,10 @@ class Replayer:
                 yield [part_of(self.calls[step.traced], step.rows)]
                 return
             last = len(self.calls) if step.traced < 0 else step.traced + 1
-            yield patched_calls(self.calls[:last], order.patches)
+            calls = patched_calls(self.calls[:last], order.patches)
+            self._last = calls[-1] if calls and last == len(self.calls) else None
+            yield calls
+            self._last = None
 
     def _run_forwards(
         self, calls: Sequence[KeptCall], observers: Sequence[Observer]
@@ -423,6 +448,7 @@ class Replayer:
     ) -> int:
         """Runs a call; returns the worst of what it has come to on any rank."""
         self.num_forwards += 1
+        is_last = call is self._last
         if self._inner is not None:
             self._inner.bad = []
         if id(call) in self._written:  # the user's batch is written to once
@@ -441,6 +467,10 @@ class Replayer:
                     torch.autograd.backward(
                         [root for root, _ in roots], [gradient for _, gradient in roots]
                     )
+                    if is_last and self._tail is not None:
+                        table = result.table
+                        result.num_before = 0 if table is None else len(table.rows)
+                        self._tail()
             self._look_at_state(result)
         except Exception as error:
             result.error = error

@@ -157,6 +157,10 @@ _NOT_TRIED = (
     "it was before, and holds non-finite values."
 )
 _BY_ITSELF = "A replay is finite without a remedy, too: {}."
+_BEHIND = (
+    "The program's own lines between backward and the optimizer's step were run again, "
+    "too: the gradients are finite before them and non-finite behind them."
+)
 _REACHES_NO_WEIGHT = "The gradients of all parameters are finite all the same."
 # How well a rank can say where bad values began, by what it found.
 _NOTHING, _FROM_OTHERS, _FROM_OUTSIDE, _HELD, _IN_BACKWARD, _IN_FORWARD = range(6)
@@ -282,6 +286,12 @@ class Search:
         assert traced.table is not None
         rows = ForwardRows(traced.table)
         in_gradients = traced.is_in_gradients
+        source, before = root_op.source, traced.num_before
+        if before is not None and isinstance(source, Row) and source.index >= before:
+            found = explain_root_op(root_op, rows, False, call)
+            found.phase = "optimizer"
+            found.notes.append(_BEHIND)
+            return found
         found = explain_root_op(root_op, rows, in_gradients, call)
         incident = self._incident
         was_finite = incident is not None and incident.weights.get(found.tensor)

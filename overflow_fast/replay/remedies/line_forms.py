@@ -482,11 +482,9 @@ def loss_in_float32(failure: Failure, trials: Trials) -> Attempts:
     if not isinstance(node, ast.Call):
         return
     given = [*node.args, *(each.value for each in node.keywords)]
-    wide = [
-        Edit(each, f"{atom(source.text_of(each))}.float()")
-        for each in given
-        if isinstance(each, _TENSORS)
-    ]
+    texts = [(e, atom(source.text_of(e))) for e in given if isinstance(e, _TENSORS)]
+    # A module has a float(), too, which would change it, and no clone().
+    wide = [Edit(e, f"{text}.float()", f"{text}.clone().float()") for e, text in texts]
     if wide:
         text = "compute the loss in float32"
         yield _trial_of_edits(text, wide, source, row, trials, caller)

@@ -296,7 +296,7 @@ class Written:
 
     @property
     def function(self) -> str:
-        """The function that is called, as it is written: "self.criterion"; or ""."""
+        """The called function as it is written, such as "self.criterion"; or ""."""
         is_call = isinstance(self._node, ast.Call)
         return self.source.text_of(self._node.func) if is_call else ""  # type: ignore[attr-defined]
 

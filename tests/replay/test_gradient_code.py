@@ -1,0 +1,131 @@
+"""Code between backward and the optimizer's step that makes gradients non-finite."""
+
+import pytest
+import torch
+from remedied_files import edited, module_of
+from torch import nn
+
+from overflow_fast import Explain, NonFiniteError, OverflowGuard
+
+CLIP = """
+def clip(parameters):
+    parameters = list(parameters)
+    total = sum(p.grad.square().sum() for p in parameters).sqrt()
+    factor = 1.0 / total
+    for p in parameters:
+        p.grad.mul_(factor)
+    return total
+"""
+HEAD = "import torch\nfrom torch import nn\n"
+
+
+def loop(lines, with_run=True):
+    """A training loop whose gradients are all 0 in step 1, with lines of its own."""
+    loss = "weight * model(x).pow(2).mean()"
+    loss = f"guard.run(lambda: {loss})" if with_run else loss
+    body = "\n".join(f"        {line}" for line in lines.splitlines())
+    return f"""{HEAD}{CLIP}
+def fit(model, optimizer, guard, norms):
+    for step in range(3):
+        x, weight = torch.ones(4, 3), 0.0 if step == 1 else 1.0
+        optimizer.zero_grad()
+        loss = {loss}
+        loss.backward()
+{body}
+        optimizer.step()
+"""
+
+
+def report_of(text, tmp_path, **options):
+    module, path = module_of(tmp_path, text)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    norms = []
+    with (
+        OverflowGuard(model, optimizer, **options) as guard,
+        pytest.raises(NonFiniteError) as caught,
+    ):
+        module.fit(model, optimizer, guard, norms)
+    return caught.value.report, path, norms, model
+
+
+def line_of(path, code):
+    lines = path.read_text().splitlines()
+    return next(i for i, line in enumerate(lines, 1) if code in line)
+
+
+@pytest.mark.parametrize("with_run", [True, False], ids=["guard.run", "alone"])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "clip(model.parameters())",
+        "norms.append(float(clip(model.parameters())))",
+        "if step >= 0:\n    own = list(model.parameters())\n    clip(own)",
+    ],
+    ids=["call", "appends", "branch"],
+)
+def test_the_operation_is_named_and_a_remedy_found(lines, with_run, tmp_path):
+    if with_run is False and "if" in lines:
+        pytest.skip("the loss is one of the loop's lines")
+    report, path, norms, _ = report_of(loop(lines, with_run), tmp_path)
+    found = report.explanation
+    assert (found.phase, found.op.line) == ("optimizer", line_of(path, "1.0 / total"))
+    assert found.cause == "undefined" and "were run again" in str(found)
+    assert len(norms) == (2 if "append" in lines else 0)
+    assert "not put back" not in str(found)
+    remedy = next(each for each in found.remedies if each.is_recommended)
+    module, _ = module_of(tmp_path, edited(path, remedy))
+    model = nn.Linear(3, 2)
+    model(torch.zeros(1, 3)).sum().mul(0).backward()
+    module.clip(model.parameters())
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_lines_of_the_loop_itself_are_named(tmp_path):
+    lines = (
+        "own = [p.grad for p in model.parameters()]\n"
+        "total = torch.stack([g.norm() for g in own]).norm()\n"
+        "for g in own:\n"
+        "    g.div_(total)"
+    )
+    report, path, _, _ = report_of(loop(lines), tmp_path)
+    found = report.explanation
+    assert (found.phase, found.op.line) == ("optimizer", line_of(path, "g.div_(total)"))
+
+
+SHOWN = "print('norm', clip(model.parameters()))"
+
+
+def test_what_is_printed_is_not_printed_again(tmp_path, capsys):
+    report, _, _, _ = report_of(loop(SHOWN), tmp_path)
+    assert report.step == 1 and report.explanation.cause == "unknown"
+    assert capsys.readouterr().out.count("norm tensor") == 2
+
+
+def test_other_gradients_than_the_steps_are_no_explanation(tmp_path):
+    """The first time all gradients become nan, and from then on one of them."""
+    lines = "spoil(model, norms)"
+    spoil = """
+def spoil(model, norms, left=[2]):
+    left[0] -= 1
+    for p in list(model.parameters())[: None if left[0] == 1 else 1]:
+        p.grad.fill_(float("nan"))
+"""
+    text = loop(lines).replace(CLIP, spoil)
+    report, _, _, _ = report_of(text, tmp_path)
+    found = report.explanation
+    assert found.cause == "unknown" and found.op is None
+
+
+def test_gradients_are_as_they_were(tmp_path):
+    report, _, _, model = report_of(loop("clip(model.parameters())"), tmp_path)
+    assert report.explanation.phase == "optimizer"
+    assert all(p.grad.isnan().all() for p in model.parameters())
+
+
+def test_nothing_is_run_again_where_that_is_not_wanted(tmp_path):
+    text = loop("norms.append(clip(model.parameters()))")
+    options = {"explain": Explain(replay_safe=False)}
+    report, _, norms, _ = report_of(text, tmp_path, **options)
+    assert len(norms) == 2 and report.explanation.op is None
