@@ -30,13 +30,7 @@ Every public name, from its docstrings. What each argument of the guard and of t
 detector means in practice is in [arguments](arguments.md).
 
 """
-_INTEGRATIONS = (
-    *("trainer.GuardCallback", "lightning.GuardCallback", "accelerate.guard_with"),
-    *("deepspeed.guard_with", "torchtitan.guard_with", "transformers.install"),
-    *("torch_npu.install",),
-    *("tensorboard.TensorBoardMetrics",),
-    *("prometheus.PrometheusMetrics", "wandb.WandbMetrics", "mlflow.MlflowMetrics"),
-)
+_INTEGRATION = re.compile(r"(guard_with|GuardCallback|install|\w+Metrics)$")
 _FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
@@ -52,7 +46,7 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
 
 def _api() -> str:
     names = [f"overflow_fast.{place}" for place in public_places()]
-    names += [f"overflow_fast.integrations.{name}" for name in _INTEGRATIONS]
+    names += [f"overflow_fast.integrations.{name}" for name in integrations()]
     return _API + "\n".join(f"::: {name}\n" for name in names)
 
 
@@ -65,6 +59,17 @@ def public_places() -> list[str]:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     )
     return sorted(names, key=lambda name: (name != "OverflowGuard", name))
+
+
+def integrations() -> list[str]:
+    """The names that programs take of `overflow_fast.integrations`, by module."""
+    return [
+        f"{path.stem}.{node.name}"
+        for path in sorted((ROOT / "overflow_fast" / "integrations").glob("*.py"))
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef))
+        if _INTEGRATION.match(node.name)
+    ]
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
