@@ -976,8 +976,8 @@ NOTES = (
     "SGD, float32 if not said otherwise), recorded with fingerprints and compared. They "
     "are equal but for what `pair` says. `named`: the first difference is what was "
     "planted; `open`: the answer says that the cause may be what could not be compared, "
-    "that the batch has another shape, or rounding; `silent`: none is named; `false`: "
-    "another one is. Ranks are those of the run and of the reference, over gloo.\n\n"
+    "that the batch or a module's input has another shape, or rounding; `silent`: none "
+    "is named; `false`: another one is. Ranks are those of the run and of the reference, over gloo.\n\n"
 )
 
 
