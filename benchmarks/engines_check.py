@@ -56,8 +56,10 @@ run which leaves the step out. A nan in a generation is raised in its step, befo
 `torch.multinomial` raises an error of its own. Policies are "skip" and "raise", watched
 are all tensors and `watch="tripwire"`.
 
-Not run: GPUs, NCCL, more than 4 ranks, offloading, DeepSpeed's pipelines, expert
-parallelism. "trainers" is DeepSpeed under transformers' Trainer and Accelerate, "trl"
+Not run: GPUs, NCCL, more than 4 ranks, offloading, the pipelines of DeepSpeed and
+torchtitan, expert parallelism. torchtitan has no fp16; with torch 2.13 it runs with
+`spmd_backend="partial_dtensor"`. On four ranks the policy is "skip" and all tensors are
+watched. "trainers" is DeepSpeed under transformers' Trainer and Accelerate, "trl"
 TRL's trainers without it. In stage 0 DeepSpeed 0.19.8 does not scale the loss of fp16,
 so there is no search; "1 fp32 sums" is its BF16_Optimizer.
 """
