@@ -407,7 +407,8 @@ def _reduces_nothing(op: OpCall, bad: torch.Tensor, output: Any, sums: Sums) -> 
     if any(tensor.numel() == 0 for tensor in read):
         return f"{base} of a tensor without elements"
     if base in _DEGREES and read and read[0].isfinite().all():
-        return f"{base} of one element, or none" * _has_one_element(read[0], bad)
+        why = f"{base} of one element: its divisor, 1 - correction, is 0"
+        return why * _has_one_element(read[0], bad)
     index = first_bad(bad)
     if base in _DIVIDES and index is not None and len(op.args) > 1:
         by, of = op.args[1], op.kept.get(id(op.args[0]), op.args[0])
