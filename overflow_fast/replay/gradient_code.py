@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import tree
-from .loss_code import UNSUITABLE, UncertainError, assigned, has_effects, read
+from .loss_code import UNSUITABLE, UncertainError, has_effects
 from .loss_line import function_at, running_code, variables_of
+from .names import assigned, read
 
 _KINDS = (nn.Module, nn.Parameter, Optimizer)
 _SHOW = {"print", "log", "log_dict", "log_metrics", "debug", "info", "warning"}

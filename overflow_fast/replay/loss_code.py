@@ -14,7 +14,7 @@ import ast
 import contextlib
 import itertools
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,14 +27,12 @@ from ..tree import CALL_DEPTH, tensors_in
 from .capture import Ambient, KeptCall, ModelCall
 from .functions import Captured, data_in
 from .loss_line import LossLine, losses_in
+from .names import BLOCKS, SCOPES, assigned, changed, read, written
 from .remedies.line_edit import NotEditableError, is_mark, let_edit
 from .replayer import Observer
 from .tensor_kinds import floats_in, is_float, kinds_of
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-_BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 UNSUITABLE = (
     *(ast.Yield, ast.YieldFrom, ast.Await, ast.Return, ast.Delete, ast.Global),
     *(ast.Nonlocal, ast.AsyncFor, ast.AsyncWith, ast.NamedExpr),
@@ -105,7 +103,7 @@ class _Statements:
                     found.append((each, inner))
                     self._need(*(item.context_expr for item in each.items))
                 continue
-            if not (_written(each) & self._again or self._makes_bad(each)):
+            if not (written(each) & self._again or self._makes_bad(each)):
                 continue
             found.append((each, None))
             if isinstance(each, (ast.Assign, ast.AnnAssign)):
@@ -167,7 +165,8 @@ class _Statements:
         return {name: line for name, line in found.items() if name in held}
 
     def _check(self) -> None:
-        held = set(self.held)
+        modules = {n for n in self.held if isinstance(self._value(n), types.ModuleType)}
+        held = set(self.held) - modules  # nn.init.zeros_(x) writes to no `nn`
         if not self.body:
             raise UncertainError("the loss is assigned elsewhere")
         if held & self._written or any(_is_followed(self._value(n)) for n in held):
@@ -182,9 +181,9 @@ class _Statements:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         }
         for each in ast.walk(self._line.around):
-            if not isinstance(each, ast.stmt) or isinstance(each, _SCOPES):
+            if not isinstance(each, ast.stmt) or isinstance(each, SCOPES):
                 continue
-            names = (assigned(each) | _changed(each, attributes)) & held
+            names = (assigned(each) | changed(each, attributes)) & held
             line = each.lineno
             is_over = line <= self._line.frame.f_lineno
             if is_over and any(line > self.held[name] for name in names):
@@ -199,7 +198,7 @@ def _blocks_to(line: LossLine) -> list[tuple[ast.AST, list[ast.stmt], int]]:
         inner = None
         for _, value in ast.iter_fields(owner):
             for place, each in enumerate(value if isinstance(value, list) else []):
-                is_block = isinstance(each, _BLOCKS)
+                is_block = isinstance(each, BLOCKS)
                 if is_block and any(n is line.backward for n in ast.walk(each)):
                     found.append((owner, value, place))
                     inner = each
@@ -216,64 +215,6 @@ def _flat(body: Sequence[_Picked]) -> Iterator[ast.stmt]:
             assert isinstance(each, (ast.With, ast.AsyncWith))
             yield ast.copy_location(type(each)(items=each.items, body=[]), each)
             yield from _flat(inner)
-
-
-def read(node: ast.AST) -> set[str]:
-    names = (n for n in ast.walk(node) if isinstance(n, ast.Name))
-    return {n.id for n in names if isinstance(n.ctx, ast.Load)}
-
-
-def assigned(node: ast.AST) -> set[str]:
-    """The names that a statement assigns, but for those of comprehensions."""
-    found: set[str] = set()
-    waiting = [node]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, (*_SCOPES, *_COMPREHENSIONS)):
-            found |= {each.name} if hasattr(each, "name") else set()
-            continue
-        if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load):
-            found.add(each.id)
-        waiting += ast.iter_child_nodes(each)
-    return found
-
-
-def _changed(
-    node: ast.AST, attributes: Collection[tuple[str, str]] | None = None
-) -> set[str]:
-    """The names whose objects a statement writes to: by an item, or in place.
-
-    Args:
-        node: The statement.
-        attributes: The attributes of names that count; None for all.
-    """
-    found: set[str] = set()
-    for each in ast.walk(node):
-        is_stored = isinstance(each, (ast.Subscript, ast.Attribute)) and not isinstance(
-            each.ctx, ast.Load
-        )
-        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name):
-            is_other = (each.value.id, each.attr) not in (attributes or ())
-            is_stored = is_stored and not (is_other and attributes is not None)
-        called = each.func if isinstance(each, ast.Call) else None
-        if isinstance(called, ast.Attribute) and called.attr.endswith("_"):
-            is_stored, each = True, called
-        while is_stored and isinstance(each, (ast.Subscript, ast.Attribute)):
-            each = each.value
-        if is_stored and isinstance(each, ast.Name):
-            found.add(each.id)
-    return found
-
-
-def _written(statement: ast.stmt) -> set[str]:
-    """The names that a statement assigns, or whose objects it may write to."""
-    found = assigned(statement) | _changed(statement)
-    for each in ast.walk(statement):
-        call = each.value if isinstance(each, ast.Expr) else None
-        function = call.func if isinstance(call, ast.Call) else None
-        if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
-            found.add(function.value.id)  # losses.append(x)
-    return found
 
 
 def _is_followed(value: Any) -> bool:

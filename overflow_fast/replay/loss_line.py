@@ -16,6 +16,7 @@ from torch import nn
 from ..core.modules import children_of, modules_in
 from ..text import is_of_program, short_name
 from ..torch_internals.registry import stack
+from .names import BLOCKS, SCOPES, assigned, assigned_itself, read
 from .places import source_lines
 
 _MOST_FRAMES = 64
@@ -88,7 +89,7 @@ def find_loss_line() -> LossLine | None:
         if name is None:
             continue
         variables = variables_of(frame)
-        if any(_writes(each, name.id) for each in ast.walk(around)):
+        if any(name.id in assigned_itself(each) for each in _own_statements(around)):
             found = _assignment(around, name)
             return LossLine(frame, variables, source, tree, around, name, found)
         loss = variables.get(name.id)  # an argument: its caller computed it
@@ -148,37 +149,42 @@ def _assignment(around: ast.AST, name: ast.Name) -> ast.Assign | None:
 
     None if it is not certain that backward was called on what it has assigned.
     """
-    nodes = [each for each in _own_nodes(around) if hasattr(each, "lineno")]
+    nodes = list(_own_statements(around))
     before = sorted(
         (each for each in nodes if each.lineno <= name.lineno),
         key=lambda each: each.lineno,
     )
     branches = _branches(around)
     for each in reversed(before):
-        if not _writes(each, name.id):
+        if name.id not in assigned_itself(each):
             continue
-        if not isinstance(each, ast.Assign) or not isinstance(
-            each.targets[0], ast.Name
-        ):
+        targets = each.targets if isinstance(each, ast.Assign) else []
+        is_plain = len(targets) == 1 and getattr(targets[0], "id", "") == name.id
+        if not isinstance(each, ast.Assign) or not is_plain:
             return None
-        reads = {n.id for n in ast.walk(each.value) if isinstance(n, ast.Name)}
-        if len(each.targets) == 1 and name.id not in reads:
+        if name.id not in read(each.value) | assigned(each.value):
             own, its = branches[id(each)], branches[id(name)]
             between = set(its[len(own) :])
-            later = (n for n in nodes if n.lineno > name.lineno and _writes(n, name.id))
+            later = (
+                n
+                for n in nodes
+                if n.lineno > name.lineno and name.id in assigned_itself(n)
+            )
             is_alone = not any(between & set(branches[id(n)]) for n in later)
             return each if its[: len(own)] == own and is_alone else None
     return None
 
 
-def _own_nodes(around: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes of a function that run when it does, not those of inner ones."""
-    waiting = [around]
+def _own_statements(around: ast.AST) -> Iterator[Any]:
+    """Yields the statements of a function that run when it does, with their parts."""
+    waiting = list(ast.iter_child_nodes(around))
     while waiting:
         node = waiting.pop()
-        yield node
-        if node is around or not isinstance(node, (*_FUNCTIONS, ast.Lambda)):
-            waiting += ast.iter_child_nodes(node)
+        if isinstance(node, BLOCKS):
+            if hasattr(node, "lineno"):
+                yield node
+            if not isinstance(node, SCOPES):
+                waiting += ast.iter_child_nodes(node)
 
 
 _Branch = tuple[int, str]
@@ -197,13 +203,10 @@ def _branches(around: ast.AST) -> dict[int, tuple[_Branch, ...]]:
         is_certain = node is around or isinstance(node, (ast.With, ast.AsyncWith))
         for field, value in ast.iter_fields(node):
             parts = value if isinstance(value, list) else [value]
-            is_block = any(isinstance(each, _IN_BLOCKS) for each in parts)
+            is_block = any(isinstance(each, BLOCKS) for each in parts)
             inner = (*path, (id(node), field)) if is_block and not is_certain else path
             waiting += [(each, inner) for each in parts if isinstance(each, ast.AST)]
     return found
-
-
-_IN_BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 
 
 def _loss_of(call: ast.Call) -> ast.Name | None:
@@ -217,14 +220,6 @@ def _loss_of(call: ast.Call) -> ast.Name | None:
         return of
     first = call.args[0] if call.args else None  # accelerator.backward(loss)
     return first if isinstance(first, ast.Name) else None
-
-
-def _writes(node: ast.AST, name: str) -> bool:
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    if isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.NamedExpr)):
-        targets = [node.target]
-    inner = [n for target in targets for n in ast.walk(target)]
-    return any(isinstance(n, ast.Name) and n.id == name for n in inner)
 
 
 def advice(line: LossLine, models: Sequence[nn.Module]) -> str:

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from ..names import written
 from .source_rewrites import (
     Edit,
     SourceFile,
@@ -139,26 +140,12 @@ def _defined(source: SourceFile, node: ast.AST) -> ast.AST:
         value = getattr(each, "value", None)
         if isinstance(value, ast.expr) and target_of(each, value) == node.id:
             names = {n.id for n in ast.walk(value) if isinstance(n, ast.Name)}
-            is_kept = not any(_writes(other, names) for other in between)
+            is_kept = not any(written(other) & names for other in between)
             return value if is_kept else node
-        if _writes(each, {node.id}):
+        if node.id in written(each):
             return node
         between.append(each)
     return node
-
-
-def _writes(statement: ast.stmt, names: set[str]) -> bool:
-    """True if a statement may give one of some variables another value."""
-    is_other = False
-    for each in ast.walk(statement):
-        if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load):
-            is_other |= each.id in names
-        is_method = isinstance(each, ast.Attribute) and each.attr.endswith("_")
-        is_other |= is_method and bool(loads(each, names))
-        if isinstance(each, (ast.Assign, ast.AugAssign)):
-            targets = each.targets if isinstance(each, ast.Assign) else [each.target]
-            is_other |= any(loads(target, names) for target in targets)  # an element
-    return is_other
 
 
 def twice(text: str) -> tuple[str, str]:
