@@ -318,7 +318,10 @@ PLANTED = {
         *(Run(gradients=scaled_gradients(1.1, "blocks.1.up")), Run(), GRADIENTS, ""),
         "1.1 times",
     ),
-    "not zeroed": (Run(zero=False), Run(), GRADIENTS, None, "before the step began"),
+    "not zeroed": (
+        *(Run(zero=False), Run(), GRADIENTS, ""),
+        "In the first run alone parameters had gradients when backward began",
+    ),
     # The loss.
     "loss scale": (
         Run(loss=lambda a, b: 1024 * cross_entropy(a, b)),
