@@ -38,6 +38,7 @@ from .incidents import Incident, failure_path, histogram_of
 _MOST_ROWS = 500
 _MOST_STEPS = 400
 _HEADS = "entry", "class", "kind", "dtype", "least bits", "magnitude", "in step"
+_FAR = 32.0  # bits from which a factor has too many digits to be read
 _COUNTS = {"num_saturated": "saturated", "num_zero": "zeros"}
 _NOT_COUNTED = {
     "num_saturated": "Saturated values were not counted: the monitor `Saturation` "
@@ -368,9 +369,10 @@ def _healthy(sheet: Sheet, grid: Grid) -> list[str]:
         row, column = divmod(int(codes.argmin()), codes.shape[1])
         bits = int(codes[row, column]) / BITS
         entry = sheet.entries[row]
+        how = f"grow {growth_text(bits)}" if bits < _FAR else f"double {bits:.1f} times"
         sentences.append(
             f"nearest to its dtype's maximum: {name_of(entry)} ({entry.dtype}) in step "
-            f"{grid.columns[column]}, which could grow {growth_text(bits)}"
+            f"{grid.columns[column]}, which could {how}"
         )
     return sentences
 
