@@ -5,13 +5,19 @@ between has written to them: clipping by a norm, scaling, noise. Those of its li
 work on what leads to a model, and what follows from these, are run behind the replayed
 backward, out of the function that called it. The answer counts where the same gradients
 are non-finite then.
+
+The program never asked for these lines to run again, so none runs that may reach beyond
+its variables: a call is followed into the program's own functions, and has to come to
+torch, mathematics or containers. What is left out costs an answer, and no more.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -19,13 +25,26 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import tree
+from ..text import is_of_program
 from .loss_code import UNSUITABLE, UncertainError, has_effects
 from .loss_line import function_at, running_code, variables_of
 from .names import assigned, read
+from .places import source_lines
 
 _KINDS = (nn.Module, nn.Parameter, Optimizer)
-_SHOW = {"print", "log", "log_dict", "log_metrics", "debug", "info", "warning"}
-_SHOW |= {"write", "add_scalar", "add_scalars", "add_histogram", "set_postfix"}
+# Parts of the names of functions that may write to files, terminals, other processes.
+_OUTWARD = {
+    *("callback", "callbacks", "checkpoint", "close", "dump", "emit", "eval"),
+    *("exec", "execute", "export", "flush", "histogram", "image", "import"),
+    *("input", "logger", "mkdir", "mlflow", "notify", "open", "plot", "post"),
+    *("postfix", "print", "publish", "push", "put", "record", "remove", "rename"),
+    *("report", "run", "save", "scalar", "scalars", "send", "show", "spawn"),
+    *("store", "submit", "track", "tracker", "unlink", "upload", "wait", "wandb"),
+    *("write", "writer"),
+}
+_LIBRARIES = {"torch", "math", "operator", "itertools", "functools", "contextlib"}
+_LIBRARIES |= {"numpy", "builtins", "collections"}
+_DEEPEST = 8  # of functions that call functions
 _MOST_VALUES = 256  # of an object that may lead to a model
 
 
@@ -132,18 +151,10 @@ def _picked(lines: Sequence[ast.stmt], names: Mapping[str, Any]) -> list[ast.stm
         is_own = bool(reads & made) or any(_leads_to_model(names.get(n)) for n in reads)
         nodes = list(ast.walk(each))
         is_left = any(isinstance(n, UNSUITABLE) or has_effects(n) for n in nodes)
-        is_left = is_left or _shows(each)
-        if is_own and not is_left:
+        if is_own and not is_left and not reaches_out(each, names):
             found.append(each)
             made |= assigned(each)
     return found
-
-
-def _shows(statement: ast.stmt) -> bool:
-    """True for a call that prints or logs, and whose result nobody takes."""
-    call = statement.value if isinstance(statement, ast.Expr) else None
-    function = call.func if isinstance(call, ast.Call) else None
-    return getattr(function, "attr", getattr(function, "id", "")) in _SHOW
 
 
 def _leads_to_model(value: Any) -> bool:
@@ -153,3 +164,102 @@ def _leads_to_model(value: Any) -> bool:
     if isinstance(value, (type, ModuleType, FunctionType)):
         return False
     return bool(tree.find(value, _KINDS, most=_MOST_VALUES))
+
+
+# Which code may reach beyond the program's variables.
+
+
+def reaches_out(node: ast.AST, names: Mapping[str, Any], depth: int = 0) -> bool:
+    """True if code may do more than compute and write to the program's variables.
+
+    Args:
+        node: The code.
+        names: The values of names in it, as far as they are known.
+        depth: How many functions of the program have led to it.
+    """
+    nodes = list(ast.walk(node))
+    if any(isinstance(each, (ast.Import, ast.ImportFrom)) for each in nodes):
+        return True
+    calls = [each.func for each in nodes if isinstance(each, ast.Call)]
+    inner = {each.name for each in nodes if isinstance(each, ast.FunctionDef)}
+    return any(_may_reach_out(each, names, inner, depth) for each in calls)
+
+
+def _may_reach_out(
+    function: ast.expr, names: Mapping[str, Any], inner: set[str], depth: int
+) -> bool:
+    """True if a call of what an expression gives may."""
+    path: list[str] = []
+    while isinstance(function, ast.Attribute):
+        path.insert(0, function.attr)
+        function = function.value
+    if isinstance(function, ast.Name):
+        path.insert(0, function.id)
+    if any(word in _OUTWARD for part in path for word in part.lower().split("_")):
+        return True
+    if not isinstance(function, ast.Name):
+        return not path  # a method of what is computed here, such as a tensor
+    if path[0] in inner and len(path) == 1:
+        return False  # its code stands here, too
+    if path[0] not in names and not hasattr(builtins, path[0]):
+        return len(path) == 1  # else a method of a variable that is made here
+    value, owner = names.get(path[0], getattr(builtins, path[0], None)), None
+    for part in path[1:]:
+        owner, value = value, inspect.getattr_static(value, part, None)
+        if value is None:
+            return False  # a method of a submodule or of one of its parameters
+    is_object = not isinstance(owner, (type, ModuleType))
+    return not _stays_within(value, owner if is_object else None, depth)
+
+
+def _stays_within(function: Any, owner: Any, depth: int) -> bool:
+    """True if a call of a function only computes, and writes to variables.
+
+    Args:
+        function: The function.
+        owner: The object whose method it is, or None.
+        depth: How many functions of the program have led to it.
+    """
+    if isinstance(function, (staticmethod, classmethod)):
+        owner, function = None, function.__func__
+    if isinstance(function, MethodType):
+        owner, function = function.__self__, function.__func__
+    while isinstance(function, FunctionType) and hasattr(function, "__wrapped__"):
+        if is_of_program(function.__code__.co_filename):
+            break
+        function = function.__wrapped__  # as by torch.no_grad()
+    if isinstance(function, type):
+        return _library_of(function) in _LIBRARIES or issubclass(function, Exception)
+    if not inspect.isroutine(function):
+        return False
+    if not isinstance(function, FunctionType):
+        return _library_of(function) in _LIBRARIES
+    code = function.__code__
+    if not is_of_program(code.co_filename):
+        return _library_of(function) in _LIBRARIES
+    definition = _definition(function)
+    if definition is None or depth == _DEEPEST:
+        return False
+    names = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
+    names = {k: each for k, each in names.items() if k not in code.co_varnames}
+    if owner is not None and code.co_argcount:
+        names[code.co_varnames[0]] = owner
+    return not reaches_out(definition, names, depth + 1)
+
+
+def _library_of(function: Any) -> str:
+    """The package of a function, of a class, or of the class of a method."""
+    owner = getattr(function, "__objclass__", function)
+    return str(getattr(owner, "__module__", None)).partition(".")[0]
+
+
+def _definition(function: FunctionType) -> ast.FunctionDef | None:
+    """A function's definition in the text of its file, or None."""
+    code = function.__code__
+    tree = ast.parse("".join(source_lines(code, function.__globals__)))
+    for each in ast.walk(tree):
+        if isinstance(each, ast.FunctionDef) and each.name == code.co_name:
+            lines = [each.lineno, *(d.lineno for d in each.decorator_list)]
+            if min(lines) == code.co_firstlineno:
+                return each
+    return None

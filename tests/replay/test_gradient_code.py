@@ -103,6 +103,126 @@ def test_what_is_printed_is_not_printed_again(tmp_path, capsys):
     assert capsys.readouterr().out.count("norm tensor") == 2
 
 
+OUTWARD = """
+import contextlib, functools, pathlib
+FILE = pathlib.Path(__file__).with_suffix(".seen")
+
+def note(model):
+    with open(FILE, "a") as file:
+        file.write(f"{len(list(model.parameters()))}")
+
+def within(model):
+    def inner():
+        note(model)
+    inner()
+
+@torch.no_grad()
+def decorated(model):
+    note(model)
+
+def wrapped(function):
+    @functools.wraps(function)
+    def call(model):
+        note(model)
+        return function(model)
+    return call
+
+@wrapped
+def harmless(model):
+    return [p.grad.norm() for p in model.parameters()]
+
+def touched(model):
+    import os
+    os.system(f"printf 1 >> {FILE}")
+
+class Trainer:
+    def __init__(self):
+        self.after = [note]
+    def finish(self, model):
+        self.look(model)
+    def look(self, model):
+        note(model)
+    @staticmethod
+    def plain(model):
+        note(model)
+    @classmethod
+    def of_class(cls, model):
+        note(model)
+    def stored(self, model):
+        for each in self.after:
+            each(model)
+
+class Note:
+    def __init__(self, model):
+        note(model)
+
+class Called:
+    def __call__(self, model):
+        note(model)
+
+trainer, called, bound, partial = Trainer(), Called(), Trainer().look, None
+partial = functools.partial(note)
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "note(model)",
+        "within(model)",
+        "decorated(model)",
+        "harmless(model)",
+        "touched(model)",
+        "trainer.finish(model)",
+        "trainer.stored(model)",
+        "Trainer.plain(model)",
+        "trainer.of_class(model)",
+        "Note(model)",
+        "called(model)",
+        "bound(model)",
+        "partial(model)",
+        "(lambda: note(model))()",
+        "[note][0](model)",
+        "size = len(str(note(model)))",
+        "FILE.open('a').write(str(model)[:1])",
+        "torch.save(model.state_dict(), FILE) or norms.append(FILE.stat().st_mtime_ns)",
+    ],
+)
+def test_what_reaches_beyond_variables_does_not_run_again(call, tmp_path):
+    """Only the lines that clip do; they are the answer all the same."""
+    text = loop(f"{call}\nclip(model.parameters())").replace(CLIP, CLIP + OUTWARD)
+    report, path, norms, _ = report_of(text, tmp_path)
+    found = report.explanation
+    assert (found.phase, found.op.line) == ("optimizer", line_of(path, "1.0 / total"))
+    written = path.with_suffix(".seen")
+    if norms:
+        assert norms[-1] == written.stat().st_mtime_ns
+    else:
+        assert len(written.read_text()) == 2
+
+
+def test_a_method_that_clips_is_run_again(tmp_path):
+    trainer = """
+class Trainer:
+    def __init__(self):
+        self.norms = []
+    def clip(self, model):
+        self.norms.append(self._scale(model, clip))
+    def _scale(self, model, clip):
+        total = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        for p in model.parameters():
+            p.grad.div_(total)
+        return total.item()
+
+trainer = Trainer()
+"""
+    text = loop("trainer.clip(model)").replace(CLIP, CLIP + trainer)
+    report, path, _, _ = report_of(text, tmp_path)
+    found = report.explanation
+    place = line_of(path, "p.grad.div_(total)")
+    assert (found.phase, found.op.line) == ("optimizer", place)
+
+
 def test_other_gradients_than_the_steps_are_no_explanation(tmp_path):
     """The first time all gradients become nan, and from then on one of them."""
     lines = "spoil(model, norms)"
