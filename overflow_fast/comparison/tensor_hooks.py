@@ -577,13 +577,14 @@ class Summary:
             data = struct.pack(f"<{WIDTH}f", *sums)
         except OverflowError:  # masks have the lowest number of their dtype many times
             data = struct.pack(f"<{WIDTH}d", *sums)
+        magnitudes = {"magnitudes": list(self.magnitudes)} if self.magnitudes else {}
         return {
             "low": self.low,
             "high": self.high,
             "squares": self.squares,
             "num_nan": self.num_nan,
             "num_inf": self.num_inf,
-            "magnitudes": list(self.magnitudes) or None,
+            **magnitudes,
             "fingerprint": base64.b64encode(data).decode(),
         }
 
