@@ -36,12 +36,12 @@ _KINDS = (nn.Module, nn.Parameter, Optimizer)
 _OUTWARD = {
     *("callback", "callbacks", "checkpoint", "close", "dump", "emit", "eval"),
     *("exec", "execute", "export", "flush", "histogram", "image", "import"),
-    *("input", "logger", "mkdir", "mlflow", "notify", "open", "plot", "post"),
-    *("postfix", "print", "publish", "push", "put", "record", "remove", "rename"),
-    *("report", "run", "save", "scalar", "scalars", "send", "show", "spawn"),
-    *("store", "submit", "track", "tracker", "unlink", "upload", "wait", "wandb"),
-    *("write", "writer"),
+    *("input", "mkdir", "notify", "open", "plot", "post", "postfix", "print"),
+    *("publish", "push", "put", "record", "remove", "rename", "report", "run"),
+    *("save", "scalar", "scalars", "send", "show", "spawn", "store", "submit"),
+    *("track", "unlink", "upload", "wait", "write"),
 }
+_OUTWARD_OBJECTS = {"logger", "logging", "mlflow", "tracker", "wandb", "writer"}
 _LIBRARIES = {"torch", "math", "operator", "itertools", "functools", "contextlib"}
 _LIBRARIES |= {"numpy", "builtins", "collections"}
 _DEEPEST = 8  # of functions that call functions
@@ -195,7 +195,7 @@ def _may_reach_out(
         function = function.value
     if isinstance(function, ast.Name):
         path.insert(0, function.id)
-    if any(word in _OUTWARD for part in path for word in part.lower().split("_")):
+    if _OUTWARD & _words(path[-1:]) or _OUTWARD_OBJECTS & _words(path):
         return True
     if not isinstance(function, ast.Name):
         return not path  # a method of what is computed here, such as a tensor
@@ -210,6 +210,10 @@ def _may_reach_out(
             return False  # a method of a submodule or of one of its parameters
     is_object = not isinstance(owner, (type, ModuleType))
     return not _stays_within(value, owner if is_object else None, depth)
+
+
+def _words(names: Sequence[str]) -> set[str]:
+    return {word for name in names for word in name.lower().split("_")}
 
 
 def _stays_within(function: Any, owner: Any, depth: int) -> bool:
@@ -253,13 +257,20 @@ def _library_of(function: Any) -> str:
     return str(getattr(owner, "__module__", None)).partition(".")[0]
 
 
-def _definition(function: FunctionType) -> ast.FunctionDef | None:
-    """A function's definition in the text of its file, or None."""
+def _definition(function: FunctionType) -> ast.FunctionDef | ast.Lambda | None:
+    """A function's definition in the text of its file; None if that is not certain."""
     code = function.__code__
     tree = ast.parse("".join(source_lines(code, function.__globals__)))
-    for each in ast.walk(tree):
-        if isinstance(each, ast.FunctionDef) and each.name == code.co_name:
-            lines = [each.lineno, *(d.lineno for d in each.decorator_list)]
-            if min(lines) == code.co_firstlineno:
-                return each
-    return None
+    found = [
+        each
+        for each in ast.walk(tree)
+        if isinstance(each, (ast.FunctionDef, ast.Lambda))
+        if getattr(each, "name", "<lambda>") == code.co_name
+        if _first_line(each) == code.co_firstlineno
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def _first_line(function: ast.FunctionDef | ast.Lambda) -> int:
+    decorators: list[ast.expr] = getattr(function, "decorator_list", [])
+    return min([function.lineno, *(each.lineno for each in decorators)])

@@ -62,8 +62,9 @@ def line_of(path, code):
         "clip(model.parameters())",
         "norms.append(float(clip(model.parameters())))",
         "if step >= 0:\n    own = list(model.parameters())\n    clip(own)",
+        "short = lambda run: clip(run.parameters())\nshort(model)",
     ],
-    ids=["call", "appends", "branch"],
+    ids=["call", "appends", "branch", "lambda"],
 )
 def test_the_operation_is_named_and_a_remedy_found(lines, with_run, tmp_path):
     if with_run is False and "if" in lines:
@@ -162,6 +163,7 @@ class Called:
 
 trainer, called, bound, partial = Trainer(), Called(), Trainer().look, None
 partial = functools.partial(note)
+short = lambda model: note(model)
 """
 
 
@@ -181,6 +183,7 @@ partial = functools.partial(note)
         "called(model)",
         "bound(model)",
         "partial(model)",
+        "short(model)",
         "(lambda: note(model))()",
         "[note][0](model)",
         "size = len(str(note(model)))",
