@@ -30,6 +30,12 @@ def test_the_page_is_what_its_generator_writes():
     assert causes.page(SHOWN) == TEXT, "run python docs/tools/causes.py"
 
 
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_line_that_was_tried_is_not_said_not_to_be(name):
+    is_tried = re.search(r"^tried     \S+:\d+: ", SHOWN[name], re.MULTILINE)
+    assert not (is_tried and "A change of the line was not tried" in SHOWN[name])
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FEW)
 def test_the_guard_still_says_what_the_page_shows(name):

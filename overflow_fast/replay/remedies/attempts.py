@@ -398,17 +398,20 @@ def _distance(
 
 
 def _try_all(failure: Failure, trials: Trials) -> None:
+    reasons: list[str] = []
     for attempts in _attempts(failure, trials):
         try:
             trial = next(attempts, None)
-            while trial is not None:
-                if trials.is_over:
-                    return
+            while trial is not None and not trials.is_over:
                 trial = attempts.send(trials.attempt(trial))
         except StopIteration:
-            continue
+            pass
         except NotEditableError as error:
-            trials.notes.append(f"A change of the line was not tried: {error}.")
+            reasons.append(str(error))
+        if trials.is_over:
+            break
+    if reasons and not any(each.line for each in trials.remedies):
+        trials.notes.append(f"A change of the line was not tried: {reasons[0]}.")
 
 
 def _go_on(failure: Failure, trials: Trials, most: int) -> None:
