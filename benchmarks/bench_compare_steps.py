@@ -1,4 +1,7 @@
-"""How long, and in how much memory, are 2,000 steps of 1,000 modules compared?"""
+"""How long, and in how much memory, are 2,000 steps of 1,000 modules compared?
+
+Other numbers of steps are arguments: 2,000 take 27 GiB of disk and 40 minutes.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +145,8 @@ def main() -> None:
             record(top / folder, rate)
         found = overflow_fast.compare(top / "a", top / "b")  # and loads what it needs
         assert found.first is not None and found.first.kind == "update"
-        for num in COUNTS:
+        given = [int(each) for each in sys.argv[1:] if each.isdigit()]
+        for num in given or COUNTS:
             rows += rows_of(top, num)
     notes = f"{NOTES}{size_text(rows[0]['before'])} before the comparison."
     write("compare-steps", "Comparisons of many steps", notes, rows, COLUMNS)
