@@ -16,17 +16,7 @@ from facts import commit, write_json, write_whole
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "support"))
-from engine_runs import (  # noqa: E402
-    DEEPSPEED,
-    TRAINERS,
-    Case,
-    megatron,
-    problems,
-    run,
-    torchtitan,
-    trl,
-    with_bare,
-)
+from engine_runs import ENGINES, Case, problems, run, with_bare  # noqa: E402
 
 PACKAGES = {
     "deepspeed": "deepspeed",
@@ -67,9 +57,7 @@ so there is no search; "1 fp32 sums" is its BF16_Optimizer.
 
 def cases_of(engine: str, world: int) -> list[Case]:
     """The guarded runs on some ranks; on four, those of one policy."""
-    known = {"deepspeed": DEEPSPEED, "trainers": TRAINERS}
-    layouts = {"trl": trl, "megatron": megatron, "torchtitan": torchtitan}
-    cases = known[engine] if engine in known else layouts[engine](world)
+    cases = ENGINES[engine](world)
     if world < 4:
         return cases
     return [c for c in cases if c.watch == "all" and c.policy == "skip"]

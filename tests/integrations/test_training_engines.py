@@ -7,24 +7,8 @@ import functools
 import importlib.util
 
 import pytest
-from engine_runs import (
-    DEEPSPEED,
-    TRAINERS,
-    megatron,
-    problems,
-    run,
-    torchtitan,
-    trl,
-    with_bare,
-)
+from engine_runs import ENGINES, problems, run, with_bare
 
-ENGINES = {
-    "deepspeed": lambda world: DEEPSPEED,
-    "trainers": lambda world: TRAINERS,
-    "trl": trl,
-    "megatron": megatron,
-    "torchtitan": torchtitan,
-}
 PACKAGES = {"trainers": "deepspeed"}
 RUNS = [
     pytest.param(engine, world, case, id=f"{engine}-{world}-{case}")

@@ -218,6 +218,16 @@ def torchtitan(world: int) -> list[Case]:
     return [case for layout in layouts[world] for case in cases_of(*layout)]
 
 
+# The cases of each engine, by how many ranks run them.
+ENGINES: dict[str, Callable[[int], list[Case]]] = {
+    "deepspeed": lambda world: DEEPSPEED,
+    "trainers": lambda world: TRAINERS,
+    "trl": trl,
+    "megatron": megatron,
+    "torchtitan": torchtitan,
+}
+
+
 # On each rank.
 
 
