@@ -553,8 +553,9 @@ def _repair_weights(failure: Failure, trials: Trials) -> Attempts:
             remedy = Remedy(text, _ZERO_ROWS.format(name))
             if bool(is_bad.any()):
                 value = tensor.detach().clone()
-                steps = torch.linspace(0.01, 0.02, value[0].numel(), dtype=value.dtype)
-                value[is_bad] = steps.reshape(value[0].shape).to(value.device)
+                generator = torch.Generator().manual_seed(0)  # not the program's
+                rows = torch.randn(value[is_bad].shape, generator=generator)
+                value[is_bad] = 0.02 * rows.to(value)
                 yield Trial(remedy, OtherWeights({name: value}))
 
 
