@@ -3,7 +3,7 @@
 collect   stats of what has run come from all devices; bad frames are taken
 detect    the first bad value is found among them, and who made it
 agree     ranks that share the models act on one report
-diagnose  the step is read again, replayed, and remedies are tried
+diagnose  the step is run again and explained, and remedies are tried
 decide    raise, warn or skip: `policy`, a pure function
 act       what the forward has changed is put back; steps and skips are counted
 report    log, evidence, flight record, warning or exception

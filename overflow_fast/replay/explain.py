@@ -21,7 +21,7 @@ from ..files.reading import is_regular
 from ..state.step_start import StepStart
 from ..torch_internals.compiler import has_compiled
 from .capture import GRAPH, Ambient, KeptCall
-from .explanation import ALL_BAD, Artifact, BadStep, Explanation
+from .explanation import ALL_BAD, NOT_BEHIND, Artifact, BadStep, Explanation
 from .gradient_code import GradientCode, find_gradient_code
 from .loss_code import LossCall
 from .loss_line import LossLine, advice, find_loss_line
@@ -123,16 +123,15 @@ def investigate(
     except Exception as error:
         found.notes.append(f"The explanation ended early: {text_of(error)}.")
     num_replays = 0 if replayer is None else replayer.num_forwards
+    limits = budget, checkpoints, artifact_bytes
     # The result of the rank that led has its line.
     if found is not ranks.result and _asks_for_loss(found, calls):
-        limits = budget, checkpoints, artifact_bytes
         step = _LossStep(models, calls, incident, start, limits, replay_check)
         found = step.explained(found, may_run=ranks.is_alone and not _has_peers())
         num_replays += step.num_forwards
-    if found is not ranks.result and ALL_BAD in found.notes and not _has_peers():
-        limits = budget, checkpoints, artifact_bytes
+    if found is not ranks.result and not _has_peers():
         behind = _GradientStep(models, calls, incident, start, limits)
-        found = behind.explained() or found
+        found = behind.explained(found)
         num_replays += behind.num_forwards
     own = found.artifacts
     if artifact_bytes and calls:
@@ -160,15 +159,16 @@ def _asks_for_loss(found: Explanation, calls: Sequence[KeptCall]) -> bool:
     return is_unknown or (found.phase == "backward" and bool(calls))
 
 
-class _GradientStep:
-    """A step whose gradients code behind backward has written to.
+class _OwnLines:
+    """A step that the program's own lines explain, which are run again, too.
 
     Args:
         models: See `investigate()`, as all others.
-        calls: The calls of the step, which compute the loss.
+        calls: The calls of the step.
         incident: What a guard saw.
         start: The models as they were when the step began.
         limits: The budget, the checkpoints and the bytes of artifacts.
+        replay_check: Compares a replay with the step, or None.
 
     Attributes:
         num_forwards: How many forwards were run.
@@ -181,22 +181,40 @@ class _GradientStep:
         incident: BadStep | None,
         start: StepStart | None,
         limits: tuple[int, Sequence[str | os.PathLike[str]], int],
+        replay_check: ReplayCheck | None = None,
     ) -> None:
         self._models, self._calls, self._start = models, calls, start
-        self._incident, self._limits = incident, limits
+        self._incident, self._replay_check = incident, replay_check
+        self._limits = limits
         self.num_forwards = 0
 
-    def explained(self) -> Explanation | None:
-        """The explanation with the lines behind backward; None if they are not it."""
-        found = None
+    def _searched(self, replayer: Replayer) -> Explanation:
+        """The explanation of what a replayer runs."""
+        found = Search(
+            *(replayer, self._incident, *self._limits), self._replay_check
+        ).run()
+        self.num_forwards += replayer.num_forwards
+        return found
+
+
+class _GradientStep(_OwnLines):
+    """A step whose gradients code behind backward has written to."""
+
+    def explained(self, found: Explanation) -> Explanation:
+        """The explanation with those lines, where they are it; else what was found."""
+        if ALL_BAD not in found.notes:
+            return found
         with contextlib.suppress(Exception):
             code = find_gradient_code()
-            found = None if code is None else self._replayed(code)
+            own = None if code is None else self._replayed(code)
+            if own is not None:
+                return own
+        if self.num_forwards:
+            found.notes[found.notes.index(ALL_BAD)] = NOT_BEHIND
         return found
 
     def _replayed(self, code: GradientCode) -> Explanation | None:
-        budget, checkpoints, artifact_bytes = self._limits
-        keeps_calls = artifact_bytes > 0
+        keeps_calls = self._limits[2] > 0
         given = self._models, self._calls, self._start
         replayer = Replayer(*given, keeps_calls=keeps_calls, tail=code)
         with replayer:
@@ -206,42 +224,12 @@ class _GradientStep:
         if result.error is not None or set(result.bad_gradients) != set(names):
             return None
         replayer = Replayer(*given, keeps_calls=keeps_calls, tail=code)
-        search = Search(
-            *(replayer, self._incident, budget, checkpoints, artifact_bytes), None
-        )
-        found = search.run()
-        self.num_forwards += replayer.num_forwards
+        found = self._searched(replayer)
         return found if found.phase == "optimizer" else None
 
 
-class _LossStep:
-    """A step whose loss is computed by the program's own lines, which are replayed.
-
-    Args:
-        models: See `investigate()`, as all others.
-        calls: The calls of the step.
-        incident: What a guard saw.
-        start: The models as they were when the step began.
-        limits: The budget, the checkpoints and the bytes of artifacts.
-        replay_check: Compares a replay with the step.
-
-    Attributes:
-        num_forwards: How many forwards were run.
-    """
-
-    def __init__(
-        self,
-        models: Mapping[str, nn.Module],
-        calls: Sequence[KeptCall],
-        incident: BadStep | None,
-        start: StepStart | None,
-        limits: tuple[int, Sequence[str | os.PathLike[str]], int],
-        replay_check: ReplayCheck | None,
-    ) -> None:
-        self._models, self._calls, self._start = models, calls, start
-        self._incident, self._replay_check = incident, replay_check
-        self._limits = limits
-        self.num_forwards = 0
+class _LossStep(_OwnLines):
+    """A step whose loss is computed by the program's own lines."""
 
     def explained(self, found: Explanation, *, may_run: bool) -> Explanation:
         """The explanation with those lines; else what was found, with what to change.
@@ -277,19 +265,11 @@ class _LossStep:
             is_same = self._is_same(loss_call)
         if not is_same:
             return None
-        budget, checkpoints, artifact_bytes = self._limits
-        replayer = self._replayer(loss_call)
-        search = Search(
-            *(replayer, self._incident, budget, checkpoints, artifact_bytes),
-            self._replay_check,
-        )
-        found = search.run()
-        self.num_forwards += replayer.num_forwards
-        if ALL_BAD in found.notes:
-            given = self._incident, self._start, self._limits
-            step = _GradientStep(self._models, loss_call.calls, *given)
-            found = step.explained() or found
-            self.num_forwards += step.num_forwards
+        found = self._searched(self._replayer(loss_call))
+        given = self._incident, self._start, self._limits
+        behind = _GradientStep(self._models, loss_call.calls, *given)
+        found = behind.explained(found)
+        self.num_forwards += behind.num_forwards
         if found.cause == "not reproducible" and not loss_call.is_only_loss:
             return None  # another loss may have been bad
         if len(loss_call.calls) > 1:  # others' gradients are as bad with any remedy

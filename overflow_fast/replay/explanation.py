@@ -576,11 +576,13 @@ NO_LOSS = (
     "returned a number that requires a gradient."
 )
 GIVEN_BAD = "The gradient that the model's output was given is non-finite."
-ALL_BAD = (
+_ALL_BAD = (
     "All gradients are non-finite, and the replayed backward is finite: code between "
     "it and the optimizer's step (clipping, unscaling, communication) may have made "
-    "them. It was not replayed."
+    "them."
 )
+ALL_BAD = f"{_ALL_BAD} It was not replayed."
+NOT_BEHIND = f"{_ALL_BAD} Lines of it were run again, which do not explain them."
 OTHER_WEIGHT = (
     "The weight is finite in the model, and so is the replay: it was written to since, "
     "or the forward ran with another tensor in its place, as under functional_call()."

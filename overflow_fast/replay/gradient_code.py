@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import tree
 from ..text import is_of_program
-from .loss_code import UNSUITABLE, UncertainError, has_effects
+from .loss_code import EFFECTS, UNSUITABLE, UncertainError, has_effects
 from .loss_line import function_at, running_code, variables_of
 from .names import assigned, read
 from .places import source_lines
@@ -151,7 +151,7 @@ def _picked(lines: Sequence[ast.stmt], names: Mapping[str, Any]) -> list[ast.stm
         is_own = bool(reads & made) or any(_leads_to_model(names.get(n)) for n in reads)
         nodes = list(ast.walk(each))
         is_left = any(isinstance(n, UNSUITABLE) or has_effects(n) for n in nodes)
-        if is_own and not is_left and not reaches_out(each, names):
+        if is_own and not (is_left or reaches_out(each, names)):
             found.append(each)
             made |= assigned(each)
     return found
@@ -180,16 +180,16 @@ def reaches_out(node: ast.AST, names: Mapping[str, Any], depth: int = 0) -> bool
     nodes = list(ast.walk(node))
     if any(isinstance(each, (ast.Import, ast.ImportFrom)) for each in nodes):
         return True
-    calls = [each.func for each in nodes if isinstance(each, ast.Call)]
+    calls = [each for each in nodes if isinstance(each, ast.Call)]
     inner = {each.name for each in nodes if isinstance(each, ast.FunctionDef)}
     return any(_may_reach_out(each, names, inner, depth) for each in calls)
 
 
 def _may_reach_out(
-    function: ast.expr, names: Mapping[str, Any], inner: set[str], depth: int
+    call: ast.Call, names: Mapping[str, Any], inner: set[str], depth: int
 ) -> bool:
-    """True if a call of what an expression gives may."""
-    path: list[str] = []
+    """True if a call may."""
+    function, path = call.func, list[str]()
     while isinstance(function, ast.Attribute):
         path.insert(0, function.attr)
         function = function.value
@@ -197,6 +197,9 @@ def _may_reach_out(
         path.insert(0, function.id)
     if _OUTWARD & _words(path[-1:]) or _OUTWARD_OBJECTS & _words(path):
         return True
+    is_begun = path == ["next"] and isinstance(call.args[0], ast.Call)
+    if EFFECTS.intersection(path[-1:]) and not is_begun:
+        return True  # of schedules and iterators; next(model.parameters()) begins one
     if not isinstance(function, ast.Name):
         return not path  # a method of what is computed here, such as a tensor
     if path[0] in inner and len(path) == 1:

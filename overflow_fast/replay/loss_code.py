@@ -37,7 +37,7 @@ UNSUITABLE = (
     *(ast.Yield, ast.YieldFrom, ast.Await, ast.Return, ast.Delete, ast.Global),
     *(ast.Nonlocal, ast.AsyncFor, ast.AsyncWith, ast.NamedExpr),
 )
-_EFFECTS = {"backward", "step", "zero_grad", "next", "input", "exec", "eval", "locals"}
+EFFECTS = {"backward", "step", "zero_grad", "next", "input", "exec", "eval", "locals"}
 _OF_FRAME = {"next", "input", "exec", "eval", "locals", "super", "__class__"}
 _FUTURE = annotations.compiler_flag
 _MAX_NODES = 100_000  # of a graph
@@ -230,9 +230,9 @@ def _is_bad(value: Any) -> bool:
 def has_effects(node: ast.AST) -> bool:
     if isinstance(node, ast.Attribute):
         is_private = node.attr.startswith("__") and not node.attr.endswith("__")
-        return is_private or node.attr in _EFFECTS
+        return is_private or node.attr in EFFECTS
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        return node.func.id in _EFFECTS  # a number may be called `step`
+        return node.func.id in EFFECTS  # a number may be called `step`
     return isinstance(node, ast.Name) and node.id in _OF_FRAME
 
 

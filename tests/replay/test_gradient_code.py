@@ -163,6 +163,19 @@ class Called:
 
 trainer, called, bound, partial = Trainer(), Called(), Trainer().look, None
 partial = functools.partial(note)
+
+class Schedule:
+    def step(self, model):
+        note(model)
+
+schedule, turns = Schedule(), iter("abcdef")
+
+def steps(model):
+    schedule.step(model)
+
+def turn(model):
+    return next(turns)
+
 short = lambda model: note(model)
 """
 
@@ -184,6 +197,7 @@ short = lambda model: note(model)
         "bound(model)",
         "partial(model)",
         "short(model)",
+        "steps(model)",
         "(lambda: note(model))()",
         "[note][0](model)",
         "size = len(str(note(model)))",
@@ -202,6 +216,22 @@ def test_what_reaches_beyond_variables_does_not_run_again(call, tmp_path):
         assert norms[-1] == written.stat().st_mtime_ns
     else:
         assert len(written.read_text()) == 2
+
+
+def test_an_iterator_of_the_program_is_not_drawn_from_again(tmp_path):
+    lines = "norms.append(turns)\nturn(model)\nclip(model.parameters())"
+    text = loop(lines).replace(CLIP, CLIP + OUTWARD)
+    report, _, norms, _ = report_of(text, tmp_path)
+    assert report.explanation.phase == "optimizer"
+    assert next(norms[0]) == "c"
+
+
+def test_a_function_may_begin_an_iterator_of_its_own(tmp_path):
+    own = CLIP.replace("return total", "return total.to(next(iter(parameters)).device)")
+    text = loop("clip(model.parameters())").replace(CLIP, own)
+    report, path, _, _ = report_of(text, tmp_path)
+    found = report.explanation
+    assert (found.phase, found.op.line) == ("optimizer", line_of(path, "1.0 / total"))
 
 
 def test_a_method_that_clips_is_run_again(tmp_path):
@@ -239,6 +269,8 @@ def spoil(model, norms, left=[2]):
     report, _, _, _ = report_of(text, tmp_path)
     found = report.explanation
     assert found.cause == "unknown" and found.op is None
+    assert "Lines of it were run again, which do not explain them." in str(found)
+    assert "It was not replayed" not in str(found)
 
 
 def test_gradients_are_as_they_were(tmp_path):
