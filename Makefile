@@ -7,6 +7,8 @@ CXX ?= g++
 JOBS ?= auto
 WORKERS = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 RUN := $(VENV)/bin/python
+# Tests start many processes: each would compile the package's sources anew, for 2 s.
+unexport PYTHONDONTWRITEBYTECODE
 CORE := $(wildcard csrc/scan/*.h csrc/scan/cpu/*)
 CUDA := $(wildcard csrc/scan/cuda/*)
 METAL := $(wildcard overflow_fast/metal/*.metal csrc/scan/mps/*)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -310,6 +311,7 @@ def page_of(
     return text
 
 
+@functools.cache  # compiling the templates takes longer than filling them
 def html_templates(folder: Path, **filters: Callable[..., Any]) -> Any:
     """Makes the jinja2 environment of a folder's templates; every value is escaped.
 

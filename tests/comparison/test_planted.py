@@ -562,16 +562,32 @@ def sampled(table):
     ]
 
 
-def compared(tmp_path, first, reference):
-    first.record(tmp_path / "a")
-    reference.record(tmp_path / "b")
-    return overflow_fast.compare(tmp_path / "a", tmp_path / "b")
+@pytest.fixture(scope="module")
+def default(tmp_path_factory):
+    """A recording of the run that is most pairs' reference."""
+    folder = tmp_path_factory.mktemp("default")
+    Run().record(folder)
+    return folder
+
+
+@pytest.fixture
+def compared(tmp_path, default):
+    """Records two runs and compares them."""
+
+    def compare(first, reference):
+        first.record(tmp_path / "a")
+        if reference == Run():
+            return overflow_fast.compare(tmp_path / "a", default)
+        reference.record(tmp_path / "b")
+        return overflow_fast.compare(tmp_path / "a", tmp_path / "b")
+
+    return compare
 
 
 @pytest.mark.parametrize("name", sampled(PLANTED))
-def test_a_planted_difference_is_named(tmp_path, name):
+def test_a_planted_difference_is_named(compared, name):
     first, reference, kind, module, words = PLANTED[name]
-    diff = compared(tmp_path, first, reference)
+    diff = compared(first, reference)
     assert diff.differs and diff.first is not None, diff
     assert kind in (None, diff.first.kind), diff
     assert module in (None, diff.first.module), diff
@@ -579,8 +595,8 @@ def test_a_planted_difference_is_named(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", sampled(HEALTHY))
-def test_a_healthy_pair_is_silent(tmp_path, name):
-    diff = compared(tmp_path, *HEALTHY[name])
+def test_a_healthy_pair_is_silent(compared, name):
+    diff = compared(*HEALTHY[name])
     assert diff.first is None and not diff.differs, diff
     assert diff.num_computed
 
@@ -589,25 +605,25 @@ def head_gradient(change):
     return lambda model, step: change(model.head.weight.grad)
 
 
-def test_a_gradient_of_nans_is_no_multiple(tmp_path):
+def test_a_gradient_of_nans_is_no_multiple(compared):
     run = Run(gradients=head_gradient(lambda g: g.fill_(torch.nan)), steps=1)
-    said = str(compared(tmp_path, run, Run(steps=1)).first)
+    said = str(compared(run, Run(steps=1)).first)
     assert "512 nan and 0 inf against 0 and 0. Made between" in said
     assert "times the ref" not in said
 
 
-def test_one_gradient_that_is_a_multiple_is_one(tmp_path):
+def test_one_gradient_that_is_a_multiple_is_one(compared):
     run = Run(gradients=head_gradient(lambda g: g.mul_(0.5)), steps=1)
-    said = str(compared(tmp_path, run, Run(steps=1)).first)
+    said = str(compared(run, Run(steps=1)).first)
     assert "The one that differs is 0.5 times the reference's" in said
 
 
-def test_a_step_without_gradients_in_one_run_is_not_called_equal(tmp_path):
+def test_a_step_without_gradients_in_one_run_is_not_called_equal(compared):
     def drop(model, step):
         if step == 0:
             model.zero_grad()
 
-    diff = compared(tmp_path, Run(gradients=drop), Run())
+    diff = compared(Run(gradients=drop), Run())
     assert (diff.first.kind, diff.first.row.step) == ("weights", 1), diff
     start = "Before step 1, with no difference in step 0, as far as it was compared: "
     assert str(diff.first).startswith(start)

@@ -4,11 +4,10 @@ Nothing hangs either: each case runs in a process that has to end.
 """
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from processes import python
 from torch import nn
 
 from overflow_fast import OverflowGuard
@@ -57,8 +56,7 @@ LOST, KEPT, BESIDE, FINE = "[1, 0, 0]", "[0, 1, 0]", "[0, 0, 1]", "[0, 0, 0]"
 def guarded(limit, *paths):
     """What was logged for each path as log, record and evidence."""
     fine = f"{paths[0]}-fine-"
-    command = [sys.executable, "-c", PROGRAM, limit, fine, *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = python("-c", PROGRAM, limit, fine, *map(str, paths))
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -94,8 +92,7 @@ def test_a_slow_reader_of_a_fifo_costs_lines_and_no_time(tmp_path):
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     program = PROGRAM.replace("range(6)", "range(400)").replace("== 3", "== 200")
     program = program.replace('("log", "record", "evidence")', '("log",)')
-    command = [sys.executable, "-c", program, "", "", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = python("-c", program, "", "", str(path))
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{LOST}\n"
     begin = os.read(reader, 2**16)
@@ -126,8 +123,7 @@ assert 10 < len(record.entries) <= 512, len(record.entries)
 assert not record.num_damaged
 print(most <= bound + 2**15, most)
 """
-    command = [sys.executable, "-c", program, str(tmp_path / "run.ofr")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = python("-c", program, str(tmp_path / "run.ofr"))
     assert done.stdout.startswith("True"), done.stdout + done.stderr
 
 

@@ -28,8 +28,8 @@ def first_of_each(failures, kind_of):
     return list(dict.fromkeys(each.name for each in found.values()))
 
 
-# Each cause in each phase: compiled, on ranks, transient, unwritten and none of these.
-ASKED = first_of_each(ALL, lambda f: [(c, f.phase, f.kind) for c in f.causes])
+# Each cause, each phase, and each kind: compiled, on ranks, transient, unwritten.
+ASKED = first_of_each(ALL, lambda f: [*f.causes, f.phase, f.kind])
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RUNNER = BENCHMARKS / "answers" / "run.py"
 SOURCE = re.compile(r"[\w.-]+/[\w.-]+#\d+(, [\w.-]+/[\w.-]+#\d+)*")

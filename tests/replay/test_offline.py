@@ -2,12 +2,11 @@
 
 import collections
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from failing_modules import Config, Gate, Holder, Local, Overflows
+from processes import python
 from safetensors.torch import save_file
 from torch import nn
 
@@ -183,9 +182,7 @@ def test_the_operation_fails_alone(name, tmp_path):
 def test_the_script_runs_by_itself(tmp_path):
     model = Net()
     left_by(tmp_path, model, model_call(model, *batch()))
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "repro.py")], capture_output=True, text=True
-    )
+    done = python(str(tmp_path / "repro.py"))
     assert done.returncode == 1
     assert "AssertionError: not finite" in done.stderr
     assert "torch.float32: 1 of 1 values not finite" in done.stdout

@@ -44,13 +44,16 @@ def _run_as_main(arguments, cwd, environment, folder):
     if arguments[0] == "-m":
         sys.argv, sys.path[:0] = list(arguments[1:]), [str(cwd)]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv, sys.path[:0] = ["-c", *arguments[2:]], [str(cwd)]
+        exec(arguments[1], vars(sys.modules["__main__"]))
     else:
         sys.argv, sys.path[:0] = list(arguments), [str(Path(arguments[0]).parent)]
         runpy.run_path(arguments[0], run_name="__main__")
 
 
 def python(*arguments, cwd=None, environment=None):
-    """Runs a script, or `-m` a module, as `python` would, in a fork of the server.
+    """Runs a script, `-c` code or `-m` a module as Python would, forked of the server.
 
     Returns:
         Its returncode, stdout and stderr.

@@ -22,7 +22,7 @@ def verdict_of(model, loss_fn, optimizer=None, record=True, **arguments):
     models = model if isinstance(model, (list, tuple)) else [model]
     parameters = [p for each in models for p in each.parameters()]
     optimizer = optimizer or torch.optim.SGD(parameters, lr=0.1)
-    with OverflowGuard(model, optimizer, "warn", **arguments) as guard:
+    with OverflowGuard(model, optimizer, "warn", explain=False, **arguments) as guard:
         loss = loss_fn(model)
         if record:
             guard.record(loss=loss)
@@ -182,7 +182,7 @@ def test_code_of_the_loss_behind_several_heads():
 def test_a_gradient_given_to_backward_is_not_a_modules():
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with OverflowGuard(model, optimizer, "warn") as guard:
+    with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
         model(inputs()).backward(torch.full((4, 2), NAN))
         optimizer.step()
     verdict = guard.last_report.verdict
@@ -260,7 +260,7 @@ def divide(model):
 def test_all_gradients_bad_is_after_backward(change):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with OverflowGuard(model, optimizer, "warn") as guard:
+    with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
         model(inputs()).mean().backward()
         for each in change:
             each(model)
@@ -653,7 +653,7 @@ class Doubles(nn.Module):
 def test_what_the_loop_computed_is_not_said_to_be_the_batchs(compute):
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with OverflowGuard(model, optimizer, "warn") as guard:
+    with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
         compute(model).mean().backward()
         optimizer.step()
     report = guard.last_report
@@ -810,7 +810,7 @@ def test_weights_that_a_bad_step_has_written_do_not_come_first():
 def test_a_bad_setting_of_the_optimizer_is_looked_up(settings, said):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with OverflowGuard(model, optimizer, "warn") as guard:
+    with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
         for _ in range(2):
             model(inputs()).mean().backward()
             optimizer.step()
@@ -883,7 +883,7 @@ def test_a_hook_that_replaces_inputs_of_the_model_is_a_candidate(value):
 def test_a_hook_that_replaces_an_output_later_is_a_candidate():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with OverflowGuard(model, optimizer, "warn") as guard:
+    with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
         model[0].register_forward_hook(lambda module, args, output: output / 0)
         model(inputs()).mean().backward()
         optimizer.step()
