@@ -1,6 +1,7 @@
 """The order of tests, which of them need a GPU, and the emulated one for the others."""
 
 import functools
+import gc
 import os
 import re
 import sys
@@ -21,6 +22,20 @@ from overflow_fast.replay.remedies import trials
 
 # What is tried on a bad step does not depend on what else runs here.
 trials.LEAST_SECONDS = 600.0
+
+
+def pytest_configure(config):
+    """In a worker of xdist, libraries' objects are none that collections look at.
+
+    Nor do edits of lines, which look through all objects for a function: what tests
+    define is looked at as ever.
+    """
+    if hasattr(config, "workerinput"):
+        import torch._inductor.compile_fx
+        import transformers.modeling_utils  # noqa: F401
+
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
