@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _C
-from ..capture.schedule import ScanLevel
-from ..capture.step_tensors import NORM, StepTensors
+from ..capture.step_tensors import NORM, ScanLevel, StepTensors
 from ..capture.watch import ModelWatch
 from ..core.modules import gradient_taker, named_parameters, why_not
 from ..core.tensors import loss_in

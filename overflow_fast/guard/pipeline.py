@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -22,8 +23,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .. import _C
-from ..capture.schedule import ScanLevel
-from ..capture.step_tensors import StepTensors
+from ..capture.step_tensors import OverflowFlags, ScanLevel, StepTensors
 from ..capture.watch import ModelWatch
 from ..core.collection import without_collection
 from ..core.engines import LossScaler
@@ -46,12 +46,12 @@ from ..verdict.verdict import (
     bad_settings,
     is_of_flag,
     leading_frame,
+    take_bad,
     take_evaluated,
 )
 from . import optimizers as scalers
 from .archive import Archive, Measurements
 from .config import GuardConfig
-from .device_flags import DeviceFlags, OverflowFlags
 from .explainer import Explainer, SecondLook
 from .isolation import ErrorIsolation
 from .learning import Learning
@@ -59,6 +59,7 @@ from .monitors.running import RunningMonitors, clauses_of
 from .monitors.spikes import SPIKE
 from .optimizers import (
     SCALER,
+    DeviceFlags,
     OptimizerHook,
     has_skipped,
     living,
@@ -68,7 +69,7 @@ from .optimizers import (
     without_gradients,
 )
 from .policy import Situation, checked_action, choose, limit_skips
-from .step import Rounds, Step, StepClock, StepFrames
+from .step import Step, StepClock
 
 # The kinds of what a step leaves to the next ones.
 _STATE = ("weight", "buffer", "optimizer_state")
@@ -91,6 +92,97 @@ class _Line(NamedTuple):
     verdict: Verdict
     action: str | None
     num_left_out: int
+
+
+class Rounds:
+    """Counts rounds: one ends when each optimizer has stepped, or one steps again.
+
+    A round has one verdict: a bad one holds for all optimizers that step later in it.
+
+    Args:
+        hooks: The optimizers' hooks.
+
+    Attributes:
+        report: The report of the round, if it is bad.
+        is_skipped: A step was skipped in this round, by the guard or a GradScaler.
+        num_skipped: The number of rounds in which the guard has skipped a step.
+    """
+
+    def __init__(self, hooks: Sequence[OptimizerHook]) -> None:
+        self._hooks = hooks
+        self._stepped: set[OptimizerHook] = set()
+        self._skips_in_row = dict.fromkeys(hooks, 0)
+        self._was_skipped = dict.fromkeys(hooks, False)
+        self._is_over = False
+        self._is_counted = False
+        self.is_skipped = False
+        self.report: Report | None = None
+        self.num_skipped = 0
+
+    def has_stepped(self, hook: OptimizerHook) -> bool:
+        """Returns True if an optimizer has stepped in this round."""
+        return hook in self._stepped
+
+    def begin(self) -> None:
+        """Begins a round if the last is over. Until then the last can be read."""
+        if self._is_over:
+            self._is_over = self._is_counted = self.is_skipped = False
+            self.report = None
+
+    def end(self) -> None:
+        """Ends the round."""
+        self._stepped.clear()
+        self._is_over = True
+
+    def note_step(self, hook: OptimizerHook) -> bool:
+        """Notes the end of an optimizer's step; returns True if it ends the round."""
+        self._stepped.add(hook)
+        return len(self._stepped) == len(self._hooks)
+
+    def note(self, hook: OptimizerHook, is_skipped: bool, is_by_guard: bool) -> None:
+        """Notes whether an optimizer's step is skipped.
+
+        Args:
+            hook: The optimizer's.
+            is_skipped: It is skipped, by the guard or by other code.
+            is_by_guard: The round is bad, and the guard skips it.
+        """
+        self._was_skipped[hook] = is_skipped
+        self.is_skipped |= is_skipped
+        self._skips_in_row[hook] = self._skips_in_row[hook] + 1 if is_by_guard else 0
+        if is_by_guard and not self._is_counted:
+            self._is_counted = True
+            self.num_skipped += 1
+
+    def note_unwatched(self, hook: OptimizerHook) -> None:
+        """Notes a step that is not judged: it resets no count."""
+        self._was_skipped[hook] = False
+
+    def take_back(self) -> None:
+        """Uncounts the skip of the round: it raises instead."""
+        self._skips_in_row = dict.fromkeys(self._hooks, 0)
+        if self._is_counted:
+            self._is_counted = False
+            self.num_skipped -= 1
+
+    @property
+    def consecutive_skips(self) -> int:
+        """The steps in a row that the guard skipped, of the worst optimizer."""
+        return max(self._skips_in_row.values(), default=0)
+
+    def was_skipped(self, optimizer: object) -> bool:
+        """Returns True if the last step of one optimizer was skipped, by any code.
+
+        Raises:
+            ValueError: If the guard does not have it.
+        """
+        for hook in self._hooks:
+            if hook.is_of(optimizer):
+                return self._was_skipped[hook]
+        raise ValueError(
+            "optimizer must be one that the guard was given, got another "
+            f"{type(optimizer).__name__}"
+        )
 
 
 class Pipeline:
@@ -152,7 +244,7 @@ class Pipeline:
         self._monitors = monitors
         self.rounds = Rounds(hooks)
         self.tensors = StepTensors(watches, config.weights_every)
-        self._frames = StepFrames(watches)
+        self._pending: deque[Step] = deque()  # lagged: their stats are on their way
         self._device_flags = DeviceFlags(config, watches)
         self._device_flags.request(hooks)
         self._explainer = Explainer(config, watches, capture, full_watches)
@@ -280,7 +372,11 @@ class Pipeline:
         Args:
             is_lagged: Wait only for steps before the last.
         """
-        for step, frames in self._frames.receive(is_lagged):
+        for watch in self._watches:
+            watch.frames.receive(is_lagged)
+        while self._pending:
+            step = self._pending.popleft()
+            frames = take_bad(self._watches, step.last_frame)
             frames, skipped_by = without_expected(frames, step.scaler, has_skipped)
             if not frames and step.is_decided:
                 continue
@@ -291,8 +387,12 @@ class Pipeline:
             self._decide(late)
 
     def forget(self) -> None:
-        """Forgets what has run and was not judged."""
-        self._frames.forget()
+        """Forgets what has run and was not judged. Incurs the sync."""
+        self._pending.clear()
+        for watch in self._watches:
+            watch.frames.receive(is_lagged=False)
+        take_bad(self._watches, _C.Recorder.num_frames())
+        take_evaluated(self._watches)
         self._end_judgement()
 
     # Collect: the stats of a step come from all devices, and its bad frames are taken.
@@ -331,7 +431,7 @@ class Pipeline:
         self._scan(hook, level, () if scaler else others)
         self._overflow_flags.ask(level, scaler)
         is_lagged = self._device_flags.are_lagged(hook, self._is_learning)
-        self._frames.send(is_lagged)
+        self._send_stats(is_lagged)
         if self._is_learning:
             self._device_flags.drop()
         step = self._new_step(hook, scaler)
@@ -345,10 +445,10 @@ class Pipeline:
             waits = is_lagged and self.agreement.is_needed
             found = dataclasses.replace(step, skipped_by="") if is_lagged else step
             if not waits:
-                found.frames = self._frames.take(step.last_frame)
+                found.frames = take_bad(self._watches, step.last_frame)
             self._leave_to_scaler(found, hook, level)
             if is_lagged:
-                self._frames.postpone(step)
+                self._pending.append(step)
                 if not found.frames:
                     return False
             step.is_decided = True
@@ -384,12 +484,12 @@ class Pipeline:
             return
         self._note_scaler(scaler)
         self._scan(hook, self._clock.level)
-        self._frames.send()
+        self._send_stats()
         try:
             self.judge_late()
             step = self._new_step(hook)
             step.skipped_by = SCALER
-            step.frames = self._frames.take(step.last_frame)
+            step.frames = take_bad(self._watches, step.last_frame)
             if scaler.get_scale() > 1:
                 step.frames = without_gradients(step.frames)
             self._decide(step)
@@ -399,9 +499,9 @@ class Pipeline:
     def _pass_over(self, hook: OptimizerHook, report: Report) -> bool:
         """Applies the verdict of a round that is bad to another of its steps."""
         is_skipped = report.action == "skip"
-        self._frames.send()
+        self._send_stats()
         self.judge_late()
-        self._frames.take(_C.Recorder.num_frames())
+        take_bad(self._watches, _C.Recorder.num_frames())
         if is_skipped:
             self._restore()
         self._end_judgement()
@@ -415,11 +515,11 @@ class Pipeline:
         self.tensors.begin_round()
         self.tensors.scan(None, ScanLevel.ALL)
         self._overflow_flags.ask(level)
-        self._frames.send()
+        self._send_stats()
         try:
             self.judge_late()
             step = self._new_step(moment="check")
-            step.frames = self._frames.take(step.last_frame)
+            step.frames = take_bad(self._watches, step.last_frame)
             step.frames += take_evaluated(self._watches)
             step.is_whole = _is_whole(step.frames, level)
             return self._decide(step)
@@ -435,6 +535,11 @@ class Pipeline:
         is_blind = not (self.tensors.num_gradients or self._has_loss())
         if is_blind and self._config.is_tripwire and level is not ScanLevel.OFF:
             self._warn_blind()
+
+    def _send_stats(self, is_lagged: bool = False) -> None:
+        """Starts the copy of all stats to the host; does not wait."""
+        for watch in self._watches:
+            watch.frames.send(with_captured=not is_lagged)
 
     def _warn_blind(self) -> None:
         """Logs, once, that a step had nothing that a tripwire looks at."""
@@ -472,7 +577,8 @@ class Pipeline:
 
     def _end_judgement(self, is_lagged: bool = False) -> None:
         self.tensors.forget()
-        self._frames.end(is_lagged)
+        for watch in self._watches:
+            watch.end_judgement(is_lagged)
 
     # A step from its bad frames on.
 
@@ -488,7 +594,7 @@ class Pipeline:
         """
         self._leave_out_learned(step)
         verdict = self._detect(step)
-        if not step.is_evaluation and self.agreement.is_needed:
+        if step.moment != "evaluation" and self.agreement.is_needed:
             outcome = self._decide_together(step, verdict)
         else:
             outcome = self._decide_alone(step, verdict)
@@ -510,7 +616,7 @@ class Pipeline:
 
     def _leave_out_learned(self, step: Step) -> None:
         if self.learning is not None:
-            is_skipped = bool(step.skipped_by) and not step.is_evaluation
+            is_skipped = bool(step.skipped_by) and step.moment != "evaluation"
             step.frames = self.learning.without_expected(
                 step.frames, step.is_whole, is_skipped
             )
@@ -773,7 +879,7 @@ class Pipeline:
                 rounds.take_back()
             report.action = choice.action
             report.notes += choice.notes
-            if not step.is_late:
+            if step.moment != "after":
                 rounds.report = report
         report.num_skipped = self.rounds.num_skipped
 
@@ -805,13 +911,13 @@ class Pipeline:
         return self.rounds.report
 
     def _end_clean(self, step: Step, verdict: Verdict) -> None:
-        if self.learning is not None and not step.is_evaluation:
+        if self.learning is not None and step.moment != "evaluation":
             is_check = step.moment == "check"
             is_clean = step.is_whole and not step.skipped_by
             self.learning.end_step(is_clean, None if is_check else step.number)
         skipper, num_left_out = step.skipped_by or None, step.left_out.total
         line = _Line(step.number, verdict, skipper, num_left_out)
-        if step.hook is None or step.is_late:
+        if step.hook is None or step.moment == "after":
             self._num_bad_in_row = 0
             self._log_line(line)
         else:  # a round has one line
