@@ -94,6 +94,20 @@ class Given:
         """Returns the tensor of an input's label; one that is gone if there is none."""
         return self.tensors.get(label, WeakTensor(lambda: None, None))
 
+    def place_of(self, label: str, model: torch.nn.Module | None) -> str:
+        """Writes the place of an input and of what is non-finite in it.
+
+        Incurs a CPU-GPU sync.
+
+        Args:
+            label: The input's label.
+            model: The model that was given it.
+        """
+        are_samples = is_batch_first(model) and share_first(
+            held.tensor() for held in self.tensors.values()
+        )
+        return f"`{label}`{samples(self.find(label).unchanged(), are_samples)}"
+
 
 def _is_bound(args: Any, kwargs: Any, path: Path, kind: type) -> bool:
     """True for a function that has variables or defaults which may hold tensors."""
