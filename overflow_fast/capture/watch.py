@@ -19,9 +19,8 @@ from ..core.tensors import loss_in
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.module_internals import own_parameters
 from . import traced_walk
-from .hooks import CopiedHooks
+from .hooks import CopiedHooks, StepHooks
 from .inputs import ForwardInputs
-from .steps import StepHooks
 
 # The modules of a watched model, by indices that do not change.
 
