@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,9 +24,11 @@ from ..verdict.headroom import HeadroomTracker, least_headroom
 from ..verdict.verdict import BadFrame, Verdict, kind_of, leading_frame
 from .config import GuardConfig
 from .isolation import OverheadTimer
-from .metrics import MetricsDispatcher, exporters_of
 from .monitors.magnitudes import Headroom, Saturation, Underflow
 from .monitors.monitor import Notice
+from .options import exporters_of
+
+_log = logging.getLogger("overflow_fast")
 
 # The numbers that a guard measures of a run: its own cost, headroom, counts.
 
@@ -45,7 +48,8 @@ class Measurements:
 
     def __init__(self, config: GuardConfig, watches: Sequence[ModelWatch]) -> None:
         self._watches = watches
-        self._dispatcher = MetricsDispatcher(exporters_of(config.metrics))
+        self._exporters = exporters_of(config.metrics)
+        self._failed: set[int] = set()  # exporters whose failure was logged
         self.timer = OverheadTimer(watches)
         headroom, underflow = config.monitor(Headroom), config.monitor(Underflow)
         saturation = config.monitor(Saturation)
@@ -83,13 +87,24 @@ class Measurements:
         return {name: float(value) for name, value in values.items()}
 
     def emit(self, step: int, counts: Callable[[], Mapping[str, float]]) -> None:
-        """Sends the numbers of a step to the exporters.
+        """Sends the numbers of a step to the exporters; none stops the run.
 
         Args:
             step: The step's number.
-            counts: Returns the numbers of all, bad and skipped steps.
+            counts: Returns the numbers of all, bad and skipped steps; called only if
+                there is an exporter.
         """
-        self._dispatcher.emit(step, lambda: self.metrics(counts()))
+        values = self.metrics(counts()) if self._exporters else {}
+        for i, exporter in enumerate(self._exporters):
+            try:
+                exporter(step, values)
+            except Exception:
+                if i not in self._failed:
+                    self._failed.add(i)
+                    _log.warning(
+                        "A metrics exporter failed. Its later failures are not logged.",
+                        exc_info=True,
+                    )
 
 
 def _recorder_of(
@@ -269,7 +284,9 @@ class Archive:
     def earlier_run(self, step: int, verdict: Verdict) -> str:
         """Returns the earlier run that has logged the same incident, or ""."""
         first = verdict.first
-        what = first and (step, f"{place_of(first)}: {first.label}")
+        if first is None or not self._earlier:
+            return ""
+        what = step, f"{place_of(first)}: {first.label}"
         return next((each.run for each in self._earlier if each.what == what), "")
 
     @functools.cached_property

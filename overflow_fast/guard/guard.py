@@ -38,13 +38,13 @@ from .loop import (
     warn_foreign_parameters,
     warn_of_other_guards,
 )
-from .metrics import Exporter
 from .monitors.monitor import Monitor
 from .monitors.running import DEFAULT_MONITORS
 from .optimizers import optimizers_of
 from .options import (
     Evidence,
     Explain,
+    Exporter,
     Log,
     Path,
     Record,

@@ -555,9 +555,8 @@ class OptimizerHook:
         original = stepper.step
 
         def unbound(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            whole = replaced or class_step(optimizer)
             try:
-                return self._run(whole, args, kwargs)
+                return self._run(replaced or class_step(optimizer), args, kwargs)
             except NonFiniteError as error:
                 drop_own_frames(error)
                 raise error
@@ -565,7 +564,7 @@ class OptimizerHook:
         @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
             try:
-                return unbound(reference(), *args, **kwargs)
+                return self._run(replaced or class_step(reference()), args, kwargs)
             except NonFiniteError as error:
                 drop_own_frames(error)
                 raise error
@@ -705,13 +704,13 @@ class DeviceFlags:
                 watch.recorder.want_flags()
 
     def are_lagged(self, hook: OptimizerHook, is_learning: bool) -> bool:
-        """Returns True if the verdict on an optimizer's step may come after it.
+        """True if a lagged guard may judge an optimizer's step after it was made.
 
         Args:
             hook: The optimizer's.
             is_learning: Rules are being learned, of which the flags know nothing.
         """
-        if self._config.sync != "lagged" or callable(self._config.on_overflow):
+        if callable(self._config.on_overflow):
             return False
         if is_learning and self.are_computed:
             return False

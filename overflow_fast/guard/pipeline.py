@@ -12,6 +12,7 @@ report    log, evidence, flight record, warning or exception
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections import deque
@@ -232,6 +233,8 @@ class Pipeline:
         monitors: RunningMonitors,
     ) -> None:
         self._config = config
+        self._may_restore = config.may_restore
+        self._ignores_spikes = config.ignores_spikes
         self._watches = watches
         self._hooks = hooks
         self._rules = rules
@@ -247,7 +250,10 @@ class Pipeline:
         self._pending: deque[Step] = deque()  # lagged: their stats are on their way
         self._device_flags = DeviceFlags(config, watches)
         self._device_flags.request(hooks)
-        self._explainer = Explainer(config, watches, capture, full_watches)
+        self._explainer = Explainer(
+            *(config, watches, capture, full_watches),
+            functools.partial(living, hooks),
+        )
         self._second_look = None
         if config.is_tripwire and capture is not None:
             self._second_look = SecondLook(capture, watches, full_watches)
@@ -430,13 +436,15 @@ class Pipeline:
         ]
         self._scan(hook, level, () if scaler else others)
         self._overflow_flags.ask(level, scaler)
-        is_lagged = self._device_flags.are_lagged(hook, self._is_learning)
+        is_lagged = self._config.sync == "lagged" and self._device_flags.are_lagged(
+            hook, self._is_learning
+        )
         self._send_stats(is_lagged)
         if self._is_learning:
             self._device_flags.drop()
         step = self._new_step(hook, scaler)
         if is_lagged:
-            start = self._start if self._config.may_restore else None
+            start = self._start if self._may_restore else None
             if self._device_flags.skip(hook, scaler is not None, start):
                 step.skipped_by = "optimizer's kernel"
         try:
@@ -461,9 +469,11 @@ class Pipeline:
     ) -> None:
         """Leaves to a GradScaler what it handles; asks monitors if nothing is left."""
         step.is_whole = _is_whole(step.frames, level)
-        step.frames, step.skipped_by = without_expected(
-            step.frames, step.scaler, lambda scaler: will_skip(scaler, hook.optimizer)
-        )
+        if step.scaler is not None:
+            step.frames, step.skipped_by = without_expected(
+                *(step.frames, step.scaler),
+                lambda scaler: will_skip(scaler, hook.optimizer),
+            )
         if hook.is_skipped_elsewhere:
             step.skipped_by = "other guard"
         if not step.frames and level is not ScanLevel.OFF:
@@ -639,7 +649,7 @@ class Pipeline:
 
     def _decide_alone(self, step: Step, verdict: Verdict) -> _Outcome:
         wishes = _wishes(step)
-        if verdict.is_clean:
+        if verdict.first is None:
             return _Outcome(None, True, *wishes)
         if self._second_look is not None and not is_of_flag(verdict):
             begin = time.perf_counter()
@@ -650,8 +660,7 @@ class Pipeline:
             step = seen
         report = self._make_report(step, verdict)
         report.explanation = self._explainer.explain(
-            *(step.number, verdict, report.action == "raise", step.moment),
-            living(self._hooks),
+            step.number, verdict, report.action == "raise", step.moment
         )
         self._note_explained(report)
         return _Outcome(self._choose_action(step, report), True, *wishes)
@@ -676,7 +685,7 @@ class Pipeline:
             return _Outcome(None, is_own, *wishes)
         if not is_broken:
             report.explanation, is_broken = self._explainer.explain_together(
-                agreed, step.moment, living(self._hooks)
+                agreed, step.moment
             )
         self._note_explained(report)
         if is_broken:  # it may yet be in a collective that the next step would meet
@@ -850,7 +859,7 @@ class Pipeline:
     def _makes_finite(self, weight: torch.Tensor) -> bool:
         """True for a weight that the forward has written to, and that was finite."""
         start = self._start
-        if start is None or not self._config.may_restore:
+        if start is None or not self._may_restore:
             return False
         if not start.written_in_step(weight):
             return False
@@ -861,7 +870,7 @@ class Pipeline:
 
     def _restore(self) -> list[str]:
         """Puts back what the forward changed; returns sentences about failures."""
-        if self._start is None or not self._config.may_restore:
+        if self._start is None or not self._may_restore:
             return []
         return self._start.restore()
 
@@ -873,12 +882,13 @@ class Pipeline:
         if step.hook is not None:
             rounds, is_skipped = self.rounds, report.action == "skip"
             rounds.note(step.hook, is_skipped or bool(step.skipped_by), is_skipped)
-            in_row, most = rounds.consecutive_skips, self._config.max_consecutive_skips
-            choice = limit_skips(report.action, in_row, most)
-            if choice.notes:
-                rounds.take_back()
-            report.action = choice.action
-            report.notes += choice.notes
+            if is_skipped:
+                most = self._config.max_consecutive_skips
+                choice = limit_skips(rounds.consecutive_skips, most)
+                if choice.action != "skip":
+                    rounds.take_back()
+                report.action = choice.action
+                report.notes += choice.notes
             if step.moment != "after":
                 rounds.report = report
         report.num_skipped = self.rounds.num_skipped
@@ -956,12 +966,11 @@ class Pipeline:
         self.rounds.end()
         self._end_log_line()
         step, is_watched = clock.step, clock.level is not ScanLevel.OFF
-        clock.advance()
         self.tensors.begin_round()
         is_bad = self.last_report is not self._last_seen
         self._last_seen = self.last_report
         cost = measurements.timer.end_step(is_watched)
-        clock.note(cost, is_bad)
+        clock.advance(cost, is_bad)
         if is_watched:
             self._end_headroom(step, is_bad)
             self._record_step(step, cost)
@@ -1045,7 +1054,7 @@ class Pipeline:
             self.tensors.without_gradient,
             self._isolation.num_failures,
             self._rules.unused(),
-            self._config.ignores_spikes,
+            self._ignores_spikes,
         )
 
 

@@ -316,24 +316,20 @@ class StepClock:
         if self._is_running:
             self.begin()
 
-    def advance(self) -> None:
-        """Ends the step at hand; `begin()` begins to watch the next."""
-        left_out_by = self._schedule.left_out_by
-        self.left_out = self.left_out.and_step(self.level, left_out_by)
-        self.step += 1
-        self.num_steps += 1
-
-    def note(self, cost: Cost, is_bad: bool) -> None:
-        """Notes what the step before has cost, for the schedule.
+    def advance(self, cost: Cost, is_bad: bool) -> None:
+        """Ends the step at hand; `begin()` begins to watch the next.
 
         Args:
-            cost: The cost.
+            cost: What the step has cost, for the schedule.
             is_bad: The step was bad: the next is watched as a whole.
         """
+        schedule = self._schedule
+        self.left_out = self.left_out.and_step(self.level, schedule.left_out_by)
         if is_bad:
-            self._schedule.alarm()
-        seconds = cost.guard_seconds, cost.step_seconds
-        self._schedule.note(self.step - 1, self.level, *seconds)
+            schedule.alarm()
+        schedule.note(self.step, self.level, cost.guard_seconds, cost.step_seconds)
+        self.step += 1
+        self.num_steps += 1
 
     def begin(self) -> None:
         """Begins to watch the step at hand."""
