@@ -372,16 +372,18 @@ class ForwardInputs:
         if self.capture is not None:
             self.capture.end(output, loss)
 
-    def clear_capture(self) -> None:
-        """Forgets the forwards that are kept for a replay."""
+    def end_step(self, is_over: bool) -> None:
+        """Forgets the forwards that are kept for a replay.
+
+        Args:
+            is_over: No bad frame of the step is left: forget the inputs as well.
+        """
         if self.capture is not None:
             self.capture.clear()
-
-    def clear(self) -> None:
-        """Forgets the inputs."""
-        self.batches.clear()
-        self.have_stand_ins.clear()
-        self.given.clear()
+        if is_over:
+            self.batches.clear()
+            self.have_stand_ins.clear()
+            self.given.clear()
 
 
 def _keep(kept: dict[int, Any], number: int, value: object) -> None:

@@ -147,7 +147,9 @@ class StepTensors:
 
     def _record(self, watch: ModelWatch, kind: _C.FrameKind, named: Named) -> None:
         self._scanned.append((kind, named))
-        watch.record(kind, named)
+        names, tensors = named
+        if tensors:
+            watch.recorder.record(kind, names, tensors)
 
     def _scan_models(self, listed: _Listed) -> None:
         every = self._weights_every

@@ -513,10 +513,8 @@ class ModelWatch(StepHooks):
 
     def end_judgement(self, is_lagged: bool) -> None:
         """Forgets what belongs to the step that was judged, or will be, lagged."""
-        self.inputs.clear_capture()
         self.has_loss_of_step = False
-        if self.frames.end_step(self.batch_number, is_lagged):
-            self.inputs.clear()
+        self.inputs.end_step(self.frames.end_step(self.batch_number, is_lagged))
 
     def name_at(self, index: int) -> str:
         """The qualified name of a module by its index."""

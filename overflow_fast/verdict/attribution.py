@@ -56,9 +56,9 @@ from .verdict import (
     caller_of,
     first_bad,
     headroom_of,
-    in_order,
     kind_of,
     name_of,
+    reach_loss,
 )
 
 Bad = Mapping[tuple[int, int], BadFrame]  # by watch and order
@@ -87,8 +87,7 @@ def attribute(
     """
     if not frames:
         return Verdict()
-    ordered = in_order(frames, is_check)
-    first, entry = first_bad(ordered, is_check)
+    first, entry, ordered = first_bad(frames, is_check)
     watches = watches or list(dict.fromkeys(bad.watch for bad in frames))
     origin = _origin_or_why_not(first, entry, ordered, watches)
     dirty, clean = around_gradients(ordered)
@@ -103,7 +102,7 @@ def attribute(
         dirty_gradients=dirty,
         clean_gradients=clean,
         is_recomputed=first.frame.is_recomputed,
-        reaches_loss=any(bad.is_of_loss for bad in frames),
+        reaches_loss=reach_loss(frames),
     )
 
 
@@ -477,16 +476,18 @@ def _find_by_calls(
     if called is None:
         candidates = [name, *_names_around(first), BATCH, caller_of(first.watch)]
         return Origin("unclear", "unclear", "one of those around it", candidates)
-    writers = [name] if _may_change_input(first, called) else []
+    may_change = _may_change_input(first, called)
+    writers = [name] if may_change else []
     outermost = called
     for around in chain[1:]:
         frame = bad.get((id(around.watch), around.call.order))
         if frame is None or not frame.bad_inputs:
             return _between(called, around, frame, writers, bad, calls)
-        if _may_change_input(frame, around):
+        may_change = _may_change_input(frame, around)
+        if may_change:
             writers.append(around.name)
         outermost = around
-    return origin_of_inputs(outermost, bad, calls)
+    return origin_of_inputs(outermost, may_change, bad, calls)
 
 
 def key_of(frame: BadFrame) -> tuple[int, int]:
@@ -727,17 +728,26 @@ def around_gradients(ordered: Sequence[BadFrame]) -> tuple[list[str], list[str]]
 # The origin of what a call was given: the batch, the training loop or a caller.
 
 
-def origin_of_inputs(outermost: Called, bad: Bad, calls: Calls) -> Origin:
-    """Finds the origin of an outermost call's bad inputs: the batch, or the loop."""
+def origin_of_inputs(
+    outermost: Called, may_change: bool, bad: Bad, calls: Calls
+) -> Origin:
+    """Finds the origin of an outermost call's bad inputs: the batch, or the loop.
+
+    Args:
+        outermost: The call.
+        may_change: Its inputs may have been written within it; see `_may_change_input`.
+        bad: All bad frames.
+        calls: The calls of all watched models.
+    """
     watch, call = outermost
     frame = bad[id(watch), call.order]
-    around = watch.modules.ancestors(call.module)
+    around = watch.modules.ancestors(call.module) if call.module else []
     unwatched = [i for i in around if not watch.modules.is_selected(i)]
     if call.kind == _C.FrameKind.RECOMPUTED:
         names = [name_of(watch, index) for index in around] or [outermost.name]
         maker = f"code that backward ran again: {joined(names)}"
         return Origin("unclear", "unclear", maker, names)
-    is_hooked = has_pre_hooks(watch.module_at(call.module))
+    is_hooked = may_change and has_pre_hooks(watch.module_at(call.module))
     if unwatched or is_hooked or (not call.is_traced and _is_written(frame)):
         names = [name_of(watch, index) for index in unwatched] or [outermost.name]
         caller = caller_of(watch)

@@ -264,13 +264,6 @@ class BadFrame:
             if (p := owned.get(entry.label.name)) is not None and p.requires_grad
         ]
 
-    @property
-    def is_of_loss(self) -> bool:
-        """True if a bad entry is a loss, or an output of a model."""
-        roles = [entry.role for entry in self.bad_entries]
-        is_root = self.frame.module == 0 and self.is_of_call
-        return _C.Role.RECORDED in roles or (is_root and _C.Role.OUTPUT in roles)
-
 
 def take_bad(watches: Iterable[ModelWatch], last: int) -> list[BadFrame]:
     """Takes the bad frames that have arrived, up to one with a number."""
@@ -296,12 +289,15 @@ def in_order(frames: Iterable[BadFrame], is_check: bool = False) -> list[BadFram
     return sorted(frames, key=_number if is_check else _sequence)
 
 
-def first_bad(ordered: Sequence[BadFrame], is_check: bool) -> tuple[BadFrame, _C.Entry]:
-    """Finds the first bad frame and entry: a weight that was bad before, if any.
+def first_bad(
+    frames: Iterable[BadFrame], is_check: bool
+) -> tuple[BadFrame, _C.Entry, list[BadFrame]]:
+    """Finds the first bad frame and entry, and sorts all frames as they ran.
 
-    Weights are scanned where they are used, so a later module's come behind the
-    outputs of an earlier module.
+    A weight that was bad before comes first, if there is one. Weights are scanned where
+    they are used, so a later module's come behind the outputs of an earlier module.
     """
+    ordered = in_order(frames, is_check)
     earliest = ordered[0]
     for bad in ordered:
         weights = bad.given_weights
@@ -310,9 +306,20 @@ def first_bad(ordered: Sequence[BadFrame], is_check: bool) -> tuple[BadFrame, _C
             and (bad.watch, bad.frame.batch) == (earliest.watch, earliest.frame.batch)
         )
         if weights and is_of_step:
-            return bad, weights[0]
+            return bad, weights[0], ordered
     # A weight that the call may have written stands in front of its inputs.
-    return earliest, (earliest.bad_inputs or earliest.bad_entries)[0]
+    entry = (earliest.bad_inputs or earliest.bad_entries)[0]
+    return earliest, entry, ordered
+
+
+def reach_loss(frames: Iterable[BadFrame]) -> bool:
+    """True if a bad entry of the frames is a loss, or an output of a model."""
+    for bad in frames:
+        roles = [entry.role for entry in bad.bad_entries]
+        is_root = bad.frame.module == 0 and bad.is_of_call
+        if _C.Role.RECORDED in roles or (is_root and _C.Role.OUTPUT in roles):
+            return True
+    return False
 
 
 def leading_frame(frames: Sequence[BadFrame]) -> BadFrame:
@@ -430,6 +437,8 @@ class Calls:
     def caller(self, called: Called) -> Called | None:
         """Returns the nearest watched call around one; None for an outermost call."""
         order = called.call.order
+        if not called.call.module:  # the model itself
+            return None
         if order not in self._callers:
             self._callers[order] = self._find_caller(called)
         return self._callers[order]
