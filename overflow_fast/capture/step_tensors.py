@@ -11,6 +11,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from .. import _C, flags, tree
@@ -24,7 +25,7 @@ from .watch import ModelWatch
 
 NORM = "grad_norm"  # what `record()` calls the norm of all gradients
 _MOST_CLIPPINGS = 1000  # in a step; where nothing is judged, they are not kept
-_Listed = list[tuple[ModelWatch, Named]]
+_Listed = list[tuple[ModelWatch, nn.Module, Named]]
 # A gradient that was scanned, and its version then.
 _Seen = tuple[weakref.ref[torch.Tensor] | None, int | None]
 
@@ -85,7 +86,7 @@ class StepTensors:
         """
         parameters = [p for each in optimizers for p in _parameters(each)]
         if not optimizers:
-            parameters = [p for _, (_, listed) in self._listed() for p in listed]
+            parameters = [p for _, _, (_, listed) in self._listed() for p in listed]
         self._norm = _Norm(parameters)
 
     def note_clipping(
@@ -140,7 +141,7 @@ class StepTensors:
     def _listed(self) -> _Listed:
         """Lists the parameters of each watched model that still exists."""
         return [
-            (watch, watch.tensors.parameters(model))
+            (watch, model, watch.tensors.parameters(model))
             for watch in self._watches
             if (model := watch.model) is not None
         ]
@@ -154,11 +155,10 @@ class StepTensors:
     def _scan_models(self, listed: _Listed) -> None:
         every = self._weights_every
         is_sampled = every is not None and self._num_rounds % every == 0
-        for watch, parameters in listed:
-            model = watch.model
+        for watch, model, parameters in listed:
             if is_sampled or self._wanted.weights:
                 self._record(watch, _C.FrameKind.WEIGHTS, parameters)
-            if self._wanted.buffers and model is not None:
+            if self._wanted.buffers:
                 self._record(watch, _C.FrameKind.BUFFERS, watch.tensors.buffers(model))
 
     def _scan_gradients(
@@ -176,15 +176,15 @@ class StepTensors:
         if others or self._last_gradients:
             self._last_gradients.update(map(_seen, owned.values()))
         num_kept = 0
-        if engine and not any(id(p) in owned for _, (_, own) in listed for p in own):
+        if engine and not any(id(p) in owned for _, _, (_, own) in listed for p in own):
             num_kept = self._scan_kept(engine)
             optimizer = None  # it steps copies: all gradients are the engine's
         covered = self._covered(
-            [p for _, (_, own) in listed for p in own]
+            [p for _, _, (_, own) in listed for p in own]
             if optimizer is None
             else owned.values()
         )
-        for watch, (names, parameters) in listed:
+        for watch, _, (names, parameters) in listed:
             if optimizer is not None:
                 is_own = [owned.pop(id(p), None) is not None for p in parameters]
                 names = list(itertools.compress(names, is_own))

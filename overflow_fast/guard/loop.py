@@ -31,12 +31,11 @@ from ..verdict.rules import Rules
 from .archive import Measurements
 from .config import EVERYTHING, GuardConfig
 from .explainer import make_capture
-from .isolation import ErrorIsolation
 from .learning import Learning
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors
 from .optimizers import OptimizerHook, innermost, living, stepper_of
-from .pipeline import Pipeline
+from .pipeline import ErrorIsolation, Pipeline
 from .step import StepClock, WatchSchedule
 
 # Takes what a training loop hands over: batches, losses, functions to run again.

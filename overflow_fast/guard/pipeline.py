@@ -17,7 +17,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -37,6 +37,7 @@ from ..report.guard_coverage import GuardCoverage
 from ..report.report import Cost, NonFiniteError, Report
 from ..report.run_log import AlarmLog, log_notices
 from ..state.step_start import StepStart
+from ..text import drop_own_frames
 from ..verdict.attribution import attribute
 from ..verdict.headroom import least_headroom
 from ..verdict.remedy import Float32Region, remedy_for
@@ -51,10 +52,9 @@ from ..verdict.verdict import (
     take_evaluated,
 )
 from . import optimizers as scalers
-from .archive import Archive, Measurements
+from .archive import Archive, Measurements, OverheadTimer
 from .config import GuardConfig
 from .explainer import Explainer, SecondLook
-from .isolation import ErrorIsolation
 from .learning import Learning
 from .monitors.running import RunningMonitors, clauses_of
 from .monitors.spikes import SPIKE
@@ -75,6 +75,8 @@ from .step import Step, StepClock
 # The kinds of what a step leaves to the next ones.
 _STATE = ("weight", "buffer", "optimizer_state")
 _log = logging.getLogger("overflow_fast")
+_Argument = TypeVar("_Argument")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class _Outcome(NamedTuple):
@@ -184,6 +186,125 @@ class Rounds:
             "optimizer must be one that the guard was given, got another "
             f"{type(optimizer).__name__}"
         )
+
+
+class ErrorIsolation:
+    """Runs the guard's code so that none of its own errors reaches the user.
+
+    Args:
+        timer: Measures the time that the guard takes.
+        agreement: The ranks that decide together; what their collectives raise is
+            raised.
+
+    Attributes:
+        num_failures: The number of the guard's own errors so far.
+        users_error: The last error that the user's policy raised, or None.
+    """
+
+    def __init__(self, timer: OverheadTimer, agreement: Agreement) -> None:
+        self._timer = timer
+        self._agreement = agreement
+        self.users_error: Exception | None = None
+        self._failed: set[str] = set()  # whose failure was logged
+        self.num_failures = 0
+
+    def isolated(self, monitor: str = "") -> _Isolated:
+        """Suppresses the guard's own errors; hides its code from the user's modes.
+
+        Args:
+            monitor: The name of the monitor whose code runs.
+        """
+        return _Isolated(self, monitor)
+
+    def measured(self) -> _Isolated:
+        """Isolates errors, and adds the time to the guard's."""
+        return _Isolated(self, "", self._timer)
+
+    def measured_call(
+        self, function: Callable[[_Argument], None]
+    ) -> Callable[[_Argument], None]:
+        """Returns a function that calls another within `measured()`."""
+
+        def call(argument: _Argument) -> None:
+            with self.measured():
+                function(argument)
+
+        return call
+
+    def is_foreign(self, error: Exception) -> bool:
+        """Returns True for an error of the user's callable or of a process group."""
+        return error is self.users_error or error is self._agreement.error
+
+    def suppresses(self, error: BaseException | None, monitor: str) -> bool:
+        """Notes an error that is the guard's own; returns False for any other."""
+        if isinstance(error, NonFiniteError) or not isinstance(error, Exception):
+            return False
+        if self.is_foreign(error):
+            return False
+        self.note(error, monitor)
+        return True
+
+    def note(self, error: Exception, monitor: str = "") -> None:
+        """Counts an error of the guard's own; logs the first one of each monitor."""
+        self.num_failures += 1
+        if monitor in self._failed:
+            return
+        self._failed.add(monitor)
+        _log.warning(
+            "%s failed with the error below. What it was checking was not judged. "
+            "Later failures are not logged; `coverage()` counts them.",
+            f"The monitor {monitor}" if monitor else "The guard",
+            exc_info=error,
+        )
+
+
+class _Isolated:
+    """See `ErrorIsolation.isolated()`: several of them are entered in each step.
+
+    Args:
+        isolation: Whose it is.
+        monitor: The name of the monitor whose code runs.
+        timer: Measures the time within; None for none.
+    """
+
+    __slots__ = ("_hidden", "_isolation", "_monitor", "_timer")
+
+    def __init__(
+        self,
+        isolation: ErrorIsolation,
+        monitor: str,
+        timer: OverheadTimer | None = None,
+    ) -> None:
+        self._isolation, self._monitor, self._timer = isolation, monitor, timer
+        self._hidden = _C.Hidden()
+
+    def __enter__(self) -> None:
+        self._hidden.__enter__()
+        if self._timer is not None:
+            self._timer.__enter__()
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: object
+    ) -> bool:
+        if self._timer is not None:
+            self._timer.__exit__()
+        self._hidden.__exit__(None, None, None)
+        return error is not None and self._isolation.suppresses(error, self._monitor)
+
+
+def isolate_errors(method: _Method) -> _Method:
+    """Isolates errors in a method of an object with a `_loop`; it returns None then."""
+
+    @functools.wraps(method)
+    def isolated_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with self._loop.isolation.isolated():
+                return method(self, *args, **kwargs)
+        except NonFiniteError as error:
+            drop_own_frames(error)
+            raise error
+
+    return cast(_Method, isolated_method)
 
 
 class Pipeline:
@@ -776,8 +897,7 @@ class Pipeline:
             report.notes.append(str(step.left_out))
         # Others are judged when the tensors of a later step have been scanned.
         tensors = self.tensors if step.moment in ("before", "check") else None
-        report.evidence = self._archive.keep(step.number, step.frames, tensors)
-        report.repeats = self._archive.earlier_run(step.number, verdict)
+        self._archive.begin_report(report, step.frames, tensors)
         if report.repeats:
             report.notes.append(f"Run {report.repeats} came to the same in this step.")
         return report
@@ -800,15 +920,15 @@ class Pipeline:
         policy = self._config.on_overflow
         if callable(policy):
             report.action = self._ask(policy, report)
+        asks_skip = report.action == "skip"
         situation = Situation(
             can_skip=step.hook is not None
             and step.moment == "before"
             and not step.skipped_by,
             is_skipped=bool(step.skipped_by),
             is_undone=step.hook is not None and step.hook.has_snapshot,
-            is_apart=self.agreement.is_apart,
-            is_beyond_repair=report.action == "skip"
-            and self._is_beyond_repair(step, report.verdict),
+            is_apart=asks_skip and self.agreement.is_apart,
+            is_beyond_repair=asks_skip and self._is_beyond_repair(step, report.verdict),
         )
         choice = choose(report.action, situation)
         report.action = choice.action
@@ -942,14 +1062,8 @@ class Pipeline:
 
     def _publish(self, step: Step, report: Report, is_own: bool) -> None:
         """Writes the report to disk and log, and raises it where that is the action."""
-        if is_own:
-            self._archive.add_report(report)
-        self._clean_line, num_skipped = None, self.rounds.num_skipped
-        self._archive.log(
-            *(step.number, report.verdict, report.action, num_skipped),
-            step.left_out.total,
-            report,
-        )
+        self._clean_line = None
+        self._archive.end_report(report, step.number, step.left_out.total, is_own)
         if report.action == "raise":
             raise NonFiniteError(report)
         if is_own:
