@@ -375,7 +375,7 @@ class ModelWatch(StepHooks):
 
     def attach(self) -> None:
         """Puts the hooks on the selected modules and the root, if any are needed."""
-        model, wanted = self.model, self.wanted
+        model, wanted = self._model(), self.wanted
         if model is None:
             return
         is_of_use = wanted.activations or wanted.weights or wanted.loss
@@ -385,7 +385,7 @@ class ModelWatch(StepHooks):
             return
         self.recorder.is_paused = False
         self.recorder.set_gradients_wanted(True)
-        if not self.is_attached:
+        if not self._attachment.handles:
             if self.modules.update(model):
                 self.tensors.refresh()
                 self.follow_rules(self._rules)

@@ -886,7 +886,7 @@ class Pipeline:
             verdict=verdict,
             least_headroom=least_headroom(watches),
             frames=self._shown_frames(step.frames),
-            not_covered=self.coverage(watches).gaps(),
+            not_covered=self._coverage(watches, []).gaps(),
             cost=self._measurements.timer.cost,
             num_skipped=self.rounds.num_skipped,
             notes=[*step.notes, *unknown_scale_notes(step.hook, step.frames)],
@@ -1159,15 +1159,20 @@ class Pipeline:
             **self._monitors.metrics(),
         }
 
-    def coverage(self, watches: Sequence[ModelWatch] = ()) -> GuardCoverage:
-        """Returns what was checked so far, by the guard's watches or by others."""
+    def coverage(self) -> GuardCoverage:
+        """Returns what was checked so far."""
+        return self._coverage(self._watches, self._rules.unused())
+
+    def _coverage(
+        self, watches: Sequence[ModelWatch], rules_unused: list[str]
+    ) -> GuardCoverage:
         return GuardCoverage.of(
-            watches or self._watches,
+            watches,
             self._clock.num_steps,
             self._measurements.timer.num_watched,
             self.tensors.without_gradient,
             self._isolation.num_failures,
-            self._rules.unused(),
+            rules_unused,
             self._ignores_spikes,
         )
 

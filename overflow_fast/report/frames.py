@@ -127,10 +127,10 @@ def frame_texts(watch: ModelWatch, frames: list[_C.Frame]) -> list[str]:
 
 
 def _weight_lines(watch: ModelWatch, frame: _C.Frame) -> list[str]:
-    module = watch.module_at(frame.module)
     entries = watch.recorder.entries(frame)
     has_weights = any(entry.role == _C.Role.WEIGHT for entry in entries)
-    if module is None or has_weights or frame.kind == _C.FrameKind.BACKWARD:
+    if has_weights or frame.kind == _C.FrameKind.BACKWARD:
         return []
-    named = module.named_parameters(recurse=False)
+    module = watch.module_at(frame.module)
+    named = () if module is None else module.named_parameters(recurse=False)
     return [get_abs_min_max(parameter, name) for name, parameter in named]

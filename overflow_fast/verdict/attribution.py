@@ -434,8 +434,7 @@ def origin_in_forward(first: BadFrame, bad: Bad, calls: Calls) -> Origin:
         bad: All bad frames, by `key_of`.
         calls: The calls of all watched models.
     """
-    called = calls.of_frame(first.watch, first.frame.order)
-    chain = [] if called is None else calls.chain(called)
+    chain = calls.chain_of(first.watch, first.frame.order)
     origin = _find_by_calls(first, chain, bad, calls)
     if origin.source == "buffer":
         return origin
@@ -559,12 +558,9 @@ def _between(
 def _may_change_input(first: BadFrame, called: Called) -> bool:
     """True if the bad input of a call may have been written within it."""
     module = first.watch.module_at(first.frame.module)
-    if has_pre_hooks(module):
-        return True
-    if never_writes(module):
-        return False
     is_written = any(entry.version for entry in first.bad_inputs)
-    return is_written or called.call.is_traced
+    may_write = (is_written or called.call.is_traced) and not never_writes(module)
+    return may_write or has_pre_hooks(module)
 
 
 def _may_hide(called: Called) -> bool:
@@ -782,12 +778,10 @@ def _origin_of_given(
 
 def _is_written(frame: BadFrame) -> bool:
     """True if the model may have written to its inputs."""
-    if never_writes(frame.watch.module_at(frame.frame.module)):
-        return False
     return any(
         entry.version != (_held(frame, entry.label).version or 0)
         for entry in frame.bad_inputs
-    )
+    ) and not never_writes(frame.watch.module_at(frame.frame.module))
 
 
 def _held(frame: BadFrame, label: _C.Label) -> WeakTensor:

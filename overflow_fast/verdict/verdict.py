@@ -417,13 +417,6 @@ class Calls:
         self._callers: dict[int, Called | None] = {}
         self._holders: dict[int, dict[int, list[tuple[int, int]]]] = {}
 
-    def of_frame(self, watch: ModelWatch, order: int) -> Called | None:
-        """Returns the call whose frame has this order."""
-        place = bisect.bisect_left(self._all, order, key=_order)
-        if place == len(self._all) or self._all[place].call.order != order:
-            return None
-        return self._all[place] if self._all[place].watch is watch else None
-
     def has_any(self, watch: ModelWatch) -> bool:
         """True if a call of a watch's modules is known."""
         return any(called.watch is watch for called in self._all)
@@ -458,6 +451,14 @@ class Calls:
             chain.append(around)
             around = self.caller(around)
         return chain
+
+    def chain_of(self, watch: ModelWatch, order: int) -> list[Called]:
+        """Lists the same of the call whose frame has this order; empty if unknown."""
+        place = bisect.bisect_left(self._all, order, key=_order)
+        for found in self._all[place : place + 1]:
+            if found.call.order == order and found.watch is watch:
+                return self.chain(found)
+        return []
 
     def other_callers(self, called: Called) -> list[str]:
         """Lists the modules that share a call's module, which may have called it too.
