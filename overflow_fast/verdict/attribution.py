@@ -471,22 +471,18 @@ def _find_by_calls(
     called = chain[0] if chain else None
     if not first.bad_inputs:
         return _made_within(first, called, bad, calls)
-    name = name_of(first.watch, first.frame.module)
     if called is None:
+        name = name_of(first.watch, first.frame.module)
         candidates = [name, *_names_around(first), BATCH, caller_of(first.watch)]
         return Origin("unclear", "unclear", "one of those around it", candidates)
-    may_change = _may_change_input(first, called)
-    writers = [name] if may_change else []
-    outermost = called
+    passed = [(first, called)]
     for around in chain[1:]:
         frame = bad.get((id(around.watch), around.call.order))
         if frame is None or not frame.bad_inputs:
+            writers = [c.name for f, c in passed if _may_change_input(f, c)]
             return _between(called, around, frame, writers, bad, calls)
-        may_change = _may_change_input(frame, around)
-        if may_change:
-            writers.append(around.name)
-        outermost = around
-    return origin_of_inputs(outermost, may_change, bad, calls)
+        passed.append((frame, around))
+    return origin_of_inputs(*passed[-1], calls)
 
 
 def key_of(frame: BadFrame) -> tuple[int, int]:
@@ -724,27 +720,18 @@ def around_gradients(ordered: Sequence[BadFrame]) -> tuple[list[str], list[str]]
 # The origin of what a call was given: the batch, the training loop or a caller.
 
 
-def origin_of_inputs(
-    outermost: Called, may_change: bool, bad: Bad, calls: Calls
-) -> Origin:
-    """Finds the origin of an outermost call's bad inputs: the batch, or the loop.
-
-    Args:
-        outermost: The call.
-        may_change: Its inputs may have been written within it; see `_may_change_input`.
-        bad: All bad frames.
-        calls: The calls of all watched models.
-    """
+def origin_of_inputs(frame: BadFrame, outermost: Called, calls: Calls) -> Origin:
+    """Finds the origin of an outermost call's bad inputs: the batch, or the loop."""
     watch, call = outermost
-    frame = bad[id(watch), call.order]
     around = watch.modules.ancestors(call.module) if call.module else []
     unwatched = [i for i in around if not watch.modules.is_selected(i)]
     if call.kind == _C.FrameKind.RECOMPUTED:
         names = [name_of(watch, index) for index in around] or [outermost.name]
         maker = f"code that backward ran again: {joined(names)}"
         return Origin("unclear", "unclear", maker, names)
-    is_hooked = may_change and has_pre_hooks(watch.module_at(call.module))
-    if unwatched or is_hooked or (not call.is_traced and _is_written(frame)):
+    module = watch.module_at(call.module)
+    is_written = not call.is_traced and _is_written(frame, module)
+    if unwatched or is_written or has_pre_hooks(module):
         names = [name_of(watch, index) for index in unwatched] or [outermost.name]
         caller = caller_of(watch)
         maker = f"{_batch_words(frame)}, {caller}, or {joined(names)}"
@@ -776,12 +763,12 @@ def _origin_of_given(
     return origin if loop is None else replace(origin, batch_places=[])
 
 
-def _is_written(frame: BadFrame) -> bool:
-    """True if the model may have written to its inputs."""
+def _is_written(frame: BadFrame, module: nn.Module | None) -> bool:
+    """True if the outermost module may have written to its inputs."""
     return any(
         entry.version != (_held(frame, entry.label).version or 0)
         for entry in frame.bad_inputs
-    ) and not never_writes(frame.watch.module_at(frame.frame.module))
+    ) and not never_writes(module)
 
 
 def _held(frame: BadFrame, label: _C.Label) -> WeakTensor:
