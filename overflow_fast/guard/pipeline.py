@@ -97,216 +97,6 @@ class _Line(NamedTuple):
     num_left_out: int
 
 
-class Rounds:
-    """Counts rounds: one ends when each optimizer has stepped, or one steps again.
-
-    A round has one verdict: a bad one holds for all optimizers that step later in it.
-
-    Args:
-        hooks: The optimizers' hooks.
-
-    Attributes:
-        report: The report of the round, if it is bad.
-        is_skipped: A step was skipped in this round, by the guard or a GradScaler.
-        num_skipped: The number of rounds in which the guard has skipped a step.
-    """
-
-    def __init__(self, hooks: Sequence[OptimizerHook]) -> None:
-        self._hooks = hooks
-        self._stepped: set[OptimizerHook] = set()
-        self._skips_in_row = dict.fromkeys(hooks, 0)
-        self._was_skipped = dict.fromkeys(hooks, False)
-        self._is_over = False
-        self._is_counted = False
-        self.is_skipped = False
-        self.report: Report | None = None
-        self.num_skipped = 0
-
-    def has_stepped(self, hook: OptimizerHook) -> bool:
-        """Returns True if an optimizer has stepped in this round."""
-        return hook in self._stepped
-
-    def begin(self) -> None:
-        """Begins a round if the last is over. Until then the last can be read."""
-        if self._is_over:
-            self._is_over = self._is_counted = self.is_skipped = False
-            self.report = None
-
-    def end(self) -> None:
-        """Ends the round."""
-        self._stepped.clear()
-        self._is_over = True
-
-    def note_step(self, hook: OptimizerHook) -> bool:
-        """Notes the end of an optimizer's step; returns True if it ends the round."""
-        self._stepped.add(hook)
-        return len(self._stepped) == len(self._hooks)
-
-    def note(self, hook: OptimizerHook, is_skipped: bool, is_by_guard: bool) -> None:
-        """Notes whether an optimizer's step is skipped.
-
-        Args:
-            hook: The optimizer's.
-            is_skipped: It is skipped, by the guard or by other code.
-            is_by_guard: The round is bad, and the guard skips it.
-        """
-        self._was_skipped[hook] = is_skipped
-        self.is_skipped |= is_skipped
-        self._skips_in_row[hook] = self._skips_in_row[hook] + 1 if is_by_guard else 0
-        if is_by_guard and not self._is_counted:
-            self._is_counted = True
-            self.num_skipped += 1
-
-    def note_unwatched(self, hook: OptimizerHook) -> None:
-        """Notes a step that is not judged: it resets no count."""
-        self._was_skipped[hook] = False
-
-    def take_back(self) -> None:
-        """Uncounts the skip of the round: it raises instead."""
-        self._skips_in_row = dict.fromkeys(self._hooks, 0)
-        if self._is_counted:
-            self._is_counted = False
-            self.num_skipped -= 1
-
-    @property
-    def consecutive_skips(self) -> int:
-        """The steps in a row that the guard skipped, of the worst optimizer."""
-        return max(self._skips_in_row.values(), default=0)
-
-    def was_skipped(self, optimizer: object) -> bool:
-        """Returns True if the last step of one optimizer was skipped, by any code.
-
-        Raises:
-            ValueError: If the guard does not have it.
-        """
-        for hook in self._hooks:
-            if hook.is_of(optimizer):
-                return self._was_skipped[hook]
-        raise ValueError(
-            "optimizer must be one that the guard was given, got another "
-            f"{type(optimizer).__name__}"
-        )
-
-
-class ErrorIsolation:
-    """Runs the guard's code so that none of its own errors reaches the user.
-
-    Args:
-        timer: Measures the time that the guard takes.
-        agreement: The ranks that decide together; what their collectives raise is
-            raised.
-
-    Attributes:
-        num_failures: The number of the guard's own errors so far.
-        users_error: The last error that the user's policy raised, or None.
-    """
-
-    def __init__(self, timer: OverheadTimer, agreement: Agreement) -> None:
-        self._timer = timer
-        self._agreement = agreement
-        self.users_error: Exception | None = None
-        self._failed: set[str] = set()  # whose failure was logged
-        self.num_failures = 0
-
-    def isolated(self, monitor: str = "") -> _Isolated:
-        """Suppresses the guard's own errors; hides its code from the user's modes.
-
-        Args:
-            monitor: The name of the monitor whose code runs.
-        """
-        return _Isolated(self, monitor)
-
-    def measured(self) -> _Isolated:
-        """Isolates errors, and adds the time to the guard's."""
-        return _Isolated(self, "", self._timer)
-
-    def measured_call(
-        self, function: Callable[[_Argument], None]
-    ) -> Callable[[_Argument], None]:
-        """Returns a function that calls another within `measured()`."""
-
-        def call(argument: _Argument) -> None:
-            with self.measured():
-                function(argument)
-
-        return call
-
-    def is_foreign(self, error: Exception) -> bool:
-        """Returns True for an error of the user's callable or of a process group."""
-        return error is self.users_error or error is self._agreement.error
-
-    def suppresses(self, error: BaseException | None, monitor: str) -> bool:
-        """Notes an error that is the guard's own; returns False for any other."""
-        if isinstance(error, NonFiniteError) or not isinstance(error, Exception):
-            return False
-        if self.is_foreign(error):
-            return False
-        self.note(error, monitor)
-        return True
-
-    def note(self, error: Exception, monitor: str = "") -> None:
-        """Counts an error of the guard's own; logs the first one of each monitor."""
-        self.num_failures += 1
-        if monitor in self._failed:
-            return
-        self._failed.add(monitor)
-        _log.warning(
-            "%s failed with the error below. What it was checking was not judged. "
-            "Later failures are not logged; `coverage()` counts them.",
-            f"The monitor {monitor}" if monitor else "The guard",
-            exc_info=error,
-        )
-
-
-class _Isolated:
-    """See `ErrorIsolation.isolated()`: several of them are entered in each step.
-
-    Args:
-        isolation: Whose it is.
-        monitor: The name of the monitor whose code runs.
-        timer: Measures the time within; None for none.
-    """
-
-    __slots__ = ("_hidden", "_isolation", "_monitor", "_timer")
-
-    def __init__(
-        self,
-        isolation: ErrorIsolation,
-        monitor: str,
-        timer: OverheadTimer | None = None,
-    ) -> None:
-        self._isolation, self._monitor, self._timer = isolation, monitor, timer
-        self._hidden = _C.Hidden()
-
-    def __enter__(self) -> None:
-        self._hidden.__enter__()
-        if self._timer is not None:
-            self._timer.__enter__()
-
-    def __exit__(
-        self, kind: object, error: BaseException | None, traceback: object
-    ) -> bool:
-        if self._timer is not None:
-            self._timer.__exit__()
-        self._hidden.__exit__(None, None, None)
-        return error is not None and self._isolation.suppresses(error, self._monitor)
-
-
-def isolate_errors(method: _Method) -> _Method:
-    """Isolates errors in a method of an object with a `_loop`; it returns None then."""
-
-    @functools.wraps(method)
-    def isolated_method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            with self._loop.isolation.isolated():
-                return method(self, *args, **kwargs)
-        except NonFiniteError as error:
-            drop_own_frames(error)
-            raise error
-
-    return cast(_Method, isolated_method)
-
-
 class Pipeline:
     """Judges each step of a run once, and does what the policy asks for.
 
@@ -1195,3 +985,219 @@ def _remedy(frames: Sequence[BadFrame], verdict: Verdict) -> Float32Region | Non
     except Exception:  # the alarm matters more than its remedy
         _log.warning("No remedy could be found: see the error below.", exc_info=True)
         return None
+
+
+# A round of steps: one of each optimizer.
+
+
+class Rounds:
+    """Counts rounds: one ends when each optimizer has stepped, or one steps again.
+
+    A round has one verdict: a bad one holds for all optimizers that step later in it.
+
+    Args:
+        hooks: The optimizers' hooks.
+
+    Attributes:
+        report: The report of the round, if it is bad.
+        is_skipped: A step was skipped in this round, by the guard or a GradScaler.
+        num_skipped: The number of rounds in which the guard has skipped a step.
+    """
+
+    def __init__(self, hooks: Sequence[OptimizerHook]) -> None:
+        self._hooks = hooks
+        self._stepped: set[OptimizerHook] = set()
+        self._skips_in_row = dict.fromkeys(hooks, 0)
+        self._was_skipped = dict.fromkeys(hooks, False)
+        self._is_over = False
+        self._is_counted = False
+        self.is_skipped = False
+        self.report: Report | None = None
+        self.num_skipped = 0
+
+    def has_stepped(self, hook: OptimizerHook) -> bool:
+        """Returns True if an optimizer has stepped in this round."""
+        return hook in self._stepped
+
+    def begin(self) -> None:
+        """Begins a round if the last is over. Until then the last can be read."""
+        if self._is_over:
+            self._is_over = self._is_counted = self.is_skipped = False
+            self.report = None
+
+    def end(self) -> None:
+        """Ends the round."""
+        self._stepped.clear()
+        self._is_over = True
+
+    def note_step(self, hook: OptimizerHook) -> bool:
+        """Notes the end of an optimizer's step; returns True if it ends the round."""
+        self._stepped.add(hook)
+        return len(self._stepped) == len(self._hooks)
+
+    def note(self, hook: OptimizerHook, is_skipped: bool, is_by_guard: bool) -> None:
+        """Notes whether an optimizer's step is skipped.
+
+        Args:
+            hook: The optimizer's.
+            is_skipped: It is skipped, by the guard or by other code.
+            is_by_guard: The round is bad, and the guard skips it.
+        """
+        self._was_skipped[hook] = is_skipped
+        self.is_skipped |= is_skipped
+        self._skips_in_row[hook] = self._skips_in_row[hook] + 1 if is_by_guard else 0
+        if is_by_guard and not self._is_counted:
+            self._is_counted = True
+            self.num_skipped += 1
+
+    def note_unwatched(self, hook: OptimizerHook) -> None:
+        """Notes a step that is not judged: it resets no count."""
+        self._was_skipped[hook] = False
+
+    def take_back(self) -> None:
+        """Uncounts the skip of the round: it raises instead."""
+        self._skips_in_row = dict.fromkeys(self._hooks, 0)
+        if self._is_counted:
+            self._is_counted = False
+            self.num_skipped -= 1
+
+    @property
+    def consecutive_skips(self) -> int:
+        """The steps in a row that the guard skipped, of the worst optimizer."""
+        return max(self._skips_in_row.values(), default=0)
+
+    def was_skipped(self, optimizer: object) -> bool:
+        """Returns True if the last step of one optimizer was skipped, by any code.
+
+        Raises:
+            ValueError: If the guard does not have it.
+        """
+        for hook in self._hooks:
+            if hook.is_of(optimizer):
+                return self._was_skipped[hook]
+        raise ValueError(
+            "optimizer must be one that the guard was given, got another "
+            f"{type(optimizer).__name__}"
+        )
+
+
+# The guard's own errors, which never reach the program, and the time that it takes.
+
+
+class ErrorIsolation:
+    """Runs the guard's code so that none of its own errors reaches the user.
+
+    Args:
+        timer: Measures the time that the guard takes.
+        agreement: The ranks that decide together; what their collectives raise is
+            raised.
+
+    Attributes:
+        num_failures: The number of the guard's own errors so far.
+        users_error: The last error that the user's policy raised, or None.
+    """
+
+    def __init__(self, timer: OverheadTimer, agreement: Agreement) -> None:
+        self._timer = timer
+        self._agreement = agreement
+        self.users_error: Exception | None = None
+        self._failed: set[str] = set()  # whose failure was logged
+        self.num_failures = 0
+
+    def isolated(self, monitor: str = "") -> _Isolated:
+        """Suppresses the guard's own errors; hides its code from the user's modes.
+
+        Args:
+            monitor: The name of the monitor whose code runs.
+        """
+        return _Isolated(self, monitor)
+
+    def measured(self) -> _Isolated:
+        """Isolates errors, and adds the time to the guard's."""
+        return _Isolated(self, "", self._timer)
+
+    def measured_call(
+        self, function: Callable[[_Argument], None]
+    ) -> Callable[[_Argument], None]:
+        """Returns a function that calls another within `measured()`."""
+
+        def call(argument: _Argument) -> None:
+            with self.measured():
+                function(argument)
+
+        return call
+
+    def is_foreign(self, error: Exception) -> bool:
+        """Returns True for an error of the user's callable or of a process group."""
+        return error is self.users_error or error is self._agreement.error
+
+    def suppresses(self, error: BaseException | None, monitor: str) -> bool:
+        """Notes an error that is the guard's own; returns False for any other."""
+        if isinstance(error, NonFiniteError) or not isinstance(error, Exception):
+            return False
+        if self.is_foreign(error):
+            return False
+        self.note(error, monitor)
+        return True
+
+    def note(self, error: Exception, monitor: str = "") -> None:
+        """Counts an error of the guard's own; logs the first one of each monitor."""
+        self.num_failures += 1
+        if monitor in self._failed:
+            return
+        self._failed.add(monitor)
+        _log.warning(
+            "%s failed with the error below. What it was checking was not judged. "
+            "Later failures are not logged; `coverage()` counts them.",
+            f"The monitor {monitor}" if monitor else "The guard",
+            exc_info=error,
+        )
+
+
+class _Isolated:
+    """See `ErrorIsolation.isolated()`: several of them are entered in each step.
+
+    Args:
+        isolation: Whose it is.
+        monitor: The name of the monitor whose code runs.
+        timer: Measures the time within; None for none.
+    """
+
+    __slots__ = ("_hidden", "_isolation", "_monitor", "_timer")
+
+    def __init__(
+        self,
+        isolation: ErrorIsolation,
+        monitor: str,
+        timer: OverheadTimer | None = None,
+    ) -> None:
+        self._isolation, self._monitor, self._timer = isolation, monitor, timer
+        self._hidden = _C.Hidden()
+
+    def __enter__(self) -> None:
+        self._hidden.__enter__()
+        if self._timer is not None:
+            self._timer.__enter__()
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: object
+    ) -> bool:
+        if self._timer is not None:
+            self._timer.__exit__()
+        self._hidden.__exit__(None, None, None)
+        return error is not None and self._isolation.suppresses(error, self._monitor)
+
+
+def isolate_errors(method: _Method) -> _Method:
+    """Isolates errors in a method of an object with a `_loop`; it returns None then."""
+
+    @functools.wraps(method)
+    def isolated_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with self._loop.isolation.isolated():
+                return method(self, *args, **kwargs)
+        except NonFiniteError as error:
+            drop_own_frames(error)
+            raise error
+
+    return cast(_Method, isolated_method)
