@@ -20,8 +20,8 @@ from ..report.evidence import EvidenceFolder
 from ..report.report import Cost, RankInfo, Report, place_of
 from ..report.run_log import JsonLog, RunIdentity
 from ..report.suspects import LoggedIncident, read_incidents
-from ..verdict.headroom import HeadroomTracker, least_headroom
-from ..verdict.verdict import BadFrame, Verdict, kind_of, leading_frame
+from ..verdict.headroom import HeadroomTracker
+from ..verdict.verdict import BadFrame, Verdict, kind_of, leading_frame, least_headroom
 from .config import GuardConfig
 from .monitors.magnitudes import Headroom, Saturation, Underflow
 from .monitors.monitor import Notice

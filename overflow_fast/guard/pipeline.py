@@ -39,7 +39,6 @@ from ..report.run_log import AlarmLog, log_notices
 from ..state.step_start import StepStart
 from ..text import drop_own_frames
 from ..verdict.attribution import attribute
-from ..verdict.headroom import least_headroom
 from ..verdict.remedy import Float32Region, remedy_for
 from ..verdict.rules import Rules
 from ..verdict.verdict import (
@@ -48,6 +47,7 @@ from ..verdict.verdict import (
     bad_settings,
     is_of_flag,
     leading_frame,
+    least_headroom,
     take_bad,
     take_evaluated,
 )

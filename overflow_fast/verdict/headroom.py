@@ -421,14 +421,6 @@ def _short_text(row: HeadroomHistory) -> str:
     )
 
 
-def least_headroom(watches: Sequence[ModelWatch]) -> EntryHeadroom | None:
-    """Returns the least headroom of a step, or None if nothing was checked."""
-    found = [(watch, watch.recorder.least_headroom()) for watch in watches]
-    peaks = [(watch, peak) for watch, peak in found if peak is not None]
-    nearest = max(peaks, key=lambda each: each[1].abs_max / each[1].limit, default=None)
-    return None if nearest is None else headroom_of(*nearest)
-
-
 # The largest magnitudes that modules returned in the last finite steps.
 
 

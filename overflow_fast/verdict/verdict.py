@@ -346,6 +346,14 @@ def headroom_of(watch: ModelWatch, peak: _C.Peak) -> EntryHeadroom:
     return EntryHeadroom(where, peak.abs_max, peak.limit, peak.dtype)
 
 
+def least_headroom(watches: Sequence[ModelWatch]) -> EntryHeadroom | None:
+    """Returns the least headroom of a step, or None if nothing was checked."""
+    found = [(watch, watch.recorder.least_headroom()) for watch in watches]
+    peaks = [(watch, peak) for watch, peak in found if peak is not None]
+    nearest = max(peaks, key=lambda each: each[1].abs_max / each[1].limit, default=None)
+    return None if nearest is None else headroom_of(*nearest)
+
+
 def where_of(watch: ModelWatch, place: _C.Place) -> str:
     """Names the place of an entry: see `EntryHeadroom.where`."""
     role, label = kind_of(place.label.role), entry_label(place)
