@@ -20,7 +20,6 @@ except ImportError as error:
     fallback.install(why)
 
 from . import flags, metal
-from .capture import callbacks  # noqa: F401  (what the extension calls)
 from .capture.coverage import Coverage
 from .comparison.comparison import Comparison
 from .comparison.entry_points import compare, compare_live, recording, shadow

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from . import _C
-from .capture.steps import StepHooks
+from .capture.hooks import StepHooks
 from .core.ops import scan
 from .report.frames import (
     PREFIX,

@@ -15,7 +15,7 @@ import torch
 
 _log = logging.getLogger("overflow_fast")
 _LABEL = "overflow flag"
-_flags: dict[str, DeviceFlag] = {}
+of_devices: dict[str, DeviceFlag] = {}  # the registered flags, by `torch.device.type`
 
 
 @dataclass(frozen=True)
@@ -54,22 +54,18 @@ def register(
     for name, function in (("clear", clear), ("read", read)):
         if not callable(function):
             raise TypeError(f"{name} must be callable, got {type(function).__name__}")
-    _flags[device_type] = DeviceFlag(clear, read)
+    of_devices[device_type] = DeviceFlag(clear, read)
 
 
 def unregister(device_type: str) -> None:
     """Removes the flag of a type of device, if there is one."""
-    _flags.pop(device_type, None)
-
-
-def are_there() -> bool:
-    """True if any flag is registered."""
-    return bool(_flags)
+    of_devices.pop(device_type, None)
 
 
 def registered(device_types: Iterable[str]) -> dict[str, DeviceFlag]:
     """Returns the flags of some types of devices."""
-    return {each: _flags[each] for each in set(device_types) if each in _flags}
+    types = set(device_types)
+    return {each: flag for each, flag in of_devices.items() if each in types}
 
 
 def attempt(device_type: str, function: Callable[[], object]) -> object:

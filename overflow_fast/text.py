@@ -56,6 +56,11 @@ def _escaped(character: str, keep: str) -> str:
     return ascii(character)[1:-1]
 
 
+def printable_lines(lines: Iterable[str]) -> list[str]:
+    """Escapes what is no part of a line in each of several."""
+    return [printable(line) for line in lines]
+
+
 def shortened(name: str) -> str:
     """A name without its middle, where it is too long for a file."""
     return name if len(name) <= _LONGEST else f"{name[:500]}...{name[-500:]}"

@@ -452,7 +452,7 @@ def _emit(handle_tensor: Any, owner: Any, header: Header, entries: Entries) -> N
 
 
 class RootHooks(Protocol):
-    """The owner of a model's hooks; see `steps.StepHooks`."""
+    """The owner of a model's hooks; see `hooks.StepHooks`."""
 
     @property
     def model(self) -> nn.Module | None: ...

@@ -94,6 +94,20 @@ class Given:
         """Returns the tensor of an input's label; one that is gone if there is none."""
         return self.tensors.get(label, WeakTensor(lambda: None, None))
 
+    def place_of(self, label: str, model: torch.nn.Module | None) -> str:
+        """Writes the place of an input and of what is non-finite in it.
+
+        Incurs a CPU-GPU sync.
+
+        Args:
+            label: The input's label.
+            model: The model that was given it.
+        """
+        are_samples = is_batch_first(model) and share_first(
+            held.tensor() for held in self.tensors.values()
+        )
+        return f"`{label}`{samples(self.find(label).unchanged(), are_samples)}"
+
 
 def _is_bound(args: Any, kwargs: Any, path: Path, kind: type) -> bool:
     """True for a function that has variables or defaults which may hold tensors."""
@@ -358,16 +372,18 @@ class ForwardInputs:
         if self.capture is not None:
             self.capture.end(output, loss)
 
-    def clear_capture(self) -> None:
-        """Forgets the forwards that are kept for a replay."""
+    def end_step(self, is_over: bool) -> None:
+        """Forgets the forwards that are kept for a replay.
+
+        Args:
+            is_over: No bad frame of the step is left: forget the inputs as well.
+        """
         if self.capture is not None:
             self.capture.clear()
-
-    def clear(self) -> None:
-        """Forgets the inputs."""
-        self.batches.clear()
-        self.have_stand_ins.clear()
-        self.given.clear()
+        if is_over:
+            self.batches.clear()
+            self.have_stand_ins.clear()
+            self.given.clear()
 
 
 def _keep(kept: dict[int, Any], number: int, value: object) -> None:

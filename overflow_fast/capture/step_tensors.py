@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
 import weakref
@@ -10,22 +11,31 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
-from .. import _C, tree
-from ..core.engines import engine_gradients
+from .. import _C, flags, tree
+from ..core.engines import LossScaler, engine_gradients
+from ..core.modules import parameters_of
 from ..core.nested_optimizers import optimizers_in
 from ..core.selection import Named
 from ..torch_internals.tensor_internals import is_wrapper
 from ..torch_internals.wrappers import local_tensor
-from .schedule import ScanLevel
 from .watch import ModelWatch
 
 NORM = "grad_norm"  # what `record()` calls the norm of all gradients
 _MOST_CLIPPINGS = 1000  # in a step; where nothing is judged, they are not kept
-_Listed = list[tuple[ModelWatch, Named]]
+_Listed = list[tuple[ModelWatch, nn.Module, Named]]
 # A gradient that was scanned, and its version then.
 _Seen = tuple[weakref.ref[torch.Tensor] | None, int | None]
+
+
+class ScanLevel(enum.IntEnum):
+    """The part of a step that is checked."""
+
+    OFF = 0
+    GRADIENTS = 1  # enough to protect the weights: no module has a hook
+    ALL = 2
 
 
 class StepTensors:
@@ -76,7 +86,7 @@ class StepTensors:
         """
         parameters = [p for each in optimizers for p in _parameters(each)]
         if not optimizers:
-            parameters = [p for _, (_, listed) in self._listed() for p in listed]
+            parameters = [p for _, _, (_, listed) in self._listed() for p in listed]
         self._norm = _Norm(parameters)
 
     def note_clipping(
@@ -131,23 +141,24 @@ class StepTensors:
     def _listed(self) -> _Listed:
         """Lists the parameters of each watched model that still exists."""
         return [
-            (watch, watch.tensors.parameters(model))
+            (watch, model, watch.tensors.parameters(model))
             for watch in self._watches
             if (model := watch.model) is not None
         ]
 
     def _record(self, watch: ModelWatch, kind: _C.FrameKind, named: Named) -> None:
         self._scanned.append((kind, named))
-        watch.record(kind, named)
+        names, tensors = named
+        if tensors:
+            watch.recorder.record(kind, names, tensors)
 
     def _scan_models(self, listed: _Listed) -> None:
         every = self._weights_every
         is_sampled = every is not None and self._num_rounds % every == 0
-        for watch, parameters in listed:
-            model = watch.model
+        for watch, model, parameters in listed:
             if is_sampled or self._wanted.weights:
                 self._record(watch, _C.FrameKind.WEIGHTS, parameters)
-            if self._wanted.buffers and model is not None:
+            if self._wanted.buffers:
                 self._record(watch, _C.FrameKind.BUFFERS, watch.tensors.buffers(model))
 
     def _scan_gradients(
@@ -165,15 +176,15 @@ class StepTensors:
         if others or self._last_gradients:
             self._last_gradients.update(map(_seen, owned.values()))
         num_kept = 0
-        if engine and not any(id(p) in owned for _, (_, own) in listed for p in own):
+        if engine and not any(id(p) in owned for _, _, (_, own) in listed for p in own):
             num_kept = self._scan_kept(engine)
             optimizer = None  # it steps copies: all gradients are the engine's
         covered = self._covered(
-            [p for _, (_, own) in listed for p in own]
+            [p for _, _, (_, own) in listed for p in own]
             if optimizer is None
             else owned.values()
         )
-        for watch, (names, parameters) in listed:
+        for watch, _, (names, parameters) in listed:
             if optimizer is not None:
                 is_own = [owned.pop(id(p), None) is not None for p in parameters]
                 names = list(itertools.compress(names, is_own))
@@ -393,3 +404,51 @@ def _seen(parameter: torch.Tensor) -> tuple[int, _Seen]:
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+# The overflow flags of devices, asked once a step.
+
+
+class OverflowFlags:
+    """The overflow flags of the devices of watched models, where there are any.
+
+    Args:
+        watches: The watched models.
+    """
+
+    def __init__(self, watches: Sequence[ModelWatch]) -> None:
+        self._watches = watches
+
+    def clear(self) -> None:
+        """Clears the flags, when a watched step begins."""
+        for device_type, flag in self._flags().items():
+            flags.attempt(device_type, flag.clear)
+
+    def ask(self, level: ScanLevel, scaler: LossScaler | None = None) -> None:
+        """Reads the flags; one that is set is an entry of the step that is inf.
+
+        Args:
+            level: How much of the step is watched.
+            scaler: The scaler that makes the step, or None. A scaler asks the flag
+                itself, and takes it for a scale that is too large.
+        """
+        if level is ScanLevel.OFF or scaler is not None:
+            return
+        for device_type, flag in self._flags().items():
+            found = flags.attempt(device_type, flag.read)
+            if isinstance(found, torch.Tensor):
+                is_set = found.detach().reshape(-1)[:1] != 0
+                value = torch.zeros_like(is_set, dtype=torch.float32)
+                self._record(device_type, value.masked_fill_(is_set, torch.inf))
+            elif found:
+                self._record(device_type, torch.full((1,), torch.inf, device="cpu"))
+
+    def _record(self, device_type: str, value: torch.Tensor) -> None:
+        named = [flags.label_of(device_type)], [value]
+        self._watches[0].record(_C.FrameKind.RECORDED, named)
+
+    def _flags(self) -> dict[str, flags.DeviceFlag]:
+        if not flags.of_devices:
+            return {}
+        models = [model for w in self._watches if (model := w.model) is not None]
+        return flags.registered(p.device.type for m in models for p in parameters_of(m))

@@ -19,9 +19,8 @@ from ..core.tensors import loss_in
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.module_internals import own_parameters
 from . import traced_walk
-from .hooks import CopiedHooks
+from .hooks import CopiedHooks, StepHooks
 from .inputs import ForwardInputs
-from .steps import StepHooks
 
 # The modules of a watched model, by indices that do not change.
 
@@ -376,7 +375,7 @@ class ModelWatch(StepHooks):
 
     def attach(self) -> None:
         """Puts the hooks on the selected modules and the root, if any are needed."""
-        model, wanted = self.model, self.wanted
+        model, wanted = self._model(), self.wanted
         if model is None:
             return
         is_of_use = wanted.activations or wanted.weights or wanted.loss
@@ -386,7 +385,7 @@ class ModelWatch(StepHooks):
             return
         self.recorder.is_paused = False
         self.recorder.set_gradients_wanted(True)
-        if not self.is_attached:
+        if not self._attachment.handles:
             if self.modules.update(model):
                 self.tensors.refresh()
                 self.follow_rules(self._rules)
@@ -514,10 +513,8 @@ class ModelWatch(StepHooks):
 
     def end_judgement(self, is_lagged: bool) -> None:
         """Forgets what belongs to the step that was judged, or will be, lagged."""
-        self.inputs.clear_capture()
         self.has_loss_of_step = False
-        if self.frames.end_step(self.batch_number, is_lagged):
-            self.inputs.clear()
+        self.inputs.end_step(self.frames.end_step(self.batch_number, is_lagged))
 
     def name_at(self, index: int) -> str:
         """The qualified name of a module by its index."""

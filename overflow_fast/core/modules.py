@@ -373,6 +373,13 @@ def is_of_torch(module: nn.Module) -> bool:
     return place.startswith("torch.nn.") and _is_plain(module)
 
 
+def is_layer_of_torch(module: nn.Module | None) -> bool:
+    """True if a module is one of torch.nn's, and has no submodules."""
+    if module is None or children_of(module):
+        return False
+    return type(module).__module__.startswith("torch.nn.")
+
+
 def _normalizes_once(module: nn.Module) -> bool:
     """True if a forward takes one tensor, and divides by one measure of it.
 

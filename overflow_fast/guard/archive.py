@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,18 +17,93 @@ from ..page.render import page_of
 from ..record.flight import FlightRecorder
 from ..record.table import FlightRecord
 from ..report.evidence import EvidenceFolder
-from ..report.report import RankInfo, Report, place_of
+from ..report.report import Cost, RankInfo, Report, place_of
 from ..report.run_log import JsonLog, RunIdentity
 from ..report.suspects import LoggedIncident, read_incidents
-from ..verdict.headroom import HeadroomTracker, least_headroom
-from ..verdict.verdict import BadFrame, Verdict, kind_of, leading_frame
+from ..verdict.headroom import HeadroomTracker
+from ..verdict.verdict import BadFrame, Verdict, kind_of, leading_frame, least_headroom
 from .config import GuardConfig
-from .isolation import OverheadTimer
-from .metrics import MetricsDispatcher, exporters_of
 from .monitors.magnitudes import Headroom, Saturation, Underflow
 from .monitors.monitor import Notice
+from .options import exporters_of
+
+_log = logging.getLogger("overflow_fast")
 
 # The numbers that a guard measures of a run: its own cost, headroom, counts.
+
+
+class OverheadTimer:
+    """Measures a guard's share of the steps, by the host's clock.
+
+    `with timer:` times the guard's own code.
+
+    Args:
+        watches: The watched models, whose hooks take seconds, too.
+
+    Attributes:
+        num_watched: The number of watched steps.
+        cost: The cost of the last step, and on average.
+    """
+
+    # Bound here: a test that patches time.perf_counter has its patch to itself.
+    _now = staticmethod(time.perf_counter)
+
+    def __init__(self, watches: Sequence[ModelWatch]) -> None:
+        self._watches = watches
+        self._depth = 0
+        self._begin = 0.0
+        self._seconds = 0.0
+        self._watched_seconds = 0.0
+        self._guard_seconds = 0.0
+        self.num_watched = 0
+        self.cost = Cost()
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins a step at this moment."""
+        self._step_began = self._now()
+        self._hooks_before = self._seconds_in_hooks()
+        self._seconds = 0.0
+
+    def _seconds_in_hooks(self) -> float:
+        return sum(watch.recorder.seconds for watch in self._watches)
+
+    def leave_out(self, seconds: float) -> None:
+        """Subtracts the seconds of a replay, which are no cost of watching."""
+        self._seconds -= seconds
+        self._step_began += seconds
+
+    def __enter__(self) -> None:
+        if self._depth == 0:
+            self._begin = self._now()
+        self._depth += 1
+
+    def __exit__(self, *exception: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._seconds += self._now() - self._begin
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the cost of the last step, and the number of watched ones."""
+        return {
+            "steps_watched_total": self.num_watched,
+            "guard_seconds": self.cost.guard_seconds,
+            "step_seconds": self.cost.step_seconds,
+            "guard_share": self.cost.share,
+        }
+
+    def end_step(self, is_watched: bool) -> Cost:
+        """Ends the step and returns its cost."""
+        step = self._now() - self._step_began
+        guard = self._seconds + self._seconds_in_hooks() - self._hooks_before
+        if is_watched:
+            self.num_watched += 1
+            self._watched_seconds += step
+            self._guard_seconds += guard
+        share = self._guard_seconds / self._watched_seconds if self.num_watched else 0.0
+        self.cost = Cost(step, guard, share)
+        self.restart()
+        return self.cost
 
 
 class Measurements:
@@ -45,7 +121,8 @@ class Measurements:
 
     def __init__(self, config: GuardConfig, watches: Sequence[ModelWatch]) -> None:
         self._watches = watches
-        self._dispatcher = MetricsDispatcher(exporters_of(config.metrics))
+        self._exporters = exporters_of(config.metrics)
+        self._failed: set[int] = set()  # exporters whose failure was logged
         self.timer = OverheadTimer(watches)
         headroom, underflow = config.monitor(Headroom), config.monitor(Underflow)
         saturation = config.monitor(Saturation)
@@ -83,13 +160,24 @@ class Measurements:
         return {name: float(value) for name, value in values.items()}
 
     def emit(self, step: int, counts: Callable[[], Mapping[str, float]]) -> None:
-        """Sends the numbers of a step to the exporters.
+        """Sends the numbers of a step to the exporters; none stops the run.
 
         Args:
             step: The step's number.
-            counts: Returns the numbers of all, bad and skipped steps.
+            counts: Returns the numbers of all, bad and skipped steps; called only if
+                there is an exporter.
         """
-        self._dispatcher.emit(step, lambda: self.metrics(counts()))
+        values = self.metrics(counts()) if self._exporters else {}
+        for i, exporter in enumerate(self._exporters):
+            try:
+                exporter(step, values)
+            except Exception:
+                if i not in self._failed:
+                    self._failed.add(i)
+                    _log.warning(
+                        "A metrics exporter failed. Its later failures are not logged.",
+                        exc_info=True,
+                    )
 
 
 def _recorder_of(
@@ -163,26 +251,39 @@ class Archive:
             log.keep,
         )
 
-    def keep(
-        self, step: int, frames: Sequence[BadFrame], tensors: StepTensors | None
-    ) -> str | None:
-        """Keeps a step's offending tensors and its batch.
+    def begin_report(
+        self, report: Report, frames: Sequence[BadFrame], tensors: StepTensors | None
+    ) -> None:
+        """Keeps a step's offending tensors and its batch; finds the run it repeats.
 
         Args:
-            step: The step's number.
+            report: The step's, which names both then.
             frames: The step's bad frames, at least one.
             tensors: Has the scanned tensors that stand in no module's call.
-
-        Returns:
-            The folder, or None if nothing is kept.
         """
-        if self._evidence is None:
-            return None
-        leading = leading_frame(frames)
-        batch = leading.watch.inputs.batches.get(leading.frame.batch)
-        return self._evidence.keep(step, _offending(leading, frames, tensors), batch)
+        if self._evidence is not None:
+            leading = leading_frame(frames)
+            batch = leading.watch.inputs.batches.get(leading.frame.batch)
+            offending = _offending(leading, frames, tensors)
+            report.evidence = self._evidence.keep(report.step, offending, batch)
+        first = report.verdict.first
+        if first is not None and self._earlier:
+            what = report.step, f"{place_of(first)}: {first.label}"
+            found = (each.run for each in self._earlier if each.what == what)
+            report.repeats = next(found, "")
 
-    def add_report(self, report: Report) -> None:
+    def end_report(
+        self, report: Report, step: int, num_left_out: int, is_own: bool
+    ) -> None:
+        """Adds the report to the evidence, where it is this rank's, and to the log."""
+        if is_own:
+            self._add_report(report)
+        self.log(
+            *(step, report.verdict, report.action, report.num_skipped, num_left_out),
+            report,
+        )
+
+    def _add_report(self, report: Report) -> None:
         """Adds the report to the evidence, and a page where that has not cost much.
 
         The page has the flight record's last lines. That of a run that ends is made
@@ -265,12 +366,6 @@ class Archive:
         explanation = report.explanation
         cause = {} if explanation is None else {"cause": explanation.cause}
         return {"rank": place.rank, "host": place.host, "device": place.device, **cause}
-
-    def earlier_run(self, step: int, verdict: Verdict) -> str:
-        """Returns the earlier run that has logged the same incident, or ""."""
-        first = verdict.first
-        what = first and (step, f"{place_of(first)}: {first.label}")
-        return next((each.run for each in self._earlier if each.what == what), "")
 
     @functools.cached_property
     def _earlier(self) -> list[LoggedIncident]:

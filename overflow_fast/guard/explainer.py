@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _C
-from ..capture.schedule import ScanLevel
-from ..capture.step_tensors import NORM, StepTensors
+from ..capture.step_tensors import NORM, ScanLevel, StepTensors
 from ..capture.watch import ModelWatch
 from ..core.modules import gradient_taker, named_parameters, why_not
 from ..core.tensors import loss_in
@@ -128,6 +127,7 @@ class Explainer:
         watches: The watched models.
         capture: Keeps the calls of a step; None if nothing is to be explained.
         make_watches: Makes watches of the models that look at everything.
+        find_optimizers: Returns the optimizers that still exist.
     """
 
     def __init__(
@@ -136,7 +136,9 @@ class Explainer:
         watches: Sequence[ModelWatch],
         capture: Capture | None,
         make_watches: Callable[[], list[ModelWatch]],
+        find_optimizers: Callable[[], list[torch.optim.Optimizer]],
     ) -> None:
+        self._find_optimizers = find_optimizers
         self._asked = config.explain.when
         self._budget = config.explain.budget
         self._steps_between = config.weights_every or 1
@@ -167,7 +169,6 @@ class Explainer:
         verdict: Verdict,
         ends: bool,
         moment: str,
-        optimizers: Sequence[torch.optim.Optimizer],
     ) -> Explanation | None:
         """Explains a step, or returns None if it is not asked for.
 
@@ -176,11 +177,10 @@ class Explainer:
             verdict: What was found.
             ends: Whether the run ends with it.
             moment: See `Report.moment`.
-            optimizers: The guard's.
         """
         if not self._is_due(step, verdict, ends):
             return None
-        return self._explained(verdict, moment, optimizers)
+        return self._explained(verdict, moment)
 
     def offer(
         self, step: int, verdict: Verdict, ends: bool, joins: bool
@@ -201,14 +201,13 @@ class Explainer:
             return ReplayOffer(is_due, f"failed ({text_of(error)})")
 
     def explain_together(
-        self, agreed: Agreed, moment: str, optimizers: Sequence[torch.optim.Optimizer]
+        self, agreed: Agreed, moment: str
     ) -> tuple[Explanation | None, bool]:
         """Explains a step along with all other ranks that agreed on it.
 
         Args:
             agreed: What they agreed on.
             moment: See `Report.moment`.
-            optimizers: The guard's.
 
         Returns:
             The explanation, or None if none is due, and whether a rank was lost in it.
@@ -220,15 +219,12 @@ class Explainer:
         if text:
             return Explanation(notes=[text]), False
         ranks = coordinator_of(offers, agreed.rank)
-        return self._explained(
-            report.verdict, moment, optimizers, ranks
-        ), ranks.is_broken
+        return self._explained(report.verdict, moment, ranks), ranks.is_broken
 
     def _explained(
         self,
         verdict: Verdict,
         moment: str,
-        optimizers: Sequence[torch.optim.Optimizer],
         ranks: RankCoordinator | None = None,
     ) -> Explanation:
         if moment == "after":
@@ -238,13 +234,13 @@ class Explainer:
         models = {w.prefix: w.model for w in self._watches if w.model is not None}
         capture = self._capture
         if capture is None:
-            incident = self._incident(verdict, moment, optimizers)
+            incident = self._incident(verdict, moment)
             found = investigate(models, [], incident)
             return found if found.phase else Explanation(notes=[_UNSAFE])
         return investigate(
             models,
             capture.calls,
-            self._incident(verdict, moment, optimizers),
+            self._incident(verdict, moment),
             start=capture.start,
             budget=self._budget,
             checkpoints=self._checkpoints,
@@ -277,9 +273,7 @@ class Explainer:
         self._last = step
         return True
 
-    def _incident(
-        self, verdict: Verdict, moment: str, optimizers: Sequence[torch.optim.Optimizer]
-    ) -> BadStep:
+    def _incident(self, verdict: Verdict, moment: str) -> BadStep:
         first = verdict.first
         assert first is not None
         weights, gradients = self._histories()
@@ -295,7 +289,7 @@ class Explainer:
             steps_between=self._steps_between,
             largest_gradient=max((r[-1] for r in gradients if r), default=0.0),
             gradients=self._bad_gradients(verdict.dirty_gradients),
-            optimizers=optimizers,
+            optimizers=self._find_optimizers(),
             last_steps=self._last_steps,
             is_late=moment == "check",
             num_dropped=0 if self._capture is None else self._capture.num_dropped,

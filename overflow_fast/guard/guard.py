@@ -28,7 +28,6 @@ from ..text import drop_own_frames
 from ..verdict.headroom import HeadroomTable
 from ..verdict.rules import Allow
 from .config import EVERYTHING, GuardConfig, Policy
-from .isolation import isolate_errors
 from .learning import check_can_learn
 from .loop import (
     GuardLoop,
@@ -38,13 +37,13 @@ from .loop import (
     warn_foreign_parameters,
     warn_of_other_guards,
 )
-from .metrics import Exporter
 from .monitors.monitor import Monitor
 from .monitors.running import DEFAULT_MONITORS
 from .optimizers import optimizers_of
 from .options import (
     Evidence,
     Explain,
+    Exporter,
     Log,
     Path,
     Record,
@@ -54,6 +53,7 @@ from .options import (
     documents,
     reusable,
 )
+from .pipeline import isolate_errors
 from .state_check import state_report
 
 if TYPE_CHECKING:

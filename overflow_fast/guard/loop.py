@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 from .. import _C
 from ..capture.inputs import LoopBatch
-from ..capture.schedule import ScanLevel, WatchSchedule
-from ..capture.step_tensors import NORM, StepTensors
+from ..capture.step_tensors import NORM, OverflowFlags, ScanLevel, StepTensors
 from ..capture.watch import ModelWatch
 from ..core.modules import modules_in, named_modules, parameters_of
 from ..core.selection import Selection, check_patterns, full_name
@@ -31,15 +30,13 @@ from ..torch_internals import clipping
 from ..verdict.rules import Rules
 from .archive import Measurements
 from .config import EVERYTHING, GuardConfig
-from .device_flags import OverflowFlags
 from .explainer import make_capture
-from .isolation import ErrorIsolation
 from .learning import Learning
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors
 from .optimizers import OptimizerHook, innermost, living, stepper_of
-from .pipeline import Pipeline
-from .step import StepClock
+from .pipeline import ErrorIsolation, Pipeline
+from .step import StepClock, WatchSchedule
 
 # Takes what a training loop hands over: batches, losses, functions to run again.
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .. import _C
+from ..capture.watch import ModelWatch
 from ..core.engines import (
     ENGINES_SCALER,
     EngineScaler,
@@ -32,6 +33,7 @@ from ..core.engines import (
 from ..core.nested_optimizers import optimizers_in
 from ..report.report import NonFiniteError
 from ..state.snapshot import OptimizerSnapshot
+from ..state.step_start import StepStart
 from ..text import drop_own_frames
 from ..torch_internals.module_internals import (
     has_step_hooks,
@@ -39,6 +41,7 @@ from ..torch_internals.module_internals import (
     reads_found_inf,
 )
 from ..verdict.verdict import BadFrame
+from .config import GuardConfig
 
 # Steps with a closure: judged inside of it, left from there if they are skipped.
 
@@ -552,9 +555,8 @@ class OptimizerHook:
         original = stepper.step
 
         def unbound(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            whole = replaced or class_step(optimizer)
             try:
-                return self._run(whole, args, kwargs)
+                return self._run(replaced or class_step(optimizer), args, kwargs)
             except NonFiniteError as error:
                 drop_own_frames(error)
                 raise error
@@ -562,7 +564,7 @@ class OptimizerHook:
         @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
             try:
-                return unbound(reference(), *args, **kwargs)
+                return self._run(replaced or class_step(reference()), args, kwargs)
             except NonFiniteError as error:
                 drop_own_frames(error)
                 raise error
@@ -669,6 +671,96 @@ def _hook_of(step: Any) -> OptimizerHook | None:
     """The hook that a function leads through, or None; of a mock, too."""
     hook = getattr(step, "optimizer_hook", None)
     return hook if isinstance(hook, OptimizerHook) else None
+
+
+# The flags on devices that a `found_inf` is made of.
+
+
+class DeviceFlags:
+    """The flags that recorders compute on their devices, for `sync="lagged"`.
+
+    Args:
+        config: The guard's.
+        watches: The watched models.
+
+    Attributes:
+        are_computed: An optimizer reads them.
+    """
+
+    def __init__(self, config: GuardConfig, watches: Sequence[ModelWatch]) -> None:
+        self._config = config
+        self._may_skip = config.sync == "lagged" and config.on_overflow in (
+            "skip",
+            "raise",
+        )
+        self._watches = watches
+        self.are_computed = False
+
+    def request(self, hooks: Sequence[OptimizerHook]) -> None:
+        """Makes devices compute flags if one of these optimizers can skip by them."""
+        if self._may_skip and any(hook.found_inf.is_read for hook in hooks):
+            self.are_computed = True
+            for watch in self._watches:
+                watch.recorder.want_flags()
+
+    def are_lagged(self, hook: OptimizerHook, is_learning: bool) -> bool:
+        """True if a lagged guard may judge an optimizer's step after it was made.
+
+        Args:
+            hook: The optimizer's.
+            is_learning: Rules are being learned, of which the flags know nothing.
+        """
+        if callable(self._config.on_overflow):
+            return False
+        if is_learning and self.are_computed:
+            return False
+        return self._config.on_overflow != "skip" or hook.found_inf.is_read
+
+    def drop(self) -> None:
+        """Forgets the flags of the step."""
+        for watch in self._watches:
+            watch.recorder.take_flags()
+
+    def hand_over(self, hook: OptimizerHook, has_scaler: bool) -> torch.Tensor | None:
+        """Makes the optimizer's kernels skip the step if a flag is set; no sync.
+
+        Args:
+            hook: The optimizer's.
+            has_scaler: A GradScaler steps it: the scaler's own flag covers gradients.
+
+        Returns:
+            The flag, float32 of no dimensions on one device, or None if the optimizer
+            does not read it or there is none.
+        """
+        if not self.are_computed:
+            return None
+        found = [f for watch in self._watches for f in watch.recorder.take_flags()]
+        if not found or not hook.found_inf.is_read:
+            return None
+        parts = [flag[0] if has_scaler else flag.amax() for flag in found]
+        first, *others = parts
+        for other in others:
+            first = torch.maximum(first, other.to(first.device, non_blocking=True))
+        hook.found_inf.set(first)
+        return first
+
+    def skip(
+        self, hook: OptimizerHook, has_scaler: bool, start: StepStart | None
+    ) -> bool:
+        """Makes the device skip a step, and put buffers back, if it is bad.
+
+        Args:
+            hook: The hook of its optimizer.
+            has_scaler: A GradScaler steps it.
+            start: The models as they were when the step began, or None.
+
+        Returns:
+            True if the device decides on it.
+        """
+        flag = self.hand_over(hook, has_scaler)
+        if flag is not None and start is not None:
+            start.restore_where(flag)
+        return flag is not None
 
 
 # GradScalers: when one steps an optimizer, and when it skips the step itself.

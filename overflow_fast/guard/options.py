@@ -20,7 +20,6 @@ from ..core.selection import Wanted
 from ..replay.explain import BUDGET
 from ..text import nearest
 from ..verdict.rules import Rules
-from .metrics import exporters_of
 from .policy import ACTIONS
 
 # Kinds of arguments: which values one takes, and how a command line spells it.
@@ -28,6 +27,8 @@ from .policy import ACTIONS
 
 TRIPWIRE = "tripwire"
 Path = str | os.PathLike[str]
+Metrics = Mapping[str, float]
+Exporter = Callable[[int, Metrics], object]
 
 
 @dataclass(frozen=True)
@@ -228,6 +229,31 @@ def check_policy(name: str, policy: Any) -> None:
 def check_allow(name: str, allow: Any) -> None:
     """Raises TypeError or ValueError if no rules can be made of an argument."""
     Rules({} if allow is None else allow)
+
+
+def exporters_of(metrics: Any) -> list[Exporter]:
+    """The exporters in an argument that may be None, one, or several.
+
+    Raises:
+        TypeError: If one of them cannot be called.
+    """
+    is_one = callable(metrics) or not isinstance(metrics, Iterable)
+    several = [metrics] if is_one else metrics
+    several = [] if metrics is None else list(several)
+    for each in several:
+        if not callable(each) or isinstance(each, type):
+            raise TypeError(
+                "metrics must be a callable that takes the step and a dict of numbers, "
+                "such as overflow_fast.integrations.tensorboard.TensorBoardMetrics(), "
+                f"a list of them, or None, got {_name(each)}"
+            )
+    return several
+
+
+def _name(each: object) -> str:
+    if isinstance(each, type):
+        return f"the class {each.__name__}"
+    return type(each).__name__
 
 
 def check_metrics(name: str, metrics: Any) -> None:

@@ -12,18 +12,19 @@ report    log, evidence, flight record, warning or exception
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .. import _C
-from ..capture.schedule import ScanLevel
-from ..capture.step_tensors import StepTensors
+from ..capture.step_tensors import OverflowFlags, ScanLevel, StepTensors
 from ..capture.watch import ModelWatch
 from ..core.collection import without_collection
 from ..core.engines import LossScaler
@@ -36,8 +37,8 @@ from ..report.guard_coverage import GuardCoverage
 from ..report.report import Cost, NonFiniteError, Report
 from ..report.run_log import AlarmLog, log_notices
 from ..state.step_start import StepStart
+from ..text import drop_own_frames
 from ..verdict.attribution import attribute
-from ..verdict.headroom import least_headroom
 from ..verdict.remedy import Float32Region, remedy_for
 from ..verdict.rules import Rules
 from ..verdict.verdict import (
@@ -46,19 +47,20 @@ from ..verdict.verdict import (
     bad_settings,
     is_of_flag,
     leading_frame,
+    least_headroom,
+    take_bad,
     take_evaluated,
 )
 from . import optimizers as scalers
-from .archive import Archive, Measurements
+from .archive import Archive, Measurements, OverheadTimer
 from .config import GuardConfig
-from .device_flags import DeviceFlags, OverflowFlags
 from .explainer import Explainer, SecondLook
-from .isolation import ErrorIsolation
 from .learning import Learning
 from .monitors.running import RunningMonitors, clauses_of
 from .monitors.spikes import SPIKE
 from .optimizers import (
     SCALER,
+    DeviceFlags,
     OptimizerHook,
     has_skipped,
     living,
@@ -68,11 +70,13 @@ from .optimizers import (
     without_gradients,
 )
 from .policy import Situation, checked_action, choose, limit_skips
-from .step import Rounds, Step, StepClock, StepFrames
+from .step import Step, StepClock
 
 # The kinds of what a step leaves to the next ones.
 _STATE = ("weight", "buffer", "optimizer_state")
 _log = logging.getLogger("overflow_fast")
+_Argument = TypeVar("_Argument")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class _Outcome(NamedTuple):
@@ -140,6 +144,8 @@ class Pipeline:
         monitors: RunningMonitors,
     ) -> None:
         self._config = config
+        self._may_restore = config.may_restore
+        self._ignores_spikes = config.ignores_spikes
         self._watches = watches
         self._hooks = hooks
         self._rules = rules
@@ -152,10 +158,13 @@ class Pipeline:
         self._monitors = monitors
         self.rounds = Rounds(hooks)
         self.tensors = StepTensors(watches, config.weights_every)
-        self._frames = StepFrames(watches)
+        self._pending: deque[Step] = deque()  # lagged: their stats are on their way
         self._device_flags = DeviceFlags(config, watches)
         self._device_flags.request(hooks)
-        self._explainer = Explainer(config, watches, capture, full_watches)
+        self._explainer = Explainer(
+            *(config, watches, capture, full_watches),
+            functools.partial(living, hooks),
+        )
         self._second_look = None
         if config.is_tripwire and capture is not None:
             self._second_look = SecondLook(capture, watches, full_watches)
@@ -280,7 +289,11 @@ class Pipeline:
         Args:
             is_lagged: Wait only for steps before the last.
         """
-        for step, frames in self._frames.receive(is_lagged):
+        for watch in self._watches:
+            watch.frames.receive(is_lagged)
+        while self._pending:
+            step = self._pending.popleft()
+            frames = take_bad(self._watches, step.last_frame)
             frames, skipped_by = without_expected(frames, step.scaler, has_skipped)
             if not frames and step.is_decided:
                 continue
@@ -291,8 +304,12 @@ class Pipeline:
             self._decide(late)
 
     def forget(self) -> None:
-        """Forgets what has run and was not judged."""
-        self._frames.forget()
+        """Forgets what has run and was not judged. Incurs the sync."""
+        self._pending.clear()
+        for watch in self._watches:
+            watch.frames.receive(is_lagged=False)
+        take_bad(self._watches, _C.Recorder.num_frames())
+        take_evaluated(self._watches)
         self._end_judgement()
 
     # Collect: the stats of a step come from all devices, and its bad frames are taken.
@@ -330,13 +347,15 @@ class Pipeline:
         ]
         self._scan(hook, level, () if scaler else others)
         self._overflow_flags.ask(level, scaler)
-        is_lagged = self._device_flags.are_lagged(hook, self._is_learning)
-        self._frames.send(is_lagged)
+        is_lagged = self._config.sync == "lagged" and self._device_flags.are_lagged(
+            hook, self._is_learning
+        )
+        self._send_stats(is_lagged)
         if self._is_learning:
             self._device_flags.drop()
         step = self._new_step(hook, scaler)
         if is_lagged:
-            start = self._start if self._config.may_restore else None
+            start = self._start if self._may_restore else None
             if self._device_flags.skip(hook, scaler is not None, start):
                 step.skipped_by = "optimizer's kernel"
         try:
@@ -345,10 +364,10 @@ class Pipeline:
             waits = is_lagged and self.agreement.is_needed
             found = dataclasses.replace(step, skipped_by="") if is_lagged else step
             if not waits:
-                found.frames = self._frames.take(step.last_frame)
+                found.frames = take_bad(self._watches, step.last_frame)
             self._leave_to_scaler(found, hook, level)
             if is_lagged:
-                self._frames.postpone(step)
+                self._pending.append(step)
                 if not found.frames:
                     return False
             step.is_decided = True
@@ -361,9 +380,11 @@ class Pipeline:
     ) -> None:
         """Leaves to a GradScaler what it handles; asks monitors if nothing is left."""
         step.is_whole = _is_whole(step.frames, level)
-        step.frames, step.skipped_by = without_expected(
-            step.frames, step.scaler, lambda scaler: will_skip(scaler, hook.optimizer)
-        )
+        if step.scaler is not None:
+            step.frames, step.skipped_by = without_expected(
+                *(step.frames, step.scaler),
+                lambda scaler: will_skip(scaler, hook.optimizer),
+            )
         if hook.is_skipped_elsewhere:
             step.skipped_by = "other guard"
         if not step.frames and level is not ScanLevel.OFF:
@@ -384,12 +405,12 @@ class Pipeline:
             return
         self._note_scaler(scaler)
         self._scan(hook, self._clock.level)
-        self._frames.send()
+        self._send_stats()
         try:
             self.judge_late()
             step = self._new_step(hook)
             step.skipped_by = SCALER
-            step.frames = self._frames.take(step.last_frame)
+            step.frames = take_bad(self._watches, step.last_frame)
             if scaler.get_scale() > 1:
                 step.frames = without_gradients(step.frames)
             self._decide(step)
@@ -399,9 +420,9 @@ class Pipeline:
     def _pass_over(self, hook: OptimizerHook, report: Report) -> bool:
         """Applies the verdict of a round that is bad to another of its steps."""
         is_skipped = report.action == "skip"
-        self._frames.send()
+        self._send_stats()
         self.judge_late()
-        self._frames.take(_C.Recorder.num_frames())
+        take_bad(self._watches, _C.Recorder.num_frames())
         if is_skipped:
             self._restore()
         self._end_judgement()
@@ -415,11 +436,11 @@ class Pipeline:
         self.tensors.begin_round()
         self.tensors.scan(None, ScanLevel.ALL)
         self._overflow_flags.ask(level)
-        self._frames.send()
+        self._send_stats()
         try:
             self.judge_late()
             step = self._new_step(moment="check")
-            step.frames = self._frames.take(step.last_frame)
+            step.frames = take_bad(self._watches, step.last_frame)
             step.frames += take_evaluated(self._watches)
             step.is_whole = _is_whole(step.frames, level)
             return self._decide(step)
@@ -435,6 +456,11 @@ class Pipeline:
         is_blind = not (self.tensors.num_gradients or self._has_loss())
         if is_blind and self._config.is_tripwire and level is not ScanLevel.OFF:
             self._warn_blind()
+
+    def _send_stats(self, is_lagged: bool = False) -> None:
+        """Starts the copy of all stats to the host; does not wait."""
+        for watch in self._watches:
+            watch.frames.send(with_captured=not is_lagged)
 
     def _warn_blind(self) -> None:
         """Logs, once, that a step had nothing that a tripwire looks at."""
@@ -472,7 +498,8 @@ class Pipeline:
 
     def _end_judgement(self, is_lagged: bool = False) -> None:
         self.tensors.forget()
-        self._frames.end(is_lagged)
+        for watch in self._watches:
+            watch.end_judgement(is_lagged)
 
     # A step from its bad frames on.
 
@@ -488,7 +515,7 @@ class Pipeline:
         """
         self._leave_out_learned(step)
         verdict = self._detect(step)
-        if not step.is_evaluation and self.agreement.is_needed:
+        if step.moment != "evaluation" and self.agreement.is_needed:
             outcome = self._decide_together(step, verdict)
         else:
             outcome = self._decide_alone(step, verdict)
@@ -510,7 +537,7 @@ class Pipeline:
 
     def _leave_out_learned(self, step: Step) -> None:
         if self.learning is not None:
-            is_skipped = bool(step.skipped_by) and not step.is_evaluation
+            is_skipped = bool(step.skipped_by) and step.moment != "evaluation"
             step.frames = self.learning.without_expected(
                 step.frames, step.is_whole, is_skipped
             )
@@ -533,7 +560,7 @@ class Pipeline:
 
     def _decide_alone(self, step: Step, verdict: Verdict) -> _Outcome:
         wishes = _wishes(step)
-        if verdict.is_clean:
+        if verdict.first is None:
             return _Outcome(None, True, *wishes)
         if self._second_look is not None and not is_of_flag(verdict):
             begin = time.perf_counter()
@@ -544,8 +571,7 @@ class Pipeline:
             step = seen
         report = self._make_report(step, verdict)
         report.explanation = self._explainer.explain(
-            *(step.number, verdict, report.action == "raise", step.moment),
-            living(self._hooks),
+            step.number, verdict, report.action == "raise", step.moment
         )
         self._note_explained(report)
         return _Outcome(self._choose_action(step, report), True, *wishes)
@@ -570,7 +596,7 @@ class Pipeline:
             return _Outcome(None, is_own, *wishes)
         if not is_broken:
             report.explanation, is_broken = self._explainer.explain_together(
-                agreed, step.moment, living(self._hooks)
+                agreed, step.moment
             )
         self._note_explained(report)
         if is_broken:  # it may yet be in a collective that the next step would meet
@@ -650,7 +676,7 @@ class Pipeline:
             verdict=verdict,
             least_headroom=least_headroom(watches),
             frames=self._shown_frames(step.frames),
-            not_covered=self.coverage(watches).gaps(),
+            not_covered=self._coverage(watches, []).gaps(),
             cost=self._measurements.timer.cost,
             num_skipped=self.rounds.num_skipped,
             notes=[*step.notes, *unknown_scale_notes(step.hook, step.frames)],
@@ -661,8 +687,7 @@ class Pipeline:
             report.notes.append(str(step.left_out))
         # Others are judged when the tensors of a later step have been scanned.
         tensors = self.tensors if step.moment in ("before", "check") else None
-        report.evidence = self._archive.keep(step.number, step.frames, tensors)
-        report.repeats = self._archive.earlier_run(step.number, verdict)
+        self._archive.begin_report(report, step.frames, tensors)
         if report.repeats:
             report.notes.append(f"Run {report.repeats} came to the same in this step.")
         return report
@@ -685,15 +710,15 @@ class Pipeline:
         policy = self._config.on_overflow
         if callable(policy):
             report.action = self._ask(policy, report)
+        asks_skip = report.action == "skip"
         situation = Situation(
             can_skip=step.hook is not None
             and step.moment == "before"
             and not step.skipped_by,
             is_skipped=bool(step.skipped_by),
             is_undone=step.hook is not None and step.hook.has_snapshot,
-            is_apart=self.agreement.is_apart,
-            is_beyond_repair=report.action == "skip"
-            and self._is_beyond_repair(step, report.verdict),
+            is_apart=asks_skip and self.agreement.is_apart,
+            is_beyond_repair=asks_skip and self._is_beyond_repair(step, report.verdict),
         )
         choice = choose(report.action, situation)
         report.action = choice.action
@@ -744,7 +769,7 @@ class Pipeline:
     def _makes_finite(self, weight: torch.Tensor) -> bool:
         """True for a weight that the forward has written to, and that was finite."""
         start = self._start
-        if start is None or not self._config.may_restore:
+        if start is None or not self._may_restore:
             return False
         if not start.written_in_step(weight):
             return False
@@ -755,7 +780,7 @@ class Pipeline:
 
     def _restore(self) -> list[str]:
         """Puts back what the forward changed; returns sentences about failures."""
-        if self._start is None or not self._config.may_restore:
+        if self._start is None or not self._may_restore:
             return []
         return self._start.restore()
 
@@ -767,13 +792,14 @@ class Pipeline:
         if step.hook is not None:
             rounds, is_skipped = self.rounds, report.action == "skip"
             rounds.note(step.hook, is_skipped or bool(step.skipped_by), is_skipped)
-            in_row, most = rounds.consecutive_skips, self._config.max_consecutive_skips
-            choice = limit_skips(report.action, in_row, most)
-            if choice.notes:
-                rounds.take_back()
-            report.action = choice.action
-            report.notes += choice.notes
-            if not step.is_late:
+            if is_skipped:
+                most = self._config.max_consecutive_skips
+                choice = limit_skips(rounds.consecutive_skips, most)
+                if choice.action != "skip":
+                    rounds.take_back()
+                report.action = choice.action
+                report.notes += choice.notes
+            if step.moment != "after":
                 rounds.report = report
         report.num_skipped = self.rounds.num_skipped
 
@@ -805,13 +831,13 @@ class Pipeline:
         return self.rounds.report
 
     def _end_clean(self, step: Step, verdict: Verdict) -> None:
-        if self.learning is not None and not step.is_evaluation:
+        if self.learning is not None and step.moment != "evaluation":
             is_check = step.moment == "check"
             is_clean = step.is_whole and not step.skipped_by
             self.learning.end_step(is_clean, None if is_check else step.number)
         skipper, num_left_out = step.skipped_by or None, step.left_out.total
         line = _Line(step.number, verdict, skipper, num_left_out)
-        if step.hook is None or step.is_late:
+        if step.hook is None or step.moment == "after":
             self._num_bad_in_row = 0
             self._log_line(line)
         else:  # a round has one line
@@ -826,14 +852,8 @@ class Pipeline:
 
     def _publish(self, step: Step, report: Report, is_own: bool) -> None:
         """Writes the report to disk and log, and raises it where that is the action."""
-        if is_own:
-            self._archive.add_report(report)
-        self._clean_line, num_skipped = None, self.rounds.num_skipped
-        self._archive.log(
-            *(step.number, report.verdict, report.action, num_skipped),
-            step.left_out.total,
-            report,
-        )
+        self._clean_line = None
+        self._archive.end_report(report, step.number, step.left_out.total, is_own)
         if report.action == "raise":
             raise NonFiniteError(report)
         if is_own:
@@ -850,12 +870,11 @@ class Pipeline:
         self.rounds.end()
         self._end_log_line()
         step, is_watched = clock.step, clock.level is not ScanLevel.OFF
-        clock.advance()
         self.tensors.begin_round()
         is_bad = self.last_report is not self._last_seen
         self._last_seen = self.last_report
         cost = measurements.timer.end_step(is_watched)
-        clock.note(cost, is_bad)
+        clock.advance(cost, is_bad)
         if is_watched:
             self._end_headroom(step, is_bad)
             self._record_step(step, cost)
@@ -930,16 +949,21 @@ class Pipeline:
             **self._monitors.metrics(),
         }
 
-    def coverage(self, watches: Sequence[ModelWatch] = ()) -> GuardCoverage:
-        """Returns what was checked so far, by the guard's watches or by others."""
+    def coverage(self) -> GuardCoverage:
+        """Returns what was checked so far."""
+        return self._coverage(self._watches, self._rules.unused())
+
+    def _coverage(
+        self, watches: Sequence[ModelWatch], rules_unused: list[str]
+    ) -> GuardCoverage:
         return GuardCoverage.of(
-            watches or self._watches,
+            watches,
             self._clock.num_steps,
             self._measurements.timer.num_watched,
             self.tensors.without_gradient,
             self._isolation.num_failures,
-            self._rules.unused(),
-            self._config.ignores_spikes,
+            rules_unused,
+            self._ignores_spikes,
         )
 
 
@@ -961,3 +985,219 @@ def _remedy(frames: Sequence[BadFrame], verdict: Verdict) -> Float32Region | Non
     except Exception:  # the alarm matters more than its remedy
         _log.warning("No remedy could be found: see the error below.", exc_info=True)
         return None
+
+
+# A round of steps: one of each optimizer.
+
+
+class Rounds:
+    """Counts rounds: one ends when each optimizer has stepped, or one steps again.
+
+    A round has one verdict: a bad one holds for all optimizers that step later in it.
+
+    Args:
+        hooks: The optimizers' hooks.
+
+    Attributes:
+        report: The report of the round, if it is bad.
+        is_skipped: A step was skipped in this round, by the guard or a GradScaler.
+        num_skipped: The number of rounds in which the guard has skipped a step.
+    """
+
+    def __init__(self, hooks: Sequence[OptimizerHook]) -> None:
+        self._hooks = hooks
+        self._stepped: set[OptimizerHook] = set()
+        self._skips_in_row = dict.fromkeys(hooks, 0)
+        self._was_skipped = dict.fromkeys(hooks, False)
+        self._is_over = False
+        self._is_counted = False
+        self.is_skipped = False
+        self.report: Report | None = None
+        self.num_skipped = 0
+
+    def has_stepped(self, hook: OptimizerHook) -> bool:
+        """Returns True if an optimizer has stepped in this round."""
+        return hook in self._stepped
+
+    def begin(self) -> None:
+        """Begins a round if the last is over. Until then the last can be read."""
+        if self._is_over:
+            self._is_over = self._is_counted = self.is_skipped = False
+            self.report = None
+
+    def end(self) -> None:
+        """Ends the round."""
+        self._stepped.clear()
+        self._is_over = True
+
+    def note_step(self, hook: OptimizerHook) -> bool:
+        """Notes the end of an optimizer's step; returns True if it ends the round."""
+        self._stepped.add(hook)
+        return len(self._stepped) == len(self._hooks)
+
+    def note(self, hook: OptimizerHook, is_skipped: bool, is_by_guard: bool) -> None:
+        """Notes whether an optimizer's step is skipped.
+
+        Args:
+            hook: The optimizer's.
+            is_skipped: It is skipped, by the guard or by other code.
+            is_by_guard: The round is bad, and the guard skips it.
+        """
+        self._was_skipped[hook] = is_skipped
+        self.is_skipped |= is_skipped
+        self._skips_in_row[hook] = self._skips_in_row[hook] + 1 if is_by_guard else 0
+        if is_by_guard and not self._is_counted:
+            self._is_counted = True
+            self.num_skipped += 1
+
+    def note_unwatched(self, hook: OptimizerHook) -> None:
+        """Notes a step that is not judged: it resets no count."""
+        self._was_skipped[hook] = False
+
+    def take_back(self) -> None:
+        """Uncounts the skip of the round: it raises instead."""
+        self._skips_in_row = dict.fromkeys(self._hooks, 0)
+        if self._is_counted:
+            self._is_counted = False
+            self.num_skipped -= 1
+
+    @property
+    def consecutive_skips(self) -> int:
+        """The steps in a row that the guard skipped, of the worst optimizer."""
+        return max(self._skips_in_row.values(), default=0)
+
+    def was_skipped(self, optimizer: object) -> bool:
+        """Returns True if the last step of one optimizer was skipped, by any code.
+
+        Raises:
+            ValueError: If the guard does not have it.
+        """
+        for hook in self._hooks:
+            if hook.is_of(optimizer):
+                return self._was_skipped[hook]
+        raise ValueError(
+            "optimizer must be one that the guard was given, got another "
+            f"{type(optimizer).__name__}"
+        )
+
+
+# The guard's own errors, which never reach the program, and the time that it takes.
+
+
+class ErrorIsolation:
+    """Runs the guard's code so that none of its own errors reaches the user.
+
+    Args:
+        timer: Measures the time that the guard takes.
+        agreement: The ranks that decide together; what their collectives raise is
+            raised.
+
+    Attributes:
+        num_failures: The number of the guard's own errors so far.
+        users_error: The last error that the user's policy raised, or None.
+    """
+
+    def __init__(self, timer: OverheadTimer, agreement: Agreement) -> None:
+        self._timer = timer
+        self._agreement = agreement
+        self.users_error: Exception | None = None
+        self._failed: set[str] = set()  # whose failure was logged
+        self.num_failures = 0
+
+    def isolated(self, monitor: str = "") -> _Isolated:
+        """Suppresses the guard's own errors; hides its code from the user's modes.
+
+        Args:
+            monitor: The name of the monitor whose code runs.
+        """
+        return _Isolated(self, monitor)
+
+    def measured(self) -> _Isolated:
+        """Isolates errors, and adds the time to the guard's."""
+        return _Isolated(self, "", self._timer)
+
+    def measured_call(
+        self, function: Callable[[_Argument], None]
+    ) -> Callable[[_Argument], None]:
+        """Returns a function that calls another within `measured()`."""
+
+        def call(argument: _Argument) -> None:
+            with self.measured():
+                function(argument)
+
+        return call
+
+    def is_foreign(self, error: Exception) -> bool:
+        """Returns True for an error of the user's callable or of a process group."""
+        return error is self.users_error or error is self._agreement.error
+
+    def suppresses(self, error: BaseException | None, monitor: str) -> bool:
+        """Notes an error that is the guard's own; returns False for any other."""
+        if isinstance(error, NonFiniteError) or not isinstance(error, Exception):
+            return False
+        if self.is_foreign(error):
+            return False
+        self.note(error, monitor)
+        return True
+
+    def note(self, error: Exception, monitor: str = "") -> None:
+        """Counts an error of the guard's own; logs the first one of each monitor."""
+        self.num_failures += 1
+        if monitor in self._failed:
+            return
+        self._failed.add(monitor)
+        _log.warning(
+            "%s failed with the error below. What it was checking was not judged. "
+            "Later failures are not logged; `coverage()` counts them.",
+            f"The monitor {monitor}" if monitor else "The guard",
+            exc_info=error,
+        )
+
+
+class _Isolated:
+    """See `ErrorIsolation.isolated()`: several of them are entered in each step.
+
+    Args:
+        isolation: Whose it is.
+        monitor: The name of the monitor whose code runs.
+        timer: Measures the time within; None for none.
+    """
+
+    __slots__ = ("_hidden", "_isolation", "_monitor", "_timer")
+
+    def __init__(
+        self,
+        isolation: ErrorIsolation,
+        monitor: str,
+        timer: OverheadTimer | None = None,
+    ) -> None:
+        self._isolation, self._monitor, self._timer = isolation, monitor, timer
+        self._hidden = _C.Hidden()
+
+    def __enter__(self) -> None:
+        self._hidden.__enter__()
+        if self._timer is not None:
+            self._timer.__enter__()
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: object
+    ) -> bool:
+        if self._timer is not None:
+            self._timer.__exit__()
+        self._hidden.__exit__(None, None, None)
+        return error is not None and self._isolation.suppresses(error, self._monitor)
+
+
+def isolate_errors(method: _Method) -> _Method:
+    """Isolates errors in a method of an object with a `_loop`; it returns None then."""
+
+    @functools.wraps(method)
+    def isolated_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with self._loop.isolation.isolated():
+                return method(self, *args, **kwargs)
+        except NonFiniteError as error:
+            drop_own_frames(error)
+            raise error
+
+    return cast(_Method, isolated_method)

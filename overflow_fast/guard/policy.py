@@ -69,16 +69,15 @@ def choose(asked: str, situation: Situation) -> Choice:
     return Choice("skip")
 
 
-def limit_skips(action: str, consecutive_skips: int, most: int) -> Choice:
+def limit_skips(consecutive_skips: int, most: int) -> Choice:
     """Replaces a skip by "raise" after too many in a row.
 
     Args:
-        action: The action for the step.
         consecutive_skips: The number of skipped steps in a row, this one included.
         most: The guard's `max_consecutive_skips`.
     """
     if consecutive_skips <= most:
-        return Choice(action)
+        return Choice("skip")
     note = (
         f"{consecutive_skips} steps in a row are bad, more than "
         f"max_consecutive_skips={most}."

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from ..capture.schedule import ScanLevel
-from ..capture.step_tensors import StepTensors
+from ..capture.step_tensors import ScanLevel, StepTensors
 from ..capture.watch import ModelWatch
 from ..core.selection import Selection, Wanted
 from ..report.report import NonFiniteError, Report, some

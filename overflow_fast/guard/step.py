@@ -1,25 +1,68 @@
-"""A step of a guarded run: its number, its bad frames, the round that it belongs to."""
+"""A step of a guarded run: what is known of it, and how much of it is watched."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import logging
+import math
+import statistics
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from .. import _C
-from ..capture.schedule import LeftOut, ScanLevel, WatchSchedule
+from ..capture.step_tensors import OverflowFlags, ScanLevel
 from ..capture.watch import ModelWatch
 from ..core.engines import LossScaler
-from ..report.report import Cost, Report
-from ..report.run_log import log_left_out
+from ..report.report import Cost
 from ..state.step_start import StepStart
+from ..text import counted
 from ..verdict.headroom import HeadroomTracker
-from ..verdict.verdict import BadFrame, take_bad, take_evaluated
-from .device_flags import OverflowFlags
+from ..verdict.verdict import BadFrame
 from .monitors.monitor import Notice
 from .optimizers import OptimizerHook
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """The steps that were not judged, up to the one at hand.
+
+    Attributes:
+        num_steps: How many they are since the last step that was checked in full.
+        by: The fields of the guard's schedule that left these out.
+        total: How many they are in all.
+        follows_check: A step was checked in full before these.
+    """
+
+    num_steps: int = 0
+    by: tuple[str, ...] = ()
+    total: int = 0
+    follows_check: bool = False
+
+    def and_step(self, level: ScanLevel, left_out_by: str) -> LeftOut:
+        """Returns the same behind a step.
+
+        Args:
+            level: How much of it was checked.
+            left_out_by: The field that left it out, or "".
+        """
+        if level is ScanLevel.ALL:
+            return LeftOut(total=self.total, follows_check=True)
+        if level is ScanLevel.GRADIENTS:
+            return self
+        by = self.by if left_out_by in self.by else (*self.by, left_out_by)
+        return LeftOut(self.num_steps + 1, by, self.total + 1, self.follows_check)
+
+    def __str__(self) -> str:
+        """Writes how many there are, and what that may have hidden."""
+        steps = "1 step was" if self.num_steps == 1 else f"{self.num_steps} steps were"
+        since = "since the last full check" if self.follows_check else "so far"
+        by = " and ".join(f"`schedule.{argument}`" for argument in self.by)
+        return (
+            f"{steps} not judged {since}, because of {by}: a non-finite update there "
+            "would not have been noticed."
+        )
 
 
 @dataclass
@@ -62,64 +105,146 @@ class Step:
     notices: Sequence[Notice] = ()
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def is_evaluation(self) -> bool:
-        """True for a forward without autograd."""
-        return self.moment == "evaluation"
 
-    @property
-    def is_late(self) -> bool:
-        """True for a step that is over already (`sync="lagged"`)."""
-        return self.moment == "after"
+# The choice of the steps to watch: by number, by range, or within a budget.
 
 
-class StepFrames:
-    """The bad frames of the watches, by the step that they belong to.
+_MEMORY = 8  # steps of a level whose median is its cost: the first ones take longer
+_TRIALS = 3  # checks of gradients before it is decided whether they fit
+_MAX_EVERY = 1000
+_log = logging.getLogger("overflow_fast")
+
+
+class WatchSchedule:
+    """Decides how much of each step is checked.
 
     Args:
-        watches: The watched models.
+        every: Check every N-th step, from `warmup` on.
+        warmup: How many steps are left out at first.
+        ranges: Only steps in one of these half-open ranges; None for all.
+        budget: The share of a step's time that the guard may take on average, or None.
+            Gradients are checked in every step if they fit the budget, everything else
+            as often as the rest of it allows.
+        has_gradients: True if gradients are to be checked at all.
+
+    Attributes:
+        left_out_by: The field that leaves out the step whose level was last asked
+            for, or "".
     """
 
-    def __init__(self, watches: Sequence[ModelWatch]) -> None:
-        self._watches = watches
-        self._pending: collections.deque[Step] = collections.deque()
+    def __init__(
+        self,
+        every: int = 1,
+        warmup: int = 0,
+        ranges: Sequence[tuple[int, int]] | None = None,
+        budget: float | None = None,
+        has_gradients: bool = True,
+    ) -> None:
+        self._every = every
+        self._warmup = warmup
+        self._ranges = ranges
+        self.budget = budget
+        self._has_gradients = has_gradients
+        self._costs: dict[ScanLevel, deque[float]] = {}
+        self._bare: deque[float] = deque(maxlen=_MEMORY)
+        self._next_all = 0
+        self._next_gradients = 0
+        self._is_alarmed = False
+        self.left_out_by = ""
 
-    def send(self, is_lagged: bool = False) -> None:
-        """Starts the copy of all stats to the host; does not wait."""
-        for watch in self._watches:
-            watch.frames.send(with_captured=not is_lagged)
+    def level(self, step: int) -> ScanLevel:
+        """Returns the part of a step to check."""
+        self.left_out_by = self._left_out_by(step)
+        if self.left_out_by:
+            return ScanLevel.OFF
+        return ScanLevel.ALL if self._allows_all(step) else ScanLevel.GRADIENTS
 
-    def receive(self, is_lagged: bool) -> Iterator[tuple[Step, list[BadFrame]]]:
-        """Takes in stats, and yields the pending steps with their bad frames.
+    def _left_out_by(self, step: int) -> str:
+        if step < self._warmup:
+            return "warmup"
+        if (step - self._warmup) % self._every:
+            return "every"
+        if self._ranges is not None and not any(a <= step < b for a, b in self._ranges):
+            return "ranges"
+        is_due = self._has_gradients and step >= self._next_gradients
+        return "" if is_due or self._allows_all(step) else "budget"
 
-        Incurs a CPU-GPU sync for each device, unless it is lagged.
-        """
-        for watch in self._watches:
-            watch.frames.receive(is_lagged)
-        while self._pending:
-            step = self._pending.popleft()
-            yield step, self.take(step.last_frame)
+    def _allows_all(self, step: int) -> bool:
+        return self.budget is None or self._is_alarmed or step >= self._next_all
 
-    def postpone(self, step: Step) -> None:
-        """Yields a step from the next `receive()`."""
-        self._pending.append(step)
+    def alarm(self) -> None:
+        """Checks the next step in full, whatever it costs."""
+        self._is_alarmed = True
 
-    def take(self, last: int) -> list[BadFrame]:
-        """Takes the bad frames that have arrived, up to one with a number."""
-        return take_bad(self._watches, last)
+    def move(self, steps: int) -> None:
+        """Adapts to larger numbers of the steps to come, by so many."""
+        self._next_all += steps
+        self._next_gradients += steps
 
-    def forget(self) -> None:
-        """Forgets all frames, those of pending steps too. Incurs the sync."""
-        self._pending.clear()
-        for watch in self._watches:
-            watch.frames.receive(is_lagged=False)
-        take_bad(self._watches, _C.Recorder.num_frames())
-        take_evaluated(self._watches)
+    def num_left_out(self, step: int) -> int:
+        """Returns how many steps from one on the budget leaves out, but for alarms."""
+        gradients = self._next_gradients if self._has_gradients else self._next_all
+        return max(0, min(self._next_all, gradients) - step)
 
-    def end(self, is_lagged: bool) -> None:
-        """Ends the judgement of a step."""
-        for watch in self._watches:
-            watch.end_judgement(is_lagged)
+    @property
+    def least_share(self) -> float:
+        """The share of a step's time that its cheapest check takes."""
+        cheapest = ScanLevel.GRADIENTS if self._has_gradients else ScanLevel.ALL
+        bare = statistics.median(self._bare) if self._bare else 0.0
+        return (self._cost_of(cheapest) or 0.0) / bare if bare else 1.0
+
+    def note(
+        self, step: int, level: ScanLevel, guard_seconds: float, step_seconds: float
+    ) -> None:
+        """Notes the cost of a step, and plans the next ones by it."""
+        if level is ScanLevel.ALL:
+            self._is_alarmed = False
+        if self.budget is None:
+            return
+        self._bare.append(max(step_seconds - guard_seconds, 0.0))
+        if level is not ScanLevel.OFF:
+            costs = self._costs.setdefault(level, deque(maxlen=_MEMORY))
+            costs.append(guard_seconds)
+        if level is ScanLevel.ALL:
+            self._next_all = step + self._every_for(ScanLevel.ALL)
+        if level is not ScanLevel.OFF:
+            self._next_gradients = step + self._every_for(ScanLevel.GRADIENTS)
+
+    def _cost_of(self, level: ScanLevel) -> float | None:
+        costs = self._costs.get(level)
+        return statistics.median(costs) if costs else None
+
+    def _every_for(self, level: ScanLevel) -> int:
+        assert self.budget is not None
+        allowed = self.budget * statistics.median(self._bare)
+        gradients = self._cost_of(ScanLevel.GRADIENTS)
+        if level is ScanLevel.GRADIENTS:
+            if gradients is None or len(self._costs[level]) < _TRIALS:
+                return 1  # not known yet
+            if gradients <= allowed:
+                return 1
+            return _every(gradients, allowed / 2)  # the other half is for all
+        cost = self._cost_of(level)
+        assert cost is not None
+        if not self._has_gradients:
+            return _every(cost, allowed)
+        if gradients is None:
+            return 2
+        if gradients <= allowed:
+            return _every(cost - gradients, allowed - gradients)
+        return _every(cost, allowed / 2)
+
+
+def _every(cost: float, allowed: float) -> int:
+    """Returns in one step of how many a cost fits what is allowed for each."""
+    if cost <= 0:
+        return 1
+    if allowed <= 0:
+        return _MAX_EVERY
+    return min(_MAX_EVERY, max(1, math.ceil(cost / allowed)))
+
+
+# The step at hand.
 
 
 class StepClock:
@@ -191,31 +316,27 @@ class StepClock:
         if self._is_running:
             self.begin()
 
-    def advance(self) -> None:
-        """Ends the step at hand; `begin()` begins to watch the next."""
-        left_out_by = self._schedule.left_out_by
-        self.left_out = self.left_out.and_step(self.level, left_out_by)
-        self.step += 1
-        self.num_steps += 1
-
-    def note(self, cost: Cost, is_bad: bool) -> None:
-        """Notes what the step before has cost, for the schedule.
+    def advance(self, cost: Cost, is_bad: bool) -> None:
+        """Ends the step at hand; `begin()` begins to watch the next.
 
         Args:
-            cost: The cost.
+            cost: What the step has cost, for the schedule.
             is_bad: The step was bad: the next is watched as a whole.
         """
+        schedule = self._schedule
+        self.left_out = self.left_out.and_step(self.level, schedule.left_out_by)
         if is_bad:
-            self._schedule.alarm()
-        seconds = cost.guard_seconds, cost.step_seconds
-        self._schedule.note(self.step - 1, self.level, *seconds)
+            schedule.alarm()
+        schedule.note(self.step, self.level, cost.guard_seconds, cost.step_seconds)
+        self.step += 1
+        self.num_steps += 1
 
     def begin(self) -> None:
         """Begins to watch the step at hand."""
         self.set_level(self._schedule.level(self.step))
         if self._warns and self._schedule.left_out_by == "budget":
             self._warns = False
-            log_left_out(self._schedule, self.step)
+            _log_left_out(self._schedule, self.step)
         if self.level is not ScanLevel.OFF:
             self._overflow_flags.clear()
 
@@ -231,92 +352,21 @@ class StepClock:
                 self.set_level(self.level)
 
 
-class Rounds:
-    """Counts rounds: one ends when each optimizer has stepped, or one steps again.
-
-    A round has one verdict: a bad one holds for all optimizers that step later in it.
+def _log_left_out(schedule: WatchSchedule, step: int) -> None:
+    """Logs that a budget leaves steps out, whatever the policy is.
 
     Args:
-        hooks: The optimizers' hooks.
-
-    Attributes:
-        report: The report of the round, if it is bad.
-        is_skipped: A step was skipped in this round, by the guard or a GradScaler.
-        num_skipped: The number of rounds in which the guard has skipped a step.
+        schedule: Chooses the steps.
+        step: The number of the first step that is left out.
     """
-
-    def __init__(self, hooks: Sequence[OptimizerHook]) -> None:
-        self._hooks = hooks
-        self._stepped: set[OptimizerHook] = set()
-        self._skips_in_row = dict.fromkeys(hooks, 0)
-        self._was_skipped = dict.fromkeys(hooks, False)
-        self._is_over = False
-        self._is_counted = False
-        self.is_skipped = False
-        self.report: Report | None = None
-        self.num_skipped = 0
-
-    def has_stepped(self, hook: OptimizerHook) -> bool:
-        """Returns True if an optimizer has stepped in this round."""
-        return hook in self._stepped
-
-    def begin(self) -> None:
-        """Begins a round if the last is over. Until then the last can be read."""
-        if self._is_over:
-            self._is_over = self._is_counted = self.is_skipped = False
-            self.report = None
-
-    def end(self) -> None:
-        """Ends the round."""
-        self._stepped.clear()
-        self._is_over = True
-
-    def note_step(self, hook: OptimizerHook) -> bool:
-        """Notes the end of an optimizer's step; returns True if it ends the round."""
-        self._stepped.add(hook)
-        return len(self._stepped) == len(self._hooks)
-
-    def note(self, hook: OptimizerHook, is_skipped: bool, is_by_guard: bool) -> None:
-        """Notes whether an optimizer's step is skipped.
-
-        Args:
-            hook: The optimizer's.
-            is_skipped: It is skipped, by the guard or by other code.
-            is_by_guard: The round is bad, and the guard skips it.
-        """
-        self._was_skipped[hook] = is_skipped
-        self.is_skipped |= is_skipped
-        self._skips_in_row[hook] = self._skips_in_row[hook] + 1 if is_by_guard else 0
-        if is_by_guard and not self._is_counted:
-            self._is_counted = True
-            self.num_skipped += 1
-
-    def note_unwatched(self, hook: OptimizerHook) -> None:
-        """Notes a step that is not judged: it resets no count."""
-        self._was_skipped[hook] = False
-
-    def take_back(self) -> None:
-        """Uncounts the skip of the round: it raises instead."""
-        self._skips_in_row = dict.fromkeys(self._hooks, 0)
-        if self._is_counted:
-            self._is_counted = False
-            self.num_skipped -= 1
-
-    @property
-    def consecutive_skips(self) -> int:
-        """The steps in a row that the guard skipped, of the worst optimizer."""
-        return max(self._skips_in_row.values(), default=0)
-
-    def was_skipped(self, optimizer: object) -> bool:
-        """Returns True if the last step of one optimizer was skipped, by any code.
-
-        Raises:
-            ValueError: If the guard does not have it.
-        """
-        for hook in self._hooks:
-            if hook.is_of(optimizer):
-                return self._was_skipped[hook]
-        raise ValueError(
-            "optimizer must be one that the guard was given, got another "
-            f"{type(optimizer).__name__}"
-        )
+    steps = counted(schedule.num_left_out(step), "step")
+    _log.warning(
+        "Schedule(budget=%g) is too small to check each step: the cheapest check takes "
+        "%.1f%% of a step's time.\nUp to %s from step %d on are not judged, and "
+        "on_overflow does not apply to them. `coverage()` counts all of them; this is "
+        "logged once.",
+        schedule.budget,
+        100 * schedule.least_share,
+        steps,
+        step,
+    )

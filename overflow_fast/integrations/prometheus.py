@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..guard.metrics import Metrics
-from ..guard.options import check_int
+from ..guard.options import Metrics, check_int
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, start_http_server

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..guard.metrics import Metrics
-from ..guard.options import check_int
+from ..guard.options import Metrics, check_int
 
 try:
     from torch.utils.tensorboard import SummaryWriter

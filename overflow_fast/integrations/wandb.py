@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..guard.metrics import Metrics
-from ..guard.options import check_int
+from ..guard.options import Metrics, check_int
 
 try:
     import wandb

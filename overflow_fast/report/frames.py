@@ -9,7 +9,7 @@ import torch
 from .. import _C
 from ..capture.watch import ModelWatch
 from ..core.ops import scan
-from ..text import printable
+from ..text import printable, printable_lines
 from ..tree import entry_label, label_text
 
 PREFIX = " " * 17
@@ -26,8 +26,7 @@ def batch_header(number: int) -> list[str]:
 
 
 def stat_line(abs_min: float | None, abs_max: float | None, label: str) -> str:
-    """Writes one line of a frame for a tensor's stat."""
-    label = printable(label)
+    """Writes one line of a frame for a tensor's stat, its label as it is."""
     if abs_min is None or abs_max is None:
         return f"{'empty':>17} {label}"
     return f"{abs_min:8.2e} {abs_max:8.2e} {label}"
@@ -48,7 +47,7 @@ def get_abs_min_max(var: torch.Tensor, ctx: str) -> str:
     stat = scan([var])[0]
     if stat.not_scanned is not None:
         return f"{'not scanned':>17} {printable(ctx)}: {stat.not_scanned}"
-    return stat_line(stat.abs_min, stat.abs_max, ctx)
+    return printable(stat_line(stat.abs_min, stat.abs_max, ctx))
 
 
 def _entry_line(entry: _C.Entry) -> str | None:
@@ -57,7 +56,6 @@ def _entry_line(entry: _C.Entry) -> str | None:
     label, stat = entry_label(entry.place), entry.stat
     if stat is not None:
         return stat_line(stat.abs_min, stat.abs_max, label)
-    label = printable(label)
     if entry.kind == _C.EntryKind.NONE:
         return f"{'None':>17} {label}"
     if entry.kind == _C.EntryKind.NOT_SCANNED:
@@ -83,9 +81,9 @@ def frame_text(
     lines = batch_header(frame.batch) if frame.opens_batch else []
     is_backward = frame.kind == _C.FrameKind.BACKWARD
     mark = " (backward)" * is_backward + " (recomputed)" * frame.is_recomputed
-    lines.append(printable(f"{PREFIX} {fqn} {frame.class_name}{mark}"))
     entries = map(_entry_line, recorder.entries(frame))
-    lines += [*weights, *(line for line in entries if line is not None)]
+    listed = [*weights, *(line for line in entries if line is not None)]
+    lines += printable_lines([f"{PREFIX} {fqn} {frame.class_name}{mark}", *listed])
     text = "\n".join(lines)
     return BackwardFrame(text) if is_backward else text
 
@@ -129,10 +127,10 @@ def frame_texts(watch: ModelWatch, frames: list[_C.Frame]) -> list[str]:
 
 
 def _weight_lines(watch: ModelWatch, frame: _C.Frame) -> list[str]:
-    module = watch.module_at(frame.module)
     entries = watch.recorder.entries(frame)
     has_weights = any(entry.role == _C.Role.WEIGHT for entry in entries)
-    if module is None or has_weights or frame.kind == _C.FrameKind.BACKWARD:
+    if has_weights or frame.kind == _C.FrameKind.BACKWARD:
         return []
-    named = module.named_parameters(recurse=False)
+    module = watch.module_at(frame.module)
+    named = () if module is None else module.named_parameters(recurse=False)
     return [get_abs_min_max(parameter, name) for name, parameter in named]

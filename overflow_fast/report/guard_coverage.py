@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..capture.coverage import Coverage
 from ..capture.watch import ModelWatch
 from ..core.selection import Wanted
 from ..text import counted, printable
@@ -62,12 +61,12 @@ class GuardCoverage:
         ignores_spikes: bool,
     ) -> GuardCoverage:
         """Sums up what the watches of a guard have checked so far."""
-        found = [Coverage.of(watch.recorder) for watch in watches]
+        found = [watch.recorder.coverage for watch in watches]
         reasons: Counter[str] = Counter()
         opaque: Counter[str] = Counter()
         for each in found:
-            reasons.update(each.not_scanned)
-            opaque.update(each.opaque)
+            reasons.update(each.reasons())
+            opaque.update(each.opaque())
         wanted = watches[0].wanted
         counts = [watch.modules.count(watch.model) for watch in watches]
         return cls(

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..capture.schedule import WatchSchedule
 from ..capture.watch import ModelWatch
 from ..core.modules import parameters_of
 from ..files.json_text import SCHEMA, dumps, parse_object
@@ -394,26 +393,6 @@ def log_begin(
         _counted(found),
         _counted(optimizers) or "none",
         repr(policy) if isinstance(policy, str) else "a callable",
-    )
-
-
-def log_left_out(schedule: WatchSchedule, step: int) -> None:
-    """Logs (WARNING) that a budget leaves steps out, whatever the policy is.
-
-    Args:
-        schedule: Chooses the steps.
-        step: The number of the first step that is left out.
-    """
-    steps = counted(schedule.num_left_out(step), "step")
-    _log.warning(
-        "Schedule(budget=%g) is too small to check each step: the cheapest check takes "
-        "%.1f%% of a step's time.\nUp to %s from step %d on are not judged, and "
-        "on_overflow does not apply to them. `coverage()` counts all of them; this is "
-        "logged once.",
-        schedule.budget,
-        100 * schedule.least_share,
-        steps,
-        step,
     )
 
 

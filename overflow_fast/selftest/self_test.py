@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from ..capture.hooks import move_hook_to_front
-from ..capture.schedule import ScanLevel
-from ..capture.step_tensors import StepTensors
+from ..capture.step_tensors import ScanLevel, StepTensors
 from ..capture.watch import ModelWatch
 from ..core.force_eager import run_eagerly
 from ..core.modules import call_with

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,33 +16,25 @@ from torch import nn
 from .. import _C
 from ..capture.inputs import (
     Given,
+    LoopBatch,
     WeakTensor,
     finite_places,
     is_batch_first,
     is_mask,
     is_plain,
-    samples,
-    share_first,
 )
 from ..capture.watch import ModelWatch
-from ..core.modules import own_parameters_of
+from ..core.modules import is_layer_of_torch, own_parameters_of
 from ..core.ops import scan
 from ..flags import is_label
-from ..torch_internals.module_internals import is_batch_norm
-from ..tree import entry_label, label_text, tensors_in
-from .calls import (
-    Called,
-    Calls,
-    has_earlier_hooks,
-    has_hooks,
-    has_later_hooks,
-    has_pre_hooks,
-    is_layer_of_torch,
-    joined,
-    name_of,
-    never_writes,
-    only_calls_submodules,
+from ..torch_internals.module_internals import (
+    forward_hooks,
+    forward_pre_hooks,
+    global_forward_hooks,
+    global_forward_pre_hooks,
+    is_batch_norm,
 )
+from ..tree import entry_label, label_text, tensors_in
 from .verdict import (
     AFTER_BACKWARD,
     BATCH,
@@ -55,17 +48,242 @@ from .verdict import (
     STAND_IN,
     BadEntry,
     BadFrame,
+    Called,
+    Calls,
     EntryHeadroom,
     Origin,
     Verdict,
     caller_of,
+    first_bad,
     headroom_of,
-    in_order,
     kind_of,
+    name_of,
+    reach_loss,
 )
 
 Bad = Mapping[tuple[int, int], BadFrame]  # by watch and order
 Candidate = tuple[str, str]  # its name among `Verdict.candidates`, and in words
+_log = logging.getLogger("overflow_fast")
+
+
+def attribute(
+    frames: Sequence[BadFrame],
+    watches: Sequence[ModelWatch] = (),
+    is_check: bool = False,
+) -> Verdict:
+    """Finds the first bad entry of a step and its origin.
+
+    Incurs a CPU-GPU sync for each tensor on a device that is scanned again, if
+    something is bad.
+
+    Args:
+        frames: All bad frames of a step, in any order.
+        watches: All watched models; those of the frames if none are given.
+        is_check: True if an optimizer that the guard does not have may have stepped
+            since the frames of calls.
+
+    Returns:
+        The verdict; a clean one if there are no frames.
+    """
+    if not frames:
+        return Verdict()
+    first, entry, ordered = first_bad(frames, is_check)
+    watches = watches or list(dict.fromkeys(bad.watch for bad in frames))
+    origin = _origin_or_why_not(first, entry, ordered, watches)
+    dirty, clean = around_gradients(ordered)
+    return Verdict(
+        batch=first.frame.batch,
+        first=_bad_entry(first, entry),
+        **vars(origin),
+        masks=_tolerated(first, are_masks=True),
+        allowed=_tolerated(first, are_masks=False),
+        headroom=_headroom_before(first, entry),
+        num_bad_frames=len(frames),
+        dirty_gradients=dirty,
+        clean_gradients=clean,
+        is_recomputed=first.frame.is_recomputed,
+        reaches_loss=reach_loss(frames),
+    )
+
+
+def _bad_entry(bad: BadFrame, entry: _C.Entry) -> BadEntry:
+    stat = entry.stat
+    assert stat is not None
+    label = entry_label(entry.place)
+    is_of_call = entry.role in OF_CALLS
+    fqn = bad.watch.name_at(bad.frame.module)
+    is_weight = entry.role == _C.Role.WEIGHT and bad.is_of_call
+    if is_weight:
+        label = f"{fqn}.{label}".lstrip(".")
+    return BadEntry(
+        kind_of(entry.role),
+        fqn if is_of_call else label,
+        bad.frame.class_name if is_of_call else "",
+        label,
+        entry.dtype,
+        stat.num_nan,
+        stat.num_inf,
+        entry.numel,
+        _signs(entry.nonfinite_kinds),
+        is_weight and _is_finite_now(bad, entry),
+    )
+
+
+def _signs(kinds: int) -> str:
+    return "".join(
+        sign
+        for sign, kind in (("+", _C.POSITIVE_INF), ("-", _C.NEGATIVE_INF))
+        if kinds & kind
+    )
+
+
+def _tolerated(bad: BadFrame, are_masks: bool) -> list[str]:
+    """Lists the inputs that are tolerated although non-finite: masks, or by rules."""
+    return [
+        entry_label(entry.place)
+        for entry in bad.entries
+        if entry.role == _C.Role.INPUT and entry.nonfinite_kinds and not entry.is_bad
+        if (entry.nonfinite_kinds == _C.NEGATIVE_INF) == are_masks
+    ]
+
+
+def _headroom_before(bad: BadFrame, entry: _C.Entry) -> EntryHeadroom | None:
+    peak = bad.watch.recorder.last_peak(entry.place)
+    return None if peak is None else headroom_of(bad.watch, peak)
+
+
+def _origin_or_why_not(
+    first: BadFrame,
+    entry: _C.Entry,
+    ordered: Sequence[BadFrame],
+    watches: Sequence[ModelWatch],
+) -> Origin:
+    """Finds the origin; if that fails, the alarm is raised all the same."""
+    try:
+        origin = _origin(first, entry, ordered, watches)
+        is_of_call = first.is_of_call and origin.source != "weight"
+        remarks = remarks_on(first) if is_of_call else []
+        if origin.source in ("unclear", "loss", "after_backward"):
+            remarks = [*remarks, *batch_remarks(first)]
+        return replace(origin, remarks=remarks)
+    except Exception as error:
+        message = "The search for the origin of a non-finite value failed."
+        _log.warning(message, exc_info=True)
+        maker = f"the search for it failed ({type(error).__name__}: {error})"
+        return Origin("unclear", "unclear", maker)
+
+
+def _origin(
+    first: BadFrame,
+    entry: _C.Entry,
+    ordered: Sequence[BadFrame],
+    watches: Sequence[ModelWatch],
+) -> Origin:
+    kind = first.frame.kind
+    if entry.role in (_C.Role.WEIGHT, _C.Role.OPTIMIZER_STATE):
+        was_finite = _headroom_before(first, entry) is not None
+        return origin_of_state(first, entry, was_finite)
+    if kind == _C.FrameKind.BUFFERS:
+        return _origin_of_buffer(first, entry)
+    if kind == _C.FrameKind.RECORDED and is_label(entry.label.name):
+        return Origin("unclear", "unclear", OF_FLAG)
+    bad, calls = {key_of(each): each for each in ordered}, Calls(watches)
+    if kind in FORWARDS:
+        return origin_in_forward(first, bad, calls)
+    if kind == _C.FrameKind.BACKWARD:
+        before = Calls(watches, until=first.frame.order)
+        origin = origin_of_gradient(first, before)
+    elif kind == _C.FrameKind.GRADIENTS:
+        origin = origin_of_gradients(first, ordered)
+    else:
+        origin = _origin_of_recorded(watches)
+    return or_by_state(origin, first, bad, calls)
+
+
+def _origin_of_recorded(watches: Sequence[ModelWatch]) -> Origin:
+    candidates: list[str] = [LOSS, BATCH]
+    is_seen = all(w.wanted.activations and w.modules.is_selected(0) for w in watches)
+    if is_seen:
+        maker = (
+            "code after the model, whose outputs were finite, or values that do not "
+            "pass through the model, such as labels"
+        )
+        return Origin("unclear", "loss", maker, candidates)
+    maker = "the model, the loss or the batch: the model's outputs were not checked"
+    names = [watch.name_at(0) or "the model" for watch in watches]
+    return Origin("unclear", "unclear", maker, [*names, *candidates])
+
+
+def _origin_of_buffer(first: BadFrame, entry: _C.Entry) -> Origin:
+    label = entry.label.name
+    owner = label.rpartition(".")[0] or "the model"
+    seen = "every checked output was finite"
+    if _headroom_before(first, entry) is None:
+        maker = f"{label}, which was never seen finite; {seen}"
+    else:
+        maker = f"code that writes to {label}, such as {owner}; {seen}"
+    return Origin("unclear", "buffer", maker, [owner])
+
+
+def joined(words: Iterable[str], most: int = 6) -> str:
+    """Joins alternatives as text, cut after a number of them."""
+    listed = list(words)
+    if len(listed) > most:
+        return f"{', '.join(listed[:most])} or one of {len(listed) - most} more"
+    return " or ".join([", ".join(listed[:-1]), listed[-1]][len(listed) < 2 :])
+
+
+# Modules whose inputs or outputs may be changed by code that is not theirs.
+
+
+_OURS = (_C.run_hook, _C.run_paused)
+
+
+def never_writes(module: nn.Module | None) -> bool:
+    """True if a module is known not to write to its inputs: torch's layers."""
+    return is_layer_of_torch(module) and not getattr(module, "inplace", False)
+
+
+def only_calls_submodules(module: nn.Module | None) -> bool:
+    """True if a module's own code only calls its submodules in a row."""
+    if not isinstance(module, nn.Sequential) or "forward" in vars(module):
+        return False
+    return type(module).forward is nn.Sequential.forward
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """True if hooks of others run around a module's forward."""
+    every = (has_pre_hooks, has_earlier_hooks, has_later_hooks)
+    return any(has_any(module) for has_any in every)
+
+
+def has_pre_hooks(module: nn.Module | None) -> bool:
+    """True if a hook of others may replace a module's inputs."""
+    hooks = {} if module is None else forward_pre_hooks(module)
+    every = (*hooks.values(), *global_forward_pre_hooks().values())
+    return not all(map(_is_ours, every))
+
+
+def has_earlier_hooks(module: nn.Module | None) -> bool:
+    """True if a hook of others may replace an output before it is scanned."""
+    hooks = [] if module is None else list(forward_hooks(module).values())
+    ours = next((i for i, hook in enumerate(hooks) if _is_ours(hook)), len(hooks))
+    return not all(map(_is_ours, (*global_forward_hooks().values(), *hooks[:ours])))
+
+
+def has_later_hooks(module: nn.Module | None) -> bool:
+    """True if a hook of others may replace an output after it was scanned."""
+    hooks = [] if module is None else list(forward_hooks(module).values())
+    ours = [i for i, hook in enumerate(hooks) if _is_ours(hook)]
+    return bool(ours) and not all(map(_is_ours, hooks[ours[0] :]))
+
+
+def _is_ours(hook: object) -> bool:
+    if isinstance(hook, functools.partial):
+        return hook.func in _OURS
+    owner = getattr(hook, "__self__", None)
+    return type(owner).__module__.startswith("overflow_fast.")
+
 
 # The candidates for the first bad gradient of an output, by the order of calls.
 
@@ -216,51 +434,55 @@ def origin_in_forward(first: BadFrame, bad: Bad, calls: Calls) -> Origin:
         bad: All bad frames, by `key_of`.
         calls: The calls of all watched models.
     """
-    origin = _find_by_calls(first, bad, calls)
+    chain = calls.chain_of(first.watch, first.frame.order)
+    origin = _find_by_calls(first, chain, bad, calls)
     if origin.source == "buffer":
         return origin
-    others = _around(first, origin, calls)
+    others = _around(first, chain, origin, calls)
     return or_by_state(origin, first, bad, calls, others)
 
 
-def _around(first: BadFrame, origin: Origin, calls: Calls) -> list[Candidate]:
-    """Lists further callers that may have given a call its bad input."""
-    called = calls.of_frame(first.watch, first.frame.order)
-    if called is None or not first.bad_inputs:
+def _around(
+    first: BadFrame, chain: Sequence[Called], origin: Origin, calls: Calls
+) -> list[Candidate]:
+    """Lists the modules that share one, and may have called it with the bad input.
+
+    Args:
+        first: The frame of the first bad call.
+        chain: The call and those around it; empty if they are not known.
+        origin: Who can have made it, as far as these show.
+        calls: The calls of all watched models.
+    """
+    if not (chain and first.bad_inputs):
         return []
     # The root's inputs are its caller's, whichever module called those within it.
-    if origin.origin != "given" or calls.chain(called)[-1].call.module:
-        return _other_callers(called, calls)
-    return []
-
-
-def _other_callers(called: Called, calls: Calls) -> list[Candidate]:
-    """Lists the modules that share one, and may have called it with the bad value."""
+    if origin.origin == "given" and not chain[-1].call.module:
+        return []
     return [
         (name, f"{name}, which has {around.name} too and may have called it")
-        for around in calls.chain(called)
+        for around in chain
         for name in calls.other_callers(around)
     ]
 
 
-def _find_by_calls(first: BadFrame, bad: Bad, calls: Calls) -> Origin:
-    called = calls.of_frame(first.watch, first.frame.order)
+def _find_by_calls(
+    first: BadFrame, chain: Sequence[Called], bad: Bad, calls: Calls
+) -> Origin:
+    called = chain[0] if chain else None
     if not first.bad_inputs:
         return _made_within(first, called, bad, calls)
-    name = name_of(first.watch, first.frame.module)
     if called is None:
+        name = name_of(first.watch, first.frame.module)
         candidates = [name, *_names_around(first), BATCH, caller_of(first.watch)]
         return Origin("unclear", "unclear", "one of those around it", candidates)
-    writers = [name] if _may_change_input(first, called) else []
-    outermost = called
-    for around in calls.chain(called)[1:]:
+    passed = [(first, called)]
+    for around in chain[1:]:
         frame = bad.get((id(around.watch), around.call.order))
         if frame is None or not frame.bad_inputs:
+            writers = [c.name for f, c in passed if _may_change_input(f, c)]
             return _between(called, around, frame, writers, bad, calls)
-        if _may_change_input(frame, around):
-            writers.append(around.name)
-        outermost = around
-    return origin_of_inputs(outermost, bad, calls)
+        passed.append((frame, around))
+    return origin_of_inputs(*passed[-1], calls)
 
 
 def key_of(frame: BadFrame) -> tuple[int, int]:
@@ -332,12 +554,9 @@ def _between(
 def _may_change_input(first: BadFrame, called: Called) -> bool:
     """True if the bad input of a call may have been written within it."""
     module = first.watch.module_at(first.frame.module)
-    if has_pre_hooks(module):
-        return True
-    if never_writes(module):
-        return False
     is_written = any(entry.version for entry in first.bad_inputs)
-    return is_written or called.call.is_traced
+    may_write = (is_written or called.call.is_traced) and not never_writes(module)
+    return may_write or has_pre_hooks(module)
 
 
 def _may_hide(called: Called) -> bool:
@@ -379,25 +598,6 @@ def _names_around(first: BadFrame) -> list[str]:
 # The origin of bad weights, and of bad gradients of parameters.
 
 
-def given_weights(bad: BadFrame) -> list[_C.Entry]:
-    """Lists the bad weights of a frame that its call cannot have written.
-
-    Weights are scanned when a call is over. Custom modules keep statistics in
-    parameters without a gradient, and change them in their forward.
-    """
-    if not (bad.bad_weights and bad.is_of_call):
-        return bad.bad_weights
-    module = bad.watch.module_at(bad.frame.module)
-    if module is None or is_layer_of_torch(module):
-        return bad.bad_weights
-    owned = own_parameters_of(module)
-    return [
-        entry
-        for entry in bad.bad_weights
-        if (p := owned.get(entry.label.name)) is not None and p.requires_grad
-    ]
-
-
 def origin_of_state(first: BadFrame, entry: _C.Entry, was_finite: bool) -> Origin:
     """Finds the origin of a bad weight, or state of the optimizer.
 
@@ -410,7 +610,7 @@ def origin_of_state(first: BadFrame, entry: _C.Entry, was_finite: bool) -> Origi
     owner = name_of(first.watch, first.frame.module)
     if first.is_of_call:
         label = f"{first.watch.name_at(first.frame.module)}.{label}".lstrip(".")
-        if all(entry.label != given.label for given in given_weights(first)):
+        if all(entry.label != given.label for given in first.given_weights):
             maker = f"{label} before the step, or {owner}, which may write to it"
             return Origin("unclear", "unclear", maker, [label, owner])
     if first.is_of_call and _is_finite_now(first, entry):
@@ -517,213 +717,21 @@ def around_gradients(ordered: Sequence[BadFrame]) -> tuple[list[str], list[str]]
     return dirty, clean
 
 
-_log = logging.getLogger("overflow_fast")
-
-
-def attribute(
-    frames: Sequence[BadFrame],
-    watches: Sequence[ModelWatch] = (),
-    is_check: bool = False,
-) -> Verdict:
-    """Finds the first bad entry of a step and its origin.
-
-    Incurs a CPU-GPU sync for each tensor on a device that is scanned again, if
-    something is bad.
-
-    Args:
-        frames: All bad frames of a step, in any order.
-        watches: All watched models; those of the frames if none are given.
-        is_check: True if an optimizer that the guard does not have may have stepped
-            since the frames of calls.
-
-    Returns:
-        The verdict; a clean one if there are no frames.
-    """
-    if not frames:
-        return Verdict()
-    ordered = in_order(frames, is_check)
-    first, entry = _first_of(ordered, is_check)
-    watches = watches or list(dict.fromkeys(bad.watch for bad in frames))
-    origin = _origin_or_why_not(first, entry, ordered, watches)
-    dirty, clean = around_gradients(ordered)
-    return Verdict(
-        batch=first.frame.batch,
-        first=_bad_entry(first, entry),
-        **vars(origin),
-        masks=_tolerated(first, are_masks=True),
-        allowed=_tolerated(first, are_masks=False),
-        headroom=_headroom_before(first, entry),
-        num_bad_frames=len(frames),
-        dirty_gradients=dirty,
-        clean_gradients=clean,
-        is_recomputed=first.frame.is_recomputed,
-        reaches_loss=any(map(_is_of_loss, frames)),
-    )
-
-
-def _first_of(ordered: Sequence[BadFrame], is_check: bool) -> tuple[BadFrame, _C.Entry]:
-    """Finds the first bad frame and entry: a weight that was bad before, if any.
-
-    Weights are scanned where they are used, so a later module's come behind the
-    outputs of an earlier module.
-    """
-    earliest = ordered[0]
-    for bad in ordered:
-        weights = given_weights(bad)
-        is_of_step = not is_check or (
-            bad.frame.kind == _C.FrameKind.FORWARD
-            and (bad.watch, bad.frame.batch) == (earliest.watch, earliest.frame.batch)
-        )
-        if weights and is_of_step:
-            return bad, weights[0]
-    # A weight that the call may have written stands in front of its inputs.
-    return earliest, (earliest.bad_inputs or earliest.bad_entries)[0]
-
-
-def _is_of_loss(bad: BadFrame) -> bool:
-    """True if a bad entry is a loss, or an output of a model."""
-    roles = [entry.role for entry in bad.bad_entries]
-    is_root = bad.frame.module == 0 and bad.is_of_call
-    return _C.Role.RECORDED in roles or (is_root and _C.Role.OUTPUT in roles)
-
-
-def _bad_entry(bad: BadFrame, entry: _C.Entry) -> BadEntry:
-    stat = entry.stat
-    assert stat is not None
-    label = entry_label(entry.place)
-    is_of_call = entry.role in OF_CALLS
-    fqn = bad.watch.name_at(bad.frame.module)
-    is_weight = entry.role == _C.Role.WEIGHT and bad.is_of_call
-    if is_weight:
-        label = f"{fqn}.{label}".lstrip(".")
-    return BadEntry(
-        kind_of(entry.role),
-        fqn if is_of_call else label,
-        bad.frame.class_name if is_of_call else "",
-        label,
-        entry.dtype,
-        stat.num_nan,
-        stat.num_inf,
-        entry.numel,
-        _signs(entry.nonfinite_kinds),
-        is_weight and _is_finite_now(bad, entry),
-    )
-
-
-def _signs(kinds: int) -> str:
-    return "".join(
-        sign
-        for sign, kind in (("+", _C.POSITIVE_INF), ("-", _C.NEGATIVE_INF))
-        if kinds & kind
-    )
-
-
-def _tolerated(bad: BadFrame, are_masks: bool) -> list[str]:
-    """Lists the inputs that are tolerated although non-finite: masks, or by rules."""
-    return [
-        entry_label(entry.place)
-        for entry in bad.entries
-        if entry.role == _C.Role.INPUT and entry.nonfinite_kinds and not entry.is_bad
-        if (entry.nonfinite_kinds == _C.NEGATIVE_INF) == are_masks
-    ]
-
-
-def _headroom_before(bad: BadFrame, entry: _C.Entry) -> EntryHeadroom | None:
-    peak = bad.watch.recorder.last_peak(entry.place)
-    return None if peak is None else headroom_of(bad.watch, peak)
-
-
-# The origin.
-
-
-def _origin_or_why_not(
-    first: BadFrame,
-    entry: _C.Entry,
-    ordered: Sequence[BadFrame],
-    watches: Sequence[ModelWatch],
-) -> Origin:
-    """Finds the origin; if that fails, the alarm is raised all the same."""
-    try:
-        origin = _origin(first, entry, ordered, watches)
-        is_of_call = first.is_of_call and origin.source != "weight"
-        remarks = remarks_on(first) if is_of_call else []
-        if origin.source in ("unclear", "loss", "after_backward"):
-            remarks = [*remarks, *batch_remarks(first)]
-        return replace(origin, remarks=remarks)
-    except Exception as error:
-        message = "The search for the origin of a non-finite value failed."
-        _log.warning(message, exc_info=True)
-        maker = f"the search for it failed ({type(error).__name__}: {error})"
-        return Origin("unclear", "unclear", maker)
-
-
-def _origin(
-    first: BadFrame,
-    entry: _C.Entry,
-    ordered: Sequence[BadFrame],
-    watches: Sequence[ModelWatch],
-) -> Origin:
-    kind = first.frame.kind
-    if entry.role in (_C.Role.WEIGHT, _C.Role.OPTIMIZER_STATE):
-        was_finite = _headroom_before(first, entry) is not None
-        return origin_of_state(first, entry, was_finite)
-    if kind == _C.FrameKind.BUFFERS:
-        return _origin_of_buffer(first, entry)
-    if kind == _C.FrameKind.RECORDED and is_label(entry.label.name):
-        return Origin("unclear", "unclear", OF_FLAG)
-    bad, calls = {key_of(each): each for each in ordered}, Calls(watches)
-    if kind in FORWARDS:
-        return origin_in_forward(first, bad, calls)
-    if kind == _C.FrameKind.BACKWARD:
-        before = Calls(watches, until=first.frame.order)
-        origin = origin_of_gradient(first, before)
-    elif kind == _C.FrameKind.GRADIENTS:
-        origin = origin_of_gradients(first, ordered)
-    else:
-        origin = _origin_of_recorded(watches)
-    return or_by_state(origin, first, bad, calls)
-
-
-def _origin_of_recorded(watches: Sequence[ModelWatch]) -> Origin:
-    candidates: list[str] = [LOSS, BATCH]
-    is_seen = all(w.wanted.activations and w.modules.is_selected(0) for w in watches)
-    if is_seen:
-        maker = (
-            "code after the model, whose outputs were finite, or values that do not "
-            "pass through the model, such as labels"
-        )
-        return Origin("unclear", "loss", maker, candidates)
-    maker = "the model, the loss or the batch: the model's outputs were not checked"
-    names = [watch.name_at(0) or "the model" for watch in watches]
-    return Origin("unclear", "unclear", maker, [*names, *candidates])
-
-
-def _origin_of_buffer(first: BadFrame, entry: _C.Entry) -> Origin:
-    label = entry.label.name
-    owner = label.rpartition(".")[0] or "the model"
-    seen = "every checked output was finite"
-    if _headroom_before(first, entry) is None:
-        maker = f"{label}, which was never seen finite; {seen}"
-    else:
-        maker = f"code that writes to {label}, such as {owner}; {seen}"
-    return Origin("unclear", "buffer", maker, [owner])
-
-
 # The origin of what a call was given: the batch, the training loop or a caller.
 
 
-def origin_of_inputs(outermost: Called, bad: Bad, calls: Calls) -> Origin:
+def origin_of_inputs(frame: BadFrame, outermost: Called, calls: Calls) -> Origin:
     """Finds the origin of an outermost call's bad inputs: the batch, or the loop."""
     watch, call = outermost
-    frame = bad[id(watch), call.order]
-    around = watch.modules.ancestors(call.module)
+    around = watch.modules.ancestors(call.module) if call.module else []
     unwatched = [i for i in around if not watch.modules.is_selected(i)]
     if call.kind == _C.FrameKind.RECOMPUTED:
         names = [name_of(watch, index) for index in around] or [outermost.name]
         maker = f"code that backward ran again: {joined(names)}"
         return Origin("unclear", "unclear", maker, names)
-    is_hooked = has_pre_hooks(watch.module_at(call.module))
-    if unwatched or is_hooked or (not call.is_traced and _is_written(frame)):
+    module = watch.module_at(call.module)
+    is_written = not call.is_traced and _is_written(frame, module)
+    if unwatched or is_written or has_pre_hooks(module):
         names = [name_of(watch, index) for index in unwatched] or [outermost.name]
         caller = caller_of(watch)
         maker = f"{_batch_words(frame)}, {caller}, or {joined(names)}"
@@ -735,13 +743,13 @@ def _origin_of_given(
     outermost: Called, frame: BadFrame, inputs: Sequence[_C.Entry], calls: Calls
 ) -> Origin:
     """Makes the origin: the batch if a trainer has noted it as bad, else the loop's."""
-    places = [_place_in_loop(frame, entry.label) for entry in inputs]
+    loop = frame.watch.inputs.loop_batches.of(outermost.call.batch)
+    places = [_place_in_loop(loop, frame, entry.label) for entry in inputs]
     if all(places):
         return _blame_batch(places, outermost)
     is_computed = all(entry.is_computed for entry in inputs)
     before = calls.before(outermost, None)
     after = "" if before is None else before.name
-    loop = frame.watch.inputs.loop_batches.of(outermost.call.batch)
     if is_computed or (loop is not None and loop.bad_places() == []):
         where = f"between {after} and" if after else "before"
         caller = caller_of(outermost.watch)
@@ -755,14 +763,12 @@ def _origin_of_given(
     return origin if loop is None else replace(origin, batch_places=[])
 
 
-def _is_written(frame: BadFrame) -> bool:
-    """True if the model may have written to its inputs."""
-    if never_writes(frame.watch.module_at(frame.frame.module)):
-        return False
+def _is_written(frame: BadFrame, module: nn.Module | None) -> bool:
+    """True if the outermost module may have written to its inputs."""
     return any(
         entry.version != (_held(frame, entry.label).version or 0)
         for entry in frame.bad_inputs
-    )
+    ) and not never_writes(module)
 
 
 def _held(frame: BadFrame, label: _C.Label) -> WeakTensor:
@@ -800,9 +806,8 @@ def _batch_words(frame: BadFrame) -> str:
     return f"the batch ({', '.join(labels)})"
 
 
-def _place_in_loop(frame: BadFrame, label: _C.Label) -> str:
+def _place_in_loop(loop: LoopBatch | None, frame: BadFrame, label: _C.Label) -> str:
     """Returns the place of an outermost call's input in the trainer's batch, or ""."""
-    loop = frame.watch.inputs.loop_batches.of(frame.frame.batch)
     if loop is None:
         return ""
     are_samples = is_batch_first(frame.watch.model)
@@ -811,11 +816,7 @@ def _place_in_loop(frame: BadFrame, label: _C.Label) -> str:
 
 def _place_in_call(frame: BadFrame, label: _C.Label) -> str:
     """Returns the place of an outermost call's input in the call."""
-    are_samples = is_batch_first(frame.watch.model) and share_first(
-        [held.tensor() for held in _given(frame).tensors.values()]
-    )
-    tensor = _held(frame, label).unchanged()
-    return f"`{label_text(label)}`{samples(tensor, are_samples)}"
+    return _given(frame).place_of(label_text(label), frame.watch.model)
 
 
 def origin_of_unsearched(
@@ -886,8 +887,9 @@ def origin_of_minus_infs(
     if root is not None:
         labels = [entry.label for entry in _minus_inf_inputs(root)]
         labels = [label for label in labels if _is_mask(root, label) is not True]
+        loop = root.watch.inputs.loop_batches.of(root.frame.batch)
         places = [
-            _place_in_loop(root, label) or _place_in_call(root, label)
+            _place_in_loop(loop, root, label) or _place_in_call(root, label)
             for label in labels
         ]
     if not places and not givers:
@@ -949,8 +951,9 @@ def batch_remarks(first: BadFrame) -> list[str]:
     Incurs a CPU-GPU sync for each tensor of the batch.
     """
     noted = first.watch.inputs.loop_batches.of(first.frame.batch)
-    are_samples = is_batch_first(first.watch.model)
-    places = None if noted is None else noted.bad_places(are_samples)
+    if noted is None:
+        return []
+    places = noted.bad_places(is_batch_first(first.watch.model))
     return [f"The batch is non-finite: {', '.join(places)}."] if places else []
 
 
@@ -983,7 +986,7 @@ def _limit(dtype: str) -> float | None:
 def _negative_variances(first: BadFrame) -> list[str]:
     module = first.watch.module_at(first.frame.module)
     variance = getattr(module, "running_var", None)
-    if not is_plain(variance):
+    if variance is None or not is_plain(variance):
         return []
     count = int((variance < 0).sum())
     name = f"{first.watch.name_at(first.frame.module)}.running_var".lstrip(".")

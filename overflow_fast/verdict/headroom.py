@@ -421,13 +421,6 @@ def _short_text(row: HeadroomHistory) -> str:
     )
 
 
-def least_headroom(watches: Sequence[ModelWatch]) -> EntryHeadroom | None:
-    """Returns the least headroom of a step, or None if nothing was checked."""
-    peaks = [(watch, watch.recorder.least_headroom()) for watch in watches]
-    named = [headroom_of(watch, peak) for watch, peak in peaks if peak is not None]
-    return min(named, key=lambda headroom: headroom.bits, default=None)
-
-
 # The largest magnitudes that modules returned in the last finite steps.
 
 

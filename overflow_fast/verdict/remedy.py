@@ -196,28 +196,26 @@ def remedy_for(frames: Sequence[BadFrame], verdict: Verdict) -> Float32Region | 
     Returns:
         The remedy, or None if the overflow is not certain, or no such module is known.
     """
-    if not frames:
+    entry = verdict.first
+    if entry is None or entry.kind != "output" or verdict.source != "module":
+        return None
+    if entry.dtype != "float16" or entry.num_nan:
         return None
     ordered = in_order(frames)
     model = ordered[0].watch.model
-    if model is None or not _is_overflow(ordered[0], verdict):
+    if model is None or not _is_overflow(ordered[0]):
         return None
     return _Search(ordered, model).remedy()
 
 
-def _is_overflow(first: BadFrame, verdict: Verdict) -> bool:
-    """True if only float16's range can have made the first bad value."""
-    entry, module = verdict.first, first.watch.module_at(first.frame.module)
-    if entry is None or module is None or first.watch.prefix:
+def _is_overflow(first: BadFrame) -> bool:
+    """True if only float16's range can have made the inf that a module returned."""
+    module = first.watch.module_at(first.frame.module)
+    if module is None or first.watch.prefix:
         return False
-    is_output = first.frame.kind == _C.FrameKind.FORWARD and entry.kind == "output"
     is_child = first.watch.name_at(first.frame.module) != ""
-    is_inf = entry.dtype == "float16" and entry.num_nan == 0
-    return (
-        (is_output and is_inf and verdict.source == "module")
-        and is_child
-        and (is_linear(module) or is_dropout(module))
-    )
+    is_forward = first.frame.kind == _C.FrameKind.FORWARD
+    return is_forward and is_child and (is_linear(module) or is_dropout(module))
 
 
 def _bad_outputs(bad: BadFrame) -> list[tuple[int, bool]]:

@@ -1,20 +1,24 @@
-"""A step's bad entries, and the verdict on them."""
+"""A step's bad frames and calls, and the verdict on them."""
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from .. import _C
 from ..capture.watch import ModelWatch
+from ..core.modules import children_of, is_layer_of_torch, own_parameters_of
 from ..flags import is_label
 from ..text import rounded
+from ..torch_internals.module_internals import is_dropout
 from ..tree import entry_label
 from ..types import TensorPath
 
@@ -241,6 +245,25 @@ class BadFrame:
         """The bad weights."""
         return [each for each in self.bad_entries if each.role == _C.Role.WEIGHT]
 
+    @functools.cached_property
+    def given_weights(self) -> list[_C.Entry]:
+        """The bad weights that its call cannot have written.
+
+        Weights are scanned when a call is over. Custom modules keep statistics in
+        parameters without a gradient, and change them in their forward.
+        """
+        if not (self.bad_weights and self.is_of_call):
+            return self.bad_weights
+        module = self.watch.module_at(self.frame.module)
+        if module is None or is_layer_of_torch(module):
+            return self.bad_weights
+        owned = own_parameters_of(module)
+        return [
+            entry
+            for entry in self.bad_weights
+            if (p := owned.get(entry.label.name)) is not None and p.requires_grad
+        ]
+
 
 def take_bad(watches: Iterable[ModelWatch], last: int) -> list[BadFrame]:
     """Takes the bad frames that have arrived, up to one with a number."""
@@ -264,6 +287,39 @@ def collect(watches: Sequence[ModelWatch]) -> list[BadFrame]:
 def in_order(frames: Iterable[BadFrame], is_check: bool = False) -> list[BadFrame]:
     """Sorts frames as they ran; weights, set before, come first, but in a check."""
     return sorted(frames, key=_number if is_check else _sequence)
+
+
+def first_bad(
+    frames: Iterable[BadFrame], is_check: bool
+) -> tuple[BadFrame, _C.Entry, list[BadFrame]]:
+    """Finds the first bad frame and entry, and sorts all frames as they ran.
+
+    A weight that was bad before comes first, if there is one. Weights are scanned where
+    they are used, so a later module's come behind the outputs of an earlier module.
+    """
+    ordered = in_order(frames, is_check)
+    earliest = ordered[0]
+    for bad in ordered:
+        weights = bad.given_weights
+        is_of_step = not is_check or (
+            bad.frame.kind == _C.FrameKind.FORWARD
+            and (bad.watch, bad.frame.batch) == (earliest.watch, earliest.frame.batch)
+        )
+        if weights and is_of_step:
+            return bad, weights[0], ordered
+    # A weight that the call may have written stands in front of its inputs.
+    entry = (earliest.bad_inputs or earliest.bad_entries)[0]
+    return earliest, entry, ordered
+
+
+def reach_loss(frames: Iterable[BadFrame]) -> bool:
+    """True if a bad entry of the frames is a loss, or an output of a model."""
+    for bad in frames:
+        roles = [entry.role for entry in bad.bad_entries]
+        is_root = bad.frame.module == 0 and bad.is_of_call
+        if _C.Role.RECORDED in roles or (is_root and _C.Role.OUTPUT in roles):
+            return True
+    return False
 
 
 def leading_frame(frames: Sequence[BadFrame]) -> BadFrame:
@@ -290,6 +346,14 @@ def headroom_of(watch: ModelWatch, peak: _C.Peak) -> EntryHeadroom:
     return EntryHeadroom(where, peak.abs_max, peak.limit, peak.dtype)
 
 
+def least_headroom(watches: Sequence[ModelWatch]) -> EntryHeadroom | None:
+    """Returns the least headroom of a step, or None if nothing was checked."""
+    found = [(watch, watch.recorder.least_headroom()) for watch in watches]
+    peaks = [(watch, peak) for watch, peak in found if peak is not None]
+    nearest = max(peaks, key=lambda each: each[1].abs_max / each[1].limit, default=None)
+    return None if nearest is None else headroom_of(*nearest)
+
+
 def where_of(watch: ModelWatch, place: _C.Place) -> str:
     """Names the place of an entry: see `EntryHeadroom.where`."""
     role, label = kind_of(place.label.role), entry_label(place)
@@ -298,6 +362,229 @@ def where_of(watch: ModelWatch, place: _C.Place) -> str:
             watch.name_at(place.module), role, label
         ).of_module()
     return TensorPath.from_fqn(role, label).in_words()
+
+
+# The calls of a step's modules: their order, and the calls around them.
+
+
+class Called(NamedTuple):
+    """A module's call, and the watch that recorded it."""
+
+    watch: ModelWatch
+    call: _C.Call
+
+    @property
+    def name(self) -> str:
+        """The module's qualified name."""
+        return name_of(self.watch, self.call.module)
+
+    def encloses(self, inner: Called) -> bool:
+        """True if `inner` ran within it, by names, order and inputs."""
+        a, b = self.call, inner.call
+        is_around = a.order > b.order and (a.batch, a.kind) == (b.batch, b.kind)
+        # Its inputs did not exist yet when the other call ended.
+        is_later = a.thread == b.thread and a.begins_after > b.ends_before
+        return is_around and not is_later and self.watch is inner.watch
+
+    @property
+    def may_pass_through(self) -> bool:
+        """True if the call may have returned one of its inputs."""
+        module = self.watch.module_at(self.call.module)
+        is_known = isinstance(module, nn.Identity) or is_dropout(module)
+        return is_known or self.call.begins_after >= self.call.ends_before
+
+
+class Calls:
+    """All known calls, in the order in which they ended.
+
+    Args:
+        watches: The watched models.
+        until: The order of the frame before which they have ended; None for all.
+
+    Attributes:
+        watches: The watched models.
+    """
+
+    def __init__(self, watches: Sequence[ModelWatch], until: int | None = None) -> None:
+        self.watches = watches
+        found = [
+            Called(watch, call)
+            for watch in watches
+            for call in watch.recorder.calls()
+            if until is None or call.order < until
+        ]
+        found.sort(key=_order)
+        self._all, self._gradients = list[Called](), list[Called]()
+        for each in found:
+            is_forward = each.call.kind in FORWARDS
+            (self._all if is_forward else self._gradients).append(each)
+        self._modules: dict[tuple[int, int], list[Called]] = {}
+        for called in self._all:
+            watch, call = called
+            self._modules.setdefault((id(watch), call.module), []).append(called)
+        self._callers: dict[int, Called | None] = {}
+        self._holders: dict[int, dict[int, list[tuple[int, int]]]] = {}
+
+    def has_any(self, watch: ModelWatch) -> bool:
+        """True if a call of a watch's modules is known."""
+        return any(called.watch is watch for called in self._all)
+
+    def last_of(self, watch: ModelWatch, module: int, before: int) -> Called | None:
+        """Returns the last call of a module that ended before a frame."""
+        found = self._modules.get((id(watch), module), [])
+        place = bisect.bisect_left(found, before, key=_order)
+        return found[place - 1] if place else None
+
+    def caller(self, called: Called) -> Called | None:
+        """Returns the nearest watched call around one; None for an outermost call."""
+        order = called.call.order
+        if not called.call.module:  # the model itself
+            return None
+        if order not in self._callers:
+            self._callers[order] = self._find_caller(called)
+        return self._callers[order]
+
+    def _find_caller(self, called: Called) -> Called | None:
+        for index in called.watch.modules.ancestors(called.call.module):
+            found = self._modules.get((id(called.watch), index), [])
+            place = bisect.bisect_right(found, called.call.order, key=_order)
+            if place < len(found) and found[place].encloses(called):
+                return found[place]
+        return None
+
+    def chain(self, called: Called) -> list[Called]:
+        """Lists a call and all watched calls around it, from the innermost."""
+        chain, around = [called], self.caller(called)
+        while around is not None:
+            chain.append(around)
+            around = self.caller(around)
+        return chain
+
+    def chain_of(self, watch: ModelWatch, order: int) -> list[Called]:
+        """Lists the same of the call whose frame has this order; empty if unknown."""
+        place = bisect.bisect_left(self._all, order, key=_order)
+        for found in self._all[place : place + 1]:
+            if found.call.order == order and found.watch is watch:
+                return self.chain(found)
+        return []
+
+    def other_callers(self, called: Called) -> list[str]:
+        """Lists the modules that share a call's module, which may have called it too.
+
+        A module that others hold as well is named by the first of them.
+        """
+        module = called.watch.module_at(called.call.module)
+        by_name = set(called.watch.modules.ancestors(called.call.module))
+        return [
+            name_of(watch, index)
+            for watch in self.watches
+            for index in sorted(self._above(watch, module), key=watch.modules.place)
+            if watch.modules.has_forward(index)
+            if not (watch is called.watch and index in by_name)
+            if self._may_be_around(watch, index, called)
+        ]
+
+    def _above(self, watch: ModelWatch, module: nn.Module | None) -> set[int]:
+        """The modules of a watch that hold another one, directly or through others."""
+        holders = self._holders.get(id(watch))
+        if holders is None:
+            holders = self._holders[id(watch)] = {}
+            for index, each in watch.modules.present():
+                for child in children_of(each).values():
+                    holders.setdefault(id(child), []).append((index, id(each)))
+        found, waiting = set[int](), [id(module)]
+        while waiting:
+            for index, holder in holders.get(waiting.pop(), ()):
+                if index not in found and holder != id(module):
+                    found.add(index)
+                    waiting.append(holder)
+        return found
+
+    def _may_be_around(self, watch: ModelWatch, index: int, called: Called) -> bool:
+        found = self._modules.get((id(watch), index), [])
+        if not watch.modules.is_selected(index):
+            return True
+        place = bisect.bisect_right(found, called.call.order, key=_order)
+        if watch is called.watch:
+            return any(each.encloses(called) for each in found[place:])
+        return place < len(found)
+
+    def before(self, called: Called, within: Called | None) -> Called | None:
+        """Returns the last call that ended before one began, in the same outer call."""
+        end = bisect.bisect_left(self._all, called.call.order, key=_order)
+        for other in reversed(self._all[:end]):
+            chain = self.chain(other)
+            if called not in chain and (within is None or within in chain):
+                place = len(chain) if within is None else chain.index(within)
+                return chain[place - 1]
+        return None
+
+    def last_within(self, called: Called) -> Called | None:
+        """Returns the last call that a call itself has made."""
+        end = bisect.bisect_left(self._all, called.call.order, key=_order)
+        for other in reversed(self._all[:end]):
+            if self.caller(other) == called:
+                return other
+        return None
+
+    def within(self, called: Called, before: int | None = None) -> Iterator[Called]:
+        """Yields the calls that ran within one, up to a frame with an order."""
+        end = called.call.order if before is None else before
+        place = bisect.bisect_left(self._all, end, key=_order)
+        return (c for c in self._all[:place] if called in self.chain(c))
+
+    def users(self, called: Called) -> list[str]:
+        """Lists the modules that can have used a call's output, as they ended."""
+        start = bisect.bisect_right(self._all, called.call.order, key=_order)
+        if called.may_pass_through:  # others may have been given it before
+            start = 0
+        return list(dict.fromkeys(other.name for other in self._all[start:]))
+
+    def after(self, called: Called, within: Called | None, before: int) -> list[Called]:
+        """Lists later calls of the same outer call that ended before a frame."""
+        start = bisect.bisect_right(self._all, called.call.order, key=_order)
+        if called.may_pass_through:
+            start = 0
+        end = bisect.bisect_left(self._all, before, key=_order)
+        around = None if within is None else within.call.order
+        return [
+            other
+            for other in self._all[start:end]
+            if other != called and _order_of(self.caller(other)) == around
+        ]
+
+    def in_backward(self, watch: ModelWatch, module: int, before: int) -> list[Called]:
+        """Lists a module's calls that one backward may run through, before a frame.
+
+        Those since the last gradient of an output before its last call.
+        """
+        last = self.last_of(watch, module, before)
+        if last is None:
+            return []
+        place = bisect.bisect_left(self._gradients, last.call.order, key=_order)
+        begin = self._gradients[place - 1].call.order if place else -1
+        found = self._modules[id(watch), module]
+        return [c for c in found if begin < c.call.order < before]
+
+    def gradients(self, begin: int, end: int) -> list[Called]:
+        """Lists the gradients of outputs that came between two frames."""
+        first = bisect.bisect_right(self._gradients, begin, key=_order)
+        return self._gradients[
+            first : bisect.bisect_left(self._gradients, end, key=_order)
+        ]
+
+
+def _order(called: Called) -> int:
+    return called.call.order
+
+
+def _order_of(called: Called | None) -> int | None:
+    return None if called is None else called.call.order
+
+
+def name_of(watch: ModelWatch, index: int) -> str:
+    """Returns the qualified name of a module, or "the model"."""
+    return watch.name_at(index) or "the model"
 
 
 # Verdicts that a device's own overflow flag leads to.

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, Schedule, Spikes
-from overflow_fast.capture.schedule import LeftOut, ScanLevel, WatchSchedule
+from overflow_fast.capture.step_tensors import ScanLevel
+from overflow_fast.guard.step import LeftOut, WatchSchedule
 
 NAN = float("nan")
 

@@ -241,7 +241,7 @@ def test_an_npu_with_inf_and_nan_has_none(as_npu):
     module, _ = stand_in(True)
     assert not torch_npu.install(module)
     assert not torch_npu.install(types.SimpleNamespace())
-    assert not flags.are_there()
+    assert not flags.of_devices
 
 
 def test_a_pipeline_that_clears_the_flag_hides_the_overflow(as_npu):

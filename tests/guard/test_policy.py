@@ -41,7 +41,7 @@ def test_a_skip_happens_where_it_can_and_helps(facts):
     "in_row, most, action", [(1, 1, "skip"), (2, 1, "raise"), (1, 0, "raise")]
 )
 def test_skips_in_a_row_end(in_row, most, action):
-    choice = limit_skips("skip", in_row, most)
+    choice = limit_skips(in_row, most)
     assert choice.action == action
     assert bool(choice.notes) == (action == "raise")
 

@@ -96,7 +96,7 @@ def test_exit_code(code, tmp_path, capsys):
 def test_flags(code):
     try:
         run(code, clear_flag=lambda: None, is_flag_set=lambda: False)
-        assert overflow_fast.flags.are_there()
+        assert overflow_fast.flags.of_devices
     finally:
         overflow_fast.flags.unregister("npu")
 

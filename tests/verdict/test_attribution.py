@@ -1023,7 +1023,7 @@ def test_gradients_of_outputs_that_nobody_saw_are_not_called_finite():
 
 
 def test_many_alternatives_are_cut_in_words():
-    from overflow_fast.verdict.calls import joined
+    from overflow_fast.verdict.attribution import joined
 
     assert joined(["a"]) == "a"
     assert joined(["a", "b", "c"]) == "a, b or c"

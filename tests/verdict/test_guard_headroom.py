@@ -42,6 +42,19 @@ def grown(values, dtype=torch.float16, **options):
     return guard
 
 
+@pytest.mark.parametrize("nearest", ["a", "b"])
+def test_of_several_models_the_least_headroom_is_reported(nearest):
+    models = {name: nn.Sequential(Growing()) for name in "ab"}
+    models[nearest][0].value = 1e30
+    with OverflowGuard(models, on_overflow="warn") as guard:
+        for model in models.values():
+            model(torch.ones(2))
+        guard.record(loss=torch.tensor(INF))
+        report = guard.check()
+    assert report.least_headroom.where == f"output of {nearest}.0"
+    assert report.least_headroom.abs_max == pytest.approx(1e30)
+
+
 def row_of(guard, where):
     (row,) = [row for row in guard.headroom().rows if row.where == where]
     return row
