@@ -23,13 +23,13 @@ from ..torch_internals.module_internals import (
     forward_pre_hooks,
     share_key,
 )
-from ..torch_internals.replay_internals import (
+from ..torch_internals.running import (
+    running_modules,
     with_torch_function,
     without_function_modes,
     without_operator_modes,
     without_saving_hooks,
 )
-from ..torch_internals.running import running_modules
 from . import compiled as traced
 from . import traced_walk
 from .coverage import Coverage, warn_of_scripted

@@ -16,8 +16,7 @@ from .. import _C, tree
 from ..core.engines import engine_gradients
 from ..core.nested_optimizers import optimizers_in
 from ..core.selection import Named
-from ..torch_internals.tensor_internals import is_wrapper
-from ..torch_internals.wrappers import local_tensor
+from ..torch_internals.tensor_internals import is_wrapper, local_tensor
 from .schedule import ScanLevel
 from .watch import ModelWatch
 

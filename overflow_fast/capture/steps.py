@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 from .. import _C
+from ..torch_internals.module_internals import is_dry_run
 from ..torch_internals.running import call_after_backward
-from ..torch_internals.wrappers import is_dry_run
 from .compiled import CompiledStepBoundary
 from .coverage import CoverageWarnings
 from .hooks import HookOwner, hook_of, index_of, is_running, outermost_call

@@ -29,7 +29,7 @@ from ..replay.replay_check import ReplayCheck
 from ..replay.replayer import Observer, Replayer, StepPart
 from ..state.step_start import StepStart
 from ..torch_internals.compiler import has_compiled
-from ..torch_internals.wrappers import local_part
+from ..torch_internals.tensor_internals import local_part
 from ..verdict.verdict import GRADIENTS, BadFrame, Verdict, is_of_flag, take_bad
 from .config import GuardConfig
 from .step import Step

@@ -22,7 +22,7 @@ from ..core.modules import (
 from ..core.selection import full_name
 from ..core.tensors import has_memory, place_of
 from ..precision.copies import on_copies, to_dtype
-from ..torch_internals.replay_internals import autograd_node
+from ..torch_internals.running import autograd_node
 from ..tree import CALL_DEPTH, mapped, tensors_in
 from .explanation import Explanation, Op
 from .op_trace import OpTrace

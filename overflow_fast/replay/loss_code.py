@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..torch_internals.compiler import has_compiled
-from ..torch_internals.replay_internals import no_dispatch
+from ..torch_internals.running import no_dispatch
 from ..tree import CALL_DEPTH, tensors_in
 from .capture import Ambient, KeptCall, ModelCall
 from .functions import Captured, data_in

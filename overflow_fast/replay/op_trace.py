@@ -12,14 +12,14 @@ from torch import nn
 
 from ..core.tensors import is_whole
 from ..torch_internals.compiler import is_in_compiled_call
-from ..torch_internals.replay_internals import (
+from ..torch_internals.running import (
     TorchDispatchMode,
     autograd_node,
     next_sequence,
     no_dispatch,
     sequence_of,
-    storages,
 )
+from ..torch_internals.tensor_internals import storages
 from ..tree import tensors_in
 from .places import Frames, ModuleCall, ModuleStack, runs_in_hook, users_frames
 from .root_op import Details, OpCall, Sums, details_of

@@ -25,7 +25,7 @@ from ..text import (
     short_name,
     source_name,
 )
-from ..torch_internals.replay_internals import autograd_node
+from ..torch_internals.running import autograd_node
 from ..tree import CALL_DEPTH, tensors_in
 from .explanation import Op
 

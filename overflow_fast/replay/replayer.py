@@ -30,9 +30,8 @@ from ..core.selection import full_name
 from ..core.tensors import loss_in
 from ..state.snapshot import Snapshot
 from ..state.step_start import StepStart
-from ..torch_internals.replay_internals import no_dispatch
-from ..torch_internals.tensor_internals import sparse_values
-from ..torch_internals.wrappers import local_part
+from ..torch_internals.running import no_dispatch
+from ..torch_internals.tensor_internals import local_part, sparse_values
 from .capture import KeptCall, loss_and_gradients, part_of
 from .functions import held_leaves
 from .op_trace import Leaf, OpObserver, OpTable, OpTrace

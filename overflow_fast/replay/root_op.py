@@ -11,12 +11,8 @@ from typing import Any
 import torch
 
 from .. import _C
-from ..torch_internals.replay_internals import (
-    attention_by_definition,
-    schema_names,
-    schema_of,
-    storages,
-)
+from ..torch_internals.running import attention_by_definition, schema_names, schema_of
+from ..torch_internals.tensor_internals import storages
 from ..tree import find, mapped, tensors_in
 from .explanation import TensorSummary
 from .tensor_kinds import (

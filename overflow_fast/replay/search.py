@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..torch_internals.replay_internals import no_dispatch
+from ..torch_internals.running import no_dispatch
 from . import explanation
 from .capture import KeptCall, batch_size, why_whole
 from .explanation import SLOWER, BadStep, Explanation, Sample

@@ -12,9 +12,7 @@ from torch.multiprocessing import reductions
 
 from .. import _C
 from ..core.ops import Stat, scan
-from ..torch_internals.replay_internals import storages
-from ..torch_internals.tensor_internals import is_in_transform
-from ..torch_internals.wrappers import local_part
+from ..torch_internals.tensor_internals import is_in_transform, local_part, storages
 from ..tree import tensors_in
 from .explanation import TensorSummary
 

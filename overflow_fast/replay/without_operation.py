@@ -15,7 +15,7 @@ from ..core.ops import scan
 from ..core.tensors import place_of
 from ..text import counted, nonfinite_text
 from ..torch_internals.compiler import has_compiled
-from ..torch_internals.replay_internals import active_modes
+from ..torch_internals.running import active_modes
 from . import explanation as notes
 from .capture import KeptCall, ModelCall
 from .cross_device_check import FirstCall, compare_devices, explain_flag, is_elsewhere

@@ -19,9 +19,11 @@ from ..core.modules import (
 )
 from ..core.nested_optimizers import is_optimizer
 from ..core.tensors import devices_of, is_whole
-from ..torch_internals.replay_internals import gradient_hooks
-from ..torch_internals.tensor_internals import may_step_in_backward
-from ..torch_internals.wrappers import local_tensor
+from ..torch_internals.tensor_internals import (
+    gradient_hooks,
+    local_tensor,
+    may_step_in_backward,
+)
 from .objects import KeptObjects
 from .random import RandomStates
 from .tensors import SMALL, KeptTensor, num_bytes

@@ -10,8 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from .. import _C
 from ..core.tensors import has_memory
-from ..torch_internals.replay_internals import set_version
-from ..torch_internals.wrappers import local_tensor
+from ..torch_internals.tensor_internals import local_tensor, set_version
 
 SMALL = 2**16  # bytes of a tensor that is copied without being asked
 
