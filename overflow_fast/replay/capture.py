@@ -31,8 +31,8 @@ from ..tree import (
     tensors_in,
 )
 from .functions import Captured
+from .op_trace import is_float
 from .places import calling_line
-from .tensor_kinds import is_float
 
 if TYPE_CHECKING:
     from .step_schema import SavedAmbient

@@ -25,6 +25,7 @@ from .explanation import ALL_BAD, NOT_BEHIND, Artifact, BadStep, Explanation
 from .gradient_code import GradientCode, find_gradient_code
 from .loss_code import LossCall
 from .loss_line import LossLine, advice, find_loss_line
+from .op_trace import bad_names
 from .optimizer_step import explain_update
 from .places import module_of_parameter, names_of
 from .rank_coordinator import BEGIN, NotJoined, RankCoordinator, text_of
@@ -35,7 +36,6 @@ from .replay_check import ReplayCheck
 from .replayer import Observer, Replayer, StepPart
 from .saved_step import STEP, SavedStep, UnreadableStepError, saved_step
 from .search import Search
-from .tensor_kinds import bad_names
 from .without_operation import first_bad_weight, looked_up
 
 BUDGET = 8

@@ -28,9 +28,9 @@ from .capture import Ambient, KeptCall, ModelCall
 from .functions import Captured, data_in
 from .loss_line import LossLine, losses_in
 from .names import BLOCKS, SCOPES, assigned, changed, read, written
+from .op_trace import floats_in, is_float, kinds_of
 from .remedies.line_edit import NotEditableError, is_mark, let_edit
 from .replayer import Observer
-from .tensor_kinds import floats_in, is_float, kinds_of
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 UNSUITABLE = (

@@ -34,7 +34,16 @@ from ..torch_internals.running import no_dispatch
 from ..torch_internals.tensor_internals import local_part, sparse_values
 from .capture import KeptCall, loss_and_gradients, part_of
 from .functions import held_leaves
-from .op_trace import Leaf, OpObserver, OpTable, OpTrace
+from .op_trace import (
+    NEGATIVE_INF,
+    Leaf,
+    OpObserver,
+    OpTable,
+    OpTrace,
+    bad_names,
+    floats_in,
+    kinds_of,
+)
 from .places import names_of
 from .rank_coordinator import (
     BAD,
@@ -45,7 +54,7 @@ from .rank_coordinator import (
     OnRank,
     RankCoordinator,
 )
-from .tensor_kinds import NEGATIVE_INF, bad_names, floats_in, kinds_of
+from .root_op import RootOp, details_of, masked_whole, trace_back
 
 
 class Patch:
@@ -195,6 +204,30 @@ class ReplayResult:
     def is_forward(self) -> bool:
         """True if it was bad before a backward began."""
         return bool(self.bad_outputs)
+
+    def root_op(self, models: Mapping[str, nn.Module]) -> RootOp | None:
+        """Finds the origin of its bad values, where it made a table.
+
+        Args:
+            models: The models, by what their modules' names begin with.
+        """
+        table = self.table
+        assert table is not None
+        if self.bad_outputs:
+            targets = self.bad_outputs
+            numbers = [s for t in targets if t.numel() == 1 for s in table.sources(t)]
+            found = trace_back([s for t in targets for s in table.sources(t)])
+            return found or masked_whole(numbers)
+        if self.bad_gradients:
+            targets = [self.gradients[name] for name in self.bad_gradients]
+        else:
+            targets = self.bad_inner or [t for _, t in table.bad_modules[:1]]
+            if not targets and self.bad_buffers:
+                named = {name: tensor for _, name, tensor in names_of(models)}
+                targets = [named[name] for name in self.bad_buffers]
+        return trace_back(
+            [each for tensor in targets for each in table.sources(tensor)]
+        )
 
     @property
     def is_in_gradients(self) -> bool:
@@ -495,7 +528,7 @@ class Replayer:
         leaves += [Leaf(*found) for found in names_of(self.models)]
         leaves += [Leaf("gradient", "", held) for held in call.held.values()]
         others = held_leaves(self.models, call.around())
-        result.table = OpTable([*leaves, *others], self._keeps_calls)
+        result.table = OpTable([*leaves, *others], details_of, self._keeps_calls)
         with run_eagerly(), OpTrace(self.models, result.table):
             yield
         for leaf in others:
