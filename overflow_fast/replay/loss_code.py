@@ -24,8 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.running import no_dispatch
 from ..tree import CALL_DEPTH, tensors_in
-from .capture import Ambient, KeptCall, ModelCall
-from .functions import Captured, data_in
+from .capture import Ambient, Captured, KeptCall, ModelCall, data_in
 from .loss_line import LossLine, losses_in
 from .names import BLOCKS, SCOPES, assigned, changed, read, written
 from .op_trace import floats_in, is_float, kinds_of

@@ -17,12 +17,10 @@ from .finding import explain_root_op
 from .op_trace import UNDEFINED, Leaf, Row, as_wide, is_float
 from .optimizer_step import explain_update
 from .places import module_of_parameter, names_of
-from .rank_coordinator import NotJoined
 from .remedies.attempts import find_remedies
 from .remedies.patches import ScaledWeights
 from .remedies.trials import Failure, seconds_for
-from .replay_check import ReplayCheck
-from .replayer import Replayer, ReplayResult, StepPart
+from .replayer import NotJoined, ReplayCheck, Replayer, ReplayResult, StepPart
 from .repro import module_repro_of, repro_of
 from .root_op import OF_LEAVES, ForwardRows, RootOp, trace_back
 from .rounding import Tape, explain_lost, lost_value, rows_before

@@ -17,15 +17,12 @@ from ..text import counted, nonfinite_text
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.running import active_modes
 from . import explanation as notes
-from .capture import KeptCall, ModelCall
+from .capture import HeldTensor, KeptCall, ModelCall
 from .cross_device_check import FirstCall, compare_devices, explain_flag, is_elsewhere
 from .explanation import NOT_REPLAYED, BadStep, Explanation, Remedy
-from .functions import HeldTensor
 from .op_trace import Leaf, as_wide, bad_names, inf_signs
 from .places import module_of_parameter, names_of
-from .rank_coordinator import OnRank, text_of
-from .replay_check import ReplayCheck
-from .replayer import Replayer, ReplayResult
+from .replayer import OnRank, ReplayCheck, Replayer, ReplayResult, text_of
 
 # Explains values that were bad before the replay: data, weights and what was kept.
 

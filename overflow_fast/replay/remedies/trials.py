@@ -16,8 +16,7 @@ from ..capture import KeptCall
 from ..explanation import Explanation, Remedy
 from ..finding import CallGrowth, growth_of, mask_of, named_row
 from ..op_trace import OpTable, Row, kinds_of
-from ..rank_coordinator import text_of
-from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
+from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls, text_of
 from ..root_op import ForwardRows, RootOp
 from ..sentinel import Sentinel
 from .line_edit import NotEditableError
