@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ from ..core.modules import named_modules
 from ..core.ops import Stat, scan
 from ..core.selection import full_name
 from ..core.tensors import is_whole
-from ..torch_internals.compiler import is_in_compiled_call
+from ..torch_internals.compiler import has_compiled, is_in_compiled_call
 from ..torch_internals.running import (
     TorchDispatchMode,
     autograd_node,
@@ -55,7 +54,8 @@ def is_float(tensor: torch.Tensor) -> bool:
 
 def floats_in(value: object) -> list[torch.Tensor]:
     """Lists the tensors of a value that can hold a nan or an inf, and are not empty."""
-    return [t for t in tensors_in(value) if is_float(t) and t.numel()]
+    found = [value] if type(value) is torch.Tensor else tensors_in(value)
+    return [t for t in found if is_float(t) and t.numel()]
 
 
 def kinds_of(tensor: torch.Tensor, stat: Stat | None = None) -> int:
@@ -480,11 +480,8 @@ class OpCall:
         if self.base == CONSTANT:
             return tensors_in(output)
         given = {key for tensor in self._arguments for key in memory_of(tensor)}
-        return [
-            tensor
-            for tensor in tensors_in(output)
-            if not given.intersection(memory_of(tensor))
-        ]
+        found = [output] if type(output) is torch.Tensor else tensors_in(output)
+        return [tensor for tensor in found if not given.intersection(memory_of(tensor))]
 
     @property
     def is_communication(self) -> bool:
@@ -843,7 +840,7 @@ class OpTable:
         self._details_of, self._keeps_calls = details_of, keeps_calls
         self.rows: list[Row] = []
         self.bad_modules: list[tuple[str, torch.Tensor]] = []
-        self.is_compiled = False
+        self.is_compiled, self._may_be_compiled = False, has_compiled()
         self.kinds = Kinds()
         self._sums = Sums(self.kinds)
         self._bad: StorageMap[list[Source]] = StorageMap()
@@ -930,8 +927,8 @@ class OpTable:
             row.custom = bool(frames)
             row.in_hook = row.custom and runs_in_hook()
         self.rows.append(row)
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled
-            self.is_compiled = self.is_compiled or is_in_compiled_call()
+        if self._may_be_compiled and not self.is_compiled:
+            self.is_compiled = is_in_compiled_call()
         return row
 
     def _end(

@@ -26,6 +26,7 @@ from ..capture.watch import ModelWatch
 from ..core.force_eager import run_eagerly
 from ..core.modules import (
     gradient_taker,
+    named_buffers,
     named_modules,
     named_parameters,
     without_reduction,
@@ -737,7 +738,10 @@ class Replayer:
         result.bad_buffers = [name for name in bad if name not in self._bad_before]
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
-        return [(n, t) for kind, n, t in names_of(self.models) if kind == "buffer"]
+        found = (
+            (p, *each) for p, m in self.models.items() for each in named_buffers(m)
+        )
+        return [(f"{prefix}{name}", buffer) for prefix, name, buffer in found]
 
 
 def patched_calls(
@@ -891,12 +895,15 @@ def _stats_of(watches: Sequence[ModelWatch], kind: _C.FrameKind) -> dict[_Key, S
     """The extremes that recorders have noted, by their place, in execution order."""
     found = {}
     for watch in watches:
+        names: dict[int, str] = {}
         row = watch.recorder.running_row()
         columns = watch.recorder.row_columns(0)[: row.num_entries]
         for column, stats in zip(columns, _rows(row), strict=True):
             if column.place.kind == kind and stats.num_tensors:
-                name = watch.name_at(column.place.module)
-                found[name, entry_label(column.place), column.dtype] = stats
+                module = column.place.module
+                if module not in names:
+                    names[module] = watch.name_at(module)
+                found[names[module], entry_label(column.place), column.dtype] = stats
     return found
 
 

@@ -36,7 +36,7 @@ import torch
 from torch import nn
 
 from ..text import is_of_program
-from ..tree import attributes, layout, set_attributes
+from ..tree import Layout, attributes, layout, set_attributes
 from .random import generator_of, is_same_state, seeds_of
 
 _MAX_BYTES = 2**28  # of an array that is copied
@@ -288,14 +288,13 @@ class KeptObjects:
         kind = type(value)
         if issubclass(kind, (type, enum.Enum)):
             return
-        generator = generator_of(value)
         if issubclass(kind, torch.Tensor):
             self.tensors[id(value)] = name, value
             if kind in _PLAIN_TENSORS or self._opens(value):
                 yield from self._of_object(name, value)
         elif issubclass(kind, nn.Module) and not self._is_narrow:
             yield from self._of_module(name, value)
-        elif generator is not None:
+        elif (generator := generator_of(value)) is not None:
             self.kept.append(_Generator(name, *generator))
             yield from ((name, each) for each in seeds_of(value))
             yield from self._of_object(name, value)  # of a subclass
@@ -332,8 +331,9 @@ class KeptObjects:
 
     def _of_module(self, name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
         prefix = f"{name}." if name else ""
-        own = dict(attributes(module))
-        self._keep(name, module, _ATTRIBUTES)
+        own = dict(
+            _pairs(self._keep(name, module, _attributes_of(layout(type(module)))))
+        )
         self._note_code(type(module))
         if isinstance(module, torch.jit.ScriptModule):  # TorchScript has its tensors
             for tensors in (module.named_parameters, module.named_buffers):
@@ -358,13 +358,14 @@ class KeptObjects:
 
     def _of_object(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         known = layout(type(value))
-        own = attributes(value) if known.has_dict or known.slots else None
-        if own is None:
+        if not (known.has_dict or known.slots):
             return
+        access = _attributes_of(known)
+        own = list(_pairs(access.read(value)))
         holds_model = any(id(each) in self._models for _, each in own)
         if holds_model and not self._is_around:
             return
-        self._keep(name, value, _ATTRIBUTES)
+        self._keep(name, value, access)
         self._note_code(type(value))
         parts = ((f"{name}.{key}", e) for key, e in own if type(e) not in ATOMS)
         yield from self._only_data(parts) if holds_model else parts
@@ -501,6 +502,11 @@ def _read_attributes(value: Any) -> list[Any]:
     return _flat(attributes(value))
 
 
+def _read_own_dict(value: Any) -> list[Any]:
+    own = object.__getattribute__(value, "__dict__")
+    return _flat(own.items()) if type(own) is dict else []
+
+
 def _fill_attributes(value: Any, flat: list[Any]) -> None:
     set_attributes(value, list(_pairs(flat)))
 
@@ -603,6 +609,7 @@ def _fill_cells(value: Any, items: list[Any]) -> None:
 
 
 _ATTRIBUTES = _Access(_ATTRIBUTE, _read_attributes, _fill_attributes)
+_OWN_DICT = _Access(_ATTRIBUTE, _read_own_dict, _fill_attributes)
 _CLASS = _Access(_ATTRIBUTE, _read_class, _fill_class)
 _GLOBALS = _Access(_NAME, _read_globals, _fill_globals)
 _CELL = _Access("", _read_cell, _fill_cell)
@@ -618,6 +625,11 @@ _CONTAINERS: tuple[tuple[type, _Access], ...] = (
     ),
     (set, _Access("", _read_set, _fill_set)),
 )
+
+
+def _attributes_of(known: Layout) -> _Access:
+    """How the attributes of objects are read: most have no slots."""
+    return _OWN_DICT if known.has_dict and not known.slots else _ATTRIBUTES
 
 
 def _access_of(kind: type) -> _Access | None:

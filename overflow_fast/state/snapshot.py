@@ -62,7 +62,10 @@ class KeptTensor:
         self._version = _C.version_of(tensor)
         self._copy: torch.Tensor | None = None
         is_readable = not (tensor.is_meta or self._is_lazy)
-        if is_readable and is_strided(tensor) and local_tensor(tensor) is None:
+        is_own = self._memory is not None or (
+            is_strided(tensor) and local_tensor(tensor) is None
+        )
+        if is_readable and is_own:
             is_readable = has_memory(tensor)
         if is_copied and is_readable:
             with contextlib.suppress(Exception):  # a layout without clone(), no memory
@@ -117,7 +120,7 @@ class KeptTensor:
 
 def write(tensor: torch.Tensor, copy: torch.Tensor) -> None:
     """Copies into a tensor unseen by autograd, once where it is expanded."""
-    if local_tensor(tensor) is None and is_strided(tensor):
+    if is_strided(tensor) and 0 in tensor.stride() and local_tensor(tensor) is None:
         for dim, stride in enumerate(tensor.stride()):
             if stride == 0 and tensor.shape[dim] > 1:
                 tensor, copy = tensor.narrow(dim, 0, 1), copy.narrow(dim, 0, 1)
@@ -125,6 +128,13 @@ def write(tensor: torch.Tensor, copy: torch.Tensor) -> None:
     with torch.inference_mode() if is_inference else torch.no_grad():
         # The `.data` of another layout is no alias.
         (tensor.data if tensor.layout is torch.strided else tensor).copy_(copy)
+
+
+def are_same_bits(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> list[bool]:
+    """See `is_same_bits()`, for each of several pairs."""
+    return [is_same_bits(*pair) for pair in pairs]
 
 
 def is_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -223,6 +233,7 @@ class Snapshot:
         self._on_copies = on_copies
         self._is_taken = False
         self._gradients: list[Callable[[], None]] = []
+        self._leaves: list[torch.Tensor] = []
         self._tensors: list[tuple[str, KeptTensor]] = []
         self.lost: list[str] = []
         self.problems: list[str] = []
@@ -258,7 +269,8 @@ class Snapshot:
         self.lost = list(objects.lost)
         self._is_taken = True
         try:
-            for each in self._leaves():
+            self._leaves = list(self._find_leaves())
+            for each in self._leaves:
                 self._set_gradient_aside(each)
             self.begin()
         except BaseException:
@@ -275,7 +287,7 @@ class Snapshot:
 
     def drop_gradients(self) -> None:
         """Sets the gradients to None."""
-        for each in self._leaves():
+        for each in self._leaves:
             each.grad = None
 
     def changed_around(self) -> list[str]:
@@ -323,6 +335,7 @@ class Snapshot:
         for undo in reversed(self._gradients):
             undo()
         self._gradients.clear()
+        self._leaves.clear()
         self._tensors.clear()
 
     def _put_back(self) -> list[tuple[str, str]]:
@@ -332,7 +345,7 @@ class Snapshot:
         pairs = [(name, kept.restore()) for name, kept in self._tensors]
         return problems + [(name, why) for name, why in pairs if why]
 
-    def _leaves(self) -> Iterator[torch.Tensor]:
+    def _find_leaves(self) -> Iterator[torch.Tensor]:
         """Yields the tensors that a backward gives gradients to, each once."""
         seen = set()
         for model in self._models.values():
@@ -371,7 +384,7 @@ class Snapshot:
 
     def _set_gradient_aside(self, leaf: torch.Tensor) -> None:
         gradient = leaf.grad
-        hooks = {} if self._calls_hooks else gradient_hooks(leaf)
+        hooks = {} if self._calls_hooks else gradient_hooks(leaf) or {}
         saved = dict(hooks)
         self.has_hooks |= bool(hooks)
         hooks.clear()

@@ -30,6 +30,7 @@ from .objects import ATOMS, BARE, LEFT, Kept, KeptObjects, restore_all
 from .snapshot import (
     SMALL,
     KeptTensor,
+    are_same_bits,
     is_at,
     is_same_bits,
     memory_of,
@@ -548,12 +549,9 @@ class _Weights:
         if not self._versions:  # no forward has begun
             return []
         versions = _C.versions_of(self._weights) if self._copies else []
-        silent = {
-            place
-            for place, copy in self._copies.items()
-            if versions[place] == self._versions[place]
-            and not is_same_bits(copy, self._weights[place])
-        }
+        asked = [i for i in self._copies if versions[i] == self._versions[i]]
+        are_same = are_same_bits([(self._copies[i], self._weights[i]) for i in asked])
+        silent = {i for i, is_same in zip(asked, are_same, strict=True) if not is_same}
         return sorted(self._written | silent)
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -899,7 +897,8 @@ class KeptAttributes:
         for key, value in self._values.items():
             if value is not LEFT and own.get(key, LEFT) is not value:
                 own[key] = value
-        restore_all(self._parts)
+        if self._parts:
+            restore_all(self._parts)
         for tensor in self._tensors:
             tensor.restore()
 

@@ -102,15 +102,12 @@ def may_step_in_backward(parameter: torch.Tensor) -> bool:
     return bool(parameter._post_accumulate_grad_hooks)
 
 
-@listed(
+# The hooks behind a parameter's accumulated gradient, to be set aside, or None.
+gradient_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = direct(
     "torch.Tensor._post_accumulate_grad_hooks",
     "an optimizer that steps behind the gradient must not step in a replay",
     "Steps cannot be replayed",
 )
-def gradient_hooks(parameter: torch.Tensor) -> dict[int, Any]:
-    """The hooks behind a parameter's accumulated gradient, to be set aside."""
-    hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
-    return {} if hooks is None else hooks
 
 
 @internal(
