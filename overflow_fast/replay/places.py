@@ -33,6 +33,7 @@ _NO_HOOKS = tuple(
     for parts in (("autograd", "function.py"), ("utils", "checkpoint.py"))
 )
 _BEGINS = {"_run_call", "_made_again"}  # who runs the user's code again
+_ENDS = {_ENGINE, *_BEGINS}
 _is_users: dict[str, bool] = {}
 
 # The code, the line and the instruction of each frame.
@@ -53,10 +54,11 @@ def users_frames() -> Frames:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and len(found) < _MAX_FRAMES:
         code = frame.f_code
-        if code.co_name == _ENGINE or _begins(code):
-            break
-        if is_of_user(code.co_filename):
+        is_users = _is_users.get(code.co_filename)  # a call for each would take longer
+        if is_users or (is_users is None and is_of_user(code.co_filename)):
             found.append((code, frame.f_lineno, frame.f_lasti))
+        elif code.co_name in _ENDS and _ends(code):
+            break
         frame = frame.f_back
     return tuple(found)
 
@@ -73,8 +75,8 @@ def runs_in_hook() -> bool:
     return bool(first) and not first.endswith(_NO_HOOKS)
 
 
-def _begins(code: CodeType) -> bool:
-    return code.co_name in _BEGINS and is_own(code.co_filename)
+def _ends(code: CodeType) -> bool:
+    return code.co_name == _ENGINE or is_own(code.co_filename)
 
 
 def is_of_user(file: str) -> bool:

@@ -98,10 +98,10 @@ def _halved(
         if not may_run(1):
             return None
         half = left[: len(left) // 2]
-        left = half if _fails(replayer, place, half, source) else left[len(half) :]
-        if len(left) == 1 and not (
-            may_run(1) and _fails(replayer, place, left, source)
-        ):
+        is_in_half = _fails(replayer, place, half, source)
+        left = half if is_in_half else left[len(half) :]
+        is_one = len(left) == 1 and not is_in_half  # which has not been run alone
+        if is_one and not (may_run(1) and _fails(replayer, place, left, source)):
             return None
     others = [i for i in range(size) if i != left[0]]
     is_only = may_run(1) and not _fails(replayer, place, others, None)
