@@ -140,7 +140,7 @@ def bad_names(named: Iterable[tuple[str, torch.Tensor]], masks: bool) -> list[st
     ]
 
 
-_State = tuple[int | None, int, tuple[int, ...], int]
+_State = tuple[int | None, int, torch.Size, int]
 
 
 class Kinds:
@@ -200,8 +200,9 @@ class Kinds:
         """Identifies the contents of a tensor until somebody writes to it."""
         is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
         pointer = tensor.data_ptr() if is_plain else 0
-        writes = [self._num_writes.get(key, 0) for key in memory_of(tensor)]
-        return _C.version_of(tensor), pointer, tuple(tensor.shape), sum(writes)
+        keys = memory_of(tensor) if self._num_writes else ()
+        writes = sum(self._num_writes.get(key, 0) for key in keys)
+        return _C.version_of(tensor), pointer, tensor.shape, writes
 
 
 # Facts about memory, which hold for every tensor that shares it.
@@ -228,9 +229,12 @@ class StorageMap(Generic[_Fact]):
     def __init__(self) -> None:
         self._facts: dict[int, tuple[Any, _Fact]] = {}
 
+    def __len__(self) -> int:
+        return len(self._facts)
+
     def get(self, tensor: torch.Tensor) -> _Fact | None:
         """The fact about a tensor's memory, or None."""
-        for key in memory_of(tensor):
+        for key in memory_of(tensor) if self._facts else ():
             known = self._facts.get(key)
             if known is not None and not known[0].expired():
                 return known[1]
@@ -243,7 +247,7 @@ class StorageMap(Generic[_Fact]):
 
     def drop(self, tensor: torch.Tensor) -> None:
         """Forgets the fact about a tensor's memory."""
-        for key in memory_of(tensor):
+        for key in memory_of(tensor) if self._facts else ():
             self._facts.pop(key, None)
 
 
@@ -448,12 +452,11 @@ class OpCall:
         """
         if self.base == CONSTANT:
             return []
-        return [
-            tensor
-            for tensor in self._arguments
-            if not any(tensor is each for each in self._overwritten)
-            if not floats or (is_float(tensor) and tensor.numel())
-        ]
+        over = self._overwritten
+        given = self._arguments
+        if over:
+            given = [t for t in given if not any(t is each for each in over)]
+        return [t for t in given if is_float(t) and t.numel()] if floats else given
 
     def keep_written(self) -> None:
         """Copies what it reads and then overwrites."""
@@ -638,7 +641,7 @@ class OpTrace(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(each.__name__ in _WRAPPERS for each in types):
             return NotImplemented  # it comes again, with this rank's parts
-        if str(func).startswith("profiler."):
+        if _signature(func)[0].startswith("profiler."):
             return func(*args, **kwargs)
         return self._observer.run(OpCall(func, args, kwargs), self._modules)
 
@@ -956,7 +959,7 @@ class OpTable:
             if kinds:
                 bad.append(tensor)
                 row.kinds |= kinds
-            elif is_whole(tensor):  # what was bad there is gone
+            elif (self._bad or self._empty) and is_whole(tensor):  # it is gone there
                 self._bad.drop(tensor)
                 self._empty.drop(tensor)
         if bad:
