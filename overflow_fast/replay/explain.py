@@ -23,8 +23,7 @@ from ..torch_internals.compiler import has_compiled
 from .capture import GRAPH, Ambient, KeptCall
 from .explanation import ALL_BAD, NOT_BEHIND, Artifact, BadStep, Explanation
 from .gradient_code import GradientCode, find_gradient_code
-from .loss_code import LossCall
-from .loss_line import LossLine, advice, find_loss_line
+from .loss_code import LossCall, LossLine, advice, find_loss_line
 from .op_trace import bad_names
 from .optimizer_step import explain_update
 from .places import module_of_parameter, names_of
