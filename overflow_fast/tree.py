@@ -218,7 +218,8 @@ def _is_flat(value: Any) -> bool:
     kind = type(value)
     if kind in _LEAVES:
         return True
-    held = value.values() if kind is dict else value if kind is list else None
+    is_sequence = kind is list or kind is tuple
+    held = value.values() if kind is dict else value if is_sequence else None
     return held is not None and _LEAVES.issuperset(map(type, held))
 
 

@@ -31,7 +31,6 @@ def pytest_configure(config):
     define is looked at as ever.
     """
     if hasattr(config, "workerinput"):
-        import torch._inductor.compile_fx
         import transformers.modeling_utils  # noqa: F401
 
         gc.collect()

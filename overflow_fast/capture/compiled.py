@@ -30,8 +30,7 @@ from ..torch_internals.compiler import (
     traced_value,
 )
 from ..torch_internals.running import running_nodes
-from ..torch_internals.tensor_internals import is_batched, is_wrapper
-from ..torch_internals.wrappers import local_tensor
+from ..torch_internals.tensor_internals import is_batched, is_wrapper, local_tensor
 from .traced_walk import (
     BACKWARD,
     CALLS,

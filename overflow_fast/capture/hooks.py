@@ -23,16 +23,17 @@ from ..torch_internals.compiler import has_compiled
 from ..torch_internals.module_internals import (
     forward_hooks,
     forward_pre_hooks,
+    is_dry_run,
     share_key,
 )
-from ..torch_internals.replay_internals import (
+from ..torch_internals.running import (
+    call_after_backward,
+    running_modules,
     with_torch_function,
     without_function_modes,
     without_operator_modes,
     without_saving_hooks,
 )
-from ..torch_internals.running import call_after_backward, running_modules
-from ..torch_internals.wrappers import is_dry_run
 from . import compiled as traced
 from . import traced_walk
 from .compiled import CompiledStepBoundary

@@ -19,8 +19,7 @@ from ..core.engines import LossScaler, engine_gradients
 from ..core.modules import parameters_of
 from ..core.nested_optimizers import optimizers_in
 from ..core.selection import Named
-from ..torch_internals.tensor_internals import is_wrapper
-from ..torch_internals.wrappers import local_tensor
+from ..torch_internals.tensor_internals import is_wrapper, local_tensor
 from .watch import ModelWatch
 
 NORM = "grad_norm"  # what `record()` calls the norm of all gradients

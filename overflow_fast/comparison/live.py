@@ -20,9 +20,8 @@ from ..core.tensors import devices_of, loss_in
 from ..precision.copies import check_model, to_float32
 from ..precision.layers import expected_error, floats_in
 from ..replay.capture import Ambient
-from ..replay.op_trace import OpTrace
-from ..replay.places import Frames, ModuleStack, code_at, users_frames
-from ..replay.root_op import OpCall
+from ..replay.op_trace import ModuleStack, OpCall, OpTrace
+from ..replay.places import Frames, code_at, users_frames
 from ..state.random import RandomStates
 from ..state.snapshot import Snapshot
 from ..torch_internals.running import graph_task_id

@@ -29,8 +29,7 @@ from ..torch_internals.compiler import (
 )
 from ..torch_internals.module_internals import own_buffers, own_parameters
 from ..torch_internals.running import graph_task_id, is_recorded
-from ..torch_internals.tensor_internals import is_wrapper
-from ..torch_internals.wrappers import local_tensor
+from ..torch_internals.tensor_internals import is_wrapper, local_tensor
 from ..tree import Path, call_tensors, path_text, tensors, tensors_in
 from ..types import TensorPath
 from .fingerprint import WIDTH, SignedSums, chunks, wide_dtype, without_modes

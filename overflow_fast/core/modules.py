@@ -14,11 +14,14 @@ from torch.nn.utils import parametrize
 
 from ..torch_internals.module_internals import (
     BUFFERS,
+    COMPOSED,
     MODULES,
     PARAMETERS,
+    WRAPPED,
     forward_pre_hooks,
+    holds_gradients,
 )
-from ..torch_internals.wrappers import COMPOSED, WRAPPED, holds_gradients, local_tensor
+from ..torch_internals.tensor_internals import local_tensor
 
 _FSDP = {"FSDPModule", "FullyShardedDataParallel"}
 ENGINES_MODULE = "module"  # where a wrapper of an engine's has the model

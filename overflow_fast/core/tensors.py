@@ -10,16 +10,17 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..torch_internals.replay_internals import storages
 from ..torch_internals.tensor_internals import (
+    arrived,
     copy_all,
     has_holes,
     is_fake,
     is_in_transform,
     is_zero_tensor,
+    local_tensor,
     sparse_values,
+    storages,
 )
-from ..torch_internals.wrappers import arrived, local_tensor
 from ..tree import INDEX, Part, children
 from .modules import tensors_of
 

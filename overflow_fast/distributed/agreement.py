@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..capture.watch import ModelWatch
 from ..report.report import RankInfo, Report
-from ..torch_internals.wrappers import is_shadowing
+from ..torch_internals.module_internals import is_shadowing
 from ..verdict.verdict import Verdict
 from .joinable import GuardJoinable, is_first, is_joining
 from .peers import Peers, find_groups, groups_of_mesh, shared

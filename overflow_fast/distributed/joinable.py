@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ..torch_internals.wrappers import join_config
+from ..torch_internals.module_internals import join_config
 
 
 class GuardJoinable(Joinable):

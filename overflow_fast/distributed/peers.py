@@ -13,13 +13,14 @@ from torch.optim import Optimizer
 
 from ..core.modules import has_base, modules_in
 from ..core.nested_optimizers import optimizers_in
-from ..torch_internals.module_internals import own_buffers, own_parameters
-from ..torch_internals.wrappers import (
+from ..torch_internals.module_internals import (
     fsdp_meshes,
     inter_node_group,
-    mesh_of,
+    own_buffers,
+    own_parameters,
     replicate_sharing,
 )
+from ..torch_internals.tensor_internals import mesh_of
 
 _T = TypeVar("_T")
 _Ranks = tuple[int, ...]

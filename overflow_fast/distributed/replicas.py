@@ -16,7 +16,7 @@ from ..core.modules import is_ddp, named_modules, tensor_name
 from ..core.nested_optimizers import optimizers_in
 from ..core.tensors import digest_of
 from ..torch_internals.module_internals import own_parameters
-from ..torch_internals.wrappers import local_part
+from ..torch_internals.tensor_internals import local_part
 from ..tree import plain_key, tensors
 from .peers import replicating_group
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..replay.rank_coordinator import NotJoined
-from ..torch_internals.wrappers import default_store
+from ..replay.replayer import NotJoined
+from ..torch_internals.module_internals import default_store
 
 # A replay runs in step on all ranks; compiling code again takes longest in it.
 PATIENCE_SECONDS = 300.0

@@ -23,12 +23,18 @@ from ..distributed.store_channel import StoreChannel
 from ..replay.capture import Capture, KeptCall, ModelCall, batch_size
 from ..replay.explain import investigate
 from ..replay.explanation import BadStep, Explanation, LastSteps
-from ..replay.rank_coordinator import NotJoined, RankCoordinator, text_of
-from ..replay.replay_check import ReplayCheck
-from ..replay.replayer import Observer, Replayer, StepPart
+from ..replay.replayer import (
+    NotJoined,
+    Observer,
+    RankCoordinator,
+    ReplayCheck,
+    Replayer,
+    StepPart,
+    text_of,
+)
 from ..state.step_start import StepStart
 from ..torch_internals.compiler import has_compiled
-from ..torch_internals.wrappers import local_part
+from ..torch_internals.tensor_internals import local_part
 from ..verdict.verdict import GRADIENTS, BadFrame, Verdict, is_of_flag, take_bad
 from .config import GuardConfig
 from .step import Step

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..core.modules import without_reduction
 from ..guard.guard import OverflowGuard
-from ..replay.functions import argument_names
+from ..replay.capture import argument_names
 from ..state.objects import KeptObjects
 from ..tree import CALL_DEPTH, copied, copied_call
 from .trainer_support import StandIn

@@ -22,14 +22,20 @@ from ..core.modules import (
 from ..core.selection import full_name
 from ..core.tensors import has_memory, place_of
 from ..precision.copies import on_copies, to_dtype
-from ..torch_internals.replay_internals import autograd_node
+from ..torch_internals.running import autograd_node
 from ..tree import CALL_DEPTH, mapped, tensors_in
 from .explanation import Explanation, Op
-from .op_trace import OpTrace
-from .places import ModuleCall, ModuleStack, op_at, users_frames
+from .op_trace import (
+    ModuleCall,
+    ModuleStack,
+    OpCall,
+    OpTrace,
+    floats_in,
+    is_float,
+    summary_of,
+)
+from .places import op_at, users_frames
 from .replayer import Observer, Replayer
-from .root_op import OpCall
-from .tensor_kinds import floats_in, is_float, summary_of
 
 OTHER = torch.device("cpu")
 _MAX_BYTES = 2**30  # of weights that are copied there, in float64

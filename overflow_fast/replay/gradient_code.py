@@ -26,8 +26,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import tree
 from ..text import is_of_program
-from .loss_code import EFFECTS, UNSUITABLE, UncertainError, has_effects
-from .loss_line import function_at, running_code, variables_of
+from .loss_code import (
+    EFFECTS,
+    UNSUITABLE,
+    UncertainError,
+    function_at,
+    has_effects,
+    running_code,
+    variables_of,
+)
 from .names import assigned, read
 from .places import source_lines
 

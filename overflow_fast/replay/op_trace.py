@@ -3,35 +3,581 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
+from torch.multiprocessing import reductions
 
+from .. import _C
+from ..core.modules import named_modules
+from ..core.ops import Stat, scan
+from ..core.selection import full_name
 from ..core.tensors import is_whole
-from ..torch_internals.compiler import is_in_compiled_call
-from ..torch_internals.replay_internals import (
+from ..torch_internals.compiler import has_compiled, is_in_compiled_call
+from ..torch_internals.running import (
     TorchDispatchMode,
     autograd_node,
     next_sequence,
     no_dispatch,
+    schema_of,
     sequence_of,
+)
+from ..torch_internals.tensor_internals import (
+    is_in_transform,
+    local_part,
+    storage_number,
     storages,
 )
-from ..tree import tensors_in
-from .places import Frames, ModuleCall, ModuleStack, runs_in_hook, users_frames
-from .root_op import Details, OpCall, Sums, details_of
-from .tensor_kinds import (
-    NAN,
-    NEGATIVE_INF,
-    Kinds,
-    StorageMap,
-    floats_in,
-    is_float,
-    kinds_of,
-)
+from ..tree import CALL_DEPTH, find, tensors_in
+from .explanation import TensorSummary
+from .places import Frames, runs_in_hook, users_frames
+
+# Kinds of non-finite values of tensors, and their magnitudes, by the fused scan.
+
+
+NAN, POSITIVE_INF, NEGATIVE_INF = _C.NAN, _C.POSITIVE_INF, _C.NEGATIVE_INF
+INF = POSITIVE_INF | NEGATIVE_INF
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+def is_float(tensor: torch.Tensor) -> bool:
+    """True if a tensor can hold a nan or an inf, and has memory to look at."""
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return is_number and not tensor.is_meta and not is_in_transform(tensor)
+
+
+def floats_in(value: object) -> list[torch.Tensor]:
+    """Lists the tensors of a value that can hold a nan or an inf, and are not empty."""
+    found = [value] if type(value) is torch.Tensor else tensors_in(value)
+    return [t for t in found if is_float(t) and t.numel()]
+
+
+def kinds_of(tensor: torch.Tensor, stat: Stat | None = None) -> int:
+    """The kinds in a tensor, counted by torch's own operations.
+
+    Args:
+        tensor: The tensor.
+        stat: Its stat, if it is known: only the sign of infs is not in it.
+    """
+    values = as_wide(tensor)
+    if values is None:
+        return 0 if stat is None else NAN * stat.has_nan | INF * stat.has_inf
+    if stat is not None and not (stat.has_inf or stat.not_scanned):
+        return NAN * stat.has_nan
+    parts = torch.view_as_real(values) if values.is_complex() else values
+    flags = torch.stack(
+        [parts.isnan().any(), (parts == math.inf).any(), (parts == -math.inf).any()]
+    ).tolist()
+    nan, positive, negative = map(int, flags)
+    return NAN * nan | POSITIVE_INF * positive | NEGATIVE_INF * negative
+
+
+def as_wide(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values of a plain tensor in a dtype that has all operations, or None."""
+    if type(tensor) not in _PLAIN:
+        tensor = local_part(tensor)
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        return None
+    values = tensor.detach()
+    return (
+        values.float()
+        if values.is_floating_point() and values.itemsize == 1
+        else values
+    )
+
+
+def summary_of(tensor: torch.Tensor, name: str = "") -> TensorSummary:
+    """Counts the non-finite values of a tensor. Incurs a CPU-GPU sync."""
+    dtype, shape = str(tensor.dtype)[6:], tuple(tensor.shape)
+    values = as_wide(tensor)
+    if values is None or not is_float(tensor):
+        return TensorSummary(dtype, shape, None, None, 0, 0, name)
+    values = torch.view_as_real(values) if values.is_complex() else values
+    finite = values[values.isfinite()].abs()
+    least = float(finite.min()) if finite.numel() else None
+    most = float(finite.max()) if finite.numel() else None
+    num_nan, num_inf = int(values.isnan().sum()), int(values.isinf().sum())
+    signs = inf_signs(values)
+    return TensorSummary(dtype, shape, least, most, num_nan, num_inf, name, signs)
+
+
+def inf_signs(values: torch.Tensor) -> str:
+    """The signs of the infs: "+", "-", "+-", or "". Incurs a CPU-GPU sync."""
+    values = torch.view_as_real(values) if values.is_complex() else values
+    infs = {"+": values.isposinf(), "-": values.isneginf()}
+    return "".join(sign for sign, are in infs.items() if are.any())
+
+
+def first_bad(tensor: torch.Tensor, nan_alone: bool = False) -> tuple[int, ...] | None:
+    """The index of the first non-finite value, or None. Incurs a CPU-GPU sync."""
+    values = as_wide(tensor)
+    if values is None:
+        return None
+    places = (values.isnan() if nan_alone else ~values.isfinite()).nonzero()
+    return tuple(places[0].tolist()) if len(places) else None
+
+
+def bad_names(named: Iterable[tuple[str, torch.Tensor]], masks: bool) -> list[str]:
+    """The names of the tensors that hold a non-finite value. Incurs a CPU-GPU sync.
+
+    Args:
+        named: Names and tensors.
+        masks: Whether -inf counts.
+    """
+    floats = [(name, t) for name, t in named if is_float(t) and t.numel()]
+    stats = scan([tensor.detach() for _, tensor in floats])
+    return [
+        name
+        for (name, tensor), stat in zip(floats, stats, strict=True)
+        if stat.has_nan or stat.has_inf
+        if masks or kinds_of(tensor, stat) != NEGATIVE_INF
+    ]
+
+
+_State = tuple[int | None, int, torch.Size, int]
+
+
+class Kinds:
+    """Looks up which kinds of non-finite values tensors hold.
+
+    A tensor that nobody has written to is scanned once. Incurs a CPU-GPU sync for each
+    scan of tensors on a device.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, _State, int, Stat]] = {}
+        self._num_writes: dict[int, int] = {}  # by memory
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """The kinds in each tensor, as a sum of NAN, POSITIVE_INF and NEGATIVE_INF."""
+        found = [self._look_up(tensor) for tensor in tensors]
+        new = [t for t, each in zip(tensors, found, strict=True) if each is None]
+        if new:
+            scanned = iter(scan([tensor.detach() for tensor in new]))
+            found = [
+                self._remember(tensor, next(scanned)) if each is None else each
+                for tensor, each in zip(tensors, found, strict=True)
+            ]
+        return [each[0] for each in found if each is not None]
+
+    def stat(self, tensor: torch.Tensor) -> Stat:
+        """The stat of a tensor."""
+        found = self._look_up(tensor)
+        if found is None:
+            found = self._remember(tensor, scan([tensor.detach()])[0])
+        return found[1]
+
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Forgets tensors, and others that share their memory: they are scanned again.
+
+        Their version is raised only after this, or never: operators of extensions need
+        not raise it.
+        """
+        for tensor in tensors:
+            for key in memory_of(tensor):
+                self._num_writes[key] = self._num_writes.get(key, 0) + 1
+
+    def _look_up(self, tensor: torch.Tensor) -> tuple[int, Stat] | None:
+        known = self._known.get(id(tensor))
+        if known is None or tensor.is_inference() or known[0]() is not tensor:
+            return None
+        return known[2:] if known[1] == self._state(tensor) else None
+
+    def _remember(self, tensor: torch.Tensor, stat: Stat) -> tuple[int, Stat]:
+        kinds = kinds_of(tensor, stat) if stat.has_nan or stat.has_inf else 0
+        if not tensor.is_inference():
+            reference = weakref.ref(tensor)
+            self._known[id(tensor)] = (reference, self._state(tensor), kinds, stat)
+        return kinds, stat
+
+    def _state(self, tensor: torch.Tensor) -> _State:
+        """Identifies the contents of a tensor until somebody writes to it."""
+        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        pointer = tensor.data_ptr() if is_plain else 0
+        keys = memory_of(tensor) if self._num_writes else ()
+        writes = sum(self._num_writes.get(key, 0) for key in keys)
+        return _C.version_of(tensor), pointer, tensor.shape, writes
+
+
+# Facts about memory, which hold for every tensor that shares it.
+
+
+def memory_of(tensor: torch.Tensor) -> dict[int, torch.UntypedStorage]:
+    """The storages of a tensor by their numbers, as `storages()`; of most at once."""
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        return storages(tensor)
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # within a transform
+        return {}
+    return {storage_number(storage): storage}
+
+
+_Fact = TypeVar("_Fact")
+_weakly: Any = reductions.StorageWeakRef
+
+
+class StorageMap(Generic[_Fact]):
+    """Maps memory to a fact, until it is freed; given out again, it is other memory."""
+
+    def __init__(self) -> None:
+        self._facts: dict[int, tuple[Any, _Fact]] = {}
+
+    def __len__(self) -> int:
+        return len(self._facts)
+
+    def get(self, tensor: torch.Tensor) -> _Fact | None:
+        """The fact about a tensor's memory, or None."""
+        for key in memory_of(tensor) if self._facts else ():
+            known = self._facts.get(key)
+            if known is not None and not known[0].expired():
+                return known[1]
+        return None
+
+    def put(self, tensor: torch.Tensor, fact: _Fact) -> None:
+        """Notes a fact in place of what there was."""
+        for key, storage in memory_of(tensor).items():
+            self._facts[key] = _weakly(storage), fact
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        """Forgets the fact about a tensor's memory."""
+        for key in memory_of(tensor) if self._facts else ():
+            self._facts.pop(key, None)
+
+
+# A module's call that runs, with what it takes to make it alone.
+
+
+_DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+
+@dataclass
+class ModuleCall:
+    """A call of a module, by reference.
+
+    Attributes:
+        module: The module.
+        name: Its name.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        autocast: The devices that autocast is on for, with the dtypes.
+    """
+
+    module: nn.Module
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: list[tuple[str, torch.dtype]] = field(default_factory=list)
+    _given: list[torch.Tensor] = field(default_factory=list)
+    _versions: list[int] = field(default_factory=list)
+
+    @classmethod
+    def begun(
+        cls, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> ModuleCall:
+        """Notes a call that begins now, in the state of this moment."""
+        devices = [d for d in _DEVICES if torch.amp.is_autocast_available(d)]
+        autocast = [
+            (device, torch.get_autocast_dtype(device))
+            for device in devices
+            if torch.is_autocast_enabled(device)
+        ]
+        given = tensors_in((args, kwargs), CALL_DEPTH)
+        versions = _C.versions_of(given)
+        return cls(module, name, args, kwargs, autocast, given, versions)
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """True if nobody has written to its arguments since it began."""
+        return _C.versions_of(self._given) == self._versions
+
+
+class ModuleStack:
+    """The names of the modules whose forwards run, while it is entered.
+
+    Args:
+        models: The watched models, by what their modules' names begin with.
+        on_end: Called with the name of each module of theirs that has returned, and its
+            output.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module], on_end: Any) -> None:
+        self._names: dict[nn.Module, str] = {}
+        for prefix, model in models.items():
+            for name, module in named_modules(model):
+                self._names.setdefault(module, full_name(prefix, name))
+        self._on_end = on_end
+        self._running: list[tuple[int, str, bool]] = []
+        self._calls: list[ModuleCall] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> ModuleStack:
+        for module in self._names:
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # its hooks are compiled
+            self._handles += [  # within the user's hooks is within the call
+                module.register_forward_pre_hook(
+                    self._begin, prepend=True, with_kwargs=True
+                ),
+                module.register_forward_hook(self._end, always_call=True),
+            ]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def current(self, in_backward: bool) -> str | None:
+        """The name of the innermost one; None in a backward that runs none again."""
+        for _, name, is_in_backward in reversed(self._running):
+            if is_in_backward or not in_backward:
+                return name
+        return None if in_backward else ""
+
+    def call(self) -> ModuleCall | None:
+        """The call of the innermost one that runs, or None."""
+        return self._calls[-1] if self._calls else None
+
+    def _begin(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        in_backward = autograd_node() is not None
+        name = self._names[module]
+        self._running.append((id(module), name, in_backward))
+        self._calls.append(ModuleCall.begun(module, name, args, kwargs))
+
+    def _end(self, module: nn.Module, args: object, output: object) -> None:
+        # One that an exception has left without its hook stands above it.
+        while self._running and self._running[-1][0] != id(module):
+            self._pop()
+        if self._running:
+            self._pop()
+        self._on_end(self._names[module], output)
+
+    def _pop(self) -> None:
+        self._running.pop()
+        self._calls.pop()
+
+
+# One call of an operation: what it reads and what it writes.
+
+
+# These write to all of their first argument, whatever was in it.
+_OVERWRITE = {
+    *("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_"),
+    *("exponential_", "set_", "resize_", "log_normal_", "cauchy_", "geometric_"),
+}
+# Whatever they return or write to comes from other ranks, and may not be there yet.
+_COMMUNICATION = ("c10d.", "_c10d_functional", "c10d_functional", "_dtensor.")
+_WAITS = "wait_tensor"
+CONSTANT = "lift_fresh"  # what `torch.tensor(1.0)` ends with: it makes what it is given
+# Batch norm's schemas do not say that it writes to these.
+_STATISTICS = ("running_mean", "running_var")
+
+
+@functools.cache
+def _signature(func: Any) -> tuple[str, str, list[tuple[int, str, bool]]]:
+    """The name of an operation, its base, and the arguments that it writes to.
+
+    Of these the place, the name, and whether what was in it is not read.
+    """
+    name = str(func)
+    base = name.split(".")[1] if "." in name else name
+    schema, writes = schema_of(func), []
+    if schema is not None and (schema.is_mutable or "batch_norm" in base):
+        for place, argument in enumerate(schema.arguments):
+            alias = argument.alias_info
+            is_written = alias is not None and alias.is_write
+            if is_written or argument.name in _STATISTICS:
+                is_over = argument.is_out or (place == 0 and base in _OVERWRITE)
+                writes.append((place, argument.name, is_over))
+    return name.removesuffix(".default"), base, writes
+
+
+class OpCall:
+    """A call of an operation that is about to run.
+
+    Args:
+        func: The operation.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Attributes:
+        name: Its name, such as "aten.div.Tensor".
+        base: The same without namespace and overload, such as "div".
+        written: The tensors that it writes to.
+        kept: What was in those, by their `id`, where it reads it.
+    """
+
+    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.name, self.base, writes = _signature(func)
+        self.written: list[torch.Tensor] = []
+        self._overwritten: list[torch.Tensor] = []
+        self.kept: dict[int, torch.Tensor] = {}
+        self._only_read: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        for place, name, is_overwritten in writes:
+            tensors = tensors_in(args[place] if place < len(args) else kwargs.get(name))
+            self.written += tensors
+            self._overwritten += tensors * is_overwritten
+        if self.name.startswith("c10d.") and self._has_output_first():
+            self._overwritten += tensors_in(args[0])
+
+    @functools.cached_property
+    def _arguments(self) -> list[torch.Tensor]:
+        """The tensors that it is given."""
+        return tensors_in((self.args, self.kwargs))
+
+    def run(self) -> Any:
+        """Runs it, and returns what it returned."""
+        return self.func(*self.args, **self.kwargs)
+
+    def _has_output_first(self) -> bool:
+        """True if a collective only writes to its first argument, as most do."""
+        takes_two = len(self.args) > 1 and bool(tensors_in(self.args[1]))
+        return takes_two or self.base.startswith("recv")
+
+    def read(self, floats: bool = True) -> list[torch.Tensor]:
+        """The tensors whose values it reads.
+
+        Args:
+            floats: Whether to leave out those that can hold no nan, or nothing.
+        """
+        if self.base == CONSTANT:
+            return []
+        over = self._overwritten
+        given = self._arguments
+        if over:
+            given = [t for t in given if not any(t is each for each in over)]
+        return [t for t in given if is_float(t) and t.numel()] if floats else given
+
+    def keep_written(self) -> None:
+        """Copies what it reads and then overwrites."""
+        for tensor in self.written:
+            if not any(tensor is each for each in self._overwritten):
+                self.kept[id(tensor)] = tensor.detach().clone()
+
+    def note_versions(self) -> None:
+        """Notes how often what it reads alone was written to."""
+        self._only_read = [
+            tensor
+            for tensor in self._arguments
+            if not any(tensor is each for each in self.written)
+        ]
+        self._versions = _C.versions_of(self._only_read)
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """True if nobody has written to its arguments since it ran."""
+        return _C.versions_of(self._only_read) == self._versions
+
+    def fresh(self, output: Any) -> list[torch.Tensor]:
+        """The results that it returns in memory of their own."""
+        if self.base == CONSTANT:
+            return tensors_in(output)
+        given = {key for tensor in self._arguments for key in memory_of(tensor)}
+        found = [output] if type(output) is torch.Tensor else tensors_in(output)
+        return [tensor for tensor in found if not given.intersection(memory_of(tensor))]
+
+    @property
+    def is_communication(self) -> bool:
+        """True if it takes part in a collective, or waits for one."""
+        return self.name.startswith(_COMMUNICATION)
+
+    @property
+    def waits(self) -> bool:
+        """True if it waits for a collective, whose result it is given."""
+        return self.is_communication and self.base == _WAITS
+
+    @property
+    def is_constant(self) -> bool:
+        """True if it makes a tensor of a number of Python."""
+        return self.base == CONSTANT
+
+    @property
+    def numbers(self) -> list[float]:
+        """The numbers of Python among its arguments that are nan or inf."""
+        numbers = [number for _, number in find((self.args, self.kwargs), (float,))]
+        return [number for number in numbers if not math.isfinite(number)]
+
+
+# Follows sums of masks: a mean of what a mask selects divides by one.
+
+
+_SUMS = {"sum", "count_nonzero", "cumsum", "nansum", "bincount"}
+_MASK, _SUM, _ZERO, _COUNT = "mask", "sum", "sum of zeros", "sum of mask"
+_UNLABELED = "loss of no label"
+LOSSES_OF_LABELS = {"nll_loss_forward", "nll_loss2d_forward"}
+_ORDER = ("", _MASK, _SUM, _ZERO, _COUNT, _UNLABELED)
+
+
+class Sums:
+    """Knows which tensors are masks, or sums, or computed of one of them alone.
+
+    Args:
+        kinds: Knows the magnitudes of tensors.
+    """
+
+    def __init__(self, kinds: Kinds) -> None:
+        self._kinds = kinds
+        self._known: StorageMap[str] = StorageMap()
+
+    def note(self, op: OpCall, fresh: Sequence[torch.Tensor]) -> None:
+        """Takes in what an operation returned in memory of its own."""
+        read, kind = op.read(floats=False), ""
+        if op.base in LOSSES_OF_LABELS and len(fresh) > 1 and has_no_label(op):
+            fresh, kind = fresh[:1], _UNLABELED
+        elif op.base in _SUMS:
+            kind = max(map(self._sum_of, read), key=_ORDER.index, default="")
+        elif len(read) == 1:
+            is_cast = op.base == "_to_copy" and not is_float(read[0])
+            kind = _MASK if is_cast else self._known.get(read[0]) or ""
+        if kind:
+            for tensor in fresh:
+                self._known.put(tensor, kind)
+
+    def has_no_label(self, value: Any) -> bool:
+        """True for a sum of losses to which no label has added one."""
+        is_tensor = isinstance(value, torch.Tensor)
+        return is_tensor and self._known.get(value) == _UNLABELED
+
+    def counts_in(self, op: OpCall) -> list[torch.Tensor]:
+        """Finds inputs of an operation that count the elements which a mask selects."""
+        read = op.read(floats=False)
+        kinds = [self._known.get(tensor) for tensor in read]
+        is_mean = len(read) == 2 and all(kinds)  # of what may be nothing but zeros
+        return [
+            tensor
+            for tensor, kind in zip(read, kinds, strict=True)
+            if kind == _COUNT or (kind == _ZERO and is_mean)
+        ]
+
+    def _sum_of(self, tensor: torch.Tensor) -> str:
+        """Classifies the sum of a tensor."""
+        if self._known.get(tensor) == _UNLABELED:
+            return _UNLABELED
+        if not is_float(tensor) or self._known.get(tensor) == _MASK:
+            return _COUNT
+        if tensor.numel() == 0:
+            return _ZERO
+        stat = self._kinds.stat(tensor)
+        if stat.abs_max == 1 and stat.abs_min in (0, 1):
+            return _COUNT
+        return _ZERO if stat.abs_max == 0 else _SUM
+
+
+def has_no_label(op: OpCall) -> bool:
+    """True if a loss adds up no label: all are ignored."""
+    labels, reduction, ignored = op.args[1], op.args[3], op.args[4]
+    return reduction != 0 and bool((labels == ignored).all())
+
 
 # The one dispatch mode: it shows each operation to an observer.
 
@@ -95,15 +641,56 @@ class OpTrace(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(each.__name__ in _WRAPPERS for each in types):
             return NotImplemented  # it comes again, with this rank's parts
-        if str(func).startswith("profiler."):
+        if _signature(func)[0].startswith("profiler."):
             return func(*args, **kwargs)
         return self._observer.run(OpCall(func, args, kwargs), self._modules)
 
 
-# The parts of a table of operations: operations, and tensors from before.
+# The table of operations, and of tensors from before.
 
 
 _CONSTANTS = ("buffer", "attribute", "weight")  # of models and other modules
+
+
+RANGE, INTERMEDIATE, UNDEFINED = "range", "intermediate", "undefined"
+EMPTY, NOT_TRIED = "empty", ""
+
+
+@dataclass
+class Details:
+    """Facts about an operation that made a non-finite value.
+
+    Attributes:
+        why: RANGE, INTERMEDIATE, UNDEFINED, EMPTY or NOT_TRIED.
+        reason: In a sentence.
+        inputs: The float tensors that it was given.
+        outputs: Those that it returned.
+        first_index: Where the first non-finite value is in the first bad one.
+        outside: Which input is outside of the operation's domain, and where, or "".
+        true_value: The result in float64 at the worst place, or None.
+        limit: The largest number of the output's dtype.
+        divides_by_number: Whether it divides by a number of Python, and no tensor.
+    """
+
+    why: str = NOT_TRIED
+    reason: str = ""
+    inputs: list[TensorSummary] = field(default_factory=list)
+    outputs: list[TensorSummary] = field(default_factory=list)
+    first_index: tuple[int, ...] | None = None
+    outside: str = ""
+    true_value: float | None = None
+    limit: float | None = None
+    divides_by_number: bool = False
+
+    @property
+    def has_bad_inputs(self) -> bool:
+        """True if it was given non-finite values, which were meant."""
+        return any(each.num_nan or each.num_inf for each in self.inputs)
+
+    @property
+    def is_overflow(self) -> bool:
+        """True if its true result is a finite number."""
+        return self.why in (RANGE, INTERMEDIATE) and self.true_value is not None
 
 
 class Leaf:
@@ -237,6 +824,7 @@ class OpTable:
 
     Args:
         leaves: The tensors that are there before, by what they are.
+        details_of: Says why an operation made a bad value.
         keeps_calls: Keep the arguments of operations that made bad values.
 
     Attributes:
@@ -246,11 +834,16 @@ class OpTable:
         is_compiled: True if an operation ran in a call of what was compiled.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], keeps_calls: bool = False) -> None:
-        self._keeps_calls = keeps_calls
+    def __init__(
+        self,
+        leaves: Sequence[Leaf],
+        details_of: Callable[[OpCall, Sequence[torch.Tensor], Any, Sums], Details],
+        keeps_calls: bool = False,
+    ) -> None:
+        self._details_of, self._keeps_calls = details_of, keeps_calls
         self.rows: list[Row] = []
         self.bad_modules: list[tuple[str, torch.Tensor]] = []
-        self.is_compiled = False
+        self.is_compiled, self._may_be_compiled = False, has_compiled()
         self.kinds = Kinds()
         self._sums = Sums(self.kinds)
         self._bad: StorageMap[list[Source]] = StorageMap()
@@ -259,7 +852,7 @@ class OpTable:
         self._leaves: dict[int, Leaf] = {}
         self._num_details = 0
         for leaf in leaves:
-            for key in storages(leaf.tensor):
+            for key in {} if leaf.tensor is None else memory_of(leaf.tensor):
                 self._leaves.setdefault(key, leaf)
 
     def sources(self, tensor: torch.Tensor) -> list[Source]:
@@ -269,7 +862,7 @@ class OpTable:
             return known
         if empty is not None:
             return [empty]
-        leaves = [self._leaves.get(key) for key in storages(tensor)]
+        leaves = [self._leaves.get(key) for key in memory_of(tensor)]
         found = [each for each in leaves if each] or [Leaf("unknown", "", tensor)]
         for leaf in found:
             leaf.is_read = True
@@ -337,7 +930,8 @@ class OpTable:
             row.custom = bool(frames)
             row.in_hook = row.custom and runs_in_hook()
         self.rows.append(row)
-        self.is_compiled = self.is_compiled or is_in_compiled_call()
+        if self._may_be_compiled and not self.is_compiled:
+            self.is_compiled = is_in_compiled_call()
         return row
 
     def _end(
@@ -365,7 +959,7 @@ class OpTable:
             if kinds:
                 bad.append(tensor)
                 row.kinds |= kinds
-            elif is_whole(tensor):  # what was bad there is gone
+            elif (self._bad or self._empty) and is_whole(tensor):  # it is gone there
                 self._bad.drop(tensor)
                 self._empty.drop(tensor)
         if bad:
@@ -422,7 +1016,7 @@ class OpTable:
     ) -> None:
         if self._num_details < _MAX_DETAILS:
             self._num_details += 1
-            row.details = details_of(op, bad, output, self._sums)
+            row.details = self._details_of(op, bad, output, self._sums)
             if self._keeps_calls:
                 row.call = op
                 op.note_versions()

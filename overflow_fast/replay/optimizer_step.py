@@ -13,11 +13,10 @@ from torch import nn
 
 from ..core.modules import named_parameters
 from .explanation import SLOWER, BadStep, Explanation, Op, Remedy
-from .op_trace import OpTable, OpTrace
+from .op_trace import NOT_TRIED, OpTable, OpTrace
 from .places import module_of_parameter, op_at
 from .remedies.line_forms import update_remedies
-from .root_op import NOT_TRIED
-from .slice import trace_back
+from .root_op import details_of, trace_back
 
 # A usual eps that the dtype holds.
 _EPS = {torch.float16: 1e-4, torch.bfloat16: 1e-8, torch.float32: 1e-8}
@@ -134,7 +133,7 @@ def _made_again(
 ) -> Explanation | None:
     """The explanation if the same elements become non-finite again."""
     twin = _Twin(optimizer, group, parameter, parameter.dtype)
-    table = OpTable([])
+    table = OpTable([], details_of)
     with OpTrace({}, table):
         twin.step()
     bad = ~twin.parameter.isfinite()

@@ -1,4 +1,4 @@
-"""The places of operations: a line of the user's, and a module with its call."""
+"""The places of operations and tensors: lines of the user's, names of modules."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ import linecache
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from .. import _C
-from ..core.modules import named_buffers, named_modules, named_parameters
-from ..core.selection import full_name
+from ..core.modules import named_buffers, named_parameters
 from ..text import (
     installed_name,
     is_of_program,
@@ -25,56 +22,7 @@ from ..text import (
     short_name,
     source_name,
 )
-from ..torch_internals.replay_internals import autograd_node
-from ..tree import CALL_DEPTH, tensors_in
 from .explanation import Op
-
-# A module's call that runs, with what it takes to make it alone.
-
-
-_DEVICES = ("cpu", "cuda", "mps", "xpu")
-
-
-@dataclass
-class ModuleCall:
-    """A call of a module, by reference.
-
-    Attributes:
-        module: The module.
-        name: Its name.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        autocast: The devices that autocast is on for, with the dtypes.
-    """
-
-    module: nn.Module
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    autocast: list[tuple[str, torch.dtype]] = field(default_factory=list)
-    _given: list[torch.Tensor] = field(default_factory=list)
-    _versions: list[int] = field(default_factory=list)
-
-    @classmethod
-    def begun(
-        cls, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> ModuleCall:
-        """Notes a call that begins now, in the state of this moment."""
-        devices = [d for d in _DEVICES if torch.amp.is_autocast_available(d)]
-        autocast = [
-            (device, torch.get_autocast_dtype(device))
-            for device in devices
-            if torch.is_autocast_enabled(device)
-        ]
-        given = tensors_in((args, kwargs), CALL_DEPTH)
-        versions = _C.versions_of(given)
-        return cls(module, name, args, kwargs, autocast, given, versions)
-
-    @property
-    def is_as_it_was(self) -> bool:
-        """True if nobody has written to its arguments since it began."""
-        return _C.versions_of(self._given) == self._versions
-
 
 _MAX_FRAMES = 12
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -85,6 +33,7 @@ _NO_HOOKS = tuple(
     for parts in (("autograd", "function.py"), ("utils", "checkpoint.py"))
 )
 _BEGINS = {"_run_call", "_made_again"}  # who runs the user's code again
+_ENDS = {_ENGINE, *_BEGINS}
 _is_users: dict[str, bool] = {}
 
 # The code, the line and the instruction of each frame.
@@ -105,10 +54,11 @@ def users_frames() -> Frames:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and len(found) < _MAX_FRAMES:
         code = frame.f_code
-        if code.co_name == _ENGINE or _begins(code):
-            break
-        if is_of_user(code.co_filename):
+        is_users = _is_users.get(code.co_filename)  # a call for each would take longer
+        if is_users or (is_users is None and is_of_user(code.co_filename)):
             found.append((code, frame.f_lineno, frame.f_lasti))
+        elif code.co_name in _ENDS and _ends(code):
+            break
         frame = frame.f_back
     return tuple(found)
 
@@ -125,8 +75,8 @@ def runs_in_hook() -> bool:
     return bool(first) and not first.endswith(_NO_HOOKS)
 
 
-def _begins(code: CodeType) -> bool:
-    return code.co_name in _BEGINS and is_own(code.co_filename)
+def _ends(code: CodeType) -> bool:
+    return code.co_name == _ENGINE or is_own(code.co_filename)
 
 
 def is_of_user(file: str) -> bool:
@@ -257,84 +207,16 @@ def span_of(frames: Frames) -> Span | None:
     return first, last, begin, end
 
 
-class ModuleStack:
-    """The names of the modules whose forwards run, while it is entered.
-
-    Args:
-        models: The watched models, by what their modules' names begin with.
-        on_end: Called with the name of each module of theirs that has returned, and its
-            output.
-    """
-
-    def __init__(self, models: Mapping[str, nn.Module], on_end: Any) -> None:
-        self._names: dict[nn.Module, str] = {}
-        for prefix, model in models.items():
-            for name, module in named_modules(model):
-                self._names.setdefault(module, full_name(prefix, name))
-        self._on_end = on_end
-        self._running: list[tuple[int, str, bool]] = []
-        self._calls: list[ModuleCall] = []
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> ModuleStack:
-        for module in self._names:
-            if isinstance(module, torch.jit.ScriptModule):
-                continue  # its hooks are compiled
-            self._handles += [  # within the user's hooks is within the call
-                module.register_forward_pre_hook(
-                    self._begin, prepend=True, with_kwargs=True
-                ),
-                module.register_forward_hook(self._end, always_call=True),
-            ]
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def current(self, in_backward: bool) -> str | None:
-        """The name of the innermost one; None in a backward that runs none again."""
-        for _, name, is_in_backward in reversed(self._running):
-            if is_in_backward or not in_backward:
-                return name
-        return None if in_backward else ""
-
-    def call(self) -> ModuleCall | None:
-        """The call of the innermost one that runs, or None."""
-        return self._calls[-1] if self._calls else None
-
-    def _begin(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        in_backward = autograd_node() is not None
-        name = self._names[module]
-        self._running.append((id(module), name, in_backward))
-        self._calls.append(ModuleCall.begun(module, name, args, kwargs))
-
-    def _end(self, module: nn.Module, args: object, output: object) -> None:
-        # One that an exception has left without its hook stands above it.
-        while self._running and self._running[-1][0] != id(module):
-            self._pop()
-        if self._running:
-            self._pop()
-        self._on_end(self._names[module], output)
-
-    def _pop(self) -> None:
-        self._running.pop()
-        self._calls.pop()
-
-
 def module_of_parameter(name: str) -> str:
     """The name of the module that has a parameter."""
     return name.rpartition(".")[0]
 
 
-def names_of(
-    models: Mapping[str, nn.Module],
-) -> Iterable[tuple[str, str, torch.Tensor]]:
-    """Yields kind, qualified name and tensor of each parameter and buffer, once."""
+def names_of(models: Mapping[str, nn.Module]) -> list[tuple[str, str, torch.Tensor]]:
+    """Lists kind, qualified name and tensor of each parameter and buffer, once."""
+    found: list[tuple[str, str, torch.Tensor]] = []
     for prefix, model in models.items():
-        for name, parameter in named_parameters(model):
-            yield "parameter", f"{prefix}{name}", parameter
-        for name, buffer in named_buffers(model):
-            yield "buffer", f"{prefix}{name}", buffer
+        parameters, buffers = named_parameters(model), named_buffers(model)
+        found += [("parameter", f"{prefix}{name}", each) for name, each in parameters]
+        found += [("buffer", f"{prefix}{name}", each) for name, each in buffers]
+    return found

@@ -9,8 +9,10 @@ was when the step began; at the end it is put back bit for bit.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,10 +20,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from .. import _C
 from ..capture.hooks import unseen
+from ..capture.watch import ModelWatch
 from ..core.force_eager import run_eagerly
 from ..core.modules import (
     gradient_taker,
+    named_buffers,
     named_modules,
     named_parameters,
     without_reduction,
@@ -30,23 +35,23 @@ from ..core.selection import full_name
 from ..core.tensors import loss_in
 from ..state.snapshot import Snapshot
 from ..state.step_start import StepStart
-from ..torch_internals.replay_internals import no_dispatch
-from ..torch_internals.tensor_internals import sparse_values
-from ..torch_internals.wrappers import local_part
-from .capture import KeptCall, loss_and_gradients, part_of
-from .functions import held_leaves
-from .op_trace import Leaf, OpObserver, OpTable, OpTrace
-from .places import names_of
-from .rank_coordinator import (
-    BAD,
-    CLEAN,
-    FAILED,
-    GIVEN,
-    NotJoined,
-    OnRank,
-    RankCoordinator,
+from ..torch_internals.running import no_dispatch
+from ..torch_internals.tensor_internals import local_part, sparse_values
+from ..tree import entry_label
+from .capture import KeptCall, held_leaves, loss_and_gradients, part_of
+from .explanation import Explanation
+from .op_trace import (
+    NEGATIVE_INF,
+    Leaf,
+    OpObserver,
+    OpTable,
+    OpTrace,
+    bad_names,
+    floats_in,
+    kinds_of,
 )
-from .tensor_kinds import NEGATIVE_INF, bad_names, floats_in, kinds_of
+from .places import names_of
+from .root_op import RootOp, details_of, masked_whole, trace_back
 
 
 class Patch:
@@ -197,6 +202,30 @@ class ReplayResult:
         """True if it was bad before a backward began."""
         return bool(self.bad_outputs)
 
+    def root_op(self, models: Mapping[str, nn.Module]) -> RootOp | None:
+        """Finds the origin of its bad values, where it made a table.
+
+        Args:
+            models: The models, by what their modules' names begin with.
+        """
+        table = self.table
+        assert table is not None
+        if self.bad_outputs:
+            targets = self.bad_outputs
+            numbers = [s for t in targets if t.numel() == 1 for s in table.sources(t)]
+            found = trace_back([s for t in targets for s in table.sources(t)])
+            return found or masked_whole(numbers)
+        if self.bad_gradients:
+            targets = [self.gradients[name] for name in self.bad_gradients]
+        else:
+            targets = self.bad_inner or [t for _, t in table.bad_modules[:1]]
+            if not targets and self.bad_buffers:
+                named = {name: tensor for _, name, tensor in names_of(models)}
+                targets = [named[name] for name in self.bad_buffers]
+        return trace_back(
+            [each for tensor in targets for each in table.sources(tensor)]
+        )
+
     @property
     def is_in_gradients(self) -> bool:
         """True if gradients alone are bad."""
@@ -242,6 +271,173 @@ class OutputGradients(Observer):
         with no_dispatch():
             if any(map(kinds_of, floats_in(gradient))):
                 self.bad.append(gradient)
+
+
+# The ranks that replay a step together: one leads, all run the same.
+
+
+CLEAN, GIVEN, BAD, FAILED = range(4)  # states of a replayed call, by their weight
+BEGIN = "begin"
+
+
+class NotJoined(Exception):
+    """A rank did not join the replay, which cannot go on without it."""
+
+
+class OnRank(Exception):
+    """An error of a replay that another rank has raised."""
+
+
+class Channel(Protocol):
+    """Lets ranks tell one another what they found, outside of the model's collectives.
+
+    Attributes:
+        rank: This rank.
+    """
+
+    rank: int
+
+    def exchange(self, value: Any) -> Mapping[int, Any]:
+        """Exchanges values; returns those of all ranks, by rank.
+
+        Raises:
+            NotJoined: If a rank gives nothing within the limit.
+        """
+
+
+class RankCoordinator:
+    """One leads: it decides what is run, and all others run that too. Alone, one leads.
+
+    What the ranks tell one another decides what each does next, so all run the same
+    forwards and backwards, and the collectives in them meet.
+
+    Args:
+        channel: To the other ranks; None where there are none.
+        lead: The rank that leads at first.
+        can_cut: For each kept call, whether its batch has the same size on all ranks.
+
+    Attributes:
+        lead: The rank that leads.
+        claims: How well each rank can say where bad values began.
+        is_broken: Whether a rank was lost, or may be out of step.
+        result: The explanation of the rank that led, once it is here; else None.
+    """
+
+    def __init__(
+        self,
+        channel: Channel | None = None,
+        lead: int = 0,
+        can_cut: Sequence[bool] = (),
+    ) -> None:
+        self._channel = channel
+        self.rank = 0 if channel is None else channel.rank
+        self.lead = self.rank if channel is None else lead
+        self._can_cut = can_cut
+        self.result: Explanation | None = None
+        self.claims: Mapping[int, int] = {}
+        self.is_broken = False
+
+    @property
+    def is_alone(self) -> bool:
+        """True if there are no other ranks."""
+        return self._channel is None
+
+    @property
+    def is_leader(self) -> bool:
+        """True if this rank leads."""
+        return self.rank == self.lead
+
+    def can_cut(self, place: int) -> bool:
+        """True if a part of a call's batch is the same part on all ranks."""
+        return self.is_alone or self._can_cut[place]
+
+    def order(self, order: Any) -> None:
+        """Orders the others to do something; called by the rank that leads."""
+        self._exchange(order)
+
+    def receive(self) -> Any:
+        """Receives an order of the rank that leads; an explanation ends the replay."""
+        order = self._exchange(None)[self.lead]
+        if isinstance(order, Explanation):
+            self.result = order
+        return order
+
+    def agree(self, state: int, error: Exception | None) -> tuple[int, str, list[int]]:
+        """Agrees on what a call has come to.
+
+        Args:
+            state: CLEAN, GIVEN, BAD or FAILED: what it is here.
+            error: What it has raised here, or None.
+
+        Returns:
+            The worst state of all ranks, the error of another rank in text, or "", and
+            the ranks where it was not clean.
+        """
+        text = "" if error is None else text_of(error)
+        found = self._exchange((state, text))
+        texts = [
+            f"on rank {rank}: {each[1]}"
+            for rank, each in found.items()
+            if each[1] and rank != self.rank
+        ]
+        bad = [rank for rank, each in found.items() if each[0] != CLEAN]
+        return max(each[0] for each in found.values()), "".join(texts[:1]), bad
+
+    def check(self, error: Exception | None) -> None:
+        """Raises on all ranks what one of them has met."""
+        state, text, _ = self.agree(CLEAN if error is None else FAILED, error)
+        if error is not None:
+            raise error
+        if state == FAILED:
+            raise OnRank(text)
+
+    def elect(self, claim: int) -> bool:
+        """Gives the lead to the rank that can say best; it stays among equals.
+
+        Args:
+            claim: How well this one can say where bad values began.
+
+        Returns:
+            Whether this rank leads now.
+        """
+        self.claims = self._exchange(claim)
+        best = max(self.claims.values())
+        if self.claims[self.lead] != best:
+            self.lead = min(rank for rank, each in self.claims.items() if each == best)
+        return self.is_leader
+
+    def finish(self, found: Explanation) -> Explanation:
+        """Hands the explanation of the rank that leads to all.
+
+        Args:
+            found: This rank's, which counts where it leads, or a rank was lost.
+        """
+        if self.is_alone or self.is_broken or self.result is not None:
+            return self.result or found
+        try:
+            if self.is_leader:
+                self._exchange(found)
+                return found
+            if not isinstance(self.receive(), Explanation):
+                raise NotJoined(f"Rank {self.rank} could not follow the replay.")
+        except NotJoined as error:
+            self.is_broken = True
+            found.notes.append(str(error))
+        return self.result or found
+
+    def _exchange(self, value: Any) -> Mapping[int, Any]:
+        if self._channel is None:
+            return {self.rank: value}
+        return self._channel.exchange(value)
+
+
+def text_of(error: Exception) -> str:
+    """The first line of an error, with its class."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0][:120] if lines else ''}"
+
+
+# Runs the step.
 
 
 class Replayer:
@@ -496,7 +692,7 @@ class Replayer:
         leaves += [Leaf(*found) for found in names_of(self.models)]
         leaves += [Leaf("gradient", "", held) for held in call.held.values()]
         others = held_leaves(self.models, call.around())
-        result.table = OpTable([*leaves, *others], self._keeps_calls)
+        result.table = OpTable([*leaves, *others], details_of, self._keeps_calls)
         with run_eagerly(), OpTrace(self.models, result.table):
             yield
         for leaf in others:
@@ -542,7 +738,10 @@ class Replayer:
         result.bad_buffers = [name for name in bad if name not in self._bad_before]
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
-        return [(n, t) for kind, n, t in names_of(self.models) if kind == "buffer"]
+        found = (
+            (p, *each) for p, m in self.models.items() for each in named_buffers(m)
+        )
+        return [(f"{prefix}{name}", buffer) for prefix, name, buffer in found]
 
 
 def patched_calls(
@@ -552,3 +751,189 @@ def patched_calls(
     for patch in patches:
         calls = patch.calls(calls)
     return list(calls)
+
+
+# Compares a run with the step itself: the first value that differs.
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The extremes of an entry in a step.
+
+    Attributes:
+        num_tensors: How many tensors they are of.
+        abs_min: The smallest magnitude; nan where there is a nan.
+        abs_max: The largest magnitude; nan where there is a nan.
+        num_nan: The number of nans.
+        num_inf: The number of infs.
+    """
+
+    num_tensors: int
+    abs_min: float
+    abs_max: float
+    num_nan: int
+    num_inf: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first entry, in execution order, whose extremes differ.
+
+    Attributes:
+        module: The name of its module.
+        label: Its label, such as "output" or "grad_output".
+        step: Its extremes in the step.
+        replay: Those in the replay.
+    """
+
+    module: str
+    label: str
+    step: Stats
+    replay: Stats
+
+    def __str__(self) -> str:
+        """The difference as a clause."""
+        place = f"{self.label} of {self.module or 'the model'}"
+        return f"{place} is the first that differs: {self._what()}"
+
+    def _what(self) -> str:
+        step, replay = self.step, self.replay
+        for kind in ("nan", "inf"):
+            numbers = (getattr(step, f"num_{kind}"), getattr(replay, f"num_{kind}"))
+            if numbers[0] != numbers[1]:
+                return f"{numbers[0]} {kind} in the step, {numbers[1]} in the replay"
+        extreme = "smallest" if step.abs_max == replay.abs_max else "largest"
+        name = "abs_min" if extreme == "smallest" else "abs_max"
+        values = _apart(getattr(step, name), getattr(replay, name))
+        return f"{extreme} magnitude {values[0]} in the step, {values[1]} in the replay"
+
+
+def _apart(one: float, other: float) -> tuple[str, str]:
+    """Writes two numbers with as many digits as tell them apart."""
+    for digits in (3, 6, 9, 17):
+        texts = f"{one:.{digits}g}", f"{other:.{digits}g}"
+        if texts[0] != texts[1]:
+            break
+    return texts
+
+
+_Key = tuple[str, str, str]  # the module's name, the label, the dtype
+
+
+class ReplayCheck(Observer):
+    """Watches a replay as the step was watched, and compares their extremes.
+
+    Calls are compared, and the gradients of their outputs. Gradients of parameters are
+    not: what clips, unscales and reduces them runs after what is replayed.
+
+    Args:
+        watches: The watches of the step, whose recorders note their rows.
+        make_watches: Makes watches alike.
+    """
+
+    def __init__(
+        self,
+        watches: Sequence[ModelWatch],
+        make_watches: Callable[[], list[ModelWatch]],
+    ) -> None:
+        self._step = {kind: _stats_of(watches, kind) for kind in _KINDS}
+        self._replay = {kind: dict[_Key, Stats]() for kind in _KINDS}
+        self._make_watches = make_watches
+
+    @contextmanager
+    def observing(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Watches what runs within. Its own errors leave it without a comparison."""
+        watches = self._attached()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(Exception):
+                for watch in watches:
+                    watch.frames.send()
+                    watch.frames.receive(is_lagged=False)
+                self._replay = {kind: _stats_of(watches, kind) for kind in _KINDS}
+            for watch in watches:
+                watch.detach()
+
+    def _attached(self) -> list[ModelWatch]:
+        if not any(self._step.values()):
+            return []
+        watches = []
+        with contextlib.suppress(Exception):
+            watches = self._make_watches()
+            for watch in watches:
+                watch.recorder.note_row()
+                watch.attach()
+        return watches
+
+    def difference(self) -> Difference | None:
+        """The first value that differs from the step's, in execution order."""
+        forward = self._differing(_C.FrameKind.FORWARD)
+        if any(forward):
+            return next(filter(None, forward))
+        backward = self._differing(_C.FrameKind.BACKWARD)
+        # If the first differs, so may what the two backwards began with.
+        is_given_alike = bool(backward) and backward[0] is None
+        return next(filter(None, backward), None) if is_given_alike else None
+
+    def _differing(self, kind: _C.FrameKind) -> list[Difference | None]:
+        """For each entry of both: how it differs, or None."""
+        step = self._step[kind]
+        return [
+            None
+            if _are_same(step[key], stats)
+            else Difference(key[0], key[1], step[key], stats)
+            for key, stats in self._replay[kind].items()
+            if key in step and step[key].num_tensors == stats.num_tensors
+        ]
+
+
+_KINDS = (_C.FrameKind.FORWARD, _C.FrameKind.BACKWARD)
+
+
+def _stats_of(watches: Sequence[ModelWatch], kind: _C.FrameKind) -> dict[_Key, Stats]:
+    """The extremes that recorders have noted, by their place, in execution order."""
+    found = {}
+    for watch in watches:
+        names: dict[int, str] = {}
+        row = watch.recorder.running_row()
+        columns = watch.recorder.row_columns(0)[: row.num_entries]
+        for column, stats in zip(columns, _rows(row), strict=True):
+            if column.place.kind == kind and stats.num_tensors:
+                module = column.place.module
+                if module not in names:
+                    names[module] = watch.name_at(module)
+                found[names[module], entry_label(column.place), column.dtype] = stats
+    return found
+
+
+def _rows(row: _C.StepRow) -> Iterator[Stats]:
+    num = row.num_entries
+    columns = [
+        _numbers(row.num_tensors, num),
+        *(_magnitudes(each, num) for each in (row.abs_min, row.abs_max)),
+        *(_numbers(each, num) for each in (row.num_nan, row.num_inf)),
+    ]
+    for values in zip(*columns, strict=True):
+        yield Stats(*values)
+
+
+def _numbers(packed: bytes, num: int) -> list[int]:
+    if not packed:
+        return [0] * num
+    return torch.frombuffer(bytearray(packed), dtype=torch.int64).tolist()
+
+
+def _magnitudes(packed: bytes, num: int) -> list[float]:
+    if not packed:
+        return [math.nan] * num
+    dtype = torch.float32 if len(packed) == 4 * num else torch.float64
+    return torch.frombuffer(bytearray(packed), dtype=dtype).tolist()
+
+
+def _are_same(one: Stats, other: Stats) -> bool:
+    counts = [(each.num_nan, each.num_inf) for each in (one, other)]
+    if counts[0] != counts[1]:
+        return False
+    pairs = (one.abs_min, other.abs_min), (one.abs_max, other.abs_max)
+    return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs)

@@ -22,8 +22,7 @@ from ..torch_internals.module_internals import own_buffers, own_parameters, subm
 from ..tree import mapped, tensors_in
 from . import rebuilt
 from .explanation import Artifact, Explanation
-from .places import ModuleCall
-from .root_op import OpCall
+from .op_trace import ModuleCall, OpCall
 
 SCRIPT, TENSORS = "repro.py", "repro.safetensors"
 _SCRIPT = '''"""{title}

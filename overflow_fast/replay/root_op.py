@@ -1,33 +1,222 @@
-"""Why an operation made a non-finite value: it is computed again in float64."""
+"""The operation where bad values began, and why: it is computed again in float64."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .. import _C
-from ..torch_internals.replay_internals import (
-    attention_by_definition,
-    schema_names,
-    schema_of,
-    storages,
-)
-from ..tree import find, mapped, tensors_in
-from .explanation import TensorSummary
-from .tensor_kinds import (
+from ..torch_internals.running import attention_by_definition, schema_names
+from ..tree import mapped, tensors_in
+from .op_trace import (
+    EMPTY,
+    INTERMEDIATE,
+    LOSSES_OF_LABELS,
     NAN,
-    Kinds,
-    StorageMap,
+    RANGE,
+    UNDEFINED,
+    Details,
+    Leaf,
+    OpCall,
+    OpTable,
+    Row,
+    Sums,
     first_bad,
+    has_no_label,
     is_float,
     kinds_of,
     summary_of,
 )
+
+# Walks back from a bad value to the operation that made it.
+
+
+OF_LEAVES = ("parameter", "buffer", "batch", "attribute", "weight", "object")
+_KNOWN_LEAVES = (*OF_LEAVES, "gradient")
+
+
+@dataclass
+class RootOp:
+    """Where the non-finite values of a tensor began.
+
+    Attributes:
+        source: The operation that made them, or the tensor that held them before.
+        chain: The operations from there to the tensor.
+        first_reader: The operation that read the source first, or None.
+    """
+
+    source: Row | Leaf
+    chain: list[Row] = field(default_factory=list)
+
+    @property
+    def first_reader(self) -> Row | None:
+        """The operation that first used a tensor which was bad before, or None."""
+        rows = [row for row in self.chain if row is not self.source]
+        return rows[0] if rows else None
+
+
+def trace_back(sources: Sequence[Row | Leaf]) -> RootOp | None:
+    """Finds the earliest origin of what is bad, infs that are meant left out.
+
+    Args:
+        sources: What wrote the bad values.
+
+    Returns:
+        The origin; None if all that is bad is meant, as far as can be seen.
+    """
+    child: dict[int, Row | None] = {}
+    origins: list[Row | Leaf] = []
+    waiting: list[tuple[Row | Leaf, Row | None]] = [(each, None) for each in sources]
+    while waiting:
+        source, reader = waiting.pop()
+        if id(source) in child:
+            continue
+        child[id(source)] = reader
+        if isinstance(source, Row) and source.parents:
+            waiting += [(parent, source) for parent in source.parents]
+        elif not _is_meant(source):
+            origins.append(source)
+    if not origins:
+        return None
+    first = min(origins, key=_order)
+    return RootOp(first, _chain(first, child))
+
+
+def masked_whole(sources: Sequence[Row | Leaf]) -> RootOp | None:
+    """Finds where a mask's infs have gone beyond the mask, for a loss that holds them.
+
+    That is the first operation which returns fewer values than the mask has, such as
+    the sum of a row that is masked as a whole.
+
+    Args:
+        sources: What wrote the loss.
+    """
+    child: dict[int, Row | None] = {}
+    reducing: list[Row] = []
+    waiting: list[tuple[Row | Leaf, Row | None]] = [(each, None) for each in sources]
+    while waiting:
+        source, reader = waiting.pop()
+        if isinstance(source, Leaf) or id(source) in child:
+            continue
+        child[id(source)] = reader
+        reducing += [source] * source.reduces
+        waiting += [(each, source) for each in source.masks]
+    if not reducing:
+        return None
+    first = min(reducing, key=_order)
+    return RootOp(first, _chain(first, child))
+
+
+def _is_meant(source: Row | Leaf) -> bool:
+    return source.is_meant if isinstance(source, Row) else source.is_mask
+
+
+def _order(source: Row | Leaf) -> tuple[int, int]:
+    if isinstance(source, Row):
+        return 1, source.index
+    is_before = source.kind in _KNOWN_LEAVES and not source.is_written
+    return (0 if is_before else 2), 0
+
+
+def _chain(first: Row | Leaf, child: dict[int, Row | None]) -> list[Row]:
+    chain = [first] if isinstance(first, Row) else []
+    reader = child[id(first)]
+    while reader is not None:
+        chain.append(reader)
+        reader = child[id(reader)]
+    return chain
+
+
+class ForwardRows:
+    """Finds the forward operation whose derivative an autograd node computes.
+
+    Autograd numbers its nodes as it makes them, just before their operation runs.
+
+    Args:
+        table: The operations of one replay.
+    """
+
+    def __init__(self, table: OpTable) -> None:
+        self._rows = table.rows
+        self._by_sequence: dict[int, list[Row]] = {}
+        last: dict[int, int] = {}  # by thread
+        for row in table.rows:
+            if row.sequence > last.get(row.thread, -1):
+                last[row.thread] = row.sequence
+                self._by_sequence.setdefault(row.sequence, []).append(row)
+
+    def of(self, row: Row) -> Row | None:
+        """The forward operation, or None if it is not known."""
+        for _ in range(4):  # a double backward's node was made in a backward
+            found = self._node_of(row)
+            if found is None or not found.in_backward or found.custom:
+                return found
+            row = found
+        return None
+
+    def calls_like(self, row: Row) -> list[Row]:
+        """The calls of the same operation at the same line, in order, with the own one.
+
+        In backward, those of the derivatives of one line's operation: of each node of
+        autograd's the one at the same place, such as its gradient of a weight.
+        """
+        own = self._line_of(row)
+        if own is None:
+            return [row]
+        alike = [
+            each
+            for each in self._rows
+            if each.name == row.name and each.in_backward == row.in_backward
+            if not row.in_backward or each.node == row.node
+            if self._line_of(each) == own
+        ]
+        if not row.in_backward:
+            return alike
+        of_node: dict[tuple[int, int], list[Row]] = {}
+        for each in alike:
+            of_node.setdefault((each.thread, each.node_sequence), []).append(each)
+        place = of_node[row.thread, row.node_sequence].index(row)
+        return [rows[place] for rows in of_node.values() if len(rows) > place]
+
+    def rows_before(self, row: Row) -> list[Row]:
+        """The operations that ran before one, in order."""
+        return self._rows[: row.index]
+
+    def _line_of(self, row: Row) -> tuple[object, int] | None:
+        named = self.of(row) if row.in_backward else row
+        return named.frames[0][:2] if named is not None and named.frames else None
+
+    def modules_from(self, row: Row) -> list[str]:
+        """The names of the modules that ran from an operation on, in order, once."""
+        names = [each.module for each in self._rows[row.index :] if each.module]
+        return list(dict.fromkeys(names))
+
+    def module_of(self, row: Row) -> str:
+        """The module whose code a row belongs to; in backward, that of its node."""
+        current: Row | None = row
+        for _ in range(4):
+            if current is None or current.module is not None:
+                break
+            current = self._node_of(current)
+        return (current.module if current is not None else None) or ""
+
+    def _node_of(self, row: Row) -> Row | None:
+        rows = [r for r in self._by_sequence.get(row.node_sequence, []) if r is not row]
+        if len(rows) > 1:  # each thread counts for itself
+            rows = [each for each in rows if _is_derivative(row.node, each.name)]
+        return rows[0] if len(rows) == 1 else None
+
+
+def _is_derivative(node: str, op: str) -> bool:
+    """True if a node such as PowBackward0 is that of an op such as aten.pow."""
+    of = re.sub(r"Backward\d*$", "", node.rpartition("::")[2]).lower()
+    name = op.split(".")[1] if "." in op else op
+    return name.replace("_", "").lower().startswith(of)
+
 
 # Computes an operation again in float64.
 
@@ -118,47 +307,6 @@ _NO_LABEL_COUNTS = (
     "no label of the batch counts: all are ignored, those of every sample; labels come "
     "from the dataset and the collator: mend them there"
 )
-_COUNTING = {"nll_loss_forward", "nll_loss2d_forward"}
-
-RANGE, INTERMEDIATE, UNDEFINED = "range", "intermediate", "undefined"
-EMPTY, NOT_TRIED = "empty", ""
-
-
-@dataclass
-class Details:
-    """Facts about an operation that made a non-finite value.
-
-    Attributes:
-        why: RANGE, INTERMEDIATE, UNDEFINED, EMPTY or NOT_TRIED.
-        reason: In a sentence.
-        inputs: The float tensors that it was given.
-        outputs: Those that it returned.
-        first_index: Where the first non-finite value is in the first bad one.
-        outside: Which input is outside of the operation's domain, and where, or "".
-        true_value: The result in float64 at the worst place, or None.
-        limit: The largest number of the output's dtype.
-        divides_by_number: Whether it divides by a number of Python, and no tensor.
-    """
-
-    why: str = NOT_TRIED
-    reason: str = ""
-    inputs: list[TensorSummary] = field(default_factory=list)
-    outputs: list[TensorSummary] = field(default_factory=list)
-    first_index: tuple[int, ...] | None = None
-    outside: str = ""
-    true_value: float | None = None
-    limit: float | None = None
-    divides_by_number: bool = False
-
-    @property
-    def has_bad_inputs(self) -> bool:
-        """True if it was given non-finite values, which were meant."""
-        return any(each.num_nan or each.num_inf for each in self.inputs)
-
-    @property
-    def is_overflow(self) -> bool:
-        """True if its true result is a finite number."""
-        return self.why in (RANGE, INTERMEDIATE) and self.true_value is not None
 
 
 def details_of(
@@ -402,8 +550,8 @@ def _reduces_nothing(op: OpCall, bad: torch.Tensor, output: Any, sums: Sums) -> 
     """Describes what it reduces, if that is nothing; else ""."""
     base = op.base.rstrip("_")
     read = [t for t in tensors_in(op.args) if t.is_floating_point() or t.is_complex()]
-    if base in _COUNTING:
-        return _NO_LABEL_COUNTS * _has_no_label(op)
+    if base in LOSSES_OF_LABELS:
+        return _NO_LABEL_COUNTS * has_no_label(op)
     if any(tensor.numel() == 0 for tensor in read):
         return f"{base} of a tensor without elements"
     if base in _DEGREES and read and read[0].isfinite().all():
@@ -422,7 +570,7 @@ def _reduces_nothing(op: OpCall, bad: torch.Tensor, output: Any, sums: Sums) -> 
 
 def _weighs_nothing(op: OpCall, output: Any) -> str:
     """Describes the class weights whose sum a mean is divided by, if that is 0."""
-    if op.base.rstrip("_") not in _COUNTING or op.args[2] is None:
+    if op.base.rstrip("_") not in LOSSES_OF_LABELS or op.args[2] is None:
         return ""
     if float(tensors_in(output)[1]) != 0:
         return ""
@@ -436,12 +584,6 @@ def _weighs_nothing(op: OpCall, output: Any) -> str:
     )
 
 
-def _has_no_label(op: OpCall) -> bool:
-    """True if a loss adds up no label: all are ignored."""
-    labels, reduction, ignored = op.args[1], op.args[3], op.args[4]
-    return reduction != 0 and bool((labels == ignored).all())
-
-
 def _has_one_element(tensor: torch.Tensor, result: torch.Tensor) -> bool:
     return tensor.numel() <= max(1, result.numel())
 
@@ -449,279 +591,3 @@ def _has_one_element(tensor: torch.Tensor, result: torch.Tensor) -> bool:
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     values = tensor.detach()
     return values.float() if values.itemsize == 1 else values
-
-
-# One call of an operation: what it reads and what it writes.
-
-
-# These write to all of their first argument, whatever was in it.
-_OVERWRITE = {
-    *("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_"),
-    *("exponential_", "set_", "resize_", "log_normal_", "cauchy_", "geometric_"),
-}
-# Whatever they return or write to comes from other ranks, and may not be there yet.
-_COMMUNICATION = ("c10d.", "_c10d_functional", "c10d_functional", "_dtensor.")
-_WAITS = "wait_tensor"
-CONSTANT = "lift_fresh"  # what `torch.tensor(1.0)` ends with: it makes what it is given
-# Batch norm's schemas do not say that it writes to these.
-_STATISTICS = ("running_mean", "running_var")
-
-
-class OpCall:
-    """A call of an operation that is about to run.
-
-    Args:
-        func: The operation.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Attributes:
-        name: Its name, such as "aten.div.Tensor".
-        base: The same without namespace and overload, such as "div".
-        written: The tensors that it writes to.
-        kept: What was in those, by their `id`, where it reads it.
-    """
-
-    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
-        self.func, self.args, self.kwargs = func, args, kwargs
-        name = str(func)
-        self.name = name.removesuffix(".default")
-        parts = name.split(".")
-        self.base = parts[1] if len(parts) > 1 else name
-        self.written: list[torch.Tensor] = []
-        self._overwritten: list[torch.Tensor] = []
-        self.kept: dict[int, torch.Tensor] = {}
-        self._only_read: list[torch.Tensor] = []
-        self._versions: list[int] = []
-        schema = schema_of(func)
-        if schema is not None and (schema.is_mutable or "batch_norm" in self.base):
-            self._note_written(schema)
-        if self.name.startswith("c10d.") and self._has_output_first():
-            self._overwritten += tensors_in(args[0])
-
-    @functools.cached_property
-    def _arguments(self) -> list[torch.Tensor]:
-        """The tensors that it is given."""
-        return tensors_in((self.args, self.kwargs))
-
-    def run(self) -> Any:
-        """Runs it, and returns what it returned."""
-        return self.func(*self.args, **self.kwargs)
-
-    def _has_output_first(self) -> bool:
-        """True if a collective only writes to its first argument, as most do."""
-        takes_two = len(self.args) > 1 and bool(tensors_in(self.args[1]))
-        return takes_two or self.base.startswith("recv")
-
-    def _note_written(self, schema: Any) -> None:
-        for i, argument in enumerate(schema.arguments):
-            alias, name = argument.alias_info, argument.name
-            is_written = alias is not None and alias.is_write
-            if not is_written and name not in _STATISTICS:
-                continue
-            value = self.args[i] if i < len(self.args) else self.kwargs.get(name)
-            tensors = tensors_in(value)
-            self.written += tensors
-            if argument.is_out or (i == 0 and self.base in _OVERWRITE):
-                self._overwritten += tensors
-
-    def read(self, floats: bool = True) -> list[torch.Tensor]:
-        """The tensors whose values it reads.
-
-        Args:
-            floats: Whether to leave out those that can hold no nan, or nothing.
-        """
-        if self.base == CONSTANT:
-            return []
-        return [
-            tensor
-            for tensor in self._arguments
-            if not any(tensor is each for each in self._overwritten)
-            if not floats or (is_float(tensor) and tensor.numel())
-        ]
-
-    def keep_written(self) -> None:
-        """Copies what it reads and then overwrites."""
-        for tensor in self.written:
-            if not any(tensor is each for each in self._overwritten):
-                self.kept[id(tensor)] = tensor.detach().clone()
-
-    def note_versions(self) -> None:
-        """Notes how often what it reads alone was written to."""
-        self._only_read = [
-            tensor
-            for tensor in self._arguments
-            if not any(tensor is each for each in self.written)
-        ]
-        self._versions = _C.versions_of(self._only_read)
-
-    @property
-    def is_as_it_was(self) -> bool:
-        """True if nobody has written to its arguments since it ran."""
-        return _C.versions_of(self._only_read) == self._versions
-
-    def fresh(self, output: Any) -> list[torch.Tensor]:
-        """The results that it returns in memory of their own."""
-        if self.base == CONSTANT:
-            return tensors_in(output)
-        given = {key for tensor in self._arguments for key in storages(tensor)}
-        return [
-            tensor
-            for tensor in tensors_in(output)
-            if not given.intersection(storages(tensor))
-        ]
-
-    @property
-    def is_communication(self) -> bool:
-        """True if it takes part in a collective, or waits for one."""
-        return self.name.startswith(_COMMUNICATION)
-
-    @property
-    def waits(self) -> bool:
-        """True if it waits for a collective, whose result it is given."""
-        return self.is_communication and self.base == _WAITS
-
-    @property
-    def is_constant(self) -> bool:
-        """True if it makes a tensor of a number of Python."""
-        return self.base == CONSTANT
-
-    @property
-    def numbers(self) -> list[float]:
-        """The numbers of Python among its arguments that are nan or inf."""
-        numbers = [number for _, number in find((self.args, self.kwargs), (float,))]
-        return [number for number in numbers if not math.isfinite(number)]
-
-
-# Whose value became a nan that has spread since: its bits tell.
-#
-# A nan keeps the bits of the value that it was made of, below the exponent, and hands
-# them on through additions and multiplications, as those of clipping by a norm.
-
-
-# The integer type, the bits of the exponent, and the bit that marks a quiet nan.
-_LAYOUTS = {
-    torch.float32: (torch.int32, 0x7F800000, 0x00400000, 0x007FFFFF),
-    torch.float64: (torch.int64, 0x7FF0 << 48, 0x0008 << 48, 0x000F_FFFF_FFFF_FFFF),
-}
-
-
-def gradient_of_payload(
-    bad: Mapping[str, torch.Tensor], clean: Mapping[str, torch.Tensor]
-) -> tuple[str, str]:
-    """Finds the one gradient in which a bit of the exponent has flipped.
-
-    Args:
-        bad: The gradients that hold nan, by name.
-        clean: Those of a replay that is finite.
-
-    Returns:
-        Its name and a sentence; two empty texts if the bits do not tell, as most often:
-        exactly one value of all has to have the nan's bits.
-    """
-    payloads = {_payload(tensor) for tensor in bad.values()}
-    if len(payloads) != 1 or None in payloads:
-        return "", ""
-    payload = payloads.pop()
-    assert payload is not None
-    places = [
-        (name, int(index))
-        for name, tensor in clean.items()
-        for index in _places(tensor, payload)
-    ]
-    if len(places) != 1:
-        return "", ""
-    name, index = places[0]
-    value = float(clean[name].flatten()[index])
-    return name, (
-        f"the nan in all gradients has the bits of one value alone: {value:.6g}, the "
-        f"replayed gradient of {name} at {index}, with its exponent set to ones"
-    )
-
-
-def _payload(tensor: torch.Tensor) -> int | None:
-    """The bits that all elements share, if they are one and the same nan."""
-    layout = _LAYOUTS.get(tensor.dtype)
-    if layout is None or tensor.layout is not torch.strided or not tensor.numel():
-        return None
-    integer, _, quiet, mantissa = layout
-    bits = tensor.detach().contiguous().view(integer)
-    first = bits.flatten()[0]
-    if not bool(tensor.isnan().all()) or not bool((bits == first).all()):
-        return None
-    payload = int(first) & mantissa & ~quiet
-    return payload or None  # a nan of no value, as of 0 / 0
-
-
-def _places(tensor: torch.Tensor, payload: int) -> list[int]:
-    layout = _LAYOUTS.get(tensor.dtype)
-    if layout is None:
-        return []
-    integer, _, quiet, mantissa = layout
-    bits = tensor.detach().contiguous().view(integer).flatten()
-    same = (bits & (mantissa & ~quiet)) == payload
-    return same.nonzero().flatten().tolist()[:2]
-
-
-# Follows sums of masks: a mean of what a mask selects divides by one.
-
-
-_SUMS = {"sum", "count_nonzero", "cumsum", "nansum", "bincount"}
-_MASK, _SUM, _ZERO, _COUNT = "mask", "sum", "sum of zeros", "sum of mask"
-_UNLABELED = "loss of no label"
-_ORDER = ("", _MASK, _SUM, _ZERO, _COUNT, _UNLABELED)
-
-
-class Sums:
-    """Knows which tensors are masks, or sums, or computed of one of them alone.
-
-    Args:
-        kinds: Knows the magnitudes of tensors.
-    """
-
-    def __init__(self, kinds: Kinds) -> None:
-        self._kinds = kinds
-        self._known: StorageMap[str] = StorageMap()
-
-    def note(self, op: OpCall, fresh: Sequence[torch.Tensor]) -> None:
-        """Takes in what an operation returned in memory of its own."""
-        read, kind = op.read(floats=False), ""
-        if op.base in _COUNTING and len(fresh) > 1 and _has_no_label(op):
-            fresh, kind = fresh[:1], _UNLABELED
-        elif op.base in _SUMS:
-            kind = max(map(self._sum_of, read), key=_ORDER.index, default="")
-        elif len(read) == 1:
-            is_cast = op.base == "_to_copy" and not is_float(read[0])
-            kind = _MASK if is_cast else self._known.get(read[0]) or ""
-        if kind:
-            for tensor in fresh:
-                self._known.put(tensor, kind)
-
-    def has_no_label(self, value: Any) -> bool:
-        """True for a sum of losses to which no label has added one."""
-        is_tensor = isinstance(value, torch.Tensor)
-        return is_tensor and self._known.get(value) == _UNLABELED
-
-    def counts_in(self, op: OpCall) -> list[torch.Tensor]:
-        """Finds inputs of an operation that count the elements which a mask selects."""
-        read = op.read(floats=False)
-        kinds = [self._known.get(tensor) for tensor in read]
-        is_mean = len(read) == 2 and all(kinds)  # of what may be nothing but zeros
-        return [
-            tensor
-            for tensor, kind in zip(read, kinds, strict=True)
-            if kind == _COUNT or (kind == _ZERO and is_mean)
-        ]
-
-    def _sum_of(self, tensor: torch.Tensor) -> str:
-        """Classifies the sum of a tensor."""
-        if self._known.get(tensor) == _UNLABELED:
-            return _UNLABELED
-        if not is_float(tensor) or self._known.get(tensor) == _MASK:
-            return _COUNT
-        if tensor.numel() == 0:
-            return _ZERO
-        stat = self._kinds.stat(tensor)
-        if stat.abs_max == 1 and stat.abs_min in (0, 1):
-            return _COUNT
-        return _ZERO if stat.abs_max == 0 else _SUM

@@ -17,11 +17,10 @@ import torch
 
 from ..tree import find, mapped, tensors_in
 from .explanation import Explanation
-from .op_trace import Row
-from .places import ModuleStack, op_at, place_text
+from .op_trace import ModuleStack, OpCall, Row, StorageMap, is_float
+from .places import op_at, place_text
 from .replayer import Observer
-from .root_op import OpCall, first_new, run_in_float64
-from .tensor_kinds import StorageMap, is_float
+from .root_op import first_new, run_in_float64
 
 UNDERFLOW, ROUNDING = "underflow", "rounding"
 _MOST_ROWS = 96

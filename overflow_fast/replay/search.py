@@ -9,26 +9,22 @@ from typing import Any
 
 import torch
 
-from ..torch_internals.replay_internals import no_dispatch
+from ..torch_internals.running import no_dispatch
 from . import explanation
 from .capture import KeptCall, batch_size, why_whole
 from .explanation import SLOWER, BadStep, Explanation, Sample
 from .finding import explain_root_op
-from .op_trace import Leaf, Row
+from .op_trace import UNDEFINED, Leaf, Row, as_wide, is_float
 from .optimizer_step import explain_update
 from .places import module_of_parameter, names_of
-from .rank_coordinator import NotJoined
 from .remedies.attempts import find_remedies
 from .remedies.patches import ScaledWeights
 from .remedies.trials import Failure, seconds_for
-from .replay_check import ReplayCheck
-from .replayer import Replayer, ReplayResult, StepPart
+from .replayer import NotJoined, ReplayCheck, Replayer, ReplayResult, StepPart
 from .repro import module_repro_of, repro_of
-from .root_op import UNDEFINED
+from .root_op import OF_LEAVES, ForwardRows, RootOp, trace_back
 from .rounding import Tape, explain_lost, lost_value, rows_before
 from .sentinel import Sentinel, outlier_in, sentinel_in
-from .slice import OF_LEAVES, ForwardRows, RootOp, find_root_op, trace_back
-from .tensor_kinds import as_wide, is_float
 from .without_operation import Answers, find_growth
 
 # Which sample of the batch the bad value comes from.
@@ -102,10 +98,10 @@ def _halved(
         if not may_run(1):
             return None
         half = left[: len(left) // 2]
-        left = half if _fails(replayer, place, half, source) else left[len(half) :]
-        if len(left) == 1 and not (
-            may_run(1) and _fails(replayer, place, left, source)
-        ):
+        is_in_half = _fails(replayer, place, half, source)
+        left = half if is_in_half else left[len(half) :]
+        is_one = len(left) == 1 and not is_in_half  # which has not been run alone
+        if is_one and not (may_run(1) and _fails(replayer, place, left, source)):
             return None
     others = [i for i in range(size) if i != left[0]]
     is_only = may_run(1) and not _fails(replayer, place, others, None)
@@ -133,7 +129,7 @@ def _fails(
     is_bad = result.is_forward or result.is_in_gradients
     if result.error is not None or result.table is None or not is_bad:
         return False
-    again = find_root_op(result, replayer.models)
+    again = result.root_op(replayer.models)
     other = None if again is None else again.source
     return isinstance(other, Row) and _place_of(other) == _place_of(source)
 
@@ -248,7 +244,7 @@ class Search:
             return failed if self._ranks.is_leader else self._follow()
         root_op, failure = None, None
         try:
-            root_op = find_root_op(traced, self._replayer.models)
+            root_op = traced.root_op(self._replayer.models)
         except Exception as error:  # the others wait for this rank's claim
             failure = error
         if not self._ranks.elect(_claim(root_op)):

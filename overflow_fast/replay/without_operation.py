@@ -15,19 +15,14 @@ from ..core.ops import scan
 from ..core.tensors import place_of
 from ..text import counted, nonfinite_text
 from ..torch_internals.compiler import has_compiled
-from ..torch_internals.replay_internals import active_modes
+from ..torch_internals.running import active_modes
 from . import explanation as notes
-from .capture import KeptCall, ModelCall
+from .capture import HeldTensor, KeptCall, ModelCall
 from .cross_device_check import FirstCall, compare_devices, explain_flag, is_elsewhere
 from .explanation import NOT_REPLAYED, BadStep, Explanation, Remedy
-from .functions import HeldTensor
-from .op_trace import Leaf
+from .op_trace import Leaf, as_wide, bad_names, inf_signs
 from .places import module_of_parameter, names_of
-from .rank_coordinator import OnRank, text_of
-from .replay_check import ReplayCheck
-from .replayer import Replayer, ReplayResult
-from .root_op import gradient_of_payload
-from .tensor_kinds import as_wide, bad_names, inf_signs
+from .replayer import OnRank, ReplayCheck, Replayer, ReplayResult, text_of
 
 # Explains values that were bad before the replay: data, weights and what was kept.
 
@@ -500,3 +495,73 @@ def _magnitudes(
         for name, stat in zip(named, stats, strict=True)
         if stat.abs_max is not None and not stat.has_nan and not stat.has_inf
     }
+
+
+# Whose value became a nan that has spread since: its bits tell.
+#
+# A nan keeps the bits of the value that it was made of, below the exponent, and hands
+# them on through additions and multiplications, as those of clipping by a norm.
+
+
+# The integer type, the bits of the exponent, and the bit that marks a quiet nan.
+_LAYOUTS = {
+    torch.float32: (torch.int32, 0x7F800000, 0x00400000, 0x007FFFFF),
+    torch.float64: (torch.int64, 0x7FF0 << 48, 0x0008 << 48, 0x000F_FFFF_FFFF_FFFF),
+}
+
+
+def gradient_of_payload(
+    bad: Mapping[str, torch.Tensor], clean: Mapping[str, torch.Tensor]
+) -> tuple[str, str]:
+    """Finds the one gradient in which a bit of the exponent has flipped.
+
+    Args:
+        bad: The gradients that hold nan, by name.
+        clean: Those of a replay that is finite.
+
+    Returns:
+        Its name and a sentence; two empty texts if the bits do not tell, as most often:
+        exactly one value of all has to have the nan's bits.
+    """
+    payloads = {_payload(tensor) for tensor in bad.values()}
+    if len(payloads) != 1 or None in payloads:
+        return "", ""
+    payload = payloads.pop()
+    assert payload is not None
+    places = [
+        (name, int(index))
+        for name, tensor in clean.items()
+        for index in _places(tensor, payload)
+    ]
+    if len(places) != 1:
+        return "", ""
+    name, index = places[0]
+    value = float(clean[name].flatten()[index])
+    return name, (
+        f"the nan in all gradients has the bits of one value alone: {value:.6g}, the "
+        f"replayed gradient of {name} at {index}, with its exponent set to ones"
+    )
+
+
+def _payload(tensor: torch.Tensor) -> int | None:
+    """The bits that all elements share, if they are one and the same nan."""
+    layout = _LAYOUTS.get(tensor.dtype)
+    if layout is None or tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    integer, _, quiet, mantissa = layout
+    bits = tensor.detach().contiguous().view(integer)
+    first = bits.flatten()[0]
+    if not bool(tensor.isnan().all()) or not bool((bits == first).all()):
+        return None
+    payload = int(first) & mantissa & ~quiet
+    return payload or None  # a nan of no value, as of 0 / 0
+
+
+def _places(tensor: torch.Tensor, payload: int) -> list[int]:
+    layout = _LAYOUTS.get(tensor.dtype)
+    if layout is None:
+        return []
+    integer, _, quiet, mantissa = layout
+    bits = tensor.detach().contiguous().view(integer).flatten()
+    same = (bits & (mantissa & ~quiet)) == payload
+    return same.nonzero().flatten().tolist()[:2]

@@ -36,9 +36,8 @@ import torch
 from torch import nn
 
 from ..text import is_of_program
-from ..tree import attributes, layout, set_attributes
+from ..tree import Layout, attributes, layout, set_attributes
 from .random import generator_of, is_same_state, seeds_of
-from .tensors import SMALL, KeptTensor
 
 _MAX_BYTES = 2**28  # of an array that is copied
 MOST = 100_000  # objects
@@ -56,7 +55,7 @@ _CLOSED = {
 # Of torch and the standard library: objects that hold state of a model, and no more.
 _OPEN_PARTS = ("torch.optim", "torch.amp", "torch.distributions")
 _OPEN_PACKAGES = {"collections", "types", "argparse", "weakref", "_weakrefset"}
-_LEFT: Any = object()  # in the place of a value that is not kept, or not there
+LEFT: Any = object()  # in the place of a value that is not kept, or not there
 _QUEUES = {"queue", "_queue", "multiprocessing.queues"}  # other threads write to them
 _FUNCTIONS = (
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType),
@@ -289,14 +288,13 @@ class KeptObjects:
         kind = type(value)
         if issubclass(kind, (type, enum.Enum)):
             return
-        generator = generator_of(value)
         if issubclass(kind, torch.Tensor):
             self.tensors[id(value)] = name, value
             if kind in _PLAIN_TENSORS or self._opens(value):
                 yield from self._of_object(name, value)
         elif issubclass(kind, nn.Module) and not self._is_narrow:
             yield from self._of_module(name, value)
-        elif generator is not None:
+        elif (generator := generator_of(value)) is not None:
             self.kept.append(_Generator(name, *generator))
             yield from ((name, each) for each in seeds_of(value))
             yield from self._of_object(name, value)  # of a subclass
@@ -333,8 +331,9 @@ class KeptObjects:
 
     def _of_module(self, name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
         prefix = f"{name}." if name else ""
-        own = dict(attributes(module))
-        self._keep(name, module, _ATTRIBUTES)
+        own = dict(
+            _pairs(self._keep(name, module, _attributes_of(layout(type(module)))))
+        )
         self._note_code(type(module))
         if isinstance(module, torch.jit.ScriptModule):  # TorchScript has its tensors
             for tensors in (module.named_parameters, module.named_buffers):
@@ -359,13 +358,14 @@ class KeptObjects:
 
     def _of_object(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         known = layout(type(value))
-        own = attributes(value) if known.has_dict or known.slots else None
-        if own is None:
+        if not (known.has_dict or known.slots):
             return
+        access = _attributes_of(known)
+        own = list(_pairs(access.read(value)))
         holds_model = any(id(each) in self._models for _, each in own)
         if holds_model and not self._is_around:
             return
-        self._keep(name, value, _ATTRIBUTES)
+        self._keep(name, value, access)
         self._note_code(type(value))
         parts = ((f"{name}.{key}", e) for key, e in own if type(e) not in ATOMS)
         yield from self._only_data(parts) if holds_model else parts
@@ -502,6 +502,11 @@ def _read_attributes(value: Any) -> list[Any]:
     return _flat(attributes(value))
 
 
+def _read_own_dict(value: Any) -> list[Any]:
+    own = object.__getattribute__(value, "__dict__")
+    return _flat(own.items()) if type(own) is dict else []
+
+
 def _fill_attributes(value: Any, flat: list[Any]) -> None:
     set_attributes(value, list(_pairs(flat)))
 
@@ -552,8 +557,8 @@ def _fill_cell(cell: Any, items: list[Any]) -> None:
 
 
 def _read_variable(variable: contextvars.ContextVar[Any]) -> list[Any]:
-    value = variable.get(_LEFT)
-    return [] if value is _LEFT else [value]
+    value = variable.get(LEFT)
+    return [] if value is LEFT else [value]
 
 
 def _fill_variable(variable: contextvars.ContextVar[Any], items: list[Any]) -> None:
@@ -604,6 +609,7 @@ def _fill_cells(value: Any, items: list[Any]) -> None:
 
 
 _ATTRIBUTES = _Access(_ATTRIBUTE, _read_attributes, _fill_attributes)
+_OWN_DICT = _Access(_ATTRIBUTE, _read_own_dict, _fill_attributes)
 _CLASS = _Access(_ATTRIBUTE, _read_class, _fill_class)
 _GLOBALS = _Access(_NAME, _read_globals, _fill_globals)
 _CELL = _Access("", _read_cell, _fill_cell)
@@ -619,6 +625,11 @@ _CONTAINERS: tuple[tuple[type, _Access], ...] = (
     ),
     (set, _Access("", _read_set, _fill_set)),
 )
+
+
+def _attributes_of(known: Layout) -> _Access:
+    """How the attributes of objects are read: most have no slots."""
+    return _OWN_DICT if known.has_dict and not known.slots else _ATTRIBUTES
 
 
 def _access_of(kind: type) -> _Access | None:
@@ -769,87 +780,3 @@ def _indexed(name: str, items: list[Any]) -> Iterator[tuple[str, Any]]:
     for place, each in enumerate(items):
         if type(each) not in ATOMS:
             yield f"{name}[{place}]", each
-
-
-# The plain attributes of one module, kept cheaply when a step begins.
-
-
-_MOST_OBJECTS = 64  # in one attribute
-_MOST_ITEMS = 1000  # of one container
-# Wrappers, whose attributes say what they are about to do.
-_WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "torch._")
-
-
-class KeptAttributes:
-    """Numbers, texts, small containers, arrays and tensors, generators, plain objects.
-
-    What is large, or belongs to autograd's graph, is neither held nor restored.
-
-    Args:
-        module: The module. It is held weakly.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = weakref.ref(module)
-        self._values: dict[str, Any] = {}
-        self._parts: list[Kept] = []
-        self._tensors: list[KeptTensor] = []
-        for key, value in vars(module).items():
-            if key not in BARE:
-                is_kept = type(value) in ATOMS or self._keep(key, value)
-                self._values[key] = value if is_kept else _LEFT
-
-    @staticmethod
-    def are_kept(module: nn.Module) -> bool:
-        """True for a module that is no wrapper of another."""
-        is_script = isinstance(module, torch.jit.ScriptModule)
-        return not is_script and not type(module).__module__.startswith(_WRAPPERS)
-
-    def _keep(self, key: str, value: Any) -> bool:
-        """Keeps what can be reached from an attribute, if that is little."""
-        objects = KeptObjects()
-        objects.add([(key, value)], _MOST_OBJECTS)
-        tensors = [tensor for _, tensor in objects.tensors.values()]
-        is_little = objects.is_whole and not objects.lost
-        if not is_little or objects.num_items > _MOST_ITEMS:
-            return False
-        if not all(map(_is_plain, tensors)):
-            return False
-        self._parts += objects.kept
-        self._tensors += [KeptTensor(tensor, is_copied=True) for tensor in tensors]
-        return True
-
-    def restore(self) -> None:
-        """Makes the attributes what they were."""
-        module = self.module()
-        if module is None:
-            return
-        own = vars(module)
-        for key in [key for key in own if key not in BARE and key not in self._values]:
-            del own[key]
-        for key, value in self._values.items():
-            if value is not _LEFT and own.get(key, _LEFT) is not value:
-                own[key] = value
-        restore_all(self._parts)
-        for tensor in self._tensors:
-            tensor.restore()
-
-    def has_changed(self) -> bool:
-        """True if the module has other attributes now. Incurs no CPU-GPU sync."""
-        module = self.module()
-        if module is None:
-            return False
-        own = {k: v for k, v in vars(module).items() if k not in BARE}
-        if own.keys() != self._values.keys():
-            return True
-        values = self._values.items()
-        if any(own[k] is not v for k, v in values if v is not _LEFT):
-            return True
-        is_written = any(tensor.is_written() for tensor in self._tensors)
-        return is_written or any(part.has_changed() for part in self._parts)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    if tensor.layout is not torch.strided or isinstance(tensor, nn.Parameter):
-        return False
-    return tensor.grad_fn is None and tensor.nbytes <= SMALL

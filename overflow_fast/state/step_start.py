@@ -26,9 +26,11 @@ from ..core.tensors import copy_tensors
 from ..torch_internals.module_internals import BUFFERS, MODULES, PARAMETERS
 from ..torch_internals.running import graph_task_id, is_recorded
 from ..torch_internals.tensor_internals import copy_all
-from .objects import KeptAttributes
-from .tensors import (
+from .objects import ATOMS, BARE, LEFT, Kept, KeptObjects, restore_all
+from .snapshot import (
     SMALL,
+    KeptTensor,
+    are_same_bits,
     is_at,
     is_same_bits,
     memory_of,
@@ -547,12 +549,9 @@ class _Weights:
         if not self._versions:  # no forward has begun
             return []
         versions = _C.versions_of(self._weights) if self._copies else []
-        silent = {
-            place
-            for place, copy in self._copies.items()
-            if versions[place] == self._versions[place]
-            and not is_same_bits(copy, self._weights[place])
-        }
+        asked = [i for i in self._copies if versions[i] == self._versions[i]]
+        are_same = are_same_bits([(self._copies[i], self._weights[i]) for i in asked])
+        silent = {i for i, is_same in zip(asked, are_same, strict=True) if not is_same}
         return sorted(self._written | silent)
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -837,3 +836,88 @@ def _reset(module: nn.Module) -> str:
         return "it was not initialized before this step"
     reset()
     return ""
+
+
+# The plain attributes of one module, kept cheaply when a step begins.
+
+
+_MOST_OBJECTS = 64  # in one attribute
+_MOST_ITEMS = 1000  # of one container
+# Wrappers, whose attributes say what they are about to do.
+_WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "torch._")
+
+
+class KeptAttributes:
+    """Numbers, texts, small containers, arrays and tensors, generators, plain objects.
+
+    What is large, or belongs to autograd's graph, is neither held nor restored.
+
+    Args:
+        module: The module. It is held weakly.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+        self._values: dict[str, Any] = {}
+        self._parts: list[Kept] = []
+        self._tensors: list[KeptTensor] = []
+        for key, value in vars(module).items():
+            if key not in BARE:
+                is_kept = type(value) in ATOMS or self._keep(key, value)
+                self._values[key] = value if is_kept else LEFT
+
+    @staticmethod
+    def are_kept(module: nn.Module) -> bool:
+        """True for a module that is no wrapper of another."""
+        is_script = isinstance(module, torch.jit.ScriptModule)
+        return not is_script and not type(module).__module__.startswith(_WRAPPERS)
+
+    def _keep(self, key: str, value: Any) -> bool:
+        """Keeps what can be reached from an attribute, if that is little."""
+        objects = KeptObjects()
+        objects.add([(key, value)], _MOST_OBJECTS)
+        tensors = [tensor for _, tensor in objects.tensors.values()]
+        is_little = objects.is_whole and not objects.lost
+        if not is_little or objects.num_items > _MOST_ITEMS:
+            return False
+        if not all(map(_is_small_value, tensors)):
+            return False
+        self._parts += objects.kept
+        self._tensors += [KeptTensor(tensor, is_copied=True) for tensor in tensors]
+        return True
+
+    def restore(self) -> None:
+        """Makes the attributes what they were."""
+        module = self.module()
+        if module is None:
+            return
+        own = vars(module)
+        for key in [key for key in own if key not in BARE and key not in self._values]:
+            del own[key]
+        for key, value in self._values.items():
+            if value is not LEFT and own.get(key, LEFT) is not value:
+                own[key] = value
+        if self._parts:
+            restore_all(self._parts)
+        for tensor in self._tensors:
+            tensor.restore()
+
+    def has_changed(self) -> bool:
+        """True if the module has other attributes now. Incurs no CPU-GPU sync."""
+        module = self.module()
+        if module is None:
+            return False
+        own = {k: v for k, v in vars(module).items() if k not in BARE}
+        if own.keys() != self._values.keys():
+            return True
+        values = self._values.items()
+        if any(own[k] is not v for k, v in values if v is not LEFT):
+            return True
+        is_written = any(tensor.is_written() for tensor in self._tensors)
+        return is_written or any(part.has_changed() for part in self._parts)
+
+
+def _is_small_value(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided or isinstance(tensor, nn.Parameter):
+        return False
+    return tensor.grad_fn is None and tensor.nbytes <= SMALL

@@ -24,8 +24,16 @@ def _is_compiled_call(frame: FrameType) -> bool:
 
 
 def is_in_compiled_call() -> bool:
-    """Returns True within a call of what was compiled, also where it runs eagerly."""
-    return "torch._dynamo" in sys.modules and any(map(_is_compiled_call, stack()))
+    """Returns True within a call of what was compiled, also where it runs eagerly.
+
+    It is asked in each operation: a loop takes less time than `stack()` does.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_compiled_call(frame):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def compiled_calls_elsewhere() -> Iterator[FrameType]:

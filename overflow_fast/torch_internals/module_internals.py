@@ -1,7 +1,12 @@
-"""Private APIs of modules and optimizers."""
+"""Private APIs of modules and optimizers, and of what wraps them.
+
+Classes of wrappers are known by name: to import them would be slow, or fail, where none
+is used.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .registry import internal, listed
+from .registry import INTERNALS, Internal, direct, internal, listed, stack
 
 # Their names in a module's `__dict__`, for loops that must be fast.
 PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
@@ -19,22 +24,18 @@ _TABLE = (
 )
 
 
-@listed("torch.nn.Module._parameters", *_TABLE)
-def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """The parameters that a module itself holds, by name; None values are in it."""
-    return module._parameters
-
-
-@listed("torch.nn.Module._buffers", *_TABLE)
-def own_buffers(module: nn.Module) -> dict[str, Any]:
-    """The buffers that a module itself holds, by name; None values are in it."""
-    return module._buffers
-
-
-@listed("torch.nn.Module._modules", *_TABLE)
-def submodules(module: nn.Module) -> dict[str, Any]:
-    """The modules that a module itself holds, by name; None values are in it."""
-    return module._modules
+# The parameters that a module itself holds, by name; None values are in it.
+own_parameters: Callable[[nn.Module], dict[str, Any]] = direct(
+    "torch.nn.Module._parameters", *_TABLE
+)
+# The buffers that a module itself holds, by name; None values are in it.
+own_buffers: Callable[[nn.Module], dict[str, Any]] = direct(
+    "torch.nn.Module._buffers", *_TABLE
+)
+# The modules that a module itself holds, by name; None values are in it.
+submodules: Callable[[nn.Module], dict[str, Any]] = direct(
+    "torch.nn.Module._modules", *_TABLE
+)
 
 
 def share_tensors(module: nn.Module, source: nn.Module) -> None:
@@ -42,15 +43,13 @@ def share_tensors(module: nn.Module, source: nn.Module) -> None:
     module._parameters, module._buffers = source._parameters, source._buffers
 
 
-@internal(
+# A module's forward hooks, in the order of their calls.
+forward_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = direct(
     "torch.nn.Module._forward_hooks",
     "the order of hooks, and whose they are",
     "Hooks of others around a module are not noticed",
     {},
 )
-def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
-    """A module's forward hooks, in the order of their calls."""
-    return module._forward_hooks
 
 
 @internal(
@@ -76,15 +75,13 @@ def share_key(module: nn.Module, handle: RemovableHandle, key: int) -> None:
 _IS_2_10 = torch.__version__ < "2.11"  # parses both: not for each module
 
 
-@internal(
+# A module's forward pre-hooks, in the order of their calls.
+forward_pre_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = direct(
     "torch.nn.Module._forward_pre_hooks",
     "the order of hooks, and whose they are",
     "Hooks of others around a module are not noticed",
     {},
 )
-def forward_pre_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
-    """A module's forward pre-hooks, in the order of their calls."""
-    return module._forward_pre_hooks
 
 
 @internal(
@@ -178,3 +175,160 @@ def replicate(module: nn.Module) -> nn.Module:
     """Makes the copy of a module that `nn.DataParallel` runs on another device."""
     replica: nn.Module = getattr(type(module), REPLICATE)(module)
     return replica
+
+
+# What wraps modules, most of it for several ranks.
+
+
+def _class(api: str, reason: str, without: str) -> str:
+    name = api.rpartition(".")[2]
+    INTERNALS[name] = Internal(api, reason, without)
+    return name
+
+
+_NAMES = "the names of modules before they were wrapped", "Names hold the wrapper's"
+# The attribute in which a class keeps the module that it wraps, by the class's name.
+WRAPPED = {
+    _class(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper",
+        *_NAMES,
+    ): "_checkpoint_wrapped_module",
+    _class("torch.nn.DataParallel", *_NAMES): "module",
+    _class("torch.nn.parallel.DistributedDataParallel", *_NAMES): "module",
+    _class("torch.distributed.fsdp.FullyShardedDataParallel", *_NAMES): (
+        "_fsdp_wrapped_module"
+    ),
+    _class("torch._dynamo.eval_frame.OptimizedModule", *_NAMES): "_orig_mod",
+}
+
+_COMPOSED = "the author's class", "Composable functions show in the names of classes"
+# What composable functions put first among a class's bases, and before its name. The
+# extension has the same table, in csrc/torch_internals/modules.h.
+COMPOSED = {
+    _class("torch.distributed._composable.replicate.DDP", *_COMPOSED): "DDP",
+    _class("torch.distributed.fsdp.FSDPModule", *_COMPOSED): "FSDP",
+    _class(
+        "torch.distributed._composable.replicate_with_fsdp.ReplicateModule", *_COMPOSED
+    ): "Replicate",
+}
+
+
+@internal(
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+    "the ranks that a module is sharded over while its parameters are gathered",
+    "Pass process_group= for modules under fully_shard()",
+    (),
+)
+def fsdp_meshes(module: Any) -> list[Any]:
+    """The device meshes of a module under `fully_shard()`."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        groups = state._fsdp_param_groups
+    else:  # torch 2.12 and older have one, or None
+        groups = [state._fsdp_param_group]
+    return [group.mesh_info.mesh for group in groups if group is not None]
+
+
+@internal(
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
+    "gradients that wait for a later micro-batch cannot be put back",
+    "Steps under fully_shard() are not replayed",
+    True,
+)
+def holds_gradients(module: Any) -> bool:
+    """True if a module under `fully_shard()` has gradients to be reduced."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        groups = state._fsdp_param_groups
+    else:
+        groups = [state._fsdp_param_group]
+    return any(
+        not group.reduce_grads
+        or any(
+            each.unsharded_accumulated_grad is not None for each in group.fsdp_params
+        )
+        for group in groups
+        if group is not None
+    )
+
+
+@listed(
+    "torch.distributed.fsdp._common_utils._FSDPState",
+    "the ranks that replicate what FSDP with hybrid sharding shards",
+    "Pass process_group= for hybrid sharding",
+)
+def inter_node_group(module: nn.Module) -> Any:
+    """The second process group of FSDP with hybrid sharding, or None."""
+    return getattr(module, "_inter_node_pg", None)
+
+
+@internal(
+    "torch.distributed._composable.replicate.replicate",
+    "the ranks that a replicated module is shared by",
+    "Pass process_group= for modules under replicate()",
+)
+def replicate_sharing(module: nn.Module) -> tuple[Any, Any] | None:
+    """The process group and the mesh of a module under composable `replicate()`.
+
+    Returns:
+        Either may be None, both where it is replicated over all ranks; None for a
+        module under no `replicate()`.
+    """
+    from torch.distributed._composable.replicate import replicate
+
+    state: Any = replicate.state(module)
+    if state is None:
+        return None
+    made = getattr(state, "_ddp", None)  # at the first forward
+    if made is not None:
+        return made.process_group, None
+    arguments = state._init_kwargs
+    return arguments.get("process_group"), arguments.get("device_mesh")
+
+
+@internal(
+    "torch.distributed.distributed_c10d._get_default_store",
+    "messages between ranks in a replay wait for no collective of a model",
+    "Steps on several ranks are not replayed",
+)
+def default_store() -> Any:
+    """The key-value store that the ranks met at."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+@listed(
+    "torch.distributed.algorithms.join.Joinable",
+    "which of several objects a `Join` has, and which it has first",
+    "The order of objects in a `Join` is not checked",
+)
+def join_config(joinable: Any) -> Any:
+    """Returns the configuration that a `Join` gave an object, or None. It stays set."""
+    return getattr(joinable, "_join_config", None)
+
+
+@internal(
+    "torch.distributed.algorithms.join.Join.__exit__",
+    "whether a rank without batches shadows the others' steps",
+    "Guards under a `Join` do not decide together",
+    False,
+)
+def is_shadowing() -> bool:
+    """True if a `Join` is calling its hooks, for a rank without a batch."""
+    from torch.distributed.algorithms.join import Join
+
+    code = Join.__exit__.__code__
+    return any(frame.f_code is code for frame in stack())
+
+
+@internal(
+    "torch.distributed.pipelining.stage",
+    "a pipeline runs its stage to learn shapes, with unset memory",
+    "Values in unset memory may be reported",
+    False,
+)
+def is_dry_run() -> bool:
+    """True if a pipeline runs its stage to learn shapes, with unset memory."""
+    stage = sys.modules.get("torch.distributed.pipelining.stage")
+    file = getattr(stage, "__file__", None)
+    codes = (frame.f_code for frame in stack()) if stage is not None else ()
+    return any(c.co_filename == file and "inference" in c.co_name for c in codes)

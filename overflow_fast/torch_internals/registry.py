@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -72,6 +73,30 @@ def internal(
         return cast(_Function, guarded)
 
     return register
+
+
+def direct(api: str, reason: str, without: str, fallback: Any = None) -> Any:
+    """Registers a private function, or an attribute's reader, that is called itself.
+
+    Returns:
+        The function, or one that reads the attribute of its argument: no code of this
+        package runs with a call. Where it is missing, what returns the fallback.
+    """
+    INTERNALS[api] = own = Internal(api, reason, without)
+    if is_there(own):
+        found = functools.reduce(_part_of, api.split(".")[1:], cast(Any, torch))
+        is_function = callable(found) and not hasattr(found, "__set__")
+        return found if is_function else operator.attrgetter(api.rpartition(".")[2])
+
+    def instead(*_: Any) -> Any:
+        note_missing(api, AttributeError("it is not there"))
+        return fallback
+
+    return instead
+
+
+def _part_of(found: Any, part: str) -> Any:
+    return getattr(found, part, None)  # None for what is set in `__init__`
 
 
 def note_missing(name: str, error: Exception) -> None:

@@ -5,7 +5,7 @@ import torch
 from compared_models import batch, tower
 
 import overflow_fast
-from overflow_fast.torch_internals.replay_internals import gradient_hooks
+from overflow_fast.torch_internals.tensor_internals import gradient_hooks
 
 
 @pytest.fixture

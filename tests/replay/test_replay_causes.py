@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from overflow_fast import explain
+from overflow_fast.replay import search
 
 INF, NAN = math.inf, math.nan
 RANGE, UNDEFINED = "range overflow", "undefined"
@@ -311,6 +312,23 @@ def test_the_sample(size):
     model = nn.Sequential(Inner(lambda x: x.log()), nn.Linear(4, 4))
     found = explain(model, x, lambda x: model(x).sum())
     assert (found.sample, found.num_samples) == (3, size)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 3])
+def test_no_part_of_a_batch_is_run_twice_to_find_the_sample(monkeypatch, bad):
+    parts, runs = [], search._fails
+
+    def noting(replayer, place, rows, source):
+        parts.append(tuple(rows))
+        return runs(replayer, place, rows, source)
+
+    monkeypatch.setattr(search, "_fails", noting)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    x = torch.ones(4, 1)
+    x[bad] = -100
+    found = explain(model, x, lambda x: model(x).sum().log())
+    assert int(found.sample) == bad and len(set(parts)) == len(parts)
 
 
 def test_several_samples_are_not_one():

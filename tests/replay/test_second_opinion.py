@@ -11,7 +11,7 @@ from torch import nn
 from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.replay import without_operation
 from overflow_fast.replay.cross_device_check import compare_devices
-from overflow_fast.replay.places import ModuleCall
+from overflow_fast.replay.op_trace import ModuleCall
 
 FAULTS = []  # of the machine: what a module holds is put back for a replay
 

@@ -24,7 +24,6 @@ from overflow_fast.torch_internals import (
 from overflow_fast.torch_internals import (
     registry,
     running,
-    wrappers,
 )
 from overflow_fast.torch_internals import (
     tensor_internals as tensors,
@@ -146,6 +145,24 @@ def test_a_missing_one_is_said_once_and_costs_one_feature(monkeypatch, caplog):
         assert [running.graph_task_id() for _ in range(2)] == [-1, -1]
     (message,) = caplog.messages
     assert "torch has changed: torch._C._current_graph_task_id" in message
+
+
+def test_what_is_called_directly_has_a_fallback(monkeypatch, caplog):
+    monkeypatch.setattr(registry, "_missing", set())
+    monkeypatch.setattr(registry, "INTERNALS", dict(registry.INTERNALS))
+    known = "which forward operation's derivative runs", "Nothing works", 7
+    gone = registry.direct("torch._C._no_such_function", *known)
+    lost = registry.direct("torch.nn.Module._no_such_table", *known)
+    with caplog.at_level(logging.WARNING):
+        assert [gone(), gone(), lost(nn.Identity())] == [7, 7, 7]
+    assert ["_no_such_function" in each for each in caplog.messages] == [True, False]
+    assert all("Nothing works" in each for each in caplog.messages)
+
+
+def test_what_is_called_directly_is_torchs_own():
+    assert running.autograd_node is torch._C._current_autograd_node
+    module = nn.Linear(1, 1)
+    assert modules.own_parameters(module) is module._parameters
 
 
 @pytest.mark.parametrize(
@@ -298,8 +315,8 @@ def test_the_wrapped_module_is_where_it_was():
     inner = nn.Linear(1, 1)
     checkpointed = checkpoint_wrapper.checkpoint_wrapper(inner)
     for made in (checkpointed, torch.compile(inner), nn.DataParallel(inner)):
-        assert getattr(made, wrappers.WRAPPED[type(made).__name__]) is inner
-    known = wrappers.WRAPPED["FullyShardedDataParallel"]
+        assert getattr(made, modules.WRAPPED[type(made).__name__]) is inner
+    known = modules.WRAPPED["FullyShardedDataParallel"]
     assert known == fsdp.FSDP_WRAPPED_MODULE
 
 

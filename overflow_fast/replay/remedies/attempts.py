@@ -19,12 +19,11 @@ from ...text import installed_name
 from ..capture import batch_size
 from ..explanation import Remedy
 from ..finding import explain_root_op
-from ..op_trace import Row
+from ..op_trace import Row, is_float
 from ..places import code_at, module_of_parameter, names_of, place_text
 from ..replayer import Patch, Replayer, StepPart
+from ..root_op import ForwardRows
 from ..sentinel import Sentinel
-from ..slice import ForwardRows, find_root_op
-from ..tensor_kinds import is_float
 from .line_edit import NotEditableError
 from .line_forms import (
     empty_row_rewrites,
@@ -263,7 +262,7 @@ def remaining_failure(
     if result.error is not None or result.table is None:
         return None
     models = trials.replayer.models
-    root_op = find_root_op(result, models)
+    root_op = result.root_op(models)
     if root_op is None:
         return None
     rows = ForwardRows(result.table)

@@ -12,16 +12,13 @@ from typing import Any
 import torch
 
 from ...text import source_name
-from ..call_growth import CallGrowth, growth_of
 from ..capture import KeptCall
 from ..explanation import Explanation, Remedy
-from ..finding import mask_of, named_row
-from ..op_trace import OpTable, Row
-from ..rank_coordinator import text_of
-from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
+from ..finding import CallGrowth, growth_of, mask_of, named_row
+from ..op_trace import OpTable, Row, kinds_of
+from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls, text_of
+from ..root_op import ForwardRows, RootOp
 from ..sentinel import Sentinel
-from ..slice import ForwardRows, RootOp
-from ..tensor_kinds import kinds_of
 from .line_edit import NotEditableError
 from .patches import Eagerly, FromLoss, LinePatch
 from .source_rewrites import Edit, SourceFile, span_in
