@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import multiprocessing
 import os
@@ -32,16 +33,15 @@ from overflow_fast import OverflowGuard
 
 ATEN = torch.ops.aten
 ROUNDS = 12
+CALLS = 60
 ROW = 256  # elements
-FORMS = ("whole", "rows")
-KINDS = ("bare", "operator", *FORMS)
+KINDS = ("bare", "operator", "rows")
 NOTES = (
     "A training step with fused AdamW, compiled by inductor for the CPU, one thread: "
     "`bare`, with what a guard of activations and their gradients puts into the "
-    "graphs (`operator`), and with `max(abs(x))` in the graph in front of the "
-    "operator, which then reads the maxima: one for each tensor that inductor's "
-    "own kernels make (`whole`), or one for each row of every tensor (`rows`: the "
-    f"innermost dimensions with at least {ROW} elements, which the loops of layer "
+    "graphs (`operator`), and with `max(abs(x))` of each row in the graph in front of "
+    "the operator, which then reads the maxima (`rows`: the innermost dimensions with "
+    f"at least {ROW} elements, whose loops are those of layer "
     "norms share). Each competitor has a process of its own, since dynamo would let "
     "one run the code of another. `adds` is the sum of the next two columns, in "
     "shares of the fastest bare step: what inductor's kernels take beyond those of "
@@ -52,8 +52,7 @@ NOTES = (
     f"steps: the median over {ROUNDS} rounds of the share added to the bare step of "
     "the round, with quartiles. The last three columns are what frames list, by who "
     "makes it. Only floating-point tensors are reduced. Each model is made from its "
-    "config, with two blocks (the convnet: four stages of one); `whole` was compiled "
-    "for GPT-2 alone."
+    "config, with one block (the convnet: four stages of one)."
 )
 COLUMNS = [
     *("model", "dtype", "scan", "bare ms", "adds", "kernels", "operators"),
@@ -90,34 +89,32 @@ class Scans(CustomGraphPass):
     def uuid(self) -> None:
         return None
 
-    def _maxima(self, graph: fx.Graph, tensor: fx.Node) -> fx.Node:
-        """Returns the node of a tensor's largest magnitudes, or itself.
-
-        They have the tensor's dtype: rounding is monotonic, so they are the maxima of
-        what is stored.
-        """
-        value = tensor.meta["val"]
-        is_plain = value.is_floating_point() and value.numel() > 0 and value.dim() > 0
-        is_fused = self.kind == "rows" or maker(tensor) == "inductor"
-        if not is_plain or not is_fused:
-            return tensor
-        dims = inner_dims(value) if self.kind == "rows" else []
-        if self.kind == "rows" and not dims:
-            return tensor
-        magnitude = graph.call_function(ATEN.abs.default, (tensor,))
-        magnitude.meta["val"] = value.abs()
-        maximum = graph.call_function(ATEN.amax.default, (magnitude, dims))
-        maximum.meta["val"] = magnitude.meta["val"].amax(dims)
-        return maximum
-
     def _change(self, graph: fx.Graph, node: fx.Node) -> None:
         *others, tensors = node.args
         for tensor in tensors:
             self.bytes_of[maker(tensor)] += tensor.meta["val"].nbytes
-        if self.kind in FORMS:
+        if self.kind == "rows":
             with graph.inserting_before(node):
-                tensors = [self._maxima(graph, tensor) for tensor in tensors]
+                tensors = [maxima_of(graph, tensor) for tensor in tensors]
         node.args = (*others, tensors)
+
+
+def maxima_of(graph: fx.Graph, tensor: fx.Node) -> fx.Node:
+    """Returns the node of a tensor's largest magnitudes, or itself.
+
+    They have the tensor's dtype: rounding is monotonic, so they are the maxima of
+    what is stored.
+    """
+    value = tensor.meta["val"]
+    is_plain = value.is_floating_point() and value.numel() > 0 and value.dim() > 0
+    dims = inner_dims(value)
+    if not is_plain or not dims:
+        return tensor
+    magnitude = graph.call_function(ATEN.abs.default, (tensor,))
+    magnitude.meta["val"] = value.abs()
+    maximum = graph.call_function(ATEN.amax.default, (magnitude, dims))
+    maximum.meta["val"] = magnitude.meta["val"].amax(dims)
+    return maximum
 
 
 def inner_dims(value: torch.Tensor) -> list[int]:
@@ -145,20 +142,20 @@ def is_item(node: fx.Node) -> bool:
 
 
 def gpt2() -> tuple[nn.Module, Batch]:
-    sizes = {"n_embd": 512, "n_layer": 2, "n_head": 8, "vocab_size": 4096}
+    sizes = {"n_embd": 512, "n_layer": 1, "n_head": 8, "vocab_size": 4096}
     model = hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, use_cache=False))
     return model, words(4096, (2, 128))
 
 
 def llama() -> tuple[nn.Module, Batch]:
-    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 4096}
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, use_cache=False))
     return model, words(4096, (2, 128))
 
 
 def vit() -> tuple[nn.Module, Batch]:
-    sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 6}
     model = hf.ViTForImageClassification(hf.ViTConfig(**sizes))
     return model, pictures(2, 224)
@@ -217,18 +214,26 @@ class Competitor:
         return time.process_time() - begin
 
     def events(self) -> list[tuple[str, float]]:
-        """Runs a step; returns inductor's kernels and our operators, with seconds."""
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            self._step()
-        events = sorted(profiler.events(), key=lambda event: event.time_range.start)
-        named = [(part_of(e.name), e.time_range.elapsed_us() / 1e6) for e in events]
-        return [(part, seconds) for part, seconds in named if part]
+        """Runs a step; returns its kernels and our operators, with seconds."""
+        return events_of(self._step)
+
+
+def events_of(function: Callable[[], object]) -> list[tuple[str, float]]:
+    """Calls a function; returns inductor's kernels and our operators, with seconds."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        function()
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    named = [(part_of(e.name), e.time_range.elapsed_us() / 1e6) for e in events]
+    return [(part, seconds) for part, seconds in named if part]
+
+
+OPERATORS = ("overflow_fast::frame", "overflow_fast::scan")
 
 
 def part_of(event: str) -> str:
     if "cpp_fused" in event:
         return "kernels"
-    return "operators" if event == "overflow_fast::frame" else ""
+    return "operators" if event in OPERATORS else ""
 
 
 def serve(pipe: Connection, name: str, dtype: torch.dtype, kind: str) -> None:
@@ -289,8 +294,6 @@ def fastest(steps: list[list[tuple[str, float]]]) -> Counter[str]:
 def measure(results: Results, name: str, dtype: torch.dtype) -> None:
     competitors: dict[str, Remote] = {}
     for kind in KINDS:
-        if kind == "whole" and name != "GPT-2":
-            continue
         progress(f"{name}, {dtype}: compiling {kind}")
         competitors[kind] = Remote(name, dtype, kind)
     rounds = 3 if QUICK else ROUNDS
@@ -335,76 +338,81 @@ def shares(
     }
 
 
-PRODUCERS: dict[str, Callable[..., torch.Tensor]] = {
-    "add": lambda x, weight: x + x.flip(0),
-    "GELU (tanh)": lambda x, weight: nn.functional.gelu(x, approximate="tanh"),
-    "layer norm": lambda x, weight: nn.functional.layer_norm(x, [512], weight, weight),
-    "softmax": lambda x, weight: torch.softmax(x, -1),
+PRODUCERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "add": lambda x: x + 1,
+    "GELU (tanh)": lambda x: nn.functional.gelu(x, approximate="tanh"),
+    "layer norm": lambda x: nn.functional.layer_norm(x, [512]),
 }
-SUFFIXES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+MAXIMA: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
+    "alone": lambda _: None,
     "whole adds": lambda y: y.abs().amax(),
     "rows add": lambda y: y.abs().amax(-1),
-    "bits of rows add": lambda y: (bits_of(y) & MOST[y.dtype]).amax(-1),
+    "bits of rows add": lambda y: (y.view(BITS[y.dtype]) & MOST[y.dtype]).amax(-1),
 }
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 MOST = {dtype: torch.iinfo(bits).max for dtype, bits in BITS.items()}
 OF_KERNELS = (
-    "Microseconds of one thread: a compiled operation with an output of 256 x 512, "
-    "what a maximum of magnitudes in the same graph adds to it (of the whole tensor, "
-    "of each row, of each row's bits as integers), and the guard's scan of that "
-    "output by a call of its own, with minimum, infs and nans. All of it is in cache. "
-    "The fastest of many runs, in changing orders."
+    "Microseconds of one thread: inductor's kernels for an operation with an output "
+    "of 256 x 512, what a maximum of magnitudes in the same graph adds to them (of "
+    "the whole tensor, of each row, of each row's bits as integers), and the guard's "
+    "scan of that output by an operator of its own, which finds minimum, infs and "
+    "nans, too. All of it is in cache. Of each kernel the fastest of many calls."
 )
 
 
-def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(BITS[tensor.dtype])
-
-
 def measure_kernels() -> None:
-    columns = ["operation", "dtype", "alone", *SUFFIXES, "scan"]
+    columns = ["operation", "dtype", *MAXIMA, "scan"]
     results = Results("fused-scan-kernels", "A maximum fused", OF_KERNELS, columns)
     for name, produce in PRODUCERS.items():
         for dtype in BITS:
             progress(f"{name}, {dtype}")
-            with torch.no_grad():
-                results.add({"operation": name} | kernel_row(produce, dtype))
+            row = {"operation": name, "dtype": str(dtype)[6:]}
+            results.add(row | kernel_row(produce, torch.randn(256, 512).to(dtype)))
     results.finish()
 
 
-def kernel_row(produce: Callable[..., torch.Tensor], dtype: torch.dtype) -> Any:
+def kernel_row(
+    produce: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+) -> dict[str, str]:
     torch._dynamo.reset()  # else the rows share their code, and its limit
-    x, weight = torch.randn(256, 512).to(dtype), torch.randn(512).to(dtype)
-    alone = torch.compile(lambda: produce(x, weight))
-    output, slots = alone(), torch.tensor([[-1, 0, 0, 0]])
-    runs: dict[str, Callable[[], object]] = {"alone": alone}
-    runs["scan"] = lambda: torch.ops.overflow_fast.scan(slots, 0, [output])
-    for name, suffix in SUFFIXES.items():
-        runs[name] = torch.compile(with_suffix(alone, suffix))
-    fastest = {k: min(seconds) * 1e6 for k, seconds in race(runs, 24).items()}
-    added = {k: fastest[k] - fastest["alone"] for k in SUFFIXES}
-    figures = {k: f"{us:.1f}" for k, us in (fastest | added).items()}
-    return {"dtype": str(dtype)[6:]} | figures
+    slots, output = torch.tensor([[-1, 0, 0, 0]]), produce(x)
+    seconds = {}
+    for name, maximum in MAXIMA.items():
+        compiled = torch.compile(with_maximum(produce, maximum))
+        seconds[name] = fastest_parts(functools.partial(compiled, x))["kernels"]
+        if name != "alone":
+            seconds[name] -= seconds["alone"]
+    scan = functools.partial(torch.ops.overflow_fast.scan, slots, 0, [output])
+    seconds["scan"] = fastest_parts(scan)["operators"]
+    return {name: f"{1e6 * each:.1f}" for name, each in seconds.items()}
 
 
-def with_suffix(
-    alone: Callable[[], torch.Tensor], suffix: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[[], object]:
-    def run() -> object:
-        output = alone()
-        return output, suffix(output)
+def with_maximum(
+    produce: Callable[[torch.Tensor], torch.Tensor],
+    maximum: Callable[[torch.Tensor], torch.Tensor | None],
+) -> Callable[[torch.Tensor], object]:
+    def run(x: torch.Tensor) -> object:
+        output = produce(x)
+        return output, maximum(output)
 
     return run
 
 
+def fastest_parts(function: Callable[[], object]) -> Counter[str]:
+    """Sums the fastest run of each kernel and operator in many calls of a function."""
+    function()
+    return fastest([events_of(function) for _ in range(CALLS)])
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    config.cpp.enable_kernel_profile = True
     results = Results("fused-scan", "The scan in compiled code", NOTES, COLUMNS)
     wanted = [argument for argument in sys.argv[1:] if argument in MODELS]
     if not wanted or "kernels" in sys.argv:
         measure_kernels()
-    for name in wanted or MODELS:
-        for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16):
+        for name in wanted or MODELS:
             measure(results, name, dtype)
     results.finish()
 
