@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -35,14 +35,15 @@ ATEN = torch.ops.aten
 ROUNDS = 12
 CALLS = 60
 ROW = 256  # elements
-KINDS = ("bare", "operator", "rows")
+KINDS = ("bare", "operator", "fused")
 NOTES = (
     "A training step with fused AdamW, compiled by inductor for the CPU, one thread: "
     "`bare`, with what a guard of activations and their gradients puts into the "
-    "graphs (`operator`), and with `max(abs(x))` of each row in the graph in front of "
-    "the operator, which then reads the maxima (`rows`: the innermost dimensions with "
-    f"at least {ROW} elements, whose loops are those of layer "
-    "norms share). Each competitor has a process of its own, since dynamo would let "
+    "graphs (`operator`), and with `max(abs(x))` in the graph in front of the "
+    "operator, which then reads that: of each tensor that inductor makes in flat "
+    "loops (`fused`: no reduction stands in the pointwise operations that it can be "
+    "fused with), or of each row of every tensor (`rows`, tried for GPT-2 in "
+    f"float32: the innermost dimensions with at least {ROW} elements). Each competitor has a process of its own, since dynamo would let "
     "one run the code of another. `adds` is the sum of the next two columns, in "
     "shares of the fastest bare step: what inductor's kernels take beyond those of "
     "the bare step, and what the operators take; of each kernel and each call the "
@@ -61,6 +62,10 @@ COLUMNS = [
 ]
 # Kernels of libraries, to which nothing can be fused, beside inductor's own fallbacks.
 LIBRARY = {ATEN.mm, ATEN.addmm, ATEN.bmm, ATEN.baddbmm, ATEN.convolution}
+REDUCTIONS = {
+    *(ATEN.sum, ATEN.mean, ATEN.var_mean, ATEN.var, ATEN.amax, ATEN.amin, ATEN.prod),
+    *(ATEN.any, ATEN.argmax, ATEN.cumsum, ATEN.max, ATEN.min),
+}
 VIEWS = {
     *(ATEN.view, ATEN._unsafe_view, ATEN.reshape, ATEN.permute, ATEN.transpose),
     *(ATEN.squeeze, ATEN.unsqueeze, ATEN.expand, ATEN.alias, ATEN.t),
@@ -93,28 +98,52 @@ class Scans(CustomGraphPass):
         *others, tensors = node.args
         for tensor in tensors:
             self.bytes_of[maker(tensor)] += tensor.meta["val"].nbytes
-        if self.kind == "rows":
+        if self.kind in ("fused", "rows"):
             with graph.inserting_before(node):
-                tensors = [maxima_of(graph, tensor) for tensor in tensors]
+                tensors = [maximum_of(graph, each, self.kind) for each in tensors]
         node.args = (*others, tensors)
 
 
-def maxima_of(graph: fx.Graph, tensor: fx.Node) -> fx.Node:
-    """Returns the node of a tensor's largest magnitudes, or itself.
+def maximum_of(graph: fx.Graph, tensor: fx.Node, kind: str) -> fx.Node:
+    """Returns the node of a tensor's largest magnitudes, or itself if not to be fused.
 
     They have the tensor's dtype: rounding is monotonic, so they are the maxima of
     what is stored.
     """
     value = tensor.meta["val"]
-    is_plain = value.is_floating_point() and value.numel() > 0 and value.dim() > 0
-    dims = inner_dims(value)
-    if not is_plain or not dims:
+    if not value.is_floating_point() or value.numel() == 0 or value.dim() == 0:
+        return tensor
+    dims = inner_dims(value) if kind == "rows" else []
+    if not (dims if kind == "rows" else is_flat(tensor)):
         return tensor
     magnitude = graph.call_function(ATEN.abs.default, (tensor,))
     magnitude.meta["val"] = value.abs()
     maximum = graph.call_function(ATEN.amax.default, (magnitude, dims))
     maximum.meta["val"] = magnitude.meta["val"].amax(dims)
     return maximum
+
+
+def is_flat(tensor: fx.Node) -> bool:
+    """True if inductor makes a tensor in loops that reduce nothing else."""
+    return maker(tensor) == "inductor" and not any(
+        getattr(node.target, "overloadpacket", None) in REDUCTIONS
+        for nodes_of in (lambda node: node.all_input_nodes, lambda node: node.users)
+        for node in fusible(tensor, nodes_of)
+    )
+
+
+def fusible(
+    node: fx.Node, nodes_of: Callable[[fx.Node], Iterable[fx.Node]]
+) -> set[fx.Node]:
+    """The nodes on one side of a node as far as inductor's own kernels go."""
+    found, rest = {node}, [node]
+    while rest:
+        for each in nodes_of(rest.pop()):
+            is_ours = torch.ops.overflow_fast.frame.default in each.args
+            if each not in found and not is_ours and maker(each) == "inductor":
+                found.add(each)
+                rest.append(each)
+    return found
 
 
 def inner_dims(value: torch.Tensor) -> list[int]:
@@ -291,9 +320,14 @@ def fastest(steps: list[list[tuple[str, float]]]) -> Counter[str]:
     return total
 
 
+def kinds_of(name: str, dtype: torch.dtype) -> tuple[str, ...]:
+    is_first = name == "GPT-2" and dtype is torch.float32
+    return (*KINDS, "rows") if is_first else KINDS
+
+
 def measure(results: Results, name: str, dtype: torch.dtype) -> None:
     competitors: dict[str, Remote] = {}
-    for kind in KINDS:
+    for kind in kinds_of(name, dtype):
         progress(f"{name}, {dtype}: compiling {kind}")
         competitors[kind] = Remote(name, dtype, kind)
     rounds = 3 if QUICK else ROUNDS
