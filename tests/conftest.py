@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib
 import os
 import re
 import sys
@@ -31,8 +32,8 @@ def pytest_configure(config):
     define is looked at as ever.
     """
     if hasattr(config, "workerinput"):
-        import transformers.modeling_utils  # noqa: F401
-
+        for name in ("torch._inductor.compile_fx", "transformers.modeling_utils"):
+            importlib.import_module(name)
         gc.collect()
         gc.freeze()
 
