@@ -18,7 +18,6 @@ import torch
 from ..core.collection import without_collection
 from ..text import counted, with_progress
 from .comparison import Comparison, RootDifference, has_other_shape, steps_text
-from .error_bounds import judge_all
 from .judged_rows import (
     EQUAL,
     FLAGGED,
@@ -27,6 +26,7 @@ from .judged_rows import (
     ROUNDING,
     TensorDifference,
     differences_of,
+    judge_all,
 )
 from .matching import (
     Matched,

@@ -37,7 +37,6 @@ from .compare_runs import (
     ties_of,
 )
 from .comparison import Comparison, RootDifference
-from .error_bounds import judge_all
 from .judged_rows import (
     FLAGGED,
     INTRODUCED,
@@ -47,6 +46,7 @@ from .judged_rows import (
     differences_of,
     epsilon,
     error_of_layer,
+    judge_all,
 )
 from .matching import Matched, Pair, StepTensor, mapped_name, match
 from .measures import Measures, estimated, measured

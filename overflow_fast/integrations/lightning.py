@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from ..guard.guard import OverflowGuard
 from ..torch_internals.module_internals import share_tensors, submodules
-from .kept_step import KeptStep
-from .trainer_support import GuardOwner, StandIn, check_before_saving
+from .trainer_support import GuardOwner, KeptStep, StandIn, check_before_saving
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -7,8 +7,7 @@ from typing import Any
 
 from ..report.report import NonFiniteError, Report
 from ..torch_internals.registry import stack
-from .kept_step import KeptStep
-from .trainer_support import GuardOwner
+from .trainer_support import GuardOwner, KeptStep
 
 try:
     from transformers import TrainerCallback
