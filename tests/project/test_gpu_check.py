@@ -268,7 +268,7 @@ def test_the_check_runs_on_the_cpu(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stdout
-    assert "PASS: " in done.stdout and "ns a module" in done.stdout
+    assert "ns a module" in done.stdout
     result = json.loads((tmp_path / "cpu.json").read_text())
     assert result["facts"]["commit"] and result["facts"]["sources"]
     stages = result["stages"]
