@@ -71,6 +71,26 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def some(names: Iterable[str], most: int) -> str:
+    """Lists the first of several names: `a, b and 3 more`."""
+    listed = list(names)
+    more = f" and {len(listed) - most} more" * (len(listed) > most)
+    return f"{', '.join(listed[:most])}{more}"
+
+
+def either(words: Iterable[str], most: int | None = None) -> str:
+    """Lists alternatives: `a, b or c`, or `a, b or one of 3 more`."""
+    listed = list(words)
+    if most is not None and len(listed) > most:
+        return f"{', '.join(listed[:most])} or one of {len(listed) - most} more"
+    return " or ".join([", ".join(listed[:-1]), listed[-1]][len(listed) < 2 :])
+
+
+def capitalized(sentence: str) -> str:
+    """Writes the first letter of a sentence large, and leaves the others."""
+    return f"{sentence[0].upper()}{sentence[1:]}"
+
+
 def nearest(word: str, names: Iterable[str]) -> str:
     """Writes which name was probably meant: `: did you mean skip?`; "" for none."""
     found = difflib.get_close_matches(word, list(names), n=1)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ..text import nearest, printable
+from ..text import either, nearest, printable
 from .machine_commands import add_demo, add_doctor, add_env
 from .reading_commands import (
     add_compare,
@@ -106,21 +106,16 @@ class _Parser(argparse.ArgumentParser):
         if found := _CHOICE.match(message):
             names = [each.strip(" '") for each in found[3].split(",")]
             wrong = f"{found[2]!r}{nearest(found[2], names)}"
-            return f"{found[1]} must be {_either(names)}, got {wrong}"
+            return f"{found[1]} must be {either(names)}, got {wrong}"
         if found := _NOT_READ.match(message):
             kind = "a whole number" if found[2] == "int" else "a number"
             return f"{found[1]} must be {kind}, got {found[3]}"
         if message.endswith("required: command"):
-            return f"a command is missing: {_either(self.commands)}"
+            return f"a command is missing: {either(self.commands)}"
         if message.startswith(_MISSING):
             names = message.removeprefix(_MISSING).split(", ")
             return f"{names[0]} is missing"
         return message
-
-
-def _either(names: Sequence[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 class _Version(argparse.Action):

@@ -21,7 +21,7 @@ from ..guard.config import GuardConfig
 from ..guard.monitors.monitor import Monitor
 from ..guard.monitors.running import DEFAULT_MONITORS, MONITORS
 from ..guard.options import Option, options_of, snake_case, written_name
-from ..text import nearest
+from ..text import either, nearest
 from .subcommand import Commands, add_command, fail, reason
 
 if TYPE_CHECKING:
@@ -328,10 +328,8 @@ def _form(typed: _Typed) -> dict[str, Any]:
 def _word_of(words: tuple[str, ...]) -> Callable[[str], str | None]:
     def read(text: str) -> str | None:
         if text not in words:
-            *others, last = words
-            choices = f"{', '.join(others)} or {last}"
             wrong = f"{text!r}{nearest(text, words)}"
-            raise argparse.ArgumentTypeError(f"must be {choices}, got {wrong}")
+            raise argparse.ArgumentTypeError(f"must be {either(words)}, got {wrong}")
         return None if text == _NONE else text
 
     return read

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from ..files.reading import is_regular
-from ..text import printable
+from ..text import capitalized, printable
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -36,7 +36,7 @@ def add_command(
     parser = commands.add_parser(
         name,
         help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
+        description=f"{capitalized(summary)}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     prog = parser.prog.removesuffix(name)

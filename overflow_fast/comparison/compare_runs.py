@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..core.collection import without_collection
-from ..text import counted, with_progress
+from ..text import capitalized, counted, either, some, with_progress
 from .comparison import Comparison, RootDifference, has_other_shape, steps_text
 from .judged_rows import (
     EQUAL,
@@ -135,7 +135,7 @@ def as_sentences(remarks: Sequence[Remark]) -> list[str]:
     for step, text in remarks:
         steps.setdefault(text, []).append(step)
     named = ((steps_text(found), text) for text, found in steps.items())
-    return [f"{name[0].upper()}{name[1:]}: {text}." for name, text in named]
+    return [f"{capitalized(name)}: {text}." for name, text in named]
 
 
 def left_out_remarks(
@@ -357,10 +357,8 @@ def _missing(entries: Sequence[StepTensor]) -> str:
     return f"not compared: {counts} of {_some(modules)}{on},"
 
 
-def _some(names: Any) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - _MAX_NAMES} more" if len(listed) > _MAX_NAMES else ""
-    return ", ".join(listed[:_MAX_NAMES]) + more
+def _some(names: Iterable[str]) -> str:
+    return some(names, _MAX_NAMES)
 
 
 def _unequal(mine: dict[str, str], its: dict[str, str]) -> list[str]:
@@ -611,7 +609,7 @@ def _in_backward(
         return RootDifference(users[0].module, users[0].class_name, "backward", row)
     module = _common_parent([*names, *others]) if names else place.caller
     kind = kinds.get(module, "")
-    code = " or ".join(name or "the model" for name in others)
+    code = either(name or "the model" for name in others) if others else ""
     code = f", or code of {code} itself" * bool(code)
     remark = f"One of {', '.join(names)}{code}." if names else ""
     return RootDifference(module, kind, "backward", row, remark=remark)
@@ -810,7 +808,7 @@ def _describe_update(
         is_exact: Whether the gradients before were equal bit for bit.
     """
     found = [f"{name}: {'; '.join(of)}." for name, of in (optimizers or {}).items()]
-    text = " ".join(each[0].upper() + each[1:] for each in found)
+    text = " ".join(map(capitalized, found))
     if found and not _is_same_update(optimizers):
         return text
     first = "The optimizer, its state, its settings, or"

@@ -16,7 +16,7 @@ from typing import Any
 from ..files.json_text import SCHEMA, dumps, parse_object, to_plain
 from ..files.reading import open_regular, read_bytes
 from ..page.render import GENERATOR, html_templates, page_style, save_page
-from ..text import as_lines, counted, printable, rounded
+from ..text import as_lines, capitalized, counted, printable, rounded, some
 from .judged_rows import (
     EQUAL,
     INTRODUCED,
@@ -166,17 +166,15 @@ def steps_text(steps: Sequence[int]) -> str:
         return f"steps {steps[0]} and {steps[1]}"
     if steps[-1] - steps[0] == len(steps) - 1:
         return f"steps {steps[0]} to {steps[-1]}"
-    more = f" and {len(steps) - _MAX_STEPS} more" * (len(steps) > _MAX_STEPS)
-    return f"steps {', '.join(map(str, steps[:_MAX_STEPS]))}{more}"
+    return f"steps {some(map(str, steps), _MAX_STEPS)}"
 
 
 def _caveat(unknown: Sequence[str]) -> str:
     if not unknown:
         return ""
-    more = f" and {len(unknown) - _MAX_PLACES} more" * (len(unknown) > _MAX_PLACES)
     return (
         f" The difference may come from what could not be compared: "
-        f"{', '.join(unknown[:_MAX_PLACES])}{more}."
+        f"{some(unknown, _MAX_PLACES)}."
     )
 
 
@@ -572,7 +570,7 @@ class Comparison:
         if self.first is None:
             return f"The largest differences, of {steps}:"
         found = f"{steps}, {self.first.kind} first:"
-        return f"{found[0].upper()}{found[1:]}"
+        return capitalized(found)
 
     def verdict(self) -> str:
         """The verdict in a sentence."""
@@ -597,7 +595,7 @@ class Comparison:
             found = f"{but}no layer{of_rest} differs more than rounding explains."
         else:
             found = f"{but}all that was compared is equal."
-        return f"{found[0].upper()}{found[1:]} {text}"
+        return f"{capitalized(found)} {text}"
 
     def _rows_to_print(self) -> list[TensorDifference]:
         """The rows from the first difference on; else the largest ones."""

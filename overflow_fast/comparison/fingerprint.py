@@ -34,19 +34,18 @@ _PERIODS = 16  # a pass: 1 MiB of float32, which stays in a core's cache
 _CHUNK = _PERIOD * _PERIODS
 
 
-def fingerprint(values: torch.Tensor, start: int = 0) -> torch.Tensor:
+def fingerprint(values: torch.Tensor) -> torch.Tensor:
     """Computes the fingerprint of finite real values. Does not incur a CPU-GPU sync.
 
     Args:
         values: A contiguous tensor of any dtype that converts to float32.
-        start: The flat index in the whole tensor of its first element.
 
     Returns:
         251 sums on the tensor's device, float32 (float64 of float64 and integers).
     """
     with without_modes():
         sums = SignedSums(values.device, wide_dtype(values))
-        for part, index in chunks(values, start):
+        for part, index in chunks(values):
             sums.add(part, index)
         return sums.total()
 

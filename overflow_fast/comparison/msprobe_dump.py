@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..files.reading import FileError, open_regular, read_bytes
+from ..files.reading import FileError, open_regular, read_bytes, why_unreadable
 from .recordings import RankStep, RecordedRun, RecordedTensor, RecordingError, Source
 from .tensor_hooks import (
     BACKWARD,
@@ -25,7 +25,7 @@ from .tensor_hooks import (
 )
 
 if TYPE_CHECKING:
-    from .msprobe_schema import DumpedTensor
+    from .recording_schema import DumpedTensor
 
 _CALL = re.compile(r"Module\.(.*)\.(\w+)\.(forward|backward)\.(\d{1,9})")
 _GRADIENTS = re.compile(r"Module\.(.*)\.parameters_grad(?:\.\d+)?")
@@ -50,8 +50,7 @@ class TensorFile(Source):
         try:
             values = values_of(_read_tensor(self.path))
         except (OSError, FileError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
-            self.row.why = f"{self.path} cannot be read: {why}"
+            self.row.why = f"{self.path} cannot be read: {why_unreadable(error)}"
             return None
         return None if isinstance(values, str) else values
 
@@ -111,8 +110,7 @@ def read_dumps(folder: Path, files: list[Path]) -> RecordedRun:
         try:
             sources = _sources(file, rank)
         except (OSError, FileError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
-            run.damaged.append(f"{file} cannot be read: {why}.")
+            run.damaged.append(f"{file} cannot be read: {why_unreadable(error)}.")
             continue
         if sources:
             run.steps.setdefault(step, []).append(RankStep(rank, {}, sources))
@@ -142,7 +140,7 @@ def _sources(file: Path, rank: int) -> list[Source]:
         FileError: If it is none.
     """
     from ..files.schema import decode
-    from .msprobe_schema import Dump
+    from .recording_schema import Dump
 
     dump = decode(read_bytes(file, _MAX_DUMP), Dump)
     folder = file.parent / "dump_tensor_data"
@@ -234,7 +232,7 @@ def _leaves(
     value: Any, path: str, depth: int = 0
 ) -> Iterator[tuple[str, DumpedTensor]]:
     from ..files.schema import convert
-    from .msprobe_schema import DumpedTensor
+    from .recording_schema import DumpedTensor
 
     if depth > _MAX_DEPTH:
         raise FileError("it is nested too deeply")

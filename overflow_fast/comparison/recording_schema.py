@@ -1,9 +1,9 @@
-"""The schema of a recording's lines: docs/formats.md."""
+"""The schemas of a recording's lines, docs/formats.md, and of msprobe's dump.json."""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import Annotated, Any
 
 from ..files.schema import (
     UNSET,
@@ -109,3 +109,25 @@ class RecordedStepLine(Struct, tag_field="kind", tag="step"):
 
 
 LINES = Lines(HeadLine, RowLine, RecordedStepLine)
+
+
+# Of msprobe, as far as it is read.
+
+
+class Dump(Struct):
+    """`dump.json`: calls by their names; their arguments may nest in any way."""
+
+    data: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+class DumpedTensor(Struct):
+    """A tensor, as a call's description has it."""
+
+    dtype: str
+    shape: _Shape
+    data_name: str | None = None
+
+    def __post_init__(self) -> None:
+        """Checks that a tensor may have this shape."""
+        if math.prod(self.shape) > _MOST:
+            raise ValueError(f"no tensor has the shape {self.shape}")

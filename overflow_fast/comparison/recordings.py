@@ -33,7 +33,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..core.modules import named_modules
 from ..core.tensors import devices_of
 from ..files.json_text import dumps
-from ..files.reading import FileError, lines_of, open_regular, open_tensors
+from ..files.reading import (
+    FileError,
+    lines_of,
+    open_regular,
+    open_tensors,
+    why_unreadable,
+)
 from ..files.writing import make_folder, open_appending, write_all, write_new
 from ..state.random import RandomStates
 from ..text import counted, with_progress
@@ -169,8 +175,7 @@ class Source:
         try:
             tensor = self._read(path)
         except (OSError, FileError, ImportError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
-            self.unread.setdefault(str(path), str(why))
+            self.unread.setdefault(str(path), why_unreadable(error))
             return None
         if tensor.shape != self.row.local or str(tensor.dtype)[6:] != self.row.dtype:
             self.unread.setdefault(str(path), "its tensors are not those of the rows")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..core.tensors import digest_of
+from ..files.reading import why_unreadable
 from ..guard.guard import OverflowGuard
 from .links import culprits, odd_ones
 from .roll_call import facts_of, slow_network
@@ -656,8 +657,7 @@ def _noted(found: StorageResult, what: str):  # type: ignore[no-untyped-def]
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:
-        told = error.strerror if isinstance(error, OSError) else None
-        found.errors.append(f"{what}: {told or error}".splitlines()[0])
+        found.errors.append(f"{what}: {why_unreadable(error)}".splitlines()[0])
 
 
 def _fill(device: torch.device) -> None:

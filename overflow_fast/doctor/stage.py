@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..text import some
+
 NOTE, WARNING, BROKEN = 0, 1, 2  # severities are exit statuses
 STATES = {NOTE: "fine", WARNING: "warning", BROKEN: "broken"}
 UNJUDGED = "not all judged"  # of a stage with notes alone
@@ -153,9 +155,8 @@ class StageResult:
 
 def named(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
     """Names ranks with their hosts: "rank 3 (node1)"; of many the first eight."""
-    shown = [f"{r} ({hosts[r]})" if r in hosts else str(r) for r in ranks[:8]]
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}{more}"
+    shown = (f"{r} ({hosts[r]})" if r in hosts else str(r) for r in ranks)
+    return f"rank{'s' if len(ranks) > 1 else ''} {some(shown, 8)}"
 
 
 def capital(text: str) -> str:

@@ -28,6 +28,11 @@ class FileError(ValueError):
     """A file that does not hold what it should; says why."""
 
 
+def why_unreadable(error: Exception) -> str:
+    """Writes why a file cannot be read; of the system's errors without the name."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Opens a regular file, and never waits for a writer.
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ..core.selection import Wanted
 from ..replay.explain import BUDGET
-from ..text import nearest
+from ..text import either, nearest
 from ..verdict.rules import Rules
 from .policy import ACTIONS
 
@@ -63,8 +63,7 @@ def whole(least: int) -> Kind:
 
 def one_of(*choices: str) -> Kind:
     """A few words."""
-    *others, last = map(repr, choices)
-    listed = f"{', '.join(others)} or {last}"
+    listed = either(map(repr, choices))
 
     def check(name: str, value: Any) -> None:
         if value not in choices:

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from ..capture.step_tensors import ScanLevel, StepTensors
 from ..capture.watch import ModelWatch
 from ..core.selection import Selection, Wanted
-from ..report.report import NonFiniteError, Report, some
+from ..report.report import NonFiniteError, Report
+from ..text import some
 from ..verdict.attribution import attribute
 from ..verdict.rules import Allow, Rules
 from ..verdict.verdict import BadFrame, collect, kind_of
@@ -105,10 +106,9 @@ def _warn_of_gaps(watches: Sequence[ModelWatch]) -> None:
 
 
 def _names(frames: Sequence[BadFrame]) -> str:
-    return some(
-        [
-            f"{kind_of(entry.role).replace('_', ' ')} {entry.label.name}"
-            for bad in frames
-            for entry in bad.bad_entries
-        ]
+    names = (
+        f"{kind_of(entry.role).replace('_', ' ')} {entry.label.name}"
+        for bad in frames
+        for entry in bad.bad_entries
     )
+    return some(names, 8)

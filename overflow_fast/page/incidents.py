@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..files.json_text import SCHEMA, to_plain
-from ..files.reading import FileError, open_tensors, read_bytes
+from ..files.reading import FileError, open_tensors, read_bytes, why_unreadable
 from ..report.report import Report
 from ..text import is_cell, short_name
 from .grid import NONFINITE, NOT_SEEN, Grid, Sheet, name_of
@@ -233,7 +233,7 @@ def _decoded(path: Path, kind: type[Any]) -> dict[str, Any] | None:
     except EvidenceError:
         raise
     except (OSError, FileError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+        why = why_unreadable(error)
         raise EvidenceError(f"{path} cannot be read: {why}.") from error
 
 

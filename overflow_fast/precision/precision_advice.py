@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..text import as_lines, printable
+from ..text import as_lines, either, printable, some
 from .layers import DTYPES, FLOAT8, Layer, expected_error
 
 _MOST_ROWS = 8
@@ -208,14 +208,12 @@ def _layer_text(row: LayerAdvice) -> str:
     name = row.name or "(the model)"
     reason = next((f": {why}" for n, why in row.reasons.items() if n != "float8"), "")
     half = [name for name in ("float16", "bfloat16") if name in row.reasons]
-    where = f" not {' or '.join(half)}" if half else ""
+    where = f" not {either(half)}" if half else ""
     return printable(f"{name} ({row.class_name}){where}{reason}")
 
 
 def _few(names: list[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    text = ", ".join(name or "the model itself" for name in names[:_MOST_NAMES])
-    return f"{text} and {more} more" if more > 0 else text
+    return some((name or "the model itself" for name in names), _MOST_NAMES)
 
 
 # The judgement of each layer, by thresholds.

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..files.json_text import SCHEMA, dumps, to_plain
 from ..replay.explanation import Explanation
-from ..text import as_lines, nonfinite_text, text_html
+from ..text import as_lines, capitalized, nonfinite_text, some, text_html
 from ..verdict.remedy import Float32Region
 from ..verdict.verdict import (
     BadEntry,
@@ -138,17 +138,10 @@ def gradient_sentences(verdict: Verdict) -> list[str]:
     dirty, clean = verdict.dirty_gradients, verdict.clean_gradients
     if not dirty:
         return []
-    sentences = [f"Non-finite gradients: {some(dirty)}."]
+    sentences = [f"Non-finite gradients: {some(dirty, _NEAREST)}."]
     if clean:
-        sentences.append(f"The nearest finite ones: {some(clean)}.")
+        sentences.append(f"The nearest finite ones: {some(clean, _NEAREST)}.")
     return sentences
-
-
-def some(names: list[str]) -> str:
-    """Lists the first of several names, and how many more there are."""
-    shown = ", ".join(names[:_NEAREST])
-    more = len(names) - _NEAREST
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 # The exit status that tells a launcher what to do about an incident.
@@ -234,7 +227,7 @@ def _sentence(first: BadEntry, verdict: Verdict) -> str:
         return f"It was non-finite when the model received it: it came from {maker}."
     if verdict.source == "weight" and len(verdict.candidates) > 1:
         if not first.class_name:  # it is the weight itself
-            return f"{maker[0].upper()}{maker[1:]}."
+            return f"{capitalized(maker)}."
         return f"It was already non-finite when {place_of(first)} read it: {maker}."
     if verdict.origin == "given":
         return f"It was non-finite before the step: it came from {maker}."
@@ -265,9 +258,7 @@ def _code_of(name: str, verdict: Verdict) -> str:
     after = f", after {verdict.after}," if verdict.after else ""
     if not verdict.unwatched:
         return f"code in {_module(name)} itself{after}"
-    names = ", ".join(verdict.unwatched[:_FEW])
-    more = len(verdict.unwatched) - _FEW
-    names += f" and {more} more" if more > 0 else ""
+    names = some(verdict.unwatched, _FEW)
     return f"code in {_module(name)}{after} (not watched within it: {names})"
 
 

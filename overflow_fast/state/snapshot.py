@@ -22,6 +22,7 @@ from ..core.modules import (
 )
 from ..core.nested_optimizers import is_optimizer
 from ..core.tensors import devices_of, has_memory, is_whole
+from ..text import some
 from ..torch_internals.tensor_internals import (
     gradient_hooks,
     local_tensor,
@@ -316,10 +317,9 @@ class Snapshot:
     @property
     def lost_text(self) -> str:
         """A sentence that names what cannot be restored."""
-        names = ", ".join(f"`{name}`" for name in self.lost[:_FEW])
-        more = f" and {len(self.lost) - _FEW} more" * (len(self.lost) > _FEW)
+        names = some((f"`{name}`" for name in self.lost), _FEW)
         return (
-            f"What a replay takes from {names}{more} is not put back: an iterator, "
+            f"What a replay takes from {names} is not put back: an iterator, "
             "file, socket, queue or cached function has no copy."
         )
 

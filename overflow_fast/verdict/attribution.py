@@ -27,6 +27,7 @@ from ..capture.watch import ModelWatch
 from ..core.modules import is_layer_of_torch, own_parameters_of
 from ..core.ops import scan
 from ..flags import is_label
+from ..text import either
 from ..torch_internals.module_internals import (
     forward_hooks,
     forward_pre_hooks,
@@ -225,12 +226,9 @@ def _origin_of_buffer(first: BadFrame, entry: _C.Entry) -> Origin:
     return Origin("unclear", "buffer", maker, [owner])
 
 
-def joined(words: Iterable[str], most: int = 6) -> str:
-    """Joins alternatives as text, cut after a number of them."""
-    listed = list(words)
-    if len(listed) > most:
-        return f"{', '.join(listed[:most])} or one of {len(listed) - most} more"
-    return " or ".join([", ".join(listed[:-1]), listed[-1]][len(listed) < 2 :])
+def _makers(words: Iterable[str]) -> str:
+    """Lists who may have made a value, cut after a number of them."""
+    return either(words, 6)
 
 
 # Modules whose inputs or outputs may be changed by code that is not theirs.
@@ -382,7 +380,7 @@ class _Users:
         names += [*loss_origin(first, "").candidates, here]
         between = f"between {near} and {here}: " if near else ""
         names = list(dict.fromkeys(names))
-        return Origin("unclear", "unclear", f"{between}{joined(words)}", names, near)
+        return Origin("unclear", "unclear", f"{between}{_makers(words)}", names, near)
 
     def _near(self) -> str:
         """Returns the module of the last finite gradient, if it bounds the search."""
@@ -419,7 +417,7 @@ def _any_of(found: list[Called], first: BadFrame, calls: Calls) -> Origin:
     users = calls.users(found[0]) if found else []
     names = [*users, *_names_around(first), *loss_origin(first, "").candidates]
     names = list(dict.fromkeys(names))
-    maker = f"code that used the output of {here}: {joined(names)}"
+    maker = f"code that used the output of {here}: {_makers(names)}"
     return Origin("unclear", "unclear", maker, names)
 
 
@@ -541,7 +539,7 @@ def _between(
         candidates = list(dict.fromkeys([*candidates, *given.candidates]))
         return replace(given, candidates=candidates, unwatched=unwatched)
     if writers:
-        others = joined(writers)
+        others = _makers(writers)
         maker = f"the code of {name}, or {others}, which may change its input"
         return Origin("unclear", "unclear", maker, candidates, after, unwatched)
     if unwatched:
@@ -676,7 +674,7 @@ def origin_of_gradients(first: BadFrame, ordered: Sequence[BadFrame]) -> Origin:
         candidates = [AFTER_BACKWARD, *dict.fromkeys([LOSS, *others[2:]])]
         return Origin("unclear", "after_backward", maker, candidates)
     maker = (
-        f"the backward of {joined(owners)}, a term of the loss that is computed from "
+        f"the backward of {_makers(owners)}, a term of the loss that is computed from "
         "weights, a hook on a gradient, gradients that were there before this "
         "backward, or code that changed gradients after backward: the gradients of all "
         f"watched outputs were finite{reduced}"
@@ -727,14 +725,14 @@ def origin_of_inputs(frame: BadFrame, outermost: Called, calls: Calls) -> Origin
     unwatched = [i for i in around if not watch.modules.is_selected(i)]
     if call.kind == _C.FrameKind.RECOMPUTED:
         names = [name_of(watch, index) for index in around] or [outermost.name]
-        maker = f"code that backward ran again: {joined(names)}"
+        maker = f"code that backward ran again: {_makers(names)}"
         return Origin("unclear", "unclear", maker, names)
     module = watch.module_at(call.module)
     is_written = not call.is_traced and _is_written(frame, module)
     if unwatched or is_written or has_pre_hooks(module):
         names = [name_of(watch, index) for index in unwatched] or [outermost.name]
         caller = caller_of(watch)
-        maker = f"{_batch_words(frame)}, {caller}, or {joined(names)}"
+        maker = f"{_batch_words(frame)}, {caller}, or {_makers(names)}"
         return Origin("unclear", "unclear", maker, [*names, BATCH, caller])
     return _origin_of_given(outermost, frame, frame.bad_inputs, calls)
 
@@ -846,7 +844,7 @@ def origin_of_unsearched(
     candidates = list(dict.fromkeys([name, *givers, *hidden, *outside]))
     where = ", ".join(labels or own)
     of = outermost.name if labels else name
-    maker = f"{joined(candidates)}; {where} of {of} was not searched"
+    maker = f"{_makers(candidates)}; {where} of {of} was not searched"
     return Origin("unclear", "unclear", maker, candidates)
 
 
@@ -897,7 +895,7 @@ def origin_of_minus_infs(
     caller = caller_of(called.watch)
     outside = [BATCH, caller] if places or root is None else []
     candidates = list(dict.fromkeys([name, *givers, *outside]))
-    maker = f"{name}, or {joined(candidates[1:])}, which passed on -inf"
+    maker = f"{name}, or {_makers(candidates[1:])}, which passed on -inf"
     maker += f" in {', '.join(places)}" if places else ""
     return Origin("unclear", "unclear", maker, candidates, batch_places=places)
 
@@ -1053,7 +1051,7 @@ def or_by_state(
         origin,
         origin="unclear",
         source="unclear",
-        maker=f"{maker}, or {joined(words for _, words in others)}{colon}{why}",
+        maker=f"{maker}, or {_makers(words for _, words in others)}{colon}{why}",
         candidates=list(names),
         nonfinite_state=[kept.name for kept in state],
     )
