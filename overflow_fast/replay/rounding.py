@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -88,6 +89,10 @@ class _KeptCall:
     results: list[_Kept] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)  # of memory, in elements
 
+    def kept(self) -> list[_Kept]:
+        """All that it has read, returned and written to."""
+        return [k for _, k in find((self.args, self.kwargs), (_Kept,))] + self.results
+
 
 class _TooLarge(Exception):
     """Raised where what an operation reads cannot be kept."""
@@ -95,6 +100,9 @@ class _TooLarge(Exception):
 
 class Tape(Observer):
     """Keeps what some operations of a traced run read and write.
+
+    At most 2**26 elements at a time: operations that ran last displace the first, and
+    what did not change between two operations is kept once.
 
     Args:
         rows: The operations, of the table of another run.
@@ -107,6 +115,7 @@ class Tape(Observer):
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = {row.index: row for row in rows}
         self._numbers: StorageMap[int] = StorageMap()
+        self._last: dict[int, weakref.ref[_Kept]] = {}  # of each memory
         self._num_run = self._count = self._numel = 0
         self.calls: dict[int, _KeptCall] = {}
         self.is_same = True
@@ -132,6 +141,7 @@ class Tape(Observer):
 
     def _begin(self, op: OpCall, row: Row) -> _KeptCall | None:
         """Keeps what an operation is about to read."""
+        self._numel = 0
         try:
             args, kwargs = mapped((op.args, op.kwargs), self._read)
         except (_TooLarge, RuntimeError, TypeError):
@@ -166,7 +176,33 @@ class Tape(Observer):
             number = self._count = self._count + 1
             self._numbers.put(tensor, number)
         size, offset = tuple(tensor.shape), int(tensor.storage_offset())
-        return _Kept(number, size, tensor.stride(), offset, value.clone())
+        copy = self._copy(number, value)
+        kept = _Kept(number, size, tensor.stride(), offset, copy)
+        self._last[number] = weakref.ref(kept)
+        return kept
+
+    def _copy(self, number: int, value: torch.Tensor) -> torch.Tensor:
+        """A copy of values: what was kept of the memory last, if they are the same."""
+        last = self._last.get(number, lambda: None)()
+        if last is not None and _is_same(last.value, value):
+            return last.value.view(value.shape)
+        while self.calls and self._num_kept() + self._numel > _MOST_NUMEL:
+            del self.calls[next(iter(self.calls))]
+        return value.clone()
+
+    def _num_kept(self) -> int:
+        """How many elements are kept, without those of the operation that runs."""
+        values = [k.value for call in self.calls.values() for k in call.kept()]
+        sizes = {each.untyped_storage().data_ptr(): each.numel() for each in values}
+        return sum(sizes.values())
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.numel() != other.numel():
+        return False
+    if not (one.is_contiguous() and other.is_contiguous()):
+        return False
+    return torch.equal(*(each.view(-1).view(torch.uint8) for each in (one, other)))
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -184,11 +220,11 @@ class _InFloat64:
     What they read that none of them has written is taken as it was.
 
     Args:
-        nudged: The operation whose results of exactly 0 and 1 are moved by the least
-            that float64 can; None for none.
+        nudged: The operations whose results of exactly 0 and 1 are moved by the least
+            that float64 can.
     """
 
-    def __init__(self, nudged: _KeptCall | None = None) -> None:
+    def __init__(self, nudged: Sequence[_KeptCall] = ()) -> None:
         self._memory: dict[int, torch.Tensor] = {}
         self._nudged = nudged
         self.failed: list[Row] = []
@@ -210,7 +246,7 @@ class _InFloat64:
             for kept, result in zip(call.results, found, strict=False):
                 if kept.memory not in read:
                     self._put(kept, call.sizes[kept.memory], result)
-            if call is self._nudged:
+            if any(call is each for each in self._nudged):
                 kept = call.results[0]
                 _nudge(kept.of(self._memory[kept.memory]), _impossible(call))
         except Exception:
@@ -224,7 +260,7 @@ class _InFloat64:
         if not value.is_float:
             return value.value.clone()
         if value.memory not in self._memory:
-            self._memory[value.memory] = value.value.double()
+            self._memory[value.memory] = value.value.to(torch.float64, copy=True)
         return value.of(self._memory[value.memory])
 
     def _put(self, kept: _Kept, size: int, result: torch.Tensor) -> None:
@@ -325,14 +361,10 @@ def lost_value(tape: Tape, rows: Sequence[Row]) -> Lost | None:
     index = first_new(bad[0].value, _values(calls[-1]))
     assert index is not None
 
-    def result(first: int) -> tuple[float, list[Row]]:
-        run = _InFloat64()
-        for call in calls[first:]:
-            run.run(call)
-        value = None if calls[-1].row in run.failed else run.value(bad[0])
-        return math.nan if value is None else float(value[index]), run.failed
+    def is_finite(first: int) -> bool:
+        return math.isfinite(_result(calls[first:], bad[0], index)[0])
 
-    value, failed = result(0)
+    value, failed = _result(calls, bad[0], index)
     if calls[-1].row in failed:
         return None
     first = next(call.row for call in calls if call.row not in failed)
@@ -345,15 +377,28 @@ def lost_value(tape: Tape, rows: Sequence[Row]) -> Lost | None:
     if not math.isfinite(value):
         return _beyond_float64(calls, lost, bad[0], index)
     low, high = 0, len(calls) - 1  # finite from `low` on, and not from `high` on
-    if math.isfinite(result(high)[0]):
+    if is_finite(high):
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        is_finite = math.isfinite(result(middle)[0])
-        low, high = (middle, high) if is_finite else (low, middle)
+        low, high = (middle, high) if is_finite(middle) else (low, middle)
     if _meets_given_numbers(calls[low], calls):
         return None
     return _lost_at(calls[low:], lost, bad[0], index)
+
+
+def _result(
+    calls: Sequence[_KeptCall],
+    bad: _Kept,
+    index: tuple[int, ...],
+    nudged: Sequence[_KeptCall] = (),
+) -> tuple[float, list[Row]]:
+    """Runs operations in float64; the last one's result, and which have no float64."""
+    run = _InFloat64(nudged)
+    for call in calls:
+        run.run(call)
+    value = None if calls[-1].row in run.failed else run.value(bad)
+    return math.nan if value is None else float(value[index]), run.failed
 
 
 def _meets_given_numbers(call: _KeptCall, calls: Sequence[_KeptCall]) -> bool:
@@ -381,21 +426,16 @@ def _beyond_float64(
     calls: Sequence[_KeptCall], lost: Lost, bad: _Kept, index: tuple[int, ...]
 ) -> Lost:
     """Finds an operation that loses the value in float64, too; see `Lost`."""
-    for call in reversed(calls[:-1]):
-        impossible = _impossible(call)
-        if not impossible:
-            continue
-        run = _InFloat64(call)
-        for each in calls:
-            run.run(each)
-        result = run.value(bad)
-        if result is None or calls[-1].row in run.failed:
-            continue
-        value = float(result[index])
+    suspects = [each for each in reversed(calls[:-1]) if _impossible(each)]
+    # Nearly always there are some, such as masked attention, and it is none of them.
+    if not suspects or not math.isfinite(_result(calls, bad, index, suspects)[0]):
+        return lost
+    for call in suspects:
+        value, _ = _result(calls, bad, index, [call])
         if math.isfinite(value):
             dtype = str(call.results[0].value.dtype)[6:]
             found = replace(lost, value=value, row=call.row, is_beyond=True)
-            return replace(found, own=impossible[0], dtype=dtype)
+            return replace(found, own=_impossible(call)[0], dtype=dtype)
     return lost
 
 

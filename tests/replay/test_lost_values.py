@@ -349,3 +349,42 @@ def test_a_nan_that_a_masks_infs_made_is_what_is_explained():
     assert found.op.name == "aten.sub_.Tensor"
     assert found.op.first_index == (2, 0)
     assert "it is nan as well" in found.evidence[1]
+
+
+def test_what_ran_last_is_kept_where_there_is_not_room_for_all(monkeypatch):
+    monkeypatch.setattr("overflow_fast.replay.rounding._MOST_NUMEL", 600)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(9)))
+    x = torch.ones(4, 8)
+
+    def loss(x):
+        scores = model(x) * 1e6 + torch.arange(8.0) * 200
+        return -torch.log(scores.softmax(-1)).mean()
+
+    found = explain(model, x, loss)
+    assert (found.cause, found.lost_by.name) == ("underflow", "aten._softmax")
+
+
+def test_masked_attention_before_it_is_no_lost_value():
+    """A causal mask makes softmax return exact zeros, which float64 has, too."""
+    model = model_of(-1.0)
+    mask = torch.full((4, 4), torch.finfo(torch.float32).min).triu(1)
+
+    def loss(x):
+        y = model(x)
+        y = (y @ y.T + mask).softmax(-1) @ y
+        return torch.log(torch.relu(y)).mean()
+
+    found = explain(model, torch.ones(4, 2), loss)
+    assert (found.cause, found.lost_by) == ("undefined", None)
+
+
+def test_what_is_written_in_place_is_not_written_twice():
+    """Each run in float64 begins with the numbers that the step began with."""
+    model = model_of(-1000.0, torch.float64)
+
+    def loss(x):
+        lost = torch.exp(model(x)[:, :2])
+        return torch.log(x.sub_(1.0) + lost).mean()
+
+    found = explain(model, torch.ones(4, 2, dtype=torch.float64), loss)
+    assert (found.cause, found.lost_by.name) == ("underflow", "aten.exp")
