@@ -181,17 +181,18 @@ def _evidence(details: Details, op: Op) -> list[str]:
 
 def _why_text(details: Details, dtype: str) -> str:
     value, limit = details.true_value, details.limit
+    computed = f"computed in float64{details.part}"
     if details.why == RANGE and value is not None:
         is_beyond = value in (float("inf"), float("-inf"))
         true = "beyond its maximum as well" if is_beyond else _number(value)
-        return f"computed in float64: {true}; {dtype}'s maximum is {limit:.5g}"
+        return f"{computed}: {true}; {dtype}'s maximum is {limit:.5g}"
     if details.why == INTERMEDIATE and value is not None:
         return (
-            f"computed in float64: {_number(value)}, which fits {dtype}: an "
-            "intermediate value overflowed"
+            f"{computed}: {_number(value)}, which fits {dtype}: an intermediate value "
+            "overflowed"
         )
     if details.why == UNDEFINED and value is not None:
-        return f"computed in float64 from the same inputs, it is {value:g} as well"
+        return f"{computed} from the same inputs, it is {value:g} as well"
     return details.reason or "it was not computed again"
 
 

@@ -670,6 +670,7 @@ class Details:
         true_value: The result in float64 at the worst place, or None.
         limit: The largest number of the output's dtype.
         divides_by_number: Whether it divides by a number of Python, and no tensor.
+        part: Where it was computed again, in words, if not as a whole; or "".
     """
 
     why: str = NOT_TRIED
@@ -681,6 +682,7 @@ class Details:
     true_value: float | None = None
     limit: float | None = None
     divides_by_number: bool = False
+    part: str = ""
 
     @property
     def has_bad_inputs(self) -> bool:

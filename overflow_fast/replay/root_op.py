@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -227,11 +227,6 @@ _HALF_TO_FLOAT = {"_softmax", "_log_softmax"}
 
 def in_float64(op: OpCall) -> tuple[Any, dict[int, torch.Tensor]]:
     """Runs it in float64: its output, and what it writes to, by what it wrote to."""
-    arguments = tensors_in((op.args, op.kwargs))
-    if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in arguments):
-        raise NotImplementedError("a tensor subclass")
-    if sum(tensor.numel() for tensor in arguments) > _MAX_NUMEL:
-        raise NotImplementedError("too large")
     written: dict[int, torch.Tensor] = {}
 
     def widened(value: Any) -> Any:
@@ -251,15 +246,19 @@ def run_in_float64(func: Any, base: str, args: Any, kwargs: Any) -> Any:
     Raises:
         NotImplementedError: If that is not the same operation.
     """
-    if not str(func).startswith(("aten.", "prims.")):
-        raise NotImplementedError("an operation of an extension")
-    if torch.Tag.nondeterministic_seeded in func.tags:
-        raise NotImplementedError("it draws random numbers")
+    _require_repeatable(func)
     if base in _HALF_TO_FLOAT:
         args = (*args[:2], False)
     if base.startswith("_scaled_dot_product") and "backward" not in base:
         return _attention(func, args, kwargs)
     return func(*args, **kwargs)
+
+
+def _require_repeatable(func: Any) -> None:
+    if not str(func).startswith(("aten.", "prims.")):
+        raise NotImplementedError("an operation of an extension")
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        raise NotImplementedError("it draws random numbers")
 
 
 def _widened(op: OpCall, value: Any) -> Any:
@@ -269,6 +268,128 @@ def _widened(op: OpCall, value: Any) -> Any:
     if value.is_complex():
         return value.to(torch.complex128)
     return value.double() if value.is_floating_point() else value.clone()
+
+
+# The part of an operation that is too large to be copied.
+
+
+_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
+_Cut = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _is_large(op: OpCall) -> bool:
+    arguments = tensors_in((op.args, op.kwargs))
+    if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in arguments):
+        raise NotImplementedError("a tensor subclass")
+    return sum(tensor.numel() for tensor in arguments) > _MAX_NUMEL
+
+
+def _part_of(
+    op: OpCall, output: Any, bad: torch.Tensor, index: tuple[int, ...]
+) -> tuple[OpCall, Any, torch.Tensor, tuple[int, ...]]:
+    """The part of a large operation that makes one bad value, or its row.
+
+    That it is the same computation is found by experiment: it is run as it was, and
+    must return that part of the result.
+
+    Args:
+        op: The operation, which has run.
+        output: What it returned.
+        bad: Of that a tensor that is not finite.
+        index: A place in it.
+
+    Returns:
+        The operation with parts of its arguments, its output, and `bad` and `index`
+        there.
+
+    Raises:
+        NotImplementedError: If there is no such part, or it is too large as well.
+    """
+    _require_repeatable(op.func)
+    results = [t for t in tensors_in(output) if is_float(t)]
+    place = next((i for i, each in enumerate(results) if each is bad), None)
+    if op.written or place is None:
+        raise NotImplementedError("too large")
+    for axes, cuts in _cuts(op, bad, index):
+        part = _cut(op, cuts)
+        if _is_large(part):
+            continue
+        try:
+            again = part.run()
+        except (RuntimeError, IndexError):
+            continue
+        own = [t for t in tensors_in(again) if is_float(t)][place]
+        if _is_same(own, _narrowed(bad, dict(zip(axes, index, strict=False)))):
+            inner = [0 if axis in axes else i for axis, i in enumerate(index)]
+            return part, again, own, tuple(inner)
+    raise NotImplementedError("too large")
+
+
+def _cut(op: OpCall, cuts: Sequence[_Cut]) -> OpCall:
+    left = iter(cuts)
+
+    def part(value: Any) -> Any:
+        return next(left)(value) if isinstance(value, torch.Tensor) else value
+
+    args = tuple(map(part, op.args))
+    return OpCall(op.func, args, {k: part(value) for k, value in op.kwargs.items()})
+
+
+def _cuts(
+    op: OpCall, bad: torch.Tensor, index: tuple[int, ...]
+) -> Iterator[tuple[Sequence[int], list[_Cut]]]:
+    """Yields axes of the result to cut, from the first on, and each argument's part."""
+    values = *op.args, *op.kwargs.values()
+    given = [each for each in values if isinstance(each, torch.Tensor)]
+    every = range(len(index))
+
+    def broadcast(tensor: torch.Tensor) -> torch.Tensor:
+        missing = len(index) - tensor.dim()
+        sizes = enumerate(tensor.shape)
+        wanted = {axis: index[axis + missing] for axis, n in sizes if n > 1}
+        return _narrowed(tensor, wanted)
+
+    if torch.Tag.pointwise in op.func.tags:
+        yield every, [broadcast] * len(given)
+    elif op.base in _PRODUCTS:
+        batch = dict(enumerate(index[:-2]))
+        last = len(index) - 1
+        left = {**batch, last - 1: index[-2]}
+        right = {**batch, last: index[-1]}
+        cuts: list[_Cut] = [lambda t: _narrowed(t, left), lambda t: _narrowed(t, right)]
+        yield every, [*[broadcast] * (len(given) - 2), *cuts]
+    for axes in (every[:-1], every[:1]):
+        for others in (True, False):
+
+            def rows(tensor: torch.Tensor, of: range = axes) -> torch.Tensor:
+                own = zip(tensor.shape, bad.shape, strict=False)
+                same = [i for i, (n, m) in enumerate(own) if i in of and n == m]
+                return _narrowed(tensor, {axis: index[axis] for axis in same})
+
+            rest: _Cut = rows if others else _whole
+            yield axes, [rows, *[rest] * (len(given) - 1)]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _narrowed(tensor: torch.Tensor, places: Mapping[int, int]) -> torch.Tensor:
+    """One place of some axes of a tensor."""
+    for axis, place in places.items():
+        tensor = tensor.narrow(axis, place, 1)
+    return tensor
+
+
+def _is_same(own: torch.Tensor, part: torch.Tensor) -> bool:
+    """True if two results are the same but for rounding, and not finite alike."""
+    if own.shape != part.shape:
+        return False
+    own, part = (torch.view_as_real(t) if t.is_complex() else t for t in (own, part))
+    own, part = own.detach().double(), part.detach().double()
+    finite = own[own.isfinite()].abs()
+    near = 0.01 * float(finite.max()) if finite.numel() else 0.0
+    return torch.allclose(own, part, rtol=0.01, atol=near, equal_nan=True)
 
 
 def _attention(func: Any, args: Any, kwargs: Any) -> Any:
@@ -376,26 +497,35 @@ def _classify(
         if not op.is_constant:
             found.reason = _GIVEN.format(op.numbers[0])
         return
+    made, index = bad[0], found.first_index
+    assert index is not None
+    if _is_large(op):
+        op, output, made, index = _part_of(op, output, made, index)
+        found.part = f" at {list(found.first_index or ())} alone"
     reference, written = in_float64(op)
     results = [t for t in tensors_in(output) if is_float(t)]
     references = [t for t in tensors_in(reference) if is_float(t)]
     pairs = list(zip(results, references, strict=False))
-    true = [wide for own, wide in pairs if own is bad[0]]
-    true = [written[id(bad[0])]] if id(bad[0]) in written else true
-    if not true or true[0].shape != bad[0].shape:
+    true = [wide for own, wide in pairs if own is made]
+    true = [written[id(made)]] if id(made) in written else true
+    if not true or true[0].shape != made.shape:
         found.reason = "its float64 result has another shape"
         return
-    _compare(op, found, bad[0], true[0])
+    _compare(op, found, made, true[0], index)
 
 
 def _compare(
-    op: OpCall, found: Details, bad: torch.Tensor, reference: torch.Tensor
+    op: OpCall,
+    found: Details,
+    bad: torch.Tensor,
+    reference: torch.Tensor,
+    index: tuple[int, ...],
 ) -> None:
     """Adds the result in float64 where the operation's own is not finite."""
     values = reference.detach()[~_wide(bad).isfinite()]
     values = torch.view_as_real(values) if values.is_complex() else values
-    assert found.first_index is not None and found.limit is not None
-    first = float(reference[found.first_index].real)
+    assert found.limit is not None
+    first = float(reference[index].real)
     finite = values[values.isfinite()]
     if math.isfinite(first) or (found.has_bad_inputs and finite.numel()):
         found.true_value = float(finite[finite.abs().argmax()])
@@ -403,11 +533,7 @@ def _compare(
         found.why = RANGE if is_beyond else INTERMEDIATE
     elif op.base in _OVERFLOWS_TO_NAN and not found.has_bad_inputs:
         found.why, found.true_value = RANGE, math.inf
-    elif (
-        math.isinf(first)
-        and not found.has_bad_inputs
-        and not _is_at_pole(op, found.first_index)
-    ):
+    elif math.isinf(first) and not found.has_bad_inputs and not _is_at_pole(op, index):
         found.why = RANGE
         found.true_value = first
     else:

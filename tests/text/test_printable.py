@@ -14,7 +14,7 @@ import overflow_fast
 from overflow_fast import OverflowGuard, read_record
 from overflow_fast.__main__ import main
 from overflow_fast.report.frames import get_abs_min_max
-from overflow_fast.text import printable
+from overflow_fast.text import either, printable, some
 
 FORGED = "a\x1b[2J\n[overflow_fast] All is well\r\x9b\u2028\u202e\x7fb"
 FIT = "a\tλ 漢字 🔥 é\xa0b"
@@ -157,3 +157,12 @@ def test_an_argument_ends_no_line_of_an_error(arguments, capsys):
     except SystemExit as error:
         assert error.code == 2
     assert is_clean(capsys.readouterr().err)
+
+
+def test_lists_are_cut_in_words():
+    assert either(["a"]) == "a"
+    assert either("abc") == "a, b or c"
+    assert either("abcdefgh", 6) == "a, b, c, d, e, f or one of 2 more"
+    assert either("abc", 3) == "a, b or c"
+    assert some("abc", 3) == "a, b, c"
+    assert some("abcd", 3) == "a, b, c and 1 more"

@@ -1022,14 +1022,6 @@ def test_gradients_of_outputs_that_nobody_saw_are_not_called_finite():
     assert "the loss" in verdict.candidates
 
 
-def test_many_alternatives_are_cut_in_words():
-    from overflow_fast.verdict.attribution import joined
-
-    assert joined(["a"]) == "a"
-    assert joined(["a", "b", "c"]) == "a, b or c"
-    assert joined("abcdefgh") == "a, b, c, d, e, f or one of 2 more"
-
-
 def test_who_used_what_an_identity_returned_on_a_device():
     class Net(nn.Module):
         def __init__(self):
