@@ -36,6 +36,7 @@ def pytest_configure(config):
             importlib.import_module(name)
         gc.collect()
         gc.freeze()
+        gc.set_threshold(20_000)  # collections are a tenth of what tests take, else
 
 
 @pytest.hookimpl(optionalhook=True)

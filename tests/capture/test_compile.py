@@ -172,7 +172,7 @@ def test_the_guards_report_is_that_of_eager(faults, form):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("faults", [["none"], ["a gradient"], ["between"]])
+@pytest.mark.parametrize("faults", [["a gradient"], ["between"]])
 def test_the_guards_report_is_that_of_eager_on_inductor(faults):
     compiled = guarded_reports(faults, wrapped, fullgraph=True)
     assert compiled == guarded_reports(faults, eager)
@@ -667,7 +667,7 @@ def test_checkpointing_in_compiled_code():
                 train_step(compiled, optimizer, batches(1)[0])
         return guard.last_report.verdict.maker, guard.coverage().tensors_listed
 
-    maker, listed = report(wrapped, backend="inductor", fullgraph=True)
+    maker, listed = report(wrapped, backend="aot_eager", fullgraph=True)
     assert maker == "blocks.1.fc1"
     # Nothing is listed twice, as what eager mode computes again is.
     assert listed < report(eager)[1]

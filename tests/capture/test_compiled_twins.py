@@ -91,9 +91,14 @@ def inputs(num):
 
 
 WRAPS = [whole, method, parts, function]
-# A boundary is dynamo's: what follows it sees each way of compiling once.
+# A boundary is dynamo's: what follows it sees each way of compiling once. So does a
+# Sequential, which has no forward of its own: late and first each way, too.
 KINDS = [
-    *itertools.product(WRAPS, [plain, Net], [True, False], [True, False], ["eager"]),
+    *itertools.product(WRAPS, [Net], [True, False], [True, False], ["eager"]),
+    (whole, plain, True, False, "eager"),
+    (method, plain, False, True, "eager"),
+    (parts, plain, True, True, "eager"),
+    (function, plain, False, False, "eager"),
     *(
         pytest.param(wrap, Net, is_late, False, "aot_eager", marks=pytest.mark.slow)
         for wrap, is_late in zip(WRAPS, [True, False] * 2, strict=True)

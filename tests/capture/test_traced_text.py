@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import python
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -124,7 +123,8 @@ def compiled_frames(folder):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     config = {
-        "unsafe_marked_cacheable_functions": dict.fromkeys([*CACHEABLE, CALL], "1")
+        "unsafe_marked_cacheable_functions": dict.fromkeys([*CACHEABLE, CALL], "1"),
+        "cpp_cache_precompile_headers": False,  # into the folder: for one kernel
     }
     with torch._inductor.config.patch(config), torch.no_grad():
         with DebugUnderflowOverflow(model) as detector:
@@ -143,13 +143,9 @@ def test_code_out_of_a_cache_in_another_process(tmp_path):
     script += "print(json.dumps(t.compiled_frames(sys.argv[1])))"
     found = []
     for _ in range(2):
-        out = subprocess.run(
-            [sys.executable, "-c", script, str(tmp_path)],
-            cwd=Path(__file__).parent,
-            stdout=subprocess.PIPE,
-            check=True,
-        ).stdout
-        found.append(json.loads(out.splitlines()[-1]))
+        done = python("-c", script, str(tmp_path), cwd=Path(__file__).parent)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
     (traced, first), (cached, second) = found
     assert (first["miss"], second) == (1, {"hit": 1, "miss": 0})
     assert len(traced) == 6 and cached == traced

@@ -162,29 +162,42 @@ def drawn(p):
 LOSS, UPDATE, GRADIENTS = "loss", "update", "gradients"
 BF16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 
+# What is planted shows in the first steps: few pairs of each kind go on after it.
+OneStep, TwoSteps = (functools.partial(Run, steps=n) for n in (1, 2))
+
 # The first run, the reference; the kind, the module and words of the answer. None: any.
 PLANTED = {
     # Weights.
-    "seed": (Run(seed=1), Run(), "weights", "token", "parameters and buffers differ"),
+    "seed": (
+        OneStep(seed=1),
+        Run(),
+        "weights",
+        "token",
+        "parameters and buffers differ",
+    ),
     "weight": (
         *(Run(multiplied("blocks.1.up", "weight", 1.01)), Run(), "weights"),
         *("blocks.1.up", "1 of 40"),
     ),
     "element": (
-        *(Run(multiplied("blocks.0.attention.k", "weight", 1.5, 7)), Run(), "weights"),
+        *(
+            OneStep(multiplied("blocks.0.attention.k", "weight", 1.5, 7)),
+            Run(),
+            "weights",
+        ),
         *("blocks.0.attention.k", "1 of 40"),
     ),
     "bias": (
-        *(Run(multiplied("blocks.0.down", "bias", 0.0)), Run(), "weights"),
+        *(OneStep(multiplied("blocks.0.down", "bias", 0.0)), Run(), "weights"),
         *("blocks.0.down", "bias: parameter"),
     ),
     "buffer": (
-        *(Run(multiplied("batch_norm", "running_var", 1.1)), Run(), "weights"),
+        *(OneStep(multiplied("batch_norm", "running_var", 1.1)), Run(), "weights"),
         *("batch_norm", "running_var: buffer"),
     ),
-    "tie lost": (Run(untied), Run(tied), "weights", None, ""),
+    "tie lost": (OneStep(untied), OneStep(tied), "weights", None, ""),
     "float8 weights": (
-        Run(
+        OneStep(
             at(
                 "blocks.1.down",
                 lambda m: m.weight.data.copy_(m.weight.to(torch.float8_e4m3fn).float()),
@@ -202,34 +215,34 @@ PLANTED = {
         *("blocks.0.act", "approximate is 'tanh', against 'none'"),
     ),
     "relu": (
-        *(Run(place("blocks.1.act", lambda m: nn.ReLU())), Run(), "forward"),
+        *(OneStep(place("blocks.1.act", lambda m: nn.ReLU())), Run(), "forward"),
         *("blocks.1.act", "ReLU"),
     ),
     "eps": (
-        *(Run(put("blocks.0.norm2", eps=1e-3)), Run(), "forward"),
+        *(OneStep(put("blocks.0.norm2", eps=1e-3)), Run(), "forward"),
         *("blocks.0.norm2", "eps is 0.001, against 1e-05"),
     ),
     "small eps": (
-        *(Run(put("blocks.0.norm2", eps=1e-6)), Run(), "forward"),
+        *(OneStep(put("blocks.0.norm2", eps=1e-6)), Run(), "forward"),
         *("blocks.0.norm2", "eps is 1e-06, against 1e-05"),
     ),
     "scale": (
-        *(Run(put("blocks.1.attention", scale=0.34)), Run(), "forward"),
+        *(OneStep(put("blocks.1.attention", scale=0.34)), Run(), "forward"),
         *("blocks.1.attention", "scale is 0.34, against 0.353"),
     ),
     "causal": (
-        *(Run(put("blocks.0.attention", causal=False)), Run(), "forward"),
+        *(OneStep(put("blocks.0.attention", causal=False)), Run(), "forward"),
         *("blocks.0.attention", "causal is False, against True"),
     ),
     "axis": (
-        *(Run(put("blocks.0.attention", axis=-2, masked=-30.0)), Run(), "forward"),
+        *(OneStep(put("blocks.0.attention", axis=-2, masked=-30.0)), Run(), "forward"),
         *("blocks.0.attention", "axis is -2, against -1"),
     ),
     "position": (
-        *(Run(put("", offset=1)), Run(), "forward", "", "offset is 1, against 0"),
+        *(OneStep(put("", offset=1)), Run(), "forward", "", "offset is 1, against 0"),
     ),
     "functional factor": (
-        *(Run(put("", factor=1.01)), Run(), "forward", ""),
+        *(OneStep(put("", factor=1.01)), Run(), "forward", ""),
         "after batch_norm. Its factor is 1.01",
     ),
     "missing residual": (
@@ -237,22 +250,38 @@ PLANTED = {
         *(Run(), "forward", "blocks.1", ", after blocks.1.drop"),
     ),
     "in-place residual": (
-        Run(put("blocks.1", mix=lambda x, y: y.add_(x, alpha=1.01))),
+        OneStep(put("blocks.1", mix=lambda x, y: y.add_(x, alpha=1.01))),
         *(Run(), "forward", "blocks.1", ", after blocks.1.drop"),
     ),
     "float16 layer": (
-        Run(put("blocks.0", mix=lambda x, y: x + y.half().float())),
+        OneStep(put("blocks.0", mix=lambda x, y: x + y.half().float())),
         *(Run(), "forward", "blocks.0", ", after blocks.0.drop"),
     ),
     "dropout": (
-        *(Run(drawn(0.1)), Run(), "forward", "blocks.0.drop", "p is 0.1, against 0.0"),
+        *(
+            OneStep(drawn(0.1)),
+            Run(),
+            "forward",
+            "blocks.0.drop",
+            "p is 0.1, against 0.0",
+        ),
     ),
     "dropout's seed": (
-        *(Run(drawn(0.1), drawn=1), Run(drawn(0.1)), "forward", "blocks.0.drop"),
+        *(
+            OneStep(drawn(0.1), drawn=1),
+            OneStep(drawn(0.1)),
+            "forward",
+            "blocks.0.drop",
+        ),
         "the random states of the runs were unequal",
     ),
     "batch norm in eval": (
-        *(Run(at("batch_norm", lambda m: m.eval())), Run(), "forward", "batch_norm"),
+        *(
+            OneStep(at("batch_norm", lambda m: m.eval())),
+            Run(),
+            "forward",
+            "batch_norm",
+        ),
         "training is False, against True",
     ),
     "batch norm's momentum": (
@@ -260,17 +289,17 @@ PLANTED = {
         "Before step 1, with no difference in step 0",
     ),
     "compiled": (
-        *(Run(compiled(wrong_compiler)), Run(compiled("eager")), "forward"),
+        *(OneStep(compiled(wrong_compiler)), OneStep(compiled("eager")), "forward"),
         *("blocks.1.act", ""),
     ),
-    "swapped blocks": (Run(swapped), Run(), "weights", "blocks.0.attention.q", ""),
+    "swapped blocks": (OneStep(swapped), Run(), "weights", "blocks.0.attention.q", ""),
     # Gradients.
     "detached residual": (
         Run(put("blocks.1", mix=lambda x, y: x.detach() + y)),
         *(Run(), "backward", "blocks.1", "norm2, or code of blocks.1 itself"),
     ),
     "detached branch": (
-        Run(put("blocks.1", mix=lambda x, y: x + y.detach())),
+        OneStep(put("blocks.1", mix=lambda x, y: x + y.detach())),
         *(Run(), "detached", "blocks.1.down", "In the first run no gradient reaches"),
     ),
     "frozen": (
@@ -283,14 +312,14 @@ PLANTED = {
         ),
     ),
     "hook on a weight": (
-        Run(hooked),
+        OneStep(hooked),
         Run(),
         "backward",
         "blocks.1.up",
         "or a hook",
     ),
     "wrong backward": (
-        *(Run(place("blocks.0.up", wrong_linear)), Run(), "backward", "blocks.0"),
+        *(OneStep(place("blocks.0.up", wrong_linear)), Run(), "backward", "blocks.0"),
         "One of blocks.0.up, or code of blocks.0 itself",
     ),
     "clipping": (
@@ -298,24 +327,29 @@ PLANTED = {
         *(Run(), GRADIENTS, "", "clipping, unscaling"),
     ),
     "other clipping": (
-        Run(gradients=lambda m, s: clip_grad_norm_(m.parameters(), 0.05)),
-        Run(gradients=lambda m, s: clip_grad_norm_(m.parameters(), 0.1)),
+        OneStep(gradients=lambda m, s: clip_grad_norm_(m.parameters(), 0.05)),
+        OneStep(gradients=lambda m, s: clip_grad_norm_(m.parameters(), 0.1)),
         *(GRADIENTS, "", "times the reference"),
     ),
     "clipping of values": (
-        Run(gradients=lambda m, s: clip_grad_value_(m.parameters(), 1e-3)),
+        OneStep(gradients=lambda m, s: clip_grad_value_(m.parameters(), 1e-3)),
         *(Run(), GRADIENTS, "", "clipping, unscaling"),
     ),
     "a quarter": (
-        *(Run(gradients=scaled_gradients(0.25)), Run(), GRADIENTS, ""),
+        *(OneStep(gradients=scaled_gradients(0.25)), Run(), GRADIENTS, ""),
         "0.25 times the reference's, as where 4 ranks or micro-batches",
     ),
     "twice": (
-        *(Run(gradients=scaled_gradients(2.0)), Run(), GRADIENTS, ""),
+        *(OneStep(gradients=scaled_gradients(2.0)), Run(), GRADIENTS, ""),
         "2 times the reference's, as where 2 ranks or micro-batches",
     ),
     "gradients of a layer": (
-        *(Run(gradients=scaled_gradients(1.1, "blocks.1.up")), Run(), GRADIENTS, ""),
+        *(
+            OneStep(gradients=scaled_gradients(1.1, "blocks.1.up")),
+            Run(),
+            GRADIENTS,
+            "",
+        ),
         "1.1 times",
     ),
     "not zeroed": (
@@ -328,29 +362,35 @@ PLANTED = {
         *(Run(), LOSS, "", "it is 1024 times the reference"),
     ),
     "sum": (
-        Run(loss=functools.partial(cross_entropy, reduction="sum")),
+        OneStep(loss=functools.partial(cross_entropy, reduction="sum")),
         *(Run(), LOSS, "", "it is 56 times the reference"),
     ),
     "label smoothing": (
-        Run(loss=functools.partial(cross_entropy, label_smoothing=0.1)),
+        OneStep(loss=functools.partial(cross_entropy, label_smoothing=0.1)),
         *(Run(), LOSS, "", ""),
     ),
     "ignored": (
-        *(Run(loss=functools.partial(cross_entropy, ignore_index=3)), Run(), LOSS),
+        *(OneStep(loss=functools.partial(cross_entropy, ignore_index=3)), Run(), LOSS),
         *("", ""),
     ),
-    "penalty": (Run(loss=penalized), Run(), LOSS, "", ""),
+    "penalty": (OneStep(loss=penalized), Run(), LOSS, "", ""),
     "labels": (
-        *(Run(loss=lambda a, b: cross_entropy(a, b.roll(1, 1))), Run(), LOSS, "", ""),
+        *(
+            OneStep(loss=lambda a, b: cross_entropy(a, b.roll(1, 1))),
+            Run(),
+            LOSS,
+            "",
+            "",
+        ),
     ),
     # The update.
-    "optimizer": (Run(optimizer=sgd), Run(), UPDATE, None, "Before step 1"),
+    "optimizer": (TwoSteps(optimizer=sgd), Run(), UPDATE, None, "Before step 1"),
     "lr": (
-        Run(optimizer=functools.partial(adam, lr=2e-2)),
+        TwoSteps(optimizer=functools.partial(adam, lr=2e-2)),
         *(Run(), UPDATE, None, "Before step 1, with gradients equal in step 0"),
     ),
     "weight decay": (
-        Run(optimizer=functools.partial(adam, weight_decay=0.1)),
+        TwoSteps(optimizer=functools.partial(adam, weight_decay=0.1)),
         *(Run(), UPDATE, None, "Before step 1"),
     ),
     "beta1": (
@@ -362,7 +402,7 @@ PLANTED = {
         *(Run(), UPDATE, None, "Before step 2"),
     ),
     "Adam's eps": (
-        Run(optimizer=functools.partial(adam, eps=1e-3)),
+        TwoSteps(optimizer=functools.partial(adam, eps=1e-3)),
         *(Run(), UPDATE, None, "Before step 1"),
     ),
     "momentum": (
@@ -370,30 +410,42 @@ PLANTED = {
         *(Run(optimizer=sgd), UPDATE, None, "Before step 2"),
     ),
     "nesterov": (
-        Run(optimizer=functools.partial(sgd, momentum=0.9, nesterov=True)),
-        Run(optimizer=functools.partial(sgd, momentum=0.9)),
+        TwoSteps(optimizer=functools.partial(sgd, momentum=0.9, nesterov=True)),
+        TwoSteps(optimizer=functools.partial(sgd, momentum=0.9)),
         *(UPDATE, None, "Before step 1"),
     ),
     "schedule": (Run(optimizer=later(adam, 1)), Run(), UPDATE, None, "Before step 2"),
     "a group left out": (
-        Run(optimizer=lambda parameters: adam(parameters[:-2])),
+        TwoSteps(optimizer=lambda parameters: adam(parameters[:-2])),
         *(Run(), UPDATE, "batch_norm", "Before step 1"),
     ),
     # The batch.
     "batch": (Run(batch=batches(lambda ids, s: ids.flip(1))), Run(), "batch", "", ""),
     "permuted samples": (
-        *(Run(batch=batches(lambda ids, s: ids.roll(1, 0))), Run(), "batch", "", ""),
+        *(
+            OneStep(batch=batches(lambda ids, s: ids.roll(1, 0))),
+            Run(),
+            "batch",
+            "",
+            "",
+        ),
     ),
     "batch length": (
-        *(Run(batch=batches(batch=BATCH + 2)), Run(), "batch", ""),
+        *(OneStep(batch=batches(batch=BATCH + 2)), Run(), "batch", ""),
         "of shapes (10, 8) and (8, 8)",
     ),
     "sequence length": (
-        *(Run(batch=batches(length=LENGTH + 1)), Run(), "batch", ""),
+        *(OneStep(batch=batches(length=LENGTH + 1)), Run(), "batch", ""),
         "of shapes (8, 9) and (8, 8)",
     ),
     "mask": (
-        *(Run(batch=batches(keep=lambda k: k | True)), Run(), "batch", "", "input[1]"),
+        *(
+            OneStep(batch=batches(keep=lambda k: k | True)),
+            Run(),
+            "batch",
+            "",
+            "input[1]",
+        ),
     ),
     "batch of a later step": (
         Run(batch=batches(lambda ids, step: ids.flip(0) if step == 2 else ids)),
@@ -401,7 +453,7 @@ PLANTED = {
     ),
     # Half precision.
     "eps in bfloat16": (
-        Run(put("blocks.0.norm2", eps=1.0), context=BF16),
+        OneStep(put("blocks.0.norm2", eps=1.0), context=BF16),
         *(Run(), "forward", "blocks.0.norm2", "eps is 1.0, against 1e-05"),
     ),
 }
@@ -468,47 +520,52 @@ DEFAULTS = torch.float64, torch.float32
 HEALTHY = {
     "equal": (Run(), Run()),
     "sgd": (Run(optimizer=sgd), Run(optimizer=sgd)),
-    "tied": (Run(tied), Run(tied)),
-    "in eval": (Run(lambda m: m.eval()), Run(lambda m: m.eval())),
-    "dropout": (Run(drawn(0.1)), Run(drawn(0.1))),
+    "tied": (TwoSteps(tied), TwoSteps(tied)),
+    "in eval": (TwoSteps(lambda m: m.eval()), TwoSteps(lambda m: m.eval())),
+    "dropout": (TwoSteps(drawn(0.1)), TwoSteps(drawn(0.1))),
     "fused attention": (Run(put("blocks.0.attention", fused=True)), Run()),
     "fused attention, both": (
         Run(fused),
         Run(),
     ),
-    "masked by a large number": (Run(put("blocks.1.attention", masked=-1e30)), Run()),
-    "recomputed": (Run(put("blocks.0", recomputed=True)), Run()),
-    "in-place residual": (Run(put("blocks.1", mix=lambda x, y: y.add_(x))), Run()),
-    "commuted residual": (Run(put("blocks.1", mix=lambda x, y: y + x)), Run()),
+    "masked by a large number": (
+        TwoSteps(put("blocks.1.attention", masked=-1e30)),
+        Run(),
+    ),
+    "recomputed": (TwoSteps(put("blocks.0", recomputed=True)), Run()),
+    "in-place residual": (TwoSteps(put("blocks.1", mix=lambda x, y: y.add_(x))), Run()),
+    "commuted residual": (TwoSteps(put("blocks.1", mix=lambda x, y: y + x)), Run()),
     "other product": (Run(keep_functions), Run()),
     "a factor that is a power of two": (
-        Run(put("blocks.1", mix=lambda x, y: (2 * x + 2 * y) / 2)),
+        TwoSteps(put("blocks.1", mix=lambda x, y: (2 * x + 2 * y) / 2)),
         Run(),
     ),
     "loop of the optimizer": (
-        Run(optimizer=functools.partial(adam, foreach=False)),
+        TwoSteps(optimizer=functools.partial(adam, foreach=False)),
         Run(),
     ),
     "fused optimizer": (Run(optimizer=functools.partial(adam, fused=True)), Run()),
-    "parameters in another order": (Run(optimizer=in_order), Run()),
-    "gradients kept as zeros": (Run(gradients=scaled_gradients(1.0)), Run()),
+    "parameters in another order": (TwoSteps(optimizer=in_order), Run()),
+    "gradients kept as zeros": (TwoSteps(gradients=scaled_gradients(1.0)), Run()),
     "scaled and unscaled": (
-        Run(
+        TwoSteps(
             loss=lambda a, b: 1024 * cross_entropy(a, b),
             gradients=scaled_gradients(1 / 1024),
         ),
-        Run(
+        TwoSteps(
             loss=lambda a, b: 1024 * cross_entropy(a, b),
             gradients=lambda m, s: [p.grad.div_(1024) for p in m.parameters()],
         ),
     ),
     "clipping that does not bind": (
-        Run(gradients=lambda m, s: clip_grad_norm_(m.parameters(), 1e6)),
+        TwoSteps(gradients=lambda m, s: clip_grad_norm_(m.parameters(), 1e6)),
         Run(),
     ),
     "clipping, both": (
-        Run(gradients=lambda m, s: clip_grad_norm_(m.parameters(), 0.1)),
-        Run(gradients=lambda m, s: clip_grad_norm_(m.parameters(), 0.1, foreach=False)),
+        TwoSteps(gradients=lambda m, s: clip_grad_norm_(m.parameters(), 0.1)),
+        TwoSteps(
+            gradients=lambda m, s: clip_grad_norm_(m.parameters(), 0.1, foreach=False)
+        ),
     ),
     "summed by hand": (
         Run(loss=lambda a, b: cross_entropy(a, b, reduction="sum") / NUM_LABELS),
@@ -522,11 +579,14 @@ HEALTHY = {
         ),
         Run(),
     ),
-    "hooks of others": (Run(foreign_hooks), Run()),
-    "random numbers that nothing uses": (Run(before=used_generator), Run()),
-    "other random states": (Run(drawn=5), Run()),
-    "tensors kept": (Run(options={"tensors": True}), Run(options={"tensors": True})),
-    "tensors kept in one": (Run(options={"tensors": True}), Run()),
+    "hooks of others": (TwoSteps(foreign_hooks), Run()),
+    "random numbers that nothing uses": (TwoSteps(before=used_generator), Run()),
+    "other random states": (TwoSteps(drawn=5), Run()),
+    "tensors kept": (
+        TwoSteps(options={"tensors": True}),
+        TwoSteps(options={"tensors": True}),
+    ),
+    "tensors kept in one": (TwoSteps(options={"tensors": True}), Run()),
     "one step of three": (Run(options={"steps": [1]}), Run()),
     "fewer steps": (Run(steps=2), Run()),
     "autocast": (Run(steps=1, context=BF16), Run(steps=1)),
@@ -534,21 +594,24 @@ HEALTHY = {
     "bfloat16": (Run(lambda m: m.bfloat16(), steps=1), Run(steps=1)),
     "float64": (Run(wide, steps=1), Run(steps=1)),
     "float64, three steps": (Run(wide), Run()),
-    "compiled by eager": (Run(compiled("eager")), Run()),
-    "wrapped": (Run(renamed), Run()),
+    "compiled by eager": (TwoSteps(compiled("eager")), Run()),
+    "wrapped": (TwoSteps(renamed), Run()),
     "other memory": (
         Run(at("blocks.1.up", transposed_memory)),
         Run(),
     ),
     "deterministic": (
-        Run(context=lambda: mode(torch.use_deterministic_algorithms, True, False)),
+        TwoSteps(context=lambda: mode(torch.use_deterministic_algorithms, True, False)),
         Run(),
     ),
     "default dtype": (
-        Run(context=lambda: mode(torch.set_default_dtype, *DEFAULTS)),
+        TwoSteps(context=lambda: mode(torch.set_default_dtype, *DEFAULTS)),
         Run(),
     ),
-    "another eps that rounds away": (Run(put("batch_norm", eps=1.00000001e-5)), Run()),
+    "another eps that rounds away": (
+        TwoSteps(put("batch_norm", eps=1.00000001e-5)),
+        Run(),
+    ),
 }
 
 _QUICK = 4  # one of so many is in the quick selection

@@ -72,7 +72,7 @@ class Run:
     gradients: Callable[..., Any] = nothing
     rate: Callable[[int, int], float] = lambda step, rank: 0.1
     context: Callable[..., Any] = lambda model, step: contextlib.nullcontext()
-    steps: int = 3
+    steps: int = 2
 
     def record(self, folder):
         """Trains, and records it, on this rank."""
@@ -157,6 +157,7 @@ def no_sync_in_step_1(model, step):
 
 
 UP, HAND = "blocks.1.up", Run(plain, gradients=averaged)
+SHARDS = Run(fsdp())
 SUMMED = Run(plain, gradients=functools.partial(averaged, divisor=1))
 # Run, reference, kind, module, rank, step, words.
 PLANTED = {
@@ -178,7 +179,7 @@ PLANTED = {
     ),
     "a stale shard": (
         Run(fsdp(), wrapped=on_rank_1(weight(f"{UP}.weight"))),
-        *(Run(fsdp()), "weights", UP, 1, 0, ["on rank 1"]),
+        *(SHARDS, "weights", UP, 1, 0, ["on rank 1"]),
     ),
     "another batch": (
         Run(x=lambda s, r: batch(10 * s + r + 5 * (r == s == 1))),
@@ -201,8 +202,15 @@ PLANTED = {
         *(Run(), "loss", "", 1, 1, ["by 1 of its norm"]),
     ),
     "a learning rate": (
-        Run(rate=lambda s, r: 0.1 + 0.1 * (r == s == 1)),
-        *(Run(), "update", "embed", 1, 2, ["Before step 2, with gradients equal"]),
+        Run(rate=lambda s, r: 0.1 + 0.1 * (r == s == 1), steps=3),
+        *(
+            Run(steps=3),
+            "update",
+            "embed",
+            1,
+            2,
+            ["Before step 2, with gradients equal"],
+        ),
     ),
     "a gradient behind the all-reduce": (
         Run(gradients=on_rank_1(gradient(f"{UP}.weight", 1.5))),
@@ -210,11 +218,11 @@ PLANTED = {
     ),
     "a gradient of a shard": (
         Run(fsdp(), gradients=on_rank_1(gradient(f"{UP}.weight", 1.5))),
-        *(Run(fsdp()), "gradients", "", 1, 1, ["on rank 1"]),
+        *(SHARDS, "gradients", "", 1, 1, ["on rank 1"]),
     ),
     "gradients of shards, by an operation of DTensors": (
         Run(fsdp(), gradients=lambda m, s: [p.grad.mul_(2) for p in m.parameters()]),
-        *(Run(fsdp()), "gradients", "", 0, 0, ["on ranks 0 and 1", "2 times"]),
+        *(SHARDS, "gradients", "", 0, 0, ["on ranks 0 and 1", "2 times"]),
     ),
     "a backward": (
         Run(model=on_rank_1(wrong_backward)),
@@ -229,16 +237,16 @@ PLANTED = {
     ),
 }
 HEALTHY = {
-    "twice": (Run(), Run()),
+    "twice": (Run(ddp()), Run()),
     "by hand": (HAND, Run()),
     "views of buckets": (Run(ddp(gradient_as_bucket_view=True)), Run()),
     "small buckets": (Run(ddp(bucket_cap_mb=0.001)), Run()),
     "a static graph": (Run(ddp(static_graph=True)), Run()),
     "unused parameters": (Run(ddp(find_unused_parameters=True)), Run()),
-    "shards twice": (Run(fsdp()), Run(fsdp())),
-    "shards that are kept": (Run(fsdp(reshard_after_forward=False)), Run(fsdp())),
-    "shards against replicas": (Run(fsdp()), Run()),
-    "replicas against shards": (Run(), Run(fsdp())),
+    "shards twice": (Run(fsdp()), SHARDS),
+    "shards that are kept": (Run(fsdp(reshard_after_forward=False)), SHARDS),
+    "shards against replicas": (SHARDS, Run()),
+    "replicas against shards": (Run(), SHARDS),
     "bfloat16": (
         Run(
             model=lambda m: m.bfloat16(),
@@ -247,15 +255,26 @@ HEALTHY = {
         ),
         Run(steps=1),
     ),
-    "fewer steps": (Run(steps=2), Run()),
+    "fewer steps": (Run(), Run(steps=3)),
 }
 
 
+def runs_of(table):
+    return [run for pair in table.values() for run in pair[:2]]
+
+
+def run_once():
+    """The runs of all pairs without those that are equal to an earlier one."""
+    found = []
+    for run in runs_of(PLANTED) + runs_of(HEALTHY):
+        if run not in found:
+            found.append(run)
+    return found
+
+
 def record_all(folder):
-    for table, names in (("planted", PLANTED), ("healthy", HEALTHY)):
-        for number, (run, reference, *_) in enumerate(names.values()):
-            run.record(f"{folder}/{table}{number}a")
-            reference.record(f"{folder}/{table}{number}b")
+    for number, run in enumerate(run_once()):
+        run.record(f"{folder}/{number}")
 
 
 @functools.cache
@@ -265,15 +284,17 @@ def recorded():
     return Path(folder)
 
 
-def compared(table, number):
-    folders = (recorded() / f"{table}{number}{side}" for side in "ab")
-    return overflow_fast.compare(*folders)
+def compared(run, reference):
+    all_runs = run_once()
+    return overflow_fast.compare(
+        *(recorded() / str(all_runs.index(each)) for each in (run, reference))
+    )
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_difference_is_named_with_its_rank(name):
-    diff = compared("planted", list(PLANTED).index(name))
-    kind, module, rank, step, words = PLANTED[name][2:]
+    run, reference, kind, module, rank, step, words = PLANTED[name]
+    diff = compared(run, reference)
     first = diff.first
     assert first is not None, diff
     assert kind in (None, first.kind) and module in (None, first.module), diff
@@ -283,6 +304,6 @@ def test_a_planted_difference_is_named_with_its_rank(name):
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_pair_of_ranks_is_silent(name):
-    diff = compared("healthy", list(HEALTHY).index(name))
+    diff = compared(*HEALTHY[name])
     assert diff.first is None and not diff.differs, diff
     assert diff.num_computed

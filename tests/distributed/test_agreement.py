@@ -23,6 +23,9 @@ from overflow_fast import NonFiniteError, OverflowGuard, Schedule, flags
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
+# How ranks replay together is in test_replay_ranks.py.
+Unexplained = functools.partial(OverflowGuard, explain=False)
+
 
 def train_one(model, optimizer, batch):
     """The message of what a step raised, or None."""
@@ -72,7 +75,7 @@ def one_rank_skips():
     )
     model = ddp(inner)
     optimizer = sgd(model)
-    guard = OverflowGuard(model, optimizer, "skip")
+    guard = Unexplained(model, optimizer, "skip")
     train_step(model, optimizer, data()[0])
     before = state_of(model)
     inner.is_bad = dist.get_rank() == 1
@@ -106,7 +109,7 @@ def what_a_clean_step_costs():
 def sharded(wrap, **arguments):
     model = wrap(make())
     optimizer = sgd(model)
-    OverflowGuard(model, optimizer, **arguments)
+    Unexplained(model, optimizer, **arguments)
     if dist.get_rank() == 3:
         plant(model.blocks[2].act, INF).__enter__()
     return train_one(model, optimizer, data()[0])
@@ -125,7 +128,7 @@ def plain_with(group):
     """Models that nothing wraps, and a group that is given."""
     model = make()
     optimizer = sgd(model)
-    OverflowGuard(model, optimizer, process_group=group)
+    Unexplained(model, optimizer, process_group=group)
     if dist.get_rank() == 1:
         plant(model.blocks[0].fc2, INF).__enter__()
     return train_one(model, optimizer, data()[0])
@@ -189,7 +192,7 @@ def a_callable():
 
     model = ddp(make())
     optimizer = sgd(model)
-    guard = OverflowGuard(model, optimizer, policy)
+    guard = Unexplained(model, optimizer, policy)
     if dist.get_rank() == 0:
         plant(model.module.head, INF).__enter__()
     train_step(model, optimizer, data()[0])
@@ -363,7 +366,7 @@ def a_policy_without_an_answer(report):
 def a_callable_that_fails(policy):
     model = ddp(make())
     optimizer = sgd(model)
-    OverflowGuard(model, optimizer, policy)
+    Unexplained(model, optimizer, policy)
     if dist.get_rank() == 2:
         plant(model.module.head, INF).__enter__()
     try:
@@ -398,7 +401,7 @@ def paths():
     model = ddp(make())
     optimizer = sgd(model)
     arguments = {"log": folder / "guard.jsonl", "evidence": folder / "evidence"}
-    with OverflowGuard(model, optimizer, "skip", **arguments):
+    with Unexplained(model, optimizer, "skip", **arguments):
         with plant(model.module.head, INF):
             train_step(model, optimizer, data()[0])
     dist.barrier()
@@ -417,7 +420,7 @@ def one_rank_has_a_flag():
     try:
         model = ddp(make())
         optimizer = sgd(model)
-        guard = OverflowGuard(model, optimizer, "skip", explain=False)
+        guard = Unexplained(model, optimizer, "skip")
         first, second = data()[:2]
         train_step(model, optimizer, first)
         before = model.module.head.weight.detach().clone()

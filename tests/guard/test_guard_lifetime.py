@@ -452,9 +452,12 @@ def collections():
         if phase == "start":
             found.append(info["generation"])
 
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)  # as in a program of users
     gc.callbacks.append(note)
     yield found
     gc.callbacks.remove(note)
+    gc.set_threshold(*before)
     gc.enable()
 
 

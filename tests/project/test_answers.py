@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from answers.judge import judge
 from answers.remedied import can_be_remedied, followed
 from answers.tools import Answer
 from answers.verify import problems
+from processes import python
 
 ALL = list(FAILURES.values())
 ALONE = [each for each in ALL if each.ranks == 1 and each.kind != "compiled"]
@@ -101,9 +100,9 @@ def assert_right(rows, failures):
 
 @pytest.mark.slow
 def test_the_guard_misleads_in_none():
-    command = [sys.executable, str(RUNNER), "--tools", "ours,ours-run", "--json"]
-    command += ["--only", ",".join(ASKED)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    asked = ("--tools", "ours,ours-run", "--json", "--only", ",".join(ASKED))
+    done = python(str(RUNNER), *asked)
+    assert done.returncode == 0, done.stderr
     assert_right(json.loads(done.stdout), ASKED)
 
 

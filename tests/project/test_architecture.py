@@ -2,13 +2,13 @@
 
 import ast
 import collections
+import functools
 import graphlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 
 import overflow_fast
 
@@ -60,6 +60,7 @@ def modules():
 MODULES = dict(modules())
 
 
+@functools.cache
 def imports_of(name, path):
     """What of the package a module imports, as dotted names below the package."""
     found = set()
@@ -116,8 +117,7 @@ def test_no_public_name_hides_a_module():
     # These import trainers, which may not be installed.
     names = [name for name in rooms if room_of(name) not in ("integrations", "demo")]
     paths = [f"overflow_fast.{name}" for name in sorted(names)]
-    command = [sys.executable, "-c", REACH, *paths]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = python("-c", REACH, *paths)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert not rooms & set(overflow_fast.__all__) - {"flags"}
 

@@ -16,6 +16,8 @@ from overflow_fast.replay.explanation import NOT_REPLAYED, Explanation, Op
 from overflow_fast.report.report import RankInfo, exit_code_of
 from overflow_fast.report.suspects import LoggedIncident, read_incidents, suspects_of
 
+pytestmark = pytest.mark.xdist_group("processes")
+
 
 def incident(step, device="cuda:1", host="n1", first="head: output", cause="", run="a"):
     return LoggedIncident(run, 1e9 + step, step, first, host, device, cause)

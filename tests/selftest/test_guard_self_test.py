@@ -327,7 +327,7 @@ def test_what_watch_leaves_out_is_said():
 
 def test_compiled_models_are_tried_in_eager_mode():
     model, optimizer = make()
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(model, backend="eager")
     with OverflowGuard(compiled, optimizer) as guard:
         x, y = batches(1)[0]
         compiled(x, y=y)

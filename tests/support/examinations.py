@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import os
 import signal
 import tempfile
@@ -56,6 +57,7 @@ def examine(world, stages, absent=(), before=None, **settings):
 
 
 def _examined(rank, world, port, stages, settings, before, folder):
+    gc.freeze()  # no collection looks at what the server has imported
     if not dist.is_gloo_available():
         return
     os.environ["LOCAL_RANK"] = str(rank)

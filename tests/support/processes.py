@@ -1,6 +1,7 @@
 """Processes for tests, forked from a server that has imported torch already."""
 
 import functools
+import gc
 import os
 import runpy
 import sys
@@ -14,6 +15,7 @@ import torch.multiprocessing
 _PRELOADED = [
     "torch._dynamo",
     "torch.distributed.fsdp",
+    "torch.distributed.optim",
     "torch.distributed.tensor.parallel",
     "torch.utils.cpp_extension",
     "overflow_fast",
@@ -36,6 +38,7 @@ def context():
 
 
 def _run_as_main(arguments, cwd, environment, folder):
+    gc.freeze()  # no collection looks at what the server has imported
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o600), descriptor)
     os.environ.clear()

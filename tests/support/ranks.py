@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+import gc
 import importlib
 import sys
 import tempfile
@@ -30,6 +31,7 @@ def device():
 
 
 def _run(rank, world, folder, over, function, arguments):
+    gc.freeze()  # no collection looks at what the server has imported
     torch.set_num_threads(1)
     url = f"file://{folder}/store"
     if over == "nccl":
@@ -63,7 +65,8 @@ def on_ranks(world, function, *arguments, over=None):
 
 
 # Test modules whose SCENARIOS run in one group of four processes, one after another:
-# starting the processes takes longer than all of them.
+# starting the processes takes longer than all of them. All are of the group of tests
+# `processes`: in another worker of xdist they would run once more.
 _MODULES = ("test_agreement", "test_groups", "test_replay_ranks", "test_suspects")
 _FOLDERS = ("distributed", "report")
 

@@ -3,12 +3,11 @@
 import ast
 import logging
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 from torch import nn
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -514,12 +513,7 @@ print(guard.coverage().failures)
 
 @pytest.mark.slow
 def test_eager_code_is_watched_where_torch_compile_has_changed():
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_DYNAMO],
-        cwd=PACKAGE.parent,
-        capture_output=True,
-        text=True,
-    )
+    done = python("-c", WITHOUT_DYNAMO, cwd=PACKAGE.parent)
     assert done.stdout.strip() == "0", done.stderr
     said = "torch has changed: torch"
     assert f"{said}.compile cannot trace hooks" in done.stderr

@@ -38,8 +38,10 @@ enum class State { kReady, kAtBlockBarrier, kAtWarpBarrier, kDone };
 
 struct Fiber {
   ucontext_t context;
+  void* resumed[5];  // of __builtin_setjmp
   std::unique_ptr<char[]> stack;
   State state = State::kReady;
+  bool has_begun = false;
   unsigned num_exchanges = 0;
 };
 
@@ -47,14 +49,42 @@ constexpr int kStackBytes = 256 * 1024;  // sanitizers need most of it
 
 inline std::vector<Fiber> fibers;
 inline ucontext_t scheduler;
+inline void* scheduled[5];
 inline int current;
 inline std::function<void()> body;
 inline int vote, voted;
 inline uint64_t exchanged[2][32][32];  // by parity, warp and lane
 
+// swapcontext() calls the kernel of the system for the mask of signals, each time; sanitizers must
+// be told of each stack, which it does.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kJumps = false;
+#else
+constexpr bool kJumps = true;
+#endif
+
+[[noreturn, gnu::noinline]] inline void jump(void** to) { __builtin_longjmp(to, 1); }
+
 inline void hand_over(State state) {
-  fibers[current].state = state;
-  swapcontext(&fibers[current].context, &scheduler);
+  Fiber& fiber = fibers[current];
+  fiber.state = state;
+  if (!kJumps) {
+    swapcontext(&fiber.context, &scheduler);
+  } else if (__builtin_setjmp(fiber.resumed) == 0) {
+    jump(scheduled);
+  }
+}
+
+// Runs a fiber until it hands over.
+[[gnu::noinline]] inline void resume(Fiber& fiber) {
+  const bool is_new = !fiber.has_begun;
+  fiber.has_begun = true;
+  if (!kJumps) {
+    swapcontext(&scheduler, &fiber.context);
+  } else if (__builtin_setjmp(scheduled) == 0) {
+    if (is_new) setcontext(&fiber.context);
+    jump(fiber.resumed);
+  }
 }
 
 inline void run_fiber() {
@@ -65,6 +95,7 @@ inline void run_fiber() {
 inline void start(Fiber& fiber) {
   if (!fiber.stack) fiber.stack.reset(new char[kStackBytes]);
   fiber.state = State::kReady;
+  fiber.has_begun = false;
   fiber.num_exchanges = 0;
   getcontext(&fiber.context);
   fiber.context.uc_stack.ss_sp = fiber.stack.get();
@@ -99,7 +130,7 @@ inline void run_block(int num_threads) {
     for (current = 0; current < num_threads; ++current) {
       if (fibers[current].state != State::kReady) continue;
       threadIdx.x = current;
-      swapcontext(&scheduler, &fibers[current].context);
+      resume(fibers[current]);
     }
     bool is_released = false;
     for (int warp = 0; warp < num_threads; warp += 32) {
