@@ -402,6 +402,12 @@ def living(hooks: Sequence[OptimizerHook]) -> list[Optimizer]:
     return [optimizer for optimizer in found if optimizer is not None]
 
 
+def outermost(hooks: Sequence[OptimizerHook]) -> list[Any]:
+    """The optimizers that the user gave, wrappers of others among them."""
+    found = (hook.layers[0] for hook in hooks)
+    return [optimizer for optimizer in found if optimizer is not None]
+
+
 class OptimizerHook:
     """Takes the place of one optimizer's `step` while it is attached.
 

@@ -1,5 +1,7 @@
 """Wrappers and optimizers of engines that the guard has never heard of."""
 
+import types
+
 import pytest
 import torch
 from ranks import on_ranks
@@ -225,13 +227,16 @@ def test_an_overflow_of_the_forward_is_an_alarm_under_a_scale():
     assert optimizer.loss_scale == 2.0**4  # the engine's scale is not touched
 
 
-@pytest.mark.parametrize("scale, attribute", [(1.0, None), (256.0, "dynamic")])
+@pytest.mark.parametrize(
+    "scale, attribute", [(1.0, None), (256.0, "dynamic"), (256.0, "loss_scale_config")]
+)
 def test_gradients_are_an_alarm_where_no_scale_can_be_lowered(scale, attribute):
-    class Static(EngineOptimizer):
-        dynamic = False
-
     model, optimizer = make_engine(scale)
-    optimizer.__class__ = Static if attribute else EngineOptimizer
+    if attribute == "dynamic":
+        optimizer.dynamic = False
+    elif attribute is not None:  # what the optimizer has itself says less
+        config = {"cur_scale": scale, "dynamic_loss_scale": False}
+        optimizer.loss_scale_config = types.SimpleNamespace(**config)
     guard = OverflowGuard(model, optimizer, "skip")
     handle = optimizer.weights[0].register_hook(lambda g: g * float("inf"))
     train(model, optimizer, num_steps=1)
@@ -395,7 +400,8 @@ def test_a_backward_is_not_run_again_into_an_engines_gradients():
     optimizer.weights[0].register_hook(lambda g: counts.append(1) or g * float("nan"))
     train(model, optimizer, num_steps=1)
     assert len(counts) == 1
-    assert "a second backward would write" in " ".join(str(guard.last_report).split())
+    said = " ".join(str(guard.last_report).split())
+    assert "a second backward would write to the gradients that the training" in said
 
 
 # Remedies that are tried must leave an engine's hooks where they are.
@@ -548,6 +554,21 @@ def test_the_ranks_of_such_an_engine_stay_together(make):
     first, second = on_ranks(2, hidden_on_ranks, make)
     assert first == second
     assert first[0] == 3 and first[2] == [step != 3 for step in range(6)]
+
+
+def a_model_whose_engine_has_the_group():
+    rank = torch.distributed.get_rank()
+    model, optimizer = make_engine()
+    optimizer.data_parallel_group = torch.distributed.group.WORLD
+    guard = OverflowGuard(model.module, optimizer, "skip")
+    train(model, optimizer, bad=[3] if rank == 1 else [])
+    return guard.num_skipped, guard.last_report.step, str(guard.last_report.where)
+
+
+def test_the_groups_of_an_engines_optimizer_are_those_of_its_ranks():
+    first, second = on_ranks(2, a_model_whose_engine_has_the_group)
+    assert first == second
+    assert first[:2] == (1, 3)
 
 
 @pytest.mark.parametrize(
