@@ -156,8 +156,10 @@ def engine_gradients(
             owners = [_vars(layer).get(each) for each in parameters]
             for path, tensor in () if kept is None else tensors(kept):
                 keys = [part.value for part in path]
-                known = (names.get(id(_at(each, keys))) for each in owners)
-                name = next(filter(None, known), None)
+                stand = [_at(each, keys) for each in owners if each is not None]
+                if stand and all(each is None for each in stand):
+                    continue  # it fills a partition up, and is of no parameter
+                name = next(filter(None, (names.get(id(p)) for p in stand)), None)
                 if name is None:
                     name = attribute + "".join(f"[{key}]" for key in keys)
                 found.setdefault(id(tensor), (name, tensor))

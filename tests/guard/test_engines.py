@@ -8,7 +8,9 @@ from ranks import on_ranks
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.core.engines import engine_gradients
 from overflow_fast.guard import pipeline
+from overflow_fast.replay.capture import names_of_inputs
 from overflow_fast.replay.remedies.patches import in_bfloat16, in_float32
 
 
@@ -101,6 +103,20 @@ def test_a_users_model_with_one_layer_called_module_keeps_its_names():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     OverflowGuard(model, optimizer, include=["module"])
     assert run(model, optimizer).verdict.first.fqn == "module"
+
+
+class Masked(nn.Module):
+    def forward(self, x, mask, *others, scale=1.0):
+        return x * mask * scale
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_inputs_have_the_names_of_the_model_within(depth):
+    model = Masked()
+    for _ in range(depth):
+        model = Wrapper(model)
+    assert names_of_inputs(model, 1) == ["x"]
+    assert names_of_inputs(model, 3) == ["x", "mask", "input[2]"]
 
 
 # Optimizers that own torch's: they scale, skip, and step copies group by group.
@@ -346,6 +362,18 @@ def test_a_tripwire_sees_the_gradients_that_megatron_keeps():
     guard = OverflowGuard(model, optimizer, "skip", watch="tripwire")
     train(model, optimizer, bad=[2])
     assert (guard.num_skipped, guard.last_report.step) == (1, 2)
+
+
+def test_what_fills_a_partition_up_is_no_gradient():
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    names = {id(each): f"w{i}" for i, each in enumerate(weights[:2])}
+    gradients = {0: [torch.full((2,), float(i)) for i in range(4)]}
+    layer = types.SimpleNamespace(
+        params_in_partition=[weights], averaged_gradients=gradients
+    )
+    found, gradients = engine_gradients([layer], names)
+    assert found == ["w0", "w1", "averaged_gradients[0][2]"]
+    assert [float(each[0]) for each in gradients] == [0.0, 1.0, 2.0]
 
 
 def test_a_tripwire_that_saw_nothing_says_so_in_that_step(caplog):
