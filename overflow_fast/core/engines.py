@@ -22,7 +22,7 @@ from .modules import has_base
 # Loss scales that are not torch's.
 
 ENGINES_SCALER = "loss scaler"
-_HOLDERS = ("loss_scaler", "grad_scaler", "scaler")
+_HOLDERS = ("loss_scaler", "grad_scaler", "scaler", "loss_scale_config")
 _SCALES = ("cur_scale", "loss_scale", "scale", "_scale")
 _FLAGS = ("overflow", "found_inf", "has_overflow", "found_overflow")
 _LEAST = ("min_scale", "min_loss_scale")
@@ -108,12 +108,13 @@ def _scale_holders(layers: Iterable[Any]) -> Iterator[Any]:
     for layer in layers:
         holders = [_get(layer, name) for name in _HOLDERS]
         if any(hasattr(type(layer), name) or name in _vars(layer) for name in _FLAGS):
-            holders.append(layer)
+            holders.append(layer)  # last: what it holds knows more of its scale
         for holder in holders:
             if holder is None or isinstance(holder, GradScaler):
                 continue
             if _scale_in(holder) is not None:
                 yield holder
+                break
 
 
 def _scale_in(holder: Any) -> float | torch.Tensor | None:
@@ -155,8 +156,10 @@ def engine_gradients(
             owners = [_vars(layer).get(each) for each in parameters]
             for path, tensor in () if kept is None else tensors(kept):
                 keys = [part.value for part in path]
-                known = (names.get(id(_at(each, keys))) for each in owners)
-                name = next(filter(None, known), None)
+                stand = [_at(each, keys) for each in owners if each is not None]
+                if stand and all(each is None for each in stand):
+                    continue  # it fills a partition up, and is of no parameter
+                name = next(filter(None, (names.get(id(p)) for p in stand)), None)
                 if name is None:
                     name = attribute + "".join(f"[{key}]" for key in keys)
                 found.setdefault(id(tensor), (name, tensor))

@@ -209,9 +209,10 @@ def unwrapped_class(cls: type) -> type:
 
 
 def gradient_taker(models: Iterable[nn.Module]) -> str:
-    """The class of an engine whose hooks take gradients as backward makes them, or "".
+    """Names an engine whose hooks take gradients as backward makes them; "" for none.
 
     A second backward would add to its buffers, or be refused: DeepSpeed's, Megatron's.
+    Its class is its name where one of the models is its wrapper.
     """
     for model in models:
         for name, module in named_modules(model):
@@ -219,7 +220,7 @@ def gradient_taker(models: Iterable[nn.Module]) -> str:
             if not name and packages & _ENGINES and is_engine(module):
                 return type(module).__name__
         if any(hasattr(p, mark) for p in parameters_of(model) for mark in _TAKEN):
-            return type(model).__name__
+            return "the training engine"
     return ""
 
 

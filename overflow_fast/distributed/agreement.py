@@ -35,6 +35,7 @@ class Participants:
         watches: The watched models.
         may_act: The policy may do more than warn.
         optimizers: Returns the optimizers that step the models.
+        outermost: Returns those that the user gave, with what is wrapped in them.
 
     Attributes:
         joinable: The object that takes part for ranks without batches, or None.
@@ -46,6 +47,7 @@ class Participants:
         watches: Sequence[ModelWatch],
         may_act: bool,
         optimizers: Callable[[], Sequence[Optimizer]],
+        outermost: Callable[[], Sequence[Any]],
     ) -> None:
         self._given = process_group
         self._watches = watches
@@ -55,6 +57,7 @@ class Participants:
         self._has_warned = False
         self.joinable: GuardJoinable | None = None
         self._optimizers = optimizers
+        self._outermost = outermost
 
     @property
     def decide_together(self) -> bool:
@@ -109,7 +112,7 @@ class Participants:
         if self._given is False or world_size() == 1:
             return []
         if self._given is None:
-            return find_groups(self._models(), self._optimizers())
+            return find_groups(self._models(), self._outermost())
         if isinstance(self._given, dist.device_mesh.DeviceMesh):
             return shared(groups_of_mesh(self._given))
         return shared([self._given])
@@ -227,7 +230,9 @@ class Agreement:
             to warn.
         watches: The watched models.
         may_act: The policy may do more than warn.
-        optimizers: Returns the optimizers, which may show process groups too.
+        optimizers: Returns the optimizers that step the models.
+        outermost: Returns those that the user gave, such as an engine's, which may show
+            process groups too.
 
     Attributes:
         error: The last error that a collective has raised, or None.
@@ -239,9 +244,12 @@ class Agreement:
         watches: Sequence[ModelWatch],
         may_act: bool,
         optimizers: Callable[[], Sequence[Optimizer]],
+        outermost: Callable[[], Sequence[Any]],
     ) -> None:
         self._watches = watches
-        self._participants = Participants(process_group, watches, may_act, optimizers)
+        self._participants = Participants(
+            *(process_group, watches, may_act, optimizers, outermost)
+        )
         self.error: Exception | None = None
 
     @property

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from ..core.modules import has_base, modules_in
 from ..core.nested_optimizers import optimizers_in
@@ -162,9 +161,7 @@ def _device_of(group: Any) -> torch.device:
 _DATA_PARALLEL = {"DistributedDataParallel", "FullyShardedDataParallel"}
 
 
-def find_groups(
-    models: Iterable[nn.Module], optimizers: Iterable[Optimizer]
-) -> list[Any]:
+def find_groups(models: Iterable[nn.Module], optimizers: Iterable[Any]) -> list[Any]:
     """Finds the process groups of the ranks that share models or optimizers.
 
     Those of DDP, FSDP, composable `replicate()`, those of the meshes of DTensors, and

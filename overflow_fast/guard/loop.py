@@ -34,7 +34,7 @@ from .explainer import make_capture
 from .learning import Learning
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors
-from .optimizers import OptimizerHook, innermost, living, stepper_of
+from .optimizers import OptimizerHook, innermost, living, outermost, stepper_of
 from .pipeline import ErrorIsolation, Pipeline
 from .step import StepClock, WatchSchedule
 
@@ -326,7 +326,8 @@ class GuardLoop:
         self.headroom = self.measurements.headroom
         find_optimizers = functools.partial(living, hooks)
         agreement = Agreement(
-            config.process_group, watches, config.may_act, find_optimizers
+            *(config.process_group, watches, config.may_act, find_optimizers),
+            functools.partial(outermost, hooks),
         )
         self.isolation = isolation = ErrorIsolation(self.timer, agreement)
         guarded = Guarded(watches, self.capture, find_optimizers, isolation.isolated)

@@ -402,6 +402,16 @@ def living(hooks: Sequence[OptimizerHook]) -> list[Optimizer]:
     return [optimizer for optimizer in found if optimizer is not None]
 
 
+def outermost(hooks: Sequence[OptimizerHook]) -> list[Any]:
+    """The optimizers that the user gave, wrappers of others among them."""
+    found = (hook.layers[0] for hook in hooks)
+    return [optimizer for optimizer in found if optimizer is not None]
+
+
+# Steps of hooks. A scheduler's function around one has a copy of its attributes.
+_own_steps: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 class OptimizerHook:
     """Takes the place of one optimizer's `step` while it is attached.
 
@@ -526,7 +536,7 @@ class OptimizerHook:
         is_there = stepper is not None and self._step is not None
         if is_there and vars(stepper).get("step") is self._step:
             replaced = self._step.replaced
-            while (hook := _hook_of(replaced)) is not None and not hook._is_attached:
+            while replaced in _own_steps and not replaced.optimizer_hook._is_attached:
                 replaced = replaced.replaced
             del vars(stepper)["step"]
             if replaced is not None:
@@ -578,6 +588,7 @@ class OptimizerHook:
             function.__signature__ = inspect.signature(original)
         function.__func__ = unbound  # schedulers wrap it as they wrap a method
         function.replaced = replaced
+        _own_steps.add(function)
         return function
 
     def _run(

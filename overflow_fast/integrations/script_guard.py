@@ -8,6 +8,7 @@ import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import logging
 import sys
 import weakref
@@ -27,7 +28,8 @@ from ..core.nested_optimizers import optimizers_in
 from ..core.selection import NoModuleError
 from ..debug import DebugUnderflowOverflow
 from ..guard.guard import OverflowGuard, guards_of, modules_of
-from ..guard.optimizers import OptimizerHook
+from ..guard.loop import living_models
+from ..guard.optimizers import stepper_of
 from ..report.report import NonFiniteError
 from ..torch_internals.registry import stack
 
@@ -197,13 +199,25 @@ def find_trained(
         if not counts[i] <= covered:
             found.append(roots[i])
             covered |= counts[i]
-    outermost = {id(each): each for each in _outermost(optimizers, wrappers)}
-    return found, list(outermost.values())
+    return found, each_once(_outermost(optimizers, wrappers))
 
 
-def find_wrappers(optimizers: Sequence[Optimizer]) -> list[Any]:
-    """Finds the outermost wrapper of each optimizer: itself where there is none."""
-    return _outermost(optimizers, _existing()[1])
+def each_once(values: Iterable[Any]) -> list[Any]:
+    """Values without those that are there already, by identity."""
+    return list({id(each): each for each in values}.values())
+
+
+def find_outermost(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> tuple[list[nn.Module], list[Any]]:
+    """Finds the outermost modules that hold models, and optimizers' outermost wrappers.
+
+    Returns:
+        The modules, and for each optimizer its wrapper, or itself where it has none.
+    """
+    modules, existing = _existing()
+    roots = _roots(models, _parents(modules))
+    return roots, _outermost(optimizers, existing)
 
 
 def without_inner(optimizers: Sequence[Any]) -> list[Any]:
@@ -254,9 +268,16 @@ def _existing() -> tuple[list[nn.Module], list[Any]]:
         if issubclass(kind, nn.Module):
             if "_modules" in vars(each):  # it may be under construction
                 modules.append(each)
-        elif issubclass(kind, Optimizer):
+        elif issubclass(kind, Optimizer) or _is_stepped(kind, each):
             optimizers.append(each)
     return modules, optimizers
+
+
+def _is_stepped(kind: type, value: Any) -> bool:
+    """True for an engine's optimizer, whose properties are not read."""
+    if not callable(inspect.getattr_static(kind, "step", None)):
+        return False
+    return inspect.getattr_static(value, "param_groups", None) is not None
 
 
 def _own_parameters(module: nn.Module) -> set[int]:
@@ -289,28 +310,14 @@ def _roots(
 
 
 def _outermost(optimizers: Sequence[Optimizer], existing: Sequence[Any]) -> list[Any]:
-    """The outermost wrapper of each optimizer, or itself."""
-    wrapper_of = {
-        id(inner): each
-        for each in existing
-        for name in ("optimizer", "optim")
-        if (inner := vars(each).get(name)) is not None and inner is not each
-    }
-    found = list[Any](optimizers)
-    for _ in existing:
-        if not any(id(each) in wrapper_of for each in found):
-            break
-        found = [wrapper_of.get(id(each), each) for each in found]
-    return found
-
-
-def note_wrappers(hooks: Iterable[OptimizerHook]) -> None:
-    """Passes the wrappers that were made since to optimizers' hooks."""
-    of = [(hook, hook.optimizer) for hook in hooks]
-    living = [(hook, optimizer) for hook, optimizer in of if optimizer is not None]
-    wrappers = find_wrappers([optimizer for _, optimizer in living])
-    for (hook, _), wrapper in zip(living, wrappers, strict=True):
-        hook.note_wrapper(wrapper)
+    """The outermost wrapper of each optimizer, or itself: Accelerate's, an engine's."""
+    held = {id(each): {id(i) for i in inside(each)} - {id(each)} for each in existing}
+    all_held = set[int]().union(*held.values())
+    outer = [each for each in existing if id(each) not in all_held]
+    return [
+        next((each for each in outer if id(one) in held[id(each)]), one)
+        for one in optimizers
+    ]
 
 
 _log = logging.getLogger("overflow_fast")
@@ -437,11 +444,14 @@ class ScriptGuard:
     def _look_at(self, module: nn.Module) -> None:
         if module in self._unrelated:
             return
-        is_watched = any(module in modules_of(each._loop) for each in self._fresh)
+        watched = [each for one in self._fresh for each in modules_of(one._loop)]
+        is_watched = any(each is module for each in watched)
         if is_watched and not self._pending:
-            self._note_wrappers()
+            self._go_over_to_wrappers()
         elif holds_one_of(module, stepped_by(self._new_optimizers())):
             self._attach()
+        elif not set(map(id, watched)).isdisjoint(map(id, modules_in(module))):
+            self._go_over_to_wrappers()  # an engine's, which steps copies of weights
         else:
             self._unrelated.add(module)
             return
@@ -493,7 +503,10 @@ class ScriptGuard:
         """Makes a guard that goes on where earlier ones have ended."""
         new = {id(inner) for each in optimizers for inner in inside(each)}
         before = [o for each in earlier for o in each._loop.optimizers]
-        step = max((guard.step for guard in earlier), default=0)
+        # Engines step an optimizer once to make its state.
+        unused = {id(one): one.coverage().steps for one in self._fresh}
+        steps = (each.step - unused.get(id(each), 0) for each in earlier)
+        step = max(steps, default=0)
         for guard in {*earlier, *self._fresh}:
             self._guards.remove(guard)
             self._is_guarded |= guard.coverage().steps > 0
@@ -506,9 +519,23 @@ class ScriptGuard:
         self._guards.append(guard)
         self._fresh = [guard]
 
-    def _note_wrappers(self) -> None:
-        """Notes the wrappers of optimizers that were made since the guards were."""
-        note_wrappers([h for g in self._fresh for h in g._loop.hooks])
+    def _go_over_to_wrappers(self) -> None:
+        """Finds the wrappers that were made since the guards were.
+
+        Where an engine steps an optimizer on its own terms, a guard of the engine takes
+        the place of the one there is; other wrappers of optimizers are noted.
+        """
+        for guard in list(self._fresh):
+            hooks = [each for each in guard._loop.hooks if each.optimizer is not None]
+            inner = [each.optimizer for each in hooks if each.optimizer is not None]
+            models = list(living_models(guard._loop.watches).values())
+            roots, wrappers = find_outermost(models, inner)
+            pairs = list(zip(hooks, wrappers, strict=True))
+            if all(stepper_of(wrapper) is hook.layers[1] for hook, wrapper in pairs):
+                for hook, wrapper in pairs:
+                    hook.note_wrapper(wrapper)
+            else:
+                self._replace([guard], roots, each_once(wrappers))
 
     def _remove_guards(self) -> None:
         self._has_own |= any(not guard.enabled for guard in self._guards)

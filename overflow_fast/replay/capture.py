@@ -168,7 +168,10 @@ def _dtype_of(name: str) -> torch.dtype:
 _MAX_CALLED = 3
 _MAX_VALUES = 256  # of an object that may be a batch
 _OF_PROGRAM = (torch.Tensor, nn.Module, Optimizer, Dataset, DataLoader)
-_MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_BY_PLACE = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
 
 
 class Captured:
@@ -339,8 +342,19 @@ def argument_names(function: Callable[..., Any], count: int) -> list[str]:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         parameters = []
-    names = [p.name for p in parameters if p.kind not in _MANY][:count]
+    names = [p.name for p in parameters if p.kind in _BY_PLACE][:count]
     return names + [f"input[{i}]" for i in range(len(names), count)]
+
+
+def names_of_inputs(model: nn.Module, count: int) -> list[str]:
+    """The names that a model's forward has for its first positional arguments.
+
+    A wrapper such as DDP or an engine passes on what it is given, under no names of its
+    own: they are those of the model within.
+    """
+    around = [uncompiled(each) for name, each in named_modules(model) if not name]
+    named = [argument_names(each.forward, count) for each in around]
+    return min(named, key=lambda names: sum("[" in name for name in names))
 
 
 def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -559,9 +573,8 @@ class ModelCall(KeptCall):
         """The arguments, by the names of the parameters."""
         function: Any = self.function
         args, kwargs = self.batch
-        names = parameter_names(uncompiled(function.args[0]).forward)
-        names += [f"input[{i}]" for i in range(len(names), len(args))]
-        return {**dict(zip(names, args, strict=False)), **kwargs}
+        names = names_of_inputs(function.args[0], len(args))
+        return {**dict(zip(names, args, strict=True)), **kwargs}
 
 
 def _as_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -569,14 +582,6 @@ def _as_copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     copy = tensor.detach().clone()
     return copy.requires_grad_() if tensor.requires_grad and is_float(tensor) else copy
-
-
-def parameter_names(function: Callable[..., Any]) -> list[str]:
-    """The names of a function's parameters; none if it does not tell."""
-    try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return []
 
 
 def call_model(model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:

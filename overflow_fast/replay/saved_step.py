@@ -16,7 +16,7 @@ from ..core.modules import parameters_of
 from ..core.tensors import digest_of, has_memory
 from ..files.json_text import SCHEMA, dumps
 from ..files.reading import FileError, read_bytes, read_tensors
-from .capture import Ambient, KeptCall, ModelCall, parameter_names
+from .capture import Ambient, KeptCall, ModelCall, names_of_inputs
 from .explanation import Artifact
 from .places import names_of
 
@@ -329,5 +329,5 @@ def _one_argument(model: nn.Module, batch: Any) -> Any:
         return args[0]
     if not args:
         return kwargs
-    names = parameter_names(model.forward)
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    names = names_of_inputs(model, len(args))
+    return {**dict(zip(names, args, strict=True)), **kwargs}

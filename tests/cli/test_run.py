@@ -274,6 +274,57 @@ def test_a_script_with_accelerate(tmp_path):
     assert "3 of 3 steps watched: 1 report, 1 step skipped" in done.stderr
 
 
+ENGINE = f"""{MODEL}
+class Sharing:  # steps copies of the weights, and leaves out what is not finite
+    def __init__(self, optimizer):
+        self.optimizer, self.num_overflows = optimizer, 0
+        group, = optimizer.param_groups
+        self.weights = group["params"]
+        group["params"] = [w.detach().double() for w in self.weights]
+        for copy in group["params"]:
+            copy.grad = torch.zeros_like(copy)
+        optimizer.step()  # makes its state
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    def step(self):
+        if not all(w.grad.isfinite().all() for w in self.weights):
+            self.num_overflows += 1
+            return
+        pairs = zip(self.weights, self.param_groups[0]["params"])
+        for weight, copy in pairs:
+            copy.grad = weight.grad.double()
+        self.optimizer.step()
+        for weight, copy in zip(self.weights, self.param_groups[0]["params"]):
+            weight.data.copy_(copy)
+class Engine(nn.Module):
+    def __init__(self, module, optimizer):
+        super().__init__()
+        self.module, self.sharing = module, Sharing(optimizer)
+    def forward(self, x):
+        return self.module(x)
+    def backward(self, loss):
+        loss.backward()
+    def step(self):
+        self.sharing.step()
+        self.zero_grad()
+engine = Engine(model, torch.optim.Adam(model.parameters()))
+for step in range(4):
+    x = torch.full((8, 4), float("nan") if step == 2 else 1.0)
+    engine.backward(engine(x).mean())
+    before = next(model.parameters()).detach().clone()
+    engine.step()
+    print(int(torch.equal(before, next(model.parameters()))), end="")
+print(engine.sharing.num_overflows)
+"""
+
+
+def test_a_script_with_an_engine_that_steps_on_its_own_terms(tmp_path):
+    done = run(tmp_path, ENGINE, options=("--on-overflow", "skip"))
+    assert (done.returncode, done.stdout) == (0, "00100\n"), done.stderr
+    assert "Step 2 is not finite" in done.stderr
+    assert "4 of 4 steps watched: 1 report, 1 step skipped" in done.stderr
+    assert "module." not in done.stderr
+
+
 RANKS = f"""{MODEL}
 import torch.distributed as dist
 dist.init_process_group("gloo")

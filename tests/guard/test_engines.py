@@ -1,12 +1,16 @@
 """Wrappers and optimizers of engines that the guard has never heard of."""
 
+import types
+
 import pytest
 import torch
 from ranks import on_ranks
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.core.engines import engine_gradients
 from overflow_fast.guard import pipeline
+from overflow_fast.replay.capture import names_of_inputs
 from overflow_fast.replay.remedies.patches import in_bfloat16, in_float32
 
 
@@ -99,6 +103,20 @@ def test_a_users_model_with_one_layer_called_module_keeps_its_names():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     OverflowGuard(model, optimizer, include=["module"])
     assert run(model, optimizer).verdict.first.fqn == "module"
+
+
+class Masked(nn.Module):
+    def forward(self, x, mask, *others, scale=1.0):
+        return x * mask * scale
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_inputs_have_the_names_of_the_model_within(depth):
+    model = Masked()
+    for _ in range(depth):
+        model = Wrapper(model)
+    assert names_of_inputs(model, 1) == ["x"]
+    assert names_of_inputs(model, 3) == ["x", "mask", "input[2]"]
 
 
 # Optimizers that own torch's: they scale, skip, and step copies group by group.
@@ -225,13 +243,16 @@ def test_an_overflow_of_the_forward_is_an_alarm_under_a_scale():
     assert optimizer.loss_scale == 2.0**4  # the engine's scale is not touched
 
 
-@pytest.mark.parametrize("scale, attribute", [(1.0, None), (256.0, "dynamic")])
+@pytest.mark.parametrize(
+    "scale, attribute", [(1.0, None), (256.0, "dynamic"), (256.0, "loss_scale_config")]
+)
 def test_gradients_are_an_alarm_where_no_scale_can_be_lowered(scale, attribute):
-    class Static(EngineOptimizer):
-        dynamic = False
-
     model, optimizer = make_engine(scale)
-    optimizer.__class__ = Static if attribute else EngineOptimizer
+    if attribute == "dynamic":
+        optimizer.dynamic = False
+    elif attribute is not None:  # what the optimizer has itself says less
+        config = {"cur_scale": scale, "dynamic_loss_scale": False}
+        optimizer.loss_scale_config = types.SimpleNamespace(**config)
     guard = OverflowGuard(model, optimizer, "skip")
     handle = optimizer.weights[0].register_hook(lambda g: g * float("inf"))
     train(model, optimizer, num_steps=1)
@@ -343,6 +364,18 @@ def test_a_tripwire_sees_the_gradients_that_megatron_keeps():
     assert (guard.num_skipped, guard.last_report.step) == (1, 2)
 
 
+def test_what_fills_a_partition_up_is_no_gradient():
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    names = {id(each): f"w{i}" for i, each in enumerate(weights[:2])}
+    gradients = {0: [torch.full((2,), float(i)) for i in range(4)]}
+    layer = types.SimpleNamespace(
+        params_in_partition=[weights], averaged_gradients=gradients
+    )
+    found, gradients = engine_gradients([layer], names)
+    assert found == ["w0", "w1", "averaged_gradients[0][2]"]
+    assert [float(each[0]) for each in gradients] == [0.0, 1.0, 2.0]
+
+
 def test_a_tripwire_that_saw_nothing_says_so_in_that_step(caplog):
     class Hidden(EngineOptimizer):
         def backward(self, loss):
@@ -395,7 +428,8 @@ def test_a_backward_is_not_run_again_into_an_engines_gradients():
     optimizer.weights[0].register_hook(lambda g: counts.append(1) or g * float("nan"))
     train(model, optimizer, num_steps=1)
     assert len(counts) == 1
-    assert "a second backward would write" in " ".join(str(guard.last_report).split())
+    said = " ".join(str(guard.last_report).split())
+    assert "a second backward would write to the gradients that the training" in said
 
 
 # Remedies that are tried must leave an engine's hooks where they are.
@@ -548,6 +582,21 @@ def test_the_ranks_of_such_an_engine_stay_together(make):
     first, second = on_ranks(2, hidden_on_ranks, make)
     assert first == second
     assert first[0] == 3 and first[2] == [step != 3 for step in range(6)]
+
+
+def a_model_whose_engine_has_the_group():
+    rank = torch.distributed.get_rank()
+    model, optimizer = make_engine()
+    optimizer.data_parallel_group = torch.distributed.group.WORLD
+    guard = OverflowGuard(model.module, optimizer, "skip")
+    train(model, optimizer, bad=[3] if rank == 1 else [])
+    return guard.num_skipped, guard.last_report.step, str(guard.last_report.where)
+
+
+def test_the_groups_of_an_engines_optimizer_are_those_of_its_ranks():
+    first, second = on_ranks(2, a_model_whose_engine_has_the_group)
+    assert first == second
+    assert first[:2] == (1, 3)
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,21 @@ def test_schedulers_wrap_the_step_before_or_after(comes):
     assert model.weight.isnan().any()
 
 
+def test_a_scheduler_between_two_guards_keeps_its_wrapper(caplog):
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = OverflowGuard(model, optimizer, "skip")
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    wrapped = optimizer.step
+    first.remove()
+    second = OverflowGuard(model, optimizer, "skip")
+    run(model, optimizer, BAD)
+    second.remove()
+    assert second.num_skipped == 1
+    assert optimizer.step == wrapped
+    assert "failed" not in caplog.text
+
+
 def test_switching_off_gives_back_the_step_that_was_there():
     model = nn.Linear(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
