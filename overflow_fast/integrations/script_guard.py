@@ -262,21 +262,29 @@ def parameters_in(module: nn.Module) -> set[int]:
 
 def _existing() -> tuple[list[nn.Module], list[Any]]:
     """All modules, and all optimizers and wrappers of them."""
+    objects = gc.get_objects()
+    kinds = {id(kind): kind for kind in map(type, objects)}  # of a hundred objects one
+    of_modules = {key for key, kind in kinds.items() if issubclass(kind, nn.Module)}
+    stepped = {key for key, kind in kinds.items() if _has_step(kind)} - of_modules
     modules, optimizers = list[nn.Module](), list[Any]()
-    for each in gc.get_objects():
-        kind = type(each)
-        if issubclass(kind, nn.Module):
+    for each in objects:
+        key = id(type(each))
+        if key in of_modules:
             if "_modules" in vars(each):  # it may be under construction
                 modules.append(each)
-        elif issubclass(kind, Optimizer) or _is_stepped(kind, each):
+        elif key in stepped and _has_groups(each):
             optimizers.append(each)
     return modules, optimizers
 
 
-def _is_stepped(kind: type, value: Any) -> bool:
-    """True for an engine's optimizer, whose properties are not read."""
-    if not callable(inspect.getattr_static(kind, "step", None)):
-        return False
+def _has_step(kind: type) -> bool:
+    return callable(inspect.getattr_static(kind, "step", None))
+
+
+def _has_groups(value: Any) -> bool:
+    """True for an optimizer, an engine's too, whose properties are not read."""
+    if issubclass(type(value), Optimizer):
+        return True
     return inspect.getattr_static(value, "param_groups", None) is not None
 
 
