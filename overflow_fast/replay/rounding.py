@@ -3,6 +3,10 @@
 The operations that an undefined result depends on are kept in one more replay. They
 are then run in float64, from one of them on: if the result is finite from one on and
 not from the next on, the first of the two is where the value was lost.
+
+First the nearest of them alone. Where the result stays undefined, they are run with
+what they read moved by far more than rounding: if it is undefined then, too, rounding
+before them is not what made it so, and no more is kept.
 """
 
 from __future__ import annotations
@@ -24,19 +28,21 @@ from .replayer import Observer
 from .root_op import first_new, run_in_float64
 
 UNDERFLOW, ROUNDING = "underflow", "rounding"
-_MOST_ROWS = 96
+LOOKED_AT = (12, 96)  # operations: first the nearest, then more
+_NOISE = 0.01  # of a value; rounding is at most 0.004, in bfloat16
 _MOST_NUMEL = 2**26  # of all that is kept, in elements
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-def rows_before(row: Row) -> list[Row]:
+def rows_before(row: Row, most: int) -> list[Row]:
     """The operations that a result depends on and the operation itself, in order.
 
-    Those that ran last, at most 96; what they read of earlier ones is taken as it was.
+    Those that ran last, up to a number of them; what they read of earlier ones is taken
+    as it was.
     """
     found: dict[int, Row] = {}
     waiting = [(-row.index, row)]
-    while waiting and len(found) < _MOST_ROWS:
+    while waiting and len(found) < most:
         _, each = heapq.heappop(waiting)
         if each.index in found or each.is_communication or each.is_empty:
             continue
@@ -222,11 +228,13 @@ class _InFloat64:
     Args:
         nudged: The operations whose results of exactly 0 and 1 are moved by the least
             that float64 can.
+        noise: By how much of it what none of them has written is moved, at most.
     """
 
-    def __init__(self, nudged: Sequence[_KeptCall] = ()) -> None:
+    def __init__(self, nudged: Sequence[_KeptCall] = (), noise: float = 0.0) -> None:
         self._memory: dict[int, torch.Tensor] = {}
         self._nudged = nudged
+        self._noise = noise
         self.failed: list[Row] = []
 
     def run(self, call: _KeptCall) -> None:
@@ -260,7 +268,12 @@ class _InFloat64:
         if not value.is_float:
             return value.value.clone()
         if value.memory not in self._memory:
-            self._memory[value.memory] = value.value.to(torch.float64, copy=True)
+            given = value.value.to(torch.float64, copy=True)
+            self._memory[value.memory] = given
+            if self._noise:
+                _move(
+                    given, self._noise, torch.finfo(value.value.dtype).smallest_normal
+                )
         return value.of(self._memory[value.memory])
 
     def _put(self, kept: _Kept, size: int, result: torch.Tensor) -> None:
@@ -302,6 +315,13 @@ def _nudge(values: torch.Tensor, impossible: Sequence[float]) -> None:
         values[values.abs() == 1] *= 1 - info.eps / 2
 
 
+def _move(values: torch.Tensor, share: float, least: float) -> None:
+    """Moves each value by up to a share of it, and by up to twice the least."""
+    places = torch.arange(values.numel(), dtype=torch.float64, device=values.device)
+    shifts = places.mul_(12.9898).add_(1).sin_().view_as(values)  # looks random
+    values.mul_(1 + share * shifts).add_(shifts.mul_(math.copysign(2 * least, share)))
+
+
 @dataclass(frozen=True)
 class Lost:
     """The outcome of computing an undefined result in float64.
@@ -316,6 +336,8 @@ class Lost:
         as_they_were: The names of operations between that have no float64.
         row: The operation whose rounding lost the value; None where `value` is not
             finite either.
+        is_steady: Whether it is not finite either where what the operations read is
+            moved by far more than rounding.
         own: A value that this operation returned, as it was.
         true: The same value in float64, of the same inputs.
         least: The smallest normal number of its dtype; smaller ones may become 0.
@@ -328,6 +350,7 @@ class Lost:
     is_beyond: bool = False
     as_they_were: Sequence[str] = ()
     row: Row | None = None
+    is_steady: bool = False
     own: float = math.nan
     true: float = math.nan
     least: float = 0.0
@@ -375,7 +398,10 @@ def lost_value(tape: Tape, rows: Sequence[Row]) -> Lost | None:
     is_whole &= all(each.index in known for row in rows for each in row.read_from)
     lost = Lost(first, value, is_whole, as_they_were=as_they_were)
     if not math.isfinite(value):
-        return _beyond_float64(calls, lost, bad[0], index)
+        lost = _beyond_float64(calls, lost, bad[0], index)
+        moved = (_result(calls, bad[0], index, (), n)[0] for n in (_NOISE, -_NOISE))
+        is_steady = lost.row is None and not any(map(math.isfinite, moved))
+        return replace(lost, is_steady=is_steady)
     low, high = 0, len(calls) - 1  # finite from `low` on, and not from `high` on
     if is_finite(high):
         return None
@@ -392,9 +418,10 @@ def _result(
     bad: _Kept,
     index: tuple[int, ...],
     nudged: Sequence[_KeptCall] = (),
+    noise: float = 0.0,
 ) -> tuple[float, list[Row]]:
     """Runs operations in float64; the last one's result, and which have no float64."""
-    run = _InFloat64(nudged)
+    run = _InFloat64(nudged, noise)
     for call in calls:
         run.run(call)
     value = None if calls[-1].row in run.failed else run.value(bad)

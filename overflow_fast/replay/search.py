@@ -23,7 +23,7 @@ from .remedies.trials import Failure, seconds_for
 from .replayer import NotJoined, ReplayCheck, Replayer, ReplayResult, StepPart
 from .repro import module_repro_of, repro_of
 from .root_op import OF_LEAVES, ForwardRows, RootOp, trace_back
-from .rounding import Tape, explain_lost, lost_value, rows_before
+from .rounding import LOOKED_AT, Lost, Tape, explain_lost, lost_value, rows_before
 from .sentinel import Sentinel, outlier_in, sentinel_in
 from .without_operation import Answers, find_growth
 
@@ -307,18 +307,25 @@ class Search:
         is_own = row.details.why == UNDEFINED and row.details.true_value is not None
         if not is_own or not self._ranks.is_alone or not self.may_run():
             return
-        rows = rows_before(row)
-        tape = Tape(rows)
-        if self._replayer.run(StepPart(place), observers=[tape]).error is not None:
-            return
-        with no_dispatch(), torch.no_grad():
-            lost = lost_value(tape, rows)
+        lost, rows = None, list[Row]()
+        for most in LOOKED_AT:
+            fewer, rows = rows, rows_before(row, most)
+            if len(rows) == len(fewer) or not self.may_run():
+                break
+            lost = self._lost_among(rows, place) or lost
+            if lost is None or lost.row is not None or lost.is_steady:
+                break
         if lost is not None:
             explain_lost(lost, found)
-            self._lost = next(
-                (each for each in rows if lost.row and each.index == lost.row.index),
-                None,
-            )
+            self._lost = next((each for each in rows if each is lost.row), None)
+
+    def _lost_among(self, rows: Sequence[Row], place: int) -> Lost | None:
+        """Runs the step once more, and computes operations of it in float64."""
+        tape = Tape(rows)
+        if self._replayer.run(StepPart(place), observers=[tape]).error is not None:
+            return None
+        with no_dispatch(), torch.no_grad():
+            return lost_value(tape, rows)
 
     def _find_sentinel(self, found: Explanation, place: int) -> None:
         """Finds a number of the failing sample that looks like a placeholder."""

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from overflow_fast import explain
+from overflow_fast.replay import search
 
 
 def model_of(value, dtype=torch.float32):
@@ -388,3 +389,59 @@ def test_what_is_written_in_place_is_not_written_twice():
 
     found = explain(model, torch.ones(4, 2, dtype=torch.float64), loss)
     assert (found.cause, found.lost_by.name) == ("underflow", "aten.exp")
+
+
+def passed_on(x, times=40):
+    for _ in range(times):
+        x = x * 1.0
+    return x
+
+
+# Functions that lose a value long before the operation that it makes undefined.
+FAR = {
+    "exp": (-150, lambda x: torch.log(passed_on(x.exp())).sum()),
+    "tanh": (15, lambda x: torch.log(1 - passed_on(torch.tanh(x)) ** 2).sum()),
+    "sigmoid": (30, lambda x: torch.log(1 - passed_on(torch.sigmoid(x))).sum()),
+    "add.Tensor": (0.1, lambda x: torch.log(passed_on(1e9 + x) - 1e9).sum()),
+    "pow.Tensor_Scalar": (1e-30, lambda x: (x / passed_on(x.pow(2)).sqrt()).sum()),
+    "mul.Tensor": (
+        *(0.3, lambda x: torch.log((passed_on(x * 1e-30) * 1e-15) * 1e30).sum()),
+    ),
+}
+
+
+@pytest.mark.parametrize("op", FAR)
+def test_a_value_that_was_lost_long_before(op):
+    value, function = FAR[op]
+    model = model_of(value)
+    found = explain(model, torch.ones(4, 2), lambda x: function(model(x)))
+    assert (found.lost_by and found.lost_by.name) == f"aten.{op}"
+
+
+# Functions that are undefined however their inputs are rounded.
+STEADY = {
+    "a relu": lambda x: torch.log(torch.relu(x - 5)).sum(),
+    "equal numbers": lambda x: torch.log(x - x).sum(),
+    "a mask": lambda x: torch.log(x.masked_fill(x > 0, 0)).sum(),
+    "a negative root": lambda x: torch.sqrt(-x).sum(),
+}
+
+
+@pytest.mark.parametrize("case", STEADY)
+def test_the_nearest_operations_suffice_where_rounding_does_not_matter(
+    monkeypatch, case
+):
+    kept = []
+
+    class Counted(search.Tape):
+        def __init__(self, rows):
+            kept.append(len(rows))
+            super().__init__(rows)
+
+    monkeypatch.setattr(search, "Tape", Counted)
+    model = model_of(1.0)
+    found = explain(
+        model, torch.ones(4, 2), lambda x: STEADY[case](passed_on(model(x)))
+    )
+    assert (found.cause, found.lost_by, kept) == ("undefined", None, [12])
+    assert "computed in float64 from aten.mul" in found.evidence[1]
