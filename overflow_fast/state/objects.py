@@ -24,6 +24,7 @@ import gc
 import io
 import itertools
 import operator
+import queue
 import socket
 import sys
 import threading
@@ -188,6 +189,24 @@ class _Generator:
         return self.name if self.has_changed() else ""
 
 
+class _WithoutCopy:
+    """An object that cannot be put back: its place, where that can be seen."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name, self._value = name, value
+        self._before = _place_of(value)
+
+    def restore(self) -> None:
+        """Leaves it as it is."""
+
+    def has_changed(self) -> bool:
+        """True if it is, or may be, not what it was."""
+        return self._before is None or _place_of(self._value) != self._before
+
+    def difference(self) -> str:
+        return self.name if self.has_changed() else ""
+
+
 class KeptObjects:
     """The contents of mutable objects, by identity, to be restored in place.
 
@@ -200,7 +219,6 @@ class KeptObjects:
 
     Attributes:
         tensors: The tensors that were met, by id, with the name of the first place.
-        lost: The names of what cannot be restored: see `is_without_copy()`.
         is_whole: All that can be reached was entered.
     """
 
@@ -215,7 +233,6 @@ class KeptObjects:
         self._seen: dict[int, Any] = {}
         self.kept: list[Kept] = []
         self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
-        self.lost: list[str] = []
         self.is_whole = True
         self._is_around = False
         self._data_alone: set[int] = set()
@@ -261,6 +278,16 @@ class KeptObjects:
     def num_items(self) -> int:
         """The number of values that all containers hold together."""
         return sum(len(e.before) for e in self.kept if isinstance(e, _Contents))
+
+    @property
+    def lost(self) -> list[str]:
+        """The names of what cannot be restored: see `is_without_copy()`."""
+        return [each.name for each in self.kept if isinstance(each, _WithoutCopy)]
+
+    def taken_from(self) -> list[str]:
+        """Those of `lost` that are, or may be, not what they were."""
+        found = (each for each in self.kept if isinstance(each, _WithoutCopy))
+        return [each.name for each in found if each.has_changed()]
 
     def restore(self) -> list[tuple[str, str]]:
         """Makes all objects hold what they held.
@@ -314,8 +341,8 @@ class KeptObjects:
             yield name, behind
         elif self._opens(value):
             yield from self._of_object(name, value)
-        elif is_without_copy(kind):
-            self.lost.append(name)
+        elif is_without_copy(kind) and not _is_terminal(value):
+            self.kept.append(_WithoutCopy(name, value))
 
     def _of_container(
         self, name: str, value: Any, access: _Access
@@ -442,7 +469,7 @@ class KeptObjects:
         if _is_numpys(value) and value.dtype.hasobject:
             yield from _indexed(name, self._keep(name, value, _CELLS))
         elif _is_numpys(value) and value.nbytes > _MAX_BYTES:
-            self.lost.append(name)
+            self.kept.append(_WithoutCopy(name, value))
         else:
             self.kept.append(_Array(name, value))
 
@@ -466,6 +493,30 @@ def is_without_copy(kind: type) -> bool:
 
 
 _CACHED = type(functools.lru_cache(len))
+_SIZED = (queue.Queue, queue.SimpleQueue)
+
+
+def _is_terminal(value: Any) -> bool:
+    """True for the streams of the process, into which what is written is no state."""
+    return any(value is each for each in (sys.stdin, sys.stdout, sys.stderr))
+
+
+def _place_of(value: Any) -> Any:
+    """How far an iterator is, or what a cache or queue holds; None if it is not seen.
+
+    None of the user's code runs, and nothing is taken.
+    """
+    kind = type(value)
+    if kind is _CACHED:
+        found = value.cache_info()
+        return found.misses, found.currsize  # a hit changes nothing
+    if kind is itertools.count:
+        return repr(value)
+    if kind in _SIZED:
+        return value.qsize()
+    if kind.__module__ == "builtins" and hasattr(kind, "__length_hint__"):
+        return operator.length_hint(value)
+    return None
 
 
 # How contents are read and replaced, by the methods of the builtin types.

@@ -260,9 +260,9 @@ class Snapshot:
             for name, module in named_modules(model)
         )
         self._keep_tensors(list(objects.tensors.values()))
-        self._num_own = len(objects.kept), len(objects.lost), len(objects.tensors)
+        self._num_own = len(objects.kept), len(objects.tensors)
         objects.add_around(self._around.items(), _MOST_AROUND)
-        others = list(objects.tensors.values())[self._num_own[2] :]
+        others = list(objects.tensors.values())[self._num_own[1] :]
         self._tensors += [
             (name, KeptTensor(tensor, tensor.nbytes <= _MAX_AROUND))
             for name, tensor in others
@@ -295,11 +295,9 @@ class Snapshot:
         """The names of variables that are not as they were when it was taken.
 
         A run again begins with them as they are after the step, not before it. An
-        iterator counts as changed: its place cannot be seen.
+        iterator whose place cannot be seen counts as changed.
         """
-        num_kept, num_lost, _ = self._num_own
-        changed = self._objects.differences(num_kept)
-        return list(dict.fromkeys([*changed, *self._objects.lost[num_lost:]]))
+        return list(dict.fromkeys(self._objects.differences(self._num_own[0])))
 
     def has_stepped(self) -> bool:
         """True if a weight with a hook behind its gradient is another one now."""
@@ -312,16 +310,13 @@ class Snapshot:
 
     def not_restored(self) -> list[str]:
         """After the exit: sentences about what was not put back, or may not be."""
-        return [*self.problems, self.lost_text] if self.lost else self.problems
+        taken = self._objects.taken_from()
+        return [*self.problems, _lost_text(taken)] if taken else self.problems
 
     @property
     def lost_text(self) -> str:
         """A sentence that names what cannot be restored."""
-        names = some((f"`{name}`" for name in self.lost), _FEW)
-        return (
-            f"What a replay takes from {names} is not put back: an iterator, "
-            "file, socket, queue or cached function has no copy."
-        )
+        return _lost_text(self.lost)
 
     def restore(self) -> None:
         """Makes everything what it was when it was taken."""
@@ -399,6 +394,14 @@ class Snapshot:
                 hooks.update(saved)
 
         self._gradients.append(undo)
+
+
+def _lost_text(names: Iterable[str]) -> str:
+    listed = some((f"`{name}`" for name in names), _FEW)
+    return (
+        f"What a replay takes from {listed} is not put back: an iterator, "
+        "file, socket, queue or cached function has no copy."
+    )
 
 
 def _in_tables(models: Iterable[nn.Module]) -> Iterator[torch.Tensor]:

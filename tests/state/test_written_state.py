@@ -1,6 +1,7 @@
 """Steps whose forward writes to what it reads: buffers of any size, weights, flags."""
 
 import functools
+import itertools
 import logging
 import queue
 import random
@@ -359,6 +360,50 @@ def test_queues_and_cached_functions_are_named(held):
     model.held = held
     with Snapshot({"": model}) as state:
         assert state.lost == ["held"]
+
+
+def filled():
+    held = queue.Queue()
+    held.put(1)
+    return held
+
+
+def yielding():
+    while True:
+        yield 1
+
+
+# How each is made, how one takes from it, and whether its place can be seen.
+TAKEN = {
+    "a cached function": (lambda: functools.lru_cache(abs), lambda f: f(-1), True),
+    "a counter": (itertools.count, next, True),
+    "an iterator of a list": (lambda: iter([1, 2]), next, True),
+    "an iterator of a dict": (lambda: iter({1: 2}), next, True),
+    "a queue": (filled, queue.Queue.get, True),
+    "a generator": (yielding, next, False),
+    "a zip": (lambda: zip([1], [2], strict=True), next, False),
+}
+
+
+@pytest.mark.parametrize("kind", TAKEN)
+@pytest.mark.parametrize("is_used", [True, False])
+def test_what_a_replay_took_is_named_where_it_may_have_taken_some(kind, is_used):
+    make, take, is_seen = TAKEN[kind]
+    model = nn.Linear(4, 4)
+    model.held = make()
+    with Snapshot({"": model}) as state:
+        assert state.lost == ["held"]
+        if is_used:
+            take(model.held)
+    assert bool(state.not_restored()) == (is_used or not is_seen)
+    assert all("What a replay takes from `held`" in e for e in state.not_restored())
+
+
+def test_what_is_written_to_the_terminal_is_no_state():
+    model = nn.Linear(4, 4)
+    model.out = sys.stderr
+    with Snapshot({"": model}) as state:
+        assert state.lost == state.not_restored() == []
 
 
 FIRST_DRAW = """
