@@ -27,7 +27,8 @@ class TensorSummary:
         num_nan: How many of its elements are nan.
         num_inf: How many are inf or -inf.
         signs: Those of the infs: "+", "-", "+-", or "" if there are none.
-        name: The argument of the operation that it was, or "".
+        name: What it was of before the step: "`fc.weight`" for a weight, a buffer or an
+            input, "part of `fc.weight`"; or "".
     """
 
     dtype: str

@@ -206,9 +206,10 @@ def _bad_text(each: TensorSummary) -> str:
 
 
 def _range_text(each: TensorSummary) -> str:
+    what = f"{each.name} {list(each.shape)}".lstrip()
     if each.abs_max is None:
-        return f"{list(each.shape)} without a finite value" if each.numel else "nothing"
-    return f"{list(each.shape)} in magnitude {each.abs_min:.3g} to {each.abs_max:.3g}"
+        return f"{what} without a finite value" if each.numel else "nothing"
+    return f"{what} in magnitude {each.abs_min:.3g} to {each.abs_max:.3g}"
 
 
 def _chain_text(root_op: RootOp) -> list[str]:

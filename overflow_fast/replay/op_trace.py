@@ -7,7 +7,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -812,6 +812,7 @@ _EMPTY = {
 _MAX_SOURCES = 8
 _MOST_WRITERS = 32
 _MAX_DETAILS = 48
+_NAMED = ("parameter", "buffer", "batch")  # leaves that a report names
 _autograd: Any = torch.autograd
 # The sources of a tensor, its kinds and its size.
 _Read = list[tuple[list[Source], int, int]]
@@ -869,6 +870,15 @@ class OpTable:
         for leaf in found:
             leaf.is_read = True
         return list(found)
+
+    def _name_of(self, tensor: torch.Tensor) -> str:
+        """The name of the weight, buffer or input that it is or views; "" for none."""
+        leaves = [self._leaves.get(key) for key in memory_of(tensor)]
+        known = [each for each in leaves if each and each.kind in _NAMED]
+        if len(leaves) != 1 or not known or known[0].tensor is None:
+            return ""
+        is_part = tensor.numel() < known[0].tensor.numel()
+        return f"{'part of ' * is_part}`{known[0].name}`"
 
     def run(self, op: OpCall, modules: ModuleStack) -> Any:
         """Runs an operation, and records its row; see `OpObserver`."""
@@ -1018,7 +1028,11 @@ class OpTable:
     ) -> None:
         if self._num_details < _MAX_DETAILS:
             self._num_details += 1
-            row.details = self._details_of(op, bad, output, self._sums)
+            row.details = details = self._details_of(op, bad, output, self._sums)
+            details.inputs = [
+                replace(summary, name=self._name_of(tensor))
+                for summary, tensor in zip(details.inputs, op.read(), strict=True)
+            ]
             if self._keeps_calls:
                 row.call = op
                 op.note_versions()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast import NonFiniteError, OverflowGuard, explain
 
 INF, NAN = float("inf"), float("nan")
 
@@ -295,3 +295,34 @@ def test_a_line_is_not_read_from_a_file_that_was_edited_since(
     assert found.op.code == ("" if is_edited else "return (x * 0 - 1).log().mean()")
     assert is_edited or found.remedies
     assert "y = 2" not in str(found)
+
+
+# What the operation reads, and what the report calls it.
+READ = {
+    "a weight": (lambda m, x, y: (x * 3e38) @ m.qkv.T, ["", "`qkv`"]),
+    "a part": (lambda m, x, y: (x * 3e38) @ m.qkv[:4].T, ["", "part of `qkv`"]),
+    "the batch": (lambda m, x, y: y / (x - x), ["`batch['y']`", ""]),
+    "a buffer": (lambda m, x, y: m.scale / (y - y), ["`scale`", ""]),
+    "nothing of these": (lambda m, x, y: (x * 2) / (y - y), ["", ""]),
+}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_what_the_operation_read_has_the_name_of_a_weight_or_input(case):
+    function, names = READ[case]
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Parameter(torch.ones(12, 4))
+            self.register_buffer("scale", torch.ones(4))
+
+        def forward(self, x, y):
+            return function(self, x, y)
+
+    model = Net()
+    batch = {"x": torch.ones(2, 4), "y": torch.ones(2, 4)}
+    found = explain(model, batch, lambda batch: model(**batch).sum())
+    assert [each.name for each in found.op.inputs] == names
+    for each in filter(None, names):
+        assert f"{each} [" in found.evidence[0]
