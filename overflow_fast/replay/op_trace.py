@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -724,6 +725,53 @@ class Leaf:
         return is_sparse if is_data else self.kind in _CONSTANTS
 
 
+_Extent = tuple[int, int]  # the bytes of a memory where a tensor begins and ends
+_ALL = (0, sys.maxsize)
+
+
+class _Leaves:
+    """Finds leaves by the part of the memory that they take up.
+
+    Several may lie in one memory: engines put weights into flat buffers.
+    """
+
+    def __init__(self, leaves: Iterable[Leaf]) -> None:
+        self._leaves: dict[int, dict[_Extent, Leaf]] = {}
+        for leaf in leaves:
+            if leaf.tensor is not None:
+                for key in memory_of(leaf.tensor):
+                    own = self._leaves.setdefault(key, {})
+                    own.setdefault(_extent_of(leaf.tensor), leaf)
+
+    def overlapping(self, tensor: torch.Tensor) -> dict[_Extent, Leaf]:
+        """The leaves that have memory in common with a tensor, by where they lie."""
+        begin, end = _extent_of(tensor)
+        return {
+            extent: leaf
+            for key in memory_of(tensor)
+            for extent, leaf in self._leaves.get(key, {}).items()
+            if extent[0] < end and begin < extent[1]
+        }
+
+    def around(self, tensor: torch.Tensor) -> Leaf | None:
+        """The leaf that a tensor is, or else the only one of which it is a part."""
+        (begin, end), found = _extent_of(tensor), self.overlapping(tensor)
+        if (begin, end) in found:
+            return found[begin, end]
+        within = [leaf for (b, e), leaf in found.items() if b <= begin and end <= e]
+        return within[0] if len(within) == 1 else None
+
+
+def _extent_of(tensor: torch.Tensor) -> _Extent:
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        return _ALL
+    begin = end = int(tensor.storage_offset())
+    if tensor.numel():
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        end += 1 + sum((size - 1) * step for size, step in steps)
+    return begin * tensor.itemsize, int(end) * tensor.itemsize
+
+
 class Row:
     """One operation.
 
@@ -852,11 +900,8 @@ class OpTable:
         self._bad: StorageMap[list[Source]] = StorageMap()
         self._empty: StorageMap[Row] = StorageMap()
         self._writers: StorageMap[tuple[Row, ...]] = StorageMap()
-        self._leaves: dict[int, Leaf] = {}
+        self._leaves = _Leaves(leaves)
         self._num_details = 0
-        for leaf in leaves:
-            for key in {} if leaf.tensor is None else memory_of(leaf.tensor):
-                self._leaves.setdefault(key, leaf)
 
     def sources(self, tensor: torch.Tensor) -> list[Source]:
         """The sources of the non-finite values of a tensor."""
@@ -865,20 +910,25 @@ class OpTable:
             return known
         if empty is not None:
             return [empty]
-        leaves = [self._leaves.get(key) for key in memory_of(tensor)]
-        found = [each for each in leaves if each] or [Leaf("unknown", "", tensor)]
+        found = list(self._leaves.overlapping(tensor).values())
+        if len(found) > 1:  # they share memory, as in an engine's flat buffers
+            bad = [leaf for leaf in found if self._is_bad(leaf)]
+            found = (bad or found)[:_MAX_SOURCES]
+        found = found or [Leaf("unknown", "", tensor)]
         for leaf in found:
             leaf.is_read = True
         return list(found)
 
+    def _is_bad(self, leaf: Leaf) -> bool:
+        return leaf.tensor is not None and any(self.kinds.of([leaf.tensor]))
+
     def _name_of(self, tensor: torch.Tensor) -> str:
         """The name of the weight, buffer or input that it is or views; "" for none."""
-        leaves = [self._leaves.get(key) for key in memory_of(tensor)]
-        known = [each for each in leaves if each and each.kind in _NAMED]
-        if len(leaves) != 1 or not known or known[0].tensor is None:
+        leaf = self._leaves.around(tensor)
+        if leaf is None or leaf.tensor is None or leaf.kind not in _NAMED:
             return ""
-        is_part = tensor.numel() < known[0].tensor.numel()
-        return f"{'part of ' * is_part}`{known[0].name}`"
+        is_part = tensor.numel() < leaf.tensor.numel()
+        return f"{'part of ' * is_part}`{leaf.name}`"
 
     def run(self, op: OpCall, modules: ModuleStack) -> Any:
         """Runs an operation, and records its row; see `OpObserver`."""

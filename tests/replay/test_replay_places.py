@@ -326,3 +326,55 @@ def test_what_the_operation_read_has_the_name_of_a_weight_or_input(case):
     assert [each.name for each in found.op.inputs] == names
     for each in filter(None, names):
         assert f"{each} [" in found.evidence[0]
+
+
+def in_one_memory(model):
+    """Puts all weights into one flat buffer, as training engines do."""
+    parameters = list(model.parameters())
+    sizes = [each.numel() for each in parameters]
+    parts = torch.cat([p.detach().flatten() for p in parameters]).split(sizes)
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.data = part.view_as(parameter)
+    return model
+
+
+@pytest.mark.parametrize("name", ["0.weight", "1.bias", "2.weight"])
+def test_a_weight_in_a_flat_buffer_has_its_own_name(name):
+    model = in_one_memory(nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]))
+    with torch.no_grad():
+        model.get_parameter(name).view(-1)[1] = NAN
+    found = explain(model, torch.ones(2, 4), lambda x: model(x).sum())
+    assert (found.cause, found.tensor) == ("bad weights", name)
+    size = model.get_parameter(name).numel()
+    assert f"{name} held 1 nan of {size} values" in found.evidence[0]
+
+
+def test_a_large_weight_in_a_flat_buffer_has_its_own_name():
+    model = in_one_memory(nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]))
+    with torch.no_grad():
+        model[1].weight.fill_(3e38)
+    found = explain(model, torch.ones(2, 4), lambda x: model(x * 100).sum())
+    assert [each.name for each in found.op.inputs] == ["`1.bias`", "", "`1.weight`"]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_inputs_that_share_their_memory_are_told_apart(axis):
+    data = torch.ones(8, 8)
+    data[6, 6] = NAN
+    first, second = data.split(4, axis)
+    model = nn.Linear(second.shape[1], 1)
+
+    def loss(batch):
+        return (batch["a"] * 2).sum() * 0 + model(batch["b"]).sum()
+
+    found = explain(model, {"a": first, "b": second}, loss)
+    assert (found.cause, found.tensor) == ("bad data", "batch['b']")
+
+
+def test_what_shares_memory_with_an_input_is_not_called_the_input():
+    data = torch.ones(8, 4)
+    data[6] = NAN
+    model = nn.Linear(4, 1)
+    found = explain(model, data[:4], lambda x: model(x).sum() + data[4:].sum())
+    assert "batch" not in found.tensor
+    assert found.cause != "bad data"
