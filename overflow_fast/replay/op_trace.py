@@ -762,6 +762,15 @@ class _Leaves:
         return within[0] if len(within) == 1 else None
 
 
+def _innermost(found: Mapping[_Extent, Leaf]) -> list[Leaf]:
+    """The leaves in which no other one lies."""
+    return [
+        leaf
+        for (begin, end), leaf in found.items()
+        if not any(begin <= b and e <= end for b, e in found if (b, e) != (begin, end))
+    ]
+
+
 def _extent_of(tensor: torch.Tensor) -> _Extent:
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return _ALL
@@ -910,14 +919,14 @@ class OpTable:
             return known
         if empty is not None:
             return [empty]
-        found = list(self._leaves.overlapping(tensor).values())
+        found = self._leaves.overlapping(tensor)
         if len(found) > 1:  # they share memory, as in an engine's flat buffers
-            bad = [leaf for leaf in found if self._is_bad(leaf)]
-            found = (bad or found)[:_MAX_SOURCES]
-        found = found or [Leaf("unknown", "", tensor)]
-        for leaf in found:
+            bad = [(e, leaf) for e, leaf in found.items() if self._is_bad(leaf)]
+            found = dict(bad or list(found.items())[:_MAX_SOURCES])
+        leaves = _innermost(found)[:_MAX_SOURCES] or [Leaf("unknown", "", tensor)]
+        for leaf in leaves:
             leaf.is_read = True
-        return list(found)
+        return list(leaves)
 
     def _is_bad(self, leaf: Leaf) -> bool:
         return leaf.tensor is not None and any(self.kinds.of([leaf.tensor]))

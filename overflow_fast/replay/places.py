@@ -220,3 +220,18 @@ def names_of(models: Mapping[str, nn.Module]) -> list[tuple[str, str, torch.Tens
         found += [("parameter", f"{prefix}{name}", each) for name, each in parameters]
         found += [("buffer", f"{prefix}{name}", each) for name, each in buffers]
     return found
+
+
+def partitions_of(
+    models: Mapping[str, nn.Module],
+) -> list[tuple[str, str, torch.Tensor]]:
+    """Lists what parameters hold in attributes, as `names_of()`: partitions of them.
+
+    Such as those of ZeRO-3, from which an engine gathers the weights in each forward.
+    """
+    return [
+        (kind, name, value)
+        for kind, name, parameter in names_of(models)
+        for key, value in getattr(parameter, "__dict__", {}).items()
+        if kind == "parameter" and isinstance(value, torch.Tensor) and "grad" not in key
+    ]

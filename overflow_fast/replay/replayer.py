@@ -50,7 +50,7 @@ from .op_trace import (
     floats_in,
     kinds_of,
 )
-from .places import names_of
+from .places import names_of, partitions_of
 from .root_op import RootOp, details_of, masked_whole, trace_back
 
 
@@ -689,7 +689,8 @@ class Replayer:
                 yield
             return
         leaves = [Leaf("batch", name, tensor) for name, tensor in call.leaves()]
-        leaves += [Leaf(*found) for found in names_of(self.models)]
+        named = names_of(self.models) + partitions_of(self.models)
+        leaves += [Leaf(*found) for found in named]
         leaves += [Leaf("gradient", "", held) for held in call.held.values()]
         others = held_leaves(self.models, call.around())
         result.table = OpTable([*leaves, *others], details_of, self._keeps_calls)

@@ -378,3 +378,29 @@ def test_what_shares_memory_with_an_input_is_not_called_the_input():
     found = explain(model, data[:4], lambda x: model(x).sum() + data[4:].sum())
     assert "batch" not in found.tensor
     assert found.cause != "bad data"
+
+
+def test_a_partition_has_the_name_of_its_weight():
+    """As in ZeRO-3: partitions lie in a flat buffer, and are gathered in forwards."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    weights = list(model.parameters())
+    flat = torch.cat([each.detach().flatten() for each in weights])
+    begin = 0
+    for weight in weights:
+        weight.part = flat[begin : begin + weight.numel()]
+        begin += weight.numel()
+
+    def gather(module, _):
+        for each in module.parameters(recurse=False):
+            each.data = torch.cat([each.part]).view(each.shape)
+
+    for layer in model:
+        layer.register_forward_pre_hook(gather)
+    model[1].weight.part[3] = NAN
+
+    def loss(x):
+        return model(x).sum() + 0 * len(flat)
+
+    found = explain(model, torch.ones(2, 4), loss)
+    assert (found.cause, found.tensor) == ("bad weights", "1.weight")
+    assert "1.weight held 1 nan of 16 values" in found.evidence[0]
