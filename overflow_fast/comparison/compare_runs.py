@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..core.collection import without_collection
+from ..core.process import without_collection
 from ..text import capitalized, counted, either, some, with_progress
 from .comparison import Comparison, RootDifference, has_other_shape, steps_text
 from .judged_rows import (

@@ -31,6 +31,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..core.modules import named_modules
+from ..core.process import own_rank, world_size
 from ..core.tensors import devices_of
 from ..files.json_text import dumps
 from ..files.reading import (
@@ -590,14 +591,11 @@ def versions() -> dict[str, str]:
 
 def process() -> dict[str, Any]:
     """The host, the process and its rank."""
-    rank, world = 0, 1
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "rank": rank,
-        "world_size": world,
+        "rank": own_rank(),
+        "world_size": world_size(),
     }
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..capture.watch import ModelWatch
+from ..core.process import own_rank, world_size
 from ..report.report import RankInfo, Report
 from ..torch_internals.module_internals import is_shadowing
 from ..verdict.verdict import Verdict
@@ -130,7 +131,7 @@ class Participants:
             f"Ranks {_listed(ranks)} of {world} decide together: the process groups "
             "of the model connect no others."
             if ranks
-            else f"Rank {dist.get_rank()} of {world} decides alone: the model shows no "
+            else f"Rank {own_rank()} of {world} decides alone: the model shows no "
             "process group (DDP, FSDP, DTensor parameters), and raises where it should "
             "skip a step."
         )
@@ -156,12 +157,6 @@ class Participants:
                 "(torch.distributed.algorithms.join) for the ranks to decide together."
             )
         return is_left_out
-
-
-def world_size() -> int:
-    """The number of ranks: 1 if torch.distributed is not initialized."""
-    is_distributed = dist.is_available() and dist.is_initialized()
-    return dist.get_world_size() if is_distributed else 1
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -201,8 +196,7 @@ class Agreed(NamedTuple):
 def priority_of(kind: str, position: int) -> int:
     """A number that is larger for an earlier bad value, then for a lower rank."""
     severity, earliness = _SEVERITY.get(kind, 3), max(0, _LAST - position)
-    rank = dist.get_rank() if world_size() > 1 else 0
-    return (severity * (_LAST + 1) + earliness) * _LAST - rank
+    return (severity * (_LAST + 1) + earliness) * _LAST - own_rank()
 
 
 def attempted(
@@ -444,7 +438,7 @@ class Agreement:
     def _where(self, peers: Peers | None) -> str | None:
         if peers is None:
             return None
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank, world = own_rank(), world_size()
         return str(RankInfo(rank, world, socket.gethostname(), str(self._device())))
 
     def _device(self) -> torch.device:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from .. import _C
 from ..capture.step_tensors import NORM, ScanLevel, StepTensors
 from ..capture.watch import ModelWatch
 from ..core.modules import gradient_taker, named_parameters, why_not
+from ..core.process import world_size
 from ..core.tensors import loss_in
 from ..distributed.agreement import Agreed
 from ..distributed.store_channel import StoreChannel
@@ -452,8 +452,7 @@ class SecondLook:
             return _TOO_LATE
         if not self._capture.calls:
             return _NOTHING
-        has_ranks = dist.is_available() and dist.is_initialized()
-        return _NOT_ALONE * (has_ranks and dist.get_world_size() > 1)
+        return _NOT_ALONE * (world_size() > 1)
 
     def _replayed(
         self, found: Step, ranks: RankCoordinator

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.collection import without_collection
 from ..core.modules import modules_in
+from ..core.process import without_collection
 from ..distributed.joinable import GuardJoinable
 from ..page.incidents import Incident
 from ..page.render import write_page

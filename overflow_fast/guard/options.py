@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch.distributed as dist
 
+from ..core.process import has_process_group
 from ..core.selection import Wanted
 from ..replay.explain import BUDGET
 from ..text import either, nearest
@@ -199,8 +200,7 @@ def check_group(name: str, group: Any) -> None:
         return
     if isinstance(group, (bool, int, str)):
         raise _wrong_group(name, group)
-    is_initialized = dist.is_available() and dist.is_initialized()
-    if not is_initialized:
+    if not has_process_group():
         raise ValueError(
             f"{name} was given, and torch.distributed is not initialized: call "
             "torch.distributed.init_process_group() first"

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..core.modules import gradient_taker, named_modules, step_of
+from ..core.process import world_size
 from ..core.tensors import devices_of
 from ..files.reading import is_regular
 from ..state.step_start import StepStart
@@ -62,11 +62,6 @@ _NO_CALLS = (
     "The step was not replayed: no forward of this step was captured{}. Call the model "
     "and the loss within `guard.run(lambda: loss)`."
 )
-
-
-def _has_peers() -> bool:
-    """True if a replay may meet collectives that other ranks would not join."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @functions_are_found_once()
@@ -133,9 +128,9 @@ def investigate(
     # The result of the rank that led has its line.
     if found is not ranks.result and _asks_for_loss(found, calls):
         step = _LossStep(models, calls, incident, start, limits, replay_check)
-        found = step.explained(found, may_run=ranks.is_alone and not _has_peers())
+        found = step.explained(found, may_run=ranks.is_alone and world_size() == 1)
         num_replays += step.num_forwards
-    if found is not ranks.result and not _has_peers():
+    if found is not ranks.result and world_size() == 1:
         behind = _GradientStep(models, calls, incident, start, limits)
         found = behind.explained(found)
         num_replays += behind.num_forwards
@@ -350,7 +345,7 @@ def _lookups(
 def _not_replayable(
     calls: Sequence[KeptCall], incident: BadStep | None, ranks: RankCoordinator
 ) -> Explanation | None:
-    if ranks.is_alone and _has_peers():
+    if ranks.is_alone and world_size() > 1:
         return Explanation(notes=[_NOT_ALONE])
     if calls:
         return None

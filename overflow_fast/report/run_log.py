@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from ..capture.watch import ModelWatch
 from ..core.modules import parameters_of
+from ..core.process import own_rank, world_size
 from ..files.json_text import SCHEMA, dumps, parse_object
 from ..files.reading import is_regular, open_regular
 from ..files.writing import make_folder, open_appending
@@ -295,8 +295,7 @@ class RunIdentity:
     def begin(cls) -> RunIdentity:
         """Begins a run now."""
         started, host = datetime.now(timezone.utc), socket.gethostname()
-        has_ranks = dist.is_available() and dist.is_initialized()
-        rank, size = (dist.get_rank(), dist.get_world_size()) if has_ranks else (0, 1)
+        rank, size = own_rank(), world_size()
         parts = [
             f"{started:%Y%m%dT%H%M%SZ}",
             re.sub(r"[^A-Za-z0-9_.-]", "_", host)[:40],
@@ -420,8 +419,7 @@ def log_end(
         parts.append("no loss seen")
     if coverage.ignores_spikes:
         parts.append("spikes not looked for (they need sync='step')")
-    is_first = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
-    is_worth_it = is_first and (num_reports or coverage.failures)
+    is_worth_it = own_rank() == 0 and (num_reports or coverage.failures)
     _log.log(
         logging.WARNING if is_worth_it else logging.INFO,
         "%d of %d steps watched: %s.",

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from .. import _C
@@ -26,6 +25,7 @@ from ..capture.inputs import (
 from ..capture.watch import ModelWatch
 from ..core.modules import is_layer_of_torch, own_parameters_of
 from ..core.ops import scan
+from ..core.process import world_size
 from ..flags import is_label
 from ..text import either
 from ..torch_internals.module_internals import (
@@ -684,8 +684,7 @@ def origin_of_gradients(first: BadFrame, ordered: Sequence[BadFrame]) -> Origin:
 
 def _other_ranks() -> list[str]:
     """Lists the candidate that collectives of the training add to gradients."""
-    is_there = dist.is_available() and dist.is_initialized()
-    return [OTHER_RANK] if is_there and dist.get_world_size() > 1 else []
+    return [OTHER_RANK] if world_size() > 1 else []
 
 
 def _bad_gradients(ordered: Sequence[BadFrame]) -> tuple[list[str], int]:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from ...core.force_eager import run_eagerly
 from ...core.modules import modules_in, tensors_of
+from ...core.process import has_process_group
 from ...precision.keep_in_fp32 import keep_in_fp32
 from ...torch_internals.running import inherited, set_inherited
 from ..capture import KeptCall, part_of
@@ -52,7 +52,7 @@ def kept_data(models: Iterable[nn.Module]) -> Iterator[None]:
     tensors = [t for model in models for t in tensors_of(model)]
     # torch drops a parameter's accumulator when its dtype changes. A wrapper that
     # reduces gradients, such as DDP or Megatron's, has hooks on the one that was there.
-    if dist.is_available() and dist.is_initialized() and any(map(_is_held, tensors)):
+    if has_process_group() and any(map(_is_held, tensors)):
         raise RuntimeError("other code may have hooks on the weights' gradients")
     kept = [(tensor, tensor.data) for tensor in tensors]
     try:
