@@ -15,9 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import _C, flags, tree
-from ..core.engines import LossScaler, engine_gradients
+from ..core.engines import LossScaler, engine_gradients, optimizers_in
 from ..core.modules import parameters_of
-from ..core.nested_optimizers import optimizers_in
 from ..core.selection import Named
 from ..torch_internals.tensor_internals import is_wrapper, local_tensor
 from .watch import ModelWatch

@@ -295,8 +295,7 @@ def add_report(commands: Commands) -> None:
 
 
 def _run_report(parsed: argparse.Namespace) -> int:
-    from ..page.render import write_page
-    from ..page.sources import read_sources
+    from ..page.render import read_sources, write_page
 
     try:
         require_content(parsed.paths)

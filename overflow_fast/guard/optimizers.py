@@ -27,10 +27,10 @@ from ..core.engines import (
     engine_scaler,
     has_scale,
     leave_out,
+    optimizers_in,
     overflow_flag,
     shape_of,
 )
-from ..core.nested_optimizers import optimizers_in
 from ..report.report import NonFiniteError
 from ..state.snapshot import OptimizerSnapshot
 from ..state.step_start import StepStart

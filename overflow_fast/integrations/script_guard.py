@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..capture.hooks import root_hooks
+from ..core.engines import optimizers_in
 from ..core.modules import children_of, modules_in, own_parameters_of, parameters_of
-from ..core.nested_optimizers import optimizers_in
 from ..core.selection import NoModuleError
 from ..debug import DebugUnderflowOverflow
 from ..guard.guard import OverflowGuard, guards_of, modules_of

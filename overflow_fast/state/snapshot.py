@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .. import _C
+from ..core.engines import is_optimizer
 from ..core.modules import (
     buffers_of,
     is_sharded,
@@ -20,7 +21,6 @@ from ..core.modules import (
     parameters_of,
     reshard,
 )
-from ..core.nested_optimizers import is_optimizer
 from ..core.tensors import devices_of, has_memory, is_whole
 from ..text import some
 from ..torch_internals.tensor_internals import (

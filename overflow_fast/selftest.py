@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.hooks import move_hook_to_front
-from ..capture.step_tensors import ScanLevel, StepTensors
-from ..capture.watch import ModelWatch
-from ..core.force_eager import run_eagerly
-from ..core.modules import call_with
-from ..core.selection import Selection, check_patterns
-from ..core.tensors import loss_in
-from ..state.snapshot import Snapshot
-from ..text import printable
-from ..torch_internals.module_internals import forward_hooks
-from ..tree import NotRebuilt, mapped, tensors_in
-from ..verdict.attribution import attribute
-from ..verdict.verdict import Verdict, collect
+from .capture.hooks import move_hook_to_front
+from .capture.step_tensors import ScanLevel, StepTensors
+from .capture.watch import ModelWatch
+from .core.force_eager import run_eagerly
+from .core.modules import call_with
+from .core.selection import Selection, check_patterns
+from .core.tensors import loss_in
+from .state.snapshot import Snapshot
+from .text import printable
+from .torch_internals.module_internals import forward_hooks
+from .tree import NotRebuilt, mapped, tensors_in
+from .verdict.attribution import attribute
+from .verdict.verdict import Verdict, collect
 
 # The results of planted faults, as a table.
 
