@@ -13,7 +13,7 @@ from torch import nn
 
 from .capture.hooks import move_hook_to_front
 from .capture.step_tensors import ScanLevel, StepTensors
-from .capture.watch import ModelWatch
+from .capture.watch import ModelWatch, models_of
 from .core.force_eager import run_eagerly
 from .core.modules import call_with
 from .core.selection import Selection, check_patterns
@@ -290,7 +290,7 @@ class SelfTest:
                 watch.detach()
 
     def _models(self) -> list[nn.Module]:
-        return [model for watch in self._watches if (model := watch.model) is not None]
+        return list(models_of(self._watches).values())
 
     # The layers.
 

@@ -68,7 +68,7 @@ class Given:
         if not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor:
             self._held.append(((Part(INDEX, 0),), hold(args[0])))  # most calls
             return
-        walk = Walk((torch.Tensor, *_arrays()))
+        walk = Walk((torch.Tensor, *numpy_types()))
         walk.visit_call(args, kwargs)
         has_numbers = any(issubclass(each, _NUMBERS) for each in walk.leaves)
         hidden = _nonfinite_numbers(args, kwargs) if has_numbers else []
@@ -122,7 +122,8 @@ def _is_bound(args: Any, kwargs: Any, path: Path, kind: type) -> bool:
     return any(layout(type(each)).may_hide for each in own)
 
 
-def _arrays() -> tuple[type, ...]:
+def numpy_types() -> tuple[type, ...]:
+    """NumPy's arrays and scalars; none where the program has not imported it."""
     numpy: Any = sys.modules.get("numpy")
     return () if numpy is None else (numpy.ndarray, numpy.generic)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..core.tensors import is_number
 from ..files.json_text import SCHEMA, dumps, parse_object, to_plain
 from ..files.reading import open_regular, read_bytes
 from ..page.render import GENERATOR, html_templates, page_style, save_page
@@ -363,10 +364,9 @@ def _write(sheet: Any, i: int, j: int, value: Any) -> None:
     """Writes a cell: a finite number, or text that is never taken for a formula."""
     if isinstance(value, list):
         value = "; ".join(map(str, value)) if _has_text(value) else str(value)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is None:
         return
-    if is_number and math.isfinite(value):
+    if is_number(value) and math.isfinite(value):
         sheet.write_number(i, j, value)
     elif value != "":
         sheet.write_string(i, j, str(to_plain(value)))

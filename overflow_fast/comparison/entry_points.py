@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..core.tensors import is_number
 from ..files import writing as files
 
 if TYPE_CHECKING:
@@ -73,8 +74,7 @@ def names_of(names: Mapping[str, str] | None) -> dict[str, str]:
 def check_thresholds(threshold: Any, cosine: Any) -> None:
     """Raises a TypeError or ValueError if a threshold can highlight nothing."""
     for name, value in (("threshold", threshold), ("cosine", cosine)):
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not is_number:
+        if value is not None and not is_number(value):
             raise TypeError(f"{name} must be a number, got {_kind(value)}")
     if threshold is not None and (math.isnan(threshold) or threshold < 0):
         raise ValueError(f"threshold must be 0 or more, got {threshold}")

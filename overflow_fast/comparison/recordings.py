@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..core.modules import named_modules
+from ..core.modules import named_modules, stepped_by
 from ..core.process import own_rank, world_size
 from ..core.tensors import devices_of
 from ..files.json_text import dumps
@@ -642,7 +642,7 @@ def settings_of_optimizer(
             any are left out.
     """
     found = dict[str, dict[str, str]]()
-    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    held = set(map(id, stepped_by(optimizer)))
     values: dict[str, Any] = {"class": type(optimizer).__name__}
     values["parameters left out"] = len(own - held)
     for i, group in enumerate(optimizer.param_groups):

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import _C
 from ..core.modules import named_modules, unwrapped_class
-from ..core.tensors import NotScanned, resolve
+from ..core.tensors import NotScanned, real_parts, resolve
 from ..torch_internals.compiler import (
     own_compiled_call,
     set_compiled_call,
@@ -642,7 +642,7 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
         return NotScanned("meta tensor")
     if values.is_quantized:
         return NotScanned("quantized")
-    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    return real_parts(values)
 
 
 def summarize(

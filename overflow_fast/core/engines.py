@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from ..tree import Part, children, is_container, path_text, tensors
 from .modules import has_base
+from .tensors import is_number
 
 # Loss scales that are not torch's.
 
@@ -128,7 +129,7 @@ def _scale_in(holder: Any) -> float | torch.Tensor | None:
 def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number(value)
 
 
 def _is_on_host(value: Any) -> bool:

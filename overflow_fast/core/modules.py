@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.optim import Optimizer
 
 from ..torch_internals.module_internals import (
     BUFFERS,
@@ -259,6 +260,17 @@ def _wrapped_by(module: nn.Module) -> str | None:
 # How a step is given by hand: a model, a batch and a function that makes the loss.
 
 
+def stepped_by(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Lists the parameters that an optimizer steps, by its groups."""
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def check_module(model: object) -> None:
+    """Raises TypeError if the argument `model` is no module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+
+
 def step_of(
     model: nn.Module, loss: Callable[..., torch.Tensor] | None
 ) -> Callable[[Any], Any]:
@@ -271,8 +283,7 @@ def step_of(
     Raises:
         TypeError: If the model is no module, or the loss cannot be called.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_module(model)
     if loss is None:
         return lambda batch: call_with(model, batch)
     if not callable(loss):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -227,9 +227,7 @@ def digest_of(tensor: torch.Tensor) -> torch.Tensor:
     Returns:
         An int64 scalar on the tensor's device.
     """
-    values = tensor.detach()
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
+    values = real_parts(tensor.detach())
     bits = values.contiguous().view(_INTEGERS[values.element_size()]).flatten()
     digest = torch.zeros((), dtype=torch.int64, device=bits.device)
     for begin in range(0, len(bits), _CHUNK):
@@ -237,6 +235,16 @@ def digest_of(tensor: torch.Tensor) -> torch.Tensor:
         places = torch.arange(begin, begin + len(part), device=bits.device)
         digest += ((part + 1) * (places * _MULTIPLIER).bitwise_or_(1)).sum()
     return digest
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """True for an int or a float, which a bool is not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def real_parts(values: torch.Tensor) -> torch.Tensor:
+    """Views complex numbers as pairs of real ones; other values are as they are."""
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 def is_whole(tensor: torch.Tensor) -> bool:

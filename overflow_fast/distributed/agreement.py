@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..capture.watch import ModelWatch
+from ..capture.watch import ModelWatch, models_of
 from ..core.process import own_rank, world_size
 from ..report.report import RankInfo, Report
 from ..torch_internals.module_internals import is_shadowing
@@ -119,8 +119,7 @@ class Participants:
         return shared([self._given])
 
     def _models(self) -> list[nn.Module]:
-        models = (watch.model for watch in self._watches)
-        return [model for model in models if model is not None]
+        return list(models_of(self._watches).values())
 
     def _warn_of_others(self, ranks: Sequence[int]) -> None:
         """Logs which ranks decide separately, unless the user has chosen them."""

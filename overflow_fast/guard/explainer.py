@@ -14,7 +14,7 @@ from torch import nn
 
 from .. import _C
 from ..capture.step_tensors import NORM, ScanLevel, StepTensors
-from ..capture.watch import ModelWatch
+from ..capture.watch import ModelWatch, models_of
 from ..core.modules import gradient_taker, named_parameters, why_not
 from ..core.process import world_size
 from ..core.tensors import loss_in
@@ -237,7 +237,7 @@ class Explainer:
             return Explanation(notes=[_LATE])
         if moment == "evaluation":
             return Explanation(notes=[_NO_STEP])
-        models = {w.prefix: w.model for w in self._watches if w.model is not None}
+        models = models_of(self._watches)
         capture = self._capture
         if capture is None:
             incident = self._incident(verdict, moment)
@@ -459,7 +459,7 @@ class SecondLook:
     ) -> tuple[Step, Exception | None]:
         """Runs the step with everything watched; returns it, and its error."""
         watches = self._watches_now()
-        models = {w.prefix: w.model for w in watches if w.model is not None}
+        models = models_of(watches)
         full_watch = _FullWatch(watches)
         capture = self._capture
         with Replayer(models, capture.calls, capture.start, ranks) as replayer:

@@ -31,6 +31,7 @@ from ..core.engines import (
     overflow_flag,
     shape_of,
 )
+from ..core.modules import stepped_by
 from ..report.report import NonFiniteError
 from ..state.snapshot import OptimizerSnapshot
 from ..state.step_start import StepStart
@@ -295,7 +296,7 @@ class StraySteps:
                 "taken before the guard was made. No weight has changed. Call "
                 "optimizer.step(), or make the guard first."
             )
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = stepped_by(optimizer)
         self._hidden = [(p, p.grad) for p in parameters]
         for parameter in parameters:
             parameter.grad = None

@@ -19,7 +19,7 @@ from ..capture.hooks import unseen
 from ..core.force_eager import run_eagerly
 from ..core.modules import children_of, named_modules, step_of
 from ..core.ops import scan
-from ..core.tensors import devices_of, loss_in
+from ..core.tensors import devices_of, is_number, loss_in
 from ..state.random import RandomStates
 from ..torch_internals.module_internals import is_dropout
 from ..torch_internals.running import graph_task_id
@@ -460,8 +460,7 @@ def _listed(batches: Iterable[Any]) -> list[Any]:
 
 def _check_numbers(limits: Thresholds, max_rounds: int) -> None:
     for name, value in (*vars(limits).items(), ("max_rounds", max_rounds)):
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number:
+        if not is_number(value):
             kind = type(value).__name__
             raise TypeError(f"{name} must be a number, got {kind}")
         if not value >= 0:

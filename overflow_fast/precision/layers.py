@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.modules import named_modules, unwrapped_class
 from ..core.ops import scan
-from ..core.tensors import devices_of
+from ..core.tensors import devices_of, real_parts
 from ..state.random import RandomStates
 from ..torch_internals.module_internals import own_parameters
 from ..torch_internals.running import graph_task_id
@@ -61,7 +61,7 @@ class Magnitudes:
             largest = float(finite.max()) if finite.numel() else 0.0
         self.has_nan |= stat.has_nan
         self.abs_max = max(self.abs_max, float(largest))
-        real = torch.view_as_real(values) if values.is_complex() else values
+        real = real_parts(values)
         bits = real.float().reshape(-1).contiguous().view(torch.int32)
         exponents = (bits >> (32 - 1 - _EXPONENT_BITS)) & (_NUM_BINS - 1)
         self._bins += torch.bincount(exponents, minlength=_NUM_BINS).cpu()

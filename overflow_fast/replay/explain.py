@@ -26,7 +26,7 @@ from .gradient_code import GradientCode, find_gradient_code
 from .loss_code import LossCall, LossLine, advice, find_loss_line
 from .op_trace import bad_names
 from .optimizer_step import explain_update
-from .places import module_of_parameter, names_of
+from .places import module_of_parameter, state_by_name
 from .remedies.attempts import find_remedies
 from .remedies.line_edit import functions_are_found_once
 from .remedies.trials import Failure
@@ -320,10 +320,9 @@ def _saved(
     found: Explanation,
 ) -> list[Artifact]:
     """The files of the step, or a note on why there are none."""
-    used = sum(t.nbytes for each in found.artifacts for t in each.tensors.values())
     try:
         pairs = [] if start is None else start.pairs()
-        return saved_step(models, calls, pairs, most - used)
+        return saved_step(models, calls, pairs, most - found.artifact_bytes)
     except Exception as error:
         found.notes.append(f"The step was not saved: {text_of(error)}.")
         return []
@@ -387,7 +386,7 @@ def _without_replay(
         return None
     found = first_bad_weight(models, "parameter")
     if found is not None and start is not None:
-        named = {name: tensor for _, name, tensor in names_of(models)}
+        named = state_by_name(models)
         weight = named[found.tensor]
         held = start.held(weight)
         if start.written_in_step(weight):

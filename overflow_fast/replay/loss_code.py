@@ -708,7 +708,7 @@ class SameStep(Observer):
     @contextlib.contextmanager
     def observing(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
         """Sees the outermost forwards, and keeps optimizers from stepping."""
-        handles: list[Any] = [register_optimizer_step_pre_hook(_refuse)]
+        handles: list[Any] = []
         self._forget()
         for model in models.values():
             handles += [
@@ -718,7 +718,8 @@ class SameStep(Observer):
                 model.register_forward_hook(self._after, always_call=True),
             ]
         try:
-            yield
+            with without_optimizer_steps("the lines of the loss make a step"):
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -756,8 +757,18 @@ class SameStep(Observer):
                 self.has_same_loss = _is_same(output, self._loss)
 
 
-def _refuse(optimizer: object, args: object, kwargs: object) -> None:
-    raise UncertainError("the lines of the loss make a step")
+@contextlib.contextmanager
+def without_optimizer_steps(why: str) -> Iterator[None]:
+    """Raises UncertainError where an optimizer is about to step within."""
+
+    def refuse(optimizer: object, args: object, kwargs: object) -> None:
+        raise UncertainError(why)
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

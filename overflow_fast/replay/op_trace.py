@@ -18,7 +18,7 @@ from .. import _C
 from ..core.modules import named_modules
 from ..core.ops import Stat, scan
 from ..core.selection import full_name
-from ..core.tensors import is_whole
+from ..core.tensors import is_whole, real_parts
 from ..torch_internals.compiler import has_compiled, is_in_compiled_call
 from ..torch_internals.running import (
     TorchDispatchMode,
@@ -70,7 +70,7 @@ def kinds_of(tensor: torch.Tensor, stat: Stat | None = None) -> int:
         return 0 if stat is None else NAN * stat.has_nan | INF * stat.has_inf
     if stat is not None and not (stat.has_inf or stat.not_scanned):
         return NAN * stat.has_nan
-    parts = torch.view_as_real(values) if values.is_complex() else values
+    parts = real_parts(values)
     flags = torch.stack(
         [parts.isnan().any(), (parts == math.inf).any(), (parts == -math.inf).any()]
     ).tolist()
@@ -98,7 +98,7 @@ def summary_of(tensor: torch.Tensor, name: str = "") -> TensorSummary:
     values = as_wide(tensor)
     if values is None or not is_float(tensor):
         return TensorSummary(dtype, shape, None, None, 0, 0, name)
-    values = torch.view_as_real(values) if values.is_complex() else values
+    values = real_parts(values)
     finite = values[values.isfinite()].abs()
     least = float(finite.min()) if finite.numel() else None
     most = float(finite.max()) if finite.numel() else None
@@ -109,7 +109,7 @@ def summary_of(tensor: torch.Tensor, name: str = "") -> TensorSummary:
 
 def inf_signs(values: torch.Tensor) -> str:
     """The signs of the infs: "+", "-", "+-", or "". Incurs a CPU-GPU sync."""
-    values = torch.view_as_real(values) if values.is_complex() else values
+    values = real_parts(values)
     infs = {"+": values.isposinf(), "-": values.isneginf()}
     return "".join(sign for sign, are in infs.items() if are.any())
 

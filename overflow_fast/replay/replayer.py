@@ -50,7 +50,7 @@ from .op_trace import (
     floats_in,
     kinds_of,
 )
-from .places import names_of
+from .places import names_of, state_by_name
 from .root_op import RootOp, details_of, masked_whole, trace_back
 
 
@@ -220,7 +220,7 @@ class ReplayResult:
         else:
             targets = self.bad_inner or [t for _, t in table.bad_modules[:1]]
             if not targets and self.bad_buffers:
-                named = {name: tensor for _, name, tensor in names_of(models)}
+                named = state_by_name(models)
                 targets = [named[name] for name in self.bad_buffers]
         return trace_back(
             [each for tensor in targets for each in table.sources(tensor)]

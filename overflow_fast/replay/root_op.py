@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..core.tensors import real_parts
 from ..torch_internals.running import attention_by_definition, schema_names
 from ..tree import mapped, tensors_in
 from .op_trace import (
@@ -385,7 +386,7 @@ def _is_same(own: torch.Tensor, part: torch.Tensor) -> bool:
     """True if two results are the same but for rounding, and not finite alike."""
     if own.shape != part.shape:
         return False
-    own, part = (torch.view_as_real(t) if t.is_complex() else t for t in (own, part))
+    own, part = map(real_parts, (own, part))
     own, part = own.detach().double(), part.detach().double()
     finite = own[own.isfinite()].abs()
     near = 0.01 * float(finite.max()) if finite.numel() else 0.0
@@ -523,7 +524,7 @@ def _compare(
 ) -> None:
     """Adds the result in float64 where the operation's own is not finite."""
     values = reference.detach()[~_wide(bad).isfinite()]
-    values = torch.view_as_real(values) if values.is_complex() else values
+    values = real_parts(values)
     assert found.limit is not None
     first = float(reference[index].real)
     finite = values[values.isfinite()]

@@ -18,7 +18,7 @@ from ..files.json_text import SCHEMA, dumps
 from ..files.reading import FileError, read_bytes, read_tensors
 from .capture import Ambient, KeptCall, ModelCall, names_of_inputs
 from .explanation import Artifact
-from .places import names_of
+from .places import names_of, state_by_name
 
 if TYPE_CHECKING:
     from .step_schema import SavedCall, SavedStepFile, Value
@@ -205,7 +205,7 @@ class SavedStep:
 
     def differences(self, models: Mapping[str, nn.Module]) -> list[str]:
         """The names of weights and buffers that are not those of the step."""
-        own = {name: tensor for _, name, tensor in names_of(models)}
+        own = state_by_name(models)
         wanted = {name: list(each) for name, each in self._step.weights.items()}
         missing = [name for name in wanted if name not in own]
         changed = [n for n in wanted if n in own and _identity(own[n]) != wanted[n]]

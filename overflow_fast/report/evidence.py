@@ -7,13 +7,13 @@ import contextlib
 import itertools
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..capture.inputs import numpy_types
 from ..core import ops
 from ..files.json_text import SCHEMA, dumps
 from ..files.writing import make_folder, write_new
@@ -124,9 +124,7 @@ def _is_savable(dtype: torch.dtype) -> bool:
 
 def _flat(values: object) -> Iterator[tuple[str, Any]]:
     """Yields what was found, and the reason for what held nothing to save."""
-    numpy: Any = sys.modules.get("numpy")
-    arrays = () if numpy is None else (numpy.ndarray, numpy.generic)
-    walk = Walk((torch.Tensor, *_NUMBERS, *arrays), CALL_DEPTH + 1)
+    walk = Walk((torch.Tensor, *_NUMBERS, *numpy_types()), CALL_DEPTH + 1)
     walk.visit(values)
     yield from ((path_text(path), value) for path, value in walk.found)
     for path, kind in walk.opaque:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..capture.watch import ModelWatch
+from ..capture.watch import ModelWatch, models_of
 from ..core.modules import parameters_of
 from ..core.process import own_rank, world_size
 from ..files.json_text import SCHEMA, dumps, parse_object
@@ -327,8 +327,7 @@ class RunIdentity:
         """
         from .. import __version__
 
-        models = [watch.model for watch in watches]
-        found = [model for model in models if model is not None]
+        found = list(models_of(watches).values())
         dtypes = {str(p.dtype)[6:] for model in found for p in parameters_of(model)}
         return {
             "schema": SCHEMA,
@@ -375,12 +374,11 @@ def log_begin(
     """
     if not _log.isEnabledFor(logging.INFO):
         return
-    models = [watch.model for watch in watches]
-    found = [model for model in models if model is not None]
+    found = list(models_of(watches).values())
     parameters = sum(
         len(watch.tensors.parameters(model)[0])
-        for watch, model in zip(watches, models, strict=True)
-        if model is not None
+        for watch in watches
+        if (model := watch.model) is not None
     )
     if not parameters and not optimizers:
         return  # nothing is trained

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from .. import _C
 from ..capture.watch import ModelWatch
 from ..core.modules import children_of, is_layer_of_torch, own_parameters_of
+from ..core.tensors import is_number
 from ..flags import is_label
 from ..text import rounded
 from ..torch_internals.module_internals import is_dropout
@@ -673,5 +674,5 @@ def _numbers(value: object) -> Iterable[float]:
             yield from _numbers(each)
     elif isinstance(value, torch.Tensor) and value.numel() == 1:
         yield float(value.detach())
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+    elif is_number(value):
         yield float(value)

@@ -17,7 +17,7 @@ from ...core.process import has_process_group
 from ...precision.keep_in_fp32 import keep_in_fp32
 from ...torch_internals.running import inherited, set_inherited
 from ..capture import KeptCall, part_of
-from ..places import names_of
+from ..places import state_by_name
 from ..replayer import Patch
 from .line_edit import CodePlace, edited_code
 
@@ -202,7 +202,7 @@ class ScaledWeights(Patch):
     @contextmanager
     def applied(self, models: _Models) -> Iterator[None]:
         """See `Patch`."""
-        named = {name: tensor for _, name, tensor in names_of(models)}
+        named = state_by_name(models)
         scaled = {
             name: named[name].detach() * factor for name, factor in self.factors.items()
         }
@@ -222,7 +222,7 @@ class OtherWeights(Patch):
 
     def applied(self, models: _Models) -> AbstractContextManager[object]:
         """See `Patch`."""
-        named = {name: tensor for _, name, tensor in names_of(models)}
+        named = state_by_name(models)
         return with_weights(named, self.values)
 
 
