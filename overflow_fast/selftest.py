@@ -19,7 +19,7 @@ from .core.modules import call_with
 from .core.selection import Selection, check_patterns
 from .core.tensors import loss_in
 from .state.snapshot import Snapshot
-from .text import printable
+from .text import aligned, printable
 from .torch_internals.module_internals import forward_hooks
 from .tree import NotRebuilt, mapped, tensors_in
 from .verdict.attribution import attribute
@@ -109,13 +109,7 @@ class SelfTestResult:
             of_layer = self.faults[at : at + len(kinds)]
             name = printable(f"{of_layer[0].layer} ({of_layer[0].class_name})")
             rows.append([name, *(fault.text for fault in of_layer)])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(
-                cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-            ).rstrip()
-            for row in rows
-        ]
+        lines = aligned(rows)
         planted = sum(fault.is_planted for fault in self.faults)
         caught = sum(fault.is_attributed for fault in self.faults)
         lines.append(

@@ -17,6 +17,7 @@ import torch
 
 from .. import _C
 from ..core.modules import modules_in
+from ..core.tensors import PLAIN
 from ..torch_internals.running import is_functional_call
 from ..tree import INDEX, Part, Path, Walk, at, layout, path_text
 
@@ -197,7 +198,7 @@ def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:
     """True if an object is a tensor whose elements can be read."""
     return (
         isinstance(tensor, torch.Tensor)
-        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and type(tensor) in PLAIN
         and tensor.layout is torch.strided
         and not tensor.is_meta
         and tensor.is_floating_point()

@@ -17,7 +17,7 @@ from ..core.tensors import is_number
 from ..files.json_text import SCHEMA, dumps, parse_object, to_plain
 from ..files.reading import open_regular, read_bytes
 from ..page.render import GENERATOR, html_templates, page_style, save_page
-from ..text import as_lines, capitalized, counted, printable, rounded, some
+from ..text import aligned, as_lines, capitalized, counted, printable, rounded, some
 from .judged_rows import (
     EQUAL,
     INTRODUCED,
@@ -690,12 +690,8 @@ HEADS = (
 def _table(rows: list[TensorDifference]) -> list[str]:
     if not rows:
         return []
-    cells = [list(HEADS), *(list(map(printable, cells_of(row))) for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(HEADS))]
-    return [
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    ]
+    cells = (list(map(printable, cells_of(row))) for row in rows)
+    return aligned([HEADS, *cells])
 
 
 def cells_of(row: TensorDifference) -> list[str]:

@@ -43,7 +43,7 @@ from ..files.reading import (
 )
 from ..files.writing import make_folder, open_appending, write_all, write_new
 from ..state.random import RandomStates
-from ..text import counted, with_progress
+from ..text import counted, dtype_name, with_progress
 from ..torch_internals.compiler import uncompiled
 from ..torch_internals.module_internals import is_dropout
 from .tensor_hooks import (
@@ -178,7 +178,7 @@ class Source:
         except (OSError, FileError, ImportError) as error:
             self.unread.setdefault(str(path), why_unreadable(error))
             return None
-        if tensor.shape != self.row.local or str(tensor.dtype)[6:] != self.row.dtype:
+        if tensor.shape != self.row.local or dtype_name(tensor.dtype) != self.row.dtype:
             self.unread.setdefault(str(path), "its tensors are not those of the rows")
             return None
         return tensor
@@ -605,11 +605,11 @@ def modes(model: nn.Module) -> dict[str, Any]:
     types = ["cpu", *dict.fromkeys(device.type for device in devices)]
     autocast = [t for t in types if torch.is_autocast_enabled(t)]
     tensors = [*model.parameters(), *model.buffers()]
-    dtypes = collections.Counter(str(tensor.dtype)[6:] for tensor in tensors)
+    dtypes = collections.Counter(dtype_name(tensor.dtype) for tensor in tensors)
     return {
         "devices": [torch.device("cpu").type, *map(str, devices)],
         "dtypes": dict(dtypes.most_common()),
-        "autocast": {t: str(torch.get_autocast_dtype(t))[6:] for t in autocast},
+        "autocast": {t: dtype_name(torch.get_autocast_dtype(t)) for t in autocast},
         "matmul_precision": torch.get_float32_matmul_precision(),
         "tf32": _has_tf32(devices),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -842,7 +842,7 @@ class Recording:
         self._rows, self._held = [], {}
 
     def _add(self, place: StepPath, tensor: torch.Tensor, same: int | None) -> None:
-        order, dtype = len(self._rows), str(tensor.dtype)[6:]
+        order, dtype = len(self._rows), dtype_name(tensor.dtype)
         row = RecordedTensor(place, order, dtype, tuple(tensor.shape), same=same)
         row.requires_grad = None if place.phase == BACKWARD else tensor.requires_grad
         self._rows.append((row, None))  # also if it cannot be read

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ..torch_internals.module_internals import (
     BUFFERS,
@@ -263,6 +264,16 @@ def _wrapped_by(module: nn.Module) -> str | None:
 def stepped_by(optimizer: Optimizer) -> list[torch.Tensor]:
     """Lists the parameters that an optimizer steps, by its groups."""
     return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+class Handles(list[RemovableHandle]):
+    """The handles of hooks that are removed together."""
+
+    def remove_all(self) -> None:
+        """Removes the hooks. Calling it again changes nothing."""
+        for handle in self:
+            handle.remove()
+        self.clear()
 
 
 def check_module(model: object) -> None:

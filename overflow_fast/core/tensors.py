@@ -122,6 +122,24 @@ def has_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
+# The types whose operations are torch's own; an `nn.Buffer` is a plain tensor.
+PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def is_readable(tensor: torch.Tensor) -> bool:
+    """True for a tensor or parameter of torch's own, whose memory is there."""
+    return type(tensor) in PLAIN and has_memory(tensor)
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Copies a tensor to memory of its own on the host, as safetensors writes it.
+
+    It refuses tensors that share memory, and writes a conjugate as it lies.
+    """
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+    return plain.clone(memory_format=torch.contiguous_format)
+
+
 def loss_in(output: Any) -> torch.Tensor | None:
     """Finds the loss in what a model returned: a floating-point scalar, or None.
 

@@ -48,6 +48,7 @@ from .stage import (
     StageOutcome,
     StageResult,
     capital,
+    hosts_of,
     named,
 )
 
@@ -523,7 +524,7 @@ class Examination:
         must_restart, has_group = bool(lost), len(lost) < len(members)
         hosts = {}
         if stage is self._stages[0]:
-            hosts = {rank: each.host for rank, each in data.items()}
+            hosts = hosts_of(data)
         lost = lost if has_group else []
         return Decision(lost, has_group, must_restart, result, findings, hosts)
 

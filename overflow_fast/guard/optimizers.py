@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from .. import _C
 from ..capture.watch import ModelWatch
@@ -31,7 +30,7 @@ from ..core.engines import (
     overflow_flag,
     shape_of,
 )
-from ..core.modules import stepped_by
+from ..core.modules import Handles, stepped_by
 from ..report.report import NonFiniteError
 from ..state.snapshot import OptimizerSnapshot
 from ..state.step_start import StepStart
@@ -219,7 +218,7 @@ class StraySteps:
         self._is_expected = is_expected
         self._judge = judge
         self._on_stepped = on_stepped
-        self._handles: list[RemovableHandle] = []
+        self._handles = Handles()
         self._is_running = False
         self._is_skipped = False
         self._snapshot: OptimizerSnapshot | None = None
@@ -239,9 +238,7 @@ class StraySteps:
 
     def detach(self) -> None:
         """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._handles.remove_all()
 
     # The hooks, small enough for torch.compile to turn them into constants.
 

@@ -16,7 +16,7 @@ import torch
 from ..files.json_text import SCHEMA, to_plain
 from ..files.reading import FileError, open_tensors, read_bytes, why_unreadable
 from ..report.report import Report
-from ..text import is_cell, short_name
+from ..text import dtype_name, is_cell, short_name
 from .grid import NONFINITE, NOT_SEEN, Grid, Sheet, name_of
 
 _MARKER = "overflow_fast.json"
@@ -330,7 +330,7 @@ def _counted(name: str, tensor: torch.Tensor) -> Histogram:
     rows = bad[:, 0].bincount().tolist() if values.dim() else []
     return Histogram(
         _plain(name),
-        str(tensor.dtype).removeprefix("torch."),
+        dtype_name(tensor.dtype),
         tuple(tensor.shape),
         _bins(own),
         math.frexp(info.smallest_normal)[1] - 1,

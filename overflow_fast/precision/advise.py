@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ..capture.hooks import unseen
 from ..core.force_eager import run_eagerly
-from ..core.modules import children_of, named_modules, step_of
+from ..core.modules import Handles, children_of, named_modules, step_of
 from ..core.ops import scan
 from ..core.tensors import devices_of, is_number, loss_in
 from ..state.random import RandomStates
+from ..text import dtype_name
 from ..torch_internals.module_internals import is_dropout
 from ..torch_internals.running import graph_task_id
 from .copies import HALF, check_model, copied_batch, on_copies
@@ -58,7 +58,7 @@ class Makers:
         self._running: list[str] = []
         self._made_by: dict[Any, str] = {}  # by autograd's node of what it returned
         self._sources: dict[tuple[str, str], dict[str, None]] = {}
-        self._handles: list[RemovableHandle] = []
+        self._handles = Handles()
         self.bad: set[tuple[str, str]] = set()
 
     def __enter__(self) -> Makers:
@@ -70,9 +70,7 @@ class Makers:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._handles.remove_all()
         self._made_by.clear()
 
     def names(self) -> list[str]:
@@ -527,7 +525,7 @@ def _shortened(kept: Sequence[str], names: Sequence[str]) -> list[str]:
 
 def _notes(model: nn.Module, reference: RunResult) -> list[str]:
     notes = []
-    halves = {str(p.dtype)[6:] for p in model.parameters() if p.dtype in HALF}
+    halves = {dtype_name(p.dtype) for p in model.parameters() if p.dtype in HALF}
     if halves:
         notes.append(
             f"Weights in {' and '.join(sorted(halves))} were cast to float32 for all "

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from ..core.modules import named_modules, unwrapped_class
+from ..core.modules import Handles, named_modules, unwrapped_class
 from ..core.ops import scan
 from ..core.tensors import devices_of, real_parts
 from ..state.random import RandomStates
+from ..text import dtype_name
 from ..torch_internals.module_internals import own_parameters
 from ..torch_internals.running import graph_task_id
 from ..tree import CALL_DEPTH, mapped, tensors_in
@@ -238,7 +238,7 @@ def why_not_compared(module: nn.Module, given: Any, output: Any) -> str:
     floats = [*floats_in(given), *floats_in(output)]
     for each in floats:
         if not is_real(each) or each.layout is not torch.strided:
-            return f"it works on {str(each.dtype)[6:]} tensors ({each.layout})"
+            return f"it works on {dtype_name(each.dtype)} tensors ({each.layout})"
     if any(each.dtype != torch.float32 for each in floats):
         return "it does not work in float32 in the float32 run"
     if any(each.is_complex() for each in module.parameters()):
@@ -361,7 +361,7 @@ class LayerProbe:
         self._devices = devices_of([model])
         self._running: list[_Running] = []
         self._is_computing = False
-        self._handles: list[RemovableHandle] = []
+        self._handles = Handles()
 
     @property
     def not_seen(self) -> list[str]:
@@ -377,9 +377,7 @@ class LayerProbe:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._handles.remove_all()
 
     def add_gradients(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Adds the gradients of parameters, by the parameters' ids."""

@@ -20,7 +20,7 @@ from ..core.modules import (
     tensors_of,
 )
 from ..core.selection import full_name
-from ..core.tensors import has_memory, place_of
+from ..core.tensors import is_readable, place_of
 from ..precision.copies import on_copies, to_dtype
 from ..torch_internals.running import autograd_node
 from ..tree import CALL_DEPTH, mapped, tensors_in
@@ -167,8 +167,7 @@ def _run(
 
 def _can_run_alone(module: nn.Module) -> bool:
     tensors = list(tensors_of(module))
-    plain = (torch.Tensor, nn.Parameter)
-    if not all(type(t) in plain and has_memory(t) for t in tensors):
+    if not all(map(is_readable, tensors)):
         return False
     if any(is_dropout(each) and each.training for each in modules_in(module)):
         return False

@@ -561,9 +561,13 @@ def _value_at(value: Any, index: tuple[int, ...]) -> float | None:
         return None
     if value.dim() > len(index):
         return None
+    return None if value.is_complex() else float(value[_own_place(value, index)])
+
+
+def _own_place(value: torch.Tensor, index: tuple[int, ...]) -> tuple[int, ...]:
+    """The place in an argument that is broadcast to a place of the result."""
     own = index[len(index) - value.dim() :]
-    own = tuple(0 if n == 1 else i for i, n in zip(own, value.shape, strict=True))
-    return float(value[own]) if not value.is_complex() else None
+    return tuple(0 if n == 1 else i for i, n in zip(own, value.shape, strict=True))
 
 
 _SOFTMAXES = {"_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax"}
@@ -655,9 +659,7 @@ def _at(value: Any, number: float, index: tuple[int, ...]) -> str:
     """A number with its place in a tensor, where that has several."""
     if not isinstance(value, torch.Tensor) or value.numel() == 1:
         return f"{number:.3g}"
-    own = index[len(index) - value.dim() :]
-    own = tuple(0 if n == 1 else i for i, n in zip(own, value.shape, strict=True))
-    return f"{number:.3g} at {list(own)}"
+    return f"{number:.3g} at {list(_own_place(value, index))}"
 
 
 def _negative_variance(op: OpCall) -> str:

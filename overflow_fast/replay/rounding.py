@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from ..core.tensors import PLAIN
+from ..text import dtype_name
 from ..tree import find, mapped, tensors_in
 from .explanation import Explanation
 from .op_trace import ModuleStack, OpCall, Row, StorageMap, is_float
@@ -26,7 +28,6 @@ from .root_op import first_new, run_in_float64
 UNDERFLOW, ROUNDING = "underflow", "rounding"
 _MOST_ROWS = 96
 _MOST_NUMEL = 2**26  # of all that is kept, in elements
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def rows_before(row: Row) -> list[Row]:
@@ -168,7 +169,7 @@ class Tape(Observer):
 
     def _kept(self, tensor: torch.Tensor, value: torch.Tensor) -> _Kept:
         self._numel += value.numel()
-        is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided
         if not is_plain or tensor.is_complex() or self._numel > _MOST_NUMEL:
             raise _TooLarge
         number = self._numbers.get(tensor)
@@ -433,7 +434,7 @@ def _beyond_float64(
     for call in suspects:
         value, _ = _result(calls, bad, index, [call])
         if math.isfinite(value):
-            dtype = str(call.results[0].value.dtype)[6:]
+            dtype = dtype_name(call.results[0].value.dtype)
             found = replace(lost, value=value, row=call.row, is_beyond=True)
             return replace(found, own=_impossible(call)[0], dtype=dtype)
     return lost
@@ -463,7 +464,7 @@ def _lost_at(
             continue
         place = _decisive_place(calls, kept, true, bad, index)
         info = torch.finfo(kept.value.dtype)
-        dtype = str(kept.value.dtype)[6:]
+        dtype = dtype_name(kept.value.dtype)
         return replace(
             lost,
             row=call.row,

@@ -15,10 +15,11 @@ import torch
 
 from ..capture.inputs import numpy_types
 from ..core import ops
+from ..core.tensors import host_copy
 from ..files.json_text import SCHEMA, dumps
 from ..files.writing import make_folder, write_new
 from ..replay.explanation import Artifact, Explanation
-from ..text import printable
+from ..text import dtype_name, printable
 from ..tree import CALL_DEPTH, Walk, path_text, type_name
 from .report import Report
 from .run_log import RunIdentity
@@ -54,19 +55,13 @@ def choose(
         try:
             why = _why_not(value, room)
             if not why:
-                chosen[path.lstrip(".") or "value"] = _copied(value)
+                chosen[path.lstrip(".") or "value"] = host_copy(value)
                 room -= value.nbytes
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
         if why:
             left_out.append(f"{name}{path}: {why}")
     return chosen
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    # safetensors refuses tensors that share memory, and writes a conjugate as it lies.
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-    return plain.clone(memory_format=torch.contiguous_format)
 
 
 def _by_need(named: list[tuple[str, Any]], room: int) -> Iterator[tuple[str, Any]]:
@@ -108,7 +103,7 @@ def _why_not(value: Any, room: int) -> str:
     if value.nbytes and not value.untyped_storage().nbytes():
         return "its memory has been freed"
     if not _is_savable(value.dtype):
-        return f"safetensors cannot hold {str(value.dtype)[6:]}"
+        return f"safetensors cannot hold {dtype_name(value.dtype)}"
     return f"{value.nbytes} bytes are too many" if value.nbytes > room else ""
 
 

@@ -30,7 +30,7 @@ from ..core.process import own_rank, world_size
 from ..files.json_text import SCHEMA, dumps, parse_object
 from ..files.reading import is_regular, open_regular
 from ..files.writing import make_folder, open_appending
-from ..text import as_lines, counted, shortened
+from ..text import as_lines, counted, dtype_name, shortened
 from .guard_coverage import GuardCoverage
 from .report import Cost, Report
 
@@ -328,7 +328,7 @@ class RunIdentity:
         from .. import __version__
 
         found = list(models_of(watches).values())
-        dtypes = {str(p.dtype)[6:] for model in found for p in parameters_of(model)}
+        dtypes = {dtype_name(p.dtype) for model in found for p in parameters_of(model)}
         return {
             "schema": SCHEMA,
             "kind": "run",

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ... import _C
 from ...core.modules import (
+    Handles,
     children_of,
     is_linear,
     is_normalization,
@@ -66,7 +66,7 @@ class LayerAuditor(Monitor):
     def __init__(self, guarded: Guarded, every: int) -> None:
         self._guarded = guarded
         self._every = every
-        self._handles: list[RemovableHandle] = []
+        self._handles = Handles()
         self._next = 0
         self._unsteady: set[str] = set()  # layers that are not audited any more
         self.num_audited = 0
@@ -104,16 +104,14 @@ class LayerAuditor(Monitor):
                 if versions == _versions(layer):
                     self._audit(step, name, layer, args, kwargs, output)
 
-        self._handles = [
+        self._handles += [
             module.register_forward_pre_hook(begin),
             module.register_forward_hook(audit, prepend=True, with_kwargs=True),
         ]
 
     def stop(self) -> None:
         """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._handles.remove_all()
 
     def metrics(self) -> dict[str, float]:
         return {
