@@ -102,6 +102,11 @@ def rounded(number: float, digits: int = 3) -> str:
     return f"{float(f'{number:.{digits}g}'):,.10g}"
 
 
+def error_line(error: BaseException, most: int = 500) -> str:
+    """Writes the class of an error and its first line, of which so many characters."""
+    return f"{type(error).__name__}: {str(error)[:most]}".splitlines()[0]
+
+
 def dtype_name(dtype: object) -> str:
     """Writes a dtype without its package: "float16"."""
     return str(dtype).removeprefix("torch.")

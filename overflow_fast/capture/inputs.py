@@ -17,7 +17,7 @@ import torch
 
 from .. import _C
 from ..core.modules import modules_in
-from ..core.tensors import PLAIN
+from ..core.tensors import PLAIN, widened
 from ..torch_internals.running import is_functional_call
 from ..tree import INDEX, Part, Path, Walk, at, layout, path_text
 
@@ -178,20 +178,13 @@ def is_mask(tensor: torch.Tensor | None) -> bool | None:
     """True if a tensor with -inf is a mask, 0 elsewhere; None if unknown."""
     if not is_plain(tensor):
         return None
-    values = _wide(tensor)
+    values = widened(tensor)
     return not bool((values[values.isfinite()] != 0).any())
 
 
 def finite_places(tensor: torch.Tensor) -> torch.Tensor:
     """True where a value is finite: bool of the tensor's shape."""
-    return _wide(tensor).isfinite()
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """The values in a dtype that has all operations: float8 has few."""
-    values = tensor.detach()
-    is_float8 = values.is_floating_point() and values.itemsize == 1
-    return values.float() if is_float8 else values
+    return widened(tensor).isfinite()
 
 
 def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:

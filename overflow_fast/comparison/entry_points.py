@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..core.modules import check_module
 from ..core.tensors import is_number
 from ..files import writing as files
 
@@ -21,12 +22,6 @@ if TYPE_CHECKING:
 
 
 # Checks of what users give, before anything runs.
-
-
-def check_model(name: str, model: Any) -> None:
-    """Raises a TypeError if an argument is no module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{name} must be a torch.nn.Module, got {_kind(model)}")
 
 
 def make_folder(folder: Any) -> Path:
@@ -130,7 +125,7 @@ def recording(
     """
     from .recordings import Recording
 
-    check_model("model", model)
+    check_module(model)
     return Recording(make_folder(folder), model, tensors, steps)
 
 
@@ -214,8 +209,8 @@ def compare_live(
     """
     from .live import compare_models
 
-    check_model("model", model)
-    check_model("reference", reference)
+    check_module(model)
+    check_module(reference, "reference")
     return compare_models(
         model, reference, batch, reference_batch, loss, backward, names_of(names)
     )
@@ -248,7 +243,7 @@ def shadow(
     """
     from .live import LocalShadow, compare_models, float32_copy
 
-    check_model("model", model)
+    check_module(model)
     copied = float32_copy(model)
     local = LocalShadow(model, copied)
     return compare_models(model, copied, batch, None, loss, backward, {}, local)

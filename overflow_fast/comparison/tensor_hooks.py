@@ -21,6 +21,7 @@ from torch import nn
 from .. import _C
 from ..core.modules import Handles, named_modules, unwrapped_class
 from ..core.tensors import PLAIN, NotScanned, real_parts, resolve
+from ..text import error_line
 from ..torch_internals.compiler import (
     own_compiled_call,
     set_compiled_call,
@@ -398,7 +399,7 @@ class TensorHooks:
             self._note(error)
 
     def _note(self, error: Exception) -> None:
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        text = error_line(error)
         if text not in self.failures:
             self.failures.append(text)
             _log.warning("A tensor could not be recorded: %s", text, exc_info=True)
@@ -519,7 +520,7 @@ def _identity(tensor: torch.Tensor) -> Any:
     local = local_tensor(tensor)
     if local is not None:  # a write raises the version of the one that it was made by
         return id(tensor), _C.version_of(tensor), "of", _identity(local)
-    is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    is_plain = type(tensor) in PLAIN
     if not is_plain or tensor.layout is not torch.strided or tensor.is_inference():
         version = _C.version_of(tensor)
         return None if version is None else (id(tensor), version)

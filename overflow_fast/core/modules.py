@@ -266,6 +266,11 @@ def stepped_by(optimizer: Optimizer) -> list[torch.Tensor]:
     return [each for group in optimizer.param_groups for each in group["params"]]
 
 
+def is_within(name: str, outer: str) -> bool:
+    """True if a module is inside of another, by their qualified names."""
+    return name != outer and (not outer or name.startswith(f"{outer}."))
+
+
 class Handles(list[RemovableHandle]):
     """The handles of hooks that are removed together."""
 
@@ -276,10 +281,11 @@ class Handles(list[RemovableHandle]):
         self.clear()
 
 
-def check_module(model: object) -> None:
-    """Raises TypeError if the argument `model` is no module."""
+def check_module(model: object, argument: str = "model") -> None:
+    """Raises TypeError if an argument is no module."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        kind = type(model).__name__
+        raise TypeError(f"{argument} must be a torch.nn.Module, got {kind}")
 
 
 def step_of(

@@ -260,6 +260,13 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """The values in a dtype that has all operations: float8 has few."""
+    values = tensor.detach()
+    is_float8 = values.is_floating_point() and values.itemsize == 1
+    return values.float() if is_float8 else values
+
+
 def real_parts(values: torch.Tensor) -> torch.Tensor:
     """Views complex numbers as pairs of real ones; other values are as they are."""
     return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values

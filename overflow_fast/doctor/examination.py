@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..text import error_line
 from .checks import AGREEMENT, ARITHMETIC, BARRIER, COLLECTIVES, STORAGE
 from .diagnosis import Diagnosis
 from .links import LINKS
@@ -293,7 +294,7 @@ def serve(
                 pipe.send(("done", stage.run(site)))
             except Exception as error:
                 said = warnings_in(_text_of(log))
-                text = f"{type(error).__name__}: {error}".splitlines()[0]
+                text = error_line(error)
                 pipe.send(("error", f"{text} (NCCL: {said})" if said else text))
     except (EOFError, OSError):
         with contextlib.suppress(OSError):

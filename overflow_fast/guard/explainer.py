@@ -30,9 +30,9 @@ from ..replay.replayer import (
     ReplayCheck,
     Replayer,
     StepPart,
-    text_of,
 )
 from ..state.step_start import StepStart
+from ..text import error_line
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.tensor_internals import local_part
 from ..verdict.verdict import GRADIENTS, BadFrame, Verdict, is_of_flag, take_bad
@@ -204,7 +204,7 @@ class Explainer:
         try:
             return offer_of(is_due, self._capture, models, joins)
         except Exception as error:  # the others wait for this rank's report
-            return ReplayOffer(is_due, f"failed ({text_of(error)})")
+            return ReplayOffer(is_due, f"failed ({error_line(error)})")
 
     def explain_together(
         self, agreed: Agreed, moment: str

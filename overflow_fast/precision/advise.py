@@ -16,16 +16,16 @@ from torch import nn
 
 from ..capture.hooks import unseen
 from ..core.force_eager import run_eagerly
-from ..core.modules import Handles, children_of, named_modules, step_of
+from ..core.modules import Handles, children_of, is_within, named_modules, step_of
 from ..core.ops import scan
 from ..core.tensors import devices_of, is_number, loss_in
 from ..state.random import RandomStates
-from ..text import dtype_name
+from ..text import dtype_name, error_line
 from ..torch_internals.module_internals import is_dropout
 from ..torch_internals.running import graph_task_id
 from .copies import HALF, check_model, copied_batch, on_copies
 from .keep_in_fp32 import keep_in_fp32
-from .layers import DTYPES, LayerProbe, RelativeDifference, first_line, floats_in
+from .layers import DTYPES, LayerProbe, RelativeDifference, floats_in
 from .precision_advice import (
     Judge,
     LayerAdvice,
@@ -88,7 +88,7 @@ class Makers:
                 if (name, made) in self.bad - self._usual
                 if (name, given) not in self.bad - self._usual
             ]
-            innermost = [n for n in found if not any(_is_within(m, n) for m in found)]
+            innermost = [n for n in found if not any(is_within(m, n) for m in found)]
             if innermost:
                 return innermost
         return []
@@ -190,12 +190,8 @@ class Makers:
 _MOST_NODES = 1000  # of code between two modules that are followed
 
 
-def _is_within(inner: str, outer: str) -> bool:
-    return inner != outer and (not outer or inner.startswith(f"{outer}."))
-
-
 def _is_kept(name: str, kept: Iterable[str]) -> bool:
-    return any(name == each or _is_within(name, each) for each in kept)
+    return any(name == each or is_within(name, each) for each in kept)
 
 
 # Checks of a list: the whole model under autocast, against float32.
@@ -285,7 +281,7 @@ class Verifier:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            return first_line(error)
+            return error_line(error)
 
     def _judged(
         self,

@@ -15,7 +15,7 @@ from ..core.modules import Handles, named_modules, unwrapped_class
 from ..core.ops import scan
 from ..core.tensors import devices_of, real_parts
 from ..state.random import RandomStates
-from ..text import dtype_name
+from ..text import dtype_name, error_line
 from ..torch_internals.module_internals import own_parameters
 from ..torch_internals.running import graph_task_id
 from ..tree import CALL_DEPTH, mapped, tensors_in
@@ -255,12 +255,6 @@ def floats_in(value: Any) -> list[torch.Tensor]:
     ]
 
 
-def first_line(error: Exception) -> str:
-    """The class and the first line of an error."""
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
-
-
 def is_real(tensor: torch.Tensor) -> bool:
     """True if the values are real floats."""
     return tensor.is_floating_point()
@@ -446,7 +440,7 @@ class LayerProbe:
             if layer.is_product is None:
                 layer.is_product = call.is_product()
         except Exception as error:
-            layer.not_compared = first_line(error)
+            layer.not_compared = error_line(error)
             return
         for name, dtype in DTYPES.items():
             if name not in layer.failures and (dtype is not FLOAT8 or layer.is_product):
@@ -460,7 +454,7 @@ def _add_error(
     try:
         made = call.in_dtype(DTYPES[name])
     except Exception as raised:  # a dtype that this device has no kernel for
-        layer.failures[name] = first_line(raised)
+        layer.failures[name] = error_line(raised)
         del layer.errors[name]
         return
     for value, golden in zip(made, reference, strict=True):

@@ -19,6 +19,7 @@ from ..core.process import world_size
 from ..core.tensors import devices_of
 from ..files.reading import is_regular
 from ..state.step_start import StepStart
+from ..text import error_line
 from ..torch_internals.compiler import has_compiled
 from .capture import GRAPH, Ambient, KeptCall
 from .explanation import ALL_BAD, NOT_BEHIND, Artifact, BadStep, Explanation
@@ -38,7 +39,6 @@ from .replayer import (
     ReplayCheck,
     Replayer,
     StepPart,
-    text_of,
 )
 from .saved_step import STEP, SavedStep, UnreadableStepError, saved_step
 from .search import Search
@@ -122,7 +122,7 @@ def investigate(
         ranks.is_broken = True
         found.notes.append(str(error))
     except Exception as error:
-        found.notes.append(f"The explanation ended early: {text_of(error)}.")
+        found.notes.append(f"The explanation ended early: {error_line(error)}.")
     num_replays = 0 if replayer is None else replayer.num_forwards
     limits = budget, checkpoints, artifact_bytes
     # The result of the rank that led has its line.
@@ -324,7 +324,7 @@ def _saved(
         pairs = [] if start is None else start.pairs()
         return saved_step(models, calls, pairs, most - found.artifact_bytes)
     except Exception as error:
-        found.notes.append(f"The step was not saved: {text_of(error)}.")
+        found.notes.append(f"The step was not saved: {error_line(error)}.")
         return []
 
 

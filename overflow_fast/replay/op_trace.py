@@ -18,7 +18,7 @@ from .. import _C
 from ..core.modules import Handles, named_modules
 from ..core.ops import Stat, scan
 from ..core.selection import full_name
-from ..core.tensors import PLAIN, is_whole, real_parts
+from ..core.tensors import PLAIN, is_whole, real_parts, widened
 from ..text import dtype_name
 from ..torch_internals.compiler import has_compiled, is_in_compiled_call
 from ..torch_internals.running import (
@@ -84,12 +84,7 @@ def as_wide(tensor: torch.Tensor) -> torch.Tensor | None:
         tensor = local_part(tensor)
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
         return None
-    values = tensor.detach()
-    return (
-        values.float()
-        if values.is_floating_point() and values.itemsize == 1
-        else values
-    )
+    return widened(tensor)
 
 
 def summary_of(tensor: torch.Tensor, name: str = "") -> TensorSummary:

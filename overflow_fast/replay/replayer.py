@@ -35,6 +35,7 @@ from ..core.selection import full_name
 from ..core.tensors import loss_in
 from ..state.snapshot import Snapshot
 from ..state.step_start import StepStart
+from ..text import error_line
 from ..torch_internals.running import no_dispatch
 from ..torch_internals.tensor_internals import local_part, sparse_values
 from ..tree import entry_label
@@ -373,7 +374,7 @@ class RankCoordinator:
             The worst state of all ranks, the error of another rank in text, or "", and
             the ranks where it was not clean.
         """
-        text = "" if error is None else text_of(error)
+        text = "" if error is None else error_line(error)
         found = self._exchange((state, text))
         texts = [
             f"on rank {rank}: {each[1]}"
@@ -429,12 +430,6 @@ class RankCoordinator:
         if self._channel is None:
             return {self.rank: value}
         return self._channel.exchange(value)
-
-
-def text_of(error: Exception) -> str:
-    """The first line of an error, with its class."""
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0][:120] if lines else ''}"
 
 
 # Runs the step.

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ..core.tensors import real_parts
+from ..core.tensors import real_parts, widened
+from ..text import error_line
 from ..torch_internals.running import attention_by_definition, schema_names
 from ..tree import mapped, tensors_in
 from .op_trace import (
@@ -457,11 +458,8 @@ def details_of(
         found.outside = _outside_of_domain(op, found.first_index)
         _classify(op, found, bad, output, sums)
     except Exception as error:
-        text = str(error).splitlines()[:1]
-        found.reason = (
-            f"it could not be computed again in float64 ({type(error).__name__}: "
-            f"{text[0][:80] if text else ''})"
-        )
+        why = error_line(error, 80)
+        found.reason = f"it could not be computed again in float64 ({why})"
     return found
 
 
@@ -523,7 +521,7 @@ def _compare(
     index: tuple[int, ...],
 ) -> None:
     """Adds the result in float64 where the operation's own is not finite."""
-    values = reference.detach()[~_wide(bad).isfinite()]
+    values = reference.detach()[~widened(bad).isfinite()]
     values = real_parts(values)
     assert found.limit is not None
     first = float(reference[index].real)
@@ -715,8 +713,3 @@ def _weighs_nothing(op: OpCall, output: Any) -> str:
 
 def _has_one_element(tensor: torch.Tensor, result: torch.Tensor) -> bool:
     return tensor.numel() <= max(1, result.numel())
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    values = tensor.detach()
-    return values.float() if values.itemsize == 1 else values

@@ -15,7 +15,7 @@ import torch
 
 from ..capture.inputs import numpy_types
 from ..core import ops
-from ..core.tensors import host_copy
+from ..core.tensors import PLAIN, host_copy
 from ..files.json_text import SCHEMA, dumps
 from ..files.writing import make_folder, write_new
 from ..replay.explanation import Artifact, Explanation
@@ -81,7 +81,7 @@ def _is_bad(tensor: torch.Tensor) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    is_tensor = type(value) in (torch.Tensor, torch.nn.Parameter)
+    is_tensor = type(value) in PLAIN
     return is_tensor and value.layout is torch.strided and not value.is_meta
 
 
@@ -95,7 +95,7 @@ def _why_not(value: Any, room: int) -> str:
         return str(value)
     if not isinstance(value, torch.Tensor):
         return f"{value!r:.200}"
-    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+    if type(value) not in PLAIN:
         return f"a {type(value).__name__}"
     if not _is_plain(value):
         layout = value.layout if value.layout is not torch.strided else "torch.meta"
