@@ -536,18 +536,11 @@ def _head_of(text: bytes | None, file: Path) -> HeadLine:
     head = head_of(text)
     if text is None or head.kind != "recording":
         raise RecordingError(f"{file} is not a recording")
-    schema = head.schema
-    if not isinstance(schema, int):
-        raise RecordingError(f"{file} has no number as its schema")
-    if schema > SCHEMA:
-        raise RecordingError(
-            f"{file} has schema {schema}, newer than {SCHEMA}: it needs a newer "
-            "overflow_fast"
-        )
     try:
+        head.check_schema(SCHEMA)
         return decode(text, HeadLine)
     except FileError as error:
-        raise RecordingError(f"{file}: its first line is damaged: {error}") from error
+        raise RecordingError(f"{file} cannot be read: {error}") from error
 
 
 def _share_summaries(rows: Sequence[RecordedTensor]) -> None:

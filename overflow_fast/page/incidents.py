@@ -220,18 +220,12 @@ def _read(marker: Path, damaged: list[str]) -> Incident:
 
 def _decoded(path: Path, kind: type[Any]) -> dict[str, Any] | None:
     """Decodes a file of JSON; None where there is no file."""
-    from ..files.schema import Head, decode, plain
+    from ..files.schema import decode_document, plain
 
     try:
-        data = read_bytes(path)
-        schema = decode(data, Head).schema or 0
-        if isinstance(schema, int) and schema > SCHEMA:
-            raise EvidenceError(f"{path} was written by a newer overflow_fast.")
-        return plain(decode(data, kind))
+        return plain(decode_document(read_bytes(path), kind, SCHEMA))
     except FileNotFoundError:
         return None
-    except EvidenceError:
-        raise
     except (OSError, FileError) as error:
         why = why_unreadable(error)
         raise EvidenceError(f"{path} cannot be read: {why}.") from error

@@ -160,23 +160,15 @@ class SavedStep:
     def _read_step(self) -> SavedStepFile:
         path = self._folder / STEP
         try:
-            from ..files.schema import Head, decode
+            from ..files.schema import decode_document
             from .step_schema import SavedStepFile
 
-            data = read_bytes(path)
-            schema = decode(data, Head).schema or 0
-            if isinstance(schema, int) and schema > SCHEMA:
-                raise UnreadableStepError(
-                    f"{path} has schema {schema}; this version reads up to {SCHEMA}"
-                )
-            return decode(data, SavedStepFile)
+            return decode_document(read_bytes(path), SavedStepFile, SCHEMA)
         except FileNotFoundError:
             raise UnreadableStepError(
                 f"{path} is missing: a guard writes it with evidence=, if it kept the "
                 "step's calls (explain=False and sync='lagged' keep none)"
             ) from None
-        except UnreadableStepError:
-            raise
         except (OSError, FileError, ImportError) as error:
             raise UnreadableStepError(f"{path} cannot be read: {error}") from error
 
