@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..core.modules import check_module
-from ..core.tensors import is_number
+from ..core.tensors import check_number
 from ..files import writing as files
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def make_folder(folder: Any) -> Path:
         OSError: If it cannot be made.
     """
     if not isinstance(folder, (str, os.PathLike)):
-        raise TypeError(f"folder must be a path, got {_kind(folder)}")
+        raise TypeError(f"folder must be a path, got {type(folder).__name__}")
     path = Path(folder)
     if os.path.lexists(path) and not os.path.isdir(path):
         raise NotADirectoryError(f"folder must be a folder, but {path} is a file")
@@ -53,7 +53,7 @@ def names_of(names: Mapping[str, str] | None) -> dict[str, str]:
     if names is None:
         return {}
     if not isinstance(names, Mapping):
-        raise TypeError(f"names must be a mapping of texts, got {_kind(names)}")
+        raise TypeError(f"names must be a mapping of texts, got {type(names).__name__}")
     for pattern, new in names.items():
         if not isinstance(pattern, str) or not isinstance(new, str):
             raise TypeError(f"names must map texts to texts, got {pattern!r}: {new!r}")
@@ -69,16 +69,12 @@ def names_of(names: Mapping[str, str] | None) -> dict[str, str]:
 def check_thresholds(threshold: Any, cosine: Any) -> None:
     """Raises a TypeError or ValueError if a threshold can highlight nothing."""
     for name, value in (("threshold", threshold), ("cosine", cosine)):
-        if value is not None and not is_number(value):
-            raise TypeError(f"{name} must be a number, got {_kind(value)}")
+        if value is not None:
+            check_number(name, value)
     if threshold is not None and (math.isnan(threshold) or threshold < 0):
         raise ValueError(f"threshold must be 0 or more, got {threshold}")
     if cosine is not None and not -1 <= cosine <= 1:
         raise ValueError(f"cosine must be from -1 to 1, got {cosine}")
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__
 
 
 def recording(

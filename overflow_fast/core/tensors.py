@@ -35,10 +35,6 @@ class NotScanned(str):
     """The reason why a tensor was not scanned."""
 
 
-def _type_name(tensor: torch.Tensor) -> str:
-    return type(tensor).__name__
-
-
 def _values_of(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
     """Finds the values of a tensor that has no strided memory of its own."""
     if is_in_transform(tensor):
@@ -64,7 +60,7 @@ def _values_of(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
     if is_zero_tensor(tensor):
         return torch.zeros((), dtype=tensor.dtype, device=tensor.device)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return NotScanned(f"tensor subclass {_type_name(tensor)}")
+        return NotScanned(f"tensor subclass {type(tensor).__name__}")
     return NotScanned(f"layout {tensor.layout}")
 
 
@@ -96,7 +92,7 @@ def resolve(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
                 return values
             values = values.detach()
     except Exception as error:
-        return NotScanned(f"{_type_name(tensor)}: {error}")
+        return NotScanned(f"{type(tensor).__name__}: {error}")
     return values
 
 
@@ -106,7 +102,7 @@ def reason(tensor: torch.Tensor, readability: _C.Readability) -> NotScanned:
         return NotScanned("its storage is freed")
     if readability == _C.Readability.UNSUPPORTED:
         return NotScanned(f"dtype {tensor.dtype}")
-    return NotScanned(f"tensor subclass {_type_name(tensor)}")
+    return NotScanned(f"tensor subclass {type(tensor).__name__}")
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -258,6 +254,12 @@ def digest_of(tensor: torch.Tensor) -> torch.Tensor:
 def is_number(value: object) -> TypeGuard[float]:
     """True for an int or a float, which a bool is not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def check_number(argument: str, value: object) -> None:
+    """Raises TypeError if an argument is no number."""
+    if not is_number(value):
+        raise TypeError(f"{argument} must be a number, got {type(value).__name__}")
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:

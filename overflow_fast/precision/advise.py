@@ -18,7 +18,7 @@ from ..capture.hooks import unseen
 from ..core.force_eager import run_eagerly
 from ..core.modules import Handles, children_of, is_within, named_modules, step_of
 from ..core.ops import scan
-from ..core.tensors import devices_of, is_number, loss_in
+from ..core.tensors import check_number, devices_of, loss_in
 from ..state.random import RandomStates
 from ..text import dtype_name, error_line
 from ..torch_internals.module_internals import is_dropout
@@ -454,9 +454,7 @@ def _listed(batches: Iterable[Any]) -> list[Any]:
 
 def _check_numbers(limits: Thresholds, max_rounds: int) -> None:
     for name, value in (*vars(limits).items(), ("max_rounds", max_rounds)):
-        if not is_number(value):
-            kind = type(value).__name__
-            raise TypeError(f"{name} must be a number, got {kind}")
+        check_number(name, value)
         if not value >= 0:
             raise ValueError(f"{name} must be 0 or more, got {value}")
 

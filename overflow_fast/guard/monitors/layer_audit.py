@@ -19,7 +19,7 @@ from ...core.modules import (
     tensors_of,
 )
 from ...core.tensors import place_of
-from ...state.snapshot import Snapshot
+from ...state.snapshot import Snapshot, is_same_bits
 from ...torch_internals.compiler import has_compiled
 from ...torch_internals.running import is_recorded
 from ..options import option, whole
@@ -137,12 +137,12 @@ class LayerAuditor(Monitor):
                 return
             self.num_audited += 1
             first = layer.forward(*args, **kwargs)
-            if _is_same(first, output):
+            if is_same_bits(first, output):
                 return
             again = [layer.forward(*args, **kwargs) for _ in range(_NUM_AGAIN)]
         self.num_different += 1
         num_changed = _num_different(first, output)
-        if not all(_is_same(each, first) for each in again):
+        if not all(is_same_bits(each, first) for each in again):
             self._unsteady.add(name)
             _log.warning(
                 "Step %d: %s gives other bits each time it is computed from the same "
@@ -176,13 +176,6 @@ def _is_auditable(module: nn.Module) -> bool:
     is_running = getattr(module, "track_running_stats", False)
     is_known = is_linear(module) or is_normalization(module)
     return (is_known or isinstance(module, nn.Embedding)) and not is_running
-
-
-def _is_same(a: Any, b: torch.Tensor) -> bool:
-    """True if two tensors have the same bits."""
-    if not isinstance(a, torch.Tensor) or (a.shape, a.dtype) != (b.shape, b.dtype):
-        return False
-    return _num_different(a, b) == 0
 
 
 def _num_different(a: torch.Tensor, b: torch.Tensor) -> int:
