@@ -15,7 +15,7 @@ from .capture.hooks import move_hook_to_front
 from .capture.step_tensors import ScanLevel, StepTensors
 from .capture.watch import ModelWatch, models_of
 from .core.force_eager import run_eagerly
-from .core.modules import call_with
+from .core.modules import Handles, call_with
 from .core.selection import Selection, check_patterns
 from .core.tensors import loss_in
 from .state.snapshot import Snapshot
@@ -308,7 +308,7 @@ class SelfTest:
             if first_float(output) is not None:
                 called[watch, index] = True
 
-        handles = []
+        handles = Handles()
         for watch in self._watches:
             for index in range(len(watch.modules.names)):
                 module = watch.module_at(index)
@@ -320,11 +320,8 @@ class SelfTest:
                             )
                         )
                     )
-        try:
+        with handles:
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _choose(self, called: list[_Layer]) -> list[_Layer]:
         """Chooses the requested layers, or some from the first called to the last."""

@@ -134,15 +134,11 @@ def ops_within(
             trace.__exit__(None, None, None)
             calls[0] += 1 << 30
 
-    handles = [
+    with (
         owner.register_forward_pre_hook(begin),
         owner.register_forward_hook(end, prepend=True, always_call=True),
-    ]
-    try:
+    ):
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
     return ops.found
 
 

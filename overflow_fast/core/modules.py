@@ -272,7 +272,13 @@ def is_within(name: str, outer: str) -> bool:
 
 
 class Handles(list[RemovableHandle]):
-    """The handles of hooks that are removed together."""
+    """The handles of hooks that are removed together, at the latest on leaving it."""
+
+    def __enter__(self) -> Handles:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove_all()
 
     def remove_all(self) -> None:
         """Removes the hooks. Calling it again changes nothing."""

@@ -13,6 +13,7 @@ from torch import nn
 from .. import flags
 from ..capture.hooks import unseen
 from ..core.modules import (
+    Handles,
     is_dropout,
     modules_in,
     named_modules,
@@ -60,17 +61,14 @@ class FirstCall(Observer):
     @contextmanager
     def observing(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
         """See `Observer`."""
-        handles = [
+        handles = Handles(
             module.register_forward_hook(self._keep, prepend=True, with_kwargs=True)
             for prefix, model in models.items()
             for name, module in named_modules(model)
             if full_name(prefix, name) == self.name
-        ]
-        try:
+        )
+        with handles:
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _keep(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self.call is None:

@@ -409,7 +409,7 @@ class Explanation:
         if self.rank is None:
             return ""
         others = self.num_ranks - 1
-        more = f" and {others} other{'s' * (others > 1)}" if others > 0 else " alone"
+        more = f" and {counted(others, 'other')}" if others > 0 else " alone"
         return f" on rank {self.rank}{more}"
 
     def _where(self) -> str:

@@ -257,11 +257,8 @@ class OutputGradients(Observer):
         if module is None or isinstance(module, torch.jit.ScriptModule):
             yield
             return
-        handle = module.register_forward_hook(self._on_output)
-        try:
+        with module.register_forward_hook(self._on_output):
             yield
-        finally:
-            handle.remove()
 
     def _on_output(self, module: nn.Module, args: object, output: Any) -> None:
         for tensor in floats_in(output):

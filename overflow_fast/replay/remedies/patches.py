@@ -94,7 +94,7 @@ def in_bfloat16(models: Iterable[nn.Module]) -> Iterator[None]:
                     tensor.data = tensor.data.bfloat16()
             for module in modules_in(model):
                 handle = module.register_forward_pre_hook(_begin_bfloat16, prepend=True)
-                stack.callback(handle.remove)
+                stack.enter_context(handle)
         torch.clear_autocast_cache()
         stack.callback(torch.clear_autocast_cache)
         yield
